@@ -1,0 +1,157 @@
+"""Times power attention against JAX's softmax attention on this machine, in one run.
+
+    uv run python -m benchmarks.attention [--out=benchmarks/results/attention.json] [--quick]
+
+float32, batch 1, 4 heads, p = 2, gated. Times are medians of several calls of compiled functions, taken in turn so
+that a machine that changes its speed changes it for both. Ratios are softmax / power: above 1, power is faster.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import rich.console
+import rich.table
+
+from sympow_jax import ops
+
+HEADS, POWER = 4, 2
+LENGTHS = {32: (1024, 2048, 4096, 8192, 65_536), 64: (1024, 4096, 8192, 65_536)}
+# The T x T scores of 4 heads in float32 would take 69 GB at 65,536.
+LONGEST_SOFTMAX = 8192
+MILLION = 2**20
+
+
+def main() -> None:
+    """Prints the tables and writes the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="write the rows here as JSON")
+    parser.add_argument("--quick", action="store_true", help="lengths up to 2,048")
+    parser.add_argument("--million", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.million:
+        print(json.dumps(_million_tokens()))
+        return
+
+    rows = []
+    for head_dim, lengths in LENGTHS.items():
+        for length in lengths:
+            if not arguments.quick or length <= 2048:
+                rows.append(_compare(length, head_dim, repeats=3))
+    report = {"machine": _machine(), "settings": {"batch": 1, "heads": HEADS, "power": POWER}, "rows": rows}
+    if not arguments.quick:
+        command = [sys.executable, "-m", "benchmarks.attention", "--million"]
+        report["million_tokens"] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    _print(report)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _compare(length: int, head_dim: int, repeats: int) -> dict:
+    keys = jax.random.split(jax.random.key(0), 5)
+    query, key, value, dout = (jax.random.normal(k, (1, length, HEADS, head_dim)) for k in keys[:4])
+    log_decay = jax.nn.log_sigmoid(4 + jax.random.normal(keys[4], (1, length, HEADS)))
+    softmax = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+
+    def power(query, key, value, log_decay):
+        return ops.power_attention(query, key, value, power=POWER, log_decay=log_decay)
+
+    def with_backward(function):
+        def loss(arguments):
+            return jnp.vdot(function(*arguments), dout)
+
+        return jax.jit(jax.grad(loss))
+
+    gated = (query, key, value, log_decay)
+    calls = {"power": functools.partial(jax.jit(power), *gated)}
+    calls["power_grad"] = functools.partial(with_backward(power), gated)
+    if length <= LONGEST_SOFTMAX:
+        calls["softmax"] = functools.partial(jax.jit(softmax), query, key, value)
+        calls["softmax_grad"] = functools.partial(with_backward(softmax), (query, key, value))
+    return {"length": length, "head_dim": head_dim, "seconds": _medians(calls, repeats)}
+
+
+def _medians(calls: dict, repeats: int) -> dict[str, float]:
+    """Median seconds of each call, the calls taken in turn."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in range(repeats):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
+
+
+def _million_tokens() -> dict:
+    """Forward over 2^20 tokens, one head of 32: seconds, and the largest size of this process."""
+    query, key, value = (jax.random.normal(jax.random.key(i), (1, MILLION, 1, 32)) for i in range(3))
+    log_decay = jax.nn.log_sigmoid(4 + jax.random.normal(jax.random.key(3), (1, MILLION, 1)))
+    power = jax.jit(functools.partial(ops.power_attention, power=POWER))
+    call = functools.partial(power, query, key, value, log_decay=log_decay)
+    seconds = _medians({"forward": call}, repeats=1)["forward"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"length": MILLION, "head_dim": 32, "seconds": seconds, "peak_bytes": peak}
+
+
+def _machine() -> dict:
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "processor": platform.processor() or platform.machine(),
+        "jax": jax.__version__,
+    }
+
+
+def _print(report: dict) -> None:
+    table = rich.table.Table(
+        title=f"seconds, {report['machine']['device']}, float32, b1 n{HEADS} p={POWER} gated"
+    )
+    columns = (
+        "T",
+        "D",
+        "power fwd",
+        "softmax fwd",
+        "ratio",
+        "power fwd+bwd",
+        "softmax fwd+bwd",
+        "ratio",
+        "us/token fwd+bwd",
+    )
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in report["rows"]:
+        seconds = row["seconds"]
+        cells = [f"{row['length']:,}", str(row["head_dim"])]
+        for suffix in ("", "_grad"):
+            ours, theirs = seconds["power" + suffix], seconds.get("softmax" + suffix)
+            cells += [
+                f"{ours:.4f}",
+                f"{theirs:.4f}" if theirs else "-",
+                f"{theirs / ours:.1f}" if theirs else "-",
+            ]
+        table.add_row(*cells, f"{1e6 * seconds['power_grad'] / row['length']:.1f}")
+    console = rich.console.Console()
+    console.print(table)
+    if million := report.get("million_tokens"):
+        console.print(
+            f"forward over {million['length']:,} tokens (b1 n1 D=32): {million['seconds']:.1f} s, "
+            f"largest process size {million['peak_bytes'] / 1e9:.2f} GB"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The papers' recipe: 124M parameters in GPT-2's shape on LongCrawl64, 524,288 tokens a batch, Adam at 6e-4.
+
+`--config=configs/gpt2_124m.py:PRESET[,p=POWER][,context=TOKENS]`, for instance `:softmax` or
+`:conformal,p=4,context=16384`; see `sympow_jax.config.PRESETS`. The papers use p = 2, 4 and 6 and contexts
+256 to 65,536. `data.paths` and `data.heldout_paths` say where the two arrays are, also in an object store.
+The batch fits eight devices of 80 GB; on fewer, raise `--config.optimizer.accumulate` as many times.
+"""
+
+from sympow_jax import config
+
+# Powers of two up to the length of a LongCrawl64 document; the papers train at each.
+CONTEXTS = tuple(2**exponent for exponent in range(8, 17))
+
+
+def get_config(choice: str = "conformal") -> config.Config:
+    """The model `choice` names, trained at its context and evaluated up to 65,536 tokens."""
+    name, *options = choice.split(",")
+    values = {"p": 2, "context": 4096}
+    for option in options:
+        key, _, text = option.partition("=")
+        if key not in values or not text.isdecimal():
+            raise ValueError(f"{option!r} in {choice!r} is not an option; write p=4 or context=16384")
+        values[key] = int(text)
+    if values["context"] not in CONTEXTS:
+        raise ValueError(f"context is {values['context']}; it must be one of {', '.join(map(str, CONTEXTS))}")
+    return config.Config(
+        model=config.ModelConfig(
+            **config.MODEL_SIZES["gpt2_124m"], attention=config.preset(name, power=values["p"])
+        ),
+        data=config.DataConfig(
+            source="longcrawl64",
+            paths=("data/longcrawl64/train.zarr",),
+            heldout_paths=("data/longcrawl64/heldout.zarr",),
+            context_length=values["context"],
+            batch_tokens=524_288,
+        ),
+        optimizer=config.OptimizerConfig(learning_rate=6e-4),
+        training=config.TrainingConfig(steps=100_000),
+        evaluation=config.EvaluationConfig(context_lengths=CONTEXTS),
+    )

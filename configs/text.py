@@ -1,0 +1,34 @@
+"""A byte model of your own files: `--config='configs/text.py:books/*.txt'`.
+
+Several globs, files or folders are separated by commas. A tenth of the files is held out; when the run has
+ended, `eval.py` shows the loss at any context length up to the longest of them.
+"""
+
+from sympow_jax import config
+
+
+def get_config(paths: str = "") -> config.Config:
+    """A 4-layer conformal-sympow model trained at context 1,024 on the files that `paths` names."""
+    if not paths:
+        raise ValueError("configs/text.py needs files: --config='configs/text.py:books/*.txt'")
+    return config.Config(
+        model=config.ModelConfig(
+            vocab_size=256,
+            layers=4,
+            width=256,
+            heads=8,
+            dtype="float32",
+            attention=config.preset("conformal"),
+        ),
+        data=config.DataConfig(
+            source="text",
+            paths=tuple(paths.split(",")),
+            context_length=1024,
+            batch_tokens=16_384,
+            packing="documents",
+        ),
+        optimizer=config.OptimizerConfig(
+            learning_rate=1e-3, schedule="cosine", warmup_steps=100, clip_norm=1.0
+        ),
+        training=config.TrainingConfig(steps=5000, checkpoint_every=500),
+    )

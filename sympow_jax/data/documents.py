@@ -1,0 +1,111 @@
+"""What every source provides: documents of known lengths that can be read in part."""
+
+import collections.abc
+import operator
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32, Int64, Integer
+
+__all__ = ["Documents", "HeldoutDocuments", "Spans", "check_vocabulary"]
+
+
+@runtime_checkable
+class Documents(Protocol):
+    """The documents of one side, training or held out, of a source.
+
+    `lengths` counts the tokens of each, all at least 1. `lead` is the id fed in front of a row, so that the
+    row's first token is predicted too; None where the first token of a row is only an input. `together` says
+    how many consecutive documents storage keeps together, so that reading one costs as much as reading all;
+    None where any order of reading costs the same.
+    """
+
+    lengths: Int64[np.ndarray, " documents"]
+    lead: int | None
+    together: int | None
+
+    def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
+        """Tokens start .. stop - 1 of a document."""
+
+    def name(self, document: int) -> str:
+        """Where the document is, for errors."""
+
+
+class Spans:
+    """Documents that are spans of flat arrays, in memory or memory-mapped.
+
+    Document i is `lengths[i]` tokens of `arrays[array[i]]` from `starts[i]`; `names` are those of the arrays.
+    """
+
+    lead = None
+    together = None
+
+    def __init__(
+        self,
+        arrays: collections.abc.Sequence[Integer[np.ndarray, " tokens"]],
+        names: collections.abc.Sequence[str],
+        *,
+        array: Int64[np.ndarray, " documents"],
+        starts: Int64[np.ndarray, " documents"],
+        lengths: Int64[np.ndarray, " documents"],
+    ):
+        self.lengths = lengths
+        self._arrays, self._names = arrays, names
+        self._array, self._starts = array, starts
+
+    def select(self, chosen: Int64[np.ndarray, " chosen"]) -> "Spans":
+        """The chosen documents alone."""
+        return Spans(
+            self._arrays,
+            self._names,
+            array=self._array[chosen],
+            starts=self._starts[chosen],
+            lengths=self.lengths[chosen],
+        )
+
+    def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
+        """Tokens start .. stop - 1 of a document."""
+        begin = self._starts[document]
+        return self._arrays[self._array[document]][begin + start : begin + stop]
+
+    def name(self, document: int) -> str:
+        """The file of the document and where in it the document starts."""
+        return f"{self._names[self._array[document]]} (document at {self._starts[document]})"
+
+
+def check_vocabulary(tokens: Integer[np.ndarray, " tokens"], *, vocab_size: int, name: str) -> None:
+    """Raises ValueError if an id is not below `vocab_size`."""
+    highest = int(tokens.max(initial=0))
+    if highest >= vocab_size:
+        raise ValueError(
+            f"{name} holds id {highest}, but model.vocab_size is {vocab_size}; raise it to at least "
+            f"{highest + 1}, or use the data and data.token_dtype that the model was made for"
+        )
+
+
+class HeldoutDocuments(collections.abc.Sequence):
+    """Whole documents, read when asked for: each a 1-D int32 array, `lengths` their sizes.
+
+    Where the source has a lead id (longcrawl64), it is the first token of each, as it is in training: then
+    every token of the stored document is predicted. `lead` and `together` are those of `Documents`.
+
+    Raises:
+      ValueError: on reading a document that holds an id outside the vocabulary or that storage lacks.
+    """
+
+    def __init__(self, documents: Documents, *, vocab_size: int):
+        self._documents, self._vocab_size = documents, vocab_size
+        self.lead, self.together = documents.lead, documents.together
+        self.lengths = documents.lengths + (self.lead is not None)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Int32[np.ndarray, " tokens"]:  # type: ignore[override]
+        index = range(len(self))[operator.index(index)]
+        documents = self._documents
+        tokens = documents.read(index, 0, int(documents.lengths[index]))
+        check_vocabulary(tokens, vocab_size=self._vocab_size, name=documents.name(index))
+        if documents.lead is not None:
+            tokens = np.concatenate([[documents.lead], tokens])
+        return tokens.astype(np.int32)

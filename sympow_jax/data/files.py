@@ -1,0 +1,110 @@
+"""Finds the files that a setting names, and divides documents into training and held-out ones."""
+
+import dataclasses
+import glob
+import hashlib
+import os
+import pathlib
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float64
+
+__all__ = ["File", "below", "find", "held_out", "index_hashes", "key_hashes"]
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file and its path relative to the folder or the fixed part of the pattern that found it.
+
+    Order and hold-out depend on `key` alone, so that they are the same wherever the folder lies.
+    """
+
+    path: pathlib.Path
+    key: str
+    size: int
+
+
+def _file(path: str, root: str) -> File:
+    key = pathlib.Path(os.path.relpath(path, root)).as_posix()
+    return File(path=pathlib.Path(path), key=key, size=os.path.getsize(path))
+
+
+def below(root: str, *, suffix: str = "", skip: Collection[str] = ()) -> list[File]:
+    """The files below a folder that end in `suffix`, without hidden ones and the folders named in `skip`."""
+    skip = {"__pycache__", *skip}
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip]
+        for name in names:
+            path = os.path.join(folder, name)
+            # A dangling link is listed but cannot be read.
+            if name.endswith(suffix) and not name.startswith(".") and os.path.isfile(path):
+                found.append(_file(path, root))
+    return _ordered(found)
+
+
+def _matching(pattern: str) -> list[File]:
+    parts = pathlib.Path(pattern).parts
+    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    root = os.path.join("", *parts[:fixed]) or "."
+    return [_file(path, root) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+
+
+def _ordered(files: Sequence[File]) -> list[File]:
+    return sorted(files, key=lambda file: (file.key, str(file.path)))
+
+
+def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
+    """The files that `paths` name, each once, ordered by key.
+
+    A path is a file, a folder (its files that end in `suffix`; nothing hidden, no `__pycache__`) or a glob,
+    in which `**` crosses folders. `setting` is the name of the setting that holds the paths, for errors.
+
+    Raises:
+      ValueError: a path names no file.
+    """
+    found: dict[str, File] = {}
+    for path in map(os.path.expanduser, paths):
+        if os.path.isfile(path):
+            files = [_file(path, os.path.dirname(path) or ".")]
+        elif os.path.isdir(path):
+            files = below(path, suffix=suffix)
+        elif glob.has_magic(path):
+            files = _matching(path)
+        else:
+            raise ValueError(f"{setting}: there is no file or folder {path!r}; correct the path")
+        if not files:
+            raise ValueError(f"{setting}: no file matches {path!r}; correct the path or the pattern")
+        for file in files:
+            # One file under two names would be trained on under one and held out under the other.
+            found.setdefault(os.path.realpath(file.path), file)
+    return _ordered(list(found.values()))
+
+
+def key_hashes(keys: Sequence[str]) -> Float64[np.ndarray, " documents"]:
+    """SHA-256 of each key, scaled to [0, 1)."""
+    digests = (hashlib.sha256(os.fsencode(key)).digest() for key in keys)
+    return np.array([int.from_bytes(digest[:6], "big") for digest in digests], np.float64) / 2.0**48
+
+
+def index_hashes(count: int) -> Float64[np.ndarray, " documents"]:
+    """SplitMix64 of 0 .. count - 1, scaled to [0, 1) (Steele, Lea and Flood, 2014)."""
+    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return (mixed >> np.uint64(11)) / 2.0**53
+
+
+def held_out(hashes: Float64[np.ndarray, " documents"], fraction: float) -> Bool[np.ndarray, " documents"]:
+    """The documents whose hash is below `fraction`.
+
+    A document keeps its side when others come or go. Of two documents or more, the one of the lowest hash is
+    held out (unless `fraction` is 0) and the one of the highest never: small corpora have both sides.
+    """
+    mask = hashes < fraction
+    if fraction > 0 and len(hashes):
+        mask[np.argmin(hashes)] = True
+        mask[np.argmax(hashes)] = False
+    return mask

@@ -1,0 +1,158 @@
+"""LongCrawl64's layout: a Zarr v2 array of token ids, one document a row, local or in an object store."""
+
+import hashlib
+import json
+import os
+import re
+from typing import Any
+
+import numpy as np
+import tensorstore
+from jaxtyping import Int64, Integer
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import files
+
+__all__ = [
+    "CHUNKS",
+    "DOCUMENT_START",
+    "ROW_TOKENS",
+    "ZarrDocuments",
+    "describe",
+    "metadata",
+    "open_documents",
+    "spec",
+]
+
+DOCUMENT_START = 50_256  # GPT-2's <|endoftext|>, in front of every input
+ROW_TOKENS = 65_536
+CHUNKS = (2048, 2048)
+
+# A row of full length touches 32 chunks of 8 MB: two such bands of documents stay in memory.
+_CACHE_BYTES = 2 * 32 * CHUNKS[0] * CHUNKS[1] * 2
+
+
+def metadata(rows: int, row_tokens: int, dtype: np.dtype) -> dict[str, Any]:
+    """Zarr v2 metadata of an array in LongCrawl64's layout."""
+    compressor = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}
+    return {
+        "shape": [rows, row_tokens],
+        "chunks": list(CHUNKS),
+        "dtype": dtype.str,
+        "order": "C",
+        "fill_value": 0,
+        "filters": None,
+        "dimension_separator": ".",
+        "compressor": compressor,
+    }
+
+
+def spec(path: str) -> dict[str, Any]:
+    """TensorStore's spec of the array at a folder or at a URL (gs://, s3://, http://, https://)."""
+    if "://" in path:
+        store: str | dict[str, str] = path.rstrip("/") + "/"
+    else:
+        store = {"driver": "file", "path": os.path.abspath(os.path.expanduser(path)) + "/"}
+    return {"driver": "zarr", "kvstore": store}
+
+
+def _reason(error: ValueError) -> str:
+    """TensorStore's message on one line, without the spec that it appends."""
+    return re.sub(r"\s+", " ", str(error)).split(" [tensorstore_spec=")[0]
+
+
+def _open(setting: str, paths: tuple[str, ...], dtype: str) -> tensorstore.TensorStore:
+    if len(paths) != 1:
+        raise ValueError(f"{setting} has {len(paths)} entries; longcrawl64 reads one Zarr array")
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+    # Without fill_missing_data_reads=False a chunk that is not there reads as zeros.
+    reading = {**spec(paths[0]), "fill_missing_data_reads": False}
+    try:
+        array = tensorstore.open(reading, context=context, open=True, read=True).result()
+    except ValueError as error:
+        raise ValueError(f"{setting}: cannot open {paths[0]} as a Zarr v2 array: {_reason(error)}") from error
+    if array.rank != 2 or 0 in array.shape:
+        raise ValueError(
+            f"{setting}: {paths[0]} has shape {array.shape}; it must be (documents, tokens), neither 0"
+        )
+    if array.dtype.name != dtype:
+        raise ValueError(
+            f"{setting}: {paths[0]} holds {array.dtype.name}, but data.token_dtype is {dtype!r}; "
+            f"the array must hold uint16 or uint32 and the setting must agree"
+        )
+    return array
+
+
+class ZarrDocuments:
+    """Rows of a Zarr array as documents, read chunk by chunk through a cache of 512 MiB."""
+
+    def __init__(
+        self, array: tensorstore.TensorStore, path: str, *, rows: Int64[np.ndarray, " documents"], lead: int
+    ):
+        self.lengths = np.full(len(rows), array.shape[1], np.int64)
+        self.lead = lead
+        self.together = array.spec().to_json()["metadata"]["chunks"][0]
+        self._array, self._path, self._rows = array, path, rows
+
+    def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
+        """Tokens start .. stop - 1 of a document.
+
+        Raises:
+          ValueError: a chunk is missing or damaged; never zeros in its place.
+        """
+        try:
+            return self._array[self._rows[document], start:stop].read().result()
+        except ValueError as error:
+            raise ValueError(
+                f"{self.name(document)} cannot be read: {_reason(error)}; copy or prepare the array again"
+            ) from error
+
+    def name(self, document: int) -> str:
+        """The array and the row of the document in it."""
+        return f"{self._path} (row {self._rows[document]})"
+
+
+def _sides(config: config_lib.DataConfig) -> tuple[ZarrDocuments, ZarrDocuments]:
+    """The documents to train on and those held out."""
+    array = _open("data.paths", config.paths, config.token_dtype)
+    lead = DOCUMENT_START if config.document_separator is None else config.document_separator
+    everything = np.arange(array.shape[0])
+    if config.heldout_paths:
+        other = _open("data.heldout_paths", config.heldout_paths, config.token_dtype)
+        held = ZarrDocuments(other, config.heldout_paths[0], rows=np.arange(other.shape[0]), lead=lead)
+        return ZarrDocuments(array, config.paths[0], rows=everything, lead=lead), held
+    mask = files.held_out(files.index_hashes(len(everything)), config.heldout_fraction)
+    train, held = (
+        ZarrDocuments(array, config.paths[0], rows=everything[side], lead=lead) for side in (~mask, mask)
+    )
+    return train, held
+
+
+def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocuments:
+    """The rows of one side's array; `data.document_separator` replaces GPT-2's 50,256 in front of each.
+
+    Raises:
+      ValueError: no array there, or one of another shape or dtype.
+    """
+    return _sides(config)[heldout]
+
+
+def describe(config: config_lib.DataConfig) -> dict[str, Any]:
+    """Shapes of the arrays, and the SHA-256 of their metadata: reading terabytes would delay the start."""
+    train, held = _sides(config)
+    arrays = [
+        _open(setting, paths, config.token_dtype)
+        for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths))
+        if paths
+    ]
+    described = [array.spec().to_json()["metadata"] for array in arrays]
+    return {
+        "files": len(arrays),
+        "bytes": sum(int(np.prod(array.shape)) * array.dtype.numpy_dtype.itemsize for array in arrays),
+        "documents": len(train.lengths),
+        "tokens": int(train.lengths.sum()),
+        "heldout_documents": len(held.lengths),
+        "heldout_tokens": int(held.lengths.sum()),
+        "digest": hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(),
+        "digest_of": "the arrays' metadata",
+    }

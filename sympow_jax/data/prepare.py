@@ -1,0 +1,196 @@
+"""Turns text into token files: `python -m sympow_jax.data.prepare --format=bin --out=train.bin FILES...`.
+
+Every file is a document. `bin` writes the tokens of all documents, each followed by the separator, and beside
+it a JSON file with the tokenizer, the size of its vocabulary, the separator and the dtype.
+
+`longcrawl64` writes the same tokens as a Zarr v2 array in LongCrawl64's layout: the documents and separators
+are laid end to end and cut into rows of `--row_tokens`. So a long document continues in the next row, short
+ones share a row, and nothing is padded; only what is left at the end, less than a row, is dropped, and how
+much is printed. (LongCrawl64 itself has one document a row: it keeps only long ones, without their ends.)
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import tensorstore
+from jaxtyping import Integer
+
+from sympow_jax.data import files, longcrawl64, tokens
+from sympow_jax.data import tokenizer as tokenizer_lib
+
+__all__ = ["main", "write_bin", "write_longcrawl64"]
+
+
+def _encoded(
+    path: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, separator: int
+) -> Integer[np.ndarray, " tokens"]:
+    try:
+        found = tokenizer.encode(path.read_bytes())
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 at byte {error.start}; leave it out, convert it, or use --tokenizer=byte"
+        ) from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    if np.any(found == separator):
+        raise ValueError(
+            f"{path} holds id {separator}, which separates documents; "
+            f"leave the file out or set another --separator"
+        )
+    return found
+
+
+def _new(out: str) -> pathlib.Path:
+    path = pathlib.Path(out).expanduser()
+    if path.exists():
+        raise ValueError(f"--out={out} exists; remove it or choose another path")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _write_tokens(
+    path: pathlib.Path, found: list[files.File], tokenizer: tokenizer_lib.Tokenizer, separator: int | None
+) -> dict[str, Any]:
+    """Writes the flat tokens of the documents that are not empty and returns what describes them."""
+    separator = tokenizer.separator if separator is None else separator
+    if separator is None:
+        raise ValueError(f"the tokenizer {tokenizer.name} names no end of text; set --separator to an id")
+    vocab_size = max(tokenizer.vocab_size, separator + 1)
+    token_dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    dtype, documents, count = tokens.DTYPES[token_dtype], 0, 0
+    with path.open("wb") as stream:
+        for file in found:
+            if file.size:
+                document = _encoded(file.path, tokenizer, separator)
+                stream.write(np.append(document, separator).astype(dtype).tobytes())
+                documents, count = documents + 1, count + len(document) + 1
+    if not documents:
+        raise ValueError(f"every file is empty ({len(found)} found); name files that hold text")
+    return {
+        "tokenizer": tokenizer.name,
+        "vocab_size": vocab_size,
+        "separator": separator,
+        "token_dtype": token_dtype,
+        "documents": documents,
+        "tokens": count,
+    }
+
+
+def write_bin(
+    out: str, found: list[files.File], tokenizer: tokenizer_lib.Tokenizer, *, separator: int | None = None
+) -> dict[str, Any]:
+    """Writes a `.bin` and its JSON file, the `.bin` last, and returns what the JSON file says.
+
+    Raises:
+      ValueError: `out` exists, there is no separator or a file holds it, nothing to write, unreadable files.
+    """
+    path = _new(out)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        about = _write_tokens(partial, found, tokenizer, separator)
+        tokens.sidecar(path).write_text(json.dumps(about, indent=2) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return about
+
+
+def write_longcrawl64(
+    out: str,
+    found: list[files.File],
+    tokenizer: tokenizer_lib.Tokenizer,
+    *,
+    separator: int | None = None,
+    row_tokens: int = longcrawl64.ROW_TOKENS,
+) -> dict[str, Any]:
+    """Writes a Zarr v2 array of rows of `row_tokens`, and returns what its `.zattrs` says.
+
+    Raises:
+      ValueError: as `write_bin`, or there are fewer tokens than a row.
+    """
+    path = _new(out)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".prepare-") as folder:
+        flat = pathlib.Path(folder) / "tokens.bin"
+        about = _write_tokens(flat, found, tokenizer, separator)
+        rows = about["tokens"] // row_tokens
+        if not rows:
+            raise ValueError(
+                f"the files hold {about['tokens']} tokens, fewer than one row of {row_tokens}; "
+                f"name more files or set a smaller --row_tokens"
+            )
+        dtype = tokens.DTYPES[about["token_dtype"]]
+        stream = np.memmap(flat, dtype, mode="r", shape=(rows, row_tokens))
+        partial = pathlib.Path(folder) / "rows.zarr"
+        # A chunk of zeros is written too: one that is not there is an error to the reader.
+        writing = {
+            **longcrawl64.spec(str(partial)),
+            "metadata": longcrawl64.metadata(rows, row_tokens, dtype),
+            "store_data_equal_to_fill_value": True,
+        }
+        array = tensorstore.open(writing, create=True).result()
+        for start in range(0, rows, longcrawl64.CHUNKS[0]):
+            stop = min(start + longcrawl64.CHUNKS[0], rows)
+            array[start:stop].write(stream[start:stop]).result()
+        about |= {
+            "rows": rows,
+            "row_tokens": row_tokens,
+            "dropped_tokens": about["tokens"] - rows * row_tokens,
+        }
+        (partial / ".zattrs").write_text(json.dumps(about, indent=2) + "\n")
+        partial.rename(path)
+    return about
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sympow_jax.data.prepare", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--format", choices=("bin", "longcrawl64"), required=True)
+    parser.add_argument("--out", required=True, help="the .bin file or the .zarr folder to write")
+    parser.add_argument(
+        "--tokenizer",
+        default="byte",
+        help="byte, a tokenizers .json, a .tiktoken file or a tiktoken encoding",
+    )
+    parser.add_argument(
+        "--separator", type=int, help="the id that ends a document (default: the tokenizer's)"
+    )
+    parser.add_argument("--row_tokens", type=int, default=longcrawl64.ROW_TOKENS, help="longcrawl64 only")
+    parser.add_argument("files", nargs="+", help="files, folders or globs")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Writes what the command line says and prints the settings that read it."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.row_tokens < 1:
+            raise ValueError(f"--row_tokens is {options.row_tokens}; it must be at least 1")
+        if options.separator is not None and not 0 <= options.separator < 1 << 32:
+            raise ValueError(
+                f"--separator is {options.separator}; it must be an id from 0 to {(1 << 32) - 1}"
+            )
+        tokenizer = tokenizer_lib.load(options.tokenizer)
+        found = files.find("files", options.files)
+        if options.format == "bin":
+            about = write_bin(options.out, found, tokenizer, separator=options.separator)
+        else:
+            about = write_longcrawl64(
+                options.out, found, tokenizer, separator=options.separator, row_tokens=options.row_tokens
+            )
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(", ".join(f"{name} {value}" for name, value in about.items()))
+    source = "tokens" if options.format == "bin" else "longcrawl64"
+    print(
+        f"read it with data.source={source} data.paths={options.out} data.token_dtype={about['token_dtype']} "
+        f"data.document_separator={about['separator']} and model.vocab_size at least {about['vocab_size']}"
+    )
+
+
+if __name__ == "__main__":
+    main()

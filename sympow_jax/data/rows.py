@@ -1,0 +1,120 @@
+"""Rows of a fixed length from documents of any length, by index arithmetic on cumulative lengths."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32, Int64
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import documents
+
+__all__ = ["NO_TARGET", "PADDING", "Rows"]
+
+NO_TARGET = -1
+PADDING = -1  # segment id
+
+Row = dict[str, Int32[np.ndarray, " T"]]
+
+
+class _Stretch(NamedTuple):
+    """Tokens of the concatenated documents, and for each the position of its document in that order."""
+
+    tokens: Int32[np.ndarray, " tokens"]
+    document: Int64[np.ndarray, " tokens"]
+
+
+class Rows:
+    """The documents laid end to end and cut every `data.context_length` tokens.
+
+    Row r is a function of r and the seed alone; together the rows hold every token once. `targets` are the
+    tokens that follow the `inputs`; -1 where none does and after the end of the data, in the last row.
+
+    * packing `windows`: a row runs across documents and predicts the next document's first token.
+    * packing `documents`: `segment_ids` count the documents of the row from 0 (a document that began in an
+      earlier row is 0 here), -1 after the end of the data; the last token of a document has no target.
+
+    Where the documents have a lead id, targets are the row's own tokens and inputs are these shifted right
+    by one behind the lead id, in front of the row and, with packing `documents`, of every document in it.
+
+    The order of documents is drawn once from the seed, unless storage keeps documents together.
+
+    Raises:
+      ValueError: there is nothing to predict; on reading, an id is outside the vocabulary or data is missing.
+    """
+
+    def __init__(self, source: documents.Documents, config: config_lib.DataConfig, *, vocab_size: int):
+        self._source, self._vocab_size = source, vocab_size
+        self._length, self._segmented = config.context_length, config.packing == "documents"
+        self._order = np.arange(len(source.lengths))
+        if source.together is None:
+            self._order = np.random.default_rng(config.seed).permutation(self._order)
+        self._offsets = np.concatenate([[0], np.cumsum(source.lengths[self._order])])
+        self._total = int(self._offsets[-1])
+        longest = int(source.lengths.max(initial=0))
+        if source.lead is None and (longest if self._segmented else self._total) < 2:
+            raise ValueError(
+                f"the training data has {len(source.lengths)} documents, the longest of {longest} tokens, "
+                f"and nothing to predict; name more data in data.paths"
+            )
+
+    def __len__(self) -> int:
+        # A window's last target is the next one's first input: the last token alone makes no window.
+        ahead = 0 if self._segmented or self._source.lead is not None else 1
+        return -(-(self._total - ahead) // self._length)
+
+    @property
+    def together(self) -> int:
+        """Consecutive rows that storage keeps together."""
+        if self._source.together is None:
+            return len(self)
+        return max(1, self._source.together * int(self._source.lengths[0]) // self._length)
+
+    def __getitem__(self, row: int) -> Row:
+        start = row * self._length
+        if self._source.lead is None:
+            return self._follow(self._read(start, start + self._length + 1))
+        return self._lead(self._read(start, start + self._length), self._source.lead)
+
+    def _read(self, start: int, stop: int) -> _Stretch:
+        stop = min(stop, self._total)
+        first = int(np.searchsorted(self._offsets, start, side="right")) - 1
+        last = int(np.searchsorted(self._offsets, stop, side="left"))
+        pieces, counts = [], []
+        for position in range(first, last):
+            begin, document = int(self._offsets[position]), int(self._order[position])
+            end = min(stop, int(self._offsets[position + 1]))
+            piece = self._source.read(document, max(start, begin) - begin, end - begin)
+            documents.check_vocabulary(piece, vocab_size=self._vocab_size, name=self._source.name(document))
+            pieces.append(piece.astype(np.int32))
+            counts.append(len(piece))
+        return _Stretch(np.concatenate(pieces), np.repeat(np.arange(first, last), counts))
+
+    def _follow(self, stretch: _Stretch) -> Row:
+        inputs, targets = stretch.tokens[: self._length], stretch.tokens[1:]
+        if self._segmented:
+            same = stretch.document[1:] == stretch.document[:-1]
+            targets = np.where(same, targets, NO_TARGET)
+        return self._row(inputs, targets, stretch.document[: self._length])
+
+    def _lead(self, stretch: _Stretch, lead: int) -> Row:
+        inputs = np.insert(stretch.tokens[:-1], 0, lead)
+        if self._segmented:
+            begins = np.diff(stretch.document, prepend=-1) != 0
+            inputs = np.where(begins, lead, inputs)
+        return self._row(inputs, stretch.tokens, stretch.document)
+
+    def _row(
+        self,
+        inputs: Int32[np.ndarray, " inputs"],
+        targets: Int32[np.ndarray, " targets"],
+        document: Int64[np.ndarray, " inputs"],
+    ) -> Row:
+        row = {"inputs": self._padded(inputs, 0), "targets": self._padded(targets, NO_TARGET)}
+        if self._segmented:
+            row["segment_ids"] = self._padded(document - document[0], PADDING)
+        return row
+
+    def _padded(self, values: np.ndarray, fill: int) -> Int32[np.ndarray, " T"]:
+        padded = np.full(self._length, fill, np.int32)
+        padded[: len(values)] = values
+        return padded

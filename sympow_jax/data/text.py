@@ -1,0 +1,82 @@
+"""Files as bytes, one document a file; by default the interpreter's own standard library."""
+
+import hashlib
+import sysconfig
+from typing import Any
+
+import numpy as np
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import documents, files
+
+__all__ = ["describe", "open_documents"]
+
+# Third-party packages differ between environments; the standard library of a Python release does not.
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+
+
+def _found(setting: str, paths: tuple[str, ...]) -> list[files.File]:
+    if paths:
+        found = files.find(setting, paths)
+    else:
+        root = sysconfig.get_paths()["stdlib"]
+        found = files.below(root, suffix=".py", skip=_PACKAGE_FOLDERS)
+        if not found:
+            raise ValueError(f"the standard library has no .py files in {root}; name files in data.paths")
+    if not any(file.size for file in found):
+        raise ValueError(f"{setting}: every file is empty ({len(found)} found); name files that hold text")
+    return found
+
+
+def _sides(config: config_lib.DataConfig) -> tuple[list[files.File], list[files.File]]:
+    """The files to train on and those held out, in order; files without a byte are in neither."""
+    found = [file for file in _found("data.paths", config.paths) if file.size]
+    if config.heldout_paths:
+        held = [file for file in _found("data.heldout_paths", config.heldout_paths) if file.size]
+        return found, held
+    mask = files.held_out(files.key_hashes([file.key for file in found]), config.heldout_fraction)
+    return [f for f, out in zip(found, mask) if not out], [f for f, out in zip(found, mask) if out]
+
+
+def _bytes(file: files.File) -> bytes:
+    try:
+        return file.path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"data.paths: cannot read {file.path}: {error.strerror}") from error
+
+
+def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:
+    """The bytes of one side's files, held in memory; for a corpus larger than memory, prepare a `.bin`.
+
+    Raises:
+      ValueError: nothing matches, everything is empty, or a file cannot be read.
+    """
+    chosen = _sides(config)[heldout]
+    arrays = [np.frombuffer(_bytes(file), np.uint8) for file in chosen]
+    return documents.Spans(
+        arrays,
+        [str(file.path) for file in chosen],
+        array=np.arange(len(chosen)),
+        starts=np.zeros(len(chosen), np.int64),
+        lengths=np.array([len(array) for array in arrays], np.int64),
+    )
+
+
+def describe(config: config_lib.DataConfig) -> dict[str, Any]:
+    """Counts of files and bytes, and the SHA-256 of every file's key, size and bytes in order."""
+    digest = hashlib.sha256()
+    sides = _sides(config)
+    for file in [*sides[0], *sides[1]]:
+        digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
+        digest.update(_bytes(file))
+    counts = [(len(side), sum(file.size for file in side)) for side in sides]
+    return {
+        "files": counts[0][0] + counts[1][0],
+        "bytes": counts[0][1] + counts[1][1],
+        "documents": counts[0][0],
+        "tokens": counts[0][1],
+        "heldout_documents": counts[1][0],
+        "heldout_tokens": counts[1][1],
+        "digest": digest.hexdigest(),
+        "digest_of": "names, sizes and contents",
+    }

@@ -1,0 +1,138 @@
+"""Tokenizers for preparing data: bytes, or a `tokenizers` or `tiktoken` file of the user's."""
+
+import dataclasses
+import importlib
+import os
+import pathlib
+import types
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Integer
+
+__all__ = ["Tokenizer", "load"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A function from the bytes of a document to ids below `vocab_size`.
+
+    `separator` is the id that ends a document; None where the file names none.
+    """
+
+    name: str
+    vocab_size: int
+    separator: int | None
+    encode: Callable[[bytes], Integer[np.ndarray, " tokens"]]
+
+
+# No text holds the byte 0.
+_BYTES = Tokenizer(
+    name="byte", vocab_size=256, separator=0, encode=lambda document: np.frombuffer(document, np.uint8)
+)
+
+# The names that models give to the token between documents, in the order in which they are looked for.
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+_GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_CL100K_SPLIT = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"""
+    r"""\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+_CONTRACTION = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+_O200K_SPLIT = "|".join(
+    (
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+""" + _CONTRACTION,
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*""" + _CONTRACTION,
+        r"""\p{N}{1,3}""",
+        r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""",
+        r"""\s*[\r\n]+""",
+        r"""\s+(?!\S)""",
+        r"""\s+""",
+    )
+)
+# A `.tiktoken` file holds ranks only: how text is split first and the id of <|endoftext|> go with its name
+# (tiktoken_ext/openai_public.py of tiktoken 0.14, where they are inside the functions that download).
+_TIKTOKEN_FILES = {
+    "r50k_base": (_GPT2_SPLIT, 50_256),
+    "p50k_base": (_GPT2_SPLIT, 50_256),
+    "cl100k_base": (_CL100K_SPLIT, 100_257),
+    "o200k_base": (_O200K_SPLIT, 199_999),
+}
+
+
+def _import(library: str, wanted: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(library)
+    except ImportError as error:
+        raise ValueError(
+            f"--tokenizer={wanted} needs the package {library!r}, which is not installed; "
+            f"install the optional extra with pip install 'sympow-jax[tokenizers]'"
+        ) from error
+
+
+def _from_json(path: pathlib.Path) -> Tokenizer:
+    library = _import("tokenizers", str(path))
+    try:
+        loaded = library.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        raise ValueError(f"--tokenizer={path} is not a `tokenizers` file: {error}") from error
+    # Text that spells a special token is text.
+    loaded.encode_special_tokens = True
+    ends = (loaded.token_to_id(name) for name in _END_NAMES)
+
+    def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
+        return np.asarray(loaded.encode(document.decode(), add_special_tokens=False).ids, np.uint32)
+
+    # Ids need not be contiguous.
+    vocab_size = 1 + max(loaded.get_vocab(with_added_tokens=True).values())
+    return Tokenizer(path.name, vocab_size, next((end for end in ends if end is not None), None), encode)
+
+
+def _from_tiktoken(name: str) -> Tokenizer:
+    library = _import("tiktoken", name)
+    path = pathlib.Path(name)
+    if path.suffix != ".tiktoken":
+        try:
+            loaded = library.get_encoding(name)
+        except Exception as error:  # an unknown name, or whatever the download raises
+            known = ", ".join(library.list_encoding_names())
+            raise ValueError(
+                f"--tokenizer={name} is no file and cannot be had from tiktoken ({type(error).__name__}); "
+                f"give byte, a file, or one of {known}"
+            ) from error
+    else:
+        if path.stem not in _TIKTOKEN_FILES:
+            raise ValueError(
+                f"--tokenizer={name}: a .tiktoken file does not say how to split text, so it must be named "
+                f"after its encoding: one of {', '.join(_TIKTOKEN_FILES)}"
+            )
+        split, end = _TIKTOKEN_FILES[path.stem]
+        ranks = importlib.import_module("tiktoken.load").load_tiktoken_bpe(str(path))
+        loaded = library.Encoding(
+            path.stem, pat_str=split, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end}
+        )
+
+    def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
+        return np.asarray(loaded.encode_ordinary(document.decode()), np.uint32)
+
+    return Tokenizer(loaded.name, loaded.max_token_value + 1, loaded.eot_token, encode)
+
+
+def load(name: str) -> Tokenizer:
+    """The tokenizer that `name` says.
+
+    It is `byte`, a `tokenizers` JSON file, a `.tiktoken` file named after its encoding, or an encoding that
+    tiktoken can download or has kept.
+
+    Raises:
+      ValueError: no such file or encoding, a file of another kind, or the library is not installed.
+    """
+    if name == "byte":
+        return _BYTES
+    if os.path.sep in name or os.path.splitext(name)[1]:
+        path = pathlib.Path(name).expanduser()
+        if not path.is_file():
+            raise ValueError(f"--tokenizer={name}: there is no such file")
+        return _from_tiktoken(str(path)) if path.suffix == ".tiktoken" else _from_json(path)
+    return _from_tiktoken(name)

@@ -1,0 +1,125 @@
+"""Flat little-endian `.bin` files of token ids, memory-mapped."""
+
+import hashlib
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64, Integer
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import documents, files
+
+__all__ = ["DTYPES", "describe", "open_documents", "sidecar"]
+
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+
+_SCAN_TOKENS = 1 << 24  # separators are looked for in pieces, so that a file may be larger than memory
+_DIGEST_BYTES = 1 << 20  # of each end of a file
+
+
+def sidecar(path: pathlib.Path) -> pathlib.Path:
+    """The JSON file that `prepare` writes beside a `.bin`."""
+    return path.with_name(path.name + ".json")
+
+
+def _map(file: files.File, config: config_lib.DataConfig) -> Integer[np.ndarray, " tokens"]:
+    dtype = DTYPES[config.token_dtype]
+    if file.size == 0:
+        raise ValueError(f"{file.path} is empty; it must hold {config.token_dtype} token ids")
+    if file.size % dtype.itemsize:
+        raise ValueError(
+            f"{file.path} has {file.size} bytes, not a multiple of the {dtype.itemsize} of one "
+            f"{config.token_dtype}; the file is truncated or data.token_dtype is wrong"
+        )
+    beside = sidecar(file.path)
+    if beside.is_file():
+        stored = json.loads(beside.read_text()).get("token_dtype")
+        if stored != config.token_dtype:
+            raise ValueError(
+                f"{file.path} holds {stored} ids, says {beside.name}, but data.token_dtype is "
+                f"{config.token_dtype!r}; set it to {stored!r}"
+            )
+    try:
+        return np.memmap(file.path, dtype, mode="r")
+    except OSError as error:
+        raise ValueError(f"data.paths: cannot read {file.path}: {error.strerror}") from error
+
+
+def _ends(array: Integer[np.ndarray, " tokens"], separator: int | None) -> Int64[np.ndarray, " documents"]:
+    """The position after each document's last token: its separator, or the end of the file."""
+    if separator is None:
+        return np.array([len(array)])
+    ends = [
+        start + 1 + np.flatnonzero(array[start : start + _SCAN_TOKENS] == separator)
+        for start in range(0, len(array), _SCAN_TOKENS)
+    ]
+    found = np.concatenate(ends)
+    return found if len(found) and found[-1] == len(array) else np.append(found, len(array))
+
+
+def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> documents.Spans:
+    found = files.find(setting, paths, suffix=".bin")
+    separator = config.document_separator
+    arrays = [_map(file, config) for file in found]
+    ends = [_ends(array, separator) for array in arrays]
+    occurs = any(array[end[0] - 1] == separator for array, end in zip(arrays, ends))
+    if separator is not None and not occurs:
+        raise ValueError(
+            f"{setting}: no file holds the data.document_separator {separator}; correct it, or leave it "
+            f"unset where every file is one document"
+        )
+    starts = [np.concatenate([[0], end[:-1]]) for end in ends]
+    return documents.Spans(
+        arrays,
+        [str(file.path) for file in found],
+        array=np.repeat(np.arange(len(arrays)), [len(end) for end in ends]),
+        starts=np.concatenate(starts),
+        lengths=np.concatenate(ends) - np.concatenate(starts),
+    )
+
+
+def _sides(config: config_lib.DataConfig) -> tuple[documents.Spans, documents.Spans]:
+    """The documents to train on and those held out."""
+    found = _all_documents("data.paths", config.paths, config)
+    if config.heldout_paths:
+        return found, _all_documents("data.heldout_paths", config.heldout_paths, config)
+    mask = files.held_out(files.index_hashes(len(found.lengths)), config.heldout_fraction)
+    return found.select(np.flatnonzero(~mask)), found.select(np.flatnonzero(mask))
+
+
+def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:
+    """The documents of the `.bin` files of one side.
+
+    `data.document_separator` is the last token of every document; without one a file is a document.
+
+    Raises:
+      ValueError: nothing matches, or a file is empty, truncated or of another dtype.
+    """
+    return _sides(config)[heldout]
+
+
+def describe(config: config_lib.DataConfig) -> dict[str, Any]:
+    """Counts of files, documents and tokens, and the SHA-256 of each file's key, size, first and last MiB."""
+    train, held = (side.lengths for side in _sides(config))
+    found = files.find("data.paths", config.paths, suffix=".bin")
+    if config.heldout_paths:
+        found += files.find("data.heldout_paths", config.heldout_paths, suffix=".bin")
+    digest = hashlib.sha256()
+    for file in found:
+        digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
+        with file.path.open("rb") as stream:
+            digest.update(stream.read(_DIGEST_BYTES))
+            stream.seek(max(0, file.size - _DIGEST_BYTES))
+            digest.update(stream.read(_DIGEST_BYTES))
+    return {
+        "files": len(found),
+        "bytes": sum(file.size for file in found),
+        "documents": len(train),
+        "tokens": int(train.sum()),
+        "heldout_documents": len(held),
+        "heldout_tokens": int(held.sum()),
+        "digest": digest.hexdigest(),
+        "digest_of": "names, sizes, first and last MiB of each file",
+    }

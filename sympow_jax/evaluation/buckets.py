@@ -1,0 +1,128 @@
+"""Which positions a bucket holds, which documents are evaluated, and the arithmetic of the means.
+
+A document is x_1 .. x_L and position t is predicted from x_1 .. x_{t-1}. Position 1 is predicted only where
+the data put a begin token in front of every document; elsewhere the first predicted position is 2, and the
+first bucket has one prediction a document less than its length.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+__all__ = ["Bucket", "bucket_means", "check_lengths", "parse_lengths", "select_documents"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """The predictions of positions in (the length before, `context_length`], over all documents.
+
+    `loss` is their mean in nats per token, `standard_error` that of the documents' means around it (None for
+    a single document), `tokens` how many predictions there are.
+    """
+
+    context_length: int
+    loss: float
+    standard_error: float | None
+    tokens: int
+    documents: int
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Context lengths from `64,128,256`, where `64,...,65536` stands for every doubling in between."""
+    words = text.replace(" ", "").split(",")
+    lengths: list[int] = []
+    for index, word in enumerate(words):
+        if word == "..." and 0 < index < len(words) - 1:
+            last = _parse_length(words[index + 1], text)
+            while lengths[-1] * 2 < last:
+                lengths.append(lengths[-1] * 2)
+            if lengths[-1] * 2 != last:
+                raise ValueError(
+                    f"context lengths {text!r}: doubling {lengths[-1]} does not give {last}; "
+                    f"write the lengths out or end at a doubling of the first"
+                )
+        else:
+            lengths.append(_parse_length(word, text))
+    return tuple(lengths)
+
+
+def _parse_length(word: str, text: str) -> int:
+    if not word.isascii() or not word.isdigit() or int(word) == 0:
+        raise ValueError(
+            f"context lengths {text!r}: {word!r} is not a positive integer; "
+            f"write them as 64,128,256 or 64,...,4096"
+        )
+    return int(word)
+
+
+def check_lengths(lengths: Sequence[int], *, first_position: int) -> None:
+    """Raises `ValueError` unless `lengths` is positive, increasing and no bucket is empty."""
+    if not lengths:
+        raise ValueError("no context lengths are given; write them as 64,128,256 or 64,...,4096")
+    if lengths[0] < 1 or any(a >= b for a, b in itertools.pairwise(lengths)):
+        raise ValueError(f"context lengths {_join(lengths)} must be positive and increasing")
+    if lengths[0] < first_position:
+        raise ValueError(
+            f"context length {lengths[0]} holds no prediction: this data has no begin token, so position "
+            f"{first_position} is the first predicted; start at {first_position} or above"
+        )
+
+
+def select_documents(
+    document_lengths: Int[np.ndarray, " n"], longest: int, count: int, *, together: int | None = None
+) -> Int[np.ndarray, " d"]:
+    """The indices of at most `count` documents of at least `longest` tokens, evenly spaced over the corpus.
+
+    Where storage keeps `together` consecutive documents, so that reading one costs as much as reading all,
+    they are spaced over the first such groups that suffice. They depend on nothing but the arguments, so
+    every run over the same data is evaluated on the same ones. Raises `ValueError` where no document is long
+    enough or `count` is not positive.
+    """
+    if count < 1:
+        raise ValueError(f"the number of documents is {count}; it must be at least 1")
+    available = int(document_lengths.max(initial=0))
+    if available < longest:
+        raise ValueError(
+            f"context length {longest} is longer than any held-out document; "
+            f"the longest has {available} tokens"
+        )
+    eligible = np.flatnonzero(document_lengths >= longest)
+    count = min(count, len(eligible))
+    if together is not None:
+        group = eligible // together
+        eligible = eligible[group <= group[count - 1]]
+    return eligible[np.arange(count) * len(eligible) // count]
+
+
+def bucket_means(
+    losses: Float[np.ndarray, "documents positions"], lengths: Sequence[int], *, first_position: int
+) -> list[Bucket]:
+    """The mean loss of each bucket; column i of `losses` is position `first_position + i`.
+
+    Sums are float64. A bucket with a loss that is not finite has a mean that is not finite.
+    """
+    buckets = []
+    for previous, length in itertools.pairwise((0, *lengths)):
+        start = max(previous + 1 - first_position, 0)
+        part = losses[:, start : length + 1 - first_position].astype(np.float64)
+        documents, positions = part.shape
+        means = part.mean(axis=1)
+        with np.errstate(invalid="ignore"):  # inf - inf, where a model diverges
+            error = float(means.std(ddof=1) / np.sqrt(documents)) if documents > 1 else None
+        buckets.append(
+            Bucket(
+                context_length=length,
+                loss=float(means.mean()),
+                standard_error=error,
+                tokens=documents * positions,
+                documents=documents,
+            )
+        )
+    return buckets
+
+
+def _join(lengths: Sequence[int]) -> str:
+    return ",".join(str(length) for length in lengths)

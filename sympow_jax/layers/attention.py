@@ -1,0 +1,233 @@
+"""Attention as a kernel, a decay and a position encoding."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers import initializers
+from sympow_jax.ops import documents, feature_maps, rotary
+from sympow_jax.ops.key_value_state import KeyValueState
+from sympow_jax.ops.linear_attention import linear_attention, linear_attention_step
+from sympow_jax.ops.power_attention import PowerState, power_attention, power_attention_step
+from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
+
+__all__ = ["Attention", "AttentionState"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionState:
+    """What a layer carries from one call to the next.
+
+    memory: the recurrent state, or kept keys and values.
+    position: where the document has got to; None where the layer needs no position.
+    """
+
+    memory: PowerState | KeyValueState
+    position: rotary.RotaryState | documents.PositionState | None
+
+
+class Attention(nnx.Module):
+    """Causal attention over [B, T, M]; `config.attention` chooses kernel, decay and position.
+
+    Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head,
+    are those of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section
+    3). They, the rotation angles, the state and the normaliser are in float32 whatever `config.dtype`.
+    `sinusoidal` positions belong to the model, which adds them to the embedding.
+    """
+
+    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
+        assert kv_heads is not None  # ModelConfig derives what is not given
+        assert head_dim is not None
+        self.kv_heads, self.head_dim = kv_heads, head_dim
+        self.query = initializers.linear(config, config.width, heads * head_dim, rngs=rngs)
+        self.key = initializers.linear(config, config.width, kv_heads * head_dim, rngs=rngs)
+        self.value = initializers.linear(config, config.width, kv_heads * head_dim, rngs=rngs)
+        self.out = initializers.linear(config, heads * head_dim, config.width, residual=True, rngs=rngs)
+        if config.attention.decay == "learned":
+            self.decay = initializers.linear(config, config.width, kv_heads, exact=True, rngs=rngs)
+        if config.attention.position == "learned_rope":
+            self.rate = initializers.linear(config, config.width, kv_heads, exact=True, rngs=rngs)
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: AttentionState | None = None,
+        return_state: Literal[False] = False,
+    ) -> Float[Array, "B T M"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: AttentionState | None = None,
+        return_state: Literal[True],
+    ) -> tuple[Float[Array, "B T M"], AttentionState]: ...
+
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: AttentionState | None = None,
+        return_state: bool = False,
+    ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], AttentionState]:
+        """The layer's output, and with `return_state` the state behind x.
+
+        Consecutive calls, each given the state of the one before, equal one call. Raises ValueError for
+        `return_state` without a state where keys are kept, as they need a capacity: start from `init_state`.
+        """
+        if return_state and state is None:
+            state = self._first_state(x.shape[0])
+        batch, time, _ = x.shape
+        query, key, value = (
+            project(x).reshape(batch, time, -1, self.head_dim)
+            for project in (self.query, self.key, self.value)
+        )
+        turns, position = self._angles(x, segment_ids, None if state is None else state.position)
+        if turns is not None:
+            query, key = rotary.rotate(query, turns), rotary.rotate(key, turns)
+        memory = None if state is None else state.memory
+        mixed, memory = self._mix(query, key, value, self._log_decay(x), segment_ids, memory)
+        out = self.out(mixed.reshape(batch, time, -1))
+        return (out, AttentionState(memory=memory, position=position)) if return_state else out
+
+    def init_state(self, batch: int, *, max_length: int) -> AttentionState:
+        """The state before any token, for up to `max_length` positions.
+
+        Keys and values are kept, with that capacity, where attending to them costs less than the recurrent
+        state or is what `form` asks for. Raises ValueError where the recurrent state would exceed memory.
+        """
+        if not self._keeps_keys(max_length):
+            return self._recurrent_state(batch)
+        memory = KeyValueState.zeros(
+            batch,
+            max_length,
+            self.kv_heads,
+            self.head_dim,
+            self.head_dim,
+            dtype=jnp.dtype(self.config.dtype),
+        )
+        return AttentionState(memory=memory, position=self._first_position(batch))
+
+    def _keeps_keys(self, max_length: int) -> bool:
+        attention = self.config.attention
+        if attention.kernel != "power" or attention.form is not None:
+            return attention.kernel == "softmax" or attention.form == "attention"
+        # FLOPs a token and head: 4 F E to read and update a state, 2 (D + E) S to read kept keys.
+        features = feature_maps.symmetric_power_dim(self.head_dim, attention.power)
+        return 2 * (2 * self.head_dim) * max_length <= 4 * features * self.head_dim
+
+    def _first_state(self, batch: int) -> AttentionState:
+        attention = self.config.attention
+        if attention.kernel == "softmax" or attention.form == "attention":
+            raise ValueError(
+                f"return_state is set without a state, but kernel {attention.kernel!r} in form "
+                f"{attention.form or 'attention'!r} keeps keys; pass state=init_state(batch, max_length=...)"
+            )
+        return self._recurrent_state(batch)
+
+    def _recurrent_state(self, batch: int) -> AttentionState:
+        attention = self.config.attention
+        memory = PowerState.zeros(
+            batch,
+            self.kv_heads,
+            self.head_dim,
+            self.head_dim,
+            power=attention.power if attention.kernel == "power" else 1,
+            window=attention.window,
+        )
+        return AttentionState(memory=memory, position=self._first_position(batch))
+
+    def _first_position(self, batch: int) -> rotary.RotaryState | documents.PositionState | None:
+        match self.config.attention.position:
+            case "rope":
+                return documents.PositionState.zeros(batch)
+            case "learned_rope":
+                return rotary.RotaryState.zeros(batch, self.kv_heads)
+        return None
+
+    def _angles(self, x, segment_ids, state):
+        """The angles that turn queries and keys, and the position reached; None where nothing turns them."""
+        head_dim, longest = self.head_dim, self.config.attention.max_document_length
+        position = self.config.attention.position
+        if position == "learned_rope":
+            rate = 1 + jnp.tanh(self.rate(x))
+            return rotary.learned_angles(
+                rate, head_dim, max_document_length=longest, segment_ids=segment_ids, state=state
+            )
+        if position != "rope":
+            return None, None
+        if segment_ids is None:
+            segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
+        places, state = documents.positions(segment_ids, state or self._first_position(x.shape[0]))
+        return rotary.rope_angles(places, head_dim, max_document_length=longest), state
+
+    def _log_decay(self, x) -> Float[Array, "B T K"] | None:
+        """The logarithm of gamma, finite where sigmoid itself rounds to 0."""
+        match self.config.attention.decay:
+            case "learned":
+                return jax.nn.log_sigmoid(self.decay(x))
+            case "alibi":
+                slopes = -jnp.array(alibi_slopes(self.kv_heads), jnp.float32)
+                return jnp.broadcast_to(slopes, (*x.shape[:2], len(slopes)))
+        return None
+
+    def _mix(self, query, key, value, log_decay, segment_ids, memory):
+        """The kernel's output [B, T, N, E], and what it remembers if it was given a memory to begin with."""
+        if memory is None:
+            return self._attend(query, key, value, log_decay, segment_ids, self.config.attention.form), None
+        if not isinstance(memory, KeyValueState):
+            return self._recur(query, key, value, log_decay, segment_ids, memory)
+        capacity = memory.key.shape[1]
+        joined, missing = memory.append(key, value, log_decay, segment_ids)
+        log_decay = None if log_decay is None else joined.log_decay
+        out = self._attend(query, joined.key, joined.value, log_decay, joined.segment_ids, "attention")
+        return jnp.where(missing[..., None, None], jnp.nan, out), joined.newest(capacity)
+
+    def _attend(self, query, key, value, log_decay, segment_ids, form):
+        """The kernel without a recurrent state; in the attention form there may be more keys than queries."""
+        if self.config.attention.kernel == "softmax":
+            return softmax_attention(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
+        attend, _ = self._kernel(form)
+        return attend(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
+
+    def _recur(self, query, key, value, log_decay, segment_ids, memory):
+        attend, step = self._kernel(self.config.attention.form)
+        tokens = {"log_decay": log_decay, "segment_ids": segment_ids}
+        if query.shape[1] > 1:
+            return attend(query, key, value, **tokens, initial_state=memory, return_state=True)
+        token = {name: None if x is None else x[:, 0] for name, x in tokens.items()}
+        out, memory = step(query[:, 0], key[:, 0], value[:, 0], memory, **token)
+        return out[:, None], memory
+
+    def _kernel(self, form: str | None) -> tuple[Callable, Callable]:
+        """The op of the kernel and its step for one token, with the config's settings."""
+        attention = self.config.attention
+        attend: Callable = linear_attention
+        step: Callable = linear_attention_step
+        if attention.kernel == "power":
+            attend = functools.partial(power_attention, power=attention.power)
+            step = functools.partial(power_attention_step, power=attention.power)
+        attend = functools.partial(
+            attend,
+            form=form,
+            implementation=attention.implementation,
+            chunk_size=attention.chunk_size,
+            window=attention.window,
+        )
+        return attend, functools.partial(step, implementation=attention.implementation)

@@ -1,0 +1,52 @@
+"""GPT-2's initialisation (Radford et al. 2019, section 2.3), and the projections that use it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax.array_types import Array, Float
+
+__all__ = ["STANDARD_DEVIATION", "linear"]
+
+STANDARD_DEVIATION = 0.02
+
+
+def linear(
+    config: configs.ModelConfig,
+    size_in: int,
+    size_out: int,
+    *,
+    residual: bool = False,
+    exact: bool = False,
+    rngs: nnx.Rngs,
+) -> nnx.Linear:
+    """A projection without bias, float32 parameters used in the config's dtype.
+
+    `residual`: its output is added to the residual stream, so its scale shrinks by 1 / sqrt(2 * layers).
+    `exact`: computed in float32 whatever the dtype, for decays and rotation rates.
+    """
+    shrink = 1 / math.sqrt(2 * config.layers) if residual else 1.0
+    return _Linear(
+        size_in,
+        size_out,
+        use_bias=False,
+        dtype=jnp.float32 if exact else jnp.dtype(config.dtype),
+        precision=jax.lax.Precision.HIGHEST if exact else None,
+        kernel_init=nnx.initializers.normal(STANDARD_DEVIATION * shrink),
+        rngs=rngs,
+    )
+
+
+class _Linear(nnx.Linear):
+    """`nnx.Linear` over one axis of rows: XLA's CPU backend takes the gradient of a product over [B, T, size] three
+    times as long as over [B * T, size], for it writes transposed copies. `out_sharding` is that of the rows.
+    """
+
+    def __call__(
+        self, inputs: Float[Array, "B T size_in"], out_sharding=None
+    ) -> Float[Array, "B T size_out"]:
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        return super().__call__(rows, out_sharding).reshape(*inputs.shape[:-1], -1)

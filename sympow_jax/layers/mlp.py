@@ -1,0 +1,21 @@
+"""The feed-forward half of a decoder block."""
+
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax.array_types import Array, Float
+from sympow_jax.layers import initializers
+
+__all__ = ["MLP"]
+
+
+class MLP(nnx.Module):
+    """W_2 gelu(W_1 x), as in GPT-2 but without biases."""
+
+    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
+        hidden = config.mlp_ratio * config.width
+        self.up = initializers.linear(config, config.width, hidden, rngs=rngs)
+        self.down = initializers.linear(config, hidden, config.width, residual=True, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+        return self.down(nnx.gelu(self.up(x)))

@@ -1,0 +1,30 @@
+"""Pure functions of arrays: attention, feature maps and position encodings. No Flax."""
+
+from sympow_jax.ops import feature_maps as feature_maps
+from sympow_jax.ops import rotary as rotary
+from sympow_jax.ops.feature_maps import (
+    elu_plus_one,
+    symmetric_power,
+    symmetric_power_dim,
+    symmetric_power_rotation,
+    tensor_power,
+)
+from sympow_jax.ops.linear_attention import linear_attention, linear_attention_step
+from sympow_jax.ops.power_attention import PowerState, power_attention, power_attention_step
+from sympow_jax.ops.softmax_attention import softmax_attention
+
+__all__ = [
+    "PowerState",
+    "elu_plus_one",
+    "feature_maps",
+    "linear_attention",
+    "linear_attention_step",
+    "power_attention",
+    "power_attention_step",
+    "rotary",
+    "softmax_attention",
+    "symmetric_power",
+    "symmetric_power_dim",
+    "symmetric_power_rotation",
+    "tensor_power",
+]

@@ -1,0 +1,77 @@
+"""What a form costs, from shapes alone: the choice of form and chunk, and the size of a state."""
+
+import os
+
+import jax
+
+from sympow_jax.ops import feature_maps
+
+__all__ = ["cheapest_form", "default_chunk", "flops_per_token", "require_memory"]
+
+
+def flops_per_token(
+    form: str, *, time: int, head_dim: int, value_dim: int, power: int, chunk: int, window: int
+) -> float:
+    """FLOPs of the forward pass for one token and head among `time` tokens.
+
+    attention: 2 (D + E) T / 2, since half of the pairs are causal. chunked: 4 F E + 2 (D + E) (C / 2 + W).
+    """
+    if form == "attention":
+        return (head_dim + value_dim) * time
+    features = feature_maps.symmetric_power_dim(head_dim, power)
+    return 4 * features * value_dim + (head_dim + value_dim) * (chunk + 2 * window)
+
+
+def cheapest_form(
+    *,
+    time: int,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    power: int,
+    chunk: int,
+    window: int,
+) -> str:
+    """The form with fewer FLOPs; the attention form where the state would not fit in memory."""
+    sizes = {"head_dim": head_dim, "value_dim": value_dim, "power": power}
+    # The scan holds the state, its decayed copy and its update.
+    if 3 * state_bytes(batch=batch, kv_heads=kv_heads, **sizes) > _memory_bytes():
+        return "attention"
+    costs = {
+        form: flops_per_token(form, time=time, chunk=chunk, window=window, **sizes)
+        for form in ("attention", "chunked")
+    }
+    return min(costs, key=costs.__getitem__)
+
+
+def default_chunk(form: str, *, head_dim: int, power: int) -> int:
+    """Tokens of a chunk, or of a block of the attention form."""
+    if form == "recurrent":
+        return 1
+    return 128
+
+
+def state_bytes(
+    *, batch: int, kv_heads: int, head_dim: int, value_dim: int, power: int, itemsize: int = 4
+) -> int:
+    """Bytes of the folded state and its normaliser."""
+    return batch * kv_heads * feature_maps.symmetric_power_dim(head_dim, power) * (value_dim + 1) * itemsize
+
+
+def require_memory(**sizes) -> None:
+    """Raises ValueError where the state of these sizes (those of `state_bytes`) exceeds the device's memory."""
+    needed, available = state_bytes(**sizes), _memory_bytes()
+    if needed > available:
+        raise ValueError(
+            f"the state takes {needed:,} bytes ({sizes}) and the device has {available:,}; use a smaller power or "
+            f"head_dim, or the attention form without a state"
+        )
+
+
+def _memory_bytes() -> int:
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

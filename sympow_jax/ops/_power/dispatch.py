@@ -1,0 +1,141 @@
+"""Checks the arguments of an attention with a state, chooses form and implementation, and calls it."""
+
+import jax.numpy as jnp
+
+from sympow_jax.ops import feature_maps
+from sympow_jax.ops._power import costs, reference, xla
+from sympow_jax.ops._power import step as xla_step
+
+__all__ = ["attend", "attend_step"]
+
+FORMS = ("attention", "chunked", "recurrent")
+IMPLEMENTATIONS = ("reference", "xla")
+
+
+def attend(
+    query,
+    key,
+    value,
+    *,
+    power,
+    log_decay,
+    segment_ids,
+    form,
+    implementation,
+    chunk_size,
+    window,
+    initial_state,
+    return_state,
+):
+    """`power_attention` for any power >= 1; see there."""
+    sizes = _check(query, key, value, log_decay, segment_ids, lead="B, T")
+    _require_choice("form", form, (None, *FORMS))
+    _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    if window < 0:
+        raise ValueError(f"window is {window}; it must be at least 0")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    if initial_state is not None:
+        _check_state(initial_state, dtype, power=power, **sizes)
+        if initial_state.window != window:
+            raise ValueError(
+                f"window is {window} and initial_state holds one of {initial_state.window}; pass window="
+                f"{initial_state.window}"
+            )
+    kept_keys = key.shape[1] > query.shape[1]
+    if kept_keys and (initial_state is not None or form not in (None, "attention")):
+        raise ValueError(
+            f"key has {key.shape[1]} tokens and query {query.shape[1]}; more keys than queries need the attention "
+            f"form without an initial state"
+        )
+    chunk = chunk_size or costs.default_chunk("chunked", head_dim=sizes["head_dim"], power=power)
+    if form is None:
+        form = "attention"
+        if not kept_keys:
+            form = costs.cheapest_form(time=query.shape[1], power=power, chunk=chunk, window=window, **sizes)
+    if form != "attention" or return_state:
+        costs.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
+    arguments = {"power": power, "log_decay": log_decay, "segment_ids": segment_ids, "state": initial_state}
+    arguments |= {"window": window, "return_state": return_state}
+
+    if implementation == "reference":
+        if form == "chunked":
+            raise NotImplementedError(
+                "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
+            )
+        compute = reference.attention if form == "attention" else reference.recurrent
+        out, final = compute(query, key, value, **arguments)
+    else:
+        compute = xla.attention if form == "attention" else xla.chunked
+        chunk = chunk_size or costs.default_chunk(form, head_dim=sizes["head_dim"], power=power)
+        out, final = compute(query, key, value, chunk=chunk, **arguments)
+    return (out, final) if return_state else out
+
+
+def attend_step(query, key, value, state, *, power, log_decay, segment_ids, implementation):
+    """`power_attention_step` for any power >= 1; see there."""
+    sizes = _check(query, key, value, log_decay, segment_ids, lead="B")
+    _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    _check_state(state, jnp.promote_types(query.dtype, jnp.float32), power=power, **sizes)
+    if implementation == "reference":
+        raise NotImplementedError(
+            "implementation 'reference' has no step; call power_attention with one token and implementation='reference'"
+        )
+    return xla_step.step(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
+
+
+def _check(query, key, value, log_decay, segment_ids, *, lead):
+    """Raises ValueError for shapes or dtypes that do not fit together; returns the sizes of a state."""
+    axes = {"query": f"[{lead}, N, D]", "key": f"[{lead}, K, D]", "value": f"[{lead}, K, E]"}
+    rank = len(lead.split(", "))
+    arrays = {"query": query, "key": key, "value": value}
+    for name, array in arrays.items():
+        if array.ndim != rank + 2:
+            raise ValueError(f"{name} has shape {array.shape}; it must be {axes[name]}")
+    shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+    batch, kv_heads, head_dim = query.shape[0], key.shape[-2], query.shape[-1]
+    if key.shape[:-1] != value.shape[:-1] or key.shape[0] != batch or key.shape[-1] != head_dim:
+        raise ValueError(
+            f"shapes do not fit: {shapes}; expected query {axes['query']}, key {axes['key']}, value {axes['value']}"
+        )
+    if 0 in (*query.shape, *key.shape, *value.shape):
+        raise ValueError(f"nothing to attend to: {shapes}")
+    if query.shape[-2] % kv_heads:
+        raise ValueError(f"query has {query.shape[-2]} heads and key {kv_heads}; N must be a multiple of K")
+    if rank == 2 and key.shape[1] < query.shape[1]:
+        raise ValueError(
+            f"key has {key.shape[1]} tokens and query {query.shape[1]}; there must be a key for each query"
+        )
+    if len({array.dtype for array in arrays.values()}) > 1 or not jnp.issubdtype(query.dtype, jnp.floating):
+        dtypes = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+        raise ValueError(f"dtypes are {dtypes}; query, key and value need one floating-point dtype")
+    if log_decay is not None and log_decay.shape != key.shape[:-1]:
+        raise ValueError(
+            f"log_decay has shape {log_decay.shape}; it must be {key.shape[:-1]}, one per token and key head"
+        )
+    if segment_ids is not None:
+        if segment_ids.shape != key.shape[:rank]:
+            raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be {key.shape[:rank]}")
+        if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
+            raise ValueError(
+                f"segment_ids has dtype {segment_ids.dtype}; it must be int32, negative for padding"
+            )
+    return {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value.shape[-1]}
+
+
+def _check_state(state, dtype, *, batch, kv_heads, head_dim, value_dim, power):
+    count = feature_maps.symmetric_power_dim(head_dim, power)
+    expected = (batch, kv_heads, count, value_dim)
+    if state.kv.shape != expected:
+        raise ValueError(
+            f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}: make it with "
+            f"PowerState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power})"
+        )
+    if state.kv.dtype != dtype:
+        raise ValueError(f"the state has dtype {state.kv.dtype}; inputs of this dtype accumulate in {dtype}")
+
+
+def _require_choice(name, value, choices):
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")

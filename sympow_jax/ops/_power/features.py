@@ -1,0 +1,182 @@
+"""Products with symmetric-power features, built from a few outer products and never gathered.
+
+One head, time last: x [D, C] holds C vectors. Indices are cut into tiles. A monomial of degree p is a product of a left
+factor of degree p // 2 whose last index lies in tile a, and a right factor whose indices lie in tile a or later: one
+outer product for each a. Where indices share a tile a monomial may occur more than once; its weight is its
+multiplicity divided by its occurrences, and goes on the state when it is queried, which costs F * E products rather
+than F * C.
+
+A state here is a tuple of [F_g, E] sums of m(k_j) v_j^T over groups g of plain monomials. That way round, of the three
+products only the query has an operand to transpose, and it is the state, not the features.
+"""
+
+import functools
+import itertools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sympow_jax.array_types import Array, Float
+from sympow_jax.ops import feature_maps
+
+__all__ = ["fold", "from_canonical", "query", "query_vjp", "to_canonical", "weights", "zeros"]
+
+Groups = tuple[Array, ...]
+
+# Small products are joined until they have this many features: one large matrix product beats several small ones.
+_GROUP = 4096
+
+
+def query(state: Groups, x: Float[Array, "D C"], power: int, precision) -> Float[Array, "E C"]:
+    """sum_f state[f, e] m_f(x_c)."""
+    parts = zip(state, _monomials(x, power))
+    return typing.cast(Array, sum(jnp.matmul(s.T, m, precision=precision) for s, m in parts))
+
+
+def fold(value: Float[Array, "E C"], x: Float[Array, "D C"], power: int, precision) -> Groups:
+    """sum_c m_f(x_c) value[e, c]."""
+    return tuple(jnp.matmul(m, value.T, precision=precision) for m in _monomials(x, power))
+
+
+def query_vjp(
+    state: Groups, x: Float[Array, "D C"], cotangent: Float[Array, "E C"], power: int, precision
+) -> Float[Array, "D C"]:
+    """The gradient of sum(cotangent * query(state, x)) with respect to x."""
+    _, vjp = jax.vjp(functools.partial(_monomials, power=power), x)
+    return vjp(tuple(jnp.matmul(s, cotangent, precision=precision) for s in state))[0]
+
+
+def weights(head_dim: int, power: int, dtype) -> Groups:
+    """What each feature of a state is multiplied by before it is queried, [F_g, 1] a group."""
+    canonical, occurrences, _ = _table(head_dim, power)
+    weight = (feature_maps.multiplicities(head_dim, power) / occurrences)[canonical]
+    return tuple(jnp.asarray(w[:, None], dtype) for w in np.split(weight, _splits(head_dim, power)))
+
+
+def zeros(lead: tuple[int, ...], head_dim: int, value_dim: int, power: int, dtype) -> Groups:
+    """An empty state with the given axes in front."""
+    ends = (*_splits(head_dim, power), len(_table(head_dim, power)[0]))
+    return tuple(jnp.zeros((*lead, size, value_dim), dtype) for size in np.diff(ends, prepend=0))
+
+
+def from_canonical(state: Float[Array, "*rest F E"], head_dim: int, power: int) -> Groups:
+    """A state over the features of `feature_maps.symmetric_power` as one of plain monomials."""
+    canonical, _, _ = _table(head_dim, power)
+    root = np.sqrt(feature_maps.multiplicities(head_dim, power))[:, None]
+    plain = jnp.take(state / jnp.asarray(root, state.dtype), canonical, axis=-2)
+    return tuple(jnp.split(plain, _splits(head_dim, power), -2))
+
+
+def to_canonical(state: Groups, head_dim: int, power: int) -> Float[Array, "*rest F E"]:
+    """The inverse of `from_canonical`."""
+    _, _, first = _table(head_dim, power)
+    root = np.sqrt(feature_maps.multiplicities(head_dim, power))[:, None]
+    plain = jnp.take(jnp.concatenate(state, -2), first, axis=-2)
+    return plain * jnp.asarray(root, plain.dtype)
+
+
+def _monomials(x: Float[Array, "D C"], power: int) -> Groups:
+    """Every monomial of degree p at least once, [F_g, C] a group."""
+    if power == 1:
+        return (x,)
+    products = [_outer(left, right) for left, right in _factors(x, power, _outer, jnp.concatenate)]
+    begins = [0, *_splits(x.shape[0], power)]
+    groups: dict[int, list[Array]] = {begin: [] for begin in begins}
+    position = 0
+    for product in products:
+        begin = max(b for b in begins if b <= position)
+        groups[begin].append(product)
+        position += len(product)
+    return tuple(g[0] if len(g) == 1 else jnp.concatenate(g) for g in groups.values())
+
+
+def _factors(x, power, outer, concatenate):
+    """The left and right factors of each tile's outer product, for any meaning of product."""
+    tiles = _tiles(len(x), power)
+    left, right = [x[tile] for tile in tiles], [x[tile.start :] for tile in tiles]
+    for _ in range(power // 2 - 1):
+        # Products whose last index lies in the tile: everything up to the tile, times the tile.
+        left = [outer(concatenate(left[: a + 1]), x[tile]) for a, tile in enumerate(tiles)]
+    for _ in range(power - power // 2 - 1):
+        # Products whose first index lies in the tile or later: a suffix of those that start in each tile.
+        starting = [outer(x[tile], after) for tile, after in zip(tiles, right)]
+        ends = np.cumsum([0, *map(len, starting)])
+        joined = concatenate(starting)
+        right = [joined[end:] for end in ends[:-1]]
+    return list(zip(left, right))
+
+
+def _tiles(head_dim: int, power: int) -> list[slice]:
+    """Tiles of indices: few, so that programs stay small, and short, since sharing a tile repeats monomials."""
+    length = -(-head_dim // (4 if power == 2 else 8))
+    return [slice(begin, min(begin + length, head_dim)) for begin in range(0, head_dim, length)]
+
+
+@jax.custom_vjp
+def _outer(left: Float[Array, "L C"], right: Float[Array, "R C"]) -> Float[Array, "L*R C"]:
+    """The products of every left and right row."""
+    return (left[:, None] * right[None]).reshape(-1, left.shape[-1])
+
+
+def _outer_bwd(factors, cotangent):
+    left, right = factors
+    cotangent = cotangent.reshape(len(left), len(right), -1)
+    return _sum(cotangent * right[None], 1), _sum(cotangent * left[:, None], 0)
+
+
+_outer.defvjp(lambda left, right: (_outer(left, right), (left, right)), _outer_bwd)
+
+
+def _sum(x, axis):
+    """A sum over a leading axis; a short one begins with additions, which XLA vectorises on CPUs, unlike sums."""
+    count = x.shape[axis]
+    ways = max(n for n in range(1, 9) if count % n == 0) if count <= 64 else 1
+    return functools.reduce(jnp.add, jnp.split(x, ways, axis)).sum(axis)
+
+
+@functools.cache
+def _splits(head_dim: int, power: int) -> tuple[int, ...]:
+    """Where the groups after the first begin."""
+    if power == 1:
+        return ()
+    splits, begin, end = [], 0, 0
+    for left, right in _factors(_indices(head_dim), power, _joined_indices, np.concatenate):
+        size = len(left) * len(right)
+        if end > begin and end + size - begin > _GROUP:
+            splits.append(end)
+            begin = end
+        end += size
+    return tuple(splits)
+
+
+@functools.cache
+def _table(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Canonical position of each feature; occurrences of each canonical one and where it occurs first.
+
+    Positions are int32: int64 would depend on whether JAX has it enabled where a caller is compiled.
+    """
+    if power == 1:
+        identity = np.arange(head_dim, dtype=np.int32)
+        return identity, np.ones_like(identity), identity
+    factors = _factors(_indices(head_dim), power, _joined_indices, np.concatenate)
+    indices = np.concatenate(list(itertools.starmap(_joined_indices, factors)))
+    # Sorted indices read as a number in base D count in lexicographic order.
+    number = np.sort(indices, -1) @ head_dim ** np.arange(power - 1, -1, -1)
+    _, first, canonical, occurrences = np.unique(
+        number, return_index=True, return_inverse=True, return_counts=True
+    )
+    return canonical.astype(np.int32), occurrences, first.astype(np.int32)
+
+
+def _indices(head_dim):
+    return np.arange(head_dim, dtype=np.int64)[:, None]
+
+
+def _joined_indices(left, right):
+    """The indices of every product of a left and a right factor, in the order of `_outer`."""
+    shape = (len(left), len(right))
+    left = np.broadcast_to(left[:, None], (*shape, left.shape[-1]))
+    right = np.broadcast_to(right[None], (*shape, right.shape[-1]))
+    return np.concatenate([left, right], -1).reshape(-1, left.shape[-1] + right.shape[-1])

@@ -1,0 +1,156 @@
+"""The recurrent state of power attention and what every implementation does with its ends."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Bool, Float, Int
+from sympow_jax.ops import documents, feature_maps
+from sympow_jax.ops._power import costs
+
+__all__ = ["PowerState", "Sequence", "window_of"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PowerState:
+    """What power attention remembers of the document so far; a pytree that the caller owns.
+
+    Old tokens are folded into features, S <- gamma S + phi(k) v^T; the last ones are kept exactly, because a sum
+    in feature space cancels where few keys count. Running a then b from a's state equals running a and b in one
+    call, wherever the sequence is split.
+
+    kv: S, decayed up to and including the last folded token. The F features are those of
+        `feature_maps.symmetric_power`: non-decreasing indices in lexicographic order, whatever the implementation.
+    norm: the same sum without the values.
+    keys, values, log_decays: the exact window in order of time, 2W slots of which the first `length` are in use.
+    length: tokens held in the window.
+    segment: segment id of the document, -1 before the first token.
+    """
+
+    kv: Float[Array, "B K F E"]
+    norm: Float[Array, "B K F"]
+    keys: Float[Array, "B 2*W K D"]
+    values: Float[Array, "B 2*W K E"]
+    log_decays: Float[Array, "B 2*W K"]
+    length: Int[Array, " B"]
+    segment: Int[Array, " B"]
+
+    @classmethod
+    def zeros(cls, batch, kv_heads, head_dim, value_dim, *, power, window=64, dtype=jnp.float32):
+        """The state before any token. Raises ValueError where it would exceed the device's memory."""
+        sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        costs.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, **sizes)
+        features = feature_maps.symmetric_power_dim(head_dim, power)
+        slots = 2 * window
+        return cls(
+            kv=jnp.zeros((batch, kv_heads, features, value_dim), dtype),
+            norm=jnp.zeros((batch, kv_heads, features), dtype),
+            keys=jnp.zeros((batch, slots, kv_heads, head_dim), dtype),
+            values=jnp.zeros((batch, slots, kv_heads, value_dim), dtype),
+            log_decays=jnp.zeros((batch, slots, kv_heads), dtype),
+            length=jnp.zeros(batch, jnp.int32),
+            segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
+        )
+
+    @property
+    def window(self) -> int:
+        """W: every query sees at least its last W keys exactly."""
+        return self.keys.shape[1] // 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored, window included."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """The window of the incoming state and the new tokens as one sequence of X = 2W + T positions.
+
+    `valid` is False for empty slots of the window and for padding; their keys and decays are zero.
+    `start` is True for the first token of a document that begins among the new tokens.
+    `segment` is the id of the document that the sequence ends in.
+    """
+
+    key: Float[Array, "B X K D"]
+    value: Float[Array, "B X K E"]
+    log_decay: Float[Array, "B X K"]
+    valid: Bool[Array, "B X"]
+    start: Bool[Array, "B X"]
+    segment: Int[Array, " B"]
+
+    @classmethod
+    def join(cls, key, value, log_decay, segment_ids, state: PowerState | None, dtype):
+        """Puts the window of `state`, if any, in front of the new tokens; decays come out in `dtype`."""
+        batch, time, kv_heads, _ = key.shape
+        if state is None:
+            window = {
+                "keys": key[:, :0],
+                "values": value[:, :0],
+                "log_decays": jnp.zeros((batch, 0, kv_heads), dtype),
+            }
+            length, previous = jnp.zeros(batch, jnp.int32), jnp.full(batch, documents.NO_SEGMENT, jnp.int32)
+        else:
+            window = {name: getattr(state, name) for name in ("keys", "values", "log_decays")}
+            length, previous = state.length, state.segment
+        if log_decay is None:
+            log_decay = jnp.zeros((batch, time, kv_heads), dtype)
+        if segment_ids is None:
+            segment = jnp.where(previous == documents.NO_SEGMENT, 0, previous)
+            valid, start = jnp.ones((batch, time), bool), jnp.zeros((batch, time), bool)
+        else:
+            start, valid, segment = documents.boundaries(segment_ids, previous)
+        held = jnp.arange(window["keys"].shape[1]) < length[:, None]
+        valid = jnp.concatenate([held, valid], 1)
+        start = jnp.concatenate([jnp.zeros_like(held), start], 1)
+
+        def joined(window, new):
+            both = jnp.concatenate([window.astype(jnp.result_type(window, new)), new], 1)
+            return jnp.where(valid.reshape(valid.shape + (1,) * (new.ndim - 2)), both, 0)
+
+        return cls(
+            key=joined(window["keys"], key),
+            value=joined(window["values"], value),
+            log_decay=joined(window["log_decays"], log_decay.astype(dtype)),
+            valid=valid,
+            start=start,
+            segment=segment,
+        )
+
+    @property
+    def document(self) -> Int[Array, "B X"]:
+        """Counts documents: 0 is the one the incoming state belongs to."""
+        return jnp.cumsum(self.start, 1, dtype=jnp.int32)
+
+    @property
+    def after(self) -> Int[Array, "B X"]:
+        """How many tokens of the last document follow; a large number for tokens of earlier documents."""
+        document = self.document
+        last = self.valid & (document == document[:, -1:])
+        following = jnp.cumsum(last[:, ::-1], 1, dtype=jnp.int32)[:, ::-1] - 1
+        return jnp.where(last, following, jnp.iinfo(jnp.int32).max)
+
+
+def window_of(sequence: Sequence, window: int, dtype) -> dict[str, Array]:
+    """The window fields of the state behind `sequence`: its last min(W, length of the document) tokens."""
+    held = sequence.after < window
+    # A stable sort brings the held tokens to the front in order of time; slots beyond them are zeroed.
+    order = jnp.argsort(~held, axis=1, stable=True)[:, : 2 * window]
+    length = held.sum(1, dtype=jnp.int32)
+    in_use = jnp.arange(2 * window) < length[:, None]
+
+    def slots(x):
+        taken = jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+        taken = jnp.pad(taken, [(0, 0), (0, 2 * window - taken.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        return jnp.where(in_use.reshape(in_use.shape + (1,) * (x.ndim - 2)), taken, 0).astype(dtype)
+
+    return {
+        "keys": slots(sequence.key),
+        "values": slots(sequence.value),
+        "log_decays": slots(sequence.log_decay),
+        "length": length,
+        "segment": sequence.segment,
+    }

@@ -1,0 +1,132 @@
+"""Feature maps phi with phi(q) . phi(k) equal to a kernel of q and k.
+
+The recurrent state of an attention layer holds sum_j phi(k_j) v_j^T, so the length of phi is the size of the state.
+The power maps are those of "Symmetric Power Transformers" (Buckman, Gelada, Zhang 2024), sections 3 and 4.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sympow_jax.array_types import Array, Float
+
+__all__ = [
+    "elu_plus_one",
+    "monomials",
+    "multiplicities",
+    "symmetric_power",
+    "symmetric_power_dim",
+    "symmetric_power_rotation",
+    "tensor_power",
+]
+
+
+def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batch F"]:
+    """The p-fold tensor product of x with itself: phi(q) . phi(k) = (q . k)^p, F = D^p.
+
+    Entry (i_1, ..., i_p), in row-major order, is x[i_1] * ... * x[i_p]. Raises ValueError unless power >= 1.
+    """
+    _require_power(power)
+    features = x
+    for _ in range(power - 1):
+        features = (features[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
+    return features
+
+
+def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batch F"]:
+    """The p-th symmetric power of x: phi(q) . phi(k) = (q . k)^p with F = binomial(D + p - 1, p).
+
+    One feature for each non-decreasing index i_1 <= ... <= i_p, in lexicographic order: the monomial
+    x[i_1] * ... * x[i_p] times the square root of p! / (c_1! ... c_D!), the number of orders in which the tensor
+    product repeats it (c_d counts how often d occurs). Raises ValueError unless power >= 1.
+    """
+    weight = jnp.asarray(np.sqrt(multiplicities(x.shape[-1], power)), x.dtype)
+    return jnp.moveaxis(monomials(jnp.moveaxis(x, -1, 0), power), 0, -1) * weight
+
+
+def symmetric_power_dim(head_dim: int, power: int) -> int:
+    """F = binomial(D + p - 1, p), the number of features of `symmetric_power`."""
+    _require_power(power)
+    return math.comb(head_dim + power - 1, power)
+
+
+def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]:
+    """The distinct monomials of degree p in the leading axis of x, in the order of `symmetric_power`.
+
+    The monomials that start with i are x[i] times those of degree p - 1 that start with i or later: a suffix, so
+    nothing is gathered. The feature axis leads so that products and copies are contiguous in the axes behind it.
+    """
+    _require_power(power)
+    features = x
+    for degree in range(2, power + 1):
+        starts = suffix_starts(x.shape[0], degree - 1)
+        features = jnp.concatenate([x[i] * features[start:] for i, start in enumerate(starts)])
+    return features
+
+
+@functools.cache
+def suffix_starts(head_dim: int, power: int) -> tuple[int, ...]:
+    """For each i, where the monomials of degree p whose first index is at least i begin."""
+    total = math.comb(head_dim + power - 1, power)
+    return tuple(total - math.comb(head_dim - i + power - 1, power) for i in range(head_dim))
+
+
+@functools.cache
+def multiplicities(head_dim: int, power: int) -> np.ndarray:
+    """How often the tensor power repeats each monomial: p! / (c_1! ... c_D!), float64, in order [F]."""
+    _require_power(power)
+    count = np.ones(head_dim)
+    run = np.ones(head_dim)  # how often the first index opens the monomial: x_i x_i x_j has a run of 2
+    for degree in range(2, power + 1):
+        counts, runs = [], []
+        for i, start in enumerate(suffix_starts(head_dim, degree - 1)):
+            # The suffix begins with the monomials that themselves open with i.
+            after = suffix_starts(head_dim, degree - 1)[i + 1] if i + 1 < head_dim else len(count)
+            same = np.arange(start, len(count)) < after
+            opening = np.where(same, run[start:] + 1, 1)
+            counts.append(count[start:] * degree / opening)
+            runs.append(opening)
+        count, run = np.concatenate(counts), np.concatenate(runs)
+    count.setflags(write=False)
+    return count
+
+
+def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float[Array, "F F"]:
+    """The rotation P' of features with phi(P k) = P' phi(k), for a rotation P of vectors.
+
+    Proposition 2 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025), for the
+    symmetric power itself rather than the tensor power of the paper's proof: with A the isometry from symmetric
+    features into the tensor power, P' = A^T (P x ... x P) A. Holds D^p x F numbers: for small D.
+    """
+    head_dim = rotation.shape[0]
+    isometry = jnp.asarray(_isometry(head_dim, power), rotation.dtype)
+    rotated = isometry.reshape(*(head_dim,) * power, -1)
+    for axis in range(power):
+        rotated = jnp.moveaxis(
+            jnp.tensordot(rotation, rotated, axes=(1, axis), precision=jax.lax.Precision.HIGHEST), 0, axis
+        )
+    return jnp.matmul(isometry.T, rotated.reshape(isometry.shape), precision=jax.lax.Precision.HIGHEST)
+
+
+@functools.cache
+def _isometry(head_dim: int, power: int) -> np.ndarray:
+    index = {key: f for f, key in enumerate(itertools.combinations_with_replacement(range(head_dim), power))}
+    matrix = np.zeros((head_dim**power, len(index)))
+    for row, key in enumerate(itertools.product(range(head_dim), repeat=power)):
+        matrix[row, index[tuple(sorted(key))]] = 1
+    return matrix / np.sqrt(matrix.sum(0))
+
+
+def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
+    """elu(x) + 1 > 0, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020)."""
+    # exp(min(x, 0)) rather than elu(x) + 1, which rounds small features to zero.
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+
+
+def _require_power(power: int) -> None:
+    if power < 1:
+        raise ValueError(f"power is {power}; it must be at least 1")

@@ -1,0 +1,41 @@
+"""Running sums that are exact: the same whatever the order of addition and wherever a sequence is split.
+
+A float32 sum loses what is small against it. These are 64-bit integers in units of 2^-32, as an int32 for
+the whole part and a uint32 for the fraction, since JAX has no wider integers by default.
+"""
+
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Float, Int, UInt32
+
+__all__ = ["multiply_high", "running_sum", "subtract"]
+
+
+def running_sum(
+    x: Float[Array, "B T K"], before: tuple[Int[Array, "B K"], UInt32[Array, "B K"]] | None = None
+) -> tuple[Int[Array, "B T K"], UInt32[Array, "B T K"]]:
+    """The sums of x over time, each x >= 0 rounded to a multiple of 2^-32; `before` counts with the first."""
+    floor = jnp.floor(x)
+    whole = floor.astype(jnp.int32)
+    fraction = jnp.round((x - floor) * 2.0**32).astype(jnp.uint32)
+    if before is not None:
+        first = before[1] + fraction[:, 0]
+        whole = whole.at[:, 0].add(before[0] + (first < before[1]))
+        fraction = fraction.at[:, 0].set(first)
+    total = jnp.cumsum(fraction, axis=1, dtype=jnp.uint32)
+    # Unsigned sums wrap around; one that became smaller by a step has carried.
+    carried = (total < fraction).astype(jnp.int32)
+    return jnp.cumsum(whole + carried, axis=1, dtype=jnp.int32), total
+
+
+def subtract(a, b) -> tuple[Int[Array, "*shape"], UInt32[Array, "*shape"]]:
+    """The difference of two numbers, each a whole part and a fraction."""
+    (whole_a, fraction_a), (whole_b, fraction_b) = a, b
+    return whole_a - whole_b - (fraction_a < fraction_b), fraction_a - fraction_b
+
+
+def multiply_high(a: UInt32[Array, "..."], b) -> UInt32[Array, "..."]:
+    """The upper 32 bits of the 64-bit product a b, from halves of 16 bits."""
+    a_high, a_low, b_high, b_low = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
+    middle = a_high * b_low + (a_low * b_low >> 16)
+    return a_high * b_high + (middle >> 16) + (a_low * b_high + (middle & 0xFFFF) >> 16)

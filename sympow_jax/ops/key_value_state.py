@@ -1,0 +1,84 @@
+"""Kept keys and values: the state of attention that folds nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Bool, Float, Int
+from sympow_jax.ops import documents
+
+__all__ = ["KeyValueState"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KeyValueState:
+    """The last S positions, newest last; a pytree that the caller owns. Empty slots look like padding.
+
+    With T new positions behind them (`append`) they are the S + T keys of `softmax_attention` or of the
+    attention form of `power_attention`. Padding takes a slot too.
+
+    segment: segment id of the document, -1 before the first token.
+    complete: False where the document has outgrown the S positions.
+    """
+
+    key: Float[Array, "B S K D"]
+    value: Float[Array, "B S K E"]
+    log_decay: Float[Array, "B S K"]
+    segment_ids: Int[Array, "B S"]
+    segment: Int[Array, " B"]
+    complete: Bool[Array, " B"]
+
+    @classmethod
+    def zeros(
+        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, value_dim: int, *, dtype=jnp.float32
+    ) -> "KeyValueState":
+        """The state before any token, with room for `capacity` positions."""
+        return cls(
+            key=jnp.zeros((batch, capacity, kv_heads, head_dim), dtype),
+            value=jnp.zeros((batch, capacity, kv_heads, value_dim), dtype),
+            log_decay=jnp.zeros((batch, capacity, kv_heads), jnp.float32),
+            segment_ids=jnp.full((batch, capacity), documents.NO_SEGMENT, jnp.int32),
+            segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
+            complete=jnp.ones(batch, bool),
+        )
+
+    def append(
+        self,
+        key: Float[Array, "B T K D"],
+        value: Float[Array, "B T K E"],
+        log_decay: Float[Array, "B T K"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> tuple["KeyValueState", Bool[Array, "B T"]]:
+        """The S + T positions that the new ones attend to, and which of the new ones miss keys."""
+        batch, time, kv_heads, _ = key.shape
+        if log_decay is None:
+            log_decay = jnp.zeros((batch, time, kv_heads))
+        if segment_ids is None:
+            segment_ids = jnp.zeros((batch, time), jnp.int32)
+        starts, valid, last = documents.boundaries(segment_ids, self.segment)
+        continues = valid & (jnp.cumsum(starts, axis=1) == 0)
+        old_and_new = {"key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
+        joined = {
+            name: jnp.concatenate([getattr(self, name), new.astype(getattr(self, name).dtype)], axis=1)
+            for name, new in old_and_new.items()
+        }
+        complete = self.complete | starts.any(axis=1)
+        return KeyValueState(**joined, segment=last, complete=complete), continues & ~self.complete[:, None]
+
+    def newest(self, capacity: int) -> "KeyValueState":
+        """The last `capacity` positions."""
+        nothing = jnp.full_like(self.segment, documents.NO_SEGMENT)
+        starts, valid, _ = documents.boundaries(self.segment_ids, nothing)
+        document = jnp.cumsum(starts, axis=1)
+        dropped = self.segment_ids.shape[1] - capacity
+        outgrown = (valid & (document == document[:, -1:]))[:, :dropped].any(axis=1)
+        return KeyValueState(
+            key=self.key[:, dropped:],
+            value=self.value[:, dropped:],
+            log_decay=self.log_decay[:, dropped:],
+            segment_ids=self.segment_ids[:, dropped:],
+            segment=self.segment,
+            complete=self.complete & ~outgrown,
+        )

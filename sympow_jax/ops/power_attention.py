@@ -1,0 +1,109 @@
+"""Even-power attention: weights (q . k)^p in place of exp(q . k), and a recurrent state of finite size.
+
+"Symmetric Power Transformers" (Buckman, Gelada, Zhang 2024); gates and learned rotations as in "Conformal
+Transformations for Symmetric Power Transformers" (Kumar et al. 2025).
+"""
+
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.ops._power import dispatch
+from sympow_jax.ops._power import state as power_state
+
+__all__ = ["PowerState", "power_attention", "power_attention_step"]
+
+PowerState = power_state.PowerState
+
+
+def power_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B S K D"],
+    value: Float[Array, "B S K E"],
+    *,
+    power: int = 2,
+    log_decay: Float[Array, "B S K"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    form: str | None = None,
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+    window: int = 64,
+    initial_state: PowerState | None = None,
+    return_state: bool = False,
+) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], PowerState]:
+    """Causal attention with weights exp(G_i - G_j) (q_i . k_j)^p for j <= i, G the running sum of log_decay.
+
+    Returns the weighted mean of values in value's dtype, zero where every weight is zero. There is no scale argument: a
+    scale cancels in the mean.
+
+    Args:
+        query: N is a multiple of K; N / K query heads share a key head.
+        key: S == T, or S >= T in the attention form without a state: the queries are the last T of S tokens.
+        value: E may differ from D. Query, key and value have one dtype; sums and states are float32 (float64 for
+            float64), and products of float32 are taken at full precision on every device.
+        power: p, positive and even.
+        log_decay: natural logarithm of the gate, at most 0 (not checked). A token's decay discounts what came
+            before it, not its own key.
+        segment_ids: a document starts where the id changes; ids may recur. Negative ids are padding: output zero,
+            and state and decay pass through. None continues the document of `initial_state`.
+        form: `attention` costs O(T^2) and holds a few blocks of scores; `chunked` costs O(T F E) and, with its
+            backward pass, holds memory linear in T; `recurrent` folds one token at a time. All agree to rounding.
+            None takes the one with fewer FLOPs.
+        implementation: `reference` is the formula, unoptimised; `xla` runs on any device. None always works.
+        chunk_size: tokens of a chunk, or of a block of the attention form; None chooses. Changes speed alone.
+        window: every query sees at least this many of its last keys exactly, and only older ones through features,
+            whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the state.
+        initial_state: what came before; running a and then b from a's state equals running a and b together.
+        return_state: return (output, state after the last token).
+
+    Raises:
+        ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
+        NotImplementedError: where a named implementation cannot do what is asked.
+    """
+    require_even(power)
+    return dispatch.attend(
+        query,
+        key,
+        value,
+        power=power,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        form=form,
+        implementation=implementation,
+        chunk_size=chunk_size,
+        window=window,
+        initial_state=initial_state,
+        return_state=return_state,
+    )
+
+
+def power_attention_step(
+    query: Float[Array, "B N D"],
+    key: Float[Array, "B K D"],
+    value: Float[Array, "B K E"],
+    state: PowerState,
+    *,
+    power: int = 2,
+    log_decay: Float[Array, "B K"] | None = None,
+    segment_ids: Int[Array, " B"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "B N E"], PowerState]:
+    """`power_attention` for the next token of each row; returns its output and the state behind it.
+
+    The window holds between W and 2W tokens; when it is full, its oldest W are folded, so that all but one in W
+    steps cost a product with the state and no more. Arguments and errors are those of `power_attention`.
+    """
+    require_even(power)
+    return dispatch.attend_step(
+        query,
+        key,
+        value,
+        state,
+        power=power,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        implementation=implementation,
+    )
+
+
+def require_even(power: int) -> None:
+    """Raises ValueError unless power is positive and even."""
+    if power <= 0 or power % 2:
+        raise ValueError(f"power is {power}; it must be positive and even, so that no weight is negative")

@@ -1,0 +1,190 @@
+"""Causal softmax attention with decays and documents, on `jax.nn.dot_product_attention`."""
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Bool, Float, Int
+from sympow_jax.ops import documents, fixed_point
+
+__all__ = ["alibi_slopes", "softmax_attention"]
+
+# Queries are taken in runs, each against the keys up to its last query: with 4 runs a fifth of the scores is
+# computed for nothing, where a single run would waste half. Each run is compiled.
+_RUNS = 4
+
+
+def softmax_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B S K D"],
+    value: Float[Array, "B S K E"],
+    *,
+    log_decay: Float[Array, "B S K"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    scale: float | None = None,
+    block_size: int = 512,
+) -> Float[Array, "B T N E"]:
+    """Causal attention: Y_i = sum_j A_ij V_j, A_i = softmax_j(scale Q_i . K_j + G_i - G_j), j <= i.
+
+    The queries are the last T of S positions. G is the running sum of `log_decay`, exact to 2^-32 a step;
+    what lies outside [1 - 2^31 / S, 0] counts as the nearest end. A constant -m is ALiBi with slope m
+    (appendix A.2 of "Conformal Transformations for Symmetric Power Transformers", Kumar et al. 2025). A
+    token's own decay does not discount its own key. N is a multiple of K. `scale` is 1 / sqrt(D) unless
+    given. Documents are those of `segment_ids`, as in `ops.documents`: nothing is seen across a boundary,
+    and padding gives zero, is not seen and does not decay.
+
+    The softmax is in float32, for float64 too; the output has the dtype of `value`. Queries are taken
+    `block_size` at a time and recomputed in the backward pass: memory is that of one block's scores, 4 B N
+    block_size S bytes a few times over, and linear in S beside it. Raises ValueError for shapes that do not
+    fit each other.
+    """
+    _validate(query, key, value, log_decay, segment_ids)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    dtype, value_dim = value.dtype, value.shape[-1]
+    query, key, value = _same_last_size(query.astype(dtype), key.astype(dtype), value)
+    rows, valid = _rows(log_decay, segment_ids)
+
+    time, before = query.shape[1], key.shape[1] - query.shape[1]
+    blocks = -(-time // block_size)
+    run_length = -(-blocks // _RUNS) * block_size
+    runs = []
+    for start in range(0, time, run_length):
+        stop = min(start + run_length, time)
+        queries = (query[:, start:stop], _between(rows, before + start, before + stop))
+        keys = (key[:, : before + stop], value[:, : before + stop], _between(rows, 0, before + stop))
+        runs.append(_attend_run(queries, keys, scale, block_size))
+    out = jnp.concatenate(runs, axis=1)[..., :value_dim]
+    return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slopes m of ALiBi (Press et al. 2021, section 3): 2^(-8 i / heads) for i = 1 to heads.
+
+    Where heads is not a power of two, those of the next lower one and then every other one of the next
+    higher.
+    """
+    lower = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
+    return slopes + [2.0 ** (-8 * i / (2 * lower)) for i in range(1, 2 * (heads - lower), 2)]
+
+
+def _validate(query, key, value, log_decay, segment_ids) -> None:
+    batch, time, heads, head_dim = query.shape
+    key_time, kv_heads = key.shape[1:3]
+    if key.shape != (batch, key_time, kv_heads, head_dim) or value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(
+            f"query is {query.shape}, key {key.shape} and value {value.shape}; they must be "
+            f"[B, T, N, D], [B, S, K, D] and [B, S, K, E]"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"query has {heads} heads and key {kv_heads}; the second must divide the first")
+    if not 1 <= time <= key_time:
+        raise ValueError(
+            f"query has {time} positions and key {key_time}; pass at least 1 and at most as many"
+        )
+    if log_decay is not None and log_decay.shape != (batch, key_time, kv_heads):
+        raise ValueError(f"log_decay is {log_decay.shape}; it must be {(batch, key_time, kv_heads)}")
+    if segment_ids is not None and segment_ids.shape != (batch, key_time):
+        raise ValueError(f"segment_ids is {segment_ids.shape}; it must be {(batch, key_time)}")
+
+
+def _same_last_size(*arrays: Array) -> list[Array]:
+    """Zeros behind the last axis, up to the longest: `dot_product_attention` wants D = E."""
+    size = max(x.shape[-1] for x in arrays)
+    return [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]) for x in arrays]
+
+
+class _Rows(NamedTuple):
+    """What decides beside scores how positions see each other.
+
+    document: which one, counted from 1 in the row; -1 for padding.
+    decay: -G, a whole part and a fraction.
+    """
+
+    document: Int[Array, "B S"] | None
+    decay: tuple[Int[Array, "B S K"], Float[Array, "B S K"]] | None
+
+
+def _rows(log_decay, segment_ids) -> tuple[_Rows, Bool[Array, "B S"] | None]:
+    document = decay = valid = None
+    if segment_ids is not None:
+        nothing = jnp.full(segment_ids.shape[0], documents.NO_SEGMENT, segment_ids.dtype)
+        starts, valid, _ = documents.boundaries(segment_ids, nothing)
+        document = jnp.where(valid, jnp.cumsum(starts, axis=1, dtype=jnp.int32), -1)
+    if log_decay is not None:
+        log_decay = log_decay.astype(jnp.float32)
+        if valid is not None:
+            log_decay = jnp.where(valid[..., None], log_decay, 0)
+        decay = _decays(log_decay)
+    return _Rows(document, decay), valid
+
+
+def _between(rows: _Rows, start: int, stop: int) -> _Rows:
+    return jax.tree.map(lambda x: x[:, start:stop], rows)
+
+
+def _attend_run(queries, keys, scale: float, block_size: int) -> Float[Array, "B T N E"]:
+    """The last T positions of `keys`, block by block; nothing but inputs and outputs outlives a block."""
+    time, key_time = queries[0].shape[1], keys[0].shape[1]
+    if time <= block_size:
+        return _attend(jnp.arange(key_time - time, key_time), queries, keys, scale)
+    blocks = -(-time // block_size)
+
+    def split(x):
+        x = jnp.pad(x, [(0, 0), (0, blocks * block_size - time)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], blocks, block_size, *x.shape[2:]), 1, 0)
+
+    @jax.checkpoint
+    def attend(block):
+        index, block_queries = block
+        steps = key_time - time + index * block_size + jnp.arange(block_size)
+        return _attend(steps, block_queries, keys, scale)
+
+    out = jax.lax.map(attend, (jnp.arange(blocks), jax.tree.map(split, queries)))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :time]
+
+
+def _attend(steps: Int[Array, " T"], queries, keys, scale: float) -> Float[Array, "B T N E"]:
+    """Queries at positions `steps` of the keys."""
+    (query, query_rows), (key, value, key_rows) = queries, keys
+    mask = (steps[:, None] >= jnp.arange(key.shape[1]))[None, None]
+    if key_rows.document is not None:
+        same = query_rows.document[:, :, None] == key_rows.document[:, None, :]
+        mask &= (same & (key_rows.document >= 0)[:, None, :])[:, None]
+    bias = None
+    if key_rows.decay is not None:
+        whole, fraction = (
+            k[:, None, :] - q[:, :, None] for q, k in zip(query_rows.decay, key_rows.decay, strict=True)
+        )
+        bias = jnp.moveaxis(whole.astype(jnp.float32) + fraction, -1, 1)
+        bias = jnp.repeat(bias, query.shape[2] // key.shape[2], axis=1)
+    exact = jax.default_matmul_precision("highest")
+    with exact if query.dtype == jnp.float32 else contextlib.nullcontext():
+        return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
+
+
+@jax.custom_vjp
+def _decays(log_decay: Float[Array, "B S K"]) -> tuple[Int[Array, "B S K"], Float[Array, "B S K"]]:
+    """-G as a whole part and a fraction, exact, so that differences are right to rounding.
+
+    A plain float32 sum that has passed 1e4 loses the small steps after it. The gradient with respect to the
+    fraction stands for that of -G.
+    """
+    least = -(2.0**31) / log_decay.shape[1]
+    whole, fraction = fixed_point.running_sum(-jnp.clip(log_decay, least + 1, 0))
+    return whole, fraction.astype(jnp.float32) * 2.0**-32
+
+
+def _decays_forward(log_decay):
+    return _decays(log_decay), None
+
+
+def _decays_backward(_, gradients):
+    return (-jax.lax.cumsum(gradients[1], axis=1, reverse=True),)
+
+
+_decays.defvjp(_decays_forward, _decays_backward)

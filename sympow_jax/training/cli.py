@@ -1,0 +1,66 @@
+"""What the command-line programs share: one clear line for a mistake, and an orderly stop on Ctrl-C."""
+
+import contextlib
+import logging
+import signal
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["StopSignals", "user_errors"]
+
+
+@contextlib.contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns a user's mistake (`ValueError`, `OSError`) or Ctrl-C into one line on stderr and a non-zero exit.
+
+    `python -X dev` keeps the traceback, for those who change the code.
+    """
+    if not sys.flags.dev_mode:
+        # Orbax logs, with tracebacks, errors that it also raises.
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if sys.flags.dev_mode:
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signal.SIGINT) from None
+
+
+class StopSignals:
+    """Within its context, the first SIGINT or SIGTERM is only noted, so that the step under way can finish.
+
+    A second one acts as it would have without us. Works in the main thread only, as signals do.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._restore()
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the signal's number, as a shell reports it; 0 without a signal."""
+        return 0 if self.received is None else 128 + self.received
+
+    def _note(self, number: int, frame: types.FrameType | None) -> None:
+        del frame
+        self.received = signal.Signals(number)
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._previous:
+            signal.signal(*self._previous.popitem())

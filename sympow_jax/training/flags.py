@@ -1,0 +1,207 @@
+"""The command line of a run: a config file, overrides of its fields and a workdir.
+
+`--config=FILE.py[:ARGUMENT]` names a file whose `get_config` returns a `config.Config`, which is frozen; so
+`--config.a.b=value` sets a field of a ConfigDict twin, and the settings are built, and validated, once more.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import runpy
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ml_collections
+from absl import flags as absl_flags
+from ml_collections import config_flags
+
+from sympow_jax import config
+
+__all__ = ["load_config", "override", "parse"]
+
+_PREFIX = "--config."
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(f"{message}; see --help")
+
+
+def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path]:
+    """Reads the settings and the workdir from the arguments after the program's name.
+
+    Raises:
+      ValueError: an unknown flag or setting, a value of the wrong type, no such config file, or settings that
+        contradict each other.
+    """
+    parser = _Parser(
+        description="Train a model; the same command again resumes the run in --workdir.",
+        epilog=_describe_settings(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE.py[:ARGUMENT]",
+        help="a file in configs/; ARGUMENT goes to its get_config, e.g. configs/quickstart.py:sympow",
+    )
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=pathlib.Path,
+        metavar="DIR",
+        help="where settings, metrics and checkpoints are written",
+    )
+    known, rest = parser.parse_known_args(arguments)
+    return override(load_config(known.config), _read_overrides(rest)), known.workdir
+
+
+def load_config(spec: str) -> config.Config:
+    """Runs `get_config` of the file in `spec`, "FILE.py" or "FILE.py:ARGUMENT"."""
+    name, colon, argument = spec.partition(":")
+    path = pathlib.Path(name)
+    if not path.is_file():
+        found = ", ".join(map(str, sorted(pathlib.Path("configs").glob("*.py")))) or "no file in configs/"
+        raise ValueError(f"--config names {name!r}, which is not a file; there is {found}")
+    try:
+        loaded = runpy.run_path(str(path))["get_config"](*([argument] if colon else []))
+    except ValueError:
+        raise
+    except Exception as error:  # whatever the user's own file raises
+        raise ValueError(f"--config {spec!r} failed with {type(error).__name__}: {error}") from error
+    if not isinstance(loaded, config.Config):
+        raise ValueError(f"get_config of {name!r} returned {type(loaded).__name__}; it must return a Config")
+    return loaded
+
+
+def override(base: config.Config, texts: Mapping[str, str]) -> config.Config:
+    """Replaces the fields named by dotted paths, e.g. {"model.layers": "4"}, each value as typed by the user.
+
+    A tuple is written "64,128" or "(64,128)", None "none". A field that `base` derives from others is derived
+    again: overriding `model.heads` changes `model.kv_heads`.
+
+    Raises:
+      ValueError: an unknown field, a value of the wrong type, or settings that contradict each other.
+    """
+    annotations = _leaves(config.Config)
+    values = {}
+    for path, text in texts.items():
+        if path not in annotations:
+            raise ValueError(_unknown_setting(path))
+        values[path] = _read_value(path, text, annotations[path])
+    return _rebuild(base, "", values)
+
+
+def _read_overrides(arguments: Sequence[str]) -> dict[str, str]:
+    annotations = _leaves(config.Config)
+    for argument in arguments:
+        path = argument.removeprefix(_PREFIX).partition("=")[0]
+        if argument.startswith(_PREFIX) and path not in annotations:
+            raise ValueError(_unknown_setting(path))
+    argv = ["train.py", *arguments]
+    values = absl_flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", _twin(config.Config), flag_values=values, sys_argv=argv)
+    try:
+        left = values(argv)[1:]
+    except absl_flags.Error as error:
+        raise ValueError(f"{error}; see --help") from error
+    if left:
+        raise ValueError(f"unexpected argument {left[0]!r}; settings are given as --config.a.b=value")
+    return values["config"].override_values  # type: ignore[attr-defined]  # of ml_collections' flag
+
+
+def _twin(kind: Any) -> ml_collections.ConfigDict:
+    # Every leaf is text: which other values a field may hold (None, a tuple) only the dataclasses know.
+    return ml_collections.ConfigDict(
+        {
+            name: _twin(hint)
+            if dataclasses.is_dataclass(hint)
+            else ml_collections.config_dict.placeholder(str)
+            for name, hint in typing.get_type_hints(kind).items()
+        }
+    )
+
+
+def _leaves(kind: Any, prefix: str = "") -> dict[str, Any]:
+    """The annotation of every setting below the dataclass `kind`, by dotted path."""
+    leaves: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            leaves |= _leaves(hint, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = hint
+    return leaves
+
+
+def _rebuild(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:
+    changes = {}
+    for field in dataclasses.fields(node):
+        path = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(getattr(node, field.name)):
+            changes[field.name] = _rebuild(getattr(node, field.name), f"{path}.", values)
+        elif path in values:
+            changes[field.name] = values[path]
+        elif field.default is None and _same_without(node, field.name):
+            changes[field.name] = None
+    return dataclasses.replace(node, **changes)
+
+
+def _same_without(node: Any, name: str) -> bool:
+    try:
+        return dataclasses.replace(node, **{name: None}) == node
+    except ValueError:
+        return False
+
+
+def _read_value(path: str, text: str, annotation: Any) -> Any:
+    kind, *optional = (
+        typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    )
+    if optional and text.strip().lower() == "none":
+        return None
+    try:
+        if typing.get_origin(kind) is tuple:
+            item = _READERS[typing.get_args(kind)[0]]
+            parts = (part.strip().strip("'\"") for part in text.strip().strip("()[]").split(","))
+            return tuple(item(part) for part in parts if part)
+        return _READERS[kind](text)
+    except ValueError:
+        name = annotation.__name__ if isinstance(annotation, type) and kind is annotation else str(annotation)
+        raise ValueError(f"{_PREFIX}{path} is {text!r}; it must be of type {name}") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value - value != 0:
+        raise ValueError(f"{text} is not finite")
+    return value
+
+
+_READERS: Mapping[type, Callable[[str], Any]] = {int: int, float: _finite, str: str}
+
+
+def _unknown_setting(path: str) -> str:
+    paths = list(_leaves(config.Config))
+    group = path
+    while group:
+        group = group.rpartition(".")[0]
+        below = [leaf for leaf in paths if leaf.startswith(f"{group}.")]
+        if below:
+            return f"there is no setting {_PREFIX}{path}; {group} has {', '.join(_names(below, group))}"
+    return f"there is no setting {_PREFIX}{path}; the groups are {', '.join(_names(paths, ''))}"
+
+
+def _names(leaves: Sequence[str], group: str) -> list[str]:
+    start = len(group) + 1 if group else 0
+    return list(dict.fromkeys(leaf[start:].partition(".")[0] for leaf in leaves))
+
+
+def _describe_settings() -> str:
+    lines = ["settings, each overridden with --config.a.b=value:"]
+    for path, annotation in _leaves(config.Config).items():
+        name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+        lines.append(f"  {_PREFIX}{path:<40} {name}")
+    return "\n".join(lines)

@@ -1,0 +1,54 @@
+"""The optax optimizer that an `OptimizerConfig` describes."""
+
+import functools
+
+import jax
+import optax
+
+from sympow_jax import config
+
+__all__ = ["learning_rate", "make_optimizer"]
+
+
+def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedule:
+    """The rate of the update that follows `count` others.
+
+    For update u = count + 1 and w warm-up steps the rate is `learning_rate * u / w` up to u = w, then
+    constant, a half cosine that reaches `final_fraction * learning_rate` at update `steps`, or
+    `learning_rate * sqrt(w / u)` (with w at least 1).
+    """
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    if settings.schedule == "constant":
+        decay = optax.constant_schedule(peak)
+    elif settings.schedule == "cosine":
+        decay = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=settings.final_fraction)
+    else:
+        decay = functools.partial(_inverse_sqrt, peak, warmup)
+    if not warmup:
+        return lambda count: decay(count + 1)
+    schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), decay], [warmup])
+    return lambda count: schedule(count + 1)
+
+
+def make_optimizer(settings: config.OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Adam, AdamW (decay on matrices only) or SGD with momentum `b1`, after clipping by the global norm."""
+    rate = learning_rate(settings, steps)
+    if settings.name == "adam":
+        update = optax.adam(rate, settings.b1, settings.b2)
+    elif settings.name == "adamw":
+        update = optax.adamw(
+            rate, settings.b1, settings.b2, weight_decay=settings.weight_decay, mask=_matrices
+        )
+    else:
+        update = optax.sgd(rate, momentum=settings.b1)
+    if settings.clip_norm is None:
+        return update
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
+
+
+def _inverse_sqrt(peak: float, warmup: int, since_warmup: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+    return peak * (max(warmup, 1) / (warmup + since_warmup)) ** 0.5
+
+
+def _matrices(params: optax.Params) -> optax.Params:
+    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

@@ -1,0 +1,171 @@
+"""The folder of a run: `config.json`, `environment.json` and `data.json` beside metrics and checkpoints."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import shlex
+import subprocess
+import sys
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from sympow_jax import config
+
+__all__ = ["CHECKPOINTS", "from_dict", "open_workdir", "read_config", "record_data"]
+
+CHECKPOINTS = "checkpoints"
+# What may change when a run goes on; the prefixes of dotted paths.
+_FREE = (
+    "training.steps",
+    "training.log_every",
+    "training.checkpoint_every",
+    "training.keep_checkpoints",
+    "evaluation.",
+)
+_PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
+    """Makes the folder, or checks that it belongs to these settings, and writes settings and environment.
+
+    A folder without a checkpoint belongs to nobody yet: settings may be corrected.
+
+    Raises:
+      ValueError: the folder cannot be written, or holds a run with other settings; the message lists them.
+    """
+    path = workdir / "config.json"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if _holds_run(workdir):
+            _check_same_run(workdir, settings)
+        _write_json(path, dataclasses.asdict(settings))
+        _write_json(workdir / "environment.json", _environment())
+    except OSError as error:
+        raise ValueError(f"cannot write to --workdir {workdir}: {error.strerror or error}") from error
+
+
+def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
+    """Writes what the data is to `data.json`.
+
+    Raises:
+      ValueError: the run in this folder began with other data, so that its batches would not go on.
+    """
+    path = workdir / "data.json"
+    description = json.loads(json.dumps(description))
+    if _holds_run(workdir) and path.exists():
+        before = json.loads(path.read_text())
+        if changed := _differences(_flatten(before), _flatten(description)):
+            raise ValueError(
+                f"the data is no longer what the run in {workdir} began with: {changed}; "
+                f"restore it or use another --workdir"
+            )
+    _write_json(path, description)
+
+
+def read_config(workdir: pathlib.Path) -> config.Config:
+    """The settings of the run in a folder.
+
+    Raises:
+      ValueError: there is no run, or one whose settings this version does not know.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{workdir} is not the workdir of a run: it has no config.json")
+    try:
+        return from_dict(config.Config, json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
+    """Builds the settings dataclass `kind` from what `dataclasses.asdict` made of one, also through JSON.
+
+    Raises:
+      ValueError: a field that this version does not have.
+    """
+    hints = typing.get_type_hints(kind)
+    if unknown := sorted(set(values) - set(hints)):
+        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(hints)}")
+    return kind(
+        **{
+            name: from_dict(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+            for name, value in values.items()
+        }
+    )
+
+
+def _holds_run(workdir: pathlib.Path) -> bool:
+    return any(path.name.isdigit() for path in (workdir / CHECKPOINTS).glob("*"))
+
+
+def _check_same_run(workdir: pathlib.Path, settings: config.Config) -> None:
+    before = _flatten(dataclasses.asdict(read_config(workdir)))
+    after = _flatten(dataclasses.asdict(settings))
+    fixed = [
+        {path: value for path, value in flat.items() if not path.startswith(_FREE)}
+        for flat in (before, after)
+    ]
+    if changed := _differences(*fixed):
+        raise ValueError(
+            f"{workdir} holds a run with other settings: {changed}; use those it has or another --workdir"
+        )
+
+
+def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{path} was {before.get(path)!r} and is {after.get(path)!r}"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _environment() -> dict[str, Any]:
+    devices = jax.devices()
+    return {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "git_revision": _git("rev-parse", "HEAD"),
+        "git_changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "backend": devices[0].platform,
+        "devices": [device.device_kind for device in devices],
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """What git says about the package's own source; None where it is no checkout or git is missing."""
+    folder = pathlib.Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _write_json(path: pathlib.Path, value: Any) -> None:
+    # Replaced in one go: a run killed here leaves the file as it was.
+    draft = path.with_suffix(".json.tmp")
+    draft.write_text(json.dumps(value, indent=2) + "\n")
+    draft.replace(path)

@@ -1,0 +1,46 @@
+"""Small data of every kind on disk, and settings that read it."""
+
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+import tensorstore
+
+from sympow_jax import config
+from sympow_jax.data import longcrawl64
+
+
+def data_config(**changes) -> config.DataConfig:
+    """Rows of 8 tokens, two a batch."""
+    settings = {"context_length": 8, "batch_tokens": 2 * changes.get("context_length", 8), **changes}
+    return config.DataConfig(**settings)
+
+
+def write_files(folder: pathlib.Path, contents: dict[str, bytes]) -> None:
+    """Files by their names relative to the folder."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def write_bin(path: pathlib.Path, documents: Sequence[Sequence[int]], dtype: str = "<u2") -> str:
+    """The documents end to end."""
+    np.concatenate([np.asarray(document, dtype) for document in documents]).tofile(path)
+    return str(path)
+
+
+def write_zarr(path: pathlib.Path, values: np.ndarray, *, chunks: Sequence[int] | None = None) -> str:
+    """An array with LongCrawl64's metadata, in smaller chunks where given."""
+    metadata = longcrawl64.metadata(*values.shape, values.dtype) | {"shape": list(values.shape)}
+    if chunks is not None:
+        metadata["chunks"] = list(chunks)
+    spec = {**longcrawl64.spec(str(path)), "metadata": metadata, "store_data_equal_to_fill_value": True}
+    tensorstore.open(spec, create=True).result().write(values).result()
+    return str(path)
+
+
+def numbered(lengths: Sequence[int]) -> list[list[int]]:
+    """Documents whose tokens 1, 2, 3, ... are all different, so that each can be told from every other."""
+    ends = np.cumsum(lengths)
+    return [list(range(end - length + 1, end + 1)) for end, length in zip(ends, lengths)]

@@ -1,0 +1,137 @@
+"""Packing: every token once, targets one ahead, no prediction across documents."""
+
+import numpy as np
+import pytest
+
+from sympow_jax.data import documents, rows
+from tests.data import builders
+
+
+def spans(contents) -> documents.Spans:
+    arrays = [np.asarray(content, np.uint16) for content in contents]
+    return documents.Spans(
+        arrays,
+        [f"file{i}" for i in range(len(arrays))],
+        array=np.arange(len(arrays)),
+        starts=np.zeros(len(arrays), np.int64),
+        lengths=np.array([len(array) for array in arrays], np.int64),
+    )
+
+
+class Led(documents.Spans):
+    """Documents with 99 in front, kept together in pairs."""
+
+    lead = 99
+    together = 2
+
+
+def led(contents) -> Led:
+    plain = spans(contents)
+    return Led(plain._arrays, plain._names, array=plain._array, starts=plain._starts, lengths=plain.lengths)
+
+
+def all_rows(source, *, length, packing, vocab_size=1000):
+    config = builders.data_config(context_length=length, packing=packing)
+    found = rows.Rows(source, config, vocab_size=vocab_size)
+    return [found[row] for row in range(len(found))]
+
+
+LENGTHS = ([1], [8], [9], [16], [1, 1, 1, 1, 1, 1, 1, 2], [8, 8, 8], [30], [5, 11, 1, 1, 40, 3], [7, 9])
+
+
+@pytest.mark.parametrize("lengths", [case for case in LENGTHS if sum(case) > 1])
+def test_windows_follow_each_other_through_the_data(lengths):
+    found = all_rows(spans(builders.numbered(lengths)), length=8, packing="windows")
+    total = sum(lengths)
+    inputs = np.concatenate([row["inputs"] for row in found])
+    targets = np.concatenate([row["targets"] for row in found])
+    assert set(found[0]) == {"inputs", "targets"}
+    assert all(value.shape == (8,) and value.dtype == np.int32 for row in found for value in row.values())
+    counted = targets != rows.NO_TARGET
+    assert all((row["targets"] != rows.NO_TARGET).any() for row in found)
+    # All but the first token are predicted once; the positions that do not count come last.
+    assert counted.tolist() == [True] * (total - 1) + [False] * (len(targets) - total + 1)
+    np.testing.assert_array_equal(inputs[1 : total - 1], targets[: total - 2])
+    assert sorted([inputs[0], *targets[counted]]) == list(range(1, total + 1))
+
+
+@pytest.mark.parametrize("lengths", [case for case in LENGTHS if max(case) > 1])
+def test_documents_use_every_token_once_and_stay_apart(lengths):
+    contents = builders.numbered(lengths)
+    owner = {token: i for i, content in enumerate(contents) for token in content}
+    last = {content[-1] for content in contents}
+    found = all_rows(spans(contents), length=8, packing="documents")
+    used = []
+    for number, row in enumerate(found):
+        ids, inputs = row["segment_ids"], row["inputs"]
+        real = ids != rows.PADDING
+        assert real.all() or number == len(found) - 1
+        assert np.all(row["targets"][~real] == rows.NO_TARGET)
+        used += inputs[real].tolist()
+        owners = [owner[token] for token in inputs[real]]
+        # Segments start at 0 and change exactly where the document does.
+        np.testing.assert_array_equal(np.diff(ids[real]) != 0, np.diff(owners) != 0)
+        assert ids[0] == 0
+        expected = [rows.NO_TARGET if token in last else token + 1 for token in inputs[real]]
+        assert row["targets"][real].tolist() == expected
+    assert sorted(used) == list(range(1, sum(lengths) + 1))
+
+
+def test_documents_are_shuffled_by_the_seed_and_each_stays_whole():
+    contents = builders.numbered([8] * 20)
+    orders = []
+    for seed in (0, 0, 1):
+        config = builders.data_config(packing="documents", seed=seed)
+        found = rows.Rows(spans(contents), config, vocab_size=1000)
+        read = [found[row]["inputs"].tolist() for row in range(20)]
+        assert sorted(read) == contents
+        orders.append(read)
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != contents
+
+
+def test_lead_shifts_the_row_right():
+    contents = [list(range(10, 26)), list(range(30, 46))]
+    found = all_rows(led(contents), length=8, packing="windows")
+    assert [row["targets"].tolist() for row in found] == [
+        list(range(10, 18)),
+        list(range(18, 26)),
+        list(range(30, 38)),
+        list(range(38, 46)),
+    ]
+    for row in found:
+        assert row["inputs"].tolist() == [99, *row["targets"][:-1]]
+
+
+def test_lead_stands_in_front_of_every_document_of_a_row():
+    found = all_rows(led([[1, 2, 3, 4, 5], [11, 12, 13, 14, 15]]), length=8, packing="documents")
+    assert found[0]["inputs"].tolist() == [99, 1, 2, 3, 4, 99, 11, 12]
+    assert found[0]["targets"].tolist() == [1, 2, 3, 4, 5, 11, 12, 13]
+    assert found[0]["segment_ids"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert found[1]["inputs"].tolist() == [99, 14, 0, 0, 0, 0, 0, 0]
+    assert found[1]["targets"].tolist() == [14, 15, -1, -1, -1, -1, -1, -1]
+    assert found[1]["segment_ids"].tolist() == [0, 0, -1, -1, -1, -1, -1, -1]
+
+
+def test_rows_kept_together():
+    contents = builders.numbered([16] * 6)
+    config = builders.data_config()
+    assert rows.Rows(led(contents), config, vocab_size=1000).together == 4
+    everything = rows.Rows(spans(contents), config, vocab_size=1000)
+    assert everything.together == len(everything) == 12
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_id_outside_the_vocabulary_names_the_file(packing):
+    with pytest.raises(ValueError, match=r"file1 \(document at 0\) holds id 40, but model.vocab_size is 40;"):
+        all_rows(spans([[1, 2, 3], [4, 40, 5]]), length=8, packing=packing, vocab_size=40)
+    all_rows(spans([[1, 2, 3], [4, 40, 5]]), length=8, packing=packing, vocab_size=41)
+
+
+@pytest.mark.parametrize(
+    ("contents", "packing"), [([[1]], "windows"), ([[1], [2]], "documents"), ([], "windows")]
+)
+def test_nothing_to_predict(contents, packing):
+    config = builders.data_config(packing=packing)
+    with pytest.raises(ValueError, match=r"nothing to predict; name more data in data\.paths"):
+        rows.Rows(spans(contents), config, vocab_size=10)

@@ -1,0 +1,334 @@
+"""What each source reads, holds out, records and refuses."""
+
+import hashlib
+import os
+import pathlib
+import sysconfig
+
+import numpy as np
+import pytest
+import tensorstore
+
+from sympow_jax import data
+from sympow_jax.data import files, longcrawl64, text, tokens
+from tests.data import builders
+
+
+def contents(found) -> list[list[int]]:
+    return [found.read(i, 0, int(length)).tolist() for i, length in enumerate(found.lengths)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Forty files, every tenth of them empty."""
+    written = {f"{i:02}.txt": b"" if i % 10 == 9 else f"document {i}".encode() for i in range(40)}
+    builders.write_files(tmp_path / "corpus", written)
+    return str(tmp_path / "corpus")
+
+
+def test_text_reads_the_bytes_of_every_file_that_has_any(corpus):
+    config = builders.data_config(paths=(corpus,))
+    train, held = (contents(text.open_documents(config, heldout=side)) for side in (False, True))
+    assert sorted(bytes(document) for document in train + held) == sorted(
+        f"document {i}".encode() for i in range(40) if i % 10 != 9
+    )
+    assert held
+
+
+def test_text_heldout_paths_replace_the_hash(corpus):
+    config = builders.data_config(paths=(f"{corpus}/0*.txt",), heldout_paths=(f"{corpus}/1*.txt",))
+    assert len(text.open_documents(config, heldout=False).lengths) == 9
+    assert len(text.open_documents(config, heldout=True).lengths) == 9
+
+
+def test_text_description(corpus):
+    config = builders.data_config(paths=(corpus,))
+    about = data.describe(config)
+    held = data.heldout_documents(config, vocab_size=256)
+    sizes = [os.path.getsize(f"{corpus}/{i:02}.txt") for i in range(40)]
+    assert (about["source"], about["paths"], about["files"]) == ("text", [corpus], 36)
+    assert about["bytes"] == sum(sizes) == about["tokens"] + about["heldout_tokens"]
+    assert (about["heldout_documents"], about["heldout_tokens"]) == (len(held), held.lengths.sum())
+    assert about["documents"] == 36 - len(held)
+    assert data.describe(config) == about
+    pathlib.Path(f"{corpus}/00.txt").write_bytes(b"document X")
+    assert data.describe(config)["digest"] != about["digest"]
+
+
+def test_text_by_default_is_the_standard_library():
+    root = sysconfig.get_paths()["stdlib"]
+    config = builders.data_config()
+    train, held = ({file.key for file in side} for side in text._sides(config))
+    sizes = {file.key: file.size for side in text._sides(config) for file in side}
+    assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= train | held
+    assert all(key.endswith(".py") and "site-packages" not in key for key in sizes)
+    assert all(os.path.getsize(os.path.join(root, key)) == size > 0 for key, size in sizes.items())
+    assert 8e6 < sum(sizes.values()) < 64e6
+    assert not train & held
+    # A tenth of N files, within four standard deviations.
+    assert abs(len(held) - 0.1 * len(sizes)) < 4 * np.sqrt(0.09 * len(sizes))
+
+
+def test_text_unreadable_file(corpus, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"cannot read .*\.txt: Permission denied"):
+        data.train_dataset(builders.data_config(paths=(corpus,)), vocab_size=256)
+
+
+def test_text_of_empty_files(tmp_path):
+    builders.write_files(tmp_path, {"a": b"", "b": b""})
+    with pytest.raises(ValueError, match=r"data\.paths: every file is empty \(2 found\)"):
+        data.train_dataset(builders.data_config(paths=(str(tmp_path),)), vocab_size=256)
+
+
+def test_no_matching_files(tmp_path):
+    for source in ("text", "tokens"):
+        with pytest.raises(ValueError, match="no file matches"):
+            data.train_dataset(builders.data_config(source=source, paths=(f"{tmp_path}/*",)), vocab_size=256)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_tokens_without_separator(tmp_path, dtype):
+    top = np.iinfo(dtype).max if dtype == "uint16" else 2**31 - 2
+    documents = [[1, 2, top], [3, 4], [5, 0, 6, 0]]
+    for i, document in enumerate(documents):
+        builders.write_bin(tmp_path / f"{i}.bin", [document], tokens.DTYPES[dtype])
+    config = builders.data_config(
+        source="tokens", paths=(str(tmp_path),), token_dtype=dtype, heldout_fraction=0.0
+    )
+    assert contents(tokens.open_documents(config, heldout=False)) == documents
+    assert contents(tokens.open_documents(config, heldout=True)) == []
+
+
+def test_tokens_with_separator(tmp_path, monkeypatch):
+    first = [[1, 2, 0], [0], [3, 0], [4, 5]]
+    second = [[6, 0], [7, 8, 9, 0]]
+    builders.write_bin(tmp_path / "a.bin", first)
+    builders.write_bin(tmp_path / "b.bin", second)
+    config = builders.data_config(
+        source="tokens", paths=(f"{tmp_path}/*.bin",), document_separator=0, heldout_fraction=0.0
+    )
+    for scanned in (1, 2, 3, 1 << 24):
+        monkeypatch.setattr(tokens, "_SCAN_TOKENS", scanned)
+        assert contents(tokens.open_documents(config, heldout=False)) == first + second
+
+
+def test_tokens_hold_out_a_fraction_of_documents(tmp_path):
+    documents = [[i + 1, 0] for i in range(2000)]
+    path = builders.write_bin(tmp_path / "a.bin", documents)
+    config = builders.data_config(source="tokens", paths=(path,), document_separator=0)
+    train, held = (contents(tokens.open_documents(config, heldout=side)) for side in (False, True))
+    assert sorted(train + held) == documents
+    assert abs(len(held) - 200) < 4 * np.sqrt(2000 * 0.09)
+    about = data.describe(config)
+    assert (about["documents"], about["heldout_documents"]) == (len(train), len(held))
+    assert (about["tokens"], about["bytes"], about["files"]) == (2 * len(train), 8000, 1)
+    # The seed shuffles; it does not move documents across the line.
+    other = builders.data_config(source="tokens", paths=(path,), document_separator=0, seed=1)
+    assert contents(tokens.open_documents(other, heldout=True)) == held
+
+
+def test_tokens_heldout_paths(tmp_path):
+    train = builders.write_bin(tmp_path / "train.bin", [[1, 2, 3]])
+    held = builders.write_bin(tmp_path / "held.bin", [[4, 5]])
+    config = builders.data_config(source="tokens", paths=(train,), heldout_paths=(held,))
+    assert contents(tokens.open_documents(config, heldout=False)) == [[1, 2, 3]]
+    assert contents(tokens.open_documents(config, heldout=True)) == [[4, 5]]
+    assert data.describe(config)["files"] == 2
+
+
+def test_tokens_are_mapped_not_read(tmp_path):
+    path = tmp_path / "sparse.bin"
+    with path.open("wb") as stream:
+        stream.truncate(1 << 36)  # 64 GiB of holes
+    config = builders.data_config(source="tokens", paths=(str(path),), heldout_fraction=0.0)
+    row = data.train_dataset(config, vocab_size=256)[123]
+    assert row["inputs"].tolist() == [0] * 8
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        (b"", {}, r"a\.bin is empty; it must hold uint16 token ids"),
+        (
+            b"\1\0\2",
+            {},
+            r"a\.bin has 3 bytes, not a multiple of the 2 of one uint16; the file is truncated or",
+        ),
+        (b"\1\0\2\0\3\0", {"token_dtype": "uint32"}, r"has 6 bytes, not a multiple of the 4 of one uint32"),
+        (b"\1\0\2\0", {"document_separator": 7}, "no file holds the data.document_separator 7; correct it"),
+        (b"\1\0\2\0", {"document_separator": 70_000}, "no file holds the data.document_separator 70000"),
+    ],
+)
+def test_bad_bin(tmp_path, content, changes, message):
+    builders.write_files(tmp_path, {"a.bin": content})
+    config = builders.data_config(source="tokens", paths=(str(tmp_path / "a.bin"),), **changes)
+    with pytest.raises(ValueError, match=message) as raised:
+        data.train_dataset(config, vocab_size=256)
+    assert "\n" not in str(raised.value)
+
+
+def test_bin_of_another_dtype_than_its_json_file_says(tmp_path):
+    path = builders.write_bin(tmp_path / "a.bin", [[1, 2]])
+    builders.write_files(tmp_path, {"a.bin.json": b'{"token_dtype": "uint32"}'})
+    with pytest.raises(
+        ValueError, match=r"holds uint32 ids, says a\.bin\.json, but data\.token_dtype is 'uint16'"
+    ):
+        data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
+
+
+def zarr_values(rows=20, row_tokens=32, dtype="<u2"):
+    return np.random.default_rng(0).integers(1, 500, (rows, row_tokens)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_longcrawl64_reads_rows_behind_the_lead_id(tmp_path, dtype):
+    values = zarr_values(dtype=tokens.DTYPES[dtype])
+    path = builders.write_zarr(tmp_path / "a.zarr", values, chunks=(8, 16))
+    held = builders.write_zarr(tmp_path / "b.zarr", values[:3] + 1, chunks=(8, 16))
+    config = builders.data_config(
+        source="longcrawl64", paths=(path,), heldout_paths=(held,), context_length=16, token_dtype=dtype
+    )
+    dataset = data.train_dataset(config, vocab_size=50_304)
+    read = [dataset[i] for i in range(40)]
+    assert sorted(row["targets"].tolist() for row in read) == sorted(values.reshape(40, 16).tolist())
+    for row in read:
+        assert row["inputs"].tolist() == [50_256, *row["targets"][:-1]]
+    found = data.heldout_documents(config, vocab_size=50_304)
+    assert found.lengths.tolist() == [33, 33, 33]
+    np.testing.assert_array_equal(
+        np.stack(list(found)), np.insert(values[:3].astype(int) + 1, 0, 50_256, axis=1)
+    )
+    about = data.describe(config)
+    assert (about["files"], about["documents"], about["heldout_documents"]) == (2, 20, 3)
+    assert about["bytes"] == 23 * 32 * values.itemsize
+
+
+def test_longcrawl64_reads_band_by_band(tmp_path):
+    path = builders.write_zarr(tmp_path / "a.zarr", zarr_values(rows=64), chunks=(8, 16))
+    config = builders.data_config(source="longcrawl64", paths=(path,), heldout_fraction=0.0)
+    dataset = data.train_dataset(config, vocab_size=50_304)
+    values = {tuple(row): i for i, row in enumerate(zarr_values(rows=64).reshape(-1, 8).tolist())}
+    taken = [values[tuple(dataset[i]["targets"].tolist())] for i in range(256)]
+    assert sorted(taken) == list(range(256))
+    bands = [{row // 32 for row in taken[start : start + 32]} for start in range(0, 256, 32)]
+    assert all(len(band) == 1 for band in bands)
+
+
+def test_longcrawl64_holds_out_a_fraction_of_rows(tmp_path):
+    values = zarr_values(rows=500)
+    path = builders.write_zarr(tmp_path / "a.zarr", values)
+    config = builders.data_config(source="longcrawl64", paths=(f"file://{path}",))
+    train, held = (contents(longcrawl64.open_documents(config, heldout=side)) for side in (False, True))
+    assert sorted(train + held) == sorted(values.tolist())
+    mask = files.held_out(files.index_hashes(500), 0.1)
+    assert held == values[mask].tolist()
+
+
+def test_longcrawl64_lead_id_may_be_set(tmp_path):
+    path = builders.write_zarr(tmp_path / "a.zarr", zarr_values() % 256)
+    config = builders.data_config(source="longcrawl64", paths=(path,), document_separator=0)
+    assert data.train_dataset(config, vocab_size=256)[0]["inputs"][0] == 0
+    with pytest.raises(
+        ValueError, match=r"in front of every row is 50256, but model.vocab_size is 256; set data.doc"
+    ):
+        data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=256)
+
+
+def test_longcrawl64_urls():
+    assert longcrawl64.spec("gs://bucket/train.zarr")["kvstore"] == "gs://bucket/train.zarr/"
+    assert longcrawl64.spec("/data/train.zarr")["kvstore"] == {"driver": "file", "path": "/data/train.zarr/"}
+
+
+def test_missing_chunk_is_an_error_and_not_zeros(tmp_path):
+    path = builders.write_zarr(tmp_path / "a.zarr", zarr_values(), chunks=(8, 16))
+    os.remove(f"{path}/1.1")
+    config = builders.data_config(
+        source="longcrawl64", paths=(path,), heldout_fraction=0.0, context_length=32
+    )
+    dataset = data.train_dataset(config, vocab_size=50_304)
+    failed = []
+    for i in range(20):
+        try:
+            assert np.all(dataset[i]["targets"] > 0)
+        except ValueError as error:
+            failed.append(str(error))
+    assert len(failed) == 8
+    assert all("(row " in line and "1.1" in line and "is missing; copy" in line for line in failed)
+    assert not any("\n" in line for line in failed)
+    whole = builders.data_config(source="longcrawl64", paths=(path,), heldout_paths=(path,))
+    held = data.heldout_documents(whole, vocab_size=50_304)
+    assert held[7].shape == (33,)
+    with pytest.raises(
+        ValueError, match=r"\(row 8\) cannot be read: .*1\.1.* is missing; copy or prepare the array"
+    ):
+        held[8]
+
+
+def test_a_chunk_of_zeros_is_data(tmp_path):
+    path = builders.write_zarr(tmp_path / "a.zarr", np.zeros((8, 16), "<u2"), chunks=(8, 16))
+    config = builders.data_config(source="longcrawl64", paths=(path,), heldout_fraction=0.0)
+    assert data.train_dataset(config, vocab_size=50_304)[0]["targets"].tolist() == [0] * 8
+
+
+def test_damaged_chunk(tmp_path):
+    path = builders.write_zarr(tmp_path / "a.zarr", zarr_values(rows=8, row_tokens=16), chunks=(8, 16))
+    builders.write_files(tmp_path, {"a.zarr/0.0": b"damaged"})
+    config = builders.data_config(source="longcrawl64", paths=(path,), heldout_fraction=0.0)
+    with pytest.raises(ValueError, match=r"a\.zarr \(row \d\) cannot be read: .*0\.0.*; copy or prepare"):
+        data.train_dataset(config, vocab_size=50_304)[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.zeros(16, "<u2"), r"has shape \(16,\); it must be \(documents, tokens\)"),
+        (np.zeros((2, 3, 4), "<u2"), r"has shape \(2, 3, 4\); it must be"),
+        (np.zeros((4, 8), "<i4"), r"holds int32, but data\.token_dtype is 'uint16'"),
+        (np.zeros((4, 8), "<f4"), r"holds float32, but data\.token_dtype is 'uint16'"),
+        (np.zeros((4, 8), "<u4"), r"holds uint32, but data\.token_dtype is 'uint16'"),
+    ],
+)
+def test_zarr_of_the_wrong_shape_or_type(tmp_path, values, message):
+    path = str(tmp_path / "a.zarr")
+    metadata = longcrawl64.metadata(4, 8, values.dtype) | {"shape": values.shape, "chunks": values.shape}
+    tensorstore.open({**longcrawl64.spec(path), "metadata": metadata}, create=True).result()
+    with pytest.raises(ValueError, match=message):
+        data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=50_304)
+
+
+def test_no_zarr_array_there(tmp_path):
+    for paths, message in (
+        (
+            (str(tmp_path / "none.zarr"),),
+            r"data\.paths: cannot open .*none\.zarr as a Zarr v2 array: .*does not exist",
+        ),
+        (("a.zarr", "b.zarr"), r"data\.paths has 2 entries; longcrawl64 reads one Zarr array"),
+        (("nosuch://a/b",), r"data\.paths: cannot open nosuch://a/b as a Zarr v2 array"),
+    ):
+        with pytest.raises(ValueError, match=message) as raised:
+            data.train_dataset(builders.data_config(source="longcrawl64", paths=paths), vocab_size=50_304)
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 400
+
+
+def test_layout_is_longcrawl64s():
+    assert longcrawl64.metadata(6_609_334, longcrawl64.ROW_TOKENS, np.dtype("<u2")) == {
+        "shape": [6_609_334, 65_536],
+        "chunks": [2048, 2048],
+        "dtype": "<u2",
+        "order": "C",
+        "fill_value": 0,
+        "filters": None,
+        "dimension_separator": ".",
+        "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0},
+    }
+
+
+def test_text_digest_is_of_names_sizes_and_contents(tmp_path):
+    builders.write_files(tmp_path, {"a": b"one", "b": b"three"})
+    config = builders.data_config(paths=(str(tmp_path),), heldout_fraction=0.0)
+    assert data.describe(config)["digest"] == hashlib.sha256(b"a\x003\0oneb\x005\0three").hexdigest()

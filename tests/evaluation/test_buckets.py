@@ -1,0 +1,118 @@
+"""Bucket arithmetic, the choice of documents and the parsing of lengths."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sympow_jax.evaluation import buckets
+
+
+def test_each_bucket_is_the_mean_of_its_own_positions():
+    # Position t of document d costs 1000 d + t, so a bucket shifted by one position has another mean.
+    positions = np.arange(1, 17)
+    losses = 1000.0 * np.arange(3)[:, None] + positions
+    means = buckets.bucket_means(losses, (1, 4, 16), first_position=1)
+    assert [mean.loss for mean in means] == [1000 + 1, 1000 + 3, 1000 + np.mean(range(5, 17))]
+    assert [mean.tokens for mean in means] == [3 * 1, 3 * 3, 3 * 12]
+    assert [mean.documents for mean in means] == [3, 3, 3]
+    assert [mean.context_length for mean in means] == [1, 4, 16]
+
+
+def test_without_a_begin_token_the_first_bucket_has_one_prediction_less():
+    losses = np.arange(2, 9, dtype=np.float32)[None]  # positions 2 to 8
+    means = buckets.bucket_means(losses, (2, 4, 8), first_position=2)
+    assert [mean.loss for mean in means] == [2, 3.5, 6.5]
+    assert [mean.tokens for mean in means] == [1, 2, 4]
+
+
+def test_standard_error_is_that_of_the_document_means():
+    losses = np.array([[1.0, 3.0], [2.0, 6.0], [0.0, 0.0]])
+    (mean,) = buckets.bucket_means(losses, (2,), first_position=1)
+    assert mean.standard_error == pytest.approx(np.std([2, 4, 0], ddof=1) / math.sqrt(3), rel=1e-12)
+    (single,) = buckets.bucket_means(losses[:1], (2,), first_position=1)
+    assert single.standard_error is None
+
+
+def test_sums_are_float64():
+    losses = np.full((1, 1 << 16), 0.1, np.float32)
+    (mean,) = buckets.bucket_means(losses, (1 << 16,), first_position=1)
+    assert mean.loss == pytest.approx(float(np.float32(0.1)), rel=1e-13)
+
+
+def test_a_loss_that_is_not_finite_shows_only_in_its_bucket():
+    losses = np.ones((2, 4))
+    losses[0, 3] = np.inf
+    first, last = buckets.bucket_means(losses, (2, 4), first_position=1)
+    assert first.loss == 1
+    assert last.loss == math.inf
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("64", (64,)),
+        ("64,128,4096", (64, 128, 4096)),
+        ("64, 128", (64, 128)),
+        ("64,...,1024", (64, 128, 256, 512, 1024)),
+        ("100,...,800,900", (100, 200, 400, 800, 900)),
+        ("32,64,...,256", (32, 64, 128, 256)),
+        ("64,...,128", (64, 128)),
+    ],
+)
+def test_parse_lengths(text, lengths):
+    assert buckets.parse_lengths(text) == lengths
+
+
+@pytest.mark.parametrize(
+    "text", ["", "64,,128", "a", "64,-128", "6.4", "64,...", "...,64", "64,...,100", "64,...,64", "0,...,64"]
+)
+def test_parse_lengths_rejects(text):
+    with pytest.raises(ValueError, match="context lengths"):
+        buckets.parse_lengths(text)
+
+
+def test_check_lengths():
+    buckets.check_lengths((1, 2, 64), first_position=1)
+    with pytest.raises(ValueError, match="no context lengths"):
+        buckets.check_lengths((), first_position=1)
+    for lengths in [(64, 64), (64, 32), (0, 64), (-1,)]:
+        with pytest.raises(ValueError, match="positive and increasing"):
+            buckets.check_lengths(lengths, first_position=1)
+    with pytest.raises(ValueError, match="context length 1 holds no prediction"):
+        buckets.check_lengths((1, 2), first_position=2)
+
+
+def test_documents_are_long_enough_distinct_and_spread_over_the_corpus():
+    lengths = np.random.default_rng(0).integers(1, 100, 1000)
+    chosen = buckets.select_documents(lengths, 50, 64)
+    assert len(set(chosen.tolist())) == 64
+    assert (lengths[chosen] >= 50).all()
+    assert chosen[0] < 50
+    assert chosen[-1] > 950
+    np.testing.assert_array_equal(chosen, buckets.select_documents(lengths.copy(), 50, 64))
+
+
+def test_fewer_documents_than_asked_for_are_all_used():
+    np.testing.assert_array_equal(buckets.select_documents(np.array([5, 9, 3, 7]), 5, 64), [0, 1, 3])
+
+
+def test_documents_that_storage_keeps_together_are_read_together():
+    lengths = np.full(1000, 50)
+    chosen = buckets.select_documents(lengths, 50, 30, together=100)
+    assert len(set(chosen.tolist())) == 30
+    assert set((chosen // 100).tolist()) == {0}
+    assert chosen[-1] > 90
+    assert set((buckets.select_documents(lengths, 50, 130, together=100) // 100).tolist()) == {0, 1}
+
+
+def test_a_count_below_one_is_an_error():
+    with pytest.raises(ValueError, match="number of documents is 0"):
+        buckets.select_documents(np.array([5]), 5, 0)
+
+
+def test_a_length_beyond_every_document_names_the_longest():
+    with pytest.raises(ValueError, match=r"context length 64 .* the longest has 63 tokens"):
+        buckets.select_documents(np.array([1, 63, 20]), 64, 8)
+    with pytest.raises(ValueError, match="the longest has 0 tokens"):
+        buckets.select_documents(np.array([], np.int64), 64, 8)

@@ -1,0 +1,120 @@
+"""eval.py from the command line, over runs that train.py made."""
+
+import csv
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import eval as eval_program
+import train
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two tiny runs, `a` and `b`, of another preset and training context, and an untrained `c`."""
+    folder = tmp_path_factory.mktemp("runs")
+    for index in range(60):
+        (folder / f"{index:02}.txt").write_text(
+            "the quick brown fox jumps over the lazy dog. " * (1 + index % 3)
+        )
+    for name, preset, context in (("a", "softmax", 16), ("b", "linear", 8)):
+        arguments = [
+            f"--config={ROOT}/configs/quickstart.py:{preset}",
+            f"--workdir={folder / name}",
+            f"--config.data.paths={folder}/*.txt",
+            f"--config.data.context_length={context}",
+            "--config.data.batch_tokens=32",
+            "--config.data.heldout_fraction=0.5",
+            "--config.model.layers=1",
+            "--config.model.width=16",
+            "--config.model.heads=2",
+            "--config.training.steps=2",
+            "--config.evaluation.context_lengths=8,16,32",
+        ]
+        assert train.main(arguments) == 0
+    untrained = folder / "c"
+    untrained.mkdir()
+    (untrained / "config.json").write_text((folder / "a" / "config.json").read_text())
+    return folder
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "eval.py", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_two_runs_end_to_end(trained, tmp_path):
+    done = run(
+        f"--workdir={trained}/a,{trained}/b/", "--context_lengths=4,...,32", f"--out={tmp_path}/new/folder"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "positions up to" in done.stdout
+    records = read(tmp_path / "new" / "folder" / "context_loss.csv")
+    assert [(record["run"], record["context_length"]) for record in records] == [
+        (name, str(length)) for name in "ab" for length in (4, 8, 16, 32)
+    ]
+    documents = int(records[0]["documents"])
+    assert [int(record["tokens"]) for record in records[:4]] == [documents * n for n in (3, 4, 8, 16)]
+    assert [record["train_context"] for record in records] == ["16"] * 4 + ["8"] * 4
+    assert all(0 < float(record["loss"]) < 7 for record in records)
+    assert (tmp_path / "new" / "folder" / "context_loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_ends_with_the_evaluation_of_its_config(trained, tmp_path):
+    records = read(trained / "a" / "context_loss.csv")
+    assert [record["context_length"] for record in records] == ["8", "16", "32"]
+    assert eval_program.main([f"--workdir={trained}/a", f"--out={tmp_path}"]) == 0
+    assert read(tmp_path / "context_loss.csv") == records
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context_lengths=8", "--workdir={runs}/nothing"], "is not the workdir of a run"),
+        (["--context_lengths=8", "--workdir={runs}/c"], "has no checkpoint"),
+        (["--context_lengths=8", "--workdir={runs}/a,{runs}/a"], "given more than once"),
+        (["--context_lengths=8,x", "--workdir={runs}/a"], "'x' is not a positive integer"),
+        (["--context_lengths=8,4", "--workdir={runs}/a"], "must be positive and increasing"),
+        (["--context_lengths=8,136", "--workdir={runs}/a"], "context length 136 is longer than any held-out"),
+        (["--context_lengths=8", "--workdir={runs}/a", "--out={runs}/00.txt"], "cannot write the results"),
+        (["--context_lengths=8", "--workdir={runs}/a", "--documents=0"], "number of documents is 0"),
+        (["--context_lengths=8", "--workdir={runs}/a", "--documents=many"], "see eval.py --help"),
+        (["--context_lengths=8"], "--workdir"),
+        (["--workdir={runs}/a", "--context_length=8"], "unrecognized arguments: --context_length=8"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys, arguments, message):
+    arguments = [f"--out={tmp_path}", *(argument.format(runs=trained) for argument in arguments)]
+    with pytest.raises(SystemExit) as stopped:
+        eval_program.main(arguments)
+    assert stopped.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_a_mistake_leaves_no_traceback_in_a_process_of_its_own(trained, tmp_path):
+    done = run(f"--workdir={trained}/nothing", "--context_lengths=8", f"--out={tmp_path}")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: ")
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        eval_program.main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--workdir", "--context_lengths", "--out", "--documents"))

@@ -1,0 +1,139 @@
+"""The table, the CSV, the JSON and the plot."""
+
+import csv
+import io
+import itertools
+import json
+import math
+
+import pytest
+import rich.console
+
+from sympow_jax.evaluation import buckets, plot, report
+
+LENGTHS = (64, 256, 1024)
+
+
+def make_rows(run, losses, *, train_context=256, documents=3, standard_error=0.1):
+    means = [
+        buckets.Bucket(
+            context_length=length,
+            loss=loss,
+            standard_error=standard_error,
+            tokens=documents * length // 2,
+            documents=documents,
+        )
+        for length, loss in zip(LENGTHS, losses)
+    ]
+    return report.make_rows(run, means, train_context=train_context)
+
+
+def printed(rows):
+    file = io.StringIO()
+    report.print_table(rows, report.make_console(file))
+    return file.getvalue()
+
+
+def test_perplexity_and_bits_follow_from_the_loss():
+    row, *_ = make_rows("a", [2.0, 1.0, 1.0])
+    assert row.perplexity == pytest.approx(math.e**2, rel=1e-15)
+    assert row.bits_per_token == pytest.approx(2 / math.log(2), rel=1e-15)
+
+
+def test_csv_has_exactly_the_columns_of_the_contract(tmp_path):
+    rows = make_rows("a", [2.0, 1.5, 1.25]) + make_rows("b", [2.5, 800.0, math.nan], train_context=64)
+    report.write_csv(tmp_path / "x.csv", rows)
+    text = (tmp_path / "x.csv").read_text()
+    header = "run,context_length,loss,perplexity,bits_per_token,tokens,documents,train_context"
+    assert text.splitlines()[0] == header
+    records = list(csv.DictReader(io.StringIO(text)))
+    assert [record["run"] for record in records] == ["a"] * 3 + ["b"] * 3
+    assert [int(record["context_length"]) for record in records] == [*LENGTHS, *LENGTHS]
+    assert [float(record["loss"]) for record in records[:5]] == [2.0, 1.5, 1.25, 2.5, 800.0]
+    assert records[4]["perplexity"] == "inf"
+    assert records[5]["loss"] == "nan"
+    assert [int(record["train_context"]) for record in records] == [256] * 3 + [64] * 3
+
+
+def test_json_holds_the_rows_and_is_valid_where_a_loss_is_not_finite(tmp_path):
+    report.write_json(tmp_path / "x.json", make_rows("a", [2.0, 1.5, math.nan]), note=[1, 2])
+
+    def reject(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    content = json.loads((tmp_path / "x.json").read_text(), parse_constant=reject)
+    assert content["note"] == [1, 2]
+    assert [row["loss"] for row in content["rows"]] == [2.0, 1.5, None]
+    assert set(content["rows"][0]) == {*report.COLUMNS, "standard_error"}
+
+
+def test_table_of_one_run_shows_its_perplexity_and_marks_the_training_context():
+    text = printed(make_rows("a", [2.0, 1.5, 1.25]))
+    assert text.isascii()
+    assert "1.5000*" in text
+    assert "2.0000*" not in text
+    assert f"{math.exp(1.25):.3f}" in text
+    assert "3 documents" in text
+
+
+def test_table_of_many_runs_has_a_column_each_without_a_terminal():
+    names = [f"a_rather_long_name_{index}" for index in range(6)]
+    text = printed([row for name in names for row in make_rows(name, [2.0, 1.5, 1.25])])
+    header = next(line for line in text.splitlines() if names[0] in line)
+    assert all(name in header for name in names)
+
+
+def test_table_on_a_terminal_does_not_read_a_name_as_markup():
+    file = io.StringIO()
+    rows = make_rows("[bold]", [2.0, 1.5, 1.25]) + make_rows("b", [2.0, 1.5, 1.25])
+    report.print_table(rows, rich.console.Console(file=file, force_terminal=True, width=100))
+    assert "[bold]" in file.getvalue()
+
+
+def drawn(monkeypatch, tmp_path, rows):
+    """The axes that `write_plot` saved."""
+    figures = []
+    save = plot.matplotlib.figure.Figure.savefig
+
+    def record(figure, *args, **kwargs):
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(plot.matplotlib.figure.Figure, "savefig", record)
+    plot.write_plot(tmp_path / "x.png", rows)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    return figures[0].axes[0]
+
+
+def test_plot_overlays_the_runs_with_a_marker_per_bucket_and_their_training_contexts(monkeypatch, tmp_path):
+    rows = make_rows("a", [2.0, 1.5, 1.25]) + make_rows("b", [2.5, 2.25, 2.75], train_context=1024)
+    axes = drawn(monkeypatch, tmp_path, rows)
+    curves = [line for line in axes.lines if line.get_marker() != "None"]
+    assert [line.get_xdata().tolist() for line in curves] == [list(LENGTHS)] * 2
+    assert [line.get_ydata().tolist() for line in curves] == [[2.0, 1.5, 1.25], [2.5, 2.25, 2.75]]
+    dashed = [line for line in axes.lines if line.get_marker() == "None"]
+    assert [line.get_xdata()[0] for line in dashed] == [256, 1024]
+    texts = [text.get_text() for text in axes.texts]
+    assert {"a\ntrained at 256", "b\ntrained at 1,024", "trained at 256", "trained at 1,024"} <= set(texts)
+    assert axes.get_xscale() == "log"
+    assert "nats per token" in axes.get_ylabel()
+    assert "tokens" in axes.get_xlabel()
+
+
+def test_plot_keeps_labels_of_lines_that_end_together_apart(monkeypatch, tmp_path):
+    losses = [2.0, 1.5, 1.25]
+    rows = [
+        row for index in range(8) for row in make_rows(f"run{index}", losses, train_context=64 << index % 2)
+    ]
+    axes = drawn(monkeypatch, tmp_path, rows)
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text().startswith("run")]
+    boxes.sort(key=lambda box: box.y0)
+    assert len(boxes) == 8
+    assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
+
+
+def test_plot_says_where_a_loss_is_not_finite(monkeypatch, tmp_path):
+    axes = drawn(monkeypatch, tmp_path, make_rows("a", [2.0, 1.5, math.inf]) + make_rows("b", [math.nan] * 3))
+    texts = [text.get_text() for text in axes.texts]
+    assert "a\nnot finite at 1,024" in texts
+    assert "b\nnot finite at 64, 256, 1,024" in texts

@@ -1,0 +1,253 @@
+"""Whole evaluations: names, documents, files, warnings and every error, with models whose loss is known."""
+
+import csv
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import tensorstore
+
+from sympow_jax import config, data, evaluation
+from sympow_jax.data import longcrawl64
+from sympow_jax.evaluation import report, runs
+from sympow_jax.training import workdir
+from tests.evaluation import fakes
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A training file and 30 held-out documents of 10, 12, ... 68 tokens that count upwards."""
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    for index, tokens in enumerate(fakes.counting_documents(30, 68)):
+        tokens[: 10 + 2 * index].astype(np.uint16).tofile(tmp_path / f"heldout{index:02}.bin")
+    return tmp_path
+
+
+def make_run(corpus, name, *, preset="conformal", train_context=16, vocabulary=fakes.VOCABULARY, **data):
+    """A workdir without checkpoints; `restored` stands in for those."""
+    data = {
+        "source": "tokens",
+        "paths": (str(corpus / "train.bin"),),
+        "heldout_paths": (str(corpus / "heldout*.bin"),),
+        **data,
+    }
+    settings = config.Config(
+        model=config.ModelConfig(
+            vocab_size=vocabulary, layers=1, width=8, heads=2, attention=config.preset(preset)
+        ),
+        data=config.DataConfig(context_length=train_context, batch_tokens=train_context, **data),
+        evaluation=config.EvaluationConfig(context_lengths=(4, 16, 32), documents=25),
+    )
+    workdir.open_workdir(corpus / name, settings)
+    return corpus / name
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """Every run's newest checkpoint is a `CountingModel` at step 7."""
+    monkeypatch.setattr(
+        runs.checkpoint, "restore_model", lambda path: (workdir.read_config(path), fakes.CountingModel(), 7)
+    )
+
+
+def evaluate(workdirs, lengths=None, **kwargs):
+    file = io.StringIO()
+    rows = evaluation.evaluate_runs(workdirs, lengths, console=report.make_console(file), **kwargs)
+    return rows, file.getvalue()
+
+
+def mean_loss(first, last):
+    """Of positions first .. last; position t is predicted from t - 1 tokens."""
+    return fakes.expected_loss(np.arange(first - 1, last)).mean()
+
+
+def test_a_run_is_evaluated_with_the_settings_of_its_config(corpus, tmp_path):
+    rows, _ = evaluate([make_run(corpus, "a")], out=tmp_path / "out")
+    assert [row.context_length for row in rows] == [4, 16, 32]
+    expected = [mean_loss(2, 4), mean_loss(5, 16), mean_loss(17, 32)]
+    np.testing.assert_allclose([row.loss for row in rows], expected, rtol=1e-6)
+    # 19 documents have at least 32 tokens.
+    assert [row.tokens for row in rows] == [19 * 3, 19 * 12, 19 * 16]
+    assert {row.documents for row in rows} == {19}
+    assert {row.train_context for row in rows} == {16}
+
+
+def test_a_begin_token_makes_position_1_a_prediction():
+    documents = fakes.counting_documents(3, 40)  # the token in front, then positions 1 to 39
+    means = evaluation.context_loss(fakes.CountingModel(), documents, (1, 8), first_position=1)
+    assert [mean.tokens for mean in means] == [3, 21]
+    expected = [fakes.expected_loss(1), fakes.expected_loss(np.arange(2, 9)).mean()]
+    np.testing.assert_allclose([mean.loss for mean in means], expected, rtol=1e-6)
+
+
+def test_longcrawl64_predicts_position_1_from_the_token_in_front(corpus, tmp_path):
+    rows, length = 22, 40
+    path = str(tmp_path / "heldout.zarr")
+    array = tensorstore.open(
+        {
+            **longcrawl64.spec(path),
+            "metadata": longcrawl64.metadata(rows, length, np.dtype(np.uint16)),
+            "create": True,
+        }
+    ).result()
+    array[...] = np.tile(fakes.counting_documents(2, length)[1], (rows, 1)).astype(np.uint16)  # 1, 2, 3, ...
+    run = make_run(
+        corpus, "a", source="longcrawl64", paths=(path,), heldout_paths=(path,), document_separator=0
+    )
+    evaluated, text = evaluate([run], (1, 8, length), out=tmp_path / "out")
+    # Position t is predicted from t tokens, the one in front among them.
+    expected = [fakes.expected_loss(np.arange(a, b + 1)).mean() for a, b in ((1, 1), (2, 8), (9, length))]
+    np.testing.assert_allclose([row.loss for row in evaluated], expected, rtol=1e-6)
+    assert [row.tokens for row in evaluated] == [rows * 1, rows * 7, rows * 32]
+    assert "warning" not in text
+    with pytest.raises(ValueError, match=r"context length 41 .*the longest has 40 tokens"):
+        evaluate([run], (41,), out=tmp_path / "out")
+
+
+def test_every_length_is_a_mean_over_the_same_documents(corpus, tmp_path, monkeypatch):
+    seen = []
+    token_losses = runs.streaming.token_losses
+
+    def recorded(model, tokens, **kwargs):
+        seen.append(tokens)
+        return token_losses(model, tokens, **kwargs)
+
+    monkeypatch.setattr(runs.streaming, "token_losses", recorded)
+    workdirs = [make_run(corpus, "a"), make_run(corpus, "b", train_context=8)]
+    rows, _ = evaluate(workdirs, (2, 8, 60), out=tmp_path / "out")
+    assert [tokens.shape for tokens in seen] == [(5, 60)] * 2
+    np.testing.assert_array_equal(seen[0], seen[1])
+    assert {row.documents for row in rows} == {5}
+    content = json.loads((tmp_path / "out" / "context_loss.json").read_text())
+    assert content["document_indices"] == [25, 26, 27, 28, 29]
+
+
+def test_a_document_as_long_as_the_longest_length_counts(corpus, tmp_path):
+    rows, _ = evaluate([make_run(corpus, "a")], (68,), out=tmp_path / "out")
+    assert [(row.documents, row.tokens) for row in rows] == [(1, 67)]
+    with pytest.raises(ValueError, match=r"context length 69 .* the longest has 68 tokens"):
+        evaluate([corpus / "a"], (69,), out=tmp_path / "out")
+
+
+def test_runs_are_overlaid_in_every_file(corpus, tmp_path):
+    workdirs = [make_run(corpus, "a"), make_run(corpus, "b", preset="softmax", train_context=4)]
+    rows, text = evaluate(workdirs, (4, 32), out=tmp_path / "deep" / "out")
+    folder = tmp_path / "deep" / "out"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "context_loss.csv",
+        "context_loss.json",
+        "context_loss.png",
+    ]
+    with (folder / "context_loss.csv").open() as file:
+        records = list(csv.DictReader(file))
+    assert tuple(records[0]) == report.COLUMNS
+    assert [(record["run"], record["context_length"], record["train_context"]) for record in records] == [
+        ("a", "4", "16"),
+        ("a", "32", "16"),
+        ("b", "4", "4"),
+        ("b", "32", "4"),
+    ]
+    for record, row in zip(records, rows, strict=True):
+        assert float(record["loss"]) == row.loss
+        assert float(record["perplexity"]) == pytest.approx(math.exp(row.loss), rel=1e-15)
+        assert float(record["bits_per_token"]) == pytest.approx(row.loss / math.log(2), rel=1e-15)
+    content = json.loads((folder / "context_loss.json").read_text())
+    assert [(run["run"], run["step"]) for run in content["runs"]] == [("a", 7), ("b", 7)]
+    assert content["runs"][1]["config"]["model"]["attention"]["kernel"] == "softmax"
+    assert content["first_position"] == 2
+    assert len(content["rows"]) == 4
+    assert "a: step 7, 19 documents of 32 tokens" in text
+
+
+def test_runs_are_named_by_folder_and_by_preset_or_path_where_that_is_ambiguous(corpus, tmp_path):
+    (corpus / "x").mkdir()
+    (corpus / "y").mkdir()
+    one, two = make_run(corpus, "x/run"), make_run(corpus, "y/run", preset="sympow")
+    rows, _ = evaluate([one, f"{two}/"], (4,), out=tmp_path / "out")
+    assert [row.run for row in rows] == ["run (conformal)", "run (sympow)"]
+    three = make_run(corpus, "run", preset="even_power")
+    rows, _ = evaluate([three, two], (4,), out=tmp_path / "out")
+    assert [row.run for row in rows] == ["run (even_power)", "run (sympow)"]
+    (corpus / "z").mkdir()
+    four = make_run(corpus, "z/run")
+    rows, _ = evaluate([one, four], (4,), out=tmp_path / "out")
+    assert [row.run for row in rows] == [str(one), str(four)]
+
+
+def test_few_documents_are_a_warning(corpus, tmp_path):
+    _, text = evaluate([make_run(corpus, "a")], (4, 64), out=tmp_path / "out")
+    assert "warning: 3 held-out documents of at least 64 tokens" in text
+    _, text = evaluate([corpus / "a"], (4, 16), out=tmp_path / "out")
+    assert "warning" not in text
+    _, text = evaluate([corpus / "a"], (4, 16), out=tmp_path / "out", documents=1)
+    assert "warning: 1 held-out document of" in text
+
+
+def test_data_that_changed_since_training_is_a_warning(corpus, tmp_path):
+    run = make_run(corpus, "a")
+    settings = workdir.read_config(run)
+    workdir.record_data(run, data.describe(settings.data))
+    _, text = evaluate([run], (4,), out=tmp_path / "out")
+    assert "has changed" not in text
+    np.arange(101, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    _, text = evaluate([run], (4,), out=tmp_path / "out")
+    assert f"warning: the data has changed since {run} was trained on it" in text
+
+
+def test_a_diverged_model_is_reported_not_hidden(corpus, tmp_path, monkeypatch):
+    class Diverging(fakes.CountingModel):
+        def unembed(self, hidden):
+            return hidden + np.nan
+
+    monkeypatch.setattr(fakes, "CountingModel", Diverging)
+    rows, text = evaluate([make_run(corpus, "a")], out=tmp_path / "out")
+    assert all(math.isnan(row.loss) for row in rows)
+    assert "warning: losses of a are not finite" in text
+
+
+def test_a_single_run_twice_is_an_error(corpus, tmp_path):
+    one = make_run(corpus, "a")
+    with pytest.raises(ValueError, match="given more than once"):
+        evaluate([one, f"{one}/../a"], (4,), out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocabulary": 12}, r"model\.vocab_size is 11 in one and 12 in the other"),
+        ({"heldout_paths": ()}, r"data\.heldout_paths"),
+        ({"document_separator": 3}, r"data\.document_separator is None in one and 3 in the other"),
+    ],
+)
+def test_runs_over_other_data_cannot_be_compared(corpus, tmp_path, change, message):
+    with pytest.raises(ValueError, match=f"cannot be compared: {message}"):
+        evaluate([make_run(corpus, "a"), make_run(corpus, "b", **change)], (4,), out=tmp_path / "out")
+
+
+def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs.checkpoint, "restore_model", lambda path: pytest.fail("restored"))
+    run = make_run(corpus, "a")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot write the results to .*file"):
+        evaluate([run], (4,), out=tmp_path / "file" / "out")
+    with pytest.raises(ValueError, match="is not the workdir of a run"):
+        evaluate([run, tmp_path / "nothing"], (4,), out=tmp_path / "out")
+    with pytest.raises(ValueError, match="no workdir is given"):
+        evaluate([], (4,), out=tmp_path / "out")
+    with pytest.raises(ValueError, match="no context lengths"):
+        evaluate([run], (), out=tmp_path / "out")
+    with pytest.raises(ValueError, match="16,8 must be positive and increasing"):
+        evaluate([run], (16, 8), out=tmp_path / "out")
+    with pytest.raises(ValueError, match="context length 1 holds no prediction"):
+        evaluate([run], (1, 8), out=tmp_path / "out")
+    with pytest.raises(ValueError, match="number of documents is 0"):
+        evaluate([run], (8,), out=tmp_path / "out", documents=0)
+
+
+def test_documents_must_reach_the_longest_length():
+    with pytest.raises(
+        ValueError, match="context length 11 needs documents of 11 tokens; the shortest has 10"
+    ):
+        evaluation.context_loss(fakes.CountingModel(), fakes.counting_documents(2, 10), (4, 11))

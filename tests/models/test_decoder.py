@@ -1,0 +1,181 @@
+"""The decoder: its size, its state's size, and that streaming a document changes nothing."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, models
+
+TIME = 30
+SEGMENT_IDS = np.array([[0] * 7 + [1] * 6 + [-1] * 3 + [1] * 4 + [0] * 10, [5] * TIME], np.int32)
+
+
+def small(preset, *, layers=1, **changes):
+    attention = config.preset(preset, **{"window": 4, **changes})
+    model = config.ModelConfig(
+        vocab_size=32, layers=layers, width=16, heads=4, kv_heads=2, dtype="float32", attention=attention
+    )
+    model = models.DecoderLM(model, rngs=nnx.Rngs(0))
+    for block in model.blocks:  # so that attention matters at this size
+        for name in ("query", "key", "value", "out"):
+            getattr(block.attention, name).kernel[...] *= 20
+    return model
+
+
+@nnx.jit
+def run(model, tokens, segment_ids=None):
+    return model(tokens, segment_ids=segment_ids)
+
+
+@nnx.jit
+def run_on(model, tokens, segment_ids, state):
+    return model(tokens, segment_ids=segment_ids, state=state, return_state=True)
+
+
+def tokens(batch=2, time=TIME):
+    return jax.random.randint(jax.random.key(1), (batch, time), 0, 32)
+
+
+def parameters(size, preset):
+    model = config.ModelConfig(**config.MODEL_SIZES[size], attention=config.preset(preset))
+    shapes = nnx.eval_shape(lambda: models.DecoderLM(model, rngs=nnx.Rngs(0)))
+    return sum(np.prod(x.shape) for x in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
+
+
+def test_parameters_as_the_paper_counts_them():
+    sympow = parameters("gpt2_124m", "sympow")
+    assert round(sympow / 1e6) == 124
+    assert parameters("gpt2_124m", "sympow_gated") - sympow == 12 * 12 * 768
+    assert parameters("gpt2_124m", "conformal") - sympow == 2 * 12 * 12 * 768
+    assert round(100 * 12 * 12 * 768 / sympow, 2) == 0.09
+    assert round(100 * 2 * 12 * 12 * 768 / sympow, 2) == 0.18
+
+
+@pytest.mark.parametrize(("size", "millions"), [("gpt2_335m", 335), ("gpt2_774m", 774), ("gpt2_1558m", 1558)])
+def test_parameters_of_the_larger_sizes(size, millions):
+    assert abs(parameters(size, "sympow") / 1e6 / millions - 1) < 0.07  # GPT-2's own has learned positions
+
+
+def gpt2(size="gpt2_124m", **attention):
+    return config.ModelConfig(**config.MODEL_SIZES[size], attention=config.AttentionConfig(**attention))
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "power", "expected"),
+    [
+        ("symmetric", 2, 39e6),
+        ("symmetric", 4, 14e9),
+        ("symmetric", 6, 2.2e12),
+        ("symmetric", 8, 199e12),
+        ("tensor", 2, 77e6),
+        ("tensor", 4, 314e9),
+        ("tensor", 6, 1.3e15),
+        ("tensor", 8, 5.3e18),
+    ],
+)
+def test_state_bytes_of_the_papers(feature_map, power, expected):
+    """The tables of "Symmetric Power Transformers", sections 3 and 4, printed to 2 or 3 digits."""
+    digits = 3 if expected in (314e9, 199e12) else 2
+    assert (
+        float(f"{models.state_bytes(gpt2(power=power), feature_map=feature_map):.{digits - 1}e}") == expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "numbers"),
+    [("gpt2_124m", 589_824), ("gpt2_335m", 1_572_864), ("gpt2_774m", 2_949_120), ("gpt2_1558m", 4_915_200)],
+)
+def test_state_of_vanilla_linear_attention(size, numbers):
+    state = models.state_bytes(gpt2(size, kernel="linear"), bytes_per_element=1, normaliser=False)
+    assert state == numbers
+
+
+def test_state_bytes_refuses_what_has_none():
+    with pytest.raises(ValueError, match="no recurrent state"):
+        models.state_bytes(gpt2(kernel="softmax"))
+    with pytest.raises(ValueError, match="one of symmetric, tensor"):
+        models.state_bytes(gpt2(), feature_map="cubic")
+
+
+MEMORIES = {
+    "softmax": [{}],
+    "softmax_alibi": [{}],
+    "linear": [{}],
+    "even_power": [{}],
+    "sympow": [{"form": "chunked"}],
+    "sympow_gated": [{"form": "chunked"}],
+    "sympow_learned_rope": [{"form": "chunked"}],
+    "conformal": [{"form": "chunked"}, {"form": "attention"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"), [(name, changes) for name, many in MEMORIES.items() for changes in many]
+)
+def test_streaming_equals_one_call(preset, changes):
+    """Documents that begin and end inside calls, padding, calls of one token and of many."""
+    model = small(preset, layers=2 if changes == {"form": "attention"} else 1, **changes)
+    whole = run(model, tokens(), SEGMENT_IDS)
+    state, parts = model.init_state(2, max_length=TIME), []
+    cuts = (0, 1, 15, 16, TIME)  # within documents, within padding, one token and fourteen at a time
+    for start, stop in itertools.pairwise(cuts):
+        logits, state = run_on(model, tokens()[:, start:stop], SEGMENT_IDS[:, start:stop], state)
+        parts.append(logits)
+    difference = (jnp.concatenate(parts, axis=1) - whole)[SEGMENT_IDS >= 0]
+    assert np.abs(difference).max() < 1e-5 * np.abs(whole).max()
+    assert np.std(whole) > 1e-2
+
+
+@pytest.mark.parametrize("preset", ["conformal", "linear"])
+def test_a_document_is_the_same_wherever_it_stands(preset):
+    model = small(preset)
+    packed = run(model, tokens(), SEGMENT_IDS)
+    alone = run(model, tokens()[:1, 20:])
+    np.testing.assert_allclose(packed[:1, 20:], alone, atol=1e-5)
+
+
+def test_logits_do_not_see_the_future():
+    model = small("conformal")
+    changed = tokens().at[:, 20].add(1) % 32
+    before, after = run(model, tokens()), run(model, changed)
+    np.testing.assert_array_equal(before[:, :20], after[:, :20])
+    assert np.abs(before[:, 20:] - after[:, 20:]).max() > 1e-3
+
+
+def test_hidden_and_unembed_make_the_logits():
+    model = small("conformal")
+    hidden = nnx.jit(models.DecoderLM.hidden)(model, tokens())
+    assert hidden.shape == (2, TIME, 16)
+    np.testing.assert_allclose(model.unembed(hidden), run(model, tokens()), atol=1e-6)
+
+
+def test_bfloat16_logits_are_float32():
+    model = config.ModelConfig(vocab_size=32, layers=1, width=16, heads=2, dtype="bfloat16")
+    exact = run(models.DecoderLM(dataclasses.replace(model, dtype="float32"), rngs=nnx.Rngs(0)), tokens())
+    model = models.DecoderLM(model, rngs=nnx.Rngs(0))
+    logits = run(model, tokens())
+    assert logits.dtype == jnp.float32
+    assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert np.sqrt(((logits - exact) ** 2).mean() / (exact**2).mean()) < 2e-2
+
+
+def test_initial_scales_are_those_of_gpt2():
+    model = models.DecoderLM(
+        config.ModelConfig(vocab_size=512, layers=2, width=128, heads=4), rngs=nnx.Rngs(0)
+    )
+    block = model.blocks[1]
+    for kernel, expected in [
+        (model.embedding[...], 0.02),
+        (block.attention.query.kernel[...], 0.02),
+        (block.attention.out.kernel[...], 0.02 / 2),
+        (block.mlp.down.kernel[...], 0.02 / 2),
+    ]:
+        assert abs(kernel.std() / expected - 1) < 0.05
+    # A new model's loss is that of guessing: tied output, normalised hidden states.
+    logits = run(model, jnp.arange(512)[None])
+    assert logits.std() < 0.5

@@ -1,0 +1,104 @@
+"""Inputs that every implementation of power attention is tested and timed on, and how errors are measured."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+GRADIENTS = ("query", "key", "value", "log_decay")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One combination of the options of `power_attention`; arrays are drawn by `arrays`."""
+
+    power: int = 2
+    head_dim: int = 16
+    value_dim: int = 16
+    time: int = 129
+    scale: float = 1.0
+    decay: str = "mixed"
+    segments: str = "none"
+    group: int = 1
+
+    def __str__(self):
+        return "-".join(f"{name}{value}" for name, value in dataclasses.asdict(self).items())
+
+
+def arrays(case: Case, *, batch=2, kv_heads=1, seed=0, dtype="float32") -> dict[str, np.ndarray | None]:
+    """Arguments of the op in float64, holding values that `dtype` represents exactly, and `dout`."""
+    random = np.random.default_rng(seed)
+    time = case.time
+
+    def normal(heads, width, scale=1.0):
+        drawn = (scale * random.normal(size=(batch, time, heads, width))).astype("float32")
+        if dtype == "bfloat16":
+            drawn = (drawn.view(np.uint32) & 0xFFFF0000).view(np.float32)
+        return drawn.astype("float64")
+
+    heads = kv_heads * case.group
+    drawn = {
+        "query": normal(heads, case.head_dim, case.scale),
+        "key": normal(kv_heads, case.head_dim, case.scale),
+        "value": normal(kv_heads, case.value_dim),
+        "log_decay": None,
+        "segment_ids": None,
+        "dout": normal(heads, case.value_dim),
+    }
+    if case.decay == "mixed":
+        steps = np.array([0, -1e-4, -0.3, -20, -1e4], "float32")
+        drawn["log_decay"] = random.choice(steps, size=(batch, time, kv_heads)).astype("float64")
+    elif case.decay == "gentle":
+        drawn["log_decay"] = (
+            -random.exponential(0.01, (batch, time, kv_heads)).astype("float32").astype("float64")
+        )
+    if case.segments != "none":
+        drawn["segment_ids"] = _segments(case.segments, batch, time, random)
+    return drawn
+
+
+def _segments(kind, batch, time, random):
+    """Documents that start at multiples of 64 (`edges`), or anywhere with padding between (`padded`)."""
+    if kind == "edges":
+        return np.broadcast_to(np.arange(time) // 64 % 2, (batch, time)).astype(np.int32)
+    ids = np.cumsum(random.random((batch, time)) < 0.04, 1) % 3
+    return np.where(random.random((batch, time)) < 0.15, -1, ids).astype(np.int32)
+
+
+def pairwise(factors: dict[str, tuple], keep=lambda case: True) -> list[Case]:
+    """Cases in which every pair of values of two factors occurs together, where `keep` allows it."""
+    names = list(factors)
+    candidates = [Case(**dict(zip(names, values))) for values in itertools.product(*factors.values())]
+    candidates = [case for case in candidates if keep(case)]
+    pairs = [
+        {((a, getattr(case, a)), (b, getattr(case, b))) for a, b in itertools.combinations(names, 2)}
+        for case in candidates
+    ]
+    wanted, chosen = set().union(*pairs), []
+    while wanted:
+        best = max(range(len(candidates)), key=lambda i: len(pairs[i] & wanted))
+        chosen.append(candidates[best])
+        wanted -= pairs[best]
+    return chosen
+
+
+def error(actual, expected, natural=0.0) -> float:
+    """RMS(a - b) / RMS(b); where b all but vanishes against its natural size, RMS(a - b) against that size."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    size = _rms(expected)
+    return _rms(actual - expected) / (size if size > 1e-6 * natural else natural or 1.0)
+
+
+def natural_size(name: str, drawn) -> float:
+    """What the RMS of a gradient would be if nothing cancelled: the output times its cotangent, by the argument."""
+    return _rms(drawn["dout"]) * {
+        "query": 1 / _rms(drawn["query"]),
+        "key": 1 / _rms(drawn["key"]),
+        "value": 1.0,
+        "log_decay": 1.0,
+        "out": 0.0,
+    }.get(name, 1.0)
+
+
+def _rms(x):
+    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0

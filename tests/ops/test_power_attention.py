@@ -1,0 +1,250 @@
+"""One suite for every implementation and form of power attention, against the reference in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import ops
+from tests.ops import cases
+
+FORMS = (("xla", "attention"), ("xla", "chunked"), ("xla", "recurrent"))
+GRID = {
+    "power": (2, 4, 6),
+    "head_dim": (16, 32, 64),
+    "time": (1, 63, 300),
+    "scale": (1e-3, 1.0, 1e3),
+    "decay": ("none", "mixed"),
+    "segments": ("none", "edges", "padded"),
+    "value_dim": (16, 24),
+    "group": (1, 2),
+}
+
+
+def features_mib(case):
+    return ops.symmetric_power_dim(case.head_dim, case.power) * case.value_dim * 4 / 2**20
+
+
+FAST = cases.pairwise(GRID, keep=lambda case: features_mib(case) <= 4)
+LARGE_STATE = cases.pairwise(
+    {"power": (4, 6), "head_dim": (32, 64), "time": (63, 129), "decay": ("none", "mixed")},
+    keep=lambda case: features_mib(case) > 4,
+)
+FULL = cases.pairwise(
+    GRID | {"time": (1, 2, 7, 64, 300, 1025, 2048), "segments": ("none", "padded")},
+    keep=lambda case: features_mib(case) <= 512,
+)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "form", "power", "window", "chunk_size"))
+def outputs_and_gradients(drawn, *, implementation, form, power, window=64, chunk_size=None):
+    """The output and its gradients, those of arguments that are None left out."""
+    differentiable = {name: drawn[name] for name in cases.GRADIENTS if drawn[name] is not None}
+
+    def loss(arguments):
+        out = ops.power_attention(
+            **{"log_decay": None, **arguments},
+            segment_ids=drawn["segment_ids"],
+            power=power,
+            implementation=implementation,
+            form=form,
+            window=window,
+            chunk_size=chunk_size,
+        )
+        return (out * drawn["dout"]).sum(dtype=jnp.promote_types(out.dtype, jnp.float32)), out
+
+    gradients, out = jax.grad(loss, has_aux=True)(differentiable)
+    return {"out": out} | gradients
+
+
+def cast(drawn, dtype):
+    decay_dtype = "float32" if dtype == "bfloat16" else dtype
+    return {
+        name: x
+        if x is None or name == "segment_ids"
+        else jnp.asarray(x, decay_dtype if name == "log_decay" else dtype)
+        for name, x in drawn.items()
+    }
+
+
+def expected_for(drawn, case):
+    with jax.enable_x64(True):
+        return jax.device_get(
+            outputs_and_gradients(
+                cast(drawn, "float64"), implementation="reference", form="attention", power=case.power
+            )
+        )
+
+
+def errors(actual, expected, drawn):
+    assert actual.keys() == expected.keys()
+    return {
+        name: cases.error(actual[name], expected[name], cases.natural_size(name, drawn)) for name in expected
+    }
+
+
+def check_float64(case, forms=FORMS, expected=None, **options):
+    drawn = cases.arrays(case)
+    expected = expected or expected_for(drawn, case)
+    with jax.enable_x64(True):
+        for implementation, form in forms:
+            actual = outputs_and_gradients(
+                cast(drawn, "float64"), implementation=implementation, form=form, power=case.power, **options
+            )
+            for name, value in errors(jax.device_get(actual), expected, drawn).items():
+                assert value <= 1e-10, (implementation, form, name, value)
+
+
+def check_float32(case, forms=FORMS, expected=None):
+    drawn = cases.arrays(case)
+    expected = expected or expected_for(drawn, case)
+    single = cast(drawn, "float32")
+    run = functools.partial(outputs_and_gradients, single, power=case.power)
+    plain = errors(jax.device_get(run(implementation="reference", form="attention")), expected, drawn)
+    for implementation, form in forms:
+        actual = errors(jax.device_get(run(implementation=implementation, form=form)), expected, drawn)
+        for name, value in actual.items():
+            bound = 2e-6 if name == "out" else 1e-5
+            # The plain formula overflows where p-th powers of long queries do; that is no excuse here.
+            if np.isfinite(plain[name]):
+                bound = max(bound, 4 * plain[name])
+            assert value <= bound, (implementation, form, name, value, plain[name])
+
+
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_attention_and_chunked_forms(case):
+    expected = expected_for(cases.arrays(case), case)
+    check_float64(case, FORMS[:2], expected)
+    check_float32(case, FORMS[:2], expected)
+
+
+@pytest.mark.parametrize("power", [2, 4])
+def test_recurrent_form(power):
+    case = cases.Case(power=power, head_dim=8, value_dim=5, time=90, segments="padded", group=2)
+    check_float64(case, FORMS[2:])
+    check_float32(case, FORMS[2:])
+
+
+@pytest.mark.parametrize("case", LARGE_STATE, ids=str)
+def test_attention_form_of_large_states(case):
+    check_float32(case, FORMS[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", FULL, ids=str)
+def test_full_grid(case):
+    expected = expected_for(cases.arrays(case), case)
+    forms = FORMS if case.time <= 300 else FORMS[:2]
+    check_float64(case, forms, expected)
+    check_float32(case, forms, expected)
+
+
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("decay", ["none", "mixed"])
+def test_bfloat16(power, decay):
+    case = cases.Case(power=power, decay=decay, time=300, group=2, segments="padded")
+    drawn = cases.arrays(case, dtype="bfloat16")
+    expected = expected_for(drawn, case)
+    for implementation, form in FORMS[:2]:
+        actual = outputs_and_gradients(
+            cast(drawn, "bfloat16"), implementation=implementation, form=form, power=power
+        )
+        assert actual["out"].dtype == actual["query"].dtype == jnp.bfloat16
+        for name, value in errors(jax.device_get(actual), expected, drawn).items():
+            assert value <= (1e-2 if name == "out" else 2e-2), (form, name, value)
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+@pytest.mark.parametrize("chunk_size", [1, 7, 48, 512])
+def test_chunk_size_changes_nothing(form, chunk_size):
+    case = cases.Case(time=100, segments="padded")
+    check_float64(case, [("xla", form)], chunk_size=chunk_size, window=10)
+
+
+def test_recurrent_reference_is_equation_2():
+    """Propositions 1 and 3: the recurrence S_i = gamma_i S_{i-1} + V_i phi(K_i)^T is the attention formulation."""
+    check_float64(
+        cases.Case(power=4, head_dim=6, value_dim=5, decay="gentle", segments="padded"),
+        [("reference", "recurrent")],
+    )
+
+
+@pytest.mark.parametrize("decay", ["none", "gentle", "mixed"])
+@pytest.mark.parametrize(("power", "head_dim"), [(2, 32), (4, 16), (6, 8)])
+def test_pure_recurrence_is_as_exact_as_its_condition(power, head_dim, decay):
+    """Without a window each row is off by at most 64 eps kappa, kappa = sum b |q|^p |k|^p / sum b (q.k)^p."""
+    case = cases.Case(power=power, head_dim=head_dim, decay=decay, time=60)
+    drawn = cases.arrays(case)
+    expected = expected_for(drawn, case)["out"]
+    lengths = {
+        **drawn,
+        **{name: np.linalg.norm(drawn[name], axis=-1, keepdims=True) for name in ("query", "key")},
+    }
+    with jax.enable_x64(True):
+        upper = _weight_sums(lengths, power)
+        kappa = upper / _weight_sums(drawn, power)
+    arguments = {name: x for name, x in cast(drawn, "float32").items() if name != "dout"}
+    call = functools.partial(ops.power_attention, power=power, form="recurrent", window=0)
+    out = jax.jit(call)(**arguments)
+    row_error = np.sqrt(np.square(out - expected).mean(-1))
+    scale = np.sqrt(np.square(expected).mean(-1)).mean()
+    assert (row_error <= 64 * np.finfo(np.float32).eps * kappa * scale).all()
+
+
+def _weight_sums(drawn, power):
+    """sum_j b_ij (q_i . k_j)^p in float64, [B, T, N]."""
+    batch, time = drawn["query"].shape[:2]
+    decay = np.zeros((batch, time, 1)) if drawn["log_decay"] is None else drawn["log_decay"]
+    between = np.cumsum(
+        decay[:, :, None, :] * (np.arange(time)[:, None] > np.arange(time))[None, :, :, None], 1
+    )
+    scores = np.einsum("btnd,bsnd->btsn", drawn["query"], drawn["key"])
+    return (np.tri(time)[None, :, :, None] * np.exp(between) * scores**power).sum(2)
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_zero_queries_give_zero_and_finite_gradients(implementation, form):
+    if implementation == "reference" and form == "chunked":
+        form = "recurrent"
+    drawn = cast(cases.arrays(cases.Case(time=70)), "float32")
+    drawn["query"] = drawn["query"].at[:, 5:9].set(0)
+    drawn["key"] = drawn["key"].at[:, 20:30].set(0)
+    result = outputs_and_gradients(drawn, implementation=implementation, form=form, power=2)
+    assert (np.asarray(result["out"])[:, 5:9] == 0).all()
+    assert all(np.isfinite(x).all() for x in result.values())
+
+
+def test_one_overwhelming_gate_everywhere_keeps_only_the_own_value():
+    drawn = cast(cases.arrays(cases.Case(time=200)), "float32")
+    drawn["log_decay"] = jnp.full_like(drawn["log_decay"], -1e4)
+    for implementation, form in FORMS:
+        result = outputs_and_gradients(drawn, implementation=implementation, form=form, power=2)
+        np.testing.assert_allclose(result["out"], drawn["value"], rtol=1e-6)
+        assert np.abs(result["log_decay"]).max() == 0
+
+
+def test_gradients_without_any_form_named_are_those_of_the_reference():
+    case = cases.Case(time=90, head_dim=8, decay="gentle")
+    check_float64(case, [(None, None)])
+
+
+def test_values_of_documents_never_mix():
+    """Changing one document changes nothing in the others, to the bit."""
+    drawn = cast(cases.arrays(cases.Case(time=192, segments="edges", decay="gentle")), "float32")
+    other = {
+        **drawn,
+        "key": drawn["key"].at[:, 64:128].mul(100.0),
+        "value": drawn["value"].at[:, 64:128].add(3.0),
+    }
+    for implementation, form in FORMS:
+        one, two = (
+            np.asarray(outputs_and_gradients(d, implementation=implementation, form=form, power=2)["out"])
+            for d in (drawn, other)
+        )
+        np.testing.assert_array_equal(one[:, :64], two[:, :64])
+        np.testing.assert_array_equal(one[:, 128:], two[:, 128:])
+        assert np.abs(one[:, 64:128] - two[:, 64:128]).max() > 1

@@ -1,0 +1,191 @@
+"""States in and out: splits, steps, ragged rows, gradients, and how exact a long state is."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import ops
+from tests.ops import cases
+
+CASE = cases.Case(power=2, head_dim=8, value_dim=5, time=150, decay="mixed", segments="padded", group=2)
+
+
+def part(drawn, begin, end):
+    names = ("query", "key", "value", "log_decay", "segment_ids")
+    return {name: None if drawn[name] is None else jnp.asarray(drawn[name])[:, begin:end] for name in names}
+
+
+def single(drawn):
+    return {
+        name: x if x is None or x.dtype == np.int32 else x.astype(np.float32) for name, x in drawn.items()
+    }
+
+
+def whole(drawn, power):
+    return attend(**part(drawn, 0, None), power=power, implementation="reference")
+
+
+OPTIONS = ("power", "form", "window", "chunk_size", "implementation", "return_state")
+attend = jax.jit(ops.power_attention, static_argnames=OPTIONS)
+
+
+def run(drawn, cuts, **options):
+    """The outputs of consecutive calls, joined, and the last state."""
+    state, outputs = None, []
+    for begin, end in zip((0, *cuts), (*cuts, None)):
+        out, state = attend(**part(drawn, begin, end), **options, initial_state=state, return_state=True)
+        outputs.append(out)
+    return jnp.concatenate(outputs, 1), state
+
+
+def by_steps(drawn, power, window, *, begin=0, end=None, state=None):
+    arguments = part(drawn, begin, end)
+    batch, _, kv_heads, head_dim = arguments["key"].shape
+    sizes = (batch, kv_heads, head_dim, arguments["value"].shape[-1])
+    if state is None:
+        state = ops.PowerState.zeros(*sizes, power=power, window=window, dtype=arguments["key"].dtype)
+
+    def step(state, token):
+        out, state = ops.power_attention_step(state=state, power=power, **token)
+        return state, out
+
+    tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in arguments.items() if x is not None}
+    state, out = jax.lax.scan(step, state, tokens)
+    return jnp.moveaxis(out, 0, 1), state
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
+@pytest.mark.parametrize("window", [0, 6])
+def test_any_split_is_the_whole(form, window):
+    drawn = cases.arrays(CASE)
+    document = 9 + int(np.argmax(np.diff(drawn["segment_ids"][0, 8:]) != 0))
+    with jax.enable_x64(True):
+        expected = whole(drawn, 2)
+        # One token, up to a document's end, and the rest in the middle of one.
+        actual, _ = run(drawn, (1, document, 100), power=2, form=form, window=window, chunk_size=16)
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_forms_hand_states_to_each_other(implementation):
+    drawn = cases.arrays(CASE)
+    forms = (
+        ("attention", "recurrent") if implementation == "reference" else ("recurrent", "chunked", "attention")
+    )
+    with jax.enable_x64(True):
+        expected = whole(drawn, 2)
+        state, outputs = None, []
+        for begin, form in zip((0, 50, 100), forms):
+            end = 150 if form == forms[-1] else begin + 50
+            out, state = attend(
+                **part(drawn, begin, end),
+                form=form,
+                implementation=implementation,
+                initial_state=state,
+                return_state=True,
+            )
+            outputs.append(out)
+        np.testing.assert_allclose(jnp.concatenate(outputs, 1), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("power", "window"), [(2, 0), (2, 3), (2, 64), (4, 6)])
+def test_steps_are_the_whole(power, window):
+    drawn = cases.arrays(CASE)
+    with jax.enable_x64(True):
+        actual, state = by_steps(drawn, power, window)
+        np.testing.assert_allclose(actual, whole(drawn, power), rtol=1e-8, atol=1e-9)
+        assert state.length.max() <= max(2 * window - 1, 0)
+
+
+def test_steps_in_float32_are_as_exact_as_the_other_forms():
+    drawn = cases.arrays(CASE)
+    with jax.enable_x64(True):
+        expected = np.asarray(whole(drawn, 2))
+    actual, state = by_steps(single(drawn), 2, 64)
+    assert actual.dtype == state.kv.dtype == jnp.float32
+    assert cases.error(actual, expected) <= 2e-6
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
+def test_padding_passes_the_state_through(form):
+    """A call on padding alone returns zeros and the state that it was given."""
+    drawn = single(cases.arrays(CASE))
+    _, before = run(drawn, (), power=2, form=form, window=6)
+    padding = part(drawn, 0, 20) | {"segment_ids": jnp.full_like(drawn["segment_ids"][:, :20], -1)}
+    out, after = attend(**padding, power=2, form=form, window=6, initial_state=before, return_state=True)
+    assert not np.asarray(out).any()
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), after, before)
+
+
+def test_float32_after_float64_in_one_process():
+    """Tables made while float64 is enabled must serve programs compiled without it."""
+    drawn = cases.arrays(CASE)
+    with jax.enable_x64(True):
+        expected, _ = run(drawn, (20,), power=2, form="chunked", window=6)
+    actual, _ = run(single(drawn), (20,), power=2, form="chunked", window=6)
+    assert cases.error(actual, expected) <= 2e-6
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked", "step"])
+def test_gradients_through_a_state(form):
+    """Of the state that goes in, and of a state that comes out, against the reference."""
+    drawn = cases.arrays(CASE)
+    names = ("query", "key", "value", "log_decay")
+
+    def loss(arguments, form, implementation):
+        given = drawn | arguments
+        _, state = ops.power_attention(
+            **part(given, 0, 40), window=6, implementation="reference", return_state=True
+        )
+        if form == "step":
+            out, state = by_steps(given, 2, 6, begin=40, end=60, state=state)
+        else:
+            out, state = ops.power_attention(
+                **part(given, 40, 60),
+                window=6,
+                form=form,
+                implementation=implementation,
+                initial_state=state,
+                return_state=True,
+            )
+        # What the state will say of later queries, so that the split between window and features is free.
+        after = ops.power_attention(
+            **part(given, 60, 80), window=6, implementation="reference", initial_state=state
+        )
+        return (out * drawn["dout"][:, 40:60]).sum() + (after * drawn["dout"][:, 60:80]).sum()
+
+    with jax.enable_x64(True):
+        arguments = {name: jnp.asarray(drawn[name]) for name in names}
+        expected = jax.grad(loss)(arguments, "attention", "reference")
+        actual = jax.jit(jax.grad(loss), static_argnums=(1, 2))(arguments, form, "xla")
+    for name in names:
+        assert cases.error(actual[name], expected[name], cases.natural_size(name, drawn)) <= 1e-10, name
+
+
+def test_long_ungated_state_is_exact_to_1e_5():
+    """After 65,536 tokens in float32, against sums in float64."""
+    random = np.random.default_rng(0)
+    key, value = random.normal(size=(2, 65_536, 16)).astype(np.float32)
+    shaped = [jnp.asarray(x)[None, :, None] for x in (key, key, value)]
+    call = jax.jit(functools.partial(ops.power_attention, form="chunked", return_state=True))
+    _, state = call(*shaped)
+    old = slice(0, 65_536 - int(state.length[0]))
+    count = 0
+    expected = np.zeros(state.kv.shape[2:]), np.zeros(state.norm.shape[2:])
+    with jax.enable_x64(True):
+        for begin in range(0, old.stop, 4096):
+            rows = slice(begin, min(begin + 4096, old.stop))
+            phi = np.asarray(ops.symmetric_power(jnp.asarray(key[rows], jnp.float64), 2))
+            expected = expected[0] + phi.T @ value[rows], expected[1] + phi.sum(0)
+            count += len(phi)
+    assert count == old.stop
+    assert cases.error(state.kv[0, 0], expected[0]) <= 1e-5
+    assert cases.error(state.norm[0, 0], expected[1]) <= 1e-5
+
+
+def test_state_larger_than_memory_names_the_bytes():
+    with pytest.raises(ValueError, match=r"the state takes [\d,]+ bytes .* the device has [\d,]+"):
+        ops.PowerState.zeros(64, 12, 64, 64, power=6)

@@ -1,0 +1,181 @@
+"""Rotary encodings against float64, over long documents and any split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax.ops import rotary
+
+LONGEST = 65_536
+
+learned_angles = jax.jit(rotary.learned_angles, static_argnames="head_dim")
+rope_angles = jax.jit(rotary.rope_angles, static_argnames="head_dim")
+
+
+def rates_in_turns(head_dim):
+    return LONGEST ** (-2.0 * np.arange(head_dim // 2) / head_dim)
+
+
+def random_rates(shape, seed=0):
+    """1 + tanh(normal) from float64, so that many rates are no multiple of 2^-24."""
+    normal = np.random.default_rng(seed).standard_normal(shape)
+    return (1 + np.tanh(normal)).astype(np.float32)
+
+
+def exact_angles(rate, head_dim, every=1):
+    """The angles cumsum(beta) theta in float64, the whole turns taken out before the factor of 2 pi."""
+    reached = np.cumsum(rate.astype(np.float64), 1)[:, ::every, :, None]
+    return 2 * np.pi * np.mod(reached * rates_in_turns(head_dim), 1)
+
+
+def largest_error(angles, exact):
+    angles = np.asarray(angles, np.float64)
+    return max(np.abs(np.cos(angles) - np.cos(exact)).max(), np.abs(np.sin(angles) - np.sin(exact)).max())
+
+
+@pytest.mark.parametrize("head_dim", [2, 32])
+def test_learned_angles_after_a_million_tokens(head_dim):
+    rate = random_rates((1, 2**20, 1))
+    angles, _ = learned_angles(rate, head_dim)
+    exact = exact_angles(rate, head_dim, every=31)
+    assert largest_error(angles[:, ::31], exact) < 1e-6
+    # What the integers are for: the same sum in float32 has lost the angle.
+    plain = np.cumsum(rate, 1, dtype=np.float32)[:, ::31, :, None] * np.float32(
+        2 * np.pi * rates_in_turns(head_dim)
+    )
+    assert largest_error(plain, exact) > 0.1
+
+
+def test_fastest_rates_after_a_million_tokens():
+    rate = np.full((1, 2**20, 1), 2, np.float32)
+    angles, state = learned_angles(rate, 8)
+    assert largest_error(angles[:, ::31], exact_angles(rate, 8, every=31)) < 1e-6
+    assert (state.whole[0, 0], state.fraction[0, 0]) == (2**21, 0)
+
+
+def test_rope_after_a_million_tokens():
+    positions = np.arange(0, 2**20, 31)[None]
+    exact = 2 * np.pi * np.mod(positions[..., None, None] * rates_in_turns(64), 1)
+    assert largest_error(rope_angles(positions, 64), exact) < 1e-6
+
+
+def test_sinusoidal_after_a_million_tokens():
+    positions = np.arange(2**20)[None, ::1000]
+    rates = 10_000.0 ** (-np.arange(0, 16, 2) / 16)
+    exact = positions[..., None] * rates
+    encoded = np.asarray(rotary.sinusoidal(positions, 16), np.float64)
+    assert np.abs(encoded[..., 0::2] - np.sin(exact)).max() < 1e-6
+    assert np.abs(encoded[..., 1::2] - np.cos(exact)).max() < 1e-6
+
+
+def test_a_fixed_rate_of_one_is_rope_to_the_bit():
+    learned, _ = learned_angles(jnp.ones((2, 1000, 3)), 16)
+    fixed = rope_angles(jnp.broadcast_to(jnp.arange(1, 1001), (2, 1000)), 16)
+    np.testing.assert_array_equal(learned, jnp.broadcast_to(fixed, learned.shape))
+
+
+def test_any_split_is_identical_to_the_bit():
+    rate = random_rates((2, 300, 3))
+    segment_ids = np.array([[0] * 100 + [-1] * 20 + [0] * 30 + [1] * 150, [5] * 299 + [6]], np.int32)
+
+    @jax.jit
+    def angles(rate, segment_ids, state):
+        return rotary.learned_angles(rate, 8, segment_ids=segment_ids, state=state)
+
+    whole, end = angles(rate, segment_ids, rotary.RotaryState.zeros(2, 3))
+    for splits in ((1,), (110, 150)):
+        state, parts = rotary.RotaryState.zeros(2, 3), []
+        for start, stop in zip((0, *splits), (*splits, 300), strict=True):
+            part, state = angles(rate[:, start:stop], segment_ids[:, start:stop], state)
+            parts.append(part)
+        np.testing.assert_array_equal(jnp.concatenate(parts, 1), whole)
+        jax.tree.map(np.testing.assert_array_equal, state, end)
+
+
+def test_documents_restart_and_padding_does_not_turn():
+    rate = random_rates((1, 9, 2))
+    segment_ids = jnp.array([[3, 3, -1, -1, 3, 1, 1, 3, 3]])
+    angles, _ = learned_angles(rate, 8, segment_ids=segment_ids)
+    for tokens in ([0, 1, 4], [5, 6], [7, 8]):  # the second 3 is another document
+        assert largest_error(angles[:, np.array(tokens)], exact_angles(rate[:, tokens], 8)) < 1e-6
+
+
+def test_turns_pairs_of_dimensions():
+    x = jnp.array([1.0, 0.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
+    turned = rotary.rotate(x, jnp.array([0.3, 0.5]).reshape(1, 1, 1, 2))
+    expected = [np.cos(0.3), np.sin(0.3), -2 * np.sin(0.5), 2 * np.cos(0.5)]
+    np.testing.assert_allclose(turned.ravel(), expected, rtol=1e-6)
+
+
+def test_scores_depend_on_the_distance_only():
+    query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 2, 16))
+
+    def score(i, j):
+        at = lambda x, position: rotary.rope(x, jnp.array([[position]]))  # noqa: E731
+        return (at(query, i) * at(key, j)).sum(-1)
+
+    np.testing.assert_allclose(score(1007, 1000), score(7, 0), rtol=1e-5)
+    assert np.abs(score(8, 0) - score(7, 0)).max() > 0.1
+
+
+def test_groups_share_the_angles_of_their_key():
+    x = jax.random.normal(jax.random.key(0), (1, 5, 4, 8))
+    angles, _ = learned_angles(random_rates((1, 5, 2)), 8)
+    np.testing.assert_array_equal(rotary.rotate(x, angles), rotary.rotate(x, jnp.repeat(angles, 2, axis=2)))
+
+
+def test_bfloat16_is_turned_in_float32():
+    x = jax.random.normal(jax.random.key(0), (1, 50, 2, 8), jnp.bfloat16)
+    angles = rope_angles(jnp.arange(50)[None], 8)
+    assert angles.dtype == jnp.float32
+    turned = rotary.rotate(x, angles)
+    assert turned.dtype == jnp.bfloat16
+    expected = rotary.rotate(x.astype(jnp.float32), angles).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(turned, expected)
+
+
+def test_gradient_is_that_of_the_unrounded_sum():
+    rate = random_rates((2, 33, 2))
+    segment_ids = np.array([[0] * 10 + [-1] * 4 + [0] * 3 + [2] * 16, [1] * 33])
+    x = np.random.default_rng(1).standard_normal((2, 33, 4, 8))
+    weight = np.random.default_rng(2).standard_normal(x.shape)
+
+    def loss(rate, x):
+        angles, _ = rotary.learned_angles(rate, 8, segment_ids=jnp.asarray(segment_ids))
+        return (rotary.rotate(x, angles) * weight.astype(np.float32)).sum()
+
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(rate, x.astype(np.float32))
+
+    def exact_loss(rate, x):
+        document = np.array([[0] * 17 + [1] * 16, [0] * 33])
+        seen = np.tril(document[:, :, None] == document[:, None, :]) & (segment_ids >= 0)[:, None, :]
+        mu = jnp.einsum("bts,bsk->btk", seen.astype(np.float64), rate)
+        angles = jnp.repeat(2 * np.pi * mu[..., None] * rates_in_turns(8), 2, axis=2)
+        even, odd = x[..., 0::2], x[..., 1::2]
+        turned = [
+            even * jnp.cos(angles) - odd * jnp.sin(angles),
+            even * jnp.sin(angles) + odd * jnp.cos(angles),
+        ]
+        return (jnp.stack(turned, -1).reshape(x.shape) * weight).sum()
+
+    with jax.enable_x64(True):
+        exact = jax.jit(jax.grad(exact_loss, argnums=(0, 1)))(jnp.asarray(rate, jnp.float64), jnp.asarray(x))
+    for gradient, expected in zip(gradients, exact, strict=True):
+        error = np.asarray(gradient, np.float64) - np.asarray(expected)
+        assert np.sqrt((error**2).mean() / (expected**2).mean()) < 1e-6
+    assert not gradients[0][0, 10:14].any()  # padding
+
+
+def test_works_with_x64():
+    rate = random_rates((1, 20, 1))
+    expected, _ = learned_angles(rate, 8)
+    with jax.enable_x64(True):
+        angles, state = learned_angles(rate.astype(np.float64), 8)
+        assert (state.whole.dtype, state.fraction.dtype, angles.dtype) == (jnp.int32, jnp.uint32, jnp.float32)
+        np.testing.assert_array_equal(angles, expected)
+
+
+def test_an_odd_head_size_is_an_error():
+    with pytest.raises(ValueError, match="head size is 7; it must be even"):
+        rotary.rope(jnp.ones((1, 2, 1, 7)), jnp.zeros((1, 2), jnp.int32))

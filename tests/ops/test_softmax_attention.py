@@ -1,0 +1,211 @@
+"""Softmax attention against the formula in float64: every option, its gradients and its memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
+
+SEGMENTS = [0] * 5 + [1] * 9 + [-1] * 4 + [1] * 6 + [0] * 9
+
+
+def inputs(batch=2, time=33, keys=33, heads=4, kv_heads=2, head_dim=8, value_dim=8, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    shapes = [(time, heads, head_dim), (keys, kv_heads, head_dim), (keys, kv_heads, value_dim)]
+    return [rng.standard_normal((batch, *shape)).astype(dtype) for shape in shapes]
+
+
+def mixed_decays(shape):
+    return np.random.default_rng(1).choice([0, -1e-4, -0.3, -20, -1e4], shape).astype(np.float32)
+
+
+def documents_of(segment_ids):
+    """Document index of each position, -1 for padding; a loop, so that it can be right by inspection."""
+    documents = np.full(segment_ids.shape, -1)
+    for row, ids in enumerate(segment_ids):
+        current, index = None, -1
+        for step, segment in enumerate(ids):
+            if segment >= 0:
+                index += segment != current
+                current, documents[row, step] = segment, index
+    return documents
+
+
+def exact(query, key, value, log_decay=None, segment_ids=None, xp=np):
+    """The formula, in the dtype of its inputs."""
+    groups, before = query.shape[2] // key.shape[2], key.shape[1] - query.shape[1]
+    key, value = (xp.repeat(x, groups, axis=2) for x in (key, value))
+    scores = xp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1])
+    steps = np.arange(key.shape[1])
+    seen = np.broadcast_to(steps[before:, None] >= steps, (len(query), query.shape[1], len(steps)))
+    if segment_ids is not None:
+        document = documents_of(segment_ids)
+        seen = seen & (document[:, before:, None] == document[:, None]) & (document >= 0)[:, None]
+        if log_decay is not None:
+            log_decay = log_decay * (document >= 0)[..., None]
+    if log_decay is not None:
+        # Summed between each pair, so that no large decay outside it costs digits.
+        between = (steps[:, None, None] >= steps) & (steps[None, :, None] < steps)  # i, j, m: j < m <= i
+        sums = xp.einsum("btk,ijt->bkij", log_decay, between.astype(np.float64))
+        scores = scores + xp.repeat(sums, groups, axis=1)[:, :, before:]
+    scores = xp.where(seen[:, None], scores, -1e30)
+    weights = xp.where(seen[:, None], xp.exp(scores - scores.max(-1, keepdims=True)), 0)
+    total = weights.sum(-1, keepdims=True)
+    return xp.einsum("bnts,bsne->btne", weights / xp.where(total == 0, 1, total), value)
+
+
+def relative_error(actual, expected):
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.sqrt(((actual - expected) ** 2).mean() / (expected**2).mean())
+
+
+attend = jax.jit(softmax_attention, static_argnames="block_size")
+
+OPTIONS = {
+    "plain": {},
+    "alibi": {"decay": "alibi"},
+    "decays and documents": {"decay": "mixed", "segments": True},
+    "kept keys": {"decay": "mixed", "segments": True, "time": 7},
+    "one query": {"decay": "mixed", "segments": True, "time": 1},
+    "wide values": {"decay": "mixed", "value_dim": 12, "kv_heads": 1},
+    "narrow values": {"segments": True, "value_dim": 3},
+}
+
+
+def options_of(name, kv_heads=2, decay=None, segments=False, **sizes):
+    arrays = [np.asarray(x) for x in inputs(kv_heads=kv_heads, **sizes)]
+    options = {}
+    if decay == "alibi":
+        slopes = -np.array(alibi_slopes(kv_heads), np.float32)
+        options["log_decay"] = np.broadcast_to(slopes, (2, 33, kv_heads))
+    if decay == "mixed":
+        options["log_decay"] = mixed_decays((2, 33, kv_heads))
+    if segments:
+        options["segment_ids"] = np.array([SEGMENTS, SEGMENTS[::-1]], np.int32)
+    return arrays, options
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"), [*((name, 6) for name in OPTIONS), ("decays and documents", 64)]
+)
+def test_values_and_gradients(name, block_size):
+    arrays, options = options_of(name, **OPTIONS[name])
+    weight = np.random.default_rng(2).standard_normal(exact(*arrays, **options).shape)
+    segment_ids = options.pop("segment_ids", None)
+    names = ("query", "key", "value", *options)
+    arrays += options.values()
+
+    @jax.jit
+    def run(*arrays):
+        def loss(*arrays):
+            out = softmax_attention(
+                **dict(zip(names, arrays, strict=True)), segment_ids=segment_ids, block_size=block_size
+            )
+            return (out * weight.astype(np.float32)).sum(), out
+
+        return jax.grad(loss, argnums=tuple(range(len(arrays))), has_aux=True)(*arrays)
+
+    gradients, out = run(*arrays)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in arrays]
+
+        def exact_loss(*arrays):
+            out = exact(**dict(zip(names, arrays, strict=True)), segment_ids=segment_ids, xp=jnp)
+            return (out * weight).sum(), out
+
+        exact_gradients = jax.jit(jax.grad(exact_loss, argnums=tuple(range(len(wide))), has_aux=True))
+        expected, exact_out = exact_gradients(*wide)
+        expected, exact_out = jax.tree.map(np.asarray, (expected, exact_out))
+    assert relative_error(out, exact_out) < 2e-6
+    for gradient, exact_gradient in zip(gradients, expected, strict=True):
+        assert relative_error(gradient, exact_gradient) < 1e-5
+    if segment_ids is not None:
+        assert not np.asarray(out)[segment_ids[:, -out.shape[1] :] < 0].any()
+
+
+def test_alibi_is_a_penalty_on_distance():
+    """Appendix A.2 of Kumar et al. 2025: exp(q . k + m (j - i)) is a gate of exp(-m) at every step."""
+    query, key, value = inputs(kv_heads=4)
+    slopes = np.array(alibi_slopes(4))
+    steps = np.arange(33)
+    scores = np.einsum("btnd,bsnd->bnts", query, key, dtype=np.float64) / np.sqrt(8)
+    scores += slopes[:, None, None] * (steps - steps[:, None])
+    weights = np.where(steps <= steps[:, None], np.exp(scores), 0)
+    expected = np.einsum("bnts,bsne->btne", weights / weights.sum(-1, keepdims=True), value)
+    log_decay = np.broadcast_to(-slopes.astype(np.float32), (2, 33, 4))
+    assert relative_error(attend(query, key, value, log_decay=log_decay), expected) < 2e-6
+
+
+def test_alibi_slopes():
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(12) == [2.0**-i for i in range(1, 9)] + [2.0 ** -(i - 0.5) for i in range(1, 5)]
+    assert alibi_slopes(1) == [2.0**-8]
+
+
+def test_small_decays_count_behind_large_ones():
+    query, key, value = inputs(time=256, keys=2048, batch=1, heads=1, kv_heads=1)
+    log_decay = np.full((1, 2048, 1), -0.003, np.float32)
+    log_decay[:, :1792:3] = -9e3
+    steps = np.arange(1792, 2048)
+    scores = (query[0, :, 0].astype(np.float64) @ key[0, 1792:, 0].T.astype(np.float64)) / np.sqrt(8)
+    scores += np.float64(np.float32(-0.003)) * (steps[:, None] - steps)
+    weights = np.exp(np.where(steps[:, None] >= steps, scores, -np.inf))
+    expected = weights / weights.sum(-1, keepdims=True) @ value[0, 1792:, 0]
+    log_decay[:, 1792] = -9e3  # nothing before is seen
+    out = attend(query, key, value, log_decay=log_decay)
+    assert relative_error(out[0, :, 0], expected) < 2e-6
+
+
+def test_hard_gates_stay_finite():
+    query, key, value = inputs()
+    log_decay = np.where(np.arange(33)[:, None] % 5 == 0, -np.inf, -0.1) * np.ones((2, 33, 2))
+    loss = lambda *x: softmax_attention(*x[:3], log_decay=x[3]).sum()  # noqa: E731
+    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(
+        query, key, value, log_decay.astype(np.float32)
+    ):
+        assert np.isfinite(gradient).all()
+    out = attend(query, key, value, log_decay=log_decay.astype(np.float32))
+    np.testing.assert_allclose(out[:, 5], np.repeat(value[:, 5], 2, axis=1), rtol=1e-6)
+
+
+def test_bfloat16():
+    arrays = inputs()
+    expected = exact(*(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in arrays))
+    out = attend(*(jnp.asarray(x, jnp.bfloat16) for x in arrays))
+    assert out.dtype == jnp.bfloat16
+    assert relative_error(out, expected) < 1e-2
+
+
+def test_no_array_is_as_large_as_all_scores():
+    """In the backward pass too; one block's scores are 1/64 of them."""
+    time, block_size = 4096, 64
+    shapes = [jax.ShapeDtypeStruct((1, time, 1, 8), jnp.float32)] * 3 + [
+        jax.ShapeDtypeStruct((1, time, 1), jnp.float32)
+    ]
+
+    def loss(query, key, value, log_decay):
+        return attend(query, key, value, log_decay=log_decay, block_size=block_size).sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*shapes).compile()
+    scores = 4 * time * time
+    assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": (2, 33, 3, 8)}, r"they must be \[B, T, N, D\]"),
+        (
+            {"key": (2, 33, 3, 8), "value": (2, 33, 3, 8)},
+            "4 heads and key 3; the second must divide the first",
+        ),
+        ({"query": (2, 34, 4, 8)}, "34 positions and key 33"),
+        ({"log_decay": (2, 33)}, r"log_decay is \(2, 33\); it must be \(2, 33, 2\)"),
+        ({"segment_ids": (2, 32)}, r"segment_ids is \(2, 32\); it must be \(2, 33\)"),
+    ],
+)
+def test_shapes_that_do_not_fit(change, message):
+    shapes = {"query": (2, 33, 4, 8), "key": (2, 33, 2, 8), "value": (2, 33, 2, 8)} | change
+    with pytest.raises(ValueError, match=message):
+        softmax_attention(**{name: jnp.zeros(shape) for name, shape in shapes.items()})

@@ -1,0 +1,54 @@
+"""A run small enough to train in a second."""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from sympow_jax import config
+
+
+@pytest.fixture(autouse=True, scope="package")
+def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
+    """A folder that lets the tests, most of which train the same model, compile it once."""
+    changes = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compilation_cache")),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+    }
+    before = {name: getattr(jax.config, name) for name in changes}
+    for name, value in changes.items():
+        jax.config.update(name, value)
+    yield pathlib.Path(changes["jax_compilation_cache_dir"])
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def settings(tmp_path: pathlib.Path) -> config.Config:
+    """One layer of width 16 on a few files, 10 steps of 4 rows of 16 bytes."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for index in range(20):
+        (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 4)
+    return config.Config(
+        model=config.ModelConfig(
+            vocab_size=256, layers=1, width=16, heads=2, dtype="float32", attention=config.preset("softmax")
+        ),
+        data=config.DataConfig(
+            paths=(str(folder / "*.txt"),), heldout_fraction=0.3, context_length=16, batch_tokens=64
+        ),
+        optimizer=config.OptimizerConfig(learning_rate=1e-2),
+        training=config.TrainingConfig(steps=10, log_every=5, checkpoint_every=4, keep_checkpoints=2),
+    )
+
+
+@pytest.fixture
+def with_training(settings: config.Config):
+    """The same run with other fields of `training`."""
+
+    def change(**changes) -> config.Config:
+        return dataclasses.replace(settings, training=dataclasses.replace(settings.training, **changes))
+
+    return change

@@ -1,0 +1,205 @@
+"""Checkpoints: exact, safe under donation, and able to survive damage."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import resource
+import shutil
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from sympow_jax import config
+from sympow_jax.training import checkpoint, sharding, step, workdir
+
+
+@functools.cache
+def _abstract() -> step.TrainState:
+    return jax.eval_shape(_first)
+
+
+def _first() -> step.TrainState:
+    params = {
+        "embedding": jax.random.normal(jax.random.key(0), (64, 32)),
+        "blocks": {0: {"bias": jnp.zeros(3)}},
+    }
+    return step.TrainState(step=jnp.int32(0), params=params, opt_state=optax.adam(1e-3).init(params))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _advance(state: step.TrainState) -> step.TrainState:
+    return jax.tree.map(lambda leaf: leaf + 1, state)
+
+
+def _states(count: int):
+    """The states after 0, 1, ... updates, each donated to the next."""
+    state = jax.device_put(_first(), sharding.replicated(sharding.make_mesh(rows=1)))
+    for _ in range(count):
+        yield state
+        state = _advance(state)
+
+
+def _save(folder: pathlib.Path, settings: config.Config, numbers=(1, 2)) -> dict[int, step.TrainState]:
+    """Saves the states after `numbers` updates; returns copies of them."""
+    workdir.open_workdir(folder, settings)
+    copies = {}
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        for number, state in enumerate(_states(max(numbers) + 1)):
+            if number in numbers:
+                copies[number] = jax.tree.map(np.array, state)
+                checkpoints.save(number, state, {"next_index": number})
+    return copies
+
+
+def _restore(folder: pathlib.Path, settings: config.Config):
+    replicated = sharding.replicated(sharding.make_mesh(rows=1))
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), _abstract()
+    )
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        return checkpoints.restore(abstract)
+
+
+def _assert_same(actual: step.TrainState, expected: step.TrainState) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def _files(folder: pathlib.Path, number: int, pattern: str) -> list[pathlib.Path]:
+    return [path for path in (folder / "checkpoints" / str(number)).rglob(pattern) if path.is_file()]
+
+
+def _truncate(path: pathlib.Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _flip(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+def test_nothing_to_restore(tmp_path, settings):
+    assert _restore(tmp_path / "run", settings) is None
+
+
+def test_states_are_restored_to_the_bit_though_donated(tmp_path, settings, with_training):
+    # Every state is donated right after its save began.
+    folder = tmp_path / "run"
+    copies = _save(folder, with_training(keep_checkpoints=5), numbers=range(5))
+    for number in reversed(range(5)):
+        state, position = _restore(folder, settings=with_training(keep_checkpoints=5))
+        assert position == {"next_index": number}
+        _assert_same(state, copies[number])
+        assert {leaf.sharding for leaf in jax.tree.leaves(state)} == {
+            sharding.replicated(sharding.make_mesh(rows=1))
+        }
+        shutil.rmtree(folder / "checkpoints" / str(number))
+
+
+def test_the_newest_are_kept(tmp_path, settings):
+    _save(tmp_path, settings, numbers=range(1, 6))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
+
+
+@pytest.mark.parametrize("damage", [_truncate, _flip, pathlib.Path.unlink])
+@pytest.mark.parametrize(
+    "pattern", ["params/ocdbt.process_0/d/*", "opt_state/manifest.ocdbt", "_CHECKPOINT_METADATA"]
+)
+def test_a_damaged_step_falls_back(tmp_path, settings, capfd, damage, pattern):
+    copies = _save(tmp_path, settings)
+    for path in _files(tmp_path, 2, pattern):
+        damage(path)
+    capfd.readouterr()
+    state, position = _restore(tmp_path, settings)
+    _assert_same(state, copies[1])
+    assert position == {"next_index": 1}
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert "the checkpoint of step 2" in said[0]
+    assert "is damaged" in said[0]
+    assert (tmp_path / "damaged_checkpoints" / "2").is_dir()
+    # The run can come to the same step again, and damage it again.
+    _save(tmp_path, settings, numbers=(2,))
+    _assert_same(_restore(tmp_path, settings)[0], copies[2])
+    _flip(_files(tmp_path, 2, "opt_state/manifest.ocdbt")[0])
+    _assert_same(_restore(tmp_path, settings)[0], copies[1])
+    assert len(list((tmp_path / "damaged_checkpoints").iterdir())) == 2
+
+
+def test_an_emptied_step_falls_back(tmp_path, settings):
+    copies = _save(tmp_path, settings)
+    shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
+    _assert_same(_restore(tmp_path, settings)[0], copies[1])
+
+
+def test_all_damaged_is_an_error(tmp_path, settings):
+    _save(tmp_path, settings)
+    for number in (1, 2):
+        for path in _files(tmp_path, number, "params/ocdbt.process_0/d/*"):
+            _flip(path)
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
+        _restore(tmp_path, settings)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
+
+
+def test_a_failed_save_surfaces(tmp_path, settings):
+    state = next(_states(1))
+    large = dataclasses.replace(state, params={"noise": jax.random.normal(jax.random.key(0), (256, 256))})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # As a full disk: no file may grow beyond 64 KiB.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+        with (
+            pytest.raises(Exception, match="File too large"),
+            checkpoint.Checkpoints(tmp_path, settings) as checkpoints,
+        ):
+            checkpoints.save(0, large, {"next_index": 0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert _restore(tmp_path, settings) is None
+
+
+def _save_model(folder: pathlib.Path, settings: config.Config, numbers=(1,)) -> step.TrainState:
+    workdir.open_workdir(folder, settings)
+    state = step.init_state(settings, sharding.make_mesh(4))
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        for number in numbers:
+            checkpoints.save(number, state, {"next_index": number})
+    return state
+
+
+def test_restore_model(tmp_path, settings):
+    state = _save_model(tmp_path, settings)
+    restored, model, number = checkpoint.restore_model(str(tmp_path))
+    assert restored == settings
+    assert number == 1
+    tokens = jnp.arange(8, dtype=jnp.int32)[None]
+    apply = jax.jit(lambda module: module(tokens))
+    np.testing.assert_array_equal(apply(model), apply(step.merge(settings.model, state.params)))
+
+
+def test_restore_model_skips_a_damaged_step_and_leaves_it(tmp_path, settings, capfd):
+    _save_model(tmp_path, settings, numbers=(1, 2))
+    for path in _files(tmp_path, 2, "params/ocdbt.process_0/d/*"):
+        _flip(path)
+    assert checkpoint.restore_model(tmp_path)[2] == 1
+    assert "step 2" in capfd.readouterr().err
+    assert (tmp_path / "checkpoints" / "2").is_dir()
+
+
+def test_restore_model_without_a_checkpoint(tmp_path, settings):
+    with pytest.raises(ValueError, match="not the workdir of a run"):
+        checkpoint.restore_model(tmp_path)
+    workdir.open_workdir(tmp_path, settings)
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        checkpoint.restore_model(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())
+    assert not (tmp_path / "checkpoints").exists()

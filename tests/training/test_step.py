@@ -1,0 +1,118 @@
+"""The update: what it minimises, and that micro-batches and slices of time do not change it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from sympow_jax import config
+from sympow_jax.training import sharding, step
+
+
+def _batch(settings: config.Config, *, seed: int = 0) -> dict[str, jnp.ndarray]:
+    rng = np.random.default_rng(seed)
+    shape = (settings.data.batch_size, settings.data.context_length)
+    targets = rng.integers(0, 256, shape).astype(np.int32)
+    # Rows with different numbers of targets, so that a mean of means would differ from the mean.
+    for row in range(len(targets)):
+        targets[row, : 4 * row] = -1
+    return {"inputs": jnp.asarray(rng.integers(0, 256, shape), jnp.int32), "targets": jnp.asarray(targets)}
+
+
+def _update(settings: config.Config, batch) -> tuple[step.TrainState, dict[str, float]]:
+    mesh = sharding.make_mesh(settings.data.batch_size // settings.optimizer.accumulate)
+    state, metrics = step.make_update(settings, mesh)(step.init_state(settings, mesh), batch)
+    return state, {name: float(value) for name, value in metrics.items()}
+
+
+def _mean_loss(settings: config.Config, params, batch) -> jnp.ndarray:
+    log_probs = jax.nn.log_softmax(step.merge(settings.model, params)(batch["inputs"]))
+    picked = jnp.take_along_axis(log_probs, jnp.maximum(batch["targets"], 0)[..., None], axis=-1)[..., 0]
+    counts = batch["targets"] >= 0
+    return -jnp.sum(picked * counts) / jnp.sum(counts)
+
+
+def test_loss_and_gradient_of_the_mean_over_targets(settings):
+    batch = _batch(settings)
+    params = step.init_state(settings, sharding.make_mesh(4)).params
+    loss, grads = jax.jit(jax.value_and_grad(lambda tree: _mean_loss(settings, tree, batch)))(params)
+    state, metrics = _update(settings, batch)
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
+    assert metrics["learning_rate"] == pytest.approx(1e-2)
+    assert metrics["parameter_norm"] == pytest.approx(float(optax.tree.norm(state.params)), rel=1e-5)
+    assert int(state.step) == 1
+
+
+def test_micro_batches_equal_the_batch(settings):
+    # SGD moves by the gradient itself; Adam's first step would hide its size.
+    settings = dataclasses.replace(settings, optimizer=config.OptimizerConfig(name="sgd", learning_rate=1.0))
+    batch = _batch(settings)
+    whole, expected = _update(settings, batch)
+    divided = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, accumulate=2))
+    state, metrics = _update(divided, batch)
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, whole.params)
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_slices_of_time_do_not_change_the_loss(settings, monkeypatch, width):
+    batch = _batch(settings)
+    params = step.init_state(settings, sharding.make_mesh(4)).params
+
+    def loss(tree):
+        return step.loss_sum(step.merge(settings.model, tree), batch)
+
+    expected = jax.jit(jax.value_and_grad(loss))(params)
+    monkeypatch.setattr(step, "_LOGITS_BYTES", 4 * 4 * 256 * width)
+    actual = jax.jit(jax.value_and_grad(lambda tree: loss(tree)))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected)
+
+
+def test_no_array_of_all_logits_exists(settings, monkeypatch):
+    batch = _batch(settings)
+    params = step.init_state(settings, sharding.make_mesh(4)).params
+    monkeypatch.setattr(step, "_LOGITS_BYTES", 4 * 4 * 256 * 2)
+    differentiate = jax.grad(lambda tree: step.loss_sum(step.merge(settings.model, tree), batch))
+    lowered = jax.jit(differentiate).lower(params).as_text()
+    assert "4x2x256xf32" in lowered
+    assert "4x16x256xf32" not in lowered
+
+
+def test_documents_do_not_see_each_other(settings):
+    batch = _batch(settings)
+    segments = jnp.asarray(np.repeat([[0, 1]], 8, axis=1).repeat(4, axis=0), jnp.int32)
+    model = step.merge(settings.model, step.init_state(settings, sharding.make_mesh(4)).params)
+    batch["targets"] = batch["targets"].at[:, :8].set(-1)
+    loss = jax.jit(lambda rows: step.loss_sum(model, rows))
+    apart = float(loss({**batch, "segment_ids": segments}))
+    changed = {**batch, "inputs": batch["inputs"].at[:, :8].add(1)}
+    assert float(loss({**changed, "segment_ids": segments})) == apart
+    assert float(loss(batch)) != float(loss(changed))
+
+
+def test_the_state_is_donated(settings):
+    mesh = sharding.make_mesh(4)
+    state = step.init_state(settings, mesh)
+    step.make_update(settings, mesh)(state, _batch(settings))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+def test_abstract_state_is_that_of_the_state(settings):
+    mesh = sharding.make_mesh(4)
+    state, abstract = step.init_state(settings, mesh), step.abstract_state(settings, mesh)
+    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(abstract)):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
+
+
+def test_a_batch_without_targets_moves_nothing(settings):
+    batch = _batch(settings)
+    batch["targets"] = jnp.full_like(batch["targets"], -1)
+    before = step.init_state(settings, sharding.make_mesh(4)).params
+    state, metrics = _update(settings, batch)
+    assert metrics["loss"] == 0
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)

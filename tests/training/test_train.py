@@ -1,0 +1,251 @@
+"""train.py as a user meets it: resuming, stopping, failing."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+import train
+from sympow_jax import config
+from sympow_jax.training import checkpoint, cli, metrics, sharding
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def _metrics(folder: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(folder: pathlib.Path) -> dict[int, float]:
+    lines = _metrics(folder)
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"]: line["loss"] for line in lines}
+
+
+@pytest.fixture
+def batches(monkeypatch) -> list[dict[str, np.ndarray]]:
+    """Every batch that training places on the devices."""
+    seen = []
+    place = sharding.place_batch
+
+    def record(batch, mesh):
+        seen.append({name: array.copy() for name, array in batch.items()})
+        return place(batch, mesh)
+
+    monkeypatch.setattr(sharding, "place_batch", record)
+    return seen
+
+
+def _assert_same_params(one: pathlib.Path, other: pathlib.Path) -> None:
+    _, model, step = checkpoint.restore_model(one)
+    _, expected, expected_step = checkpoint.restore_model(other)
+    assert step == expected_step
+    jax.tree.map(np.testing.assert_array_equal, _leaves(model), _leaves(expected))
+
+
+def _leaves(model) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
+
+
+def test_ten_steps_equal_five_and_five(tmp_path, with_training, batches):
+    assert train.train(with_training(steps=10), tmp_path / "whole") == 0
+    whole = list(batches)
+    batches.clear()
+    assert train.train(with_training(steps=5), tmp_path / "halves") == 0
+    assert train.train(with_training(steps=10), tmp_path / "halves") == 0
+    assert len(whole) == len(batches) == 10
+    for one, other in zip(whole, batches):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    losses = _losses(tmp_path / "whole")
+    assert losses == _losses(tmp_path / "halves")
+    assert list(losses) == list(range(1, 11))
+    assert losses[10] < losses[1]
+    _assert_same_params(tmp_path / "whole", tmp_path / "halves")
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, batches):
+    assert train.train(with_training(steps=2), tmp_path) == 0
+    before = (tmp_path / "metrics.jsonl").read_text()
+    batches.clear()
+    assert train.train(with_training(steps=2), tmp_path) == 0
+    assert not batches
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    with pytest.raises(ValueError, match=r"at step 2, past training.steps=1"):
+        train.train(with_training(steps=1), tmp_path)
+
+
+def test_a_damaged_newest_checkpoint(tmp_path, with_training, capfd):
+    train.train(with_training(steps=8), tmp_path / "run")
+    losses = _losses(tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints" / "8" / "params").rglob("manifest.ocdbt"):
+        path.write_bytes(path.read_bytes()[:10])
+    capfd.readouterr()
+    assert train.train(with_training(steps=8), tmp_path / "run") == 0
+    captured = capfd.readouterr()
+    assert "the checkpoint of step 8" in captured.err
+    assert "training: step 4 of 8" in captured.out
+    assert _losses(tmp_path / "run") == losses
+
+
+def test_a_loss_that_is_not_finite(tmp_path, settings):
+    settings = dataclasses.replace(
+        settings,
+        optimizer=config.OptimizerConfig(name="sgd", learning_rate=1e30),
+        training=dataclasses.replace(settings.training, checkpoint_every=1),
+    )
+    with pytest.raises(
+        ValueError, match=r"is (nan|inf) at step (\d+); the last checkpoint is kept"
+    ) as caught:
+        train.train(settings, tmp_path)
+    failed = int(str(caught.value).split(" at step ")[1].split(";")[0])
+    assert list(_losses(tmp_path)) == list(range(1, failed))
+    kept = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert not kept or kept[-1] == failed - 1
+    if kept:
+        assert all(np.isfinite(leaf).all() for leaf in _leaves(checkpoint.restore_model(tmp_path)[1]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, capsys, number):
+    report = metrics.Reporter.report
+
+    def report_and_signal(reporter, step, scalars):
+        report(reporter, step, scalars)
+        if step == 2:
+            os.kill(os.getpid(), number)
+
+    train.train(settings, tmp_path / "whole")
+    monkeypatch.setattr(metrics.Reporter, "report", report_and_signal)
+    capsys.readouterr()
+    assert train.train(settings, tmp_path / "stopped") == 128 + number
+    # Update 3 was under way when the metrics of update 2 came.
+    assert "stopped after step 3, which is saved; the same command again goes on" in capsys.readouterr().out
+    assert (tmp_path / "stopped" / "checkpoints" / "3").is_dir()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(metrics.Reporter, "report", report)
+    assert train.train(settings, tmp_path / "stopped") == 0
+    assert _losses(tmp_path / "stopped") == _losses(tmp_path / "whole")
+
+
+def test_a_second_signal_stops_at_once():
+    with pytest.raises(KeyboardInterrupt), cli.StopSignals():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_packed_documents_accumulation_and_evaluation(tmp_path, settings, capsys):
+    settings = dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, packing="documents"),
+        optimizer=dataclasses.replace(settings.optimizer, accumulate=2, name="adamw", weight_decay=0.1),
+        training=dataclasses.replace(settings.training, steps=2),
+        evaluation=config.EvaluationConfig(context_lengths=(8, 32)),
+    )
+    assert train.train(settings, tmp_path) == 0
+    assert (tmp_path / "context_loss.csv").read_text().splitlines()[0] == (
+        "run,context_length,loss,perplexity,bits_per_token,tokens,documents,train_context"
+    )
+    assert (tmp_path / "context_loss.json").is_file()
+    assert (tmp_path / "context_loss.png").is_file()
+    assert capsys.readouterr().out
+
+
+def _command(settings: config.Config, workdir: pathlib.Path, *more: str) -> list[str]:
+    arguments = [
+        f"--config=configs/text.py:{settings.data.paths[0]}",
+        f"--workdir={workdir}",
+        "--config.model.layers=1",
+        "--config.model.width=16",
+        "--config.model.heads=2",
+        "--config.model.attention.kernel=softmax",
+        "--config.model.attention.decay=none",
+        "--config.model.attention.position=rope",
+        "--config.data.context_length=16",
+        "--config.data.batch_tokens=64",
+        "--config.data.heldout_fraction=0.3",
+        *more,
+    ]
+    return [sys.executable, "train.py", *arguments]
+
+
+def _environment(cache: pathlib.Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+
+
+def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
+    workdir = tmp_path / "run"
+    command = _command(
+        settings, workdir, "--config.training.steps=1000000", "--config.training.checkpoint_every=20"
+    )
+
+    def start_and_send(number: int, least_step: int) -> tuple[int, str, str]:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=_environment(compilation_cache),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        while process.poll() is None and not any(
+            int(path.name) >= least_step for path in workdir.glob("checkpoints/*") if path.name.isdigit()
+        ):
+            time.sleep(0.05)
+        process.send_signal(number)
+        return process.wait(), *process.communicate()
+
+    code, _, _ = start_and_send(signal.SIGKILL, 20)
+    assert code == -signal.SIGKILL
+    code, out, err = start_and_send(signal.SIGINT, 60)
+    assert code == 130
+    assert err == ""
+    first, *_, last = out.splitlines()
+    assert int(first.split()[2]) >= 20
+    assert last.startswith("stopped after step ")
+    stopped = int(last.split()[3].rstrip(","))
+    assert (workdir / "checkpoints" / str(stopped)).is_dir()
+    assert list(_losses(workdir)) == list(range(1, stopped + 1))
+
+
+def test_a_mistake_is_one_line(tmp_path, settings):
+    command = _command(settings, tmp_path / "run", "--config.model.layer=3")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == (
+        "error: there is no setting --config.model.layer; model has vocab_size, layers, width, heads, "
+        "kv_heads, head_dim, mlp_ratio, dtype, attention\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--config.data.paths=nothing/*.txt"], "nothing/*.txt"),
+        (["--workdir=/proc/run"], "cannot write to --workdir /proc/run"),
+        (["--config.evaluation.context_lengths=16,100000"], "100000 is longer than any held-out document"),
+        (["--config.optimizer.accumulate=3"], "optimizer.accumulate is 3 and does not divide the 4 rows"),
+    ],
+)
+def test_mistakes_found_before_anything_is_written(tmp_path, settings, capsys, more, message):
+    with pytest.raises(SystemExit) as caught:
+        train.main(_command(settings, tmp_path / "run", *more)[2:])
+    assert caught.value.code == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,108 @@
+"""The folder of a run: what it records and which settings may go on in it."""
+
+import dataclasses
+import json
+
+import pytest
+
+from sympow_jax import config
+from sympow_jax.training import workdir
+
+
+def _settings(**training) -> config.Config:
+    return config.Config(
+        model=config.ModelConfig(vocab_size=256, layers=1, width=16, heads=2),
+        data=config.DataConfig(context_length=16, batch_tokens=64),
+        training=config.TrainingConfig(**training),
+    )
+
+
+def _pretend_a_checkpoint(folder) -> None:
+    (folder / workdir.CHECKPOINTS / "5").mkdir(parents=True)
+
+
+def test_settings_are_read_back(tmp_path):
+    settings = dataclasses.replace(
+        _settings(),
+        evaluation=config.EvaluationConfig(context_lengths=(16, 32)),
+        data=config.DataConfig(paths=("a",)),
+    )
+    workdir.open_workdir(tmp_path / "new" / "run", settings)
+    assert workdir.read_config(tmp_path / "new" / "run") == settings
+
+
+def test_environment_is_recorded(tmp_path):
+    workdir.open_workdir(tmp_path, _settings())
+    recorded = json.loads((tmp_path / "environment.json").read_text())
+    assert recorded["packages"]["jax"]
+    assert recorded["devices"]
+    assert set(recorded) >= {"python", "git_revision", "command", "backend"}
+
+
+def test_steps_and_intervals_may_change(tmp_path):
+    workdir.open_workdir(tmp_path, _settings(steps=5))
+    _pretend_a_checkpoint(tmp_path)
+    after = _settings(steps=10, log_every=1, checkpoint_every=2, keep_checkpoints=1)
+    after = dataclasses.replace(after, evaluation=config.EvaluationConfig(context_lengths=(16,)))
+    workdir.open_workdir(tmp_path, after)
+    assert workdir.read_config(tmp_path) == after
+
+
+def test_another_model_is_an_error_that_lists_the_fields(tmp_path):
+    before = _settings()
+    workdir.open_workdir(tmp_path, before)
+    _pretend_a_checkpoint(tmp_path)
+    after = dataclasses.replace(
+        before,
+        model=dataclasses.replace(before.model, layers=2, attention=config.preset("softmax")),
+        optimizer=config.OptimizerConfig(learning_rate=1.0),
+        training=config.TrainingConfig(seed=3),
+    )
+    with pytest.raises(ValueError, match="other settings") as caught:
+        workdir.open_workdir(tmp_path, after)
+    for part in (
+        "model.layers was 1 and is 2",
+        "model.attention.kernel was 'power' and is 'softmax'",
+        "optimizer.learning_rate was 0.0006 and is 1.0",
+        "training.seed was 0 and is 3",
+    ):
+        assert part in str(caught.value)
+    assert "width" not in str(caught.value)
+    assert workdir.read_config(tmp_path) == before
+
+
+def test_settings_may_be_corrected_before_the_first_checkpoint(tmp_path):
+    workdir.open_workdir(tmp_path, _settings(seed=1))
+    workdir.record_data(tmp_path, {"digest": "a"})
+    workdir.open_workdir(tmp_path, _settings(seed=2))
+    workdir.record_data(tmp_path, {"digest": "b"})
+    assert workdir.read_config(tmp_path) == _settings(seed=2)
+    assert json.loads((tmp_path / "data.json").read_text()) == {"digest": "b"}
+
+
+def test_other_data_is_an_error(tmp_path):
+    _pretend_a_checkpoint(tmp_path)
+    workdir.record_data(tmp_path, {"source": "text", "files": 3, "digest": "a"})
+    workdir.record_data(tmp_path, {"source": "text", "files": 3, "digest": "a"})
+    with pytest.raises(ValueError, match="digest was 'a' and is 'b'"):
+        workdir.record_data(tmp_path, {"source": "text", "files": 3, "digest": "b"})
+    assert json.loads((tmp_path / "data.json").read_text())["digest"] == "a"
+
+
+def test_unwritable(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write to --workdir .*file"):
+        workdir.open_workdir(tmp_path / "file" / "run", _settings())
+    with pytest.raises(ValueError, match="cannot write to --workdir /proc/run"):
+        workdir.open_workdir(workdir.pathlib.Path("/proc/run"), _settings())
+
+
+def test_not_a_workdir(tmp_path):
+    with pytest.raises(ValueError, match=r"not the workdir of a run"):
+        workdir.read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json"):
+        workdir.read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model": {"depth": 3}}')
+    with pytest.raises(ValueError, match="ModelConfig has no depth"):
+        workdir.read_config(tmp_path)
