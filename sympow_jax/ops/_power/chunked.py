@@ -210,7 +210,7 @@ class _Blocks:
         seen = np.arange(chunk)[:, None] + window >= np.arange(chunk + window)
         folds = self.folds_at(index).astype(self.dtype)
         if self.has_decay:
-            coarse, fine = self.coarse[index], self.fine[index]
+            coarse, fine = jax.lax.optimization_barrier((self.coarse[index], self.fine[index]))
             between = (coarse[window:, None] - coarse) + (fine[window:, None] - fine)
             near = jnp.where(seen, decays.exp(between), 0)
             to_query, to_state, carry = self.to_query[index], self.to_state[index] * folds, self.carry[index]
@@ -241,7 +241,9 @@ class _Blocks:
         return jax.lax.dynamic_slice_in_dim(self.folds, index * self.settings.chunk, self.settings.chunk)
 
     def _cut(self, x, index, length):
-        return jax.lax.dynamic_slice_in_dim(x, index * self.settings.chunk, length, -1).astype(self.dtype)
+        part = jax.lax.dynamic_slice_in_dim(x, index * self.settings.chunk, length, -1)
+        # Left to itself, XLA cuts again in every fusion that reads the part, which then is not vectorised on CPUs.
+        return jax.lax.optimization_barrier(part.astype(self.dtype))
 
 
 def _near_weights(settings, block):
@@ -255,7 +257,8 @@ def _near_vjp(settings, block, dsums):
     dweights = jnp.einsum("geq,ek->gqk", dsums, block.value, precision=settings.precision)
     power = settings.power
     dscores = dweights * block.near * power * jax.lax.integer_pow(scores, power - 1)
-    dquery = jnp.einsum("gqk,dk->gdq", dscores, block.key, precision=settings.precision)
+    # Products with scores as they lie, queries first: of dq, only the result needs to be transposed.
+    dquery = jnp.einsum("gqk,dk->gqd", dscores, block.key, precision=settings.precision).swapaxes(1, 2)
     dkey = jnp.einsum("gqk,gdq->dk", dscores, block.query, precision=settings.precision)
     dvalue = jnp.einsum("geq,gqk->ek", dsums[:, :-1], weights, precision=settings.precision)
     dlog = dweights * weights

@@ -45,11 +45,9 @@ def cheapest_form(
     return min(costs, key=costs.__getitem__)
 
 
-def default_chunk(form: str, *, head_dim: int, power: int) -> int:
-    """Tokens of a chunk, or of a block of the attention form."""
-    if form == "recurrent":
-        return 1
-    return 128
+def default_chunk(form: str) -> int:
+    """Tokens of a chunk, or of a block of the attention form: what measured fastest on two cores at T = 4,096."""
+    return {"attention": 256, "chunked": 128, "recurrent": 1}[form]
 
 
 def state_bytes(

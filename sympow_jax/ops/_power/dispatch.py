@@ -49,7 +49,7 @@ def attend(
             f"key has {key.shape[1]} tokens and query {query.shape[1]}; more keys than queries need the attention "
             f"form without an initial state"
         )
-    chunk = chunk_size or costs.default_chunk("chunked", head_dim=sizes["head_dim"], power=power)
+    chunk = chunk_size or costs.default_chunk("chunked")
     if form is None:
         form = "attention"
         if not kept_keys:
@@ -68,7 +68,7 @@ def attend(
         out, final = compute(query, key, value, **arguments)
     else:
         compute = xla.attention if form == "attention" else xla.chunked
-        chunk = chunk_size or costs.default_chunk(form, head_dim=sizes["head_dim"], power=power)
+        chunk = chunk_size or costs.default_chunk(form)
         out, final = compute(query, key, value, chunk=chunk, **arguments)
     return (out, final) if return_state else out
 

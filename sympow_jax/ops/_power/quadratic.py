@@ -163,7 +163,9 @@ class _Pairs:
 
     def cut(self, x, index):
         block = self.settings.block
-        return jax.lax.dynamic_slice_in_dim(x, index * block, block, -1).astype(self.dtype)
+        part = jax.lax.dynamic_slice_in_dim(x, index * block, block, -1)
+        # As in the chunked form: cut once, not in every fusion that reads the part.
+        return jax.lax.optimization_barrier(part.astype(self.dtype))
 
     def value(self, j):
         return self.cut(self._value, j)
