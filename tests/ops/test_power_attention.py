@@ -27,7 +27,15 @@ def features_mib(case):
     return ops.symmetric_power_dim(case.head_dim, case.power) * case.value_dim * 4 / 2**20
 
 
-FAST = cases.pairwise(GRID, keep=lambda case: features_mib(case) <= 4)
+# High powers take most of the time of this suite: no single tokens, and few tokens where features are many.
+FAST = cases.pairwise(
+    GRID,
+    keep=lambda case: (
+        features_mib(case) <= 4
+        and features_mib(case) * case.time <= 300
+        and (case.time > 1 or case.power == 2)
+    ),
+)
 LARGE_STATE = cases.pairwise(
     {"power": (4, 6), "head_dim": (32, 64), "time": (63, 129), "decay": ("none", "mixed")},
     keep=lambda case: features_mib(case) > 4,
@@ -38,7 +46,12 @@ FULL = cases.pairwise(
 )
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "form", "power", "window", "chunk_size"))
+# Each program runs once: LLVM's optimisations would take longer than they save.
+@functools.partial(
+    jax.jit,
+    static_argnames=("implementation", "form", "power", "window", "chunk_size"),
+    compiler_options={"xla_backend_optimization_level": 0},
+)
 def outputs_and_gradients(drawn, *, implementation, form, power, window=64, chunk_size=None):
     """The output and its gradients, those of arguments that are None left out."""
     differentiable = {name: drawn[name] for name in cases.GRADIENTS if drawn[name] is not None}
@@ -97,11 +110,11 @@ def check_float64(case, forms=FORMS, expected=None, **options):
                 assert value <= 1e-10, (implementation, form, name, value)
 
 
-def check_float32(case, forms=FORMS, expected=None):
+def check_float32(case, forms=FORMS, expected=None, **options):
     drawn = cases.arrays(case)
     expected = expected or expected_for(drawn, case)
     single = cast(drawn, "float32")
-    run = functools.partial(outputs_and_gradients, single, power=case.power)
+    run = functools.partial(outputs_and_gradients, single, power=case.power, **options)
     plain = errors(jax.device_get(run(implementation="reference", form="attention")), expected, drawn)
     for implementation, form in forms:
         actual = errors(jax.device_get(run(implementation=implementation, form=form)), expected, drawn)
@@ -116,11 +129,13 @@ def check_float32(case, forms=FORMS, expected=None):
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_attention_and_chunked_forms(case):
     expected = expected_for(cases.arrays(case), case)
-    check_float64(case, FORMS[:2], expected)
-    check_float32(case, FORMS[:2], expected)
+    # Short sequences in short chunks, so that they too read what has been folded.
+    options = {} if case.time > 128 else {"chunk_size": 24, "window": 16}
+    check_float64(case, FORMS[:2], expected, **options)
+    check_float32(case, FORMS[:2], expected, **options)
 
 
-@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_recurrent_form(power):
     case = cases.Case(power=power, head_dim=8, value_dim=5, time=90, segments="padded", group=2)
     check_float64(case, FORMS[2:])
@@ -142,8 +157,7 @@ def test_full_grid(case):
     check_float32(case, forms, expected)
 
 
-@pytest.mark.parametrize("power", [2, 4])
-@pytest.mark.parametrize("decay", ["none", "mixed"])
+@pytest.mark.parametrize(("power", "decay"), [(2, "mixed"), (4, "none")])
 def test_bfloat16(power, decay):
     case = cases.Case(power=power, decay=decay, time=300, group=2, segments="padded")
     drawn = cases.arrays(case, dtype="bfloat16")

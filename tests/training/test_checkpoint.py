@@ -124,7 +124,13 @@ def test_a_damaged_step_falls_back(tmp_path, settings, capfd, damage, pattern):
     assert "the checkpoint of step 2" in said[0]
     assert "is damaged" in said[0]
     assert (tmp_path / "damaged_checkpoints" / "2").is_dir()
-    # The run can come to the same step again, and damage it again.
+
+
+def test_a_step_can_be_damaged_again(tmp_path, settings):
+    """Set aside, a damaged step is in nobody's way when the run comes to the same step again."""
+    copies = _save(tmp_path, settings)
+    _flip(_files(tmp_path, 2, "opt_state/manifest.ocdbt")[0])
+    _assert_same(_restore(tmp_path, settings)[0], copies[1])
     _save(tmp_path, settings, numbers=(2,))
     _assert_same(_restore(tmp_path, settings)[0], copies[2])
     _flip(_files(tmp_path, 2, "opt_state/manifest.ocdbt")[0])
