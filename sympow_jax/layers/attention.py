@@ -10,13 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sympow_jax import config as configs
+from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
-from sympow_jax.ops import documents, feature_maps, rotary
-from sympow_jax.ops.key_value_state import KeyValueState
-from sympow_jax.ops.linear_attention import linear_attention, linear_attention_step
-from sympow_jax.ops.power_attention import PowerState, power_attention, power_attention_step
-from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
+from sympow_jax.ops import documents, rotary
 
 __all__ = ["Attention", "AttentionState"]
 
@@ -30,7 +27,7 @@ class AttentionState:
     position: where the document has got to; None where the layer needs no position.
     """
 
-    memory: PowerState | KeyValueState
+    memory: ops.PowerState | ops.KeyValueState
     position: rotary.RotaryState | documents.PositionState | None
 
 
@@ -114,7 +111,7 @@ class Attention(nnx.Module):
         """
         if not self._keeps_keys(max_length):
             return self._recurrent_state(batch)
-        memory = KeyValueState.zeros(
+        memory = ops.KeyValueState.zeros(
             batch,
             max_length,
             self.kv_heads,
@@ -129,7 +126,7 @@ class Attention(nnx.Module):
         if attention.kernel != "power" or attention.form is not None:
             return attention.kernel == "softmax" or attention.form == "attention"
         # FLOPs a token and head: 4 F E to read and update a state, 2 (D + E) S to read kept keys.
-        features = feature_maps.symmetric_power_dim(self.head_dim, attention.power)
+        features = ops.symmetric_power_dim(self.head_dim, attention.power)
         return 2 * (2 * self.head_dim) * max_length <= 4 * features * self.head_dim
 
     def _first_state(self, batch: int) -> AttentionState:
@@ -143,7 +140,7 @@ class Attention(nnx.Module):
 
     def _recurrent_state(self, batch: int) -> AttentionState:
         attention = self.config.attention
-        memory = PowerState.zeros(
+        memory = ops.PowerState.zeros(
             batch,
             self.kv_heads,
             self.head_dim,
@@ -183,7 +180,7 @@ class Attention(nnx.Module):
             case "learned":
                 return jax.nn.log_sigmoid(self.decay(x))
             case "alibi":
-                slopes = -jnp.array(alibi_slopes(self.kv_heads), jnp.float32)
+                slopes = -jnp.array(ops.alibi_slopes(self.kv_heads), jnp.float32)
                 return jnp.broadcast_to(slopes, (*x.shape[:2], len(slopes)))
         return None
 
@@ -191,7 +188,7 @@ class Attention(nnx.Module):
         """The kernel's output [B, T, N, E], and what it remembers if it was given a memory to begin with."""
         if memory is None:
             return self._attend(query, key, value, log_decay, segment_ids, self.config.attention.form), None
-        if not isinstance(memory, KeyValueState):
+        if not isinstance(memory, ops.KeyValueState):
             return self._recur(query, key, value, log_decay, segment_ids, memory)
         capacity = memory.key.shape[1]
         joined, missing = memory.append(key, value, log_decay, segment_ids)
@@ -202,7 +199,7 @@ class Attention(nnx.Module):
     def _attend(self, query, key, value, log_decay, segment_ids, form):
         """The kernel without a recurrent state; in the attention form there may be more keys than queries."""
         if self.config.attention.kernel == "softmax":
-            return softmax_attention(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
+            return ops.softmax_attention(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
         attend, _ = self._kernel(form)
         return attend(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
 
@@ -218,11 +215,11 @@ class Attention(nnx.Module):
     def _kernel(self, form: str | None) -> tuple[Callable, Callable]:
         """The op of the kernel and its step for one token, with the config's settings."""
         attention = self.config.attention
-        attend: Callable = linear_attention
-        step: Callable = linear_attention_step
+        attend: Callable = ops.linear_attention
+        step: Callable = ops.linear_attention_step
         if attention.kernel == "power":
-            attend = functools.partial(power_attention, power=attention.power)
-            step = functools.partial(power_attention_step, power=attention.power)
+            attend = functools.partial(ops.power_attention, power=attention.power)
+            step = functools.partial(ops.power_attention_step, power=attention.power)
         attend = functools.partial(
             attend,
             form=form,

@@ -9,12 +9,15 @@ from sympow_jax.ops.feature_maps import (
     symmetric_power_rotation,
     tensor_power,
 )
+from sympow_jax.ops.key_value_state import KeyValueState
 from sympow_jax.ops.linear_attention import linear_attention, linear_attention_step
 from sympow_jax.ops.power_attention import PowerState, power_attention, power_attention_step
-from sympow_jax.ops.softmax_attention import softmax_attention
+from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
 
 __all__ = [
+    "KeyValueState",
     "PowerState",
+    "alibi_slopes",
     "elu_plus_one",
     "feature_maps",
     "linear_attention",

@@ -17,7 +17,9 @@ retention = pytest.importorskip("retention.reference")
 
 
 @pytest.mark.parametrize(
-    ("power", "chunk_size"), [(2, None), (4, None), (6, None), (2, 32)], ids=["p2", "p4", "p6", "p2 in chunks"]
+    ("power", "chunk_size"),
+    [(2, None), (4, None), (6, None), (2, 32)],
+    ids=["p2", "p4", "p6", "p2 in chunks"],
 )
 @pytest.mark.parametrize("decay", ["none", "gentle"])
 @pytest.mark.parametrize("group", [1, 2])
