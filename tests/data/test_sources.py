@@ -1,9 +1,12 @@
 """What each source reads, holds out, records and refuses."""
 
+import functools
 import hashlib
+import http.server
 import os
 import pathlib
 import sysconfig
+import threading
 
 import numpy as np
 import pytest
@@ -241,6 +244,38 @@ def test_longcrawl64_lead_id_may_be_set(tmp_path):
 def test_longcrawl64_urls():
     assert longcrawl64.spec("gs://bucket/train.zarr")["kvstore"] == "gs://bucket/train.zarr/"
     assert longcrawl64.spec("/data/train.zarr")["kvstore"] == {"driver": "file", "path": "/data/train.zarr/"}
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """A folder and its address on a web server, which is an object store to TensorStore."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    handler = functools.partial(_QuietHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield tmp_path, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+def test_longcrawl64_in_an_object_store(served):
+    folder, url = served
+    values = zarr_values()
+    path = builders.write_zarr(folder / "a.zarr", values, chunks=(8, 16))
+    config = builders.data_config(
+        source="longcrawl64", paths=(f"{url}/a.zarr",), heldout_fraction=0.0, context_length=32
+    )
+    found = longcrawl64.open_documents(config, heldout=False)
+    assert contents(found) == values.tolist()
+    os.remove(f"{path}/1.1")
+    with pytest.raises(ValueError, match=r"\(row 9\) cannot be read: .*1\.1.* is missing; copy or prepare"):
+        longcrawl64.open_documents(config, heldout=False).read(9, 0, 32)
 
 
 def test_missing_chunk_is_an_error_and_not_zeros(tmp_path):
