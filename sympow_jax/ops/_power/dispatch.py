@@ -1,5 +1,6 @@
 """Checks the arguments of an attention with a state, chooses form and implementation, and calls it."""
 
+import jax
 import jax.numpy as jnp
 
 from sympow_jax.ops import feature_maps
@@ -9,7 +10,7 @@ from sympow_jax.ops._power import step as xla_step
 __all__ = ["attend", "attend_step"]
 
 FORMS = ("attention", "chunked", "recurrent")
-IMPLEMENTATIONS = ("reference", "xla")
+IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 
 
 def attend(
@@ -59,6 +60,17 @@ def attend(
     arguments = {"power": power, "log_decay": log_decay, "segment_ids": segment_ids, "state": initial_state}
     arguments |= {"window": window, "return_state": return_state}
 
+    if implementation in (None, "mosaic_gpu") and _kernel_does(
+        query,
+        value,
+        form=form,
+        power=power,
+        has_state=return_state or initial_state is not None,
+        named=implementation is not None,
+    ):
+        from sympow_jax.ops._power import mosaic
+
+        return mosaic.attention(query, key, value, power=power, log_decay=log_decay, segment_ids=segment_ids)
     if implementation == "reference":
         if form == "chunked":
             raise NotImplementedError(
@@ -78,11 +90,38 @@ def attend_step(query, key, value, state, *, power, log_decay, segment_ids, impl
     sizes = _check(query, key, value, log_decay, segment_ids, lead="B")
     _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     _check_state(state, jnp.promote_types(query.dtype, jnp.float32), power=power, **sizes)
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError("implementation 'mosaic_gpu' has no step; use 'xla'")
     if implementation == "reference":
         raise NotImplementedError(
             "implementation 'reference' has no step; call power_attention with one token and implementation='reference'"
         )
     return xla_step.step(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
+
+
+def _kernel_does(query, value, *, form, power, has_state, named) -> bool:
+    """Whether the Pallas kernel can do it; a reason why not is raised where the kernel was named."""
+    try:
+        if form != "attention":
+            raise NotImplementedError(
+                f"implementation 'mosaic_gpu' has the attention form only, not {form!r}; use 'xla'"
+            )
+        if has_state:
+            raise NotImplementedError(
+                "implementation 'mosaic_gpu' takes and returns no state in the attention form; use 'xla'"
+            )
+        if not named and jax.default_backend() != "gpu" and jax.sharding.get_abstract_mesh().empty:
+            return False
+        # Pallas takes a second to import: only where a kernel is asked for.
+        from sympow_jax.ops._power import mosaic
+
+        mosaic.require_hopper()
+        mosaic.require_supported(query, value, power=power)
+    except NotImplementedError:
+        if named:
+            raise
+        return False
+    return True
 
 
 def _check(query, key, value, log_decay, segment_ids, *, lead):
