@@ -13,8 +13,8 @@ WARPGROUP_ROWS = 64
 BLOCK = 2 * WARPGROUP_ROWS
 # Shared memory of one thread block on Hopper that a kernel may ask for, less what barriers and reductions take.
 _SHARED_BYTES = 227 * 1024 - 4096
-# wgmma and TMA take rows of 32, 64 or 128 bytes, or multiples of 128.
-_WIDTHS = (16, 32, 64, 128)
+# Rows of 32, 64 or 128 bytes, or of several tiles of those: what wgmma and TMA take in a swizzle that spares conflicts.
+_WIDTHS = (16, 32, 64, 96, 128)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

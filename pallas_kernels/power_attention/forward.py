@@ -7,6 +7,7 @@ one multiply-add for each pair, and no exponential.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ __all__ = ["sums"]
 _ROWS = configs.WARPGROUP_ROWS
 _LAYOUT = plgpu.Layout.WGMMA
 _PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
-# Bytes of a row of the swizzled tiles that wgmma and TMA agree on.
+# The widest swizzle, in bytes of a row, that wgmma and TMA agree on; rows of 96 numbers take half of it.
 _SWIZZLE_BYTES = 128
 # Weights of the diagonal block are brought to 2^15 at most, each row by its own largest one.
 _NEAR_BITS = 15
@@ -75,7 +76,7 @@ def _scratch(operands, config, interpreted):
 
 
 def _tile(shape, dtype):
-    swizzle = min(_SWIZZLE_BYTES, shape[-1] * 2)
+    swizzle = math.gcd(_SWIZZLE_BYTES, shape[-1] * 2)
     return plgpu.SMEM(
         shape,
         dtype,

@@ -115,7 +115,7 @@ def _kernel_does(query, value, *, form, power, has_state, named) -> bool:
         # Pallas takes a second to import: only where a kernel is asked for.
         from sympow_jax.ops._power import mosaic
 
-        mosaic.require_hopper()
+        mosaic.require_hopper(named=named)
         mosaic.require_supported(query, value, power=power)
     except NotImplementedError:
         if named:
