@@ -1,10 +1,9 @@
 """Checks the arguments of an attention with a state, chooses form and implementation, and calls it."""
 
-import jax
 import jax.numpy as jnp
 
 from sympow_jax.ops import feature_maps
-from sympow_jax.ops._power import costs, reference, xla
+from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import step as xla_step
 
 __all__ = ["attend", "attend_step"]
@@ -60,17 +59,11 @@ def attend(
     arguments = {"power": power, "log_decay": log_decay, "segment_ids": segment_ids, "state": initial_state}
     arguments |= {"window": window, "return_state": return_state}
 
-    if implementation in (None, "mosaic_gpu") and _kernel_does(
-        query,
-        value,
-        form=form,
-        power=power,
-        has_state=return_state or initial_state is not None,
-        named=implementation is not None,
-    ):
-        from sympow_jax.ops._power import mosaic
-
-        return mosaic.attention(query, key, value, power=power, log_decay=log_decay, segment_ids=segment_ids)
+    if implementation in (None, "mosaic_gpu"):
+        stateless = initial_state is None and not return_state
+        kernel = _kernel(query, value, form, power, stateless=stateless, named=implementation is not None)
+        if kernel is not None:
+            return kernel(query, key, value, power=power, log_decay=log_decay, segment_ids=segment_ids)
     if implementation == "reference":
         if form == "chunked":
             raise NotImplementedError(
@@ -99,29 +92,27 @@ def attend_step(query, key, value, state, *, power, log_decay, segment_ids, impl
     return xla_step.step(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
 
 
-def _kernel_does(query, value, *, form, power, has_state, named) -> bool:
-    """Whether the Pallas kernel can do it; a reason why not is raised where the kernel was named."""
+def _kernel(query, value, form, power, *, stateless, named):
+    """The Pallas kernel that does it, or None; why there is none is raised where the kernel was named."""
     try:
         if form != "attention":
             raise NotImplementedError(
                 f"implementation 'mosaic_gpu' has the attention form only, not {form!r}; use 'xla'"
             )
-        if has_state:
+        if not stateless:
             raise NotImplementedError(
                 "implementation 'mosaic_gpu' takes and returns no state in the attention form; use 'xla'"
             )
-        if not named and jax.default_backend() != "gpu" and jax.sharding.get_abstract_mesh().empty:
-            return False
+        target.require_hopper(named=named)
         # Pallas takes a second to import: only where a kernel is asked for.
         from sympow_jax.ops._power import mosaic
 
-        mosaic.require_hopper(named=named)
         mosaic.require_supported(query, value, power=power)
     except NotImplementedError:
         if named:
             raise
-        return False
-    return True
+        return None
+    return mosaic.attention
 
 
 def _check(query, key, value, log_decay, segment_ids, *, lead):
