@@ -4,11 +4,22 @@ A kernel of three Mosaic threads starves on XLA's default pool of two-core machi
 new process can set, give it the threads it needs.
 """
 
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks  # the detector's findings have no public name
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from sympow_jax import ops
+from sympow_jax.ops._power import mosaic
+from tests.ops import cases
 
 TIMEOUT = 220
 
@@ -40,31 +51,20 @@ def _python(arguments, text):
 
 
 def attention(settings: dict) -> dict:
-    """Errors of the kernel and of the xla form against the reference in float64, and what went wrong otherwise."""
-    import jax
-    import numpy as np
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from sympow_jax import ops
-    from sympow_jax.ops._power import mosaic
-    from tests.ops import cases
-
+    """Errors of the kernel and of the xla form against the reference in float64, and whether threads raced."""
     queries, dtype = settings.pop("queries", None), settings.pop("dtype", "bfloat16")
     batch, kv_heads = settings.pop("batch", 1), settings.pop("kv_heads", 1)
     case = cases.Case(**settings)
     drawn = cases.arrays(case, batch=batch, kv_heads=kv_heads, dtype="bfloat16")
     drawn["query"] = drawn["query"][:, -(queries or case.time) :]
     del drawn["dout"]
-    power = case.power
+    attend = functools.partial(ops.power_attention, power=case.power, form="attention")
     with jax.enable_x64(True):
-        expected = np.asarray(
-            ops.power_attention(**drawn, power=power, form="attention", implementation="reference")
-        )
+        expected = np.asarray(_jitted(attend, implementation="reference")(drawn))
     short = _short(drawn, dtype)
-    plain = ops.power_attention(**short, power=power, form="attention", implementation="xla")
+    plain = _jitted(attend, implementation="xla")(short)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out = mosaic.attention(**short, power=power, interpret=interpret)
+    out = _jitted(mosaic.attention, power=case.power, interpret=interpret)(short)
     assert out.dtype == short["value"].dtype
     return {
         "case": str(case),
@@ -76,29 +76,25 @@ def attention(settings: dict) -> dict:
 
 def gradients(settings: dict) -> dict:
     """Differences of the gradients from those of the xla form, by argument."""
-    import jax
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from sympow_jax import ops
-    from sympow_jax.ops._power import mosaic
-    from tests.ops import cases
-
     case = cases.Case(**settings)
     drawn = _short(cases.arrays(case, batch=1, dtype="bfloat16"), "bfloat16")
     fixed = {"segment_ids": drawn.pop("segment_ids"), "power": case.power}
     dout = drawn.pop("dout")
 
     def of(f, **options):
-        return jax.grad(lambda arrays: (f(**arrays, **fixed, **options) * dout).sum())(drawn)
+        call = _jitted(f, **fixed, **options)
+        return jax.grad(lambda arrays: (call(arrays) * dout).sum())(drawn)
 
     expected = of(ops.power_attention, form="attention", implementation="xla")
     actual = of(mosaic.attention, interpret=plgpu.InterpretGPUParams())
     return {name: cases.error(actual[name], expected[name]) for name in expected}
 
 
-def _short(drawn, dtype):
-    import jax.numpy as jnp
+def _jitted(f, **options):
+    return jax.jit(lambda arrays: f(**arrays, **options))
 
+
+def _short(drawn, dtype):
     return {
         name: x
         if x is None or name == "segment_ids"
