@@ -139,8 +139,8 @@ def _kernel(
         row_factors = rows.at[batch, kv_head]
         sum_factor = plgpu.load(row_factors.at[0, own.slice], layout=_PER_ROW, optimized=False)
         weight_factor = plgpu.load(row_factors.at[1, own.slice], layout=_PER_ROW, optimized=False)
-        numerator.at[batch, own.slice, head][...] = far_sum * _by_row(sum_factor, far_sum) + near_sum
-        denominator.at[batch, head, own.slice][...] = far_weight * weight_factor + near_weight
+        _store(numerator.at[batch, own.slice, head], far_sum * _by_row(sum_factor, far_sum) + near_sum)
+        _store(denominator.at[batch, head, own.slice], far_weight * weight_factor + near_weight)
 
 
 class _Rows:
@@ -271,6 +271,14 @@ class _Blocks:
             total = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(plgpu.ACC.init(total))
         plgpu.barrier_arrive(self.scratch["value_free"].at[slot])
         return total
+
+
+def _store(destination, value):
+    """To global memory, though rows of 16 values do not fill cache lines."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(destination, value, optimized=False)
+    else:  # before jax 0.12, which has no other way than this
+        destination[...] = value
 
 
 def _by_row(x, like):

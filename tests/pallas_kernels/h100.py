@@ -247,7 +247,15 @@ def _arguments(*, batch, time, heads, kv_heads, head_dim, value_dim, dtype):
 
 def table() -> None:
     """Prints the table of `pallas_kernels/README.md`."""
-    names = ("registers", "shared KB", "HGMMA", "in the loop", "instructions", "tensor", "predicted ms")
+    names = (
+        "registers",
+        "shared KB",
+        "HGMMA",
+        "in the loop",
+        "instructions",
+        "tensor",
+        "predicted ms (at best)",
+    )
     print("| case | " + " | ".join(names) + " |")
     print("|---" * (len(names) + 1) + "|")
     for case in CASES:
