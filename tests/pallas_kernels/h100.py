@@ -190,19 +190,28 @@ def _tool(name: str) -> str:
 
 def forward(case: str) -> None:
     """Prints the kernels of the case "p2-d64-e64-bfloat16" of power attention, with GQA, decay and documents."""
+    import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import power_attention
+    from pallas_kernels.power_attention import config, operands
+    from pallas_kernels.power_attention import forward as kernel
 
     power, head_dim, value_dim, dtype = re.fullmatch(r"p(\d+)-d(\d+)-e(\d+)-(\w+)", case).groups()
+    sizes = {"head_dim": int(head_dim), "value_dim": int(value_dim)}
+    chosen = config.choose(power=int(power), dtype=dtype, **sizes)
 
-    def call(query, key, value, log_decay, segment_ids):
-        return power_attention.power_attention(
-            query, key, value, power=int(power), log_decay=log_decay, segment_ids=segment_ids
-        )
+    def prepare(query, key, value, log_decay, segment_ids):
+        arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
+        return operands.prepare(query, key, value, power=int(power), config=chosen, **arrays)[0]
 
-    sizes = {"time": 1000, "heads": 4, "kv_heads": 2, "head_dim": int(head_dim), "value_dim": int(value_dim)}
-    found = kernels(call, *_arguments(**sizes, batch=1, dtype=jnp.dtype(dtype)))
+    # What comes before the kernel is plain JAX, and most of what there is to compile.
+    arguments = _arguments(batch=1, time=1000, heads=4, kv_heads=2, dtype=jnp.dtype(dtype), **sizes)
+    prepared = jax.eval_shape(prepare, *arguments)
+
+    def call(*prepared):
+        return kernel.sums(operands.Operands(*prepared), power=int(power), config=chosen)
+
+    found = kernels(call, *prepared)
     print(json.dumps([dataclasses.asdict(kernel) for kernel in found]))
 
 
