@@ -76,7 +76,9 @@ def make_update(settings: config.Config, mesh: jax.sharding.Mesh) -> Update:
     differentiate = jax.value_and_grad(lambda params, rows: loss_sum(nnx.merge(graphdef, params), rows))
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
-        total, grads = _accumulate(differentiate, state.params, batch, settings.optimizer.accumulate)
+        # Kernels divide themselves over the mesh in scope; the partitioner cannot.
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            total, grads = _accumulate(differentiate, state.params, batch, settings.optimizer.accumulate)
         # A batch without a single target has no gradient; its loss is zero, not NaN.
         count = jnp.maximum(jnp.sum(batch["targets"] >= 0), 1)
         grads = jax.tree.map(lambda grad: grad / count, grads)

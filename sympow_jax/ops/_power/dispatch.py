@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 
 from sympow_jax.ops import feature_maps
-from sympow_jax.ops._power import costs, reference, xla
+from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import step as xla_step
 
 __all__ = ["attend", "attend_step"]
 
 FORMS = ("attention", "chunked", "recurrent")
-IMPLEMENTATIONS = ("reference", "xla")
+IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 
 
 def attend(
@@ -59,6 +59,11 @@ def attend(
     arguments = {"power": power, "log_decay": log_decay, "segment_ids": segment_ids, "state": initial_state}
     arguments |= {"window": window, "return_state": return_state}
 
+    if implementation in (None, "mosaic_gpu"):
+        stateless = initial_state is None and not return_state
+        kernel = _kernel(query, value, form, power, stateless=stateless, named=implementation is not None)
+        if kernel is not None:
+            return kernel(query, key, value, power=power, log_decay=log_decay, segment_ids=segment_ids)
     if implementation == "reference":
         if form == "chunked":
             raise NotImplementedError(
@@ -78,11 +83,36 @@ def attend_step(query, key, value, state, *, power, log_decay, segment_ids, impl
     sizes = _check(query, key, value, log_decay, segment_ids, lead="B")
     _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     _check_state(state, jnp.promote_types(query.dtype, jnp.float32), power=power, **sizes)
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError("implementation 'mosaic_gpu' has no step; use 'xla'")
     if implementation == "reference":
         raise NotImplementedError(
             "implementation 'reference' has no step; call power_attention with one token and implementation='reference'"
         )
     return xla_step.step(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
+
+
+def _kernel(query, value, form, power, *, stateless, named):
+    """The Pallas kernel that does it, or None; why there is none is raised where the kernel was named."""
+    try:
+        if form != "attention":
+            raise NotImplementedError(
+                f"implementation 'mosaic_gpu' has the attention form only, not {form!r}; use 'xla'"
+            )
+        if not stateless:
+            raise NotImplementedError(
+                "implementation 'mosaic_gpu' takes and returns no state in the attention form; use 'xla'"
+            )
+        target.require_hopper(named=named)
+        # Pallas takes a second to import: only where a kernel is asked for.
+        from sympow_jax.ops._power import mosaic
+
+        mosaic.require_supported(query, value, power=power)
+    except NotImplementedError:
+        if named:
+            raise
+        return None
+    return mosaic.attention
 
 
 def _check(query, key, value, log_decay, segment_ids, *, lead):

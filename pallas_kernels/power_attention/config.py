@@ -1,0 +1,70 @@
+"""Tile sizes of the kernel, and what it cannot do."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+__all__ = ["BLOCK", "WARPGROUP_ROWS", "Config", "choose"]
+
+# Rows of one wgmma accumulator.
+WARPGROUP_ROWS = 64
+# Two warpgroups of queries share every block of keys; a block of queries is as long as a block of keys, so that
+# exactly one block of keys, the diagonal one, needs a mask.
+BLOCK = 2 * WARPGROUP_ROWS
+# Shared memory of one thread block on Hopper that a kernel may ask for, less what barriers and reductions take.
+_SHARED_BYTES = 227 * 1024 - 4096
+# Rows of 32, 64 or 128 bytes, or of several tiles of those: what wgmma and TMA take in a swizzle that spares conflicts.
+_WIDTHS = (16, 32, 64, 96, 128)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How one call is cut up.
+
+    head_dim, value_dim: sizes as the kernel sees them; what they exceed the caller's by is filled with zeros.
+    stages: blocks of keys and values that may be in flight.
+    """
+
+    head_dim: int
+    value_dim: int
+    stages: int
+    block: int = BLOCK
+    compute_warpgroups: int = 2
+    # Registers of a thread: launched with 168 of each, the loading warpgroup gives most of its own away.
+    compute_registers: int = 232
+    load_registers: int = 40
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the tiles."""
+        keys_and_values = self.block * (self.head_dim + self.value_dim) * 2 + 4 * column_length(self.block)
+        return self.block * self.head_dim * 2 + self.stages * keys_and_values
+
+
+def column_length(block: int) -> int:
+    """Floats per block of keys: one factor per key, two for the block, filled up to TMA's alignment of 128 bytes."""
+    return block + 32
+
+
+def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:
+    """The tile sizes for these shapes.
+
+    Raises:
+        NotImplementedError: for what the kernel cannot do, naming the constraint.
+    """
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+        raise NotImplementedError(
+            f"query, key and value are {jnp.dtype(dtype)}; the kernel multiplies bfloat16 or float16"
+        )
+    if power % 2 or not 2 <= power <= 16:
+        raise NotImplementedError(f"power is {power}; the kernel takes even powers from 2 to 16")
+    for name, size in (("head", head_dim), ("value", value_dim)):
+        if size > _WIDTHS[-1]:
+            raise NotImplementedError(f"{name} size is {size}; the kernel takes at most {_WIDTHS[-1]}")
+    sizes = {"head_dim": _width(head_dim), "value_dim": _width(value_dim)}
+    stages = next(n for n in (4, 3, 2) if Config(stages=n, **sizes).shared_bytes <= _SHARED_BYTES)
+    return Config(stages=stages, **sizes)
+
+
+def _width(size: int) -> int:
+    return next(width for width in _WIDTHS if width >= size)
