@@ -1,0 +1,9 @@
+"""Settings of the tests of kernels."""
+
+import os
+
+# Interpretation runs each warpgroup of a block on a thread of XLA's pool, whose size is the number of devices where
+# that exceeds the number of cores; warpgroups that wait for each other need a thread each.
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
