@@ -6,7 +6,7 @@ group, with its window w of indices,
     S[:, w] <- S[:, w] + (V~^T * k_i) K_w,
 
 a product over 64 tokens whose first operand is scaled in registers along the tokens. Before each chunk the block
-stores the state as it is, the one that the chunk's queries read; after it the state decays.
+stores the state as it is, the one that the chunk's queries read; then the state decays over the chunk.
 """
 
 import functools
@@ -32,7 +32,7 @@ def update(key, value, carry, initial, *, layout, config, chunk, dtype, interpre
 
     key: 16-bit [H, R, X], time last, R = layout.rows with the first indices repeated at the end.
     value: 16-bit [H, E, X], times its decay up to the end of its chunk.
-    carry: float32 [H, n], what the state is multiplied by after each of the n = X / chunk chunks.
+    carry: float32 [H, n], what the state is multiplied by over each of the n = X / chunk chunks.
     initial: float32 [H, segments, 16, E, P], the state before the first chunk of each segment.
 
     Returns states [H, n, 16, E, P] in `dtype` and final float32 [H, segments, 16, E, P]. Accumulates in float32;
@@ -127,6 +127,10 @@ def _body(
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(store_smem, states.at[head, first_chunk + index, group])
 
+                decay = carry[head, first_chunk + index]
+                for acc in accumulators:
+                    acc[...] = acc[...] * decay
+
                 @pl.loop(jnp.int32(0), jnp.int32(blocks))
                 def _block(block):
                     slot = lax.rem(index * blocks + block, jnp.int32(stages))
@@ -140,10 +144,6 @@ def _body(
                         held,
                     )
                     plgpu.barrier_arrive(smem["free"].at[slot])
-
-                decay = carry[head, first_chunk + index]
-                for acc in accumulators:
-                    acc[...] = acc[...] * decay
 
             for group, acc in zip(groups, accumulators):
                 final[head, segment, group] = acc[...]

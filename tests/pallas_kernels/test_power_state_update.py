@@ -20,7 +20,7 @@ VALUE_DIM = 64
 
 
 def expected_states(key, value, carry, initial, layout, chunk):
-    """S <- carry * (S + sum of phi(k) v^T) over chunks: the state before each, and the last."""
+    """S <- carry * S + sum of phi(k) v^T over chunks: the state before each, and the last."""
     chunks = key.shape[-1] // chunk
     segments = initial.shape[1]
     length = -(-chunks // segments)
@@ -32,7 +32,7 @@ def expected_states(key, value, carry, initial, layout, chunk):
             states.append(state)
             time = slice(index * chunk, (index + 1) * chunk)
             new = np.einsum("hjpt,het->hjep", features[..., time], value[..., time])
-            state = carry[:, index, None, None, None] * (state + new)
+            state = carry[:, index, None, None, None] * state + new
         finals.append(state)
     return np.stack(states, 1), np.stack(finals, 1)
 
