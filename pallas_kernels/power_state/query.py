@@ -245,8 +245,7 @@ def _read_keys(acc, own, smem, denominator, block, end, config, window, interpre
             )
             between = jnp.where(row >= column, between, -1e4)
         weights = scores * scores * jnp.exp2(between)
-        high = weights.astype(smem["value_smem"].dtype)
-        low = (weights - high.astype(jnp.float32)).astype(high.dtype)
+        high, low = _parts(weights)
         values = smem["value_smem"].at[slot]
         products.accumulate(acc, high, values, interpreted)
         products.accumulate(acc, low, values, interpreted)
@@ -264,6 +263,14 @@ def _read_keys(acc, own, smem, denominator, block, end, config, window, interpre
         plgpu.barrier_arrive(smem["key_free"].at[slot])
 
     return total
+
+
+def _parts(weights):
+    """Two bfloat16 arrays that add up to the weights, but for 2^-17 of each."""
+    # Cut off rather than rounded: a conversion and back would take as long as the exponential.
+    bits = lax.bitcast_convert_type(weights, jnp.int32) & jnp.int32(-(1 << 16))
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    return high.astype(jnp.bfloat16), (weights - high).astype(jnp.bfloat16)
 
 
 def _scores(query_smem, key_smem, interpreted):

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_state
+from pallas_kernels.power_state import config as configs
 from sympow_jax import ops
 from tests.ops import cases
 
@@ -16,7 +17,6 @@ pytestmark = pytest.mark.timeout(240)
 
 # What the logarithm of a decay is at the start of a document.
 BOUNDARY = -88.0
-CHUNK = 128
 
 
 def drawn_case(case, *, batch=1, kv_heads=1):
@@ -32,7 +32,7 @@ def run_kernels(drawn, **options):
         log_decay = np.zeros(shape) if log_decay is None else log_decay
         start = np.diff(drawn["segment_ids"], axis=1, prepend=-1) != 0
         log_decay = np.where(start[..., None], BOUNDARY, log_decay)
-    options = {"chunk": CHUNK, "interpret": plgpu.InterpretGPUParams(detect_races=True)} | options
+    options = {"chunk": 64, "interpret": plgpu.InterpretGPUParams(detect_races=True)} | options
     run = functools.partial(power_state.power_state, **options)
     arrays = [jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value")]
     return jax.jit(run)(*arrays, log_decay=None if log_decay is None else jnp.asarray(log_decay, jnp.float32))
@@ -44,52 +44,61 @@ def formula(drawn, **options):
         return jax.device_get(ops.power_attention(**arrays, implementation="reference", **options))
 
 
-def plain(drawn):
+def plain(drawn, chunk):
     arrays = {
         name: None if x is None else jnp.asarray(x, x.dtype if x.dtype == np.int32 else jnp.bfloat16)
         for name, x in drawn.items()
     }
     if drawn["log_decay"] is not None:
         arrays["log_decay"] = jnp.asarray(drawn["log_decay"], jnp.float32)
-    run = functools.partial(ops.power_attention, form="chunked", implementation="xla", chunk_size=CHUNK)
+    run = functools.partial(ops.power_attention, form="chunked", implementation="xla", chunk_size=chunk)
     return jax.jit(run)(**arrays)
 
 
+# Chunks of 64, 128 and 192 give a block of the query one, two and three warpgroups.
 CASES = [
-    cases.Case(head_dim=64, value_dim=64, time=420, decay="gentle"),
-    cases.Case(head_dim=64, value_dim=64, time=300, decay="mixed", segments="edges", group=2),
-    cases.Case(head_dim=64, value_dim=64, time=300, decay="none", scale=1e3),
-    cases.Case(head_dim=32, value_dim=64, time=300, decay="gentle", scale=1e-3),
+    (cases.Case(head_dim=64, value_dim=64, time=300, decay="gentle"), 192),
+    (cases.Case(head_dim=64, value_dim=64, time=200, decay="mixed", segments="edges", group=2), 128),
+    (cases.Case(head_dim=64, value_dim=64, time=190, decay="none", scale=1e3), 64),
+    (cases.Case(head_dim=32, value_dim=64, time=190, decay="gentle", scale=1e-3), 64),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_output_is_as_exact_as_the_plain_form(case):
+@pytest.mark.parametrize(("case", "chunk"), CASES, ids=str)
+def test_output_is_as_exact_as_the_plain_form(case, chunk):
     drawn = drawn_case(case)
     expected = formula(drawn)
-    out, _ = run_kernels(drawn)
+    out, _ = run_kernels(drawn, chunk=chunk)
     assert out.dtype == jnp.bfloat16
-    assert cases.error(out, expected) <= 1.2 * cases.error(plain(drawn), expected)
+    assert cases.error(out, expected) <= 1.2 * cases.error(plain(drawn, chunk), expected)
 
 
-def test_states_in_and_out():
+def test_states_in_bfloat16():
+    """Eight times the rounding of float16, in states and in products with them: the option's price, not a bug."""
+    drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=190, decay="gentle"))
+    out, _ = run_kernels(drawn, chunk=64, state_dtype=jnp.bfloat16)
+    assert cases.error(out, formula(drawn)) <= 4e-3
+
+
+# Blocks of the update to fill: 4 are one segment of the one head here, 8 two, of which the second is shorter.
+@pytest.mark.parametrize("multiprocessors", [4, 8])
+def test_states_in_and_out(multiprocessors, monkeypatch):
     """The final state is the reference's, and a run that continues from it gives the outputs of the whole."""
-    case = cases.Case(head_dim=64, value_dim=64, time=400, decay="gentle")
-    drawn = drawn_case(case)
-    cut = 200
+    monkeypatch.setattr(configs, "_MULTIPROCESSORS", multiprocessors)
+    drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=280, decay="gentle"))
+    cut = 160
     first = {name: None if x is None else x[:, :cut] for name, x in drawn.items()}
-    _, (kv, norm) = run_kernels(first)
+    _, (kv, norm) = run_kernels(first, chunk=64)
     _, state = formula(first, return_state=True)
-    assert cases.error(kv, state.kv) <= 2e-3
+    assert cases.error(kv, state.kv) <= 1e-3
     assert cases.error(norm, state.norm) <= 1e-5
 
     # The last 64 positions before the cut were not folded: the next run begins with them.
     rest = {name: None if x is None else x[:, cut - 64 :] for name, x in drawn.items()}
-    out, _ = run_kernels(rest, initial_state=(kv, norm))
+    out, _ = run_kernels(rest, chunk=64, initial_state=(kv, norm))
     expected = formula(drawn)
-    whole, _ = run_kernels(drawn)
-    error = cases.error(out, expected[:, cut - 64 :])
-    assert error <= 1.2 * cases.error(whole[:, cut - 64 :], expected[:, cut - 64 :])
+    plain_error = cases.error(plain(drawn, 64), expected)
+    assert cases.error(out, expected[:, cut - 64 :]) <= 1.2 * plain_error
 
 
 def test_zero_queries_give_zero():
@@ -114,5 +123,5 @@ UNSUPPORTED = {
 def test_what_the_kernels_cannot_do_is_named(name):
     options, sizes = UNSUPPORTED[name]
     drawn = drawn_case(cases.Case(**{"head_dim": 64, "value_dim": 64, "time": 128} | sizes))
-    with pytest.raises(NotImplementedError, match=name):
+    with pytest.raises(NotImplementedError, match=f"need.*{name}"):
         run_kernels(drawn, **options)
