@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
-from pallas_kernels.power_state import products
+from pallas_kernels.power_state import products, ring
 
 __all__ = ["query_states"]
 
@@ -148,33 +148,22 @@ def _copy_inputs(gmem, smem, place, config, chunk):
 
 
 def _copy_states(gmem, smem, place, config):
-    @pl.loop(jnp.int32(0), jnp.int32(layouts.TILE))
-    def _copy(step):
-        slot = lax.rem(step, jnp.int32(config.state_stages))
-
-        @pl.when(step >= config.state_stages)
-        def _wait():
-            plgpu.barrier_wait(smem["state_free"].at[slot])
-
+    def copy(step, slot):
         state = gmem["states"].at[place["key_head"], place["chunk"], step]
         plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])
 
+    ring.fill(jnp.int32(layouts.TILE), config.state_stages, smem["state_free"], copy)
+
 
 def _copy_keys(gmem, smem, place, config, chunk, window):
-    @pl.loop(jnp.int32(0), _key_blocks(place["block"] + config.query_blocks - 1, window))
-    def _copy(step):
-        slot = lax.rem(step, jnp.int32(config.key_stages))
-
-        @pl.when(step >= config.key_stages)
-        def _wait():
-            plgpu.barrier_wait(smem["key_free"].at[slot])
-
+    def copy(step, slot):
         tokens = pl.ds(place["chunk"] * chunk + step * _BLOCK, _BLOCK)
-        full = smem["key_full"].at[slot]
-        plgpu.copy_gmem_to_smem(gmem["key"].at[place["key_head"], tokens], smem["key_smem"].at[slot], full)
-        plgpu.copy_gmem_to_smem(
-            gmem["value"].at[place["key_head"], tokens], smem["value_smem"].at[slot], full
-        )
+        for name in ("key", "value"):
+            tile = gmem[name].at[place["key_head"], tokens]
+            plgpu.copy_gmem_to_smem(tile, smem[f"{name}_smem"].at[slot], smem["key_full"].at[slot])
+
+    count = _key_blocks(place["block"] + config.query_blocks - 1, window)
+    ring.fill(count, config.key_stages, smem["key_free"], copy)
 
 
 def _key_blocks(block, window):
@@ -215,7 +204,7 @@ def _read_states(acc, own, smem, layout, config, interpreted):
                     vector = wrapped[:, begin : begin + width]
                     parts.append(vector * lax.broadcast_in_dim(weighted, vector.shape, [0]))
         features = jnp.concatenate(parts, 1)
-        slot = lax.rem(group, jnp.int32(config.state_stages))
+        slot = ring.slot_of(group, config.state_stages)
         plgpu.barrier_wait(smem["state_full"].at[slot])
         products.accumulate(acc, features, smem["state_smem"].at[slot].T, interpreted)
         plgpu.barrier_arrive(smem["state_free"].at[slot])
@@ -231,7 +220,7 @@ def _read_keys(acc, own, smem, denominator, block, end, config, window, interpre
     coarse, fine = (plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2))
 
     def step(index, total, diagonal):
-        slot = lax.rem(index, jnp.int32(config.key_stages))
+        slot = ring.slot_of(index, config.key_stages)
         key_coarse, key_fine = (
             plgpu.load(smem["decay_smem"].at[part, index], layout=_COLUMNS) for part in range(2)
         )
@@ -258,7 +247,7 @@ def _read_keys(acc, own, smem, denominator, block, end, config, window, interpre
     @pl.loop(last + 1, _key_blocks(end, window))
     def _pass(index):
         # Blocks that only later rows see: their memory is free as soon as it is full.
-        slot = lax.rem(index, jnp.int32(config.key_stages))
+        slot = ring.slot_of(index, config.key_stages)
         plgpu.barrier_wait(smem["key_full"].at[slot])
         plgpu.barrier_arrive(smem["key_free"].at[slot])
 

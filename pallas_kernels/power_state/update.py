@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
-from pallas_kernels.power_state import products
+from pallas_kernels.power_state import products, ring
 
 __all__ = ["update"]
 
@@ -89,14 +89,7 @@ def _body(
     def _produce():
         plgpu.set_max_registers(40, action="decrease")
 
-        @pl.loop(jnp.int32(0), count * blocks)
-        def _copy(step):
-            slot = lax.rem(step, jnp.int32(stages))
-
-            @pl.when(step >= stages)
-            def _wait():
-                plgpu.barrier_wait(smem["free"].at[slot])
-
+        def copy(step, slot):
             tokens = pl.ds(first_chunk * chunk + step * _BLOCK, _BLOCK)
             full = smem["full"].at[slot]
             plgpu.copy_gmem_to_smem(key.at[head, :, tokens], smem["key_smem"].at[slot], full)
@@ -104,6 +97,8 @@ def _body(
             for tile, window in enumerate(layout.windows):
                 rows = pl.ds(window.begin + first_group, config.update_scalars)
                 plgpu.copy_gmem_to_smem(key.at[head, rows, tokens], smem["scalar_smem"].at[slot, tile], full)
+
+        ring.fill(count * blocks, stages, smem["free"], copy)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _consume():
@@ -133,7 +128,7 @@ def _body(
 
                 @pl.loop(jnp.int32(0), jnp.int32(blocks))
                 def _block(block):
-                    slot = lax.rem(index * blocks + block, jnp.int32(stages))
+                    slot = ring.slot_of(index * blocks + block, stages)
                     plgpu.barrier_wait(smem["full"].at[slot])
                     _accumulate_block(
                         accumulators,
