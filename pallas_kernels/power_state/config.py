@@ -8,7 +8,7 @@ from pallas_kernels.power_state import layout as layouts
 
 __all__ = ["BLOCK", "Config", "config_for"]
 
-# Tokens or query rows that one warpgroup handles at a time: the height of a Hopper matrix product.
+# Tokens, query rows or values that one warpgroup handles at a time: the height of a Hopper matrix product.
 BLOCK = 64
 # Multiprocessors of an H100: with fewer blocks of the update, time is cut into segments.
 _MULTIPROCESSORS = 132
@@ -41,7 +41,7 @@ def config_for(*, power, head_dim, value_dim, heads, chunks, chunk, window, dtyp
     supported = {
         f"power 2, not {power}": power == 2,
         f"head_dim 32 or 64, not {head_dim}": head_dim in (32, 64),
-        f"value_dim 64, not {value_dim}": value_dim == 64,
+        f"value_dim at most {BLOCK}, not {value_dim}": value_dim <= BLOCK,
         f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
         f"states of float16 or bfloat16, the operands of the tensor core, not {jnp.dtype(state_dtype).name}": (
             state_dtype in (jnp.float16, jnp.bfloat16)
@@ -55,8 +55,8 @@ def config_for(*, power, head_dim, value_dim, heads, chunks, chunk, window, dtyp
     # Two warpgroups hold at most 2 x 320 features, of the 64 values, in their accumulators.
     scalars = {32: 8, 64: 4}[head_dim]
     blocks = heads * (layouts.TILE // scalars)
-    # Segments begin where a chunk does, and each costs a pass over its states.
-    segments = max(1, min(-(-_MULTIPROCESSORS // blocks), chunks))
+    # As many as run at once; more than one cost a pass over the states.
+    segments = max(1, min(_MULTIPROCESSORS // blocks, chunks))
     return Config(
         update_scalars=scalars,
         update_stages=4,

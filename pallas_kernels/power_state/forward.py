@@ -22,7 +22,7 @@ def power_state(
     log_decay: jax.Array | None = None,
     folds: jax.Array | None = None,
     initial_state: tuple[jax.Array, jax.Array] | None = None,
-    chunk: int = 384,
+    chunk: int = 576,
     window: int = 64,
     state_dtype=jnp.float16,
     interpret=None,
@@ -32,7 +32,8 @@ def power_state(
     Query i's output is sum_j w_ij v_j / sum_j w_ij over j <= i with w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G sums
     log_decay along time; zero where all weights are.
 
-    query: bfloat16 [B, T, N, D]; key: bfloat16 [B, T, K, D]; value: bfloat16 [B, T, K, E]; N a multiple of K.
+    query: bfloat16 [B, T, N, D]; key: bfloat16 [B, T, K, D]; value: bfloat16 [B, T, K, E]; N a multiple of K. E
+        below 64 is filled up with zeros, at their cost.
     log_decay: float32 [B, T, K], at most 0; below -87 it is a boundary that nothing crosses, which is how a document
         starts. None is no decay.
     folds: bool [B, T]; positions where it is False never enter a state, nor does their decay. Only the last positions
@@ -50,6 +51,7 @@ def power_state(
     """
     batch, time, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
+    missing = max(0, configs.BLOCK - value_dim)
     chunks = -(-time // chunk) if chunk > 0 else 0
     config = configs.config_for(
         power=power,
@@ -63,16 +65,17 @@ def power_state(
         state_dtype=state_dtype,
     )
     layout = layouts.Layout(head_dim)
+    value = jnp.pad(value, [(0, 0)] * 3 + [(0, missing)])
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[:3], jnp.float32)
     if folds is None:
         folds = jnp.broadcast_to(jnp.arange(time) < time - window, (batch, time))
     if initial_state is None:
-        start = jnp.zeros((batch * kv_heads, layouts.TILE, value_dim, layout.width), jnp.float32)
+        start = jnp.zeros((batch * kv_heads, layouts.TILE, configs.BLOCK, layout.width), jnp.float32)
         start_norm = jnp.zeros((batch * kv_heads, head_dim, head_dim), jnp.float32)
     else:
         kv, norm = (x.reshape(batch * kv_heads, *x.shape[2:]) for x in initial_state)
-        start = layouts.from_canonical(kv, layout)
+        start = layouts.from_canonical(jnp.pad(kv, [(0, 0)] * 2 + [(0, missing)]), layout)
         start_norm = layouts.norm_from_canonical(norm, head_dim)
 
     arrays = preparation.prepare(
@@ -107,9 +110,9 @@ def power_state(
         window=window,
         interpret=interpret,
     )
-    out = jnp.swapaxes(out.reshape(batch, heads, -1, value_dim)[:, :, :time], 1, 2)
+    out = jnp.swapaxes(out.reshape(batch, heads, -1, configs.BLOCK)[:, :, :time, :value_dim], 1, 2)
     unscale = jnp.exp2(arrays.shift[:, -1].astype(jnp.float32))
-    kv = layouts.to_canonical(final, layout) * unscale[:, None, None]
+    kv = layouts.to_canonical(final[:, :, :value_dim], layout) * unscale[:, None, None]
     norm = layouts.norm_to_canonical(arrays.norm[:, -1]) * unscale[:, None]
     return out, (kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1))
 

@@ -2,6 +2,7 @@
 
 import os
 
+import jax
 import pytest
 
 # Interpretation runs each warpgroup of a block on a thread of XLA's pool, whose size is the number of devices where
@@ -9,6 +10,9 @@ import pytest
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+
+# Without this, arrays that a kernel does not depend on are computed beside it, on the same threads.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 @pytest.fixture(autouse=True)

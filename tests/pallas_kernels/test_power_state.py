@@ -33,9 +33,10 @@ def run_kernels(drawn, **options):
         start = np.diff(drawn["segment_ids"], axis=1, prepend=-1) != 0
         log_decay = np.where(start[..., None], BOUNDARY, log_decay)
     options = {"chunk": 64, "interpret": plgpu.InterpretGPUParams(detect_races=True)} | options
-    run = functools.partial(power_state.power_state, **options)
     arrays = [jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value")]
-    return jax.jit(run)(*arrays, log_decay=None if log_decay is None else jnp.asarray(log_decay, jnp.float32))
+    log_decay = None if log_decay is None else jnp.asarray(log_decay, jnp.float32)
+    # Not under jit: what is computed around a kernel could take the threads that its warpgroups wait for.
+    return power_state.power_state(*arrays, log_decay=log_decay, **options)
 
 
 def formula(drawn, **options):
@@ -60,7 +61,7 @@ CASES = [
     (cases.Case(head_dim=64, value_dim=64, time=300, decay="gentle"), 192),
     (cases.Case(head_dim=64, value_dim=64, time=200, decay="mixed", segments="edges", group=2), 128),
     (cases.Case(head_dim=64, value_dim=64, time=190, decay="none", scale=1e3), 64),
-    (cases.Case(head_dim=32, value_dim=64, time=190, decay="gentle", scale=1e-3), 64),
+    (cases.Case(head_dim=32, value_dim=32, time=190, decay="gentle", scale=1e-3), 64),
 ]
 
 
@@ -80,11 +81,10 @@ def test_states_in_bfloat16():
     assert cases.error(out, formula(drawn)) <= 4e-3
 
 
-# Blocks of the update to fill: 4 are one segment of the one head here, 8 two, of which the second is shorter.
-@pytest.mark.parametrize("multiprocessors", [4, 8])
-def test_states_in_and_out(multiprocessors, monkeypatch):
+def test_states_in_and_out(monkeypatch):
     """The final state is the reference's, and a run that continues from it gives the outputs of the whole."""
-    monkeypatch.setattr(configs, "_MULTIPROCESSORS", multiprocessors)
+    # Two segments of the one head, of which the second is shorter.
+    monkeypatch.setattr(configs, "_MULTIPROCESSORS", 8)
     drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=280, decay="gentle"))
     cut = 160
     first = {name: None if x is None else x[:, :cut] for name, x in drawn.items()}
@@ -112,7 +112,7 @@ def test_zero_queries_give_zero():
 UNSUPPORTED = {
     "power": ({"power": 4}, {}),
     "head_dim": ({}, {"head_dim": 48}),
-    "value_dim": ({}, {"value_dim": 32}),
+    "value_dim": ({}, {"value_dim": 80}),
     "chunk": ({"chunk": 100}, {}),
     "window": ({"window": 10}, {}),
     "states": ({"state_dtype": jnp.float32}, {}),
