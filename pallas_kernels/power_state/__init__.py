@@ -1,0 +1,5 @@
+"""Power attention through states: the chunked recurrence for Hopper GPUs, forward."""
+
+from pallas_kernels.power_state.forward import power_state
+
+__all__ = ["power_state"]

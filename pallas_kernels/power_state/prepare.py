@@ -1,0 +1,168 @@
+"""What the kernels are given: layouts, decays and scales.
+
+The state kernels work in float16, which has three more bits than bfloat16 and a narrow range. So each key is divided
+by a power of two that brings its largest entry below 1, and the state before chunk c by 2^shift_c, chosen from a bound
+on its entries. Both are exact, and undone where states are queried or returned.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.power_state import config as configs
+
+__all__ = ["Prepared", "decayed", "prepare"]
+
+_LOG2E = float(np.log2(np.e))
+# Below this, exp counts as zero: the logarithm of the smallest normal float32.
+_FLOOR = int(np.log(np.finfo(np.float32).tiny))
+# What stands for decays below it: exp of this is zero even where subnormal numbers are kept.
+_FORGET = -105
+# States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
+_HEADROOM = 13
+# The base-2 logarithm of nothing, finite so that differences are.
+_NOTHING = -1e4
+
+
+class Prepared(NamedTuple):
+    """Arguments of the kernels; H = B K heads, n chunks of C, X = n C, and W positions in front of the first."""
+
+    query: jax.Array  # bfloat16 [B N, X, D], largest entries in [1/2, 1)
+    scalars: jax.Array  # 16-bit [B N, D, X], the same
+    key: jax.Array  # bfloat16 [H, W + X, D]
+    value: jax.Array  # bfloat16 [H, W + X, E]
+    update_key: jax.Array  # 16-bit [H, R, X], time last, positions that chunk c folds at c
+    update_value: jax.Array  # 16-bit [H, E, X], the same positions, scaled to the end of their chunk
+    carry: jax.Array  # float32 [H, n]
+    decay: jax.Array  # float32 [H, n, 2, (W + C) / 64, 64]
+    scale: jax.Array  # float32 [H, X / 64, 64]
+    shift: jax.Array  # int32 [H, n + 1]
+    between: jax.Array  # float32 [H, n + 1, n + 1], log2 of the decay over chunks j, ..., c - 1 at [c, j]
+    norm: jax.Array  # float32 [H, n + 1, D, D], Z before each chunk times 2^-shift
+
+
+def prepare(
+    query, key, value, log_decay, folds, start, start_norm, *, layout, chunk, window, state_dtype
+) -> Prepared:
+    """From query [B, T, N, D], key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K], folds [B, T].
+
+    start: float32 [H, 16, E, P] and start_norm: float32 [H, D, D], the state before the first token.
+    """
+    heads = key.shape[2]
+    extra = -query.shape[1] % chunk
+    query = _pad(_heads_first(query), 0, extra)
+    query = _scaled(query, -_exponent(query))
+    key, value = (_pad(_heads_first(x), window, extra) for x in (key, value))
+    log_decay = _pad(_heads_first(log_decay.astype(jnp.float32)), window, extra)
+    folds = _pad(jnp.repeat(folds, heads, 0), window, extra)
+    chunks = query.shape[1] // chunk
+    seen = np.arange(chunks)[:, None] * chunk + np.arange(window + chunk)
+    block = jnp.where(log_decay < _FLOOR, _FORGET, log_decay)[:, seen] * _LOG2E
+
+    coarse, fine = _split(block)
+    folded = folds[:, seen[:, :chunk]]
+    block = jnp.where(folded, block[..., :chunk], 0)
+    carry = block.sum(-1)
+    after = jnp.flip(jnp.cumsum(jnp.flip(block, -1), -1), -1)
+    to_state = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
+
+    old_key, old_value = (x[:, seen[:, :chunk]].astype(jnp.float32) for x in (key, value))
+    exponent = _exponent(old_key)
+    old_key = _scaled(old_key, -exponent)
+    strength = jnp.where(folded & (to_state >= _FLOOR * _LOG2E), to_state + 2 * exponent[..., 0], _NOTHING)
+    between = _between(carry)
+    size = jnp.abs(old_value).max(-1)
+    shift = _shift(strength, size, between, jnp.abs(start).max((1, 2, 3)))
+    strength = jnp.exp2(strength - shift[:, 1:, None])[..., None]
+
+    def time_last(x):
+        return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
+
+    update_key = time_last(old_key.astype(state_dtype))
+    return Prepared(
+        query=query,
+        scalars=jnp.swapaxes(query, 1, 2).astype(state_dtype),
+        key=key,
+        value=value,
+        update_key=jnp.concatenate([update_key, update_key[:, : layout.rows - layout.head_dim]], 1),
+        update_value=time_last((old_value * strength).astype(state_dtype)),
+        carry=decayed(carry, shift[:, :-1] - shift[:, 1:]),
+        decay=jnp.stack([coarse, fine], 2).reshape(*coarse.shape[:2], 2, -1, configs.BLOCK),
+        scale=decayed((coarse + fine)[..., window:], shift[:, :-1, None]).reshape(
+            len(key), -1, configs.BLOCK
+        ),
+        shift=shift,
+        between=between,
+        norm=_norms(old_key, strength, between, shift, start_norm),
+    )
+
+
+def _norms(key, strength, between, shift, start):
+    """Z before each chunk and after the last, scaled like the states: sums over the chunks before."""
+    precision = jax.lax.Precision.HIGHEST
+    new = jnp.einsum("hnxd,hnxe->hnde", key, strength * key, precision=precision)
+    new = jnp.concatenate([start[:, None], new], 1)
+    # Chunk c - 1 adds to the state before chunk c, in its scale; the start is there before chunk 0, unscaled.
+    scale = jnp.pad(shift[:, 1:], [(0, 0), (1, 0)])
+    decay = decayed(between, scale[:, None, :] - shift[:, :, None])
+    return jnp.einsum("hcj,hjde->hcde", decay, new, precision=precision)
+
+
+def _shift(strength, size, between, start):
+    """Powers of two, int32 [H, n + 1], that bring the states before each chunk, and the last, below 2^_HEADROOM."""
+    size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), _NOTHING)
+    new = _log2_sum(strength + size)
+    start = jnp.where(start > 0, jnp.log2(jnp.where(start > 0, start, 1)), _NOTHING)
+    bound = _log2_sum(between + jnp.concatenate([start[:, None], new], 1)[:, None])
+    # Nothing at all needs no scale.
+    return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - _HEADROOM, 0).astype(jnp.int32)
+
+
+def _between(carry):
+    """[H, n + 1, n + 1]: the sum of carry over chunks j, ..., c - 1 at [c, j]; nothing where j > c."""
+    count = carry.shape[1] + 1
+    row, column = np.arange(count)[:, None], np.arange(count)
+    steps = jnp.where(row > column, jnp.pad(carry, [(0, 0), (1, 0)])[:, :, None], 0)
+    return jnp.where(row >= column, jnp.cumsum(steps, 1), _NOTHING)
+
+
+def _split(log_decay):
+    """Running sums along the last axis as a part that no order of adding rounds, and the rest."""
+    bits = int(np.ceil(np.log2(log_decay.shape[-1] * -_FORGET * _LOG2E)))
+    grid = 2.0 ** (bits - np.finfo(np.float32).nmant - 1)
+    coarse = jnp.round(log_decay / grid) * grid
+    return jnp.cumsum(coarse, -1), jnp.cumsum(log_decay - coarse, -1)
+
+
+def decayed(log2_decay, exponent):
+    """2^(log2_decay + exponent), and zero where the decay alone counts as zero."""
+    return jnp.where(log2_decay < _FLOOR * _LOG2E, 0, jnp.exp2(log2_decay + exponent))
+
+
+def _log2_sum(x):
+    """log2 of the sum of 2^x along the last axis."""
+    largest = x.max(-1, keepdims=True)
+    return largest[..., 0] + jnp.log2(jnp.exp2(x - largest).sum(-1))
+
+
+def _exponent(x):
+    """The power of two, int32 [..., 1], that divides x [..., D] to a largest entry in [1/2, 1)."""
+    return jnp.frexp(jnp.abs(x.astype(jnp.float32)).max(-1, keepdims=True))[1]
+
+
+def _scaled(x, exponent):
+    """x 2^exponent, in two factors, since one alone may not be a normal number."""
+    half = exponent // 2
+    return jnp.ldexp(jnp.ldexp(x.astype(jnp.float32), half), exponent - half).astype(x.dtype)
+
+
+def _heads_first(x):
+    """[B, T, N, ...] -> [B N, T, ...]."""
+    return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
+
+
+def _pad(x, front, back):
+    """Zeros before and after the second axis."""
+    return jnp.pad(x, [(0, 0), (front, back)] + [(0, 0)] * (x.ndim - 2))

@@ -1,0 +1,272 @@
+"""The fused query: the state before the window, the keys from the window on, and the division.
+
+A block owns one chunk's rows in `query_blocks` warpgroups of 64. Row i of a warpgroup sums, in one accumulator,
+
+    scale_i * sum_j (q_ij * q_i[windows]) S_j^T    over the 16 groups j of the state,
+    (q_i . k)^2 * 2^(g_i - g_k) v                  over the keys k from the window's first one to i itself,
+
+and divides by the same sums without states and values: q_i^T Z q_i for the state, plain sums for the keys.
+
+The decays g are running sums from the window's first key, in two floats: a multiple of a power of two that no sum
+rounds, and a small rest, so that a difference of two is right to rounding of itself however much lies before both.
+Weights of keys are split into two bfloat16 operands, whose sum has 16 bits: one alone would add as much error as the
+rounding of the output does.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import products, ring
+
+__all__ = ["query_states"]
+
+_BLOCK = configs.BLOCK
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+
+
+def query_states(
+    query, scalars, states, norm, key, value, decay, scale, *, layout, config, chunk, window, interpret=None
+):
+    """The weighted mean of values of every query, bfloat16 [HN, X, E].
+
+    query: bfloat16 [HN, X, D]; scalars: 16-bit [HN, D, X], the same, time last; HN a multiple of H.
+    states: 16-bit [H, n, 16, E, P], what chunk c's queries read at c. norm: bfloat16 [H, n, 2, D, D], Z in two parts.
+    key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
+    decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over what the chunk sees, coarse and
+        fine. scale: float32 [H, X / 64, 64], from the state to each query.
+
+    Where all weights of a row are zero, so is the output. Accumulates in float32.
+    """
+    heads, time, head_dim = query.shape
+    value_dim, chunks, groups = value.shape[-1], time // chunk, query.shape[0] // key.shape[0]
+    count = config.query_blocks
+    scratch = {
+        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype),
+        "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
+        "norm_smem": products.operand((2,), head_dim, head_dim, norm.dtype),
+        "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
+        "scale_smem": plgpu.SMEM((count, _BLOCK), jnp.float32),
+        "state_smem": products.operand((config.state_stages,), value_dim, layout.width, states.dtype),
+        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
+        "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
+        "out_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
+        "ready": plgpu.Barrier(num_arrivals=2 * count + 3),
+        "state_full": plgpu.Barrier(num_barriers=config.state_stages),
+        "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.state_stages),
+        "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
+        "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
+    }
+    if interpret is not None:
+        shapes = ((_BLOCK, value_dim), (_BLOCK, _BLOCK), (_BLOCK, head_dim))
+        scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
+    body = functools.partial(_body, layout=layout, config=config, chunk=chunk, window=window, groups=groups)
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(heads, chunks, chunk // (count * _BLOCK)),
+        grid_names=("head", "chunk", "rows"),
+        num_threads=count + 1,
+        thread_name="warpgroup",
+        kernel_name="power_state_query",
+        interpret=interpret,
+    )(query, scalars, states, norm, key, value, decay, scale)
+
+
+def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
+    gmem = dict(
+        zip(
+            ("query", "scalars", "states", "norm", "key", "value", "decay", "scale", "out"), refs, strict=True
+        )
+    )
+    warpgroup = lax.axis_index("warpgroup")
+    place = {
+        "head": lax.axis_index("head"),
+        "key_head": lax.div(lax.axis_index("head"), jnp.int32(groups)),
+        "chunk": lax.axis_index("chunk"),
+        # The block of 64 rows, counted in the chunk, that the first warpgroup owns.
+        "block": lax.axis_index("rows") * config.query_blocks,
+    }
+
+    @pl.when(warpgroup == config.query_blocks)
+    def _produce():
+        if config.query_blocks > 1:
+            plgpu.set_max_registers(24, action="decrease")
+        _copy_inputs(gmem, smem, place, config, chunk)
+        _copy_states(gmem, smem, place, config)
+        _copy_keys(gmem, smem, place, config, chunk, window)
+
+    @pl.when(warpgroup < config.query_blocks)
+    def _consume():
+        if config.query_blocks > 1:
+            plgpu.set_max_registers({2: 232, 3: 160}[config.query_blocks], action="increase")
+        own = {name: smem[name].at[warpgroup] for name in ("query_smem", "scalar_smem", "out_smem")}
+        held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
+        block = place["block"] + warpgroup
+        plgpu.barrier_wait(smem["ready"])
+        scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
+        denominator = scale * _norm_of_queries(own["query_smem"], smem["norm_smem"], held and held[2:])
+
+        def rows(acc):
+            _read_states(acc, own, smem, layout, config, held)
+            acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
+            end = place["block"] + config.query_blocks - 1
+            total = _read_keys(acc, own, smem, denominator, block, end, config, window, held and held[1:2])
+            total = lax.broadcast_in_dim(total, acc.shape, [0])
+            some = total > 0
+            mean = jnp.where(some, acc[...] / jnp.where(some, total, 1.0), 0.0)
+            own["out_smem"][...] = mean.astype(own["out_smem"].dtype)
+            plgpu.commit_smem()
+            time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
+            plgpu.copy_smem_to_gmem(own["out_smem"], gmem["out"].at[place["head"], time])
+            plgpu.wait_smem_to_gmem(0)
+
+        products.with_accumulators(rows, [own["out_smem"].shape], held and held[:1])
+
+
+def _copy_inputs(gmem, smem, place, config, chunk):
+    """What every warpgroup needs from the start."""
+    head, key_head, ready = place["head"], place["key_head"], smem["ready"]
+    begin = place["chunk"] * chunk + place["block"] * _BLOCK
+    for n in range(config.query_blocks):
+        time = pl.ds(begin + n * _BLOCK, _BLOCK)
+        plgpu.copy_gmem_to_smem(gmem["query"].at[head, time], smem["query_smem"].at[n], ready)
+        plgpu.copy_gmem_to_smem(gmem["scalars"].at[head, :, time], smem["scalar_smem"].at[n], ready)
+    plgpu.copy_gmem_to_smem(gmem["norm"].at[key_head, place["chunk"]], smem["norm_smem"], ready)
+    plgpu.copy_gmem_to_smem(gmem["decay"].at[key_head, place["chunk"]], smem["decay_smem"], ready)
+    rows = pl.ds(place["chunk"] * (chunk // _BLOCK) + place["block"], config.query_blocks)
+    plgpu.copy_gmem_to_smem(gmem["scale"].at[key_head, rows], smem["scale_smem"], ready)
+
+
+def _copy_states(gmem, smem, place, config):
+    def copy(step, slot):
+        state = gmem["states"].at[place["key_head"], place["chunk"], step]
+        plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])
+
+    ring.fill(jnp.int32(layouts.TILE), config.state_stages, smem["state_free"], copy)
+
+
+def _copy_keys(gmem, smem, place, config, chunk, window):
+    def copy(step, slot):
+        tokens = pl.ds(place["chunk"] * chunk + step * _BLOCK, _BLOCK)
+        for name in ("key", "value"):
+            tile = gmem[name].at[place["key_head"], tokens]
+            plgpu.copy_gmem_to_smem(tile, smem[f"{name}_smem"].at[slot], smem["key_full"].at[slot])
+
+    count = _key_blocks(place["block"] + config.query_blocks - 1, window)
+    ring.fill(count, config.key_stages, smem["key_free"], copy)
+
+
+def _key_blocks(block, window):
+    """Blocks of 64 keys that a block of rows of a chunk sees: the window, the rows before, its own."""
+    return block + window // _BLOCK + 1
+
+
+def _norm_of_queries(query_smem, norm_smem, interpreted):
+    """q^T Z q for 64 rows."""
+
+    def product(acc):
+        for part in range(2):
+            products.accumulate(acc, query_smem, norm_smem.at[part], interpreted)
+        return acc[...]
+
+    product = products.with_accumulators(product, [query_smem.shape], interpreted)
+    query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
+    return (product * query.astype(jnp.float32)).sum(1)
+
+
+def _read_states(acc, own, smem, layout, config, interpreted):
+    """acc += phi(q) S^T, one group of features at a time."""
+    dtype = smem["state_smem"].dtype
+    query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(dtype)
+    wrapped = jnp.concatenate([query, query], 1)
+
+    @pl.loop(jnp.int32(0), jnp.int32(layouts.TILE))
+    def _group(group):
+        parts = []
+        for window in layout.windows:
+            scalar = plgpu.load(own["scalar_smem"].at[window.begin + group], layout=_ROWS)
+            # Pairs across tiles stand for both orders.
+            for begin, width, weighted in (
+                (window.begin, layouts.TILE, scalar),
+                (window.begin + layouts.TILE, window.width - layouts.TILE, scalar + scalar),
+            ):
+                if width:
+                    vector = wrapped[:, begin : begin + width]
+                    parts.append(vector * lax.broadcast_in_dim(weighted, vector.shape, [0]))
+        features = jnp.concatenate(parts, 1)
+        slot = ring.slot_of(group, config.state_stages)
+        plgpu.barrier_wait(smem["state_full"].at[slot])
+        products.accumulate(acc, features, smem["state_smem"].at[slot].T, interpreted)
+        plgpu.barrier_arrive(smem["state_free"].at[slot])
+
+
+def _read_keys(acc, own, smem, denominator, block, end, config, window, interpreted):
+    """Adds the exact part to acc; returns the denominator with the keys' weights added.
+
+    `block` is that of the rows, `end` the last one whose keys are copied.
+    """
+    shape = (_BLOCK, _BLOCK)
+    last = _key_blocks(block, window) - 1
+    coarse, fine = (plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2))
+
+    def step(index, total, diagonal):
+        slot = ring.slot_of(index, config.key_stages)
+        key_coarse, key_fine = (
+            plgpu.load(smem["decay_smem"].at[part, index], layout=_COLUMNS) for part in range(2)
+        )
+        plgpu.barrier_wait(smem["key_full"].at[slot])
+        scores = _scores(own["query_smem"], smem["key_smem"].at[slot], interpreted)
+        between = lax.broadcast_in_dim(coarse, shape, [0]) - lax.broadcast_in_dim(key_coarse, shape, [1])
+        between += lax.broadcast_in_dim(fine, shape, [0]) - lax.broadcast_in_dim(key_fine, shape, [1])
+        if diagonal:
+            row, column = (
+                plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
+            )
+            between = jnp.where(row >= column, between, -1e4)
+        weights = scores * scores * jnp.exp2(between)
+        high, low = _parts(weights)
+        values = smem["value_smem"].at[slot]
+        products.accumulate(acc, high, values, interpreted)
+        products.accumulate(acc, low, values, interpreted)
+        plgpu.barrier_arrive(smem["key_free"].at[slot])
+        return total + weights.sum(1)
+
+    total = lax.fori_loop(jnp.int32(0), last, functools.partial(step, diagonal=False), denominator)
+    total = step(last, total, diagonal=True)
+
+    @pl.loop(last + 1, _key_blocks(end, window))
+    def _pass(index):
+        # Blocks that only later rows see: their memory is free as soon as it is full.
+        slot = ring.slot_of(index, config.key_stages)
+        plgpu.barrier_wait(smem["key_full"].at[slot])
+        plgpu.barrier_arrive(smem["key_free"].at[slot])
+
+    return total
+
+
+def _parts(weights):
+    """Two bfloat16 arrays that add up to the weights, but for 2^-17 of each."""
+    # Cut off rather than rounded: a conversion and back would take as long as the exponential.
+    bits = lax.bitcast_convert_type(weights, jnp.int32) & jnp.int32(-(1 << 16))
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    return high.astype(jnp.bfloat16), (weights - high).astype(jnp.bfloat16)
+
+
+def _scores(query_smem, key_smem, interpreted):
+    """q . k for 64 rows and 64 keys."""
+
+    def product(acc):
+        products.accumulate(acc, query_smem, key_smem.T, interpreted)
+        return acc[...]
+
+    return products.with_accumulators(product, [(query_smem.shape[0], key_smem.shape[0])], interpreted)

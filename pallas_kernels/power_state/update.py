@@ -1,0 +1,163 @@
+"""The update: states of plain monomials, carried along time in the accumulators of the tensor core.
+
+A block owns some groups of features of one head and walks the chunks of one segment of time. For each scalar i of a
+group, with its window w of indices,
+
+    S[:, w] <- S[:, w] + (V~^T * k_i) K_w,
+
+a product over 64 tokens whose first operand is scaled in registers along the tokens. Before each chunk the block
+stores the state as it is, the one that the chunk's queries read; then the state decays over the chunk.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import products, ring
+
+__all__ = ["update"]
+
+_BLOCK = configs.BLOCK
+_CONSUMERS = 2
+
+
+def update(key, value, carry, initial, *, layout, config, chunk, dtype, interpret=None):
+    """States that the chunks read, and the state after each segment.
+
+    key: 16-bit [H, R, X], time last, R = layout.rows with the first indices repeated at the end.
+    value: 16-bit [H, E, X], times its decay up to the end of its chunk.
+    carry: float32 [H, n], what the state is multiplied by over each of the n = X / chunk chunks.
+    initial: float32 [H, segments, 16, E, P], the state before the first chunk of each segment.
+
+    Returns states [H, n, 16, E, P] in `dtype` and final float32 [H, segments, 16, E, P]. Accumulates in float32;
+    products of a key and a value are rounded to the 16 bits of the operands.
+    """
+    heads, _, time = key.shape
+    value_dim, chunks = value.shape[1], time // chunk
+    segments, scalars = config.segments, config.update_scalars
+    grid = (heads, segments, layouts.TILE // scalars)
+    tiles = len(layout.windows)
+    lead = (config.update_stages,)
+    copies = 2 + tiles
+    mine = scalars // _CONSUMERS
+    accumulators = [(value_dim, layout.width)] * mine
+    scratch = {
+        "key_smem": products.operand(lead, layout.rows, _BLOCK, key.dtype),
+        "value_smem": products.operand(lead, value_dim, _BLOCK, value.dtype),
+        "scalar_smem": plgpu.SMEM((*lead, tiles, scalars, _BLOCK), key.dtype),
+        "store_smem": products.operand((_CONSUMERS,), value_dim, layout.width, dtype),
+        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.update_stages),
+        "free": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.update_stages),
+    }
+    if interpret is not None:
+        scratch["interpreted"] = [plgpu.SMEM((_CONSUMERS, *shape), jnp.float32) for shape in accumulators]
+    body = functools.partial(_body, layout=layout, config=config, chunk=chunk, chunks=chunks)
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((heads, chunks, layouts.TILE, value_dim, layout.width), dtype),
+            jax.ShapeDtypeStruct((heads, segments, layouts.TILE, value_dim, layout.width), jnp.float32),
+        ),
+        scratch_types=scratch,
+        grid=grid,
+        grid_names=("head", "segment", "group"),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="power_state_update",
+        interpret=interpret,
+    )(key, value, carry, initial)
+
+
+def _body(
+    key, value, carry, initial, states, final, *, layout, config, chunk, chunks, interpreted=None, **smem
+):
+    head, segment = lax.axis_index("head"), lax.axis_index("segment")
+    first_group = lax.axis_index("group") * config.update_scalars
+    warpgroup = lax.axis_index("warpgroup")
+    stages, blocks = config.update_stages, chunk // _BLOCK
+    per_segment = -(-chunks // config.segments)
+    first_chunk = segment * per_segment
+    count = jnp.minimum(chunks - first_chunk, per_segment)
+
+    @pl.when(warpgroup == _CONSUMERS)
+    def _produce():
+        plgpu.set_max_registers(40, action="decrease")
+
+        def copy(step, slot):
+            tokens = pl.ds(first_chunk * chunk + step * _BLOCK, _BLOCK)
+            full = smem["full"].at[slot]
+            plgpu.copy_gmem_to_smem(key.at[head, :, tokens], smem["key_smem"].at[slot], full)
+            plgpu.copy_gmem_to_smem(value.at[head, :, tokens], smem["value_smem"].at[slot], full)
+            for tile, window in enumerate(layout.windows):
+                rows = pl.ds(window.begin + first_group, config.update_scalars)
+                plgpu.copy_gmem_to_smem(key.at[head, rows, tokens], smem["scalar_smem"].at[slot, tile], full)
+
+        ring.fill(count * blocks, stages, smem["free"], copy)
+
+    @pl.when(warpgroup < _CONSUMERS)
+    def _consume():
+        plgpu.set_max_registers(232, action="increase")
+        mine = config.update_scalars // _CONSUMERS
+        store_smem = smem["store_smem"].at[warpgroup]
+        held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
+
+        def walk(*accumulators):
+            groups = [first_group + warpgroup * mine + n for n in range(mine)]
+            for group, acc in zip(groups, accumulators):
+                acc[...] = plgpu.load(
+                    initial.at[head, segment, group], layout=plgpu.Layout.WGMMA, optimized=False
+                )
+
+            @pl.loop(jnp.int32(0), count)
+            def _chunk(index):
+                for group, acc in zip(groups, accumulators):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    store_smem[...] = acc[...].astype(store_smem.dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(store_smem, states.at[head, first_chunk + index, group])
+
+                decay = carry[head, first_chunk + index]
+                for acc in accumulators:
+                    acc[...] = acc[...] * decay
+
+                @pl.loop(jnp.int32(0), jnp.int32(blocks))
+                def _block(block):
+                    slot = ring.slot_of(index * blocks + block, stages)
+                    plgpu.barrier_wait(smem["full"].at[slot])
+                    _accumulate_block(
+                        accumulators,
+                        smem["key_smem"].at[slot],
+                        smem["value_smem"].at[slot],
+                        smem["scalar_smem"].at[slot, :, pl.ds(warpgroup * mine, mine)],
+                        layout,
+                        held,
+                    )
+                    plgpu.barrier_arrive(smem["free"].at[slot])
+
+            for group, acc in zip(groups, accumulators):
+                final[head, segment, group] = acc[...]
+            plgpu.wait_smem_to_gmem(0)
+
+        shape = (initial.shape[-2], layout.width)
+        products.with_accumulators(walk, [shape] * mine, held)
+
+
+def _accumulate_block(accumulators, key_smem, value_smem, scalar_smem, layout, interpreted):
+    """Adds 64 tokens to the groups of one warpgroup."""
+    value = plgpu.load(value_smem, layout=plgpu.Layout.WGMMA)
+    for n, acc in enumerate(accumulators):
+        for tile, window in enumerate(layout.windows):
+            scalar = plgpu.load(scalar_smem.at[tile, n], layout=plgpu.Layout.WGMMA.reduce(0))
+            scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
+            columns = acc.at[:, window.offset : window.offset + window.width]
+            keys = key_smem.at[window.begin : window.begin + window.width].T
+            # One product in flight while the next operand is made: straight-line code, so each has its own registers.
+            products.accumulate(columns, scaled, keys, interpreted, wait=1)
+    if interpreted is None:
+        plgpu.wgmma_wait(0)

@@ -1,0 +1,127 @@
+"""The state kernels together, interpreted, against the formula in float64 and against the plain JAX form."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import power_state
+from pallas_kernels.power_state import config as configs
+from sympow_jax import ops
+from tests.ops import cases
+
+pytestmark = pytest.mark.timeout(240)
+
+# What the logarithm of a decay is at the start of a document.
+BOUNDARY = -88.0
+
+
+def drawn_case(case, *, batch=1, kv_heads=1):
+    drawn = cases.arrays(case, batch=batch, kv_heads=kv_heads, dtype="bfloat16")
+    names = ("query", "key", "value", "log_decay", "segment_ids")
+    return {name: drawn[name] for name in names}
+
+
+def run_kernels(drawn, **options):
+    log_decay = drawn["log_decay"]
+    if drawn["segment_ids"] is not None:
+        shape = drawn["key"].shape[:3]
+        log_decay = np.zeros(shape) if log_decay is None else log_decay
+        start = np.diff(drawn["segment_ids"], axis=1, prepend=-1) != 0
+        log_decay = np.where(start[..., None], BOUNDARY, log_decay)
+    options = {"chunk": 64, "interpret": plgpu.InterpretGPUParams(detect_races=True)} | options
+    arrays = [jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value")]
+    log_decay = None if log_decay is None else jnp.asarray(log_decay, jnp.float32)
+    # Not under jit: what is computed around a kernel could take the threads that its warpgroups wait for.
+    return power_state.power_state(*arrays, log_decay=log_decay, **options)
+
+
+def formula(drawn, **options):
+    with jax.enable_x64(True):
+        arrays = {name: None if x is None else jnp.asarray(x) for name, x in drawn.items()}
+        return jax.device_get(ops.power_attention(**arrays, implementation="reference", **options))
+
+
+def plain(drawn, chunk):
+    arrays = {
+        name: None if x is None else jnp.asarray(x, x.dtype if x.dtype == np.int32 else jnp.bfloat16)
+        for name, x in drawn.items()
+    }
+    if drawn["log_decay"] is not None:
+        arrays["log_decay"] = jnp.asarray(drawn["log_decay"], jnp.float32)
+    run = functools.partial(ops.power_attention, form="chunked", implementation="xla", chunk_size=chunk)
+    return jax.jit(run)(**arrays)
+
+
+# Chunks of 64, 128 and 192 give a block of the query one, two and three warpgroups.
+CASES = [
+    (cases.Case(head_dim=64, value_dim=64, time=300, decay="gentle"), 192),
+    (cases.Case(head_dim=64, value_dim=64, time=200, decay="mixed", segments="edges", group=2), 128),
+    (cases.Case(head_dim=64, value_dim=64, time=190, decay="none", scale=1e3), 64),
+    (cases.Case(head_dim=32, value_dim=32, time=190, decay="gentle", scale=1e-3), 64),
+]
+
+
+@pytest.mark.parametrize(("case", "chunk"), CASES, ids=str)
+def test_output_is_as_exact_as_the_plain_form(case, chunk):
+    drawn = drawn_case(case)
+    expected = formula(drawn)
+    out, _ = run_kernels(drawn, chunk=chunk)
+    assert out.dtype == jnp.bfloat16
+    assert cases.error(out, expected) <= 1.2 * cases.error(plain(drawn, chunk), expected)
+
+
+def test_states_in_bfloat16():
+    """Eight times the rounding of float16, in states and in products with them: the option's price, not a bug."""
+    drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=190, decay="gentle"))
+    out, _ = run_kernels(drawn, chunk=64, state_dtype=jnp.bfloat16)
+    assert cases.error(out, formula(drawn)) <= 4e-3
+
+
+def test_states_in_and_out(monkeypatch):
+    """The final state is the reference's, and a run that continues from it gives the outputs of the whole."""
+    # Two segments of the one head, of which the second is shorter.
+    monkeypatch.setattr(configs, "_MULTIPROCESSORS", 8)
+    drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=280, decay="gentle"))
+    cut = 160
+    first = {name: None if x is None else x[:, :cut] for name, x in drawn.items()}
+    _, (kv, norm) = run_kernels(first, chunk=64)
+    _, state = formula(first, return_state=True)
+    assert cases.error(kv, state.kv) <= 1e-3
+    assert cases.error(norm, state.norm) <= 1e-5
+
+    # The last 64 positions before the cut were not folded: the next run begins with them.
+    rest = {name: None if x is None else x[:, cut - 64 :] for name, x in drawn.items()}
+    out, _ = run_kernels(rest, chunk=64, initial_state=(kv, norm))
+    expected = formula(drawn)
+    plain_error = cases.error(plain(drawn, 64), expected)
+    assert cases.error(out, expected[:, cut - 64 :]) <= 1.2 * plain_error
+
+
+def test_zero_queries_give_zero():
+    drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=128, decay="gentle"))
+    drawn["query"][:, 70:80] = 0
+    out, _ = run_kernels(drawn)
+    assert not np.asarray(out[:, 70:80]).any()
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+
+
+UNSUPPORTED = {
+    "power": ({"power": 4}, {}),
+    "head_dim": ({}, {"head_dim": 48}),
+    "value_dim": ({}, {"value_dim": 80}),
+    "chunk": ({"chunk": 100}, {}),
+    "window": ({"window": 10}, {}),
+    "states": ({"state_dtype": jnp.float32}, {}),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_the_kernels_cannot_do_is_named(name):
+    options, sizes = UNSUPPORTED[name]
+    drawn = drawn_case(cases.Case(**{"head_dim": 64, "value_dim": 64, "time": 128} | sizes))
+    with pytest.raises(NotImplementedError, match=f"need.*{name}"):
+        run_kernels(drawn, **options)

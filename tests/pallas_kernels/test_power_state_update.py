@@ -1,0 +1,80 @@
+"""The update kernel, interpreted, against its definition in float64."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import update as kernels
+from tests.ops import cases
+
+pytestmark = pytest.mark.timeout(120)
+
+VALUE_DIM = 64
+
+
+def expected_states(key, value, carry, initial, layout, chunk):
+    """S <- carry * S + sum of phi(k) v^T over chunks: the state before each, and the last."""
+    chunks = key.shape[-1] // chunk
+    segments = initial.shape[1]
+    length = -(-chunks // segments)
+    features = key[:, layout.indices].prod(3)
+    states, finals = [], []
+    for segment in range(segments):
+        state = initial[:, segment]
+        for index in range(segment * length, min(chunks, (segment + 1) * length)):
+            states.append(state)
+            time = slice(index * chunk, (index + 1) * chunk)
+            new = np.einsum("hjpt,het->hjep", features[..., time], value[..., time])
+            state = carry[:, index, None, None, None] * state + new
+        finals.append(state)
+    return np.stack(states, 1), np.stack(finals, 1)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "segments", "dtype"), [(64, 1, "float16"), (64, 2, "bfloat16"), (32, 1, "float16")]
+)
+def test_update(head_dim, segments, dtype):
+    layout, chunk, chunks = layouts.Layout(head_dim), 64, 3
+    random = np.random.default_rng(0)
+    key = random.normal(size=(1, head_dim, chunk * chunks)).astype(jnp.dtype(dtype))
+    value = random.normal(size=(1, VALUE_DIM, chunk * chunks)).astype(jnp.dtype(dtype))
+    carry = random.uniform(0.5, 1, size=(1, chunks)).astype("float32")
+    initial = random.normal(size=(1, segments, layouts.TILE, VALUE_DIM, layout.width)).astype("float32")
+    config = configs.config_for(
+        power=2,
+        head_dim=head_dim,
+        value_dim=VALUE_DIM,
+        heads=1,
+        chunks=chunks,
+        chunk=chunk,
+        window=64,
+        dtype=jnp.bfloat16,
+        state_dtype=jnp.dtype(dtype),
+    )
+    run = jax.jit(
+        functools.partial(
+            kernels.update,
+            layout=layout,
+            config=dataclasses.replace(config, segments=segments),
+            chunk=chunk,
+            dtype=jnp.dtype(dtype),
+            interpret=plgpu.InterpretGPUParams(detect_races=True),
+        )
+    )
+    repeated = np.concatenate([key, key[:, : layout.rows - head_dim]], 1)
+    states, final = run(repeated, value, carry, initial)
+    expected, last = expected_states(
+        *(x.astype("float64") for x in (key, value, carry, initial)), layout, chunk
+    )
+    # A product of a key and a value, and the state that is stored, are rounded once each.
+    rounding = float(jnp.finfo(dtype).eps)
+    assert states.dtype == jnp.dtype(dtype)
+    assert cases.error(states, expected) <= rounding
+    assert cases.error(final, last) <= rounding
