@@ -72,10 +72,12 @@ def power_state(
         folds = jnp.broadcast_to(jnp.arange(time) < time - window, (batch, time))
     if initial_state is None:
         start = jnp.zeros((batch * kv_heads, layouts.TILE, configs.BLOCK, layout.width), jnp.float32)
+        start_size = jnp.zeros(batch * kv_heads, jnp.float32)
         start_norm = jnp.zeros((batch * kv_heads, head_dim, head_dim), jnp.float32)
     else:
         kv, norm = (x.reshape(batch * kv_heads, *x.shape[2:]) for x in initial_state)
         start = layouts.from_canonical(jnp.pad(kv, [(0, 0)] * 2 + [(0, missing)]), layout)
+        start_size = jnp.abs(start).max((1, 2, 3))
         start_norm = layouts.norm_from_canonical(norm, head_dim)
 
     arrays = preparation.prepare(
@@ -84,7 +86,7 @@ def power_state(
         value,
         log_decay,
         folds,
-        start,
+        start_size,
         start_norm,
         layout=layout,
         chunk=chunk,

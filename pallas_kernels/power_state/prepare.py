@@ -44,11 +44,11 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    query, key, value, log_decay, folds, start, start_norm, *, layout, chunk, window, state_dtype
+    query, key, value, log_decay, folds, start_size, start_norm, *, layout, chunk, window, state_dtype
 ) -> Prepared:
     """From query [B, T, N, D], key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K], folds [B, T].
 
-    start: float32 [H, 16, E, P] and start_norm: float32 [H, D, D], the state before the first token.
+    start_size: float32 [H], the largest entry of the state before the first token; start_norm: float32 [H, D, D].
     """
     heads = key.shape[2]
     extra = -query.shape[1] % chunk
@@ -74,7 +74,7 @@ def prepare(
     strength = jnp.where(folded & (to_state >= _FLOOR * _LOG2E), to_state + 2 * exponent[..., 0], _NOTHING)
     between = _between(carry)
     size = jnp.abs(old_value).max(-1)
-    shift = _shift(strength, size, between, jnp.abs(start).max((1, 2, 3)))
+    shift = _shift(strength, size, between, start_size)
     strength = jnp.exp2(strength - shift[:, 1:, None])[..., None]
 
     def time_last(x):
