@@ -1,18 +1,23 @@
-"""Settings of the tests of kernels."""
+"""Settings of the tests that run kernels in GPU interpret mode within pytest's own process: `pytest -m interpret`."""
 
 import os
 
 import jax
 import pytest
 
-# Interpretation runs each warpgroup of a block on a thread of XLA's pool, whose size is the number of devices where
-# that exceeds the number of cores; warpgroups that wait for each other need a thread each.
 _DEVICES = "--xla_force_host_platform_device_count"
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
 
-# Without this, arrays that a kernel does not depend on are computed beside it, on the same threads.
-jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+def pytest_configure(config):
+    """Gives warpgroups the threads they need, where interpreted tests are asked for."""
+    if config.getoption("markexpr") != "interpret":
+        return
+    # Interpretation runs each warpgroup of a block on a thread of XLA's pool, whose size is the number of devices where
+    # that exceeds the number of cores; warpgroups that wait for each other need a thread each.
+    if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+    # Without this, arrays that a kernel does not depend on are computed beside it, on the same threads.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,7 @@ INTERPRETED = {
 }
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
     """Without a race, and hardly less exact than the xla form, whose only rounding is that of its result.
@@ -75,6 +76,7 @@ def test_pallas_is_imported_only_when_asked_for():
     interpreted.check("import sys, sympow_jax.ops; assert 'pallas_kernels' not in sys.modules")
 
 
+@pytest.mark.interpret
 def test_gradients_are_those_of_the_xla_form():
     """The forward is replaced, the backward runs from the same arguments."""
     results = interpreted.run(

@@ -13,7 +13,7 @@ from pallas_kernels.power_state import config as configs
 from sympow_jax import ops
 from tests.ops import cases
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(240)]
 
 # What the logarithm of a decay is at the start of a document.
 BOUNDARY = -88.0

@@ -14,7 +14,7 @@ from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import update as kernels
 from tests.ops import cases
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
 VALUE_DIM = 64
 
