@@ -48,7 +48,7 @@ def power_attention(
             None takes the one with fewer FLOPs.
         implementation: `reference` is the formula, unoptimised; `xla` runs on any device; `mosaic_gpu` is a kernel
             for Hopper GPUs: the attention form without a state, of 16-bit inputs, head and value sizes to 128; a mesh
-            in scope divides batch and heads. None takes the kernel where it can, and always works.
+            in scope divides batch and heads; its backward pass is that of `xla`. None always works, and takes `xla`.
         chunk_size: tokens of a chunk, or of a block of the attention form; None chooses. Changes speed alone.
         window: every query sees at least this many of its last keys exactly, and only older ones through features,
             whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the state.

@@ -59,11 +59,9 @@ def attend(
     arguments = {"power": power, "log_decay": log_decay, "segment_ids": segment_ids, "state": initial_state}
     arguments |= {"window": window, "return_state": return_state}
 
-    if implementation in (None, "mosaic_gpu"):
-        stateless = initial_state is None and not return_state
-        kernel = _kernel(query, value, form, power, stateless=stateless, named=implementation is not None)
-        if kernel is not None:
-            return kernel(query, key, value, power=power, log_decay=log_decay, segment_ids=segment_ids)
+    if implementation == "mosaic_gpu":
+        kernel = _kernel(query, value, form, power, stateless=initial_state is None and not return_state)
+        return kernel(query, key, value, power=power, log_decay=log_decay, segment_ids=segment_ids)
     if implementation == "reference":
         if form == "chunked":
             raise NotImplementedError(
@@ -92,26 +90,24 @@ def attend_step(query, key, value, state, *, power, log_decay, segment_ids, impl
     return xla_step.step(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
 
 
-def _kernel(query, value, form, power, *, stateless, named):
-    """The Pallas kernel that does it, or None; why there is none is raised where the kernel was named."""
-    try:
-        if form != "attention":
-            raise NotImplementedError(
-                f"implementation 'mosaic_gpu' has the attention form only, not {form!r}; use 'xla'"
-            )
-        if not stateless:
-            raise NotImplementedError(
-                "implementation 'mosaic_gpu' takes and returns no state in the attention form; use 'xla'"
-            )
-        target.require_hopper(named=named)
-        # Pallas takes a second to import: only where a kernel is asked for.
-        from sympow_jax.ops._power import mosaic
+def _kernel(query, value, form, power, *, stateless):
+    """The Pallas kernel that does it; raises NotImplementedError with the constraint where there is none.
 
-        mosaic.require_supported(query, value, power=power)
-    except NotImplementedError:
-        if named:
-            raise
-        return None
+    None does not take it yet: it has been interpreted and compiled, but not run on a GPU.
+    """
+    if form != "attention":
+        raise NotImplementedError(
+            f"implementation 'mosaic_gpu' has the attention form only, not {form!r}; use 'xla'"
+        )
+    if not stateless:
+        raise NotImplementedError(
+            "implementation 'mosaic_gpu' takes and returns no state in the attention form; use 'xla'"
+        )
+    target.require_hopper()
+    # Pallas takes a second to import: only where a kernel is asked for.
+    from sympow_jax.ops._power import mosaic
+
+    mosaic.require_supported(query, value, power=power)
     return mosaic.attention
 
 
