@@ -85,6 +85,16 @@ def test_gradients_are_those_of_the_xla_form():
     assert max(results[0].values()) <= 1e-6, results
 
 
+def test_divided_over_the_mesh_in_scope():
+    """Batch and heads, wherever the arguments lie; axes that are part of types come back as they were."""
+    layouts = [[], ["data"], ["data", None, "model"]]
+    wanted = [{"kind": kind, "spec": spec} for kind in ("Auto", "Explicit") for spec in layouts]
+    for result, case in zip(interpreted.run("division", wanted), wanted, strict=True):
+        assert result["share"] == [2, 3, 2, 16], (case, result)
+        assert result["shape"] == [8, 3, 4, 16], (case, result)
+        assert result["kept"] or case["kind"] == "Auto", (case, result)
+
+
 needs_h100_packages = pytest.mark.skipif(
     bool(h100.missing()), reason=f"needs {', '.join(h100.missing())}: uv sync --group h100"
 )
