@@ -90,6 +90,23 @@ def gradients(settings: dict) -> dict:
     return {name: cases.error(actual[name], expected[name]) for name in expected}
 
 
+def division(settings: dict) -> dict:
+    """Shapes that a device sees, and where the result lies, of a query put at `spec` on a mesh of 4 x 2."""
+    kind = jax.sharding.AxisType[settings["kind"]]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*settings["spec"]))
+    seen = []
+
+    def share(arrays):
+        seen.append(arrays["query"].shape)
+        return arrays["query"] + arrays["key"]
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 3, 4, 16)), sharding)
+        out = jax.jit(lambda x: mosaic.per_device(share, {"query": x, "key": x}))(x)
+    return {"share": seen[0], "shape": out.shape, "kept": out.sharding.is_equivalent_to(sharding, out.ndim)}
+
+
 def _jitted(f, **options):
     return jax.jit(lambda arrays: f(**arrays, **options))
 
@@ -103,7 +120,7 @@ def _short(drawn, dtype):
     }
 
 
-JOBS = {"attention": attention, "gradients": gradients}
+JOBS = {"attention": attention, "gradients": gradients, "division": division}
 
 
 def main():

@@ -8,7 +8,7 @@ from pallas_kernels import power_attention as kernel
 from sympow_jax.ops._power import costs, xla
 from sympow_jax.ops._power import mean as means
 
-__all__ = ["attention", "require_supported"]
+__all__ = ["attention", "per_device", "require_supported"]
 
 # Mesh axes by the names in common use: those that divide heads; all others divide the batch.
 _HEAD_AXES = ("model", "tensor", "heads")
@@ -35,7 +35,7 @@ def _attention(power, interpret, query, key, value, log_decay, segment_ids):
 
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
     arrays = {name: x for name, x in arrays.items() if x is not None}
-    return _per_device(mean, arrays)
+    return per_device(mean, arrays)
 
 
 def _attention_fwd(power, interpret, *arguments):
@@ -67,7 +67,7 @@ def _attention_bwd(power, interpret, arguments, dout):
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _per_device(f, arrays):
+def per_device(f, arrays):
     """f of each device's share of the batch and the heads, since the partitioner cannot divide a kernel.
 
     With the axes of the mesh in scope that are not yet manual; without any, f itself.
@@ -86,7 +86,19 @@ def _per_device(f, arrays):
     mapped = jax.shard_map(
         f, in_specs=(specs,), out_specs=specs["query"], axis_names=set(axes), check_vma=False
     )
-    return mapped(arrays)
+    if not (explicit := set(axes) & set(mesh.explicit_axes)):
+        return mapped(arrays)
+    # Explicit axes are part of types: arguments have to be where the kernel takes them, the result where they were.
+    before = jax.typeof(arrays["query"]).sharding.spec
+    arrays = {name: jax.sharding.reshard(x, _over(explicit, specs[name])) for name, x in arrays.items()}
+    return jax.sharding.reshard(mapped(arrays), spec(*before[:3]))
+
+
+def _over(names, spec):
+    """The spec without the axes that are not among `names`."""
+    axes = ((part,) if isinstance(part, str) else part or () for part in spec)
+    kept = (tuple(axis for axis in part if axis in names) or None for part in axes)
+    return jax.sharding.PartitionSpec(*kept)
 
 
 def _dividing(size, names, mesh):
