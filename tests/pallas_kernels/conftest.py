@@ -5,17 +5,14 @@ import os
 import jax
 import pytest
 
-_DEVICES = "--xla_force_host_platform_device_count"
-
 
 def pytest_configure(config):
     """Gives warpgroups the threads they need, where interpreted tests are asked for."""
     if config.getoption("markexpr") != "interpret":
         return
-    # Interpretation runs each warpgroup of a block on a thread of XLA's pool, whose size is the number of devices where
-    # that exceeds the number of cores; warpgroups that wait for each other need a thread each.
-    if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+    # Interpretation runs each warpgroup of a block on a thread of XLA's pool, of as many threads as there are cores
+    # unless this says otherwise; warpgroups that wait for each other need a thread each.
+    os.environ.setdefault("PJRT_NPROC", "8")
     # Without this, arrays that a kernel does not depend on are computed beside it, on the same threads.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
