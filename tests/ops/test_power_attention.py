@@ -135,7 +135,7 @@ def test_attention_and_chunked_forms(case):
     check_float32(case, FORMS[:2], expected, **options)
 
 
-@pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("power", [2, 4])
 def test_recurrent_form(power):
     case = cases.Case(power=power, head_dim=8, value_dim=5, time=90, segments="padded", group=2)
     check_float64(case, FORMS[2:])
@@ -157,7 +157,8 @@ def test_full_grid(case):
     check_float32(case, forms, expected)
 
 
-@pytest.mark.parametrize(("power", "decay"), [(2, "mixed"), (4, "none")])
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("decay", ["none", "mixed"])
 def test_bfloat16(power, decay):
     case = cases.Case(power=power, decay=decay, time=300, group=2, segments="padded")
     drawn = cases.arrays(case, dtype="bfloat16")
