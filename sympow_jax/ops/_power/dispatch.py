@@ -81,13 +81,25 @@ def attend_step(query, key, value, state, *, power, log_decay, segment_ids, impl
     sizes = _check(query, key, value, log_decay, segment_ids, lead="B")
     _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     _check_state(state, jnp.promote_types(query.dtype, jnp.float32), power=power, **sizes)
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError("implementation 'mosaic_gpu' has no step; use 'xla'")
     if implementation == "reference":
         raise NotImplementedError(
             "implementation 'reference' has no step; call power_attention with one token and implementation='reference'"
         )
-    return xla_step.step(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
+    compute = _step_kernel(query, state, power) if implementation == "mosaic_gpu" else xla_step.step
+    return compute(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
+
+
+def _step_kernel(query, state, power):
+    """The step by Pallas kernels; raises NotImplementedError with the constraint that fails.
+
+    None does not take it yet: it has been interpreted and compiled, but not run on a GPU.
+    """
+    target.require_hopper()
+    # Pallas takes a second to import: only where a kernel is asked for.
+    from sympow_jax.ops._power import mosaic_step
+
+    mosaic_step.require_supported(query, state, power=power)
+    return mosaic_step.step
 
 
 def _kernel(query, value, form, power, *, stateless):
