@@ -14,16 +14,16 @@ from sympow_jax.ops._power import mean as means
 __all__ = ["step"]
 
 
-def step(query, key, value, state, *, power, log_decay, segment_ids, read=None, fold=None):
+def step(query, key, value, state, *, power, log_decay, segment_ids, read=None, fold=None, when=None):
     """Appends a token to the window and attends; W tokens are folded whenever 2W are held.
 
-    `read` and `fold` take the place of the functions of those names below, which alone touch the folded state.
+    `read`, `fold` and `when` take the place of the functions of those names below, which alone touch the folded state.
     """
-    read, fold = read or _read, fold or _fold
+    read, fold, when = read or _read, fold or _fold, when or _when
     dtype, window = state.kv.dtype, state.window
     batch, kv_heads, head_dim = key.shape
     precision = xla.precision_of(key.dtype)
-    valid, state = _enter_document(state, segment_ids, batch)
+    valid, state = _enter_document(state, segment_ids, batch, when)
     # Bounded decays keep the sums over the window finite.
     log_decay = jnp.zeros((batch, kv_heads), dtype) if log_decay is None else log_decay.astype(dtype)
     token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay, False)}
@@ -38,24 +38,20 @@ def step(query, key, value, state, *, power, log_decay, segment_ids, read=None, 
     if window:
         full = state.length == 2 * window
         fold_window = functools.partial(_fold_window, full=full, fold=fold, power=power, precision=precision)
-        state = jax.lax.cond(full.any(), fold_window, lambda held: held, state)
+        state = when(full.any(), fold_window, state)
     return out.reshape(batch, -1, value.shape[-1]).astype(value.dtype), state
 
 
-def _enter_document(state, segment_ids, batch):
+def _enter_document(state, segment_ids, batch, when):
     """Which rows have a token, and the state with the rows emptied where it starts a document."""
     if segment_ids is None:
         segment = jnp.where(state.segment == documents.NO_SEGMENT, 0, state.segment)
         return jnp.ones(batch, bool), _replaced(state, True, segment=segment)
     valid = segment_ids >= 0
     start = valid & (segment_ids != state.segment)
-    # Under `cond`, states that go on are not copied at every token.
-    state = jax.lax.cond(
-        start.any(),
-        lambda held: jax.tree.map(lambda x: _where(start, jnp.zeros_like(x), x), held),
-        lambda held: held,
-        state,
-    )
+    # Most tokens start no document.
+    emptied = functools.partial(jax.tree.map, lambda x: _where(start, jnp.zeros_like(x), x))
+    state = when(start.any(), emptied, state)
     return valid, _replaced(state, valid, segment=segment_ids)
 
 
@@ -69,6 +65,11 @@ def _appended(state, token, rows):
         for name, x in token.items()
     }
     return dataclasses.replace(state, **fields, length=state.length + rows)
+
+
+def _when(condition, f, state):
+    """f(state) if the condition holds, else the state."""
+    return jax.lax.cond(condition, f, lambda held: held, state)
 
 
 def _read(query, state, power, precision):
