@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_step import config as configs
-from pallas_kernels.power_step import fold as folding
-from pallas_kernels.power_step import read as reading
+from pallas_kernels.power_step import folding, reading
 
 __all__ = ["choose", "fold", "read"]
 

@@ -4,9 +4,10 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["FOLD_TILE", "Config", "chunk_rows", "choose", "layout"]
+__all__ = ["COMPILER", "FOLD_TILE", "Config", "choose", "chunk_rows", "layout", "spread"]
 
 # Threads of a warpgroup, and floats that one of them loads at once.
 _THREADS, _VECTOR = 128, 4
@@ -25,6 +26,8 @@ _SUMS = 128
 _WINDOW = 128
 # Rows of the state that a block of the fold updates: as many as its registers hold.
 FOLD_TILE = 64
+# Tiles stay in shared memory as they are: inferred layouts swizzle them in eights, which F need not be a multiple of.
+COMPILER = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,3 +97,8 @@ def layout(width: int):
         lane_dims=(-3, -2),
         vector_dim=-1,
     )
+
+
+def spread(x, shape, axis):
+    """A vector along `axis` of an array of that shape, in the layout of its rows."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout(shape[1]))

@@ -165,7 +165,7 @@ def _main_loop(code, sass) -> dict[str, int]:
         if target and (begin := labels.get(target[1], address + 1)) <= address:
             bodies.append([text for at, text in code if begin <= at <= address])
     bodies = [body for body in bodies if all(any(x.startswith(k) for x in body) for k in ("HGMMA", "F2FP"))]
-    body = min(bodies, key=len)
+    body = min(bodies, key=len, default=[])
     kinds = ("HGMMA", "FMUL", "FFMA", "FADD", "F2FP", "MUFU", "LDS", "BAR")
     return {kind: sum(x.startswith(kind) for x in body) for kind in kinds} | {"instructions": len(body)}
 

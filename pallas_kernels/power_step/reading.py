@@ -20,6 +20,9 @@ from pallas_kernels.power_step import config as configs
 
 __all__ = ["read"]
 
+# Products of keys and a query that a warpgroup holds at once, 32 a thread.
+_PRODUCTS = 32 * 128
+
 
 def read(features, kv, norm, query, keys, values, decay, *, power, config, interpret=None):
     """Sums over rows of the state and of the window: numerators [B, K, P, G, E] and denominators [B, K, P, G, R].
@@ -43,6 +46,7 @@ def read(features, kv, norm, query, keys, values, decay, *, power, config, inter
         grid=(parts, kv_heads, batch),
         grid_names=("part", "head", "batch"),
         kernel_name="power_step_read",
+        compiler_params=configs.COMPILER,
         **({} if interpret is None else {"interpret": interpret}),
     )
     return kernel(features, kv, norm, query, keys, values, decay)
@@ -111,12 +115,12 @@ class _Sums:
         rows, weights, norm = refs
         for begin in range(0, self.tile, self.shape[0]):
             chunk = pl.ds(begin, self.shape[0])
-            x = plgpu.load(rows.at[chunk], layout=self.layout)
+            x = plgpu.load(rows.at[chunk], layout=self.layout, optimized=False)
             ones = None if norm is None else self._per_row(norm.at[chunk])
             added = []
             for g, (total, weight) in enumerate(totals):
                 w = self._per_row(weights.at[g, chunk])
-                total = total + lax.broadcast_in_dim(w, self.shape, [0]) * x
+                total = total + configs.spread(w, x.shape, 0) * x
                 added.append((total, weight + (w if ones is None else w * ones)))
             totals = tuple(added)
         return totals
@@ -127,15 +131,17 @@ class _Sums:
 
 def _weigh(keys, query, decay, weights, power):
     """weights[g, w] = (query[g] . keys[w])^p decay[w], from and into shared memory."""
-    width, layout = keys.shape[1], configs.layout(keys.shape[1])
-    rows = configs.chunk_rows(width)
-    for g in range(query.shape[0]):
-        q = plgpu.load(query.at[g], layout=layout.reduce(0), optimized=False)
-        for begin in range(0, keys.shape[0], rows):
-            chunk = pl.ds(begin, rows)
-            k = plgpu.load(keys.at[chunk], layout=layout)
-            score = (k * lax.broadcast_in_dim(q, k.shape, [1])).sum(1)
-            factor = plgpu.load(decay.at[chunk], layout=layout.reduce(1), optimized=False)
+    tile, width = keys.shape
+    layout, step = configs.layout(width), configs.chunk_rows(width)
+    # Products of a key and a query that a thread holds at once.
+    rows = max(step, min(tile, _PRODUCTS // width) // step * step)
+    for begin in range(0, tile, rows):
+        chunk = pl.ds(begin, min(rows, tile - begin))
+        k = plgpu.load(keys.at[chunk], layout=layout)
+        factor = plgpu.load(decay.at[chunk], layout=layout.reduce(1), optimized=False)
+        for g in range(query.shape[0]):
+            q = plgpu.load(query.at[g], layout=layout.reduce(0), optimized=False)
+            score = (k * configs.spread(q, k.shape, 1)).sum(1)
             weights[g, chunk] = functools.reduce(operator.mul, [score * score] * (power // 2)) * factor
     plgpu.commit_smem()
 

@@ -39,6 +39,7 @@ def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
         grid=(-(-count_features // tile), kv_heads, size),
         grid_names=("tile", "head", "row"),
         kernel_name="power_step_fold",
+        compiler_params=configs.COMPILER,
         **({} if interpret is None else {"interpret": interpret}),
     )(kv, norm, rows, count, features, values, carry)
 
@@ -68,7 +69,7 @@ def _body(
             state, weight = sums
             phi = plgpu.load(feature_smem.at[w], layout=layout.reduce(1), optimized=False)
             v = plgpu.load(value_smem.at[w], layout=layout.reduce(0), optimized=False)
-            product = lax.broadcast_in_dim(phi, state.shape, [0]) * lax.broadcast_in_dim(v, state.shape, [1])
+            product = configs.spread(phi, state.shape, 0) * configs.spread(v, state.shape, 1)
             return state + product, weight + phi
 
         state, weight = lax.fori_loop(jnp.int32(0), feature_smem.shape[0], add, (state, weight))
