@@ -30,9 +30,11 @@ def read(
 
     Args:
         features: [B, K, G, F], phi(q) times the decay from the state to the query, in the order of kv's rows.
-        kv: [B, K, F, E], sums of phi(k) v^T; norm: [B, K, F], sums of phi(k).
+        kv: [B, K, F, E], sums of phi(k) v^T.
+        norm: [B, K, F], sums of phi(k).
         query: [B, K, G, D].
-        keys: [B, 2W, K, D]; values: [B, 2W, K, E]; zero where there is no token.
+        keys: [B, 2W, K, D], zero where there is no token.
+        values: [B, 2W, K, E].
         decay: [B, K, 2W], from each token of the window to the query.
         power: p, even.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
@@ -77,8 +79,10 @@ def fold(
     are those that `choose` accepts. Not differentiable.
 
     Args:
-        kv: [B, K, F, E]; norm: [B, K, F], float32.
-        rows: int32 [n], entries of the batch, the first `count` (int32 []) of which are folded, each once.
+        kv: [B, K, F, E], float32.
+        norm: [B, K, F], float32.
+        rows: int32 [n], entries of the batch.
+        count: int32 [], how many of them, the first, are folded. Each of those occurs once.
         features: [n, K, W, F], phi(k) of each token times the decay after it.
         values: [n, W, K, E].
         carry: [n, K], the decay over all W tokens.

@@ -5,9 +5,6 @@ tokens' values come by TMA; a thread adds the products of its rows and columns, 
 tile goes back to where it came from. Rows of the batch that are not chosen are neither read nor written.
 """
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl

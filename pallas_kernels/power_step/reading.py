@@ -73,7 +73,9 @@ def _body(features, kv, norm, query, keys, values, decay, numerator, denominator
 
         count = jnp.minimum(jnp.int32(tiles) - first, config.tiles)
         tile, weights = (config.tile, value_dim), (group, config.tile)
-        store(_through_ring(copies, [tile, weights, weights[1:]], count, config.stages, sums.add, sums.zeros()))
+        store(
+            _through_ring(copies, [tile, weights, weights[1:]], count, config.stages, sums.add, sums.zeros())
+        )
 
     @pl.when(part == config.parts)
     def _window():
