@@ -20,8 +20,8 @@ _STAGES = 4
 # Blocks that share the work: four rounds of three for each of an H100's 132 multiprocessors, so that the last round,
 # which is not full, is short.
 _BLOCKS = 4 * 3 * 132
-# Registers of a thread that may hold sums, of the 168 that three blocks leave it.
-_SUMS = 128
+# Query heads of a key head, and registers of a thread that may hold their sums: more of either spill.
+_GROUP, _SUMS = 16, 128
 # Tokens of the window that a fold holds in shared memory, values of 128 and features of a tile each.
 _WINDOW = 128
 # Rows of the state that a block of the fold updates: as many as its registers hold.
@@ -63,10 +63,11 @@ def choose(*, heads, group, features, head_dim, value_dim, window, power, dtype)
             raise NotImplementedError(f"the power_step kernels need {constraint}")
     # A thread sums its columns of every query head.
     columns = _VECTOR * value_dim // _columns(value_dim)
-    if group * columns > _SUMS:
+    most = min(_GROUP, _SUMS // columns)
+    if group > most:
         raise NotImplementedError(
-            f"the power_step kernels need at most {_SUMS // columns} query heads for each key head where value_dim "
-            f"is {value_dim}, not {group}"
+            f"the power_step kernels need at most {most} query heads for each key head where value_dim is "
+            f"{value_dim}, not {group}"
         )
     step = max(chunk_rows(head_dim), chunk_rows(value_dim))
     tile = max(step, min(_ROWS, _TILE_BYTES // (4 * value_dim)) // step * step)

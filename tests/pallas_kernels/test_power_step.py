@@ -134,7 +134,7 @@ def test_constraints_are_named():
         ({"value_dim": 136}, "value_dim a multiple of 8 up to 128, not 136"),
         ({"features": 330}, "features in multiples of 4.* not 330"),
         ({"window": 0}, "window from 1 to 128, not 0"),
-        ({"group": 64}, "at most 32 query heads for each key head where value_dim is 64, not 64"),
+        ({"group": 64}, "at most 16 query heads for each key head where value_dim is 64, not 64"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             choose(**wrong)
