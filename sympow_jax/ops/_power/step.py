@@ -23,9 +23,9 @@ def step(query, key, value, state, *, power, log_decay, segment_ids, read=None, 
     dtype, window = state.kv.dtype, state.window
     batch, kv_heads, head_dim = key.shape
     precision = xla.precision_of(key.dtype)
-    valid, state = _enter_document(state, segment_ids, batch, when)
+    valid, state = _enter_document(state, segment_ids, when)
     # Bounded decays keep the sums over the window finite.
-    log_decay = jnp.zeros((batch, kv_heads), dtype) if log_decay is None else log_decay.astype(dtype)
+    log_decay = jnp.zeros_like(key[..., 0], dtype) if log_decay is None else log_decay.astype(dtype)
     token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay, False)}
     token = {name: x[:, None].astype(dtype) for name, x in token.items()}
     if window == 0:
@@ -42,11 +42,11 @@ def step(query, key, value, state, *, power, log_decay, segment_ids, read=None, 
     return out.reshape(batch, -1, value.shape[-1]).astype(value.dtype), state
 
 
-def _enter_document(state, segment_ids, batch, when):
+def _enter_document(state, segment_ids, when):
     """Which rows have a token, and the state with the rows emptied where it starts a document."""
     if segment_ids is None:
         segment = jnp.where(state.segment == documents.NO_SEGMENT, 0, state.segment)
-        return jnp.ones(batch, bool), _replaced(state, True, segment=segment)
+        return jnp.ones_like(segment, bool), _replaced(state, True, segment=segment)
     valid = segment_ids >= 0
     start = valid & (segment_ids != state.segment)
     # Most tokens start no document.
@@ -59,11 +59,8 @@ def _appended(state, token, rows):
     """The state with a token in the next slot of the window, in the chosen rows."""
     # Written in place where the state is donated; a slot beyond the window is no slot.
     slot = jnp.where(rows, state.length, 2 * state.window)
-    row = jnp.arange(len(slot))
-    fields = {
-        name: getattr(state, name).at[row, slot].set(x[:, 0], mode="drop", unique_indices=True)
-        for name, x in token.items()
-    }
+    put = jax.vmap(lambda held, i, x: held.at[i].set(x[0], mode="drop"))
+    fields = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
     return dataclasses.replace(state, **fields, length=state.length + rows)
 
 
