@@ -37,3 +37,4 @@ def test_nothing_is_gathered_on_eight_devices(form):
     assert "mosaic_gpu" in text
     assert "all-gather" not in text
     assert "all-to-all" not in text
+    assert "all-reduce" not in text

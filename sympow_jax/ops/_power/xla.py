@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     key: Float[Array, "B X K D"]
     value: Float[Array, "B X K E"]
     log_decay: Float[Array, "B X K"] | None  # `decay.bounded`; None is no decay and no boundary
-    folds: Bool[Array, "B X"]  # False where a position never enters the state
+    folds: Bool[Array, "B X"] | None  # False where a position never enters the state; None among gradients
     kv: Float[Array, "B K F E"] | None  # the state before the first position; None is nothing
     norm: Float[Array, "B K F"] | None
 
