@@ -1,12 +1,7 @@
 """The step kernels: interpreted on a CPU, compiled for an H100, and behind the op."""
 
 import functools
-import json
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_step as kernels
 from sympow_jax import ops
-from sympow_jax.ops._power import mosaic_step
+from sympow_jax.ops._power import mosaic_step, target
 from sympow_jax.ops._power import step as xla_step
 from tests.ops import cases
-from tests.pallas_kernels import compiled_power_step, h100
+from tests.pallas_kernels import h100
 
 WINDOW = 4
 NAMES = ("query", "key", "value", "log_decay", "segment_ids")
@@ -40,25 +35,23 @@ def drawn_case(case, batch=2, kv_heads=2):
     }
 
 
-def by_steps(step, drawn, power, state=None, window=WINDOW, donated=False):
+def by_steps(step, drawn, power, state=None, window=WINDOW):
     """The output and the state of each token."""
     batch, time, kv_heads, head_dim = drawn["key"].shape
     if state is None:
         sizes = batch, kv_heads, head_dim, drawn["value"].shape[-1]
         state = ops.PowerState.zeros(*sizes, power=power, window=window)
     absent = {name: None for name in ("log_decay", "segment_ids") if name not in drawn}
-    call = jax.jit(
-        lambda state, token: step(state=state, power=power, **token, **absent),
-        donate_argnums=0 if donated else (),
-    )
+    call = jax.jit(lambda state, token: step(state=state, power=power, **token, **absent))
     for t in range(time):
         out, state = call(state, {name: x[:, t] for name, x in drawn.items()})
         yield out, state
 
 
-def interpreted_step(detect_races=True):
-    interpret = plgpu.InterpretGPUParams(detect_races=detect_races)
-    return functools.partial(mosaic_step.step, interpret=interpret)
+def interpreted_step(detect_races=True, **arguments):
+    """The step of the op by its kernels."""
+    with target.interpreted(plgpu.InterpretGPUParams(detect_races=detect_races)):
+        return ops.power_attention_step(**arguments, implementation="mosaic_gpu")
 
 
 @pytest.mark.interpret
@@ -75,7 +68,7 @@ def test_interpreted(name, monkeypatch):
         exact = {n: x if n == "segment_ids" else np.asarray(x, np.float64) for n, x in drawn.items()}
         expected = np.asarray(whole(**jax.tree.map(jnp.asarray, exact)))
     outputs, plain_outputs, folded = [], [], False
-    both = zip(by_steps(interpreted_step(), drawn, case.power), by_steps(xla_step.step, drawn, case.power))
+    both = zip(by_steps(interpreted_step, drawn, case.power), by_steps(xla_step.step, drawn, case.power))
     for (out, state), (plain, plain_state) in both:
         for field in ("kv", "norm"):
             assert cases.error(getattr(state, field), getattr(plain_state, field)) <= 1e-6
@@ -96,7 +89,7 @@ def test_rows_are_ragged():
     drawn = drawn_case(cases.Case(time=12, decay="gentle"), batch=3)
     drawn["segment_ids"] = jnp.where(jnp.arange(12) < jnp.array([[0], [1], [3]]), -1, 0).astype(jnp.int32)
     lengths = []
-    both = zip(by_steps(interpreted_step(), drawn, 2), by_steps(xla_step.step, drawn, 2))
+    both = zip(by_steps(interpreted_step, drawn, 2), by_steps(xla_step.step, drawn, 2))
     for (out, state), (plain, plain_state) in both:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), state, plain_state)
         np.testing.assert_allclose(out, plain, rtol=2e-5, atol=1e-5)
@@ -118,7 +111,10 @@ def test_gradients_are_those_of_the_xla_step():
 
         return jax.grad(loss)(drawn)
 
-    expected, actual = gradients(xla_step.step), gradients(interpreted_step(detect_races=False))
+    expected, actual = (
+        gradients(xla_step.step),
+        gradients(functools.partial(interpreted_step, detect_races=False)),
+    )
     for name in expected:
         assert cases.error(actual[name], expected[name]) <= 2e-6, name
 
@@ -152,46 +148,12 @@ needs_h100_packages = pytest.mark.skipif(
 )
 
 
-def compiled(expression: str):
-    """The value of an expression of `compiled_power_step` and `h100`, from a process of its own."""
-    program = (
-        "import dataclasses, json; from tests.pallas_kernels import compiled_power_step as cases, h100; "
-        f"print(json.dumps({expression}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=h100.TIMEOUT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-        cwd=pathlib.Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.h100
-@needs_h100_packages
-@pytest.mark.parametrize("case", compiled_power_step.CASES)
-def test_compiled_for_h100(case):
-    """One kernel that spills nothing, loads its tiles by TMA and leaves room for several blocks of it."""
-    (built,) = compiled(
-        f"[dataclasses.asdict(k) for f, x in [cases.build({case!r})] for k in h100.kernels(f, *x)]"
-    )
-    assert built["spill_bytes"] == 0, built
-    assert built["tma_loads"] >= 4, built
-    assert built["tf32"] == 0, built
-    # Two blocks of a multiprocessor, by registers and by shared memory.
-    assert built["registers"] <= 255, built
-    assert built["shared_bytes"] <= 113 * 1024, built
-
-
 @pytest.mark.h100
 @needs_h100_packages
 @pytest.mark.parametrize("segments", [False, True])
 def test_a_donated_state_is_not_copied(segments):
     """Neither where W tokens are folded nor, at all other tokens, around it."""
-    text = compiled(f"cases.step_program(segments={segments})")
+    text = h100.run("donated", "segments" if segments else "plain")
     assert text.count('custom_call_target="mosaic_gpu') == 2
     state = r"= \(?f32\[64,8,2080,64\]\S* "
     assert not re.search(state + "copy", text)
@@ -202,7 +164,7 @@ def test_a_donated_state_is_not_copied(segments):
 @pytest.mark.h100
 @needs_h100_packages
 def test_no_gather_around_the_kernels_on_eight_devices():
-    text = compiled("cases.step_program(segments=True, devices=(4, 2))")
+    text = h100.run("donated", "divided")
     assert text.count('custom_call_target="mosaic_gpu') == 2
     assert "f32[16,4,2080,64]" in text
     assert "all-gather" not in text

@@ -12,7 +12,7 @@ from pallas_kernels import power_step as kernels
 from sympow_jax.ops import feature_maps
 from sympow_jax.ops._power import decay as decays
 from sympow_jax.ops._power import mean as means
-from sympow_jax.ops._power import mosaic
+from sympow_jax.ops._power import mosaic, target
 from sympow_jax.ops._power import step as xla_step
 
 __all__ = ["require_supported", "step"]
@@ -36,12 +36,12 @@ def require_supported(query, state, *, power) -> None:
     )
 
 
-def step(query, key, value, state, *, power, log_decay, segment_ids, interpret=None):
+def step(query, key, value, state, *, power, log_decay, segment_ids):
     """`xla_step.step` by the kernels. A donated state is updated where it lies.
 
     Saves its arguments alone for the backward pass, which is that of the `xla` step.
     """
-    return _step(power, interpret, query, key, value, state, log_decay, segment_ids)
+    return _step(power, target.interpret(), query, key, value, state, log_decay, segment_ids)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -103,7 +103,7 @@ def _read(query, state, power, precision, *, interpret):
         "norm": state.norm,
     }
     compute = functools.partial(_read_share, power=power, interpret=interpret)
-    return _per_device(compute, arrays)["out"][:, 0]
+    return mosaic.per_device(compute, arrays, ("out",))["out"][:, 0]
 
 
 def _read_share(arrays, *, power, interpret):
@@ -135,7 +135,8 @@ def _fold(state, tokens, rows, power, precision, *, interpret):
         "norm": state.norm,
         "rows": jnp.broadcast_to(rows[:, None, None], (len(rows), 1, state.norm.shape[1])),
     }
-    return _per_device(functools.partial(_fold_share, power=power, interpret=interpret), arrays)
+    compute = functools.partial(_fold_share, power=power, interpret=interpret)
+    return mosaic.per_device(compute, arrays, ("kv", "norm"))
 
 
 def _fold_share(arrays, *, power, interpret):
@@ -157,16 +158,3 @@ def _fold_share(arrays, *, power, interpret):
     blocks = (count + size - 1) // size
     kv, norm = jax.lax.fori_loop(jnp.int32(0), blocks, fold, (arrays["kv"], arrays["norm"]))
     return {"kv": kv, "norm": norm}
-
-
-def _per_device(f, arrays):
-    """`mosaic.per_device`, which wants the heads in the third place."""
-    folded = ("kv", "norm")
-
-    def compute(arrays):
-        results = f(arrays | {name: arrays[name][:, 0] for name in folded})
-        return {name: x[:, None] if name in folded else x for name, x in results.items()}
-
-    arrays = {name: x[:, None] if name in folded else x for name, x in arrays.items()}
-    results = mosaic.per_device(compute, arrays)
-    return {name: x[:, 0] if name in folded else x for name, x in results.items()}
