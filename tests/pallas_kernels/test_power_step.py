@@ -48,6 +48,14 @@ def by_steps(step, drawn, power, state=None, window=WINDOW):
         yield out, state
 
 
+def formula(drawn, power):
+    """The output by the reference, in float64."""
+    whole = functools.partial(ops.power_attention, power=power, implementation="reference")
+    with jax.enable_x64(True):
+        exact = {n: x if n == "segment_ids" else np.asarray(x, np.float64) for n, x in drawn.items()}
+        return np.asarray(whole(**jax.tree.map(jnp.asarray, exact)))
+
+
 def interpreted_step(detect_races=True, **arguments):
     """The step of the op by its kernels."""
     with target.interpreted(plgpu.InterpretGPUParams(detect_races=detect_races)):
@@ -63,10 +71,7 @@ def test_interpreted(name, monkeypatch):
     case = INTERPRETED[name]
     # Degree 4 has 3,876 features, which take the interpreter a while.
     drawn = drawn_case(case, kv_heads=1 if case.power == 4 else 2)
-    whole = functools.partial(ops.power_attention, power=case.power, implementation="reference")
-    with jax.enable_x64(True):
-        exact = {n: x if n == "segment_ids" else np.asarray(x, np.float64) for n, x in drawn.items()}
-        expected = np.asarray(whole(**jax.tree.map(jnp.asarray, exact)))
+    expected = formula(drawn, case.power)
     outputs, plain_outputs, folded = [], [], False
     both = zip(by_steps(interpreted_step, drawn, case.power), by_steps(xla_step.step, drawn, case.power))
     for (out, state), (plain, plain_state) in both:
@@ -174,14 +179,16 @@ def test_no_gather_around_the_kernels_on_eight_devices():
 @pytest.mark.parametrize(("power", "width"), [(2, 64), (2, 128), (4, 16)])
 @pytest.mark.parametrize("batch", [1, 32])
 def test_on_a_gpu(power, width, batch):
-    """At real sizes, over two folds: close to the xla step, and the same to the bit in ten runs."""
+    """At real sizes, over several folds: as exact as the xla step, and the same to the bit in ten runs."""
     case = cases.Case(
-        power=power, head_dim=width, value_dim=width, time=200, decay="gentle", segments="edges", group=2
+        power=power, head_dim=width, value_dim=width, time=250, decay="gentle", segments="edges", group=2
     )
     drawn = drawn_case(case, batch=batch, kv_heads=8)
     first, before, last = run(drawn, power, "mosaic_gpu")
-    expected, _, plain = run(drawn, power, "xla")
-    assert cases.error(first, expected) <= 2e-6
+    plain_out, _, plain = run(drawn, power, "xla")
+    expected = np.moveaxis(formula(drawn, power), 1, 0)
+    assert cases.error(first, expected) <= max(1.2 * cases.error(plain_out, expected), 2e-6)
+    assert last.kv.any()
     assert cases.error(last.kv, plain.kv) <= 2e-6
     token = {name: x[:, -1:] for name, x in drawn.items()}
     for _ in range(10):
@@ -194,7 +201,7 @@ def run(drawn, power, implementation, state=None):
     """All outputs, and the states before and after the last token."""
     step = functools.partial(ops.power_attention_step, implementation=implementation)
     outputs, before = [], state
-    for out, after in by_steps(step, drawn, power, state=state, window=32):
+    for out, after in by_steps(step, drawn, power, state=state, window=16):
         outputs.append(out)
         before, state = state, after
     return jnp.stack(outputs), before, state
