@@ -1,0 +1,340 @@
+"""The contenders that JAX runs: built for a shape, compiled, and checked against float32."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _timing
+from benchmarks._shapes import CONTENDERS, WINDOW, Shape
+from sympow_jax import ops
+from sympow_jax.ops._power import target
+
+__all__ = ["Prepared", "WrongResult", "ceilings", "machine", "prepare"]
+
+# Of bfloat16 inputs, as README states them.
+VALUE_BOUND, GRADIENT_BOUND = 1e-2, 2e-2
+# Gradients are compared at this length, or at that of the shape where it is shorter.
+GRADIENT_TIME = 2048
+# Values are compared in this many rows at the end and in the middle of the sequence that is timed.
+ROWS = 128
+# Tokens that a state has seen before the steps that are timed.
+PREFIX = 288
+ARGUMENTS = ("query", "key", "value", "log_decay")
+
+
+class WrongResult(Exception):
+    """A contender's result is further from float32 than bfloat16 explains."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A contender that has been compiled, run and checked.
+
+    sample: times this many calls. divide: how much of what is timed one call counts for. error: RMS error of its
+    values, relative. kernels: seconds of each kernel of one call, None where nothing can tell.
+    """
+
+    sample: Callable[[int], _timing.Sample]
+    error: float
+    kernels: Callable[[], dict[str, float] | None]
+    divide: int = 1
+
+
+def machine() -> dict:
+    """Device and versions. Raises RuntimeError where there is no GPU and one was asked for."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "runtime": " ".join(device.client.platform_version.split()),
+        "cudnn": _version("nvidia-cudnn-cu13") or _version("nvidia-cudnn-cu12"),
+        "jax-linear-attention": _version("jax-linear-attention"),
+    }
+
+
+def ceilings(smoke: bool) -> dict[str, float]:
+    """Measured FLOP/s and bytes/s."""
+    return _timing.ceilings(size=64 if smoke else 8192, copied=2**16 if smoke else 2**31)
+
+
+def prepare(name: str, shape: Shape) -> Prepared:
+    """Compiles a contender for a shape, runs it and checks what it computed.
+
+    Raises NotImplementedError where it cannot do it, WrongResult where its result is not right.
+    """
+    if shape.mode == "step":
+        return _prepare_step(name, shape)
+    contender = _CONTENDERS[name](shape)
+    inputs = [draw(shape, seed) for seed in range(2)]
+    if shape.mode == "training":
+        inputs = [(*arguments, _cotangent(shape)) for arguments in inputs]
+        call = jax.jit(_both_passes(contender.call)).lower(*inputs[0]).compile()
+        result, gradients = call(*inputs[0])
+        _require_finite(gradients)
+        if shape.time <= GRADIENT_TIME:
+            _check_gradients(contender, inputs[0], gradients)
+        else:
+            _check_trained(name, dataclasses.replace(shape, time=GRADIENT_TIME, batch=1))
+    else:
+        call = jax.jit(contender.call).lower(*inputs[0]).compile()
+        result = call(*inputs[0])
+    error = _error_of_rows(contender, inputs[0], contender.output(result))
+    return Prepared(
+        functools.partial(_timing.queued, call, inputs),
+        error,
+        functools.partial(_timing.kernel_seconds, call, inputs),
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def draw(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
+    """Query, key, value in bfloat16 and log_decay in float32; heads remember from 50 to 100,000 tokens."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    lead = (shape.batch, shape.time, shape.heads)
+    vectors = (jax.random.normal(key, (*lead, shape.head_dim), jnp.bfloat16) for key in keys[:3])
+    gate = jax.random.normal(keys[3], lead) + jnp.linspace(4, 12, shape.heads)
+    return *vectors, jax.nn.log_sigmoid(gate)
+
+
+def _cotangent(shape: Shape) -> jax.Array:
+    return jax.random.normal(
+        jax.random.key(7), (shape.batch, shape.time, shape.heads, shape.head_dim), jnp.bfloat16
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contender:
+    """call: of query, key, value, log_decay. formula: what it computes, in `_FORMULAS`. output: its values."""
+
+    call: Callable
+    formula: Callable
+    output: Callable = lambda result: result
+
+
+def _op(form, implementation):
+    def build(shape):
+        def call(query, key, value, log_decay):
+            return ops.power_attention(
+                query,
+                key,
+                value,
+                power=shape.power,
+                log_decay=log_decay,
+                form=form,
+                implementation=implementation,
+                window=WINDOW,
+            )
+
+        return _Contender(call, _power(shape.power))
+
+    return build
+
+
+def _attention_kernel(shape):
+    target.require_hopper()
+    from pallas_kernels import power_attention
+
+    def call(query, key, value, log_decay):
+        return power_attention.power_attention(query, key, value, power=shape.power, log_decay=log_decay)
+
+    return _Contender(call, _power(shape.power), lambda result: result[0] / result[1][..., None])
+
+
+def _chunked_kernel(shape):
+    target.require_hopper()
+    from pallas_kernels import power_state
+
+    def call(query, key, value, log_decay):
+        return power_state.power_state(
+            query, key, value, power=shape.power, log_decay=log_decay, window=WINDOW
+        )
+
+    return _Contender(call, _power(shape.power), lambda result: result[0])
+
+
+def _cudnn(shape):
+    del shape
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("cuDNN needs a GPU")
+
+    def call(query, key, value, log_decay):
+        del log_decay
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+    return _Contender(call, lambda query, key, value, log_decay: ops.softmax_attention(query, key, value))
+
+
+def _jax_linear_attention(shape):
+    del shape
+    try:
+        from jla import ops as peer
+    except ImportError as error:
+        raise NotImplementedError(f"jax-linear-attention is not installed ({error})") from error
+
+    def call(query, key, value, log_decay):
+        out, _ = peer.linear_attention("simple_gla", query, key, value, g=log_decay, impl="mosaic_gpu")
+        return out
+
+    return _Contender(call, _linear)
+
+
+_CONTENDERS = {
+    "attention/mosaic_gpu": _op("attention", "mosaic_gpu"),
+    "attention/xla": _op("attention", "xla"),
+    "attention/kernel": _attention_kernel,
+    "chunked/mosaic_gpu": _op("chunked", "mosaic_gpu"),
+    "chunked/xla": _op("chunked", "xla"),
+    "chunked/kernel": _chunked_kernel,
+    "softmax/cudnn": _cudnn,
+    "jax-linear-attention": _jax_linear_attention,
+}
+assert set(_CONTENDERS) < set(CONTENDERS)
+
+
+@functools.cache
+def _power(power):
+    """The xla form for the last rows of a sequence, whose keys are all kept."""
+    return functools.partial(_power_attention, power)
+
+
+def _power_attention(power, query, key, value, log_decay):
+    return ops.power_attention(
+        query, key, value, power=power, log_decay=log_decay, form="attention", implementation="xla"
+    )
+
+
+def _linear(query, key, value, log_decay):
+    """sum_j exp(G_i - G_j) (q_i . k_j) v_j / sqrt(D), for queries that are the last of the keys' positions."""
+    total = jnp.cumsum(log_decay, 1)
+    rows = jnp.arange(key.shape[1] - query.shape[1], key.shape[1])
+    seen = (rows[:, None] >= jnp.arange(key.shape[1]))[..., None]
+    decay = jnp.exp(jnp.where(seen, total[:, rows, None] - total[:, None], -jnp.inf))
+    exact = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("btnd,bsnd->btsn", query, key, precision=exact) / math.sqrt(query.shape[-1])
+    return jnp.einsum("btsn,bsne->btne", decay * scores, value, precision=exact)
+
+
+def _both_passes(call):
+    """Values and gradients: without the values in its result, XLA would drop a forward pass that nothing needs."""
+
+    def run(*arguments):
+        *arguments, dout = arguments
+        out, pull_back = jax.vjp(call, *arguments)
+        return out, pull_back(dout)
+
+    return run
+
+
+def _check_trained(name, shape):
+    """Compares the gradients of a contender at a shape with those of its formula."""
+    contender = _CONTENDERS[name](shape)
+    arguments = (*draw(shape, 3), _cotangent(shape))
+    _, gradients = jax.jit(_both_passes(contender.call))(*arguments)
+    _check_gradients(contender, arguments, gradients)
+
+
+def _check_gradients(contender, arguments, gradients):
+    """Of the last sequence of the batch."""
+    exact = [x[-1:].astype(jnp.float32) for x in arguments]
+    _, expected = jax.jit(_both_passes(contender.formula))(*exact)
+    for name, actual, wanted in zip(ARGUMENTS, gradients, expected, strict=True):
+        if jnp.any(wanted):
+            _require_close(f"the gradient of {name}", rms_error(actual[-1:], wanted), GRADIENT_BOUND)
+
+
+def _error_of_rows(contender, arguments, out):
+    """Error of the rows at the end and of those in the middle, the larger; the last sequence of the batch."""
+    query, key, value, log_decay = (x[-1:].astype(jnp.float32) for x in arguments[:4])
+    time, worst = query.shape[1], 0.0
+    formula = jax.jit(contender.formula)
+    for end in {time, time // 2 + 1}:
+        begin = max(end - ROWS, 0)
+        expected = formula(query[:, begin:end], key[:, :end], value[:, :end], log_decay[:, :end])
+        worst = max(worst, rms_error(out[-1:, begin:end], expected))
+    _require_finite(out)
+    _require_close("the output", worst, VALUE_BOUND)
+    return worst
+
+
+def _prepare_step(name, shape):
+    """Steps in a loop on the device, behind a state that has seen `PREFIX` tokens."""
+    longer = dataclasses.replace(shape, time=PREFIX + shape.time)
+    prefixes, inputs = [], []
+    for seed in range(2):
+        drawn = draw(longer, seed)
+        before, after = ([x[:, part] for x in drawn] for part in (slice(PREFIX), slice(PREFIX, None)))
+        inputs.append(tuple(jnp.moveaxis(x, 1, 0) for x in after))
+        prefixes.append(before)
+    _, state = jax.jit(_prefill, static_argnums=4)(*prefixes[0], shape.power)
+    call = jax.jit(functools.partial(_steps, shape.power, name.split("/")[1]))
+    call = call.lower(state, *inputs[0]).compile()
+    out = jnp.moveaxis(call(state, *inputs[0])[1], 0, 1)
+
+    whole = [x[-1:].astype(jnp.float32) for x in draw(longer, 0)]
+    expected = jax.jit(_power(shape.power))(whole[0][:, PREFIX:], *whole[1:])
+    _require_finite(out)
+    worst = rms_error(out[-1:], expected)
+    _require_close("the output", worst, VALUE_BOUND)
+    inputs = [(state, *tokens) for tokens in inputs]
+    return Prepared(
+        functools.partial(_timing.queued, call, inputs),
+        worst,
+        functools.partial(_timing.kernel_seconds, call, inputs),
+        divide=shape.time,
+    )
+
+
+def _prefill(query, key, value, log_decay, power):
+    return ops.power_attention(
+        query,
+        key,
+        value,
+        power=power,
+        log_decay=log_decay,
+        form="chunked",
+        implementation="xla",
+        window=WINDOW,
+        return_state=True,
+    )
+
+
+def _steps(power, implementation, state, *tokens):
+    def step(state, token):
+        query, key, value, log_decay = token
+        out, state = ops.power_attention_step(
+            query, key, value, state, power=power, log_decay=log_decay, implementation=implementation
+        )
+        return state, out
+
+    return jax.lax.scan(step, state, tokens)
+
+
+def rms_error(actual, expected) -> float:
+    """RMS(actual - expected) / RMS(expected)."""
+    expected = jnp.asarray(expected, jnp.float32)
+    difference = jnp.asarray(actual, jnp.float32) - expected
+    return float(jnp.sqrt((difference**2).sum() / (expected**2).sum()))
+
+
+def _require_close(what, found, bound):
+    # Not `found > bound`, which a NaN would pass.
+    if not found <= bound:
+        raise WrongResult(f"{what} is off by {found:.1e}, more than {bound:.0e}")
+
+
+def _require_finite(arrays):
+    if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(arrays)):
+        raise WrongResult("not every number is finite")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
