@@ -22,8 +22,6 @@ VALUE_BOUND, GRADIENT_BOUND = 1e-2, 2e-2
 GRADIENT_TIME = 2048
 # Values are compared in this many rows at the end and in the middle of the sequence that is timed.
 ROWS = 128
-# Tokens that a state has seen before the steps that are timed.
-PREFIX = 288
 ARGUMENTS = ("query", "key", "value", "log_decay")
 
 
@@ -92,13 +90,18 @@ def prepare(name: str, shape: Shape) -> Prepared:
     )
 
 
-@functools.lru_cache(maxsize=4)
 def draw(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
     """Query, key, value in bfloat16 and log_decay in float32; heads remember from 50 to 100,000 tokens."""
+    return _draw((shape.batch, shape.time, shape.heads), shape.head_dim, seed)
+
+
+# Kept for the next contender of a shape.
+@functools.lru_cache(maxsize=4)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _draw(lead, head_dim, seed):
     keys = jax.random.split(jax.random.key(seed), 4)
-    lead = (shape.batch, shape.time, shape.heads)
-    vectors = (jax.random.normal(key, (*lead, shape.head_dim), jnp.bfloat16) for key in keys[:3])
-    gate = jax.random.normal(keys[3], lead) + jnp.linspace(4, 12, shape.heads)
+    vectors = (jax.random.normal(key, (*lead, head_dim), jnp.bfloat16) for key in keys[:3])
+    gate = jax.random.normal(keys[3], lead) + jnp.linspace(4, 12, lead[-1])
     return *vectors, jax.nn.log_sigmoid(gate)
 
 
@@ -167,7 +170,7 @@ def _cudnn(shape):
         del log_decay
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
-    return _Contender(call, lambda query, key, value, log_decay: ops.softmax_attention(query, key, value))
+    return _Contender(call, _softmax)
 
 
 def _jax_linear_attention(shape):
@@ -209,6 +212,11 @@ def _power_attention(power, query, key, value, log_decay):
     )
 
 
+def _softmax(query, key, value, log_decay):
+    del log_decay
+    return ops.softmax_attention(query, key, value)
+
+
 def _linear(query, key, value, log_decay):
     """sum_j exp(G_i - G_j) (q_i . k_j) v_j / sqrt(D), for queries that are the last of the keys' positions."""
     total = jnp.cumsum(log_decay, 1)
@@ -241,66 +249,66 @@ def _check_trained(name, shape):
 
 def _check_gradients(contender, arguments, gradients):
     """Of the last sequence of the batch."""
+    errors = _gradient_errors(contender.formula, arguments, gradients)
+    for name, (found, largest) in zip(ARGUMENTS, errors, strict=True):
+        # Softmax attention has no gates here, and no gradient of them.
+        if largest:
+            _require_close(f"the gradient of {name}", float(found), GRADIENT_BOUND)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient_errors(formula, arguments, gradients):
+    """RMS errors against float32, and the largest entry that was expected."""
     exact = [x[-1:].astype(jnp.float32) for x in arguments]
-    _, expected = jax.jit(_both_passes(contender.formula))(*exact)
-    for name, actual, wanted in zip(ARGUMENTS, gradients, expected, strict=True):
-        if jnp.any(wanted):
-            _require_close(f"the gradient of {name}", rms_error(actual[-1:], wanted), GRADIENT_BOUND)
+    _, expected = _both_passes(formula)(*exact)
+    return [(rms_error(x[-1:], y), jnp.abs(y).max()) for x, y in zip(gradients, expected, strict=True)]
 
 
 def _error_of_rows(contender, arguments, out):
     """Error of the rows at the end and of those in the middle, the larger; the last sequence of the batch."""
-    query, key, value, log_decay = (x[-1:].astype(jnp.float32) for x in arguments[:4])
-    time, worst = query.shape[1], 0.0
-    formula = jax.jit(contender.formula)
-    for end in {time, time // 2 + 1}:
-        begin = max(end - ROWS, 0)
-        expected = formula(query[:, begin:end], key[:, :end], value[:, :end], log_decay[:, :end])
-        worst = max(worst, rms_error(out[-1:, begin:end], expected))
+    time = out.shape[1]
+    worst = max(
+        float(_row_error(contender.formula, end, arguments[:4], out)) for end in (time // 2 + 1, time)
+    )
     _require_finite(out)
     _require_close("the output", worst, VALUE_BOUND)
     return worst
 
 
-def _prepare_step(name, shape):
-    """Steps in a loop on the device, behind a state that has seen `PREFIX` tokens."""
-    longer = dataclasses.replace(shape, time=PREFIX + shape.time)
-    prefixes, inputs = [], []
-    for seed in range(2):
-        drawn = draw(longer, seed)
-        before, after = ([x[:, part] for x in drawn] for part in (slice(PREFIX), slice(PREFIX, None)))
-        inputs.append(tuple(jnp.moveaxis(x, 1, 0) for x in after))
-        prefixes.append(before)
-    _, state = jax.jit(_prefill, static_argnums=4)(*prefixes[0], shape.power)
-    call = jax.jit(functools.partial(_steps, shape.power, name.split("/")[1]))
-    call = call.lower(state, *inputs[0]).compile()
-    out = jnp.moveaxis(call(state, *inputs[0])[1], 0, 1)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _row_error(formula, end, arguments, out):
+    """RMS error of the rows before `end` against float32, from all keys before it."""
+    query, key, value, log_decay = (x[-1:, :end].astype(jnp.float32) for x in arguments)
+    return rms_error(out[-1:, max(end - ROWS, 0) : end], formula(query[:, -ROWS:], key, value, log_decay))
 
-    whole = [x[-1:].astype(jnp.float32) for x in draw(longer, 0)]
-    expected = jax.jit(_power(shape.power))(whole[0][:, PREFIX:], *whole[1:])
+
+def _prepare_step(name, shape):
+    """Steps in a loop on the device, behind a state that has seen as many tokens."""
+    both = dataclasses.replace(shape, time=2 * shape.time)
+
+    def tokens(seed, part):
+        return tuple(jnp.moveaxis(x[:, part], 1, 0) for x in draw(both, seed))
+
+    first, second = slice(shape.time), slice(shape.time, None)
+    state = ops.PowerState.zeros(
+        shape.batch, shape.heads, shape.head_dim, shape.head_dim, power=shape.power, window=WINDOW
+    )
+    call = jax.jit(functools.partial(_steps, shape.power, name.split("/")[1]))
+    call = call.lower(state, *tokens(0, first)).compile()
+    state, _ = call(state, *tokens(0, first))
+    inputs = [(state, *tokens(seed, second)) for seed in range(2)]
+    out = jnp.moveaxis(call(*inputs[0])[1], 0, 1)
+
     _require_finite(out)
-    worst = rms_error(out[-1:], expected)
+    whole = [x[-1:].astype(jnp.float32) for x in draw(both, 0)]
+    expected = jax.jit(_power(shape.power))(whole[0][:, second], *whole[1:])
+    worst = float(rms_error(out[-1:], expected))
     _require_close("the output", worst, VALUE_BOUND)
-    inputs = [(state, *tokens) for tokens in inputs]
     return Prepared(
         functools.partial(_timing.queued, call, inputs),
         worst,
         functools.partial(_timing.kernel_seconds, call, inputs),
         divide=shape.time,
-    )
-
-
-def _prefill(query, key, value, log_decay, power):
-    return ops.power_attention(
-        query,
-        key,
-        value,
-        power=power,
-        log_decay=log_decay,
-        form="chunked",
-        implementation="xla",
-        window=WINDOW,
-        return_state=True,
     )
 
 
@@ -315,11 +323,11 @@ def _steps(power, implementation, state, *tokens):
     return jax.lax.scan(step, state, tokens)
 
 
-def rms_error(actual, expected) -> float:
-    """RMS(actual - expected) / RMS(expected)."""
-    expected = jnp.asarray(expected, jnp.float32)
-    difference = jnp.asarray(actual, jnp.float32) - expected
-    return float(jnp.sqrt((difference**2).sum() / (expected**2).sum()))
+@jax.jit
+def rms_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    """RMS(actual - expected) / RMS(expected) in float32."""
+    difference = actual.astype(jnp.float32) - expected
+    return jnp.sqrt((difference**2).sum() / (expected**2).sum())
 
 
 def _require_close(what, found, bound):
@@ -329,8 +337,13 @@ def _require_close(what, found, bound):
 
 
 def _require_finite(arrays):
-    if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(arrays)):
+    if not _all_finite(arrays):
         raise WrongResult("not every number is finite")
+
+
+@jax.jit
+def _all_finite(arrays):
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(arrays)]).all()
 
 
 def _version(package: str) -> str | None:

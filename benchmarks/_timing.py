@@ -78,6 +78,8 @@ def kernel_seconds(call: Callable, inputs: Sequence[tuple], runs: int = 5) -> di
 
     Gaps between kernels, and copies that are no kernels, are not in it.
     """
+    if jax.default_backend() != "gpu":
+        return None
     from jax.experimental.mosaic.gpu import profiler
 
     measured = profiler.measure(call, aggregate=False)
