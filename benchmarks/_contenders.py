@@ -33,14 +33,14 @@ class WrongResult(Exception):
 class Prepared:
     """A contender that has been compiled, run and checked.
 
-    sample: times this many calls. divide: how much of what is timed one call counts for. error: RMS error of its
-    values, relative. kernels: seconds of each kernel of one call, None where nothing can tell.
+    sample: times this many calls. error: relative RMS error of its values. kernels: seconds of each kernel of one call,
+    None where nothing can tell. steps: how many times what is timed happens in a call.
     """
 
     sample: Callable[[int], _timing.Sample]
     error: float
     kernels: Callable[[], dict[str, float] | None]
-    divide: int = 1
+    steps: int = 1
 
 
 def machine() -> dict:
@@ -308,7 +308,7 @@ def _prepare_step(name, shape):
         functools.partial(_timing.queued, call, inputs),
         worst,
         functools.partial(_timing.kernel_seconds, call, inputs),
-        divide=shape.time,
+        steps=shape.time,
     )
 
 

@@ -98,13 +98,13 @@ def _compare(contenders, comparison, number, skip, history, emit):
                 measured["note"] = "the host was slower: " + (
                     "kernels' sum" if "kernels" in measured else "with its time"
                 )
-            history[_key(name, shape)] = shape.time, measured["queued_seconds"] * prepared[name].divide
+            history[_key(name, shape)] = shape.time, measured["queued_seconds"] * prepared[name].steps
         rows.append(measured)
     return rows
 
 
 def _measured(prepared, samples):
-    taken = [sample.seconds / prepared.divide for sample in samples]
+    taken = [sample.seconds / prepared.steps for sample in samples]
     queued = statistics.median(taken)
     return {
         "queued_seconds": queued,
@@ -123,7 +123,7 @@ def _by_kernel(prepared, host_bound):
         return {"kernels_note": _one_line(error)}
     if not kernels:
         return {}
-    kernels = {name: seconds / prepared.divide for name, seconds in kernels.items()}
+    kernels = {name: seconds / prepared.steps for name, seconds in kernels.items()}
     total = sum(kernels.values())
     return {"kernels": kernels, "kernel_seconds": total} | ({"seconds": total} if host_bound else {})
 

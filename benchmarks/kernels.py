@@ -125,16 +125,11 @@ def _rates(row: dict, ceilings: dict) -> dict:
     if "seconds" not in row:
         return {}
     shape = _shapes.Shape(**{name: row[name] for name in _shapes.FIELDS})
-    work = _shapes.flops(shape, row["contender"])
+    unit, work = "flops", _shapes.flops(shape, row["contender"])
     if work is None:
-        rate, ceiling, name = (
-            _shapes.step_bytes(shape) / row["seconds"],
-            ceilings["bytes"],
-            "bytes_per_second",
-        )
-    else:
-        rate, ceiling, name = work / row["seconds"], ceilings["flops"], "flops_per_second"
-    return {name: rate, "fraction": rate / ceiling}
+        unit, work = "bytes", _shapes.step_bytes(shape)
+    rate = work / row["seconds"]
+    return {f"{unit}_per_second": rate, "fraction": rate / ceilings[unit] if unit in ceilings else None}
 
 
 def _driver() -> str | None:
