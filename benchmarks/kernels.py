@@ -152,7 +152,7 @@ def _print(report: dict) -> None:
 
 
 def _order(row):
-    return [row[name] for name in ("mode", "power", "head_dim", "batch", "time")]
+    return [row[name] for name in ("mode", "power", "head_dim", "batch", "heads", "time")]
 
 
 _CEILINGS = {
