@@ -13,8 +13,8 @@ from benchmarks._shapes import PEERS, Shape
 
 __all__ = ["ceilings", "machine", "missing", "prepare", "versions"]
 
-# Peers keep their states in 16 bits: their values are not held to this project's bound.
-VALUE_BOUND = 5e-2
+# Peers keep their states in 16 bits: their values and gradients are not held to this project's bounds.
+BOUND = 5e-2
 RETENTION_CHUNK = 1024
 DEVICE = "cuda"
 # Cycles that the device sleeps before a sample, so that the host is ahead of it: 10 ms and more.
@@ -73,10 +73,11 @@ def prepare(name: str, shape: Shape) -> Prepared:
     arguments = _draw(shape, shape.time)
     call, out = _runner(call, arguments, training)
     worst = _error_of_rows(formula, arguments, out)
-    _require_close("the output", worst, VALUE_BOUND)
+    _require_close("the output", worst, BOUND)
+    results = [out, *(x.grad for x in arguments)] if training else [out]
+    if not all(bool(torch.isfinite(x).all()) for x in results):
+        raise WrongResult("not every number is finite")
     if training:
-        if not all(bool(torch.isfinite(x.grad).all()) for x in arguments):
-            raise WrongResult("not every number is finite")
         _check_gradients(_CONTENDERS[name](shape)[0], formula, shape)
     return Prepared(functools.partial(_events, call), worst, lambda: None)
 
@@ -191,7 +192,7 @@ def _check_gradients(call, formula, shape):
     call(*arguments).backward(dout)
     formula(*exact).backward(dout.float())
     for name, x, wanted in zip(("query", "key", "value"), arguments, exact, strict=False):
-        _require_close(f"the gradient of {name}", _rms_error(x.grad, wanted.grad), VALUE_BOUND)
+        _require_close(f"the gradient of {name}", _rms_error(x.grad, wanted.grad), BOUND)
 
 
 def _rms_error(actual, expected) -> float:
