@@ -24,8 +24,8 @@ MULTIPROCESSORS = 132
 # Sizes of heads and values that the kernels have; others are filled up with zeros.
 _HEAD_SIZES = (32, 64, 128)
 _VALUE_SIZES = (64, 128)
-# Shared memory of one thread block on Hopper, less what barriers take.
-_SHARED_BYTES = 227 * 1024 - 1024
+# Shared memory of one thread block on Hopper, less what barriers and alignment take.
+_SHARED_BYTES = 227 * 1024 - 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,8 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
     layout = layouts.Layout(head_dim)
     # Three warpgroups have 160 registers a thread, too few for more than 64 values or for the features of D = 128.
     most = 3 if head_dim < 128 and value_dim == BLOCK else 2
+    if head_dim == 128 and state_dtype == jnp.float32:
+        most = 1  # of two warpgroups, 232 registers each are too few for two terms
     blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
     parts = 1 if head_dim < 128 else 3 * value_dim // BLOCK
     rows = blocks * BLOCK * (2 * head_dim + (0 if head_dim == value_dim else value_dim))

@@ -108,7 +108,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     @pl.when(warpgroup == config.query_blocks)
     def _produce():
         if config.query_blocks > 1:
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
         _copy_norms(gmem, smem, place, config)
         steps = _copy_states(gmem, smem, place, config)

@@ -34,6 +34,7 @@ CASES = [
     "query-d128-e64-c1024-float16",
     "query-d128-e128-c64-float16",
     "query-d128-e128-c1024-float16",
+    "query-d128-e64-c1024-float32",
     "query-d128-e128-c1024-float32",
 ]
 HEADS, GROUP, CHUNKS, SEGMENTS, WINDOW = 2, 2, 4, 2, 64
