@@ -25,6 +25,7 @@ import numpy as np
 
 __all__ = [
     "COLUMNS",
+    "STEP",
     "UNIT",
     "WEIGHT_BITS",
     "Layout",
@@ -39,6 +40,8 @@ __all__ = [
 COLUMNS = 48
 # Stacks of a unit: two warpgroups hold 6 each in their accumulators, 288 registers' worth of columns.
 UNIT = 12
+# Stacks that a query reads at once, a divisor of UNIT.
+STEP = 3
 # Multiplicities are at most 24: divided by 2^WEIGHT_BITS, they make no state larger than it was.
 WEIGHT_BITS = 5
 # Rows of a product of the tensor core.
@@ -100,6 +103,13 @@ class Layout:
             ],
             np.int32,
         )
+
+    @functools.cached_property
+    def steps(self) -> np.ndarray:
+        """First stack, steps of `STEP` stacks, and steps of blocks before, of each block in a query, int32 [blocks, 3]."""
+        units = -(-self.needed // UNIT)
+        steps = -(-self.needed // STEP)
+        return np.stack([(np.cumsum(units) - units) * UNIT, steps, np.cumsum(steps) - steps], -1).astype(np.int32)
 
     @property
     def stacks(self) -> int:

@@ -25,7 +25,7 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import products, ring
 
-__all__ = ["query_states"]
+__all__ = ["copy_keys", "query_states", "read_keys", "store_mean"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -103,7 +103,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             plgpu.set_max_registers(24, action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
         _copy_states(gmem, smem, place, config)
-        _copy_keys(gmem, smem, place, config, chunk, window)
+        copy_keys(gmem, smem, place, config, chunk, window)
 
     @pl.when(warpgroup < config.query_blocks)
     def _consume():
@@ -120,15 +120,9 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             _read_states(acc, own, smem, layout, config, held)
             acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
             end = place["block"] + config.query_blocks - 1
-            total = _read_keys(acc, own, smem, denominator, block, end, config, window, held and held[1:2])
-            total = lax.broadcast_in_dim(total, acc.shape, [0])
-            some = total > 0
-            mean = jnp.where(some, acc[...] / jnp.where(some, total, 1.0), 0.0)
-            own["out_smem"][...] = mean.astype(own["out_smem"].dtype)
-            plgpu.commit_smem()
+            total = read_keys(acc, own, smem, denominator, block, end, config, window, held and held[1:2])
             time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
-            plgpu.copy_smem_to_gmem(own["out_smem"], gmem["out"].at[place["head"], time])
-            plgpu.wait_smem_to_gmem(0)
+            store_mean(acc, total, own["out_smem"], gmem["out"].at[place["head"], time])
 
         products.with_accumulators(rows, [own["out_smem"].shape], held and held[:1])
 
@@ -155,7 +149,7 @@ def _copy_states(gmem, smem, place, config):
     ring.fill(jnp.int32(layouts.TILE), config.state_stages, smem["state_free"], copy)
 
 
-def _copy_keys(gmem, smem, place, config, chunk, window):
+def copy_keys(gmem, smem, place, config, chunk, window):
     def copy(step, slot):
         tokens = pl.ds(place["chunk"] * chunk + step * _BLOCK, _BLOCK)
         for name in ("key", "value"):
@@ -210,10 +204,10 @@ def _read_states(acc, own, smem, layout, config, interpreted):
         plgpu.barrier_arrive(smem["state_free"].at[slot])
 
 
-def _read_keys(acc, own, smem, denominator, block, end, config, window, interpreted):
+def read_keys(acc, own, smem, denominator, block, end, config, window, interpreted, power=2):
     """Adds the exact part to acc; returns the denominator with the keys' weights added.
 
-    `block` is that of the rows, `end` the last one whose keys are copied.
+    `block` is that of the rows, `end` the last one whose keys are copied. `power` is a power of two.
     """
     shape = (_BLOCK, _BLOCK)
     last = _key_blocks(block, window) - 1
@@ -233,7 +227,9 @@ def _read_keys(acc, own, smem, denominator, block, end, config, window, interpre
                 plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
             )
             between = jnp.where(row >= column, between, -1e4)
-        weights = scores * scores * jnp.exp2(between)
+        for _ in range(power.bit_length() - 1):
+            scores = scores * scores
+        weights = scores * jnp.exp2(between)
         high, low = _parts(weights)
         values = smem["value_smem"].at[slot]
         products.accumulate(acc, high, values, interpreted)
@@ -252,6 +248,17 @@ def _read_keys(acc, own, smem, denominator, block, end, config, window, interpre
         plgpu.barrier_arrive(smem["key_free"].at[slot])
 
     return total
+
+
+def store_mean(acc, total, out_smem, out):
+    """Writes acc / total, or zero where the total is zero, by way of shared memory."""
+    total = lax.broadcast_in_dim(total, acc.shape, [0])
+    some = total > 0
+    mean = jnp.where(some, acc[...] / jnp.where(some, total, 1.0), 0.0)
+    out_smem[...] = mean.astype(out_smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem, out)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _parts(weights):

@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["fill", "slot_of"]
+__all__ = ["drain", "fill", "put", "slot_of"]
 
 
 def slot_of(step, stages):
@@ -15,14 +15,18 @@ def slot_of(step, stages):
 
 def fill(count, stages, free, copy):
     """Calls copy(step, slot) for each step below `count` once its slot is free; returns when all slots are."""
+    pl.loop(jnp.int32(0), count)(lambda step: put(step, stages, free, copy))
+    drain(count, stages, free)
 
-    def wait(step):
-        plgpu.barrier_wait(free.at[slot_of(step, stages)])
 
-    @pl.loop(jnp.int32(0), count)
-    def _step(step):
-        pl.when(step >= stages)(lambda: wait(step))
-        copy(step, slot_of(step, stages))
+def put(step, stages, free, copy):
+    """Calls copy(step, slot) once the slot is free."""
+    slot = slot_of(step, stages)
+    pl.when(step >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+    copy(step, slot)
 
+
+def drain(count, stages, free):
+    """Returns when the slots of the last of `count` steps are free."""
     # A barrier must have been waited for as often as it was completed when its memory is given back.
-    pl.loop(jnp.maximum(count - stages, 0), count)(wait)
+    pl.loop(jnp.maximum(count - stages, 0), count)(lambda step: plgpu.barrier_wait(free.at[slot_of(step, stages)]))
