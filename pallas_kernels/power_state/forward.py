@@ -2,11 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import quartic
 from pallas_kernels.power_state import query as query_kernel
 from pallas_kernels.power_state import update as update_kernel
 
@@ -26,7 +26,7 @@ def power_state(
     window: int = 64,
     state_dtype=jnp.float16,
     interpret=None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """The chunked form of power attention: exact near each query, through features for everything older.
 
     Query i's output is sum_j w_ij v_j / sum_j w_ij over j <= i with w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G sums
@@ -45,31 +45,32 @@ def power_state(
         with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in each entry.
     interpret: parameters of the GPU interpreter, or None to run on a GPU.
 
-    Returns the output bfloat16 [B, T, N, E] and the state of the positions that `folds` let in, like `initial_state`.
-    Sums are float32. Raises NotImplementedError, naming the constraint, for what the kernels cannot do. Has no
-    derivative of its own.
+    Returns the output bfloat16 [B, T, N, E]; the denominators sum_j w_ij, float32 [B, T, N], of queries divided by the
+    powers of two that bring their largest entries into [1/2, 1); and the state of the positions that `folds` let in,
+    like `initial_state`. Sums are float32. Raises NotImplementedError, naming the constraint, for what the kernels
+    cannot do. Has no derivative of its own.
     """
     batch, time, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     missing = max(0, configs.BLOCK - value_dim)
-    chunks = -(-time // chunk) if chunk > 0 else 0
-    config = configs.config_for(
+    config = configs.choose(
         power=power,
         head_dim=head_dim,
         value_dim=value_dim,
-        heads=batch * kv_heads,
-        chunks=chunks,
+        dtype=jnp.result_type(query, key, value),
         chunk=chunk,
         window=window,
-        dtype=jnp.result_type(query, key, value),
         state_dtype=state_dtype,
     )
-    layout = layouts.Layout(head_dim)
-    value = jnp.pad(value, [(0, 0)] * 3 + [(0, missing)])
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[:3], jnp.float32)
     if folds is None:
         folds = jnp.broadcast_to(jnp.arange(time) < time - window, (batch, time))
+    if power == 4:
+        options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
+        return quartic.power_state(query, key, value, log_decay, folds, initial_state, **options)
+    layout = layouts.Layout(head_dim)
+    value = jnp.pad(value, [(0, 0)] * 3 + [(0, missing)])
     if initial_state is None:
         start = jnp.zeros((batch * kv_heads, layouts.TILE, configs.BLOCK, layout.width), jnp.float32)
         start_size = jnp.zeros(batch * kv_heads, jnp.float32)
@@ -97,7 +98,7 @@ def power_state(
     norm = arrays.norm[:, :-1]
     high = norm.astype(jnp.bfloat16)
     low = (norm - high.astype(jnp.float32)).astype(jnp.bfloat16)
-    out = query_kernel.query_states(
+    out, denominator = query_kernel.query_states(
         arrays.query,
         arrays.scalars,
         states,
@@ -113,19 +114,19 @@ def power_state(
         interpret=interpret,
     )
     out = jnp.swapaxes(out.reshape(batch, heads, -1, configs.BLOCK)[:, :, :time, :value_dim], 1, 2)
+    denominator = jnp.swapaxes(denominator.reshape(batch, heads, -1)[:, :, :time], 1, 2)
     unscale = jnp.exp2(arrays.shift[:, -1].astype(jnp.float32))
     kv = layouts.to_canonical(final[:, :, :value_dim], layout) * unscale[:, None, None]
     norm = layouts.norm_to_canonical(arrays.norm[:, -1]) * unscale[:, None]
-    return out, (kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1))
+    return out, denominator, (kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1))
 
 
 def _states(arrays, start, layout, config, chunk, dtype, interpret):
     """The state before each chunk [H, n, 16, E, P] and the last one [H, 16, E, P], both divided by 2^shift."""
-    segments = config.segments
-    initial = jnp.zeros((len(start), segments, *start.shape[1:]), jnp.float32)
-    initial = initial.at[:, 0].set(
-        start * jnp.exp2(-arrays.shift[:, :1].astype(jnp.float32))[..., None, None]
-    )
+    chunks = arrays.carry.shape[1]
+    count = configs.segments(config, heads=len(start), chunks=chunks)
+    initial = jnp.zeros((len(start), count, *start.shape[1:]), jnp.float32)
+    initial = initial.at[:, 0].set(preparation.scaled(start, -arrays.shift[:, :1, None, None]))
     states, finals = update_kernel.update(
         arrays.update_key,
         arrays.update_value,
@@ -137,26 +138,4 @@ def _states(arrays, start, layout, config, chunk, dtype, interpret):
         dtype=dtype,
         interpret=interpret,
     )
-    if segments == 1:
-        return states, finals[:, 0]
-
-    # Segments after the first began from nothing: what came before them decays into each of their states.
-    chunks = states.shape[1]
-    length = -(-chunks // segments)
-    first = np.minimum(np.arange(segments) * length, chunks)
-    end = np.minimum(first + length, chunks)
-    segment = np.arange(chunks) // length
-    arriving, state = [], jnp.zeros_like(finals[:, 0])
-    for number in range(segments):
-        arriving.append(state)
-        through = _factor(arrays, end[number : number + 1], first[number : number + 1])
-        state = through[..., None, None] * state + finals[:, number]
-    factor = _factor(arrays, np.arange(chunks), first[segment])[..., None, None, None]
-    states = states + factor * jnp.stack(arriving, 1)[:, segment]
-    return states.astype(dtype), state
-
-
-def _factor(arrays, to, since):
-    """From states before chunks `since` to those before chunks `to`, in their scales, [H, len(to)]."""
-    exponent = arrays.shift[:, since] - arrays.shift[:, to]
-    return preparation.decayed(arrays.between[:, to, since], exponent)
+    return segments.join(states, finals, arrays.log2_carry)

@@ -5,6 +5,7 @@ by a power of two that brings its largest entry below 1, and the state before ch
 on its entries. Both are exact, and undone where states are queried or returned.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["Prepared", "decayed", "prepare"]
+__all__ = ["Prepared", "Scaled", "norms", "prepare", "scale_all", "scaled", "time_last"]
 
 _LOG2E = float(np.log2(np.e))
 # Below this, exp counts as zero: the logarithm of the smallest normal float32.
@@ -24,6 +25,8 @@ _FORGET = -105
 _HEADROOM = 13
 # The base-2 logarithm of nothing, finite so that differences are.
 _NOTHING = -1e4
+# That of a decay to zero: no difference of two scales makes up for it.
+_NEVER = -1e5
 
 
 class Prepared(NamedTuple):
@@ -39,8 +42,24 @@ class Prepared(NamedTuple):
     decay: jax.Array  # float32 [H, n, 2, (W + C) / 64, 64]
     scale: jax.Array  # float32 [H, X / 64, 64]
     shift: jax.Array  # int32 [H, n + 1]
-    between: jax.Array  # float32 [H, n + 1, n + 1], log2 of the decay over chunks j, ..., c - 1 at [c, j]
+    log2_carry: jax.Array  # float32 [H, n], finite
     norm: jax.Array  # float32 [H, n + 1, D, D], Z before each chunk times 2^-shift
+
+
+class Scaled(NamedTuple):
+    """What kernels of all powers start from."""
+
+    query: jax.Array  # as in Prepared
+    key: jax.Array
+    value: jax.Array
+    old_key: jax.Array  # float32 [H, n, C, D], what chunk c folds at c, largest entries in [1/2, 1)
+    old_value: jax.Array  # float32 [H, n, C, E]
+    strength: jax.Array  # float32 [H, n, C, 1], to the end of the chunk, in the scale of the state after it
+    carry: jax.Array  # as in Prepared
+    decay: jax.Array
+    scale: jax.Array
+    shift: jax.Array
+    log2_carry: jax.Array
 
 
 def prepare(
@@ -50,10 +69,33 @@ def prepare(
 
     start_size: float32 [H], the largest entry of the state before the first token; start_norm: float32 [H, D, D].
     """
+    base = scale_all(query, key, value, log_decay, folds, start_size, power=2, chunk=chunk, window=window)
+    update_key = time_last(base.old_key.astype(state_dtype))
+    new = jnp.einsum(
+        "hnxd,hnxe->hnde", base.old_key, base.strength * base.old_key, precision=jax.lax.Precision.HIGHEST
+    )
+    return Prepared(
+        query=base.query,
+        scalars=jnp.swapaxes(base.query, 1, 2).astype(state_dtype),
+        key=base.key,
+        value=base.value,
+        update_key=jnp.concatenate([update_key, update_key[:, : layout.rows - layout.head_dim]], 1),
+        update_value=time_last((base.old_value * base.strength).astype(state_dtype)),
+        carry=base.carry,
+        decay=base.decay,
+        scale=base.scale,
+        shift=base.shift,
+        log2_carry=base.log2_carry,
+        norm=norms(base.log2_carry, new, scaled(start_norm, -base.shift[:, :1, None])),
+    )
+
+
+def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, window) -> Scaled:
+    """Decays and powers of two, from the arguments of `prepare`."""
     heads = key.shape[2]
     extra = -query.shape[1] % chunk
     query = _pad(_heads_first(query), 0, extra)
-    query = _scaled(query, -_exponent(query))
+    query = scaled(query, -_exponent(query))
     key, value = (_pad(_heads_first(x), window, extra) for x in (key, value))
     log_decay = _pad(_heads_first(log_decay.astype(jnp.float32)), window, extra)
     folds = _pad(jnp.repeat(folds, heads, 0), window, extra)
@@ -70,62 +112,84 @@ def prepare(
 
     old_key, old_value = (x[:, seen[:, :chunk]].astype(jnp.float32) for x in (key, value))
     exponent = _exponent(old_key)
-    old_key = _scaled(old_key, -exponent)
-    strength = jnp.where(folded & (to_state >= _FLOOR * _LOG2E), to_state + 2 * exponent[..., 0], _NOTHING)
-    between = _between(carry)
+    old_key = scaled(old_key, -exponent)
+    strength = jnp.where(
+        folded & (to_state >= _FLOOR * _LOG2E), to_state + power * exponent[..., 0], _NOTHING
+    )
     size = jnp.abs(old_value).max(-1)
-    shift = _shift(strength, size, between, start_size)
-    strength = jnp.exp2(strength - shift[:, 1:, None])[..., None]
-
-    def time_last(x):
-        return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
-
-    update_key = time_last(old_key.astype(state_dtype))
-    return Prepared(
+    shift = _shift(strength, size, carry, start_size)
+    log2_carry = jnp.where(carry < _FLOOR * _LOG2E, _NEVER, carry + (shift[:, :-1] - shift[:, 1:]))
+    return Scaled(
         query=query,
-        scalars=jnp.swapaxes(query, 1, 2).astype(state_dtype),
         key=key,
         value=value,
-        update_key=jnp.concatenate([update_key, update_key[:, : layout.rows - layout.head_dim]], 1),
-        update_value=time_last((old_value * strength).astype(state_dtype)),
-        carry=decayed(carry, shift[:, :-1] - shift[:, 1:]),
+        old_key=old_key,
+        old_value=old_value,
+        strength=jnp.exp2(strength - shift[:, 1:, None])[..., None],
+        carry=jnp.exp2(log2_carry),
         decay=jnp.stack([coarse, fine], 2).reshape(*coarse.shape[:2], 2, -1, configs.BLOCK),
-        scale=decayed((coarse + fine)[..., window:], shift[:, :-1, None]).reshape(
-            len(key), -1, configs.BLOCK
-        ),
+        scale=_scale((coarse + fine)[..., window:], shift[:, :-1]).reshape(len(key), -1, configs.BLOCK),
         shift=shift,
-        between=between,
-        norm=_norms(old_key, strength, between, shift, start_norm),
+        log2_carry=log2_carry,
     )
 
 
-def _norms(key, strength, between, shift, start):
-    """Z before each chunk and after the last, scaled like the states: sums over the chunks before."""
-    precision = jax.lax.Precision.HIGHEST
-    new = jnp.einsum("hnxd,hnxe->hnde", key, strength * key, precision=precision)
-    new = jnp.concatenate([start[:, None], new], 1)
-    # Chunk c - 1 adds to the state before chunk c, in its scale; the start is there before chunk 0, unscaled.
-    scale = jnp.pad(shift[:, 1:], [(0, 0), (1, 0)])
-    decay = decayed(between, scale[:, None, :] - shift[:, :, None])
-    return jnp.einsum("hcj,hjde->hcde", decay, new, precision=precision)
+def time_last(x):
+    """[H, n, C, D] -> [H, D, X]."""
+    return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
 
 
-def _shift(strength, size, between, start):
+def norms(log2_carry, new, start):
+    """Z before each chunk and after the last, scaled like the states, from what each chunk adds [H, n, D, D]."""
+
+    def add(weights, x):
+        return jnp.einsum("...cj,...jde->...cde", jnp.exp2(weights), x, precision=jax.lax.Precision.HIGHEST)
+
+    return _recurrence(log2_carry, new, start, add)
+
+
+def _shift(strength, size, carry, start):
     """Powers of two, int32 [H, n + 1], that bring the states before each chunk, and the last, below 2^_HEADROOM."""
     size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), _NOTHING)
-    new = _log2_sum(strength + size)
     start = jnp.where(start > 0, jnp.log2(jnp.where(start > 0, start, 1)), _NOTHING)
-    bound = _log2_sum(between + jnp.concatenate([start[:, None], new], 1)[:, None])
+
+    def add(weights, x):
+        return _log2_sum(weights + x[..., None, :])
+
+    bound = _recurrence(carry, _log2_sum(strength + size), start, add)
     # Nothing at all needs no scale.
     return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - _HEADROOM, 0).astype(jnp.int32)
 
 
-def _between(carry):
-    """[H, n + 1, n + 1]: the sum of carry over chunks j, ..., c - 1 at [c, j]; nothing where j > c."""
-    count = carry.shape[1] + 1
+def _recurrence(log2_carry, new, start, add):
+    """x_0 = start and x_{c+1} = 2^log2_carry_c x_c + new_c, [H, n + 1, ...], by sums of many terms at once.
+
+    add(weights [..., c, j], x [..., j, *rest]) is the sum of 2^weights x over j, [..., c, *rest]. Pairs of chunks are
+    met in runs of about sqrt(n) chunks, then pairs of runs: all of n^2 pairs would outgrow the states.
+    """
+    heads, count = log2_carry.shape
+    length = max(1, math.isqrt(count))
+    runs = -(-count // length)
+
+    def in_runs(x):
+        x = jnp.pad(x, [(0, 0), (0, runs * length - count)] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(heads, runs, length, *x.shape[2:])
+
+    log2_carry, new = in_runs(log2_carry), in_runs(new)
+    inside, across = _between(log2_carry), _between(log2_carry.sum(-1))
+    added = add(inside[..., -1:, 1:], new)[:, :, 0]
+    before = add(across, jnp.concatenate([start[:, None], added], 1))
+    x = add(inside, jnp.concatenate([before[:, :-1, None], new], 2))
+    every = x[:, :, :-1].reshape(heads, -1, *x.shape[3:])
+    return jnp.concatenate([every, before[:, -1:]], 1)[:, : count + 1]
+
+
+def _between(log2_carry):
+    """[..., n + 1, n + 1]: the sum of log2_carry [..., n] over j, ..., c - 1 at [c, j]; nothing where j > c."""
+    count = log2_carry.shape[-1] + 1
     row, column = np.arange(count)[:, None], np.arange(count)
-    steps = jnp.where(row > column, jnp.pad(carry, [(0, 0), (1, 0)])[:, :, None], 0)
-    return jnp.where(row >= column, jnp.cumsum(steps, 1), _NOTHING)
+    steps = jnp.pad(log2_carry, [(0, 0)] * (log2_carry.ndim - 1) + [(1, 0)])[..., None]
+    return jnp.where(row >= column, jnp.cumsum(jnp.where(row > column, steps, 0), -2), _NOTHING)
 
 
 def _split(log_decay):
@@ -136,9 +200,9 @@ def _split(log_decay):
     return jnp.cumsum(coarse, -1), jnp.cumsum(log_decay - coarse, -1)
 
 
-def decayed(log2_decay, exponent):
-    """2^(log2_decay + exponent), and zero where the decay alone counts as zero."""
-    return jnp.where(log2_decay < _FLOOR * _LOG2E, 0, jnp.exp2(log2_decay + exponent))
+def _scale(log2_decay, shift):
+    """From the states before chunks to their queries, whose decays [H, n, C] may count as zero."""
+    return jnp.where(log2_decay < _FLOOR * _LOG2E, 0, jnp.exp2(log2_decay + shift[..., None]))
 
 
 def _log2_sum(x):
@@ -152,8 +216,8 @@ def _exponent(x):
     return jnp.frexp(jnp.abs(x.astype(jnp.float32)).max(-1, keepdims=True))[1]
 
 
-def _scaled(x, exponent):
-    """x 2^exponent, in two factors, since one alone may not be a normal number."""
+def scaled(x, exponent):
+    """x 2^exponent, rounded to x's type, in two factors, since one alone may not be a normal number."""
     half = exponent // 2
     return jnp.ldexp(jnp.ldexp(x.astype(jnp.float32), half), exponent - half).astype(x.dtype)
 

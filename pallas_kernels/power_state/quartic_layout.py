@@ -106,10 +106,12 @@ class Layout:
 
     @functools.cached_property
     def steps(self) -> np.ndarray:
-        """First stack, steps of `STEP` stacks, and steps of blocks before, of each block in a query, int32 [blocks, 3]."""
+        """First stack, steps of `STEP` stacks, and steps before, of each block in a query, int32 [blocks, 3]."""
         units = -(-self.needed // UNIT)
         steps = -(-self.needed // STEP)
-        return np.stack([(np.cumsum(units) - units) * UNIT, steps, np.cumsum(steps) - steps], -1).astype(np.int32)
+        return np.stack([(np.cumsum(units) - units) * UNIT, steps, np.cumsum(steps) - steps], -1).astype(
+            np.int32
+        )
 
     @property
     def stacks(self) -> int:

@@ -48,7 +48,7 @@ def query_states(
     window,
     interpret=None,
 ):
-    """The weighted mean of values of every query, bfloat16 [HN, X, E].
+    """The weighted mean of values of every query, bfloat16 [HN, X, E], and the sum of its weights, float32 [HN, X].
 
     query: bfloat16 [HN, X, D], HN a multiple of H. vector: 16-bit [HN, X, layout.rows], y of the queries with zeros in
     front. scalars: 16-bit [HN, layout.scalar_rows, X], the same products in the order of the scalars, time last.
@@ -89,7 +89,10 @@ def query_states(
     body = functools.partial(_body, layout=layout, config=config, chunk=chunk, window=window, groups=groups)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
+        out_type=(
+            jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
+            jax.ShapeDtypeStruct((heads, time), jnp.float32),
+        ),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(heads, chunks, chunk // (count * _BLOCK)),
@@ -98,12 +101,34 @@ def query_states(
         thread_name="warpgroup",
         kernel_name="power_state_quartic_query",
         interpret=interpret,
-    )(query, vector, scalars, states.reshape(*states.shape[:2], -1, layouts.COLUMNS), denominator, key, value, decay, scale, steps)
+    )(
+        query,
+        vector,
+        scalars,
+        states.reshape(*states.shape[:2], -1, layouts.COLUMNS),
+        denominator,
+        key,
+        value,
+        decay,
+        scale,
+        steps,
+    )
 
 
 def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
-    names = "query vector scalars states denominator key value decay scale steps out".split()
-    gmem = dict(zip(names, refs, strict=True))
+    inputs = (
+        "query",
+        "vector",
+        "scalars",
+        "states",
+        "denominator",
+        "key",
+        "value",
+        "decay",
+        "scale",
+        "steps",
+    )
+    gmem = dict(zip((*inputs, "out", "total"), refs, strict=True))
     warpgroup = lax.axis_index("warpgroup")
     place = {
         "head": lax.axis_index("head"),
@@ -140,6 +165,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
                 acc, own, smem, total, block, end, config, window, held and held[1:], power=4
             )
             time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
+            gmem["total"][place["head"], time] = total
             near.store_mean(acc, total, own["out_smem"], gmem["out"].at[place["head"], time])
 
         products.with_accumulators(rows, [own["out_smem"].shape], held and held[:1])

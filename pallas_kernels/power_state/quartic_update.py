@@ -19,9 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import products, ring
+from pallas_kernels.power_state import products, ring, warps
 from pallas_kernels.power_state import quartic_layout as layouts
-from pallas_kernels.power_state import warps
 
 __all__ = ["update"]
 
@@ -32,7 +31,7 @@ _MINE = layouts.UNIT // _CONSUMERS
 
 
 def update(
-    vector, scalars, value, carry, initial, weights, units, *, layout, segments, stages, chunk, dtype, interpret=None
+    vector, scalars, value, carry, initial, weights, units, *, layout, config, chunk, dtype, interpret=None
 ):
     """States that the chunks read, times their weights, and the plain state after each segment.
 
@@ -47,7 +46,7 @@ def update(
     products of a scalar and a value are rounded to the 16 bits of the operands.
     """
     heads, _, time = vector.shape
-    chunks = time // chunk
+    chunks, segments, stages = time // chunk, initial.shape[1], config.update_stages
     lead = (stages,)
     stack = (_BLOCK, layouts.COLUMNS)
     rows = layouts.UNIT * layout.per_stack

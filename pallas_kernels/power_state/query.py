@@ -35,7 +35,7 @@ _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 def query_states(
     query, scalars, states, norm, key, value, decay, scale, *, layout, config, chunk, window, interpret=None
 ):
-    """The weighted mean of values of every query, bfloat16 [HN, X, E].
+    """The weighted mean of values of every query, bfloat16 [HN, X, E], and the sum of its weights, float32 [HN, X].
 
     query: bfloat16 [HN, X, D]; scalars: 16-bit [HN, D, X], the same, time last; HN a multiple of H.
     states: 16-bit [H, n, 16, E, P], what chunk c's queries read at c. norm: bfloat16 [H, n, 2, D, D], Z in two parts.
@@ -70,7 +70,10 @@ def query_states(
     body = functools.partial(_body, layout=layout, config=config, chunk=chunk, window=window, groups=groups)
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
+        out_type=(
+            jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
+            jax.ShapeDtypeStruct((heads, time), jnp.float32),
+        ),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(heads, chunks, chunk // (count * _BLOCK)),
@@ -85,7 +88,9 @@ def query_states(
 def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
     gmem = dict(
         zip(
-            ("query", "scalars", "states", "norm", "key", "value", "decay", "scale", "out"), refs, strict=True
+            ("query", "scalars", "states", "norm", "key", "value", "decay", "scale", "out", "denominator"),
+            refs,
+            strict=True,
         )
     )
     warpgroup = lax.axis_index("warpgroup")
@@ -122,6 +127,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             end = place["block"] + config.query_blocks - 1
             total = read_keys(acc, own, smem, denominator, block, end, config, window, held and held[1:2])
             time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
+            gmem["denominator"][place["head"], time] = total
             store_mean(acc, total, own["out_smem"], gmem["out"].at[place["head"], time])
 
         products.with_accumulators(rows, [own["out_smem"].shape], held and held[:1])

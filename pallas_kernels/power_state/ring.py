@@ -29,4 +29,6 @@ def put(step, stages, free, copy):
 def drain(count, stages, free):
     """Returns when the slots of the last of `count` steps are free."""
     # A barrier must have been waited for as often as it was completed when its memory is given back.
-    pl.loop(jnp.maximum(count - stages, 0), count)(lambda step: plgpu.barrier_wait(free.at[slot_of(step, stages)]))
+    pl.loop(jnp.maximum(count - stages, 0), count)(
+        lambda step: plgpu.barrier_wait(free.at[slot_of(step, stages)])
+    )

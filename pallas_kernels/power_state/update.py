@@ -40,7 +40,7 @@ def update(key, value, carry, initial, *, layout, config, chunk, dtype, interpre
     """
     heads, _, time = key.shape
     value_dim, chunks = value.shape[1], time // chunk
-    segments, scalars = config.segments, config.update_scalars
+    segments, scalars = initial.shape[1], config.update_scalars
     grid = (heads, segments, layouts.TILE // scalars)
     tiles = len(layout.windows)
     lead = (config.update_stages,)
@@ -57,7 +57,9 @@ def update(key, value, carry, initial, *, layout, config, chunk, dtype, interpre
     }
     if interpret is not None:
         scratch["interpreted"] = [plgpu.SMEM((_CONSUMERS, *shape), jnp.float32) for shape in accumulators]
-    body = functools.partial(_body, layout=layout, config=config, chunk=chunk, chunks=chunks)
+    body = functools.partial(
+        _body, layout=layout, config=config, chunk=chunk, chunks=chunks, segments=segments
+    )
     return plgpu.kernel(
         body,
         out_type=(
@@ -75,13 +77,26 @@ def update(key, value, carry, initial, *, layout, config, chunk, dtype, interpre
 
 
 def _body(
-    key, value, carry, initial, states, final, *, layout, config, chunk, chunks, interpreted=None, **smem
+    key,
+    value,
+    carry,
+    initial,
+    states,
+    final,
+    *,
+    layout,
+    config,
+    chunk,
+    chunks,
+    segments,
+    interpreted=None,
+    **smem,
 ):
     head, segment = lax.axis_index("head"), lax.axis_index("segment")
     first_group = lax.axis_index("group") * config.update_scalars
     warpgroup = lax.axis_index("warpgroup")
     stages, blocks = config.update_stages, chunk // _BLOCK
-    per_segment = -(-chunks // config.segments)
+    per_segment = -(-chunks // segments)
     first_chunk = segment * per_segment
     count = jnp.minimum(chunks - first_chunk, per_segment)
 

@@ -1,7 +1,6 @@
 """The p = 4 state kernels for `h100`: their cases, and how to build and read them."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,14 @@ def _update(layout, chunk=1024):
 
 def _query(layout, chunk):
     time, heads = chunk * _CHUNKS, _HEADS * _GROUP
-    config = configs.Config(update_scalars=0,update_stages=4,segments=1,query_blocks=next(count for count in (3, 2, 1) if chunk % (count * 64) == 0),state_stages=3,key_stages=2)
+    config = configs.Config(
+        update_scalars=0,
+        update_stages=4,
+        segments=1,
+        query_blocks=next(count for count in (3, 2, 1) if chunk % (count * 64) == 0),
+        state_stages=3,
+        key_stages=2,
+    )
     call = functools.partial(
         quartic_query.query_states, layout=layout, config=config, chunk=chunk, window=_WINDOW
     )

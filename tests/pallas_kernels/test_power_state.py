@@ -69,9 +69,23 @@ CASES = [
 def test_output_is_as_exact_as_the_plain_form(case, chunk):
     drawn = drawn_case(case)
     expected = formula(drawn)
-    out, _ = run_kernels(drawn, chunk=chunk)
+    out, _, _ = run_kernels(drawn, chunk=chunk)
     assert out.dtype == jnp.bfloat16
     assert cases.error(out, expected) <= 1.2 * cases.error(plain(drawn, chunk), expected)
+
+
+def test_denominators_are_sums_of_weights():
+    """Of queries whose largest entry is in [1/2, 1), over keys of the chunk, of the window and behind the state."""
+    drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=190, decay="gentle", group=2, scale=100))
+    _, denominator, _ = run_kernels(drawn)
+    query = drawn["query"] / 2.0 ** np.frexp(np.abs(drawn["query"]).max(-1, keepdims=True))[1]
+    scores = np.einsum("btnd,bsd->bnts", query, drawn["key"][:, :, 0])
+    total = np.cumsum(drawn["log_decay"][..., 0], 1)
+    decays = np.tril(np.exp(np.minimum(total[:, :, None] - total[:, None], 0)))
+    expected = np.einsum("bnts,bts->btn", scores**2, decays)
+    assert denominator.dtype == jnp.float32
+    # The normaliser is an operand in two parts, of 16 bits together.
+    assert cases.error(denominator, expected) <= 2**-17
 
 
 @pytest.mark.slow
@@ -80,7 +94,7 @@ def test_output_where_states_hold_most_keys(state_dtype, ratio):
     """The worst case for states: no decay, and queries behind hundreds of keys."""
     drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=960, decay="none"))
     expected, late = formula(drawn), slice(768, None)
-    out, _ = run_kernels(
+    out, _, _ = run_kernels(
         drawn, chunk=192, state_dtype=jnp.dtype(state_dtype), interpret=plgpu.InterpretGPUParams()
     )
     plain_error = cases.error(plain(drawn, 192)[:, late], expected[:, late])
@@ -90,25 +104,25 @@ def test_output_where_states_hold_most_keys(state_dtype, ratio):
 def test_states_in_bfloat16():
     drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=190, decay="gentle"))
     expected = formula(drawn)
-    out, _ = run_kernels(drawn, chunk=64, state_dtype=jnp.bfloat16)
+    out, _, _ = run_kernels(drawn, chunk=64, state_dtype=jnp.bfloat16)
     assert cases.error(out, expected) <= 1.2 * cases.error(plain(drawn, 64), expected)
 
 
 def test_states_in_and_out(monkeypatch):
     """The final state is the reference's, and a run that continues from it gives the outputs of the whole."""
     # Two segments of the one head, of which the second is shorter.
-    monkeypatch.setattr(configs, "_MULTIPROCESSORS", 8)
+    monkeypatch.setattr(configs, "MULTIPROCESSORS", 8)
     drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=280, decay="gentle"))
     cut = 160
     first = {name: None if x is None else x[:, :cut] for name, x in drawn.items()}
-    _, (kv, norm) = run_kernels(first, chunk=64)
+    _, _, (kv, norm) = run_kernels(first, chunk=64)
     _, state = formula(first, return_state=True)
     assert cases.error(kv, state.kv) <= 1e-3
     assert cases.error(norm, state.norm) <= 1e-5
 
     # The last 64 positions before the cut were not folded: the next run begins with them.
     rest = {name: None if x is None else x[:, cut - 64 :] for name, x in drawn.items()}
-    out, _ = run_kernels(rest, chunk=64, initial_state=(kv, norm))
+    out, _, _ = run_kernels(rest, chunk=64, initial_state=(kv, norm))
     expected = formula(drawn)
     plain_error = cases.error(plain(drawn, 64), expected)
     assert cases.error(out, expected[:, cut - 64 :]) <= 1.2 * plain_error
@@ -117,7 +131,7 @@ def test_states_in_and_out(monkeypatch):
 def test_zero_queries_give_zero():
     drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=128, decay="gentle"))
     drawn["query"][:, 70:80] = 0
-    out, _ = run_kernels(drawn)
+    out, _, _ = run_kernels(drawn)
     assert not np.asarray(out[:, 70:80]).any()
     assert np.isfinite(np.asarray(out, np.float32)).all()
 

@@ -1,6 +1,5 @@
 """The update kernel, interpreted, against its definition in float64."""
 
-import dataclasses
 import functools
 
 import jax
@@ -47,12 +46,10 @@ def test_update(head_dim, segments, dtype):
     value = random.normal(size=(1, VALUE_DIM, chunk * chunks)).astype(jnp.dtype(dtype))
     carry = random.uniform(0.5, 1, size=(1, chunks)).astype("float32")
     initial = random.normal(size=(1, segments, layouts.TILE, VALUE_DIM, layout.width)).astype("float32")
-    config = configs.config_for(
+    config = configs.choose(
         power=2,
         head_dim=head_dim,
         value_dim=VALUE_DIM,
-        heads=1,
-        chunks=chunks,
         chunk=chunk,
         window=64,
         dtype=jnp.bfloat16,
@@ -62,7 +59,7 @@ def test_update(head_dim, segments, dtype):
         functools.partial(
             kernels.update,
             layout=layout,
-            config=dataclasses.replace(config, segments=segments),
+            config=config,
             chunk=chunk,
             dtype=jnp.dtype(dtype),
             interpret=plgpu.InterpretGPUParams(detect_races=True),
