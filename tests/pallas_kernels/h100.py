@@ -1,10 +1,17 @@
 """Compiles kernels for an H100 on a machine without a GPU, and reads what the assembler made of them.
 
-Each job runs in a process of its own, since LLVM may end it: `python -m tests.pallas_kernels.h100 forward CASE`
-prints what became of a kernel. Needs the packages of the dependency group `h100`.
+Each compilation runs in a process of its own, since LLVM may end it:
+
+    python -m tests.pallas_kernels.h100 report power_attention p2-d64-e64-bfloat16
+    python -m tests.pallas_kernels.h100 table power_attention
+
+A module `compiled_KERNEL` has CASES, by name; build(case), a function and the shapes it is compiled for; and
+predict(case, kernels), what the table of the kernel's README says about it. Needs the packages of the dependency
+group `h100`.
 """
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
@@ -18,18 +25,15 @@ TARGET = pathlib.Path(__file__).with_name("h100.txtpb")
 PACKAGES = ("jax_cuda13_plugin", "nvidia.cu13", "triton.backends.nvidia")
 TIMEOUT = 200
 
-# Of the prediction: dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, by their clock under load.
+KERNELS = sorted(
+    path.stem.removeprefix("compiled_") for path in pathlib.Path(__file__).parent.glob("compiled_*.py")
+)
+
+# Of predictions: dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, by their clock under load.
 SUSTAINED_HERTZ = 0.8 * 1.83e9
 MULTIPROCESSORS = 132
-# Latency of the last wgmma of each product, of barriers and of row sums, per step; a guess, not a measurement.
-WAITING_CYCLES = 250
-
-# Configurations that `pytest -m h100` compiles: power, head size, value size, dtype.
-CASES = [
-    f"p{power}-d{head_dim}-e{value_dim}-bfloat16"
-    for power in (2, 4)
-    for head_dim, value_dim in ((16, 16), (32, 32), (64, 64), (128, 128), (64, 128))
-] + ["p6-d64-e64-bfloat16", "p8-d128-e128-bfloat16", "p2-d64-e64-float16", "p2-d80-e40-bfloat16"]
+# Kinds of instructions that are counted in loops.
+KINDS = ("HGMMA", "HMUL2", "FMUL", "FFMA", "FADD", "F2FP", "MUFU", "LDS", "LDSM", "BAR")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +48,9 @@ class Kernel:
     hgmma: int
     tma_loads: int
     instructions: int
-    loop: dict[str, int]  # instructions by kind of the loop over full blocks
+    loops: list[
+        dict[str, int]
+    ]  # instructions of each loop by kind, and of all kinds; inner loops before outer ones
     short_dots: int  # 16-bit mma.sync whose K halves are one register: K < 16, wrong on the device
     tf32: int
 
@@ -61,15 +67,20 @@ def missing() -> list[str]:
     return [name for name in PACKAGES if not found(name)]
 
 
-def report(case: str) -> list[Kernel]:
-    """The kernels of a case of `forward`."""
-    return [Kernel(**kernel) for kernel in json.loads(run("forward", case))]
+def compiled(name: str):
+    """The module that says how a kernel is compiled."""
+    return importlib.import_module(f"tests.pallas_kernels.compiled_{name}")
 
 
-def run(job: str, *arguments: str) -> str:
-    """What a job prints, from a process of its own."""
+def report(name: str, case: str) -> list[Kernel]:
+    """The kernels of a case."""
+    return [Kernel(**kernel) for kernel in json.loads(run("h100", "report", name, case))]
+
+
+def run(module: str, *arguments: str) -> str:
+    """What `python -m tests.pallas_kernels.MODULE` prints, from a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.pallas_kernels.h100", job, *arguments],
+        [sys.executable, "-m", f"tests.pallas_kernels.{module}", *arguments],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -141,7 +152,7 @@ def _assemble(path: pathlib.Path) -> Kernel:
         hgmma=sum(text.startswith("HGMMA") for _, text in code),
         tma_loads=sum(text.startswith("UTMALDG") for _, text in code),
         instructions=len(code),
-        loop=_main_loop(code, sass),
+        loops=_loops(code, sass),
         short_dots=_short_dots(ptx),
         tf32=ptx.count("tf32"),
     )
@@ -153,8 +164,8 @@ def _instructions(sass: str) -> list[tuple[int, str]]:
     return [(int(address, 16), text) for address, text in found]
 
 
-def _main_loop(code, sass) -> dict[str, int]:
-    """The shortest loop that multiplies matrices and rounds weights, by its backward branch."""
+def _loops(code, sass) -> list[dict[str, int]]:
+    """Every loop, by its backward branch, the shortest first."""
     labels = {
         label: int(address, 16)
         for label, address in re.findall(r"(\.L_x_\d+):\s*\n\s*/\*([0-9a-f]{4,})\*/", sass)
@@ -164,10 +175,11 @@ def _main_loop(code, sass) -> dict[str, int]:
         target = re.match(r"BRA\S*\s.*?`\((\.L_x_\d+)\)", text)
         if target and (begin := labels.get(target[1], address + 1)) <= address:
             bodies.append([text for at, text in code if begin <= at <= address])
-    bodies = [body for body in bodies if all(any(x.startswith(k) for x in body) for k in ("HGMMA", "F2FP"))]
-    body = min(bodies, key=len)
-    kinds = ("HGMMA", "FMUL", "FFMA", "FADD", "F2FP", "MUFU", "LDS", "BAR")
-    return {kind: sum(x.startswith(kind) for x in body) for kind in kinds} | {"instructions": len(body)}
+    return [
+        {kind: sum(x.split(".")[0].split()[0] == kind for x in body) for kind in KINDS}
+        | {"instructions": len(body)}
+        for body in sorted(bodies, key=len)
+    ]
 
 
 def _short_dots(ptx: str) -> int:
@@ -188,114 +200,28 @@ def _tool(name: str) -> str:
     raise FileNotFoundError(name)
 
 
-def forward(case: str) -> None:
-    """Prints the kernels of the case "p2-d64-e64-bfloat16" of power attention, with GQA, decay and documents."""
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels.power_attention import config, operands
-    from pallas_kernels.power_attention import forward as kernel
-
-    power, head_dim, value_dim, dtype = re.fullmatch(r"p(\d+)-d(\d+)-e(\d+)-(\w+)", case).groups()
-    sizes = {"head_dim": int(head_dim), "value_dim": int(value_dim)}
-    chosen = config.choose(power=int(power), dtype=dtype, **sizes)
-
-    def prepare(query, key, value, log_decay, segment_ids):
-        arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
-        return operands.prepare(query, key, value, power=int(power), config=chosen, **arrays)[0]
-
-    # What comes before the kernel is plain JAX, and most of what there is to compile.
-    arguments = _arguments(batch=1, time=1000, heads=4, kv_heads=2, dtype=jnp.dtype(dtype), **sizes)
-    prepared = jax.eval_shape(prepare, *arguments)
-
-    def call(*prepared):
-        return kernel.sums(operands.Operands(*prepared), power=int(power), config=chosen)
-
-    found = kernels(call, *prepared)
-    print(json.dumps([dataclasses.asdict(kernel) for kernel in found]))
+def _print_report(name: str, case: str) -> None:
+    function, arguments = compiled(name).build(case)
+    print(json.dumps([dataclasses.asdict(kernel) for kernel in kernels(function, *arguments)]))
 
 
-def sharded() -> None:
-    """Prints the program of the op on eight devices, batch and heads divided over them."""
-    import jax
-    import jax.numpy as jnp
-
-    from sympow_jax import ops
-
-    def call(query, key, value, log_decay, segment_ids):
-        return ops.power_attention(
-            query,
-            key,
-            value,
-            log_decay=log_decay,
-            segment_ids=segment_ids,
-            form="attention",
-            implementation="mosaic_gpu",
-        )
-
-    arguments = _arguments(
-        batch=4, time=256, heads=4, kv_heads=2, head_dim=64, value_dim=64, dtype=jnp.dtype("bfloat16")
-    )
-    whole, tokens = (jax.sharding.PartitionSpec(*axes) for axes in (("data", None, "model"), ("data",)))
-    on = mesh((4, 2), ("data", "model"))
-    print(compile_for(on, call, *arguments, specs=[whole] * 4 + [tokens]).as_text())
-
-
-def _arguments(*, batch, time, heads, kv_heads, head_dim, value_dim, dtype):
-    import jax
-    import jax.numpy as jnp
-
-    return (
-        jax.ShapeDtypeStruct((batch, time, heads, head_dim), dtype),
-        jax.ShapeDtypeStruct((batch, time, kv_heads, head_dim), dtype),
-        jax.ShapeDtypeStruct((batch, time, kv_heads, value_dim), dtype),
-        jax.ShapeDtypeStruct((batch, time, kv_heads), jnp.float32),
-        jax.ShapeDtypeStruct((batch, time), jnp.int32),
-    )
-
-
-def table() -> None:
-    """Prints the table of `pallas_kernels/README.md`."""
-    names = (
-        "registers",
-        "shared KB",
-        "HGMMA",
-        "in the loop",
-        "instructions",
-        "tensor",
-        "predicted ms (at best)",
-    )
-    print("| case | " + " | ".join(names) + " |")
-    print("|---" * (len(names) + 1) + "|")
-    for case in CASES:
-        (built,) = report(case)
-        loop = built.loop
-        tensor, milliseconds = _prediction(case, loop)
-        row = (built.registers, round(built.shared_bytes / 1024), built.hgmma, loop["HGMMA"])
-        print(
-            f"| {case} | {' | '.join(map(str, row))} | {loop['instructions']} | {tensor} | {milliseconds:.1f} |"
-        )
-
-
-def _prediction(case, loop) -> tuple[int, float]:
-    """Tensor cycles of a warpgroup's step over a block of keys, and the time for 65,536 tokens of 8 heads.
-
-    Two warpgroups share a multiprocessor's tensor cores and schedulers. A step takes the longer of both their tensor
-    cycles and one's tensor cycles, instructions and waits in a row.
-    """
-    from pallas_kernels.power_attention import config
-
-    sizes = map(int, re.fullmatch(r"p(\d+)-d(\d+)-e(\d+)-\w+", case).groups())
-    power, head_dim, value_dim = sizes
-    chosen = config.choose(head_dim=head_dim, value_dim=value_dim, power=power, dtype="bfloat16")
-    # m64nNk16 takes N / 2 cycles.
-    tensor = chosen.head_dim // 16 * chosen.block // 2 + chosen.block // 16 * chosen.value_dim // 2
-    step = max(2 * tensor, tensor + loop["instructions"] + WAITING_CYCLES)
-    blocks = 65_536 // chosen.block
-    steps = 8 * blocks * (blocks + 1) / 2 / MULTIPROCESSORS
-    return tensor, 1e3 * steps * step / SUSTAINED_HERTZ
+def _print_table(name: str) -> None:
+    """Markdown: what every kernel of every case was compiled to, and what `predict` makes of the case."""
+    module, rows = compiled(name), []
+    for case in module.CASES:
+        found = report(name, case)
+        predicted = module.predict(case, found)
+        for kernel in found:
+            row = {"case": case, "kernel": kernel.name, "registers": kernel.registers}
+            row |= {"spills": kernel.spill_bytes, "shared KB": round(kernel.shared_bytes / 1024)}
+            rows.append(row | {"HGMMA": kernel.hgmma} | predicted)
+            predicted = dict.fromkeys(predicted, "")
+    print("| " + " | ".join(rows[0]) + " |")
+    print("|---" * len(rows[0]) + "|")
+    for row in rows:
+        print("| " + " | ".join(map(str, row.values())) + " |")
 
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    {"table": table, "forward": forward, "sharded": sharded}[sys.argv[1]](*sys.argv[2:])
+    {"table": _print_table, "report": _print_report}[sys.argv[1]](*sys.argv[2:])

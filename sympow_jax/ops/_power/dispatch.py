@@ -49,30 +49,37 @@ def attend(
             f"key has {key.shape[1]} tokens and query {query.shape[1]}; more keys than queries need the attention "
             f"form without an initial state"
         )
-    chunk = chunk_size or costs.default_chunk("chunked")
     if form is None:
         form = "attention"
         if not kept_keys:
+            chunk = chunk_size or costs.default_chunk("chunked")
             form = costs.cheapest_form(time=query.shape[1], power=power, chunk=chunk, window=window, **sizes)
     if form != "attention" or return_state:
         costs.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
-    arguments = {"power": power, "log_decay": log_decay, "segment_ids": segment_ids, "state": initial_state}
-    arguments |= {"window": window, "return_state": return_state}
-
-    if implementation == "mosaic_gpu":
-        kernel = _kernel(query, value, form, power, stateless=initial_state is None and not return_state)
-        return kernel(query, key, value, power=power, log_decay=log_decay, segment_ids=segment_ids)
     if implementation == "reference":
-        if form == "chunked":
-            raise NotImplementedError(
-                "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
-            )
-        compute = reference.attention if form == "attention" else reference.recurrent
-        out, final = compute(query, key, value, **arguments)
+        compute = _reference(form)
     else:
-        compute = xla.attention if form == "attention" else xla.chunked
-        chunk = chunk_size or costs.default_chunk(form)
-        out, final = compute(query, key, value, chunk=chunk, **arguments)
+        stateless = initial_state is None and not return_state
+        needs = {
+            "form": form,
+            "power": power,
+            "window": window,
+            "chunk_size": chunk_size,
+            "stateless": stateless,
+        }
+        compute = _kernel(implementation, query, value, **needs) or _plain(form)
+    out, final = compute(
+        query,
+        key,
+        value,
+        power=power,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        state=initial_state,
+        window=window,
+        chunk=chunk_size,
+        return_state=return_state,
+    )
     return (out, final) if return_state else out
 
 
@@ -90,25 +97,37 @@ def attend_step(query, key, value, state, *, power, log_decay, segment_ids, impl
     return xla_step.step(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
 
 
-def _kernel(query, value, form, power, *, stateless):
-    """The Pallas kernel that does it; raises NotImplementedError with the constraint where there is none.
-
-    None does not take it yet: it has been interpreted and compiled, but not run on a GPU.
-    """
-    if form != "attention":
+def _reference(form):
+    if form == "chunked":
         raise NotImplementedError(
-            f"implementation 'mosaic_gpu' has the attention form only, not {form!r}; use 'xla'"
+            "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
         )
-    if not stateless:
-        raise NotImplementedError(
-            "implementation 'mosaic_gpu' takes and returns no state in the attention form; use 'xla'"
-        )
-    target.require_hopper()
-    # Pallas takes a second to import: only where a kernel is asked for.
-    from sympow_jax.ops._power import mosaic
+    compute = reference.attention if form == "attention" else reference.recurrent
+    return lambda *arrays, chunk, **arguments: compute(*arrays, **arguments)
 
-    mosaic.require_supported(query, value, power=power)
-    return mosaic.attention
+
+def _plain(form):
+    compute = xla.attention if form == "attention" else xla.chunked
+    return lambda *arrays, chunk, **arguments: compute(
+        *arrays, chunk=chunk or costs.default_chunk(form), **arguments
+    )
+
+
+def _kernel(implementation, query, value, **needs):
+    """The Pallas kernel that does it; where there is none, None, or NotImplementedError if it was named."""
+    if implementation == "xla":
+        return None
+    try:
+        target.require_hopper()
+        # Pallas takes a second to import: only where a kernel is asked for.
+        from sympow_jax.ops._power import mosaic
+
+        mosaic.require_supported(query, value, **needs)
+    except NotImplementedError:
+        if implementation == "mosaic_gpu":
+            raise
+        return None
+    return mosaic.attention if needs["form"] == "attention" else mosaic.chunked
 
 
 def _check(query, key, value, log_decay, segment_ids, *, lead):

@@ -1,77 +1,174 @@
-"""Power attention by the Pallas kernels for Hopper GPUs; imported only where they are asked for."""
+"""Power attention by the Pallas kernels for Hopper GPUs; imported only where they are asked for.
+
+The kernels compute what the plain forms compute: the division of work around them, ragged rows and states are those of
+`xla`, and so is the backward pass, from the arguments and results that the kernels leave.
+"""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import power_attention as kernel
-from sympow_jax.ops._power import costs, xla
+from pallas_kernels import power_attention as attention_kernel
+from pallas_kernels import power_state as state_kernel
+from sympow_jax.ops._power import costs, target, xla
 from sympow_jax.ops._power import mean as means
 
-__all__ = ["attention", "per_device", "require_supported"]
+__all__ = ["attention", "chunked", "per_device", "require_supported"]
 
 # Mesh axes by the names in common use: those that divide heads; all others divide the batch.
 _HEAD_AXES = ("model", "tensor", "heads")
+# Chunks and windows of the state kernels are whole blocks of the tensor core.
+_BLOCK = 64
+_DIFFERENTIABLE = ("query", "key", "value", "log_decay")
 
 
-def require_supported(query, value, *, power: int) -> None:
-    """Raises NotImplementedError, naming the constraint, for what the kernel of the attention form cannot do."""
-    kernel.choose(head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype)
+def require_supported(query, value, *, form, power, window, chunk_size, stateless) -> None:
+    """Raises NotImplementedError, naming the constraint, for what the kernels cannot do."""
+    sizes = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
+    if form == "attention":
+        if not stateless:
+            raise NotImplementedError(
+                "implementation 'mosaic_gpu' takes and returns states in the chunked form, not in the attention form"
+            )
+        attention_kernel.choose(**sizes, power=power, dtype=query.dtype)
+    elif form == "chunked":
+        chunk = chunk_size or state_kernel.default_chunk(head_dim=sizes["head_dim"], power=power)
+        state_kernel.choose(
+            **sizes, power=power, dtype=query.dtype, chunk=chunk, window=window, state_dtype=jnp.float16
+        )
+    else:
+        raise NotImplementedError(
+            f"implementation 'mosaic_gpu' has the forms 'attention' and 'chunked', not {form!r}"
+        )
 
 
-def attention(query, key, value, *, power, log_decay, segment_ids, interpret=None):
-    """The attention form without a state; arguments as in `power_attention`.
-
-    Saves its arguments alone for the backward pass, which is that of `xla.attention`.
-    """
-    return _attention(power, interpret, query, key, value, log_decay, segment_ids)
+def attention(query, key, value, *, power, log_decay, segment_ids, state, window, chunk, return_state):
+    """The attention form; arguments as in `xla.attention`, without a state."""
+    del state, window, chunk, return_state
+    return _attention(power, target.interpret(), query, key, value, log_decay, segment_ids), None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(power, interpret, query, key, value, log_decay, segment_ids):
-    def mean(arrays):
-        numerator, denominator, _ = kernel.power_attention(**arrays, power=power, interpret=interpret)
-        return means.mean(numerator, denominator[..., None], -1).astype(arrays["value"].dtype)
+def _attention(power, interpret, *arguments):
+    return _attention_fwd(power, interpret, *arguments)[0]
+
+
+def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
+    """Saves the arguments, and the output and the denominators in float32: a rounded output would add to
+    the error of gradients as much as their own rounding.
+    """
+
+    def compute(arrays):
+        numerator, denominator, exponent = attention_kernel.power_attention(
+            **arrays, power=power, interpret=interpret
+        )
+        out = means.mean(numerator, denominator[..., None], -1)
+        # The plain form's queries are of unit scale.
+        exponent -= power * xla.unit_exponent(arrays["query"])
+        return {"out": out, "denominator": _scaled(denominator, exponent)}
 
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
-    arrays = {name: x for name, x in arrays.items() if x is not None}
-    return per_device(mean, arrays)
+    results = per_device(compute, arrays, ("out", "denominator"))
+    return results["out"].astype(value.dtype), (arrays, results)
 
 
-def _attention_fwd(power, interpret, *arguments):
-    return _attention(power, interpret, *arguments), arguments
-
-
-def _attention_bwd(power, interpret, arguments, dout):
+def _attention_bwd(power, interpret, residuals, dout):
     del interpret
-    *differentiable, segment_ids = arguments
+    arrays, results = residuals
 
-    def plain(query, key, value, log_decay):
-        out, _ = xla.attention(
-            query,
-            key,
-            value,
+    def compute(arrays):
+        gradients = xla.attention_vjp(
+            [arrays.get(name) for name in _DIFFERENTIABLE],
+            (arrays["out"], arrays["denominator"]),
+            arrays["dout"],
             power=power,
-            log_decay=log_decay,
-            segment_ids=segment_ids,
-            state=None,
-            window=0,
+            segment_ids=arrays.get("segment_ids"),
             chunk=costs.default_chunk("attention"),
-            return_state=False,
         )
-        return out
+        return {name: g for name, g in zip(_DIFFERENTIABLE, gradients) if g is not None}
 
-    return *jax.vjp(plain, *differentiable)[1](dout), None
+    wanted = tuple(name for name in _DIFFERENTIABLE if arrays[name] is not None)
+    gradients = per_device(compute, arrays | results | {"dout": dout}, wanted)
+    return *(gradients.get(name) for name in _DIFFERENTIABLE), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def per_device(f, arrays):
+def chunked(query, key, value, *, power, chunk, **arguments):
+    """The chunked form; arguments as in `xla.chunked`. `chunk` None is what the kernels do best."""
+    chunk = chunk or state_kernel.default_chunk(head_dim=query.shape[-1], power=power)
+    core = functools.partial(_core, dtype=query.dtype)
+    return xla.chunked(query, key, value, power=power, chunk=chunk, core=core, **arguments)
+
+
+def _core(settings, rows, return_state, *, dtype):
+    length = rows.query.shape[1]
+    settings = settings._replace(chunk=min(settings.chunk, -(-length // _BLOCK) * _BLOCK))
+    # The window of a state holds float32, of inputs of 16 bits.
+    rows = rows._replace(**{name: getattr(rows, name).astype(dtype) for name in ("query", "key", "value")})
+    out, kv, norm = _chunked(settings, target.interpret(), rows)
+    return (out, kv, norm) if return_state else (out, None, None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _chunked(settings, interpret, rows):
+    return _chunked_fwd(settings, interpret, rows)[0]
+
+
+def _chunked_fwd(settings, interpret, rows):
+    """Saves the arguments, the output, the denominators and the final state."""
+
+    def compute(arrays):
+        rows = xla.Rows(**dict.fromkeys(xla.Rows._fields) | arrays)
+        out, denominator, (kv, norm) = state_kernel.power_state(
+            rows.query,
+            rows.key,
+            rows.value,
+            power=settings.power,
+            log_decay=rows.log_decay,
+            folds=rows.folds,
+            initial_state=None if rows.kv is None else (rows.kv, rows.norm),
+            chunk=settings.chunk,
+            window=settings.window,
+            interpret=interpret,
+        )
+        return {"out": out, "denominator": denominator, "kv": kv, "norm": norm}
+
+    results = per_device(compute, rows._asdict(), ("out", "denominator", "kv", "norm"))
+    return tuple(results[name] for name in ("out", "kv", "norm")), (rows, results)
+
+
+def _chunked_bwd(settings, interpret, residuals, cotangents):
+    del interpret
+    rows, results = residuals
+
+    def compute(arrays):
+        gradients = xla.core_vjp(
+            settings,
+            xla.Rows(**{name: arrays.get(name) for name in xla.Rows._fields}),
+            tuple(arrays[name] for name in ("out", "denominator", "final_kv", "final_norm")),
+            tuple(arrays[name] for name in ("dout", "dkv", "dnorm")),
+        )
+        return {name: g for name, g in gradients._asdict().items() if g is not None}
+
+    arrays = rows._asdict() | dict(zip(("dout", "dkv", "dnorm"), cotangents))
+    arrays |= {name if name in ("out", "denominator") else f"final_{name}": x for name, x in results.items()}
+    wanted = tuple(name for name, x in rows._asdict().items() if x is not None and name != "folds")
+    return (xla.Rows(**dict.fromkeys(xla.Rows._fields) | per_device(compute, arrays, wanted)),)
+
+
+_chunked.defvjp(_chunked_fwd, _chunked_bwd)
+
+
+def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
     """f of each device's share of the batch and the heads, since the partitioner cannot divide a kernel.
 
-    With the axes of the mesh in scope that are not yet manual; without any, f itself.
+    With the axes of the mesh in scope that are not yet manual; without any, f itself. f takes a dictionary of arrays
+    and returns one of `outputs`; names say where the batch and the heads are.
     """
+    arrays = {name: x for name, x in arrays.items() if x is not None}
     mesh = jax.sharding.get_abstract_mesh()
     axes = [] if mesh.empty else [name for name in mesh.axis_names if name not in mesh.manual_axes]
     if not axes:
@@ -79,19 +176,30 @@ def per_device(f, arrays):
     batch, kv_heads = arrays["key"].shape[0], arrays["key"].shape[2]
     by_batch = _dividing(batch, [name for name in axes if name not in _HEAD_AXES], mesh)
     by_head = _dividing(kv_heads, [name for name in axes if name in _HEAD_AXES], mesh)
-    spec = jax.sharding.PartitionSpec
-    specs = {
-        name: spec(by_batch) if name == "segment_ids" else spec(by_batch, None, by_head) for name in arrays
-    }
+    in_specs, out_specs = (
+        {name: _spec(name, by_batch, by_head) for name in names} for names in (arrays, outputs)
+    )
     mapped = jax.shard_map(
-        f, in_specs=(specs,), out_specs=specs["query"], axis_names=set(axes), check_vma=False
+        f, in_specs=(in_specs,), out_specs=out_specs, axis_names=set(axes), check_vma=False
     )
     if not (explicit := set(axes) & set(mesh.explicit_axes)):
         return mapped(arrays)
-    # Explicit axes are part of types: arguments have to be where the kernel takes them, the result where they were.
-    before = jax.typeof(arrays["query"]).sharding.spec
-    arrays = {name: jax.sharding.reshard(x, _over(explicit, specs[name])) for name, x in arrays.items()}
-    return jax.sharding.reshard(mapped(arrays), spec(*before[:3]))
+    # Explicit axes are part of types: arguments have to be where the kernel takes them, results and gradients where
+    # queries and arguments were.
+    batch_axes, time_axes, head_axes = jax.typeof(arrays["query"]).sharding.spec[:3]
+    before = {name: _spec(name, batch_axes, head_axes, time_axes) for name in outputs}
+    before |= {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
+    arrays = {name: jax.sharding.reshard(x, _over(explicit, in_specs[name])) for name, x in arrays.items()}
+    return {name: jax.sharding.reshard(x, before[name]) for name, x in mapped(arrays).items()}
+
+
+def _spec(name, batch, head, time=None):
+    """How an array of that name is divided, given the mesh axes of the batch, the heads and time."""
+    if name in ("segment_ids", "folds"):
+        return jax.sharding.PartitionSpec(batch, time)
+    if name.endswith(("kv", "norm")):
+        return jax.sharding.PartitionSpec(batch, head)
+    return jax.sharding.PartitionSpec(batch, time, head)
 
 
 def _over(names, spec):
@@ -110,3 +218,9 @@ def _dividing(size, names, mesh):
         size //= mesh.shape[name]
         taken.append(name)
     return tuple(taken) or None
+
+
+def _scaled(x, exponent):
+    """x 2^exponent in two factors, since one alone may not be a normal number."""
+    half = exponent // 2
+    return jnp.ldexp(jnp.ldexp(x, half), exponent - half)

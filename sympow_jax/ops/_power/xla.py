@@ -5,72 +5,210 @@ of float32 inputs are taken at the highest precision, those of bfloat16 inputs i
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops._power import chunked as chunked_core
 from sympow_jax.ops._power import decay as decays
 from sympow_jax.ops._power import features, quadratic
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
 
-__all__ = ["attention", "chunked", "kv_and_norm", "precision_of", "sums_of", "unit_scale"]
+__all__ = [
+    "Rows",
+    "attention",
+    "attention_vjp",
+    "chunked",
+    "core_vjp",
+    "kv_and_norm",
+    "precision_of",
+    "unit_exponent",
+    "unit_scale",
+]
 
 # Positions folded or queried at once where the attention form meets a state.
 _STATE_CHUNK = 128
 
 
-def chunked(query, key, value, *, power, log_decay, segment_ids, state, window, chunk, return_state):
-    """The chunked form; with a chunk of 1, the recurrence. Returns the output and the state or None."""
+class Rows(NamedTuple):
+    """Whole rows, positions without a token last: what a core of the chunked form works on."""
+
+    query: Float[Array, "B X N D"]  # of unit scale, zero where there is no token
+    key: Float[Array, "B X K D"]
+    value: Float[Array, "B X K E"]
+    log_decay: Float[Array, "B X K"] | None  # `decay.bounded`; None is no decay and no boundary
+    folds: Bool[Array, "B X"] | None  # False where a position never enters the state; None among gradients
+    kv: Float[Array, "B K F E"] | None  # the state before the first position; None is nothing
+    norm: Float[Array, "B K F"] | None
+
+
+def chunked(
+    query,
+    key,
+    value,
+    *,
+    power,
+    log_decay,
+    segment_ids,
+    state,
+    window,
+    chunk,
+    return_state,
+    core=None,
+):
+    """The chunked form; with a chunk of 1, the recurrence. Returns the output and the state or None.
+
+    core: what computes (out [B, X, N, E], kv, norm) from (settings, rows, return_state); by default plain JAX.
+    """
     dtype, time = jnp.promote_types(query.dtype, jnp.float32), query.shape[1]
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype)
     ragged = state is not None or segment_ids is not None
-    decayed = ragged or log_decay is not None
     arrays = {
         "query": _masked_queries(query, sequence),
         "key": sequence.key,
         "value": sequence.value,
-        "decay": decays.bounded(sequence.log_decay, sequence.start[..., None]),
         "folds": (sequence.after >= window) if return_state else jnp.ones_like(sequence.valid),
     }
+    if ragged or log_decay is not None:
+        arrays["log_decay"] = decays.bounded(sequence.log_decay, sequence.start[..., None])
     if ragged:
         # Padding and empty slots go to the end, so that windows and chunks count tokens only.
         order = jnp.argsort(~sequence.valid, axis=1, stable=True)
         back = jnp.argsort(order, axis=1)
         arrays = {name: _permuted(x, order, back) for name, x in arrays.items()}
+    first = {"kv": None, "norm": None} if state is None else {"kv": state.kv, "norm": state.norm}
+    rows = Rows(**{"log_decay": None} | arrays | first)
 
-    chunk = min(chunk, arrays["query"].shape[1])
-    arrays = {name: _pad_end(x, chunk) for name, x in arrays.items()}
     settings = chunked_core.Settings(power, chunk, window, precision_of(key.dtype))
-    core = functools.partial(chunked_core.chunked, settings)
-    over_heads = jax.vmap(core, in_axes=(0, 0, 0, 0 if decayed else None, None, 0))
-    out, final = jax.vmap(over_heads, in_axes=(0, 0, 0, 0 if decayed else None, 0, 0))(
-        _time_last(arrays["query"], key.shape[2]),
-        jnp.moveaxis(arrays["key"], 1, 3),
-        jnp.moveaxis(arrays["value"], 1, 3),
-        jnp.moveaxis(arrays["decay"], 1, 2) if decayed else None,
-        arrays["folds"],
-        _first_sums(state, sequence, power, dtype),
-    )
-    out = _time_second(out)[:, : sequence.valid.shape[1]]
+    out, kv, norm = (core or _core)(settings, rows, return_state)
     if ragged:
         out = _permuted(out, back, order)
     out = out[:, -time:].astype(value.dtype)
-    return out, _state_of(final, sequence, power, window, dtype) if return_state else None
+    return out, _state_of(kv, norm, sequence, window, dtype) if return_state else None
+
+
+def _core(settings, rows, return_state):
+    length = rows.query.shape[1]
+    settings, rows = _in_whole_chunks(settings, rows)
+    out, final = _over_heads(chunked_core.chunked, settings, rows)(*_by_head(rows, settings.power))
+    out = _time_second(out)[:, :length]
+    if not return_state:
+        return out, None, None
+    return out, *kv_and_norm(final, rows.key.shape[-1], settings.power).values()
+
+
+def core_vjp(settings, rows, results, cotangents) -> Rows:
+    """Gradients of a core, from its arguments and results alone.
+
+    results: out [B, X, N, E], the denominators [B, X, N] of its rows, and the final kv and norm; cotangents: those of
+    out, kv and norm. `folds` has none.
+    """
+    out, denominator, kv, norm = results
+    dout, dkv, dnorm = cotangents
+    _, length, kv_heads, head_dim = rows.key.shape
+    settings, padded = _in_whole_chunks(settings, rows)
+    out, denominator, dout = (
+        _time_last(_pad_end(x, settings.chunk), kv_heads) for x in (out, denominator[..., None], dout)
+    )
+    to_canonical = functools.partial(kv_and_norm, head_dim=head_dim, power=settings.power)
+    final = groups_of(kv, norm, head_dim, settings.power)
+    (dfinal,) = jax.vjp(to_canonical, final)[1]({"kv": dkv, "norm": dnorm})
+    arguments = _by_head(padded, settings.power)
+    dquery, dkey, dvalue, ddecay, _, dstate = _over_heads(chunked_core.chunked_vjp, settings, padded, 5)(
+        *arguments, out, denominator, final, dout, dfinal
+    )
+    gradients = Rows(
+        _time_second(dquery),
+        jnp.moveaxis(dkey, 3, 1),
+        jnp.moveaxis(dvalue, 3, 1),
+        None if ddecay is None else jnp.moveaxis(ddecay, 2, 1),
+        None,
+        None,
+        None,
+    )
+    gradients = jax.tree.map(lambda g: g[:, :length], gradients)
+    if rows.kv is None:
+        return gradients
+    to_groups = functools.partial(groups_of, head_dim=head_dim, power=settings.power)
+    dkv, dnorm = jax.vjp(to_groups, rows.kv, rows.norm)[1](dstate)
+    return gradients._replace(kv=dkv, norm=dnorm)
+
+
+def _in_whole_chunks(settings, rows):
+    """Rows as long as a number of chunks, and chunks no longer than the rows."""
+    settings = settings._replace(chunk=min(settings.chunk, rows.query.shape[1]))
+    tokens = {
+        name: _pad_end(x, settings.chunk)
+        for name, x in rows._asdict().items()
+        if x is not None and name not in ("kv", "norm")
+    }
+    return settings, rows._replace(**tokens)
+
+
+def _by_head(rows, power):
+    """The arguments of `chunked_core.chunked` for all heads: time last, the state in its features."""
+    batch, _, kv_heads, head_dim = rows.key.shape
+    if rows.kv is None:
+        dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
+        state = features.zeros((batch, kv_heads), head_dim, rows.value.shape[-1] + 1, power, dtype)
+    else:
+        state = groups_of(rows.kv, rows.norm, head_dim, power)
+    return (
+        _time_last(rows.query, kv_heads),
+        jnp.moveaxis(rows.key, 1, 3),
+        jnp.moveaxis(rows.value, 1, 3),
+        None if rows.log_decay is None else jnp.moveaxis(rows.log_decay, 1, 2),
+        rows.folds,
+        state,
+    )
+
+
+def _over_heads(f, settings, rows, more=0):
+    """f of one head, for a batch of heads; `more` arguments follow those of `_by_head`."""
+    decay = None if rows.log_decay is None else 0
+    f = jax.vmap(functools.partial(f, settings), in_axes=(0, 0, 0, decay, None, 0) + (0,) * more)
+    return jax.vmap(f, in_axes=(0, 0, 0, decay, 0, 0) + (0,) * more)
 
 
 def attention(query, key, value, *, power, log_decay, segment_ids, state, window, chunk, return_state):
     """The attention form. `key` may be longer than `query`; the queries are its last tokens."""
-    dtype, time = jnp.promote_types(query.dtype, jnp.float32), query.shape[1]
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype)
-    query = _time_last(_masked_queries(query, sequence)[:, -time:], key.shape[2])
-    key, value_dtype = jnp.moveaxis(sequence.key, 1, 3), value.dtype
-    value = jnp.moveaxis(sequence.value, 1, 3)
-    value = jnp.concatenate([value, jnp.ones_like(value[..., :1, :])], -2)
-    decay = jnp.moveaxis(decays.bounded(sequence.log_decay, sequence.start[..., None]), 1, 2)
-    precision = precision_of(key.dtype)
+    sums = _sums(query, sequence, power=power, state=state, chunk=chunk, precision=precision_of(key.dtype))
+    out = means.mean(sums[..., :-1, :], sums[..., -1:, :], -2)
+    out = _time_second(out).astype(value.dtype)
+    if not return_state:
+        return out, None
+    final = _folded(sequence, power=power, state=state, window=window, precision=precision_of(key.dtype))
+    return out, _state_of(*final, sequence, window, dtype)
+
+
+def attention_vjp(arguments, results, dout, *, power, segment_ids, chunk):
+    """Gradients of the attention form without a state, from its arguments and results alone.
+
+    arguments: query, key, value and log_decay or None; results: out [B, T, N, E] and the denominators [B, T, N] of
+    queries of unit scale.
+    """
+    out, denominator = results
+    kv_heads, dtype = arguments[1].shape[2], denominator.dtype
+    dsums = means.mean_vjp(out.astype(dtype), denominator[..., None], dout.astype(dtype), -1)
+
+    def sums(query, key, value, log_decay):
+        sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, None, dtype)
+        return _sums(query, sequence, power=power, state=None, chunk=chunk, precision=precision_of(key.dtype))
+
+    # The sums themselves are not used again, and compiled away.
+    return jax.vjp(sums, *arguments)[1](_time_last(jnp.concatenate(dsums, -1), kv_heads))
+
+
+def _sums(query, sequence, *, power, state, chunk, precision):
+    """Weighted sums of values and, last, of weights for every query, [B, K, G, E+1, T]."""
+    time = query.shape[1]
+    key, value, decay = _keys_time_last(sequence)
+    query = _time_last(_masked_queries(query, sequence)[:, -time:], key.shape[1])
 
     block = min(chunk, time)
     front = -(key.shape[-1] - time) % block
@@ -84,16 +222,17 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
         _pad_last(decay, front, back),
         first.astype(jnp.int32),
     )[..., :time]
-    if state is not None:
-        from_start = decays.exp(jnp.cumsum(decay, -1))[..., -time:]
-        far = functools.partial(_far, power=power, precision=precision)
-        sums += from_start[:, :, None, None] * jax.vmap(jax.vmap(far))(sums_of(state, power), query)
+    if state is None:
+        return sums
+    from_start = decays.exp(jnp.cumsum(decay, -1))[..., -time:]
+    far = functools.partial(_far, power=power, precision=precision)
+    groups = groups_of(state.kv, state.norm, key.shape[2], power)
+    return sums + from_start[:, :, None, None] * jax.vmap(jax.vmap(far))(groups, query)
 
-    out = means.mean(sums[..., :-1, :], sums[..., -1:, :], -2)
-    out = _time_second(out).astype(value_dtype)
-    if not return_state:
-        return out, None
 
+def _folded(sequence, *, power, state, window, precision):
+    """kv and norm after all of the sequence but its window."""
+    key, value, decay = _keys_time_last(sequence)
     folds = (sequence.after >= window)[:, None]
     folded_decay = jnp.where(folds, decay, 0)
     behind = jnp.cumsum(folded_decay[..., ::-1], -1)[..., ::-1]
@@ -102,8 +241,17 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
     final = jax.vmap(jax.vmap(fold))(value * weight[:, :, None], key)
     if state is not None:
         carry = decays.exp(behind[..., 0])[..., None, None]
-        final = tuple(carry * s + n for s, n in zip(sums_of(state, power), final))
-    return out, _state_of(final, sequence, power, window, dtype)
+        groups = groups_of(state.kv, state.norm, key.shape[2], power)
+        final = tuple(carry * s + n for s, n in zip(groups, final))
+    return kv_and_norm(final, key.shape[2], power).values()
+
+
+def _keys_time_last(sequence):
+    """Keys [B, K, D, X], values with a row of ones [B, K, E+1, X], and decays [B, K, X]."""
+    value = jnp.moveaxis(sequence.value, 1, 3)
+    value = jnp.concatenate([value, jnp.ones_like(value[..., :1, :])], -2)
+    decay = decays.bounded(sequence.log_decay, sequence.start[..., None])
+    return jnp.moveaxis(sequence.key, 1, 3), value, jnp.moveaxis(decay, 1, 2)
 
 
 def _masked_queries(query, sequence):
@@ -116,11 +264,15 @@ def _masked_queries(query, sequence):
 
 def unit_scale(query: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
     """The query times the power of two that brings its largest entry into [1/2, 1)."""
-    largest = jax.lax.stop_gradient(jnp.abs(query).max(-1, keepdims=True))
-    _, exponent = jnp.frexp(largest)
+    exponent = unit_exponent(query)[..., None]
     # Two factors, since the inverse of the smallest normal number overflows.
     half = exponent // 2
     return jnp.ldexp(jnp.ldexp(query, -half), half - exponent)
+
+
+def unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
+    """The power of two by which `unit_scale` divides."""
+    return jnp.frexp(jax.lax.stop_gradient(jnp.abs(query).max(-1)))[1]
 
 
 def precision_of(dtype) -> jax.lax.Precision:
@@ -170,32 +322,24 @@ def _fold_all(value, key, *, power, precision):
     return jax.lax.scan(step, start, inputs)[0]
 
 
-def sums_of(state: power_state.PowerState, power: int) -> features.Groups:
-    """The state as the cores hold it, [B, K, F_g, E+1] a group, the normaliser a column of its own."""
-    both = jnp.concatenate([state.kv, state.norm[..., None]], -1)
-    return features.from_canonical(both, state.keys.shape[-1], power)
-
-
-def _first_sums(state, sequence, power, dtype):
-    if state is not None:
-        return sums_of(state, power)
-    batch, _, kv_heads, head_dim = sequence.key.shape
-    return features.zeros((batch, kv_heads), head_dim, sequence.value.shape[-1] + 1, power, dtype)
+def groups_of(kv, norm, head_dim: int, power: int) -> features.Groups:
+    """A state as the cores hold it, [B, K, F_g, E+1] a group, the normaliser a column of its own."""
+    return features.from_canonical(jnp.concatenate([kv, norm[..., None]], -1), head_dim, power)
 
 
 def kv_and_norm(sums: features.Groups, head_dim: int, power: int) -> dict[str, Array]:
-    """The inverse of `sums_of`."""
+    """The inverse of `groups_of`."""
     both = features.to_canonical(sums, head_dim, power)
     return {"kv": both[..., :-1], "norm": both[..., -1]}
 
 
-def _state_of(final, sequence, power, window, dtype):
+def _state_of(kv, norm, sequence, window, dtype):
     # A document that is all within the window has folded nothing: what was folded belongs to others.
     last = sequence.after < jnp.iinfo(jnp.int32).max
     keeps = (sequence.document[:, -1] == 0) | (last.sum(1) > window)
-    final = tuple(jnp.where(keeps[:, None, None, None], s, 0) for s in final)
     return power_state.PowerState(
-        **kv_and_norm(final, sequence.key.shape[-1], power),
+        kv=jnp.where(keeps[:, None, None, None], kv, 0),
+        norm=jnp.where(keeps[:, None, None], norm, 0),
         **power_state.window_of(sequence, window, dtype),
     )
 

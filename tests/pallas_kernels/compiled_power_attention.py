@@ -1,0 +1,72 @@
+"""Cases of the attention kernel that are compiled for an H100, and the time predicted for them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.power_attention import config, forward, operands
+from tests.pallas_kernels import h100
+
+# Latency of the last wgmma of each product, of barriers and of row sums, per step; a guess, not a measurement.
+WAITING_CYCLES = 250
+
+# Power, head size, value size, dtype.
+CASES = [
+    f"p{power}-d{head_dim}-e{value_dim}-bfloat16"
+    for power in (2, 4)
+    for head_dim, value_dim in ((16, 16), (32, 32), (64, 64), (128, 128), (64, 128))
+] + ["p6-d64-e64-bfloat16", "p8-d128-e128-bfloat16", "p2-d64-e64-float16", "p2-d80-e40-bfloat16"]
+
+
+def build(case: str):
+    """The kernel, with GQA, decay and documents; what comes before it is plain JAX and not compiled."""
+    power, sizes, dtype, chosen = _parsed(case)
+
+    def prepare(query, key, value, log_decay, segment_ids):
+        arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
+        return operands.prepare(query, key, value, power=power, config=chosen, **arrays)[0]
+
+    def call(*prepared):
+        return forward.sums(operands.Operands(*prepared), power=power, config=chosen)
+
+    time, heads, kv_heads = 1000, 4, 2
+    return call, jax.eval_shape(
+        prepare,
+        jax.ShapeDtypeStruct((1, time, heads, sizes["head_dim"]), dtype),
+        jax.ShapeDtypeStruct((1, time, kv_heads, sizes["head_dim"]), dtype),
+        jax.ShapeDtypeStruct((1, time, kv_heads, sizes["value_dim"]), dtype),
+        jax.ShapeDtypeStruct((1, time, kv_heads), jnp.float32),
+        jax.ShapeDtypeStruct((1, time), jnp.int32),
+    )
+
+
+def predict(case: str, kernels: list[h100.Kernel]) -> dict:
+    """Tensor cycles of a warpgroup's step over a block of keys, and the time for 65,536 tokens of 8 heads.
+
+    Two warpgroups share a multiprocessor's tensor cores and schedulers. A step takes the longer of both their tensor
+    cycles and one's tensor cycles, instructions and waits in a row.
+    """
+    *_, chosen = _parsed(case)
+    (kernel,) = kernels
+    # The loop over full blocks is the shortest that multiplies matrices and rounds weights.
+    loop = next(loop for loop in kernel.loops if loop["HGMMA"] and loop["F2FP"])
+    # m64nNk16 takes N / 2 cycles.
+    tensor = chosen.head_dim // 16 * chosen.block // 2 + chosen.block // 16 * chosen.value_dim // 2
+    step = max(2 * tensor, tensor + loop["instructions"] + WAITING_CYCLES)
+    blocks = 65_536 // chosen.block
+    steps = 8 * blocks * (blocks + 1) / 2 / h100.MULTIPROCESSORS
+    milliseconds = 1e3 * steps * step / h100.SUSTAINED_HERTZ
+    return {
+        "in the loop": loop["HGMMA"],
+        "instructions": loop["instructions"],
+        "tensor": tensor,
+        "predicted ms (at best)": f"{milliseconds:.1f}",
+    }
+
+
+def _parsed(case):
+    power, head_dim, value_dim, dtype = re.fullmatch(r"p(\d+)-d(\d+)-e(\d+)-(\w+)", case).groups()
+    sizes = {"head_dim": int(head_dim), "value_dim": int(value_dim)}
+    dtype = jnp.dtype(dtype)
+    return int(power), sizes, dtype, config.choose(power=int(power), dtype=dtype, **sizes)

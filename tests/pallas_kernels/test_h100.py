@@ -1,0 +1,40 @@
+"""Every kernel compiled for an H100, on a machine that needs none."""
+
+import pytest
+
+from tests.pallas_kernels import h100
+
+pytestmark = [
+    pytest.mark.h100,
+    pytest.mark.skipif(
+        bool(h100.missing()), reason=f"needs {', '.join(h100.missing())}: uv sync --group h100"
+    ),
+]
+# Products of matrices cost more than the bytes of all kernels but this one.
+WITHOUT_PRODUCTS = ("power_step",)
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name in h100.KERNELS for case in h100.compiled(name).CASES]
+)
+def test_compiled(name, case):
+    """Kernels that spill nothing and, but for the step, run wgmma asynchronously on what TMA loads."""
+    kernels = h100.report(name, case)
+    assert kernels
+    for kernel in kernels:
+        assert kernel.spill_bytes == 0, kernel
+        assert not kernel.serialised, kernel
+        assert kernel.tma_loads > 0, kernel
+        assert kernel.short_dots == 0, kernel
+        assert kernel.tf32 == 0, kernel
+        assert kernel.hgmma > 0 or name in WITHOUT_PRODUCTS, kernel
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_nothing_is_gathered_on_eight_devices(form):
+    """Batch and heads divided over a mesh: neither the kernels nor the backward pass need another device's share."""
+    text = h100.run("sharded", form)
+    assert "mosaic_gpu" in text
+    assert "all-gather" not in text
+    assert "all-to-all" not in text
+    assert "all-reduce" not in text

@@ -1,0 +1,113 @@
+"""The op by its kernels, interpreted, in the suite of the other implementations: values and every gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from sympow_jax import ops
+from sympow_jax.ops._power import target
+from tests.ops import cases
+from tests.ops import test_power_attention as suite
+
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(autouse=True)
+def _interpreted():
+    with target.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+
+
+def check(kernel, plain):
+    """As exact as the xla form on the same bfloat16 inputs, but for a fifth.
+
+    The gradient of the decays is float32, which the kernels' operands of 11 bits and more are not.
+    """
+    for name, error in kernel.items():
+        bound = 1.2 * plain[name] if name != "log_decay" else max(1.2 * plain[name], 2.0**-11)
+        assert error <= bound, (name, kernel, plain)
+
+
+# Rows of more than one block of 64, and chunks that the last one does not fill.
+CASES = {
+    "attention": [
+        cases.Case(time=150, decay="mixed", segments="padded", group=2),
+        cases.Case(power=4, time=140, decay="none", scale=1e3),
+    ],
+    "chunked": [
+        cases.Case(head_dim=32, value_dim=24, time=200, decay="mixed", segments="padded", group=2),
+        cases.Case(head_dim=64, value_dim=64, time=190, decay="none", scale=1e-3),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "case"), [(form, case) for form, of_form in CASES.items() for case in of_form], ids=str
+)
+def test_values_and_gradients(form, case):
+    drawn = cases.arrays(case, batch=1, dtype="bfloat16")
+    expected = suite.expected_for(drawn, case)
+    short = suite.cast(drawn, "bfloat16")
+    chunk_size = 64 if form == "chunked" else None
+
+    def errors(implementation):
+        actual = suite.outputs_and_gradients(
+            short, implementation=implementation, form=form, power=case.power, chunk_size=chunk_size
+        )
+        assert actual["out"].dtype == actual["query"].dtype == jnp.bfloat16
+        return suite.errors(jax.device_get(actual), expected, drawn)
+
+    check(errors("mosaic_gpu"), errors("xla"))
+
+
+def test_a_sequence_split_in_two():
+    """A state of the kernels goes on in the kernels and its gradient comes back: as exact as one plain call."""
+    case = cases.Case(head_dim=32, value_dim=32, time=260, decay="gentle", segments="padded")
+    drawn = cases.arrays(case, batch=2, dtype="bfloat16")
+    expected = suite.expected_for(drawn, case)
+    short = suite.cast(drawn, "bfloat16")
+    fixed = {"form": "chunked", "chunk_size": 64}
+    plain = suite.outputs_and_gradients(short, implementation="xla", power=2, **fixed)
+    dout, segment_ids = short.pop("dout"), short.pop("segment_ids")
+
+    def loss(arrays):
+        out, state = [], None
+        for part in (slice(0, 141), slice(141, None)):
+            cut = {name: x[:, part] for name, x in arrays.items()} | {"segment_ids": segment_ids[:, part]}
+            o, state = ops.power_attention(
+                **cut, **fixed, implementation="mosaic_gpu", initial_state=state, return_state=True
+            )
+            out.append(o)
+        out = jnp.concatenate(out, 1)
+        return (out * dout).sum(dtype=jnp.float32), out
+
+    gradients, out = jax.jit(jax.grad(loss, has_aux=True))(short)
+    kernel = {"out": out} | gradients
+    check(*(suite.errors(jax.device_get(x), expected, drawn) for x in (kernel, plain)))
+
+
+def test_zero_queries_give_zero_and_finite_gradients():
+    drawn = suite.cast(cases.arrays(cases.Case(head_dim=32, time=130), batch=1), "bfloat16")
+    drawn["query"] = drawn["query"].at[:, 5:9].set(0).at[:, 120:].set(0)
+    drawn["key"] = drawn["key"].at[:, 20:30].set(0)
+    for form in ("attention", "chunked"):
+        result = suite.outputs_and_gradients(
+            drawn, implementation="mosaic_gpu", form=form, power=2, chunk_size=64
+        )
+        assert not np.asarray(result["out"])[:, 5:9].any()
+        assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in result.values())
+
+
+def test_none_takes_the_kernels_where_they_can():
+    """On a Hopper GPU, inputs of 16 bits; what the kernels cannot do falls to the plain form."""
+    drawn = cases.arrays(cases.Case(head_dim=32, time=70, decay="gentle"), batch=1)
+    for dtype, window, kernel in (("bfloat16", 64, True), ("float32", 64, False), ("bfloat16", 10, False)):
+        short = suite.cast(drawn, dtype)
+        del short["dout"]
+
+        def call(arrays, window=window):
+            return ops.power_attention(**arrays, form="chunked", window=window)
+
+        assert ("power_state" in str(jax.make_jaxpr(call)(short))) == kernel, (dtype, window)
