@@ -1,0 +1,142 @@
+"""The op by its kernels on a Hopper GPU, at real sizes: `pytest -m gpu`."""
+
+import dataclasses
+import functools
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import ops
+from sympow_jax.ops._power import target
+from tests.ops import cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+RUNS = 10
+ATTENTION = [
+    cases.Case(
+        power=power, head_dim=size, value_dim=size, time=time, segments="padded", decay="gentle", group=2
+    )
+    for power, size, time in ((2, 64, 4096), (4, 64, 2000), (2, 128, 1025), (6, 32, 1500), (4, 16, 777))
+]
+CHUNKED = [
+    cases.Case(
+        power=power, head_dim=size, value_dim=size, time=time, segments="padded", decay="gentle", group=2
+    )
+    for power, size, time in ((2, 64, 8192), (2, 32, 5000), (2, 128, 3001), (4, 16, 4096), (4, 32, 5000))
+] + [cases.Case(head_dim=64, value_dim=64, time=20_000, decay="none"), cases.Case(head_dim=48, time=3000)]
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_hopper_gpu():
+    if not target.is_hopper():
+        pytest.fail(f"pytest -m gpu needs a Hopper GPU, not {jax.devices()[0].device_kind}")
+
+
+def drawn(case, seed, dtype):
+    """Arguments of the op, the same values in any dtype."""
+    arrays = cases.arrays(case, kv_heads=2, seed=seed, dtype="bfloat16")
+    del arrays["dout"]
+    return {
+        name: x if x is None or x.dtype == np.int32 else jnp.asarray(x, dtype if x.ndim == 4 else jnp.float32)
+        for name, x in arrays.items()
+    }
+
+
+def poison():
+    """Fills the memory that results will be put in with NaN: what a kernel does not write will show."""
+    blocks = [jnp.full((2**n, 2**20), jnp.nan, jnp.float32) for n in range(9)]
+    jax.block_until_ready(blocks)
+    for block in blocks:
+        block.delete()
+
+
+def identical_runs(f, arrays):
+    """The result of f, which has to be the same to the bit every time."""
+    results = []
+    for _ in range(RUNS):
+        poison()
+        results.append(jax.device_get(f(arrays)))
+    for result in results:
+        jax.tree.map(np.testing.assert_array_equal, result, results[0])
+    return results[0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("form", "case"), [("attention", c) for c in ATTENTION] + [("chunked", c) for c in CHUNKED], ids=str
+)
+def test_outputs(form, case, seed):
+    """As exact as the xla form in bfloat16, both against the xla form in float32, but for a fifth."""
+
+    def call(arrays, implementation):
+        return ops.power_attention(**arrays, power=case.power, form=form, implementation=implementation)
+
+    plain = jax.jit(functools.partial(call, implementation="xla"))
+    expected = plain(drawn(case, seed, jnp.float32))
+    short = drawn(case, seed, jnp.bfloat16)
+    out = identical_runs(jax.jit(functools.partial(call, implementation="mosaic_gpu")), short)
+    assert cases.error(out, expected) <= 1.2 * cases.error(plain(short), expected)
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_gradients(form):
+    """Finite, the same every time, and as exact as those of the xla form, but for a fifth."""
+    case = dataclasses.replace(CHUNKED[0], time=2048)
+
+    def loss(arrays, implementation):
+        out = ops.power_attention(
+            **arrays, segment_ids=segment_ids, power=case.power, form=form, implementation=implementation
+        )
+        return jnp.square(out.astype(jnp.float32)).sum()
+
+    def gradients(implementation):
+        return jax.jit(jax.grad(functools.partial(loss, implementation=implementation)))
+
+    full, short = (drawn(case, 0, dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    segment_ids = full.pop("segment_ids")
+    del short["segment_ids"]
+    expected, plain = gradients("xla")(full), gradients("xla")(short)
+    actual = identical_runs(gradients("mosaic_gpu"), short)
+    for name, gradient in actual.items():
+        bound = 1.2 * cases.error(plain[name], expected[name])
+        # The gradient of the decays is float32; operands of the kernels have 11 bits.
+        bound = max(bound, 2.0**-11) if name == "log_decay" else bound
+        assert cases.error(gradient, expected[name]) <= bound, name
+
+
+def test_a_sequence_in_parts():
+    """States of the kernels: the outputs of four calls are those of one, within rounding."""
+    case = dataclasses.replace(CHUNKED[0], time=4096)
+    arrays = drawn(case, 0, jnp.bfloat16)
+    fixed = {"form": "chunked", "implementation": "mosaic_gpu", "return_state": True}
+    call = jax.jit(functools.partial(ops.power_attention, **fixed))
+    (whole, _), state, parts = call(**arrays), None, []
+    for begin, end in ((0, 1000), (1000, 1001), (1001, 3000), (3000, 4096)):
+        part = {name: x[:, begin:end] for name, x in arrays.items()}
+        out, state = call(**part, initial_state=state)
+        parts.append(out)
+    assert cases.error(jnp.concatenate(parts, 1), whole) <= float(jnp.finfo(jnp.bfloat16).eps)
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_under_compute_sanitizer(form):
+    """No kernel reads or writes what is not its own."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    program = (
+        "import jax.numpy as jnp; from sympow_jax import ops; x = jnp.ones((1, 300, 2, 64), jnp.bfloat16); "
+        f"print(ops.power_attention(x, x, x, form={form!r}, implementation='mosaic_gpu').sum())"
+    )
+    done = subprocess.run(
+        [sanitizer, "--error-exitcode", "1", "--require-cuda-init=no", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
