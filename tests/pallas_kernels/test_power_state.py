@@ -137,7 +137,7 @@ def test_zero_queries_give_zero():
 
 
 UNSUPPORTED = {
-    "power": ({"power": 4}, {}),
+    "power": ({"power": 6}, {}),
     "head_dim": ({}, {"head_dim": 48}),
     "value_dim": ({}, {"value_dim": 80}),
     "chunk": ({"chunk": 100}, {}),
