@@ -1,6 +1,7 @@
 """Power attention through states at p = 4: what the kernels are given, and what becomes of their results."""
 
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
@@ -83,13 +84,14 @@ def _products(x, layout):
 
 
 def _states(vector, scalars, base, start, layout, config, chunk, interpret):
-    """The state before each chunk, times its weights, and the last one, plain; both divided by 2^shift."""
+    """The states that chunks read, times their weights, and the last one, plain; all divided by 2^shift."""
     heads, chunks = base.carry.shape
     count = max(1, min(configs.MULTIPROCESSORS // (heads * len(layout.units)), chunks))
     initial = jnp.zeros((heads, count, *start.shape[1:]), jnp.float32)
     initial = initial.at[:, 0].set(preparation.scaled(start, -base.shift[:, :1, None, None]))
     value = preparation.time_last((base.old_value * base.strength).astype(vector.dtype))
-    weights = jnp.asarray(layout.row_weights)
+    # A row of a stack for each value; repeated here, since a program holds its constants.
+    weights = jnp.repeat(jnp.asarray(layout.weights) / 2**layouts.WEIGHT_BITS, layout.value_dim, 1)
     states, finals = update_kernel.update(
         vector,
         scalars,
@@ -104,7 +106,11 @@ def _states(vector, scalars, base, start, layout, config, chunk, interpret):
         dtype=jnp.float16,
         interpret=interpret,
     )
-    return segments.join(states, finals, base.log2_carry, weights)
+
+    def stored(state):
+        return layouts.beside(state * weights, layout)
+
+    return segments.join(states, finals, base.log2_carry, stored)
 
 
 def _norms(vector, base, start):
@@ -132,7 +138,7 @@ def _denominator(vector, norm, scale, layout):
     heads, chunks = norm.shape[:2]
     low, high = layouts.pairs(layout.head_dim)
     # Entries of y off the diagonal stand for both orders of their indices.
-    orders = jnp.pad(jnp.where(low == high, 1.0, 2.0), (layout.rows - layout.products, 0))
+    orders = np.pad(np.where(low == high, 1, 2), (layout.rows - layout.products, 0)).astype(np.float32)
     norm = norm * orders[:, None] * orders
     peak = jnp.abs(norm).max((-1, -2), keepdims=True)
     norm = (norm / jnp.where(peak > 0, peak, 1)).astype(vector.dtype)

@@ -29,6 +29,7 @@ __all__ = [
     "UNIT",
     "WEIGHT_BITS",
     "Layout",
+    "beside",
     "from_canonical",
     "norm_from_canonical",
     "norm_to_canonical",
@@ -59,6 +60,11 @@ class Layout:
     def per_stack(self) -> int:
         """Scalars of a stack."""
         return _ROWS // self.value_dim
+
+    @property
+    def width(self) -> int:
+        """P, the features of a stack."""
+        return self.per_stack * COLUMNS
 
     @property
     def products(self) -> int:
@@ -144,11 +150,6 @@ class Layout:
         return np.where(counted, _multiplicity(np.sort(self.indices, -1)), 0).astype(np.float32)
 
     @functools.cached_property
-    def row_weights(self) -> np.ndarray:
-        """What a stack is multiplied by when it is stored, float32 [U, 64, 48]: weights / 2^WEIGHT_BITS."""
-        return np.repeat(self.weights, self.value_dim, 1) / 2**WEIGHT_BITS
-
-    @functools.cached_property
     def canonical(self) -> np.ndarray:
         """The canonical position of each feature, int32 [U, 64 / E, 48]; anything where the weight is zero."""
         return _position(np.where(self.weights[..., None] > 0, self.indices, 0), self.head_dim)
@@ -157,6 +158,12 @@ class Layout:
 def pairs(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     """First and second indices of the entries of y."""
     return np.triu_indices(head_dim)
+
+
+def beside(state: jax.Array, layout: Layout) -> jax.Array:
+    """Stacks as accumulators hold them, [..., 64, 48], with their scalars side by side, [..., E, P]."""
+    split = state.reshape(*state.shape[:-2], layout.per_stack, layout.value_dim, COLUMNS)
+    return jnp.swapaxes(split, -3, -2).reshape(*state.shape[:-2], layout.value_dim, layout.width)
 
 
 def from_canonical(state: jax.Array, layout: Layout) -> jax.Array:

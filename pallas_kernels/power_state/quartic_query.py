@@ -5,6 +5,7 @@ its 48 entries y_i in registers and walks the scalars s that need them:
 
     scale_i * sum_s (s_i * y_i) S_s^T,   S_s [E, 48] the state of one scalar and one block,
 
+the scalars of a stack in one product, S_s side by side,
 then adds, as at p = 2, (q_i . k)^4 2^(g_i - g_k) v over the keys k from the window's first one to i itself, and divides
 by the same sums without states and values. The state's share of the divisor, y_i^T Z y_i, comes with the arguments.
 """
@@ -52,7 +53,7 @@ def query_states(
 
     query: bfloat16 [HN, X, D], HN a multiple of H. vector: 16-bit [HN, X, layout.rows], y of the queries with zeros in
     front. scalars: 16-bit [HN, layout.scalar_rows, X], the same products in the order of the scalars, time last.
-    states: 16-bit [H, n, U, 64, 48], what chunk c's queries read at c, times its weights.
+    states: 16-bit [H, n, U, E, P], what chunk c's queries read at c, times its weights.
     denominator: float32 [HN, X / 64, 64], what the state adds to the sum of weights.
     key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
     decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over what the chunk sees, coarse and
@@ -71,7 +72,7 @@ def query_states(
         "denominator_smem": plgpu.SMEM((count, _BLOCK), jnp.float32),
         "vector_smem": products.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, vector.dtype),
         "scalar_smem": plgpu.SMEM((stages, layouts.STEP * layout.per_stack, count * _BLOCK), scalars.dtype),
-        "state_smem": products.operand((stages,), layouts.STEP * _BLOCK, layouts.COLUMNS, states.dtype),
+        "state_smem": products.operand((stages,), layouts.STEP * value_dim, layout.width, states.dtype),
         "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
         "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
         "out_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
@@ -105,7 +106,7 @@ def query_states(
         query,
         vector,
         scalars,
-        states.reshape(*states.shape[:2], -1, layouts.COLUMNS),
+        states.reshape(*states.shape[:2], -1, layout.width),
         denominator,
         key,
         value,
@@ -199,7 +200,7 @@ def _copy_states(gmem, smem, place, layout, config, chunk):
 
         def copy(step, slot):
             index, full = step - before, smem["state_full"].at[slot]
-            stacks = pl.ds((stack + index * layouts.STEP) * _BLOCK, layouts.STEP * _BLOCK)
+            stacks = pl.ds((stack + index * layouts.STEP) * layout.value_dim, layouts.STEP * layout.value_dim)
             source = gmem["states"].at[place["key_head"], place["chunk"], stacks]
             plgpu.copy_gmem_to_smem(source, smem["state_smem"].at[slot], full)
             time = pl.ds(begin, config.query_blocks * _BLOCK)
@@ -230,12 +231,14 @@ def _read_states(acc, steps, smem, warpgroup, layout, config, interpreted):
         def _step(step):
             slot = ring.slot_of(step, config.state_stages)
             plgpu.barrier_wait(smem["state_full"].at[slot])
-            for n in range(layouts.STEP * layout.per_stack):
-                scalar = plgpu.load(smem["scalar_smem"].at[slot, n, own_rows], layout=_ROWS)
-                features = vector * lax.broadcast_in_dim(scalar, vector.shape, [0])
-                state = smem["state_smem"].at[slot, n * value_dim : (n + 1) * value_dim]
+            for stack in range(layouts.STEP):
+                parts = []
+                for n in range(stack * layout.per_stack, (stack + 1) * layout.per_stack):
+                    scalar = plgpu.load(smem["scalar_smem"].at[slot, n, own_rows], layout=_ROWS)
+                    parts.append(vector * lax.broadcast_in_dim(scalar, vector.shape, [0]))
+                state = smem["state_smem"].at[slot, stack * value_dim : (stack + 1) * value_dim]
                 # Straight-line code: the operand of the product in flight keeps its registers.
-                products.accumulate(acc, features, state.T, interpreted, wait=1)
+                products.accumulate(acc, jnp.concatenate(parts, 1), state.T, interpreted, wait=1)
             if interpreted is None:
                 plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(smem["state_free"].at[slot])

@@ -40,10 +40,10 @@ def update(
     value: 16-bit [H, 64, X], E rows once for each scalar of a stack, times their decay up to the end of their chunk.
     carry: float32 [H, n], what the state is multiplied by over each of the n = X / chunk chunks.
     initial: float32 [H, segments, U, 64, 48], the state before the first chunk of each segment.
-    weights: float32 [U, 64, 48], layout.row_weights. units: int32, layout.units, flat.
+    weights: float32 [U, 64, 48], what states are multiplied by when they are stored. units: int32, layout.units, flat.
 
-    Returns states [H, n, U, 64, 48] in `dtype` and final float32 [H, segments, U, 64, 48]. Accumulates in float32;
-    products of a scalar and a value are rounded to the 16 bits of the operands.
+    Returns states [H, n, U, E, P] in `dtype`, the scalars of a stack side by side, and final float32 [H, segments, U,
+    64, 48]. Accumulates in float32; products of a scalar and a value are rounded to the 16 bits of the operands.
     """
     heads, _, time = vector.shape
     chunks, segments, stages = time // chunk, initial.shape[1], config.update_stages
@@ -66,7 +66,7 @@ def update(
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((heads, chunks, layout.stacks, *stack), dtype),
+            jax.ShapeDtypeStruct((heads, chunks, layout.stacks, layout.value_dim, layout.width), dtype),
             jax.ShapeDtypeStruct((heads, segments, layout.stacks, *stack), jnp.float32),
         ),
         scratch_types=scratch,
@@ -138,7 +138,11 @@ def _walk(gmem, smem, place, layout, warpgroup, interpreted, *accumulators):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store_smem[...] = weighted.astype(store_smem.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(store_smem, gmem["states"].at[head, place["first_chunk"] + index, stack])
+            state = gmem["states"].at[head, place["first_chunk"] + index, stack]
+            for scalar in range(layout.per_stack):
+                rows = store_smem.at[scalar * layout.value_dim : (scalar + 1) * layout.value_dim]
+                columns = pl.ds(scalar * layouts.COLUMNS, layouts.COLUMNS)
+                plgpu.copy_smem_to_gmem(rows, state.at[:, columns])
 
         decay = gmem["carry"][head, place["first_chunk"] + index]
         for acc in accumulators:

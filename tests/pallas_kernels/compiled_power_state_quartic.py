@@ -66,9 +66,9 @@ def predict(case: str, kernels: list[h100.Kernel]) -> dict:
 
 
 def _instructions_of_keys(loops, layout):
-    """The loop over full blocks of keys, told by its products; a single such block has no loop."""
+    """The loop over full blocks of keys, told by its products; a single such block has none of its own."""
     products = layout.head_dim // 16 + 8
-    return next((loop["instructions"] for loop in loops if loop["HGMMA"] == products and loop["MUFU"]), 0)
+    return next(loop["instructions"] for loop in loops if loop["HGMMA"] == products and loop["MUFU"])
 
 
 def _parsed(case):
@@ -113,7 +113,7 @@ def _query(layout, chunk):
         jax.ShapeDtypeStruct((heads, time, layout.head_dim), jnp.bfloat16),
         _half(heads, time, layout.rows),
         _half(heads, layout.scalar_rows, time),
-        _half(_HEADS, _CHUNKS, layout.stacks, configs.BLOCK, layouts.COLUMNS),
+        _half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
         _single(heads, time // configs.BLOCK, configs.BLOCK),
         jax.ShapeDtypeStruct((_HEADS, _WINDOW + time, layout.head_dim), jnp.bfloat16),
         jax.ShapeDtypeStruct((_HEADS, _WINDOW + time, layout.value_dim), jnp.bfloat16),

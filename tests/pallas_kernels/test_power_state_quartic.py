@@ -30,11 +30,13 @@ def error_of_plain(drawn, chunk, expected):
 # Chunks of 64, 128 and 192 give a block of the query one, two and three warpgroups; values of up to 16 make stacks of
 # four scalars, larger ones of two.
 CASES = [
-    (cases.Case(time=150, decay="gentle"), 64),
-    (cases.Case(time=190, decay="mixed", segments="edges", group=2), 128),
-    (cases.Case(time=260, decay="none", scale=1e3), 192),
-    (cases.Case(time=150, value_dim=24, decay="gentle", scale=1e-3), 64),
-    pytest.param(cases.Case(head_dim=32, value_dim=32, time=130, decay="gentle"), 64, marks=pytest.mark.slow),
+    (cases.Case(power=4, time=150, decay="gentle"), 64),
+    (cases.Case(power=4, time=190, decay="mixed", segments="edges", group=2), 128),
+    (cases.Case(power=4, time=260, decay="none", scale=1e3), 192),
+    (cases.Case(power=4, time=150, value_dim=24, decay="gentle", scale=1e-3), 64),
+    pytest.param(
+        cases.Case(power=4, head_dim=32, value_dim=32, time=130, decay="gentle"), 64, marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -52,7 +54,7 @@ def test_states_in_and_out(monkeypatch):
     """The final state is the reference's, and a run that continues from it gives the outputs of the whole."""
     # Two segments of the one head, of which the second is shorter.
     monkeypatch.setattr(configs, "MULTIPROCESSORS", 10)
-    drawn = states.drawn_case(cases.Case(time=280, decay="gentle"))
+    drawn = states.drawn_case(cases.Case(power=4, time=280, decay="gentle"))
     cut = 160
     first = {name: None if x is None else x[:, :cut] for name, x in drawn.items()}
     _, _, (kv, norm) = states.run_kernels(first, chunk=64, power=4)
@@ -68,7 +70,7 @@ def test_states_in_and_out(monkeypatch):
 
 
 def test_zero_queries_give_zero():
-    drawn = states.drawn_case(cases.Case(time=128, decay="gentle"))
+    drawn = states.drawn_case(cases.Case(power=4, time=128, decay="gentle"))
     drawn["query"][:, 70:80] = 0
     out, _, _ = states.run_kernels(drawn, power=4)
     assert not np.asarray(out[:, 70:80]).any()
@@ -85,6 +87,6 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_the_kernels_cannot_do_is_named(name):
     options, sizes = UNSUPPORTED[name]
-    drawn = states.drawn_case(cases.Case(**{"time": 128} | sizes))
+    drawn = states.drawn_case(cases.Case(**{"power": 4, "time": 128} | sizes))
     with pytest.raises(NotImplementedError, match=f"need.*{name}.*power 4"):
         states.run_kernels(drawn, power=4, **options)
