@@ -7,12 +7,26 @@ import jax.numpy as jnp
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import quartic_layout
 
-__all__ = ["BLOCK", "MULTIPROCESSORS", "Config", "choose", "default_chunk", "segments"]
+__all__ = [
+    "BLOCK",
+    "MULTIPROCESSORS",
+    "Config",
+    "choose",
+    "default_chunk",
+    "filled",
+    "operands",
+    "segments",
+]
 
 # Tokens, query rows or values that one warpgroup handles at a time: the height of a Hopper matrix product.
 BLOCK = 64
 # Multiprocessors of an H100: with fewer blocks of the update, time is cut into segments.
 MULTIPROCESSORS = 132
+# Sizes of heads and values that the kernels have; others are filled up with zeros.
+_HEAD_SIZES = (32, 64, 128)
+_VALUE_SIZES = (64, 128)
+# Shared memory of one thread block on Hopper, less what barriers take.
+_SHARED_BYTES = 227 * 1024 - 1024
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +36,9 @@ class Config:
     update_scalars: groups of features that a block of the update owns, half of them for each of two warpgroups.
     update_stages: blocks of 64 tokens in flight in the update.
     query_blocks: blocks of 64 rows, one for each warpgroup, that share the states read by the query.
-    state_stages, key_stages: groups of a state, and blocks of 64 keys, in flight in the query.
+    parts: pieces of equal width in which the query reads a group.
+    state_stages: such parts in flight in the query.
+    key_stages: blocks of 64 keys in flight in the query.
     """
 
     update_scalars: int
@@ -30,6 +46,7 @@ class Config:
     query_blocks: int
     state_stages: int
     key_stages: int
+    parts: int = 1
 
 
 def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> Config:
@@ -38,45 +55,72 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
         return _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype)
     supported = {
         f"power 2 or 4, not {power}": power == 2,
-        f"head_dim 32 or 64, not {head_dim}": head_dim in (32, 64),
-        f"value_dim at most {BLOCK}, not {value_dim}": value_dim <= BLOCK,
+        f"head_dim at most {_HEAD_SIZES[-1]}, not {head_dim}": head_dim <= _HEAD_SIZES[-1],
+        f"value_dim at most {_VALUE_SIZES[-1]}, not {value_dim}": value_dim <= _VALUE_SIZES[-1],
         f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
-        f"states of float16 or bfloat16, the operands of the tensor core, not {jnp.dtype(state_dtype).name}": (
-            state_dtype in (jnp.float16, jnp.bfloat16)
+        f"states of float16, bfloat16 or float32, not {jnp.dtype(state_dtype).name}": (
+            state_dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
         ),
         f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
         f"a window that is a multiple of {BLOCK}, not {window}": window >= 0 and window % BLOCK == 0,
     }
     _require(supported)
-    # Two warpgroups hold at most 2 x 320 features, of the 64 values, in their accumulators.
-    scalars = {32: 8, 64: 4}[head_dim]
+    head_dim, value_dim = filled(head_dim, value_dim)
+    layout = layouts.Layout(head_dim)
+    # Three warpgroups have 160 registers a thread, too few for more than 64 values or for the features of D = 128.
+    most = 3 if head_dim < 128 and value_dim == BLOCK else 2
+    blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
+    parts = 1 if head_dim < 128 else 3 * value_dim // BLOCK
+    rows = blocks * BLOCK * (2 * head_dim + (0 if head_dim == value_dim else value_dim))
+    keys = 2 * BLOCK * (head_dim + value_dim)
+    left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + blocks * BLOCK)
+    stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
     return Config(
-        update_scalars=scalars,
+        # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators; storing in two terms takes
+        # more registers, and leaves room for 2 x 288.
+        update_scalars={32: 8, 64: 2 if state_dtype == jnp.float32 else 4, 128: 4}[head_dim],
         update_stages=4,
-        query_blocks=_query_blocks(chunk),
-        state_stages=3,
+        query_blocks=blocks,
+        state_stages=stages,
         key_stages=2,
+        parts=parts,
     )
 
 
 def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
+    sizes = quartic_layout.SIZES
     _require(
         {
-            f"head_dim 16 or 32 at power 4, not {head_dim}": head_dim in (16, 32),
-            f"value_dim at most 32 at power 4, not {value_dim}": value_dim <= 32,
+            f"head_dim at most {sizes[-1]} at power 4, not {head_dim}": head_dim <= sizes[-1],
+            f"value_dim at most {sizes[-1]} at power 4, not {value_dim}": value_dim <= sizes[-1],
             f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
             f"states of float16 at power 4, not {jnp.dtype(state_dtype).name}": state_dtype == jnp.float16,
             f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
             f"a window that is a multiple of {BLOCK}, not {window}": window >= 0 and window % BLOCK == 0,
         }
     )
+    layout = quartic_layout.layout_for(head_dim, value_dim)
+    blocks = next(count for count in (3, 2, 1) if chunk % (count * BLOCK) == 0)
+    rows = blocks * BLOCK
+    operands = (rows + 2 * BLOCK) * (layout.head_dim + layout.value_dim) + 2 * rows * quartic_layout.COLUMNS
+    left = _SHARED_BYTES - 2 * operands - 4 * (2 * (chunk + window) + 2 * rows)
+    stage = 2 * quartic_layout.STEP * (BLOCK * quartic_layout.COLUMNS + layout.per_stack * rows)
     return Config(
         update_scalars=quartic_layout.UNIT,
         update_stages=4,
-        query_blocks=_query_blocks(chunk),
-        state_stages=3,
+        query_blocks=blocks,
+        state_stages=_stages(left // stage, 3, chunk),
         key_stages=2,
+        parts=1,
     )
+
+
+def _stages(fitting, most, chunk):
+    if fitting < 2:
+        raise NotImplementedError(
+            f"the power_state kernels need a chunk shorter than {chunk}, for shared memory"
+        )
+    return min(fitting, most)
 
 
 def _require(supported):
@@ -85,22 +129,30 @@ def _require(supported):
             raise NotImplementedError(f"the power_state kernels need {constraint}")
 
 
-def _query_blocks(chunk):
-    return next(count for count in (3, 2, 1) if chunk % (count * BLOCK) == 0)
+def filled(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """The sizes that the kernels run these in."""
+    return (
+        next(size for size in _HEAD_SIZES if size >= head_dim),
+        next(size for size in _VALUE_SIZES if size >= value_dim),
+    )
+
+
+def operands(state_dtype) -> tuple[jnp.dtype, int]:
+    """The 16-bit type that products with states take, and how many of it add up to an entry of a state."""
+    return (jnp.dtype(jnp.float16), 2) if state_dtype == jnp.float32 else (jnp.dtype(state_dtype), 1)
 
 
 def default_chunk(*, power: int, head_dim: int) -> int:
-    """The chunk that the kernels like best: three warpgroups of 64 rows some times, for one pass over a state each.
+    """A chunk whose rows divide among all warpgroups, long enough for its exact part to cost about half its state's.
 
     At p = 4, about where writing and reading the states takes as long as the keys of the chunk do.
     """
     if power == 4:
         return 960 if head_dim <= 16 else 3072
-    return 576
+    return next(chunk for size, chunk in ((32, 384), (64, 768), (128, 1024)) if head_dim <= size)
 
 
-def segments(config: Config, *, heads: int, chunks: int) -> int:
-    """Stretches of time that the update handles side by side, of `heads` key heads (times the batch)."""
-    blocks = heads * (layouts.TILE // config.update_scalars)
+def segments(*, blocks: int, chunks: int) -> int:
+    """Stretches of time that the update handles side by side, in `blocks` blocks each."""
     # As many as run at once; more than one cost a pass over the states.
     return max(1, min(MULTIPROCESSORS // blocks, chunks))

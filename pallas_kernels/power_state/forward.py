@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import quartic
+from pallas_kernels.power_state import quartic, segments
 from pallas_kernels.power_state import query as query_kernel
 from pallas_kernels.power_state import update as update_kernel
 
@@ -32,8 +33,8 @@ def power_state(
     Query i's output is sum_j w_ij v_j / sum_j w_ij over j <= i with w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G sums
     log_decay along time; zero where all weights are.
 
-    query: bfloat16 [B, T, N, D]; key: bfloat16 [B, T, K, D]; value: bfloat16 [B, T, K, E]; N a multiple of K. E
-        below 64 is filled up with zeros, at their cost.
+    query: bfloat16 [B, T, N, D]; key: bfloat16 [B, T, K, D]; value: bfloat16 [B, T, K, E]; N a multiple of K. At
+        p = 2, D is filled up with zeros to 32, 64 or 128 and E to 64 or 128, at their cost; at p = 4 to 16 or 32.
     log_decay: float32 [B, T, K], at most 0; below -87 it is a boundary that nothing crosses, which is how a document
         starts. None is no decay.
     folds: bool [B, T]; positions where it is False never enter a state, nor does their decay. Only the last positions
@@ -43,6 +44,8 @@ def power_state(
     chunk: positions between states. window: positions before each chunk that its queries see exactly.
     state_dtype: what states between chunks are stored in, and operands of the products with them rounded to: float16,
         with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in each entry.
+        float32 is the sum of two float16, 2^-23: twice the bytes and products, for states exact to the rounding of
+        what enters them, products of a key and a value to 2^-12 each. At p = 4 only float16.
     interpret: parameters of the GPU interpreter, or None to run on a GPU.
 
     Returns the output bfloat16 [B, T, N, E]; the denominators sum_j w_ij, float32 [B, T, N], of queries divided by the
@@ -52,7 +55,6 @@ def power_state(
     """
     batch, time, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
-    missing = max(0, configs.BLOCK - value_dim)
     config = configs.choose(
         power=power,
         head_dim=head_dim,
@@ -69,18 +71,22 @@ def power_state(
     if power == 4:
         options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
         return quartic.power_state(query, key, value, log_decay, folds, initial_state, **options)
-    layout = layouts.Layout(head_dim)
-    value = jnp.pad(value, [(0, 0)] * 3 + [(0, missing)])
+    width, value_width = configs.filled(head_dim, value_dim)
+    layout = layouts.Layout(width)
+    query, key = (_fill(x, width) for x in (query, key))
+    value = _fill(value, value_width)
     if initial_state is None:
-        start = jnp.zeros((batch * kv_heads, layouts.TILE, configs.BLOCK, layout.width), jnp.float32)
+        start = jnp.zeros((batch * kv_heads, layouts.TILE, value_width, layout.width), jnp.float32)
         start_size = jnp.zeros(batch * kv_heads, jnp.float32)
-        start_norm = jnp.zeros((batch * kv_heads, head_dim, head_dim), jnp.float32)
+        start_norm = jnp.zeros((batch * kv_heads, width, width), jnp.float32)
     else:
         kv, norm = (x.reshape(batch * kv_heads, *x.shape[2:]) for x in initial_state)
-        start = layouts.from_canonical(jnp.pad(kv, [(0, 0)] * 2 + [(0, missing)]), layout)
+        start = layouts.from_canonical(_fill(kv, value_width), layout, head_dim)
         start_size = jnp.abs(start).max((1, 2, 3))
         start_norm = layouts.norm_from_canonical(norm, head_dim)
+        start_norm = jnp.pad(start_norm, [(0, 0)] + [(0, width - head_dim)] * 2)
 
+    operand, terms = configs.operands(state_dtype)
     arrays = preparation.prepare(
         query,
         key,
@@ -92,17 +98,14 @@ def power_state(
         layout=layout,
         chunk=chunk,
         window=window,
-        state_dtype=state_dtype,
+        state_dtype=operand,
     )
-    states, final = _states(arrays, start, layout, config, chunk, state_dtype, interpret)
-    norm = arrays.norm[:, :-1]
-    high = norm.astype(jnp.bfloat16)
-    low = (norm - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    states, final = _states(arrays, start, layout, config, chunk, terms, interpret)
     out, denominator = query_kernel.query_states(
         arrays.query,
         arrays.scalars,
         states,
-        jnp.stack([high, low], 2),
+        _split(arrays.norm[:, :-1], jnp.bfloat16, 2),
         arrays.key,
         arrays.value,
         arrays.decay,
@@ -113,20 +116,21 @@ def power_state(
         window=window,
         interpret=interpret,
     )
-    out = jnp.swapaxes(out.reshape(batch, heads, -1, configs.BLOCK)[:, :, :time, :value_dim], 1, 2)
+    out = jnp.swapaxes(out.reshape(batch, heads, -1, value_width)[:, :, :time, :value_dim], 1, 2)
     denominator = jnp.swapaxes(denominator.reshape(batch, heads, -1)[:, :, :time], 1, 2)
     unscale = jnp.exp2(arrays.shift[:, -1].astype(jnp.float32))
-    kv = layouts.to_canonical(final[:, :, :value_dim], layout) * unscale[:, None, None]
-    norm = layouts.norm_to_canonical(arrays.norm[:, -1]) * unscale[:, None]
+    kv = layouts.to_canonical(final[:, :, :value_dim], layout, head_dim) * unscale[:, None, None]
+    norm = layouts.norm_to_canonical(arrays.norm[:, -1, :head_dim, :head_dim]) * unscale[:, None]
     return out, denominator, (kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1))
 
 
-def _states(arrays, start, layout, config, chunk, dtype, interpret):
-    """The state before each chunk [H, n, 16, E, P] and the last one [H, 16, E, P], both divided by 2^shift."""
-    chunks = arrays.carry.shape[1]
-    count = configs.segments(config, heads=len(start), chunks=chunks)
-    initial = jnp.zeros((len(start), count, *start.shape[1:]), jnp.float32)
-    initial = initial.at[:, 0].set(preparation.scaled(start, -arrays.shift[:, :1, None, None]))
+def _states(arrays, start, layout, config, chunk, terms, interpret):
+    """The state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], both divided by 2^shift."""
+    blocks = len(start) * update_kernel.blocks(layout, config, start.shape[2])
+    count = configs.segments(blocks=blocks, chunks=arrays.carry.shape[1])
+    start = preparation.scaled(start, -arrays.shift[:, :1, None, None])
+    start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
+    initial = jnp.zeros((len(start), count, *start.shape[1:]), jnp.float32).at[:, 0].set(start)
     states, finals = update_kernel.update(
         arrays.update_key,
         arrays.update_value,
@@ -135,7 +139,28 @@ def _states(arrays, start, layout, config, chunk, dtype, interpret):
         layout=layout,
         config=config,
         chunk=chunk,
-        dtype=dtype,
+        terms=terms,
         interpret=interpret,
     )
-    return segments.join(states, finals, arrays.log2_carry)
+    finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
+    if count == 1 or terms == 1:
+        return segments.join(states, finals, arrays.log2_carry)
+    whole = states.reshape(*states.shape[:3], terms, -1, layout.width).astype(jnp.float32).sum(3)
+    whole, final = segments.join(whole, finals, arrays.log2_carry)
+    return _split(whole, states.dtype, terms), final
+
+
+def _split(x, dtype, terms):
+    """x [..., A, B] as what rounding takes and leaves, terms on top of each other, [..., terms A, B]."""
+    parts = []
+    for _ in range(terms - 1):
+        # A conversion there and back is one that the compiler may leave out.
+        rounded = lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+        parts.append(rounded.astype(dtype))
+        x = x - rounded
+    return jnp.concatenate([*parts, x.astype(dtype)], -2)
+
+
+def _fill(x, size):
+    """Zeros behind the last axis."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])

@@ -6,9 +6,13 @@ that holds every unordered pair of tiles once:
     phi(x)[j, column] = x[i] * x[b],   i = 16 a + j,   b = (16 a + column - offset_a) mod D
 
 so a share of the features is one tile row times a scalar, with no gather. Group j takes the jth index of every tile;
-the windows of its n scalars add up to the same width P for every j, so group j is one matrix product of depth P.
-D = 64 has 16 * 160 = 2,560 features for 2,080 distinct monomials. A pair inside one tile occurs in both orders, other
-pairs once: their monomials count twice when a query reads the state.
+the windows of its n scalars add up to the same width P for every j, so group j is a matrix product of depth P.
+D = 64 has 16 * 160 = 2,560 features for 2,080 distinct monomials, D = 128 has 9,216 for 8,256. A pair inside one tile
+occurs in both orders, other pairs once: their monomials count twice when a query reads the state.
+
+At D = 128 a group is too wide to be handled at once. Those who add to states cut it into 4 sections, the windows of
+tiles a and a + 4 each, equal but for where they begin; those who read it, into parts of equal width, wherever that
+cuts windows.
 
 The canonical order is that of non-decreasing indices, lexicographically, each monomial times the square root of its
 multiplicity (1 for a square, 2 otherwise), so that phi(q) . phi(k) = (q . k)^2.
@@ -24,6 +28,7 @@ import numpy as np
 __all__ = [
     "TILE",
     "Layout",
+    "Piece",
     "Window",
     "from_canonical",
     "norm_from_canonical",
@@ -45,6 +50,16 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
+class Piece:
+    """Columns that are alike: index `scalar` + j times `width` indices from `vector` on, read `weight` times."""
+
+    scalar: int
+    vector: int
+    width: int
+    weight: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """The features of vectors of size `head_dim`, a multiple of 16. Raises ValueError for other sizes."""
 
@@ -56,14 +71,45 @@ class Layout:
 
     @functools.cached_property
     def windows(self) -> tuple[Window, ...]:
-        """One window for each tile, in order."""
+        """One window for each tile, by sections."""
         tiles, windows, offset = self.head_dim // TILE, [], 0
-        for tile in range(tiles):
-            # Opposite tiles of an even number would meet twice: only the first half reaches across.
-            reach = (tiles + 1) // 2 + (tiles % 2 == 0 and tile < tiles // 2)
-            windows.append(Window(tile * TILE, offset, reach * TILE))
-            offset += reach * TILE
+        for section in range(self.sections):
+            for tile in range(section, tiles, self.sections):
+                # Opposite tiles of an even number would meet twice: only the first half reaches across.
+                reach = (tiles + 1) // 2 + (tiles % 2 == 0 and tile < tiles // 2)
+                windows.append(Window(tile * TILE, offset, reach * TILE))
+                offset += reach * TILE
         return tuple(windows)
+
+    @property
+    def sections(self) -> int:
+        """Sets of windows of the same widths, each set a tile behind the one before."""
+        return 4 if self.head_dim == 128 else 1
+
+    @property
+    def section(self) -> tuple[Window, ...]:
+        """The windows of the first section."""
+        return self.windows[: len(self.windows) // self.sections]
+
+    @property
+    def section_width(self) -> int:
+        """Features of one section of a group."""
+        return self.width // self.sections
+
+    @property
+    def section_rows(self) -> int:
+        """Indices from the first to the last that a section sees."""
+        return self.rows - (self.sections - 1) * TILE
+
+    def pieces(self, begin: int, end: int) -> tuple[Piece, ...]:
+        """The columns from `begin` to `end`, in order."""
+        pieces = []
+        for window in self.windows:
+            for first, last, weight in ((0, TILE, 1), (TILE, window.width, 2)):
+                first, last = max(first, begin - window.offset), min(last, end - window.offset)
+                if first < last:
+                    pieces.append(Piece(window.begin, window.begin + first, last - first, weight))
+        return tuple(pieces)
 
     @property
     def width(self) -> int:
@@ -99,26 +145,29 @@ class Layout:
             weights[window.offset : window.offset + TILE] = 1
         return weights
 
-    @functools.cached_property
-    def canonical(self) -> np.ndarray:
-        """The canonical position of each feature, int32 [16, P]."""
+    def canonical(self, head_dim: int) -> np.ndarray:
+        """The canonical position of each feature of the first `head_dim` indices, int32 [16, P]; F for others."""
         low, high = self.indices.min(-1), self.indices.max(-1)
-        return (low * self.head_dim - low * (low - 1) // 2 + high - low).astype(np.int32)
+        position = low * head_dim - low * (low - 1) // 2 + high - low
+        return np.where(high < head_dim, position, head_dim * (head_dim + 1) // 2).astype(np.int32)
 
 
-def from_canonical(state: jax.Array, layout: Layout) -> jax.Array:
-    """A state of canonical features [..., F, E] as plain monomials in the layout, [..., 16, E, P]."""
-    plain = state / jnp.asarray(_roots(layout.head_dim)[:, None], state.dtype)
-    return jnp.swapaxes(jnp.take(plain, layout.canonical, axis=-2), -1, -2)
+def from_canonical(state: jax.Array, layout: Layout, head_dim: int) -> jax.Array:
+    """A state of canonical features [..., F, E] of `head_dim` indices as plain monomials [..., 16, E, P].
+
+    Indices of the layout from `head_dim` on are taken to be zero.
+    """
+    plain = state / jnp.asarray(_roots(head_dim)[:, None], state.dtype)
+    plain = jnp.pad(plain, [(0, 0)] * (plain.ndim - 2) + [(0, 1), (0, 0)])
+    return jnp.swapaxes(jnp.take(plain, layout.canonical(head_dim), axis=-2), -1, -2)
 
 
-def to_canonical(state: jax.Array, layout: Layout) -> jax.Array:
+def to_canonical(state: jax.Array, layout: Layout, head_dim: int) -> jax.Array:
     """The inverse of `from_canonical`."""
-    _, first = np.unique(layout.canonical, return_index=True)
+    roots = _roots(head_dim)[:, None]
+    _, first = np.unique(layout.canonical(head_dim), return_index=True)
     plain = jnp.swapaxes(state, -1, -2).reshape(*state.shape[:-3], layout.features, state.shape[-2])
-    return jnp.take(plain, first.astype(np.int32), axis=-2) * jnp.asarray(
-        _roots(layout.head_dim)[:, None], state.dtype
-    )
+    return jnp.take(plain, first[: len(roots)].astype(np.int32), axis=-2) * jnp.asarray(roots, state.dtype)
 
 
 def norm_from_canonical(norm: jax.Array, head_dim: int) -> jax.Array:

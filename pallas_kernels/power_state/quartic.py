@@ -1,5 +1,7 @@
 """Power attention through states at p = 4: what the kernels are given, and what becomes of their results."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,23 +14,22 @@ from pallas_kernels.power_state import segments
 
 __all__ = ["power_state"]
 
-# Values of up to these many entries fill stacks of four scalars, or of two.
-_VALUE_DIMS = (16, 32)
-
 
 def power_state(query, key, value, log_decay, folds, initial_state, *, config, chunk, window, interpret):
     """As `forward.power_state` at p = 4, with no argument left out but `initial_state`."""
     batch, time, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
-    layout = layouts.Layout(head_dim, next(size for size in _VALUE_DIMS if value_dim <= size))
-    missing = layout.value_dim - value_dim
-    value = jnp.pad(value, [(0, 0)] * 3 + [(0, missing)])
+    layout = layouts.layout_for(head_dim, value_dim)
+    filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
+    query, key = (_fill(x, layout.head_dim) for x in (query, key))
+    value = _fill(value, layout.value_dim)
     if initial_state is None:
         start = jnp.zeros((batch * kv_heads, layout.stacks, configs.BLOCK, layouts.COLUMNS), jnp.float32)
         start_norm = jnp.zeros((batch * kv_heads, layout.rows, layout.rows), jnp.float32)
     else:
         kv, norm = (x.reshape(batch * kv_heads, *x.shape[2:]) for x in initial_state)
-        start = layouts.from_canonical(jnp.pad(kv, [(0, 0)] * 2 + [(0, missing)]), layout)
+        kv, norm = (_scattered(x, filled, layout) for x in (kv, norm))
+        start = layouts.from_canonical(_fill(kv, layout.value_dim), layout)
         start_norm = layouts.norm_from_canonical(norm, layout)
 
     base = preparation.scale_all(
@@ -67,9 +68,20 @@ def power_state(query, key, value, log_decay, folds, initial_state, *, config, c
     out = jnp.swapaxes(out.reshape(batch, heads, -1, layout.value_dim)[:, :, :time, :value_dim], 1, 2)
     total = jnp.swapaxes(total.reshape(batch, heads, -1)[:, :, :time], 1, 2)
     unscale = jnp.exp2(base.shift[:, -1].astype(jnp.float32))
-    kv = layouts.to_canonical(final, layout)[..., :value_dim] * unscale[:, None, None]
-    norm = layouts.norm_to_canonical(norm[:, -1], layout) * unscale[:, None]
+    kv = layouts.to_canonical(final, layout)[:, filled, :value_dim] * unscale[:, None, None]
+    norm = layouts.norm_to_canonical(norm[:, -1], layout)[:, filled] * unscale[:, None]
     return out, total, (kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1))
+
+
+def _fill(x, size):
+    """Zeros behind the last axis."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+
+def _scattered(x, positions, layout):
+    """Canonical features [H, F, ...] of a smaller head size among those of the layout's, the others zero."""
+    whole = jnp.zeros((len(x), math.comb(layout.head_dim + 3, 4), *x.shape[2:]), x.dtype)
+    return whole.at[:, positions].set(x)
 
 
 def _products(x, layout):
@@ -86,7 +98,7 @@ def _products(x, layout):
 def _states(vector, scalars, base, start, layout, config, chunk, interpret):
     """The states that chunks read, times their weights, and the last one, plain; all divided by 2^shift."""
     heads, chunks = base.carry.shape
-    count = max(1, min(configs.MULTIPROCESSORS // (heads * len(layout.units)), chunks))
+    count = configs.segments(blocks=heads * len(layout.units), chunks=chunks)
     initial = jnp.zeros((heads, count, *start.shape[1:]), jnp.float32)
     initial = initial.at[:, 0].set(preparation.scaled(start, -base.shift[:, :1, None, None]))
     value = preparation.time_last((base.old_value * base.strength).astype(vector.dtype))

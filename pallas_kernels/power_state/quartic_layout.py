@@ -25,18 +25,23 @@ import numpy as np
 
 __all__ = [
     "COLUMNS",
+    "SIZES",
     "STEP",
     "UNIT",
     "WEIGHT_BITS",
     "Layout",
     "beside",
+    "canonical_of",
     "from_canonical",
+    "layout_for",
     "norm_from_canonical",
     "norm_to_canonical",
     "pairs",
     "to_canonical",
 ]
 
+# Sizes of heads and values that the kernels have; others are filled up with zeros.
+SIZES = (16, 32)
 # Columns of a block: three steps of depth 16 in the query. Fewer cost shared memory, more cost features.
 COLUMNS = 48
 # Stacks of a unit: two warpgroups hold 6 each in their accumulators, 288 registers' worth of columns.
@@ -153,6 +158,16 @@ class Layout:
     def canonical(self) -> np.ndarray:
         """The canonical position of each feature, int32 [U, 64 / E, 48]; anything where the weight is zero."""
         return _position(np.where(self.weights[..., None] > 0, self.indices, 0), self.head_dim)
+
+
+def layout_for(head_dim: int, value_dim: int) -> Layout:
+    """The layout of the sizes that these are filled up to."""
+    return Layout(*(next(size for size in SIZES if wanted <= size) for wanted in (head_dim, value_dim)))
+
+
+def canonical_of(head_dim: int, layout: Layout) -> np.ndarray:
+    """Where the canonical features of vectors of size `head_dim` are among those of the layout's size."""
+    return np.flatnonzero((_quadruples(layout.head_dim) < head_dim).all(-1)).astype(np.int32)
 
 
 def pairs(head_dim: int) -> tuple[np.ndarray, np.ndarray]:

@@ -2,7 +2,7 @@
 
 A block owns one chunk's rows in `query_blocks` warpgroups of 64. Row i of a warpgroup sums, in one accumulator,
 
-    scale_i * sum_j (q_ij * q_i[windows]) S_j^T    over the 16 groups j of the state,
+    scale_i * sum_j (q_ij * q_i[windows]) S_j^T    over the 16 groups j of the state, by parts,
     (q_i . k)^2 * 2^(g_i - g_k) v                  over the keys k from the window's first one to i itself,
 
 and divides by the same sums without states and values: q_i^T Z q_i for the state, plain sums for the keys.
@@ -38,7 +38,8 @@ def query_states(
     """The weighted mean of values of every query, bfloat16 [HN, X, E], and the sum of its weights, float32 [HN, X].
 
     query: bfloat16 [HN, X, D]; scalars: 16-bit [HN, D, X], the same, time last; HN a multiple of H.
-    states: 16-bit [H, n, 16, E, P], what chunk c's queries read at c. norm: bfloat16 [H, n, 2, D, D], Z in two parts.
+    states: 16-bit [H, n, 16, terms E, P], what chunk c's queries read at c, the sum of its terms. norm: bfloat16
+        [H, n, 2 D, D], Z as the sum of two.
     key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
     decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over what the chunk sees, coarse and
         fine. scale: float32 [H, X / 64, 64], from the state to each query.
@@ -51,21 +52,23 @@ def query_states(
     scratch = {
         "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
-        "norm_smem": products.operand((2,), head_dim, head_dim, norm.dtype),
         "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
         "scale_smem": plgpu.SMEM((count, _BLOCK), jnp.float32),
-        "state_smem": products.operand((config.state_stages,), value_dim, layout.width, states.dtype),
+        "state_smem": products.operand(
+            (config.state_stages,), value_dim, layout.width // config.parts, states.dtype
+        ),
         "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
         "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
-        "out_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
-        "ready": plgpu.Barrier(num_arrivals=2 * count + 3),
+        "ready": plgpu.Barrier(num_arrivals=2 * count + 2),
         "state_full": plgpu.Barrier(num_barriers=config.state_stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.state_stages),
         "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
         "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
     }
+    if value_dim != head_dim:  # else the output takes the memory of the query
+        scratch["out_smem"] = products.operand((count,), _BLOCK, value_dim, value.dtype)
     if interpret is not None:
-        shapes = ((_BLOCK, value_dim), (_BLOCK, _BLOCK), (_BLOCK, head_dim))
+        shapes = ((_BLOCK, value_dim), (_BLOCK, _BLOCK))
         scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
     body = functools.partial(_body, layout=layout, config=config, chunk=chunk, window=window, groups=groups)
     return plgpu.kernel(
@@ -107,30 +110,46 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         if config.query_blocks > 1:
             plgpu.set_max_registers(24, action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
-        _copy_states(gmem, smem, place, config)
-        copy_keys(gmem, smem, place, config, chunk, window)
+        _copy_norms(gmem, smem, place, config)
+        steps = _copy_states(gmem, smem, place, config)
+        # Keys come while the last states are still being read.
+        copy_keys(gmem, smem, place, config, chunk, window, _norm_blocks(layout))
+        ring.drain(steps, config.state_stages, smem["state_free"])
 
     @pl.when(warpgroup < config.query_blocks)
     def _consume():
         if config.query_blocks > 1:
             plgpu.set_max_registers({2: 232, 3: 160}[config.query_blocks], action="increase")
-        own = {name: smem[name].at[warpgroup] for name in ("query_smem", "scalar_smem", "out_smem")}
+        own = {name: smem[name].at[warpgroup] for name in ("query_smem", "scalar_smem")}
+        out_smem = smem.get("out_smem", smem["query_smem"]).at[warpgroup]
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
         block = place["block"] + warpgroup
+        terms = gmem["states"].shape[3] // gmem["value"].shape[-1]
         plgpu.barrier_wait(smem["ready"])
         scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
-        denominator = scale * _norm_of_queries(own["query_smem"], smem["norm_smem"], held and held[2:])
+        denominator = scale * _norm_of_queries(own["query_smem"], smem, layout, config, held and held[1:])
 
         def rows(acc):
-            _read_states(acc, own, smem, layout, config, held)
+            _read_states(acc, own, smem, terms, layout, config, held)
             acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
             end = place["block"] + config.query_blocks - 1
-            total = read_keys(acc, own, smem, denominator, block, end, config, window, held and held[1:2])
+            total = read_keys(
+                acc,
+                own,
+                smem,
+                denominator,
+                block,
+                end,
+                config,
+                window,
+                held and held[1:],
+                first=_norm_blocks(layout),
+            )
             time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
             gmem["denominator"][place["head"], time] = total
-            store_mean(acc, total, own["out_smem"], gmem["out"].at[place["head"], time])
+            store_mean(acc, total, out_smem, gmem["out"].at[place["head"], time])
 
-        products.with_accumulators(rows, [own["out_smem"].shape], held and held[:1])
+        products.with_accumulators(rows, [out_smem.shape], held and held[:1])
 
 
 def _copy_inputs(gmem, smem, place, config, chunk):
@@ -141,29 +160,58 @@ def _copy_inputs(gmem, smem, place, config, chunk):
         time = pl.ds(begin + n * _BLOCK, _BLOCK)
         plgpu.copy_gmem_to_smem(gmem["query"].at[head, time], smem["query_smem"].at[n], ready)
         plgpu.copy_gmem_to_smem(gmem["scalars"].at[head, :, time], smem["scalar_smem"].at[n], ready)
-    plgpu.copy_gmem_to_smem(gmem["norm"].at[key_head, place["chunk"]], smem["norm_smem"], ready)
     plgpu.copy_gmem_to_smem(gmem["decay"].at[key_head, place["chunk"]], smem["decay_smem"], ready)
     rows = pl.ds(place["chunk"] * (chunk // _BLOCK) + place["block"], config.query_blocks)
     plgpu.copy_gmem_to_smem(gmem["scale"].at[key_head, rows], smem["scale_smem"], ready)
 
 
-def _copy_states(gmem, smem, place, config):
+def _norm_blocks(layout):
+    """Blocks of 64 rows that both parts of Z make: they come before the keys, in their ring."""
+    return 2 * layout.head_dim // _BLOCK
+
+
+def _copy_norms(gmem, smem, place, config):
     def copy(step, slot):
-        state = gmem["states"].at[place["key_head"], place["chunk"], step]
+        # In two copies, since barriers of keys wait for two.
+        for half in range(2):
+            rows = pl.ds(step * _BLOCK + half * _BLOCK // 2, _BLOCK // 2)
+            source = gmem["norm"].at[place["key_head"], place["chunk"], rows]
+            target = smem["key_smem"].at[slot, pl.ds(half * _BLOCK // 2, _BLOCK // 2)]
+            plgpu.copy_gmem_to_smem(source, target, smem["key_full"].at[slot])
+
+    @pl.loop(jnp.int32(0), jnp.int32(gmem["norm"].shape[2] // _BLOCK))
+    def _step(step):
+        ring.put(step, config.key_stages, smem["key_free"], copy)
+
+
+def _copy_states(gmem, smem, place, config):
+    """Returns how many steps it took, of which the last may not be read yet."""
+    value_dim, columns = smem["state_smem"].shape[1:]
+    terms = gmem["states"].shape[3] // value_dim
+
+    def copy(step, slot):
+        term, part = lax.rem(step, terms), lax.rem(lax.div(step, terms), config.parts)
+        group = lax.div(step, terms * config.parts)
+        rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
+        state = gmem["states"].at[place["key_head"], place["chunk"], group, rows, columns_of]
         plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])
 
-    ring.fill(jnp.int32(layouts.TILE), config.state_stages, smem["state_free"], copy)
+    count = jnp.int32(layouts.TILE * config.parts * terms)
+    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, config.state_stages, smem["state_free"], copy))
+    return count
 
 
-def copy_keys(gmem, smem, place, config, chunk, window):
+def copy_keys(gmem, smem, place, config, chunk, window, first=0):
+    """Keys and values that the block's rows see, after `first` other steps of their ring."""
+
     def copy(step, slot):
-        tokens = pl.ds(place["chunk"] * chunk + step * _BLOCK, _BLOCK)
+        tokens = pl.ds(place["chunk"] * chunk + (step - first) * _BLOCK, _BLOCK)
         for name in ("key", "value"):
             tile = gmem[name].at[place["key_head"], tokens]
             plgpu.copy_gmem_to_smem(tile, smem[f"{name}_smem"].at[slot], smem["key_full"].at[slot])
 
-    count = _key_blocks(place["block"] + config.query_blocks - 1, window)
-    ring.fill(count, config.key_stages, smem["key_free"], copy)
+    count = _key_blocks(place["block"] + config.query_blocks - 1, window) + first
+    ring.fill(count, config.key_stages, smem["key_free"], copy, first)
 
 
 def _key_blocks(block, window):
@@ -171,56 +219,59 @@ def _key_blocks(block, window):
     return block + window // _BLOCK + 1
 
 
-def _norm_of_queries(query_smem, norm_smem, interpreted):
-    """q^T Z q for 64 rows."""
-
-    def product(acc):
-        for part in range(2):
-            products.accumulate(acc, query_smem, norm_smem.at[part], interpreted)
-        return acc[...]
-
-    product = products.with_accumulators(product, [query_smem.shape], interpreted)
+def _norm_of_queries(query_smem, smem, layout, config, interpreted):
+    """q^T Z q for 64 rows; Z is symmetric, so that its rows serve as keys do."""
     query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
-    return (product * query.astype(jnp.float32)).sum(1)
+    if layout.head_dim < _BLOCK:
+        query = jnp.concatenate([query] * (_BLOCK // layout.head_dim), 1)
+    total = 0.0
+    for step in range(_norm_blocks(layout)):
+        slot = step % config.key_stages
+        plgpu.barrier_wait(smem["key_full"].at[slot])
+        product = _scores(query_smem, smem["key_smem"].at[slot], interpreted)
+        plgpu.barrier_arrive(smem["key_free"].at[slot])
+        begin = step * _BLOCK % query.shape[1]
+        total += (product * query[:, begin : begin + _BLOCK].astype(jnp.float32)).sum(1)
+    return total
 
 
-def _read_states(acc, own, smem, layout, config, interpreted):
-    """acc += phi(q) S^T, one group of features at a time."""
+def _read_states(acc, own, smem, terms, layout, config, interpreted):
+    """acc += phi(q) S^T, one part of a group of features at a time."""
     dtype = smem["state_smem"].dtype
+    columns = layout.width // config.parts
     query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(dtype)
     wrapped = jnp.concatenate([query, query], 1)
 
     @pl.loop(jnp.int32(0), jnp.int32(layouts.TILE))
     def _group(group):
-        parts = []
-        for window in layout.windows:
-            scalar = plgpu.load(own["scalar_smem"].at[window.begin + group], layout=_ROWS)
-            # Pairs across tiles stand for both orders.
-            for begin, width, weighted in (
-                (window.begin, layouts.TILE, scalar),
-                (window.begin + layouts.TILE, window.width - layouts.TILE, scalar + scalar),
-            ):
-                if width:
-                    vector = wrapped[:, begin : begin + width]
-                    parts.append(vector * lax.broadcast_in_dim(weighted, vector.shape, [0]))
-        features = jnp.concatenate(parts, 1)
-        slot = ring.slot_of(group, config.state_stages)
-        plgpu.barrier_wait(smem["state_full"].at[slot])
-        products.accumulate(acc, features, smem["state_smem"].at[slot].T, interpreted)
-        plgpu.barrier_arrive(smem["state_free"].at[slot])
+        for part in range(config.parts):
+            tiles = []
+            for piece in layout.pieces(part * columns, (part + 1) * columns):
+                scalar = plgpu.load(own["scalar_smem"].at[piece.scalar + group], layout=_ROWS)
+                # Pairs across tiles stand for both orders.
+                scalar = scalar + scalar if piece.weight == 2 else scalar
+                vector = wrapped[:, piece.vector : piece.vector + piece.width]
+                tiles.append(vector * lax.broadcast_in_dim(scalar, vector.shape, [0]))
+            features = jnp.concatenate(tiles, 1)
+            for term in range(terms):
+                slot = ring.slot_of((group * config.parts + part) * terms + term, config.state_stages)
+                plgpu.barrier_wait(smem["state_full"].at[slot])
+                products.accumulate(acc, features, smem["state_smem"].at[slot].T, interpreted)
+                plgpu.barrier_arrive(smem["state_free"].at[slot])
 
 
-def read_keys(acc, own, smem, denominator, block, end, config, window, interpreted, power=2):
+def read_keys(acc, own, smem, denominator, block, end, config, window, interpreted, power=2, first=0):
     """Adds the exact part to acc; returns the denominator with the keys' weights added.
 
-    `block` is that of the rows, `end` the last one whose keys are copied. `power` is a power of two.
+    `block` is that of the rows, `end` the last one whose keys are copied, after `first` other steps of their ring.
+    `power` is a power of two.
     """
     shape = (_BLOCK, _BLOCK)
     last = _key_blocks(block, window) - 1
     coarse, fine = (plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2))
 
     def step(index, total, diagonal):
-        slot = ring.slot_of(index, config.key_stages)
+        slot = ring.slot_of(index + first, config.key_stages)
         key_coarse, key_fine = (
             plgpu.load(smem["decay_smem"].at[part, index], layout=_COLUMNS) for part in range(2)
         )
@@ -249,7 +300,7 @@ def read_keys(acc, own, smem, denominator, block, end, config, window, interpret
     @pl.loop(last + 1, _key_blocks(end, window))
     def _pass(index):
         # Blocks that only later rows see: their memory is free as soon as it is full.
-        slot = ring.slot_of(index, config.key_stages)
+        slot = ring.slot_of(index + first, config.key_stages)
         plgpu.barrier_wait(smem["key_full"].at[slot])
         plgpu.barrier_arrive(smem["key_free"].at[slot])
 

@@ -13,9 +13,12 @@ def slot_of(step, stages):
     return lax.rem(step, jnp.int32(stages))
 
 
-def fill(count, stages, free, copy):
-    """Calls copy(step, slot) for each step below `count` once its slot is free; returns when all slots are."""
-    pl.loop(jnp.int32(0), count)(lambda step: put(step, stages, free, copy))
+def fill(count, stages, free, copy, first=0):
+    """Calls copy(step, slot) for each step from `first` on and below `count` once its slot is free.
+
+    Returns when all slots are free.
+    """
+    pl.loop(jnp.int32(first), count)(lambda step: put(step, stages, free, copy))
     drain(count, stages, free)
 
 

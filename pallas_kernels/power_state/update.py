@@ -1,7 +1,7 @@
 """The update: states of plain monomials, carried along time in the accumulators of the tensor core.
 
-A block owns some groups of features of one head and walks the chunks of one segment of time. For each scalar i of a
-group, with its window w of indices,
+A block owns a section of some groups of features of one head, and 64 values, and walks the chunks of one segment of
+time. For each scalar i of a group, with its window w of indices,
 
     S[:, w] <- S[:, w] + (V~^T * k_i) K_w,
 
@@ -21,54 +21,61 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import products, ring
 
-__all__ = ["update"]
+__all__ = ["blocks", "update"]
 
 _BLOCK = configs.BLOCK
 _CONSUMERS = 2
 
 
-def update(key, value, carry, initial, *, layout, config, chunk, dtype, interpret=None):
+def blocks(layout, config, value_dim: int) -> int:
+    """Blocks of one head and one segment."""
+    return value_dim // _BLOCK * layout.sections * (layouts.TILE // config.update_scalars)
+
+
+def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interpret=None):
     """States that the chunks read, and the state after each segment.
 
     key: 16-bit [H, R, X], time last, R = layout.rows with the first indices repeated at the end.
-    value: 16-bit [H, E, X], times its decay up to the end of its chunk.
+    value: 16-bit [H, E, X], times its decay up to the end of its chunk; E a multiple of 64.
     carry: float32 [H, n], what the state is multiplied by over each of the n = X / chunk chunks.
-    initial: float32 [H, segments, 16, E, P], the state before the first chunk of each segment.
+    initial: float32 [H, segments, 16, sections, E, P / sections], the state before the first chunk of each segment.
 
-    Returns states [H, n, 16, E, P] in `dtype` and final float32 [H, segments, 16, E, P]. Accumulates in float32;
-    products of a key and a value are rounded to the 16 bits of the operands.
+    terms: what a stored entry is the sum of: 1, or 2, the entry rounded and what that left.
+
+    Returns states [H, n, 16, terms E, P] in the type of keys, the second terms behind the first, and the last ones
+    like `initial`. Accumulates in float32; products of a key and a value are rounded to the 16 bits of the operands.
     """
     heads, _, time = key.shape
-    value_dim, chunks = value.shape[1], time // chunk
+    dtype, value_dim, chunks = key.dtype, value.shape[1], time // chunk
     segments, scalars = initial.shape[1], config.update_scalars
-    grid = (heads, segments, layouts.TILE // scalars)
-    tiles = len(layout.windows)
+    grid = (heads, segments, value_dim // _BLOCK, layout.sections, layouts.TILE // scalars)
+    tiles = len(layout.section)
     lead = (config.update_stages,)
     copies = 2 + tiles
     mine = scalars // _CONSUMERS
-    accumulators = [(value_dim, layout.width)] * mine
+    accumulators = [(_BLOCK, layout.section_width)] * mine
     scratch = {
-        "key_smem": products.operand(lead, layout.rows, _BLOCK, key.dtype),
-        "value_smem": products.operand(lead, value_dim, _BLOCK, value.dtype),
-        "scalar_smem": plgpu.SMEM((*lead, tiles, scalars, _BLOCK), key.dtype),
-        "store_smem": products.operand((_CONSUMERS,), value_dim, layout.width, dtype),
+        "key_smem": products.operand(lead, layout.section_rows, _BLOCK, dtype),
+        "value_smem": products.operand(lead, _BLOCK, _BLOCK, dtype),
+        "scalar_smem": plgpu.SMEM((*lead, tiles, scalars, _BLOCK), dtype),
+        "store_smem": products.operand((_CONSUMERS, terms), _BLOCK, layout.section_width, dtype),
         "full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.update_stages),
         "free": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.update_stages),
     }
     if interpret is not None:
         scratch["interpreted"] = [plgpu.SMEM((_CONSUMERS, *shape), jnp.float32) for shape in accumulators]
     body = functools.partial(
-        _body, layout=layout, config=config, chunk=chunk, chunks=chunks, segments=segments
+        _body, layout=layout, config=config, chunk=chunk, chunks=chunks, segments=segments, terms=terms
     )
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((heads, chunks, layouts.TILE, value_dim, layout.width), dtype),
-            jax.ShapeDtypeStruct((heads, segments, layouts.TILE, value_dim, layout.width), jnp.float32),
+            jax.ShapeDtypeStruct((heads, chunks, layouts.TILE, terms * value_dim, layout.width), dtype),
+            jax.ShapeDtypeStruct(initial.shape, jnp.float32),
         ),
         scratch_types=scratch,
         grid=grid,
-        grid_names=("head", "segment", "group"),
+        grid_names=("head", "segment", "values", "section", "group"),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
         kernel_name="power_state_update",
@@ -89,10 +96,12 @@ def _body(
     chunk,
     chunks,
     segments,
+    terms,
     interpreted=None,
     **smem,
 ):
     head, segment = lax.axis_index("head"), lax.axis_index("segment")
+    values, section = lax.axis_index("values"), lax.axis_index("section")
     first_group = lax.axis_index("group") * config.update_scalars
     warpgroup = lax.axis_index("warpgroup")
     stages, blocks = config.update_stages, chunk // _BLOCK
@@ -107,10 +116,13 @@ def _body(
         def copy(step, slot):
             tokens = pl.ds(first_chunk * chunk + step * _BLOCK, _BLOCK)
             full = smem["full"].at[slot]
-            plgpu.copy_gmem_to_smem(key.at[head, :, tokens], smem["key_smem"].at[slot], full)
-            plgpu.copy_gmem_to_smem(value.at[head, :, tokens], smem["value_smem"].at[slot], full)
-            for tile, window in enumerate(layout.windows):
-                rows = pl.ds(window.begin + first_group, config.update_scalars)
+            first_row = section * layouts.TILE
+            rows = pl.ds(first_row, layout.section_rows)
+            plgpu.copy_gmem_to_smem(key.at[head, rows, tokens], smem["key_smem"].at[slot], full)
+            rows = pl.ds(values * _BLOCK, _BLOCK)
+            plgpu.copy_gmem_to_smem(value.at[head, rows, tokens], smem["value_smem"].at[slot], full)
+            for tile, window in enumerate(layout.section):
+                rows = pl.ds(first_row + window.begin + first_group, config.update_scalars)
                 plgpu.copy_gmem_to_smem(key.at[head, rows, tokens], smem["scalar_smem"].at[slot, tile], full)
 
         ring.fill(count * blocks, stages, smem["free"], copy)
@@ -121,21 +133,27 @@ def _body(
         mine = config.update_scalars // _CONSUMERS
         store_smem = smem["store_smem"].at[warpgroup]
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
+        rows = pl.ds(values * _BLOCK, _BLOCK)
+        columns = pl.ds(section * layout.section_width, layout.section_width)
+
+        def store(acc, chunk, group):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _store_terms(acc, store_smem)
+            plgpu.commit_smem()
+            for term in range(terms):
+                rows = pl.ds((term * (value.shape[1] // _BLOCK) + values) * _BLOCK, _BLOCK)
+                plgpu.copy_smem_to_gmem(store_smem.at[term], states.at[head, chunk, group, rows, columns])
 
         def walk(*accumulators):
             groups = [first_group + warpgroup * mine + n for n in range(mine)]
             for group, acc in zip(groups, accumulators):
-                acc[...] = plgpu.load(
-                    initial.at[head, segment, group], layout=plgpu.Layout.WGMMA, optimized=False
-                )
+                start = initial.at[head, segment, group, section, rows]
+                acc[...] = plgpu.load(start, layout=plgpu.Layout.WGMMA, optimized=False)
 
             @pl.loop(jnp.int32(0), count)
             def _chunk(index):
                 for group, acc in zip(groups, accumulators):
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    store_smem[...] = acc[...].astype(store_smem.dtype)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(store_smem, states.at[head, first_chunk + index, group])
+                    store(acc, first_chunk + index, group)
 
                 decay = carry[head, first_chunk + index]
                 for acc in accumulators:
@@ -156,18 +174,32 @@ def _body(
                     plgpu.barrier_arrive(smem["free"].at[slot])
 
             for group, acc in zip(groups, accumulators):
-                final[head, segment, group] = acc[...]
+                final[head, segment, group, section, rows] = acc[...]
             plgpu.wait_smem_to_gmem(0)
 
-        shape = (initial.shape[-2], layout.width)
-        products.with_accumulators(walk, [shape] * mine, held)
+        products.with_accumulators(walk, [(_BLOCK, layout.section_width)] * mine, held)
+
+
+def _store_terms(acc, store_smem):
+    """The accumulator in 16 bits, and behind it what that left of it, if there is room."""
+    whole = acc[...]
+    if store_smem.shape[0] == 1:
+        store_smem[0] = whole.astype(store_smem.dtype)
+        return
+    # A few columns at a time: there are no registers to keep all that is rounded.
+    step = next(step for step in (48, 32) if whole.shape[1] % step == 0)
+    for begin in range(0, whole.shape[1], step):
+        part = whole[:, begin : begin + step]
+        rounded = part.astype(store_smem.dtype)
+        store_smem[0, :, begin : begin + step] = rounded
+        store_smem[1, :, begin : begin + step] = (part - rounded.astype(jnp.float32)).astype(store_smem.dtype)
 
 
 def _accumulate_block(accumulators, key_smem, value_smem, scalar_smem, layout, interpreted):
     """Adds 64 tokens to the groups of one warpgroup."""
     value = plgpu.load(value_smem, layout=plgpu.Layout.WGMMA)
     for n, acc in enumerate(accumulators):
-        for tile, window in enumerate(layout.windows):
+        for tile, window in enumerate(layout.section):
             scalar = plgpu.load(scalar_smem.at[tile, n], layout=plgpu.Layout.WGMMA.reduce(0))
             scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
             columns = acc.at[:, window.offset : window.offset + window.width]

@@ -44,10 +44,10 @@ def test_states_convert_both_ways(head_dim):
     values = np.random.default_rng(3).normal(size=(3, 5)).astype("float32")
     features = np.asarray(feature_maps.symmetric_power(keys, 2))
     kv, norm = np.einsum("tf,te->fe", features, values), features.sum(0)
-    state = layouts.from_canonical(kv[None], layout)
+    state = layouts.from_canonical(kv[None], layout, head_dim)
     expected = np.einsum("tjp,te->jep", keys[:, layout.indices].prod(-1), values)
     np.testing.assert_allclose(state[0], expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(layouts.to_canonical(state, layout)[0], kv, rtol=1e-6)
+    np.testing.assert_allclose(layouts.to_canonical(state, layout, head_dim)[0], kv, rtol=1e-6)
 
     matrix = layouts.norm_from_canonical(norm, head_dim)
     np.testing.assert_allclose(matrix, keys.T @ keys, rtol=1e-4, atol=1e-5)

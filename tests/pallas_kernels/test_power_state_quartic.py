@@ -33,7 +33,7 @@ CASES = [
     (cases.Case(power=4, time=150, decay="gentle"), 64),
     (cases.Case(power=4, time=190, decay="mixed", segments="edges", group=2), 128),
     (cases.Case(power=4, time=260, decay="none", scale=1e3), 192),
-    (cases.Case(power=4, time=150, value_dim=24, decay="gentle", scale=1e-3), 64),
+    (cases.Case(power=4, head_dim=12, time=150, value_dim=24, decay="gentle", scale=1e-3), 64),
     pytest.param(
         cases.Case(power=4, head_dim=32, value_dim=32, time=130, decay="gentle"), 64, marks=pytest.mark.slow
     ),

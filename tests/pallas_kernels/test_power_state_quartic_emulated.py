@@ -111,7 +111,7 @@ CASES = [
         pytest.param(case, chunk, marks=pytest.mark.slow)
         for case, chunk in (
             (cases.Case(power=4, time=1024, decay="none"), 256),
-            (cases.Case(power=4, time=150, value_dim=24, decay="gentle", scale=1e-3), 64),
+            (cases.Case(power=4, head_dim=12, time=150, value_dim=24, decay="gentle", scale=1e-3), 64),
             (cases.Case(power=4, time=200, head_dim=32, value_dim=32, decay="none"), 64),
         )
     ),
@@ -127,7 +127,9 @@ def test_output_and_state(case, chunk):
 
 
 def test_states_in_and_out():
-    drawn = states.drawn_case(cases.Case(power=4, time=260, decay="gentle"), kv_heads=2)
+    """At sizes that are filled up."""
+    case = cases.Case(power=4, head_dim=12, value_dim=10, time=260, decay="gentle")
+    drawn = states.drawn_case(case, kv_heads=2)
     cut = 150
     first = {name: None if x is None else x[:, :cut] for name, x in drawn.items()}
     _, _, state = states.run_kernels(first, chunk=64, power=4)

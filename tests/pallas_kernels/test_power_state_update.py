@@ -15,11 +15,9 @@ from tests.ops import cases
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
-VALUE_DIM = 64
-
 
 def expected_states(key, value, carry, initial, layout, chunk):
-    """S <- carry * S + sum of phi(k) v^T over chunks: the state before each, and the last."""
+    """S <- carry * S + sum of phi(k) v^T over chunks: the state before each, and the last, [H, n, 16, E, P]."""
     chunks = key.shape[-1] // chunk
     segments = initial.shape[1]
     length = -(-chunks // segments)
@@ -37,19 +35,27 @@ def expected_states(key, value, carry, initial, layout, chunk):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "segments", "dtype"), [(64, 1, "float16"), (64, 2, "bfloat16"), (32, 1, "float16")]
+    ("head_dim", "value_dim", "segments", "dtype"),
+    [
+        (64, 64, 1, "float16"),
+        (64, 64, 2, "bfloat16"),
+        (32, 128, 1, "float16"),
+        (32, 64, 1, "float32"),
+        (128, 64, 1, "float16"),
+    ],
 )
-def test_update(head_dim, segments, dtype):
-    layout, chunk, chunks = layouts.Layout(head_dim), 64, 3
+def test_update(head_dim, value_dim, segments, dtype):
+    layout, chunk, chunks = layouts.Layout(head_dim), 64, 2 if head_dim == 128 else 3
+    operand, terms = configs.operands(jnp.dtype(dtype))
     random = np.random.default_rng(0)
-    key = random.normal(size=(1, head_dim, chunk * chunks)).astype(jnp.dtype(dtype))
-    value = random.normal(size=(1, VALUE_DIM, chunk * chunks)).astype(jnp.dtype(dtype))
+    key = random.normal(size=(1, head_dim, chunk * chunks)).astype(operand)
+    value = random.normal(size=(1, value_dim, chunk * chunks)).astype(operand)
     carry = random.uniform(0.5, 1, size=(1, chunks)).astype("float32")
-    initial = random.normal(size=(1, segments, layouts.TILE, VALUE_DIM, layout.width)).astype("float32")
+    initial = random.normal(size=(1, segments, layouts.TILE, value_dim, layout.width)).astype("float32")
     config = configs.choose(
         power=2,
         head_dim=head_dim,
-        value_dim=VALUE_DIM,
+        value_dim=value_dim,
         chunk=chunk,
         window=64,
         dtype=jnp.bfloat16,
@@ -61,17 +67,22 @@ def test_update(head_dim, segments, dtype):
             layout=layout,
             config=config,
             chunk=chunk,
-            dtype=jnp.dtype(dtype),
+            terms=terms,
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )
     )
     repeated = np.concatenate([key, key[:, : layout.rows - head_dim]], 1)
-    states, final = run(repeated, value, carry, initial)
+    by_sections = np.swapaxes(initial.reshape(*initial.shape[:4], layout.sections, -1), 3, 4)
+    states, final = run(repeated, value, carry, by_sections)
     expected, last = expected_states(
         *(x.astype("float64") for x in (key, value, carry, initial)), layout, chunk
     )
+    assert states.dtype == operand
+    states = np.asarray(states, "float64").reshape(*states.shape[:3], terms, value_dim, -1).sum(3)
+    final = np.swapaxes(final, 3, 4).reshape(last.shape)
     # A product of a key and a value, and the state that is stored, are rounded once each.
-    rounding = float(jnp.finfo(dtype).eps)
-    assert states.dtype == jnp.dtype(dtype)
+    rounding = float(jnp.finfo(operand).eps)
     assert cases.error(states, expected) <= rounding
     assert cases.error(final, last) <= rounding
+    # What was there from the start is only stored.
+    assert cases.error(states[:, 0], initial[:, 0]) <= (2 * rounding**2 if terms == 2 else rounding)

@@ -1,0 +1,152 @@
+"""Cases of the state kernels that are compiled for an H100, and the time predicted for them.
+
+A case is the kernel, head size, value size, of a query its chunk, and the type of states: "query-d64-e64-c768-float16".
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import query, update
+from tests.pallas_kernels import h100
+
+# Chunks of 64, 128 and 192 give a query one, two and three warpgroups.
+CASES = [
+    "update-d32-e64-float16",
+    "update-d64-e64-float16",
+    "update-d64-e64-bfloat16",
+    "update-d64-e64-float32",
+    "update-d64-e128-float16",
+    "update-d128-e64-float16",
+    "update-d128-e128-float16",
+    "update-d128-e128-float32",
+    "query-d32-e64-c384-float16",
+    "query-d32-e128-c384-float16",
+    "query-d64-e64-c64-float16",
+    "query-d64-e64-c128-float16",
+    "query-d64-e64-c768-float16",
+    "query-d64-e64-c768-bfloat16",
+    "query-d64-e64-c768-float32",
+    "query-d64-e128-c768-float16",
+    "query-d128-e64-c1024-float16",
+    "query-d128-e128-c64-float16",
+    "query-d128-e128-c1024-float16",
+    "query-d128-e128-c1024-float32",
+]
+HEADS, GROUP, CHUNKS, SEGMENTS, WINDOW = 2, 2, 4, 2, 64
+# What times are predicted for: batch 1.
+PREDICTED_HEADS, PREDICTED_TIME = 8, 65_536
+# Latency of the last wgmma of each product and of barriers; a guess, not a measurement.
+WAITING_CYCLES = 120
+# Of one multiprocessor a cycle: from shared memory, which wgmma reads at half that, and, a guess, from the L2 cache.
+SHARED_BYTES, PRODUCT_BYTES, CACHE_BYTES = 128, 64, 25
+
+
+def build(case: str):
+    """The kernel of a case alone: what comes before it is plain JAX and not compiled."""
+    kernel, layout, value_dim, chunk, state_dtype = _parsed(case)
+    operand, terms = configs.operands(state_dtype)
+    config, head_dim, time = _config(case), layout.head_dim, chunk * CHUNKS
+    shape = functools.partial(_shape, dtype=operand)
+    exact = functools.partial(_shape, dtype=jnp.float32)
+    brief = functools.partial(_shape, dtype=jnp.bfloat16)
+    state = (layouts.TILE, layout.sections, value_dim, layout.section_width)
+    options = {"layout": layout, "config": config, "chunk": chunk}
+    if kernel == "update":
+        return functools.partial(update.update, **options, terms=terms), [
+            shape(HEADS, layout.rows, time),
+            shape(HEADS, value_dim, time),
+            exact(HEADS, CHUNKS),
+            exact(HEADS, SEGMENTS, *state),
+        ]
+    return functools.partial(query.query_states, **options, window=WINDOW), [
+        brief(HEADS * GROUP, time, head_dim),
+        shape(HEADS * GROUP, head_dim, time),
+        shape(HEADS, CHUNKS, layouts.TILE, terms * value_dim, layout.width),
+        brief(HEADS, CHUNKS, 2 * head_dim, head_dim),
+        brief(HEADS, WINDOW + time, head_dim),
+        brief(HEADS, WINDOW + time, value_dim),
+        exact(HEADS, CHUNKS, 2, (WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
+        exact(HEADS, time // configs.BLOCK, configs.BLOCK),
+    ]
+
+
+def predict(case: str, kernels: list[h100.Kernel]) -> dict:
+    """Instructions of a warp and tensor cycles of a warpgroup in the main loops, and milliseconds at best.
+
+    Warpgroups share tensor cores and memory: a step takes the longest of all their tensor cycles; of what shared memory
+    and the cache need to deliver; and of one warpgroup's tensor cycles, instructions and waits in a row. m64nNk16 takes
+    N / 2 cycles.
+    """
+    kernel, *_ = _parsed(case)
+    loops = [loop for loop in kernels[0].loops if loop["HGMMA"]]
+    found = (_predict_update if kernel == "update" else _predict_query)(case, loops)
+    *steps, cycles = found
+    names = ("update",) if kernel == "update" else ("state", "keys")
+    described = [f"{name} {instructions} in {tensor}" for name, (instructions, tensor) in zip(names, steps)]
+    return {
+        "instructions and tensor cycles": ", ".join(described),
+        "predicted ms (at best)": f"{1e3 * cycles / h100.SUSTAINED_HERTZ:.2f}",
+    }
+
+
+def _predict_update(case, loops):
+    _, layout, value_dim, *_ = _parsed(case)
+    config = _config(case)
+    instructions = loops[0]["instructions"]
+    scalars = config.update_scalars * len(layout.section)
+    tensor = config.update_scalars // 2 * 2 * layout.section_width
+    # 64 tokens of 16 bits a row; every warpgroup reads the values, and a vector for each scalar in eight parts a warp.
+    filled = 128 * (layout.section_rows + configs.BLOCK + scalars)
+    shared = 2 * tensor * PRODUCT_BYTES + filled + 2 * 128 * configs.BLOCK + scalars * 4 * 8 * SHARED_BYTES
+    step = max(
+        2 * tensor, tensor + instructions + WAITING_CYCLES, shared / SHARED_BYTES, filled / CACHE_BYTES
+    )
+    blocks = PREDICTED_HEADS * update.blocks(layout, config, value_dim)
+    segments = configs.segments(blocks=blocks, chunks=PREDICTED_TIME // 1024)
+    rounds = -(-blocks * segments // h100.MULTIPROCESSORS)
+    return (instructions, tensor), rounds * PREDICTED_TIME / segments / configs.BLOCK * step
+
+
+def _predict_query(case, loops):
+    _, layout, value_dim, chunk, state_dtype = _parsed(case)
+    config, terms = _config(case), configs.operands(state_dtype)[1]
+    count, products = config.query_blocks, config.parts * terms
+    tensor = layout.width // 16 * value_dim // 2 * terms
+    state = next(loop for loop in loops if loop["HMUL2"] and not loop["MUFU"])["instructions"]
+    cached = 2 * value_dim * layout.width * terms / CACHE_BYTES
+    group = max(count * tensor, tensor + state + products * WAITING_CYCLES, cached)
+    # Scores, then two products with values.
+    near = layout.head_dim // 16 * 32 + 2 * 4 * value_dim // 2
+    keys = next(loop for loop in loops if loop["MUFU"] and loop["F2FP"])["instructions"]
+    block = max(count * near, near + keys + 3 * WAITING_CYCLES)
+    seen = (chunk // configs.BLOCK + count) / 2 + WINDOW // configs.BLOCK
+    rows = PREDICTED_HEADS * PREDICTED_TIME / (configs.BLOCK * count)
+    cycles = rows / h100.MULTIPROCESSORS * (layouts.TILE * group + seen * block)
+    return (state, tensor), (keys, near), cycles
+
+
+def _parsed(case):
+    kernel, head_dim, value_dim, *chunk, state_dtype = case.split("-")
+    layout = layouts.Layout(int(head_dim[1:]))
+    return kernel, layout, int(value_dim[1:]), int(chunk[0][1:]) if chunk else 1024, jnp.dtype(state_dtype)
+
+
+def _config(case):
+    _, layout, value_dim, chunk, state_dtype = _parsed(case)
+    return configs.choose(
+        power=2,
+        head_dim=layout.head_dim,
+        value_dim=value_dim,
+        dtype=jnp.bfloat16,
+        chunk=chunk,
+        window=WINDOW,
+        state_dtype=state_dtype,
+    )
+
+
+def _shape(*sizes, dtype):
+    return jax.ShapeDtypeStruct(sizes, dtype)
