@@ -41,7 +41,6 @@ def query_states(
     value,
     decay,
     scale,
-    steps,
     *,
     layout,
     config,
@@ -58,32 +57,15 @@ def query_states(
     key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
     decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over what the chunk sees, coarse and
         fine. scale: float32 [H, X / 64, 64], from the state to each query.
-    steps: int32, layout.steps, flat.
 
     Where all weights of a row are zero, so is the output. Accumulates in float32.
     """
-    heads, time, head_dim = query.shape
+    heads, time, _ = query.shape
+    states = states.reshape(*states.shape[:2], -1, layout.width)
+    steps = jnp.asarray(layout.steps.ravel())
     value_dim, chunks, groups = value.shape[-1], time // chunk, query.shape[0] // key.shape[0]
-    count, stages = config.query_blocks, config.state_stages
-    scratch = {
-        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype),
-        "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
-        "scale_smem": plgpu.SMEM((count, _BLOCK), jnp.float32),
-        "denominator_smem": plgpu.SMEM((count, _BLOCK), jnp.float32),
-        "vector_smem": products.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, vector.dtype),
-        "scalar_smem": plgpu.SMEM((stages, layouts.STEP * layout.per_stack, count * _BLOCK), scalars.dtype),
-        "state_smem": products.operand((stages,), layouts.STEP * value_dim, layout.width, states.dtype),
-        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
-        "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
-        "out_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
-        "ready": plgpu.Barrier(num_arrivals=count + 3),
-        "vector_full": plgpu.Barrier(num_arrivals=count, num_barriers=_VECTOR_STAGES),
-        "vector_free": plgpu.Barrier(num_arrivals=count, num_barriers=_VECTOR_STAGES),
-        "state_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
-        "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
-        "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
-    }
+    count = config.query_blocks
+    scratch = _scratch(query, vector, scalars, states, key, value, decay, layout, config)
     if interpret is not None:
         shapes = ((_BLOCK, value_dim), (_BLOCK, _BLOCK))
         scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
@@ -102,18 +84,32 @@ def query_states(
         thread_name="warpgroup",
         kernel_name="power_state_quartic_query",
         interpret=interpret,
-    )(
-        query,
-        vector,
-        scalars,
-        states.reshape(*states.shape[:2], -1, layout.width),
-        denominator,
-        key,
-        value,
-        decay,
-        scale,
-        steps,
-    )
+    )(query, vector, scalars, states, denominator, key, value, decay, scale, steps)
+
+
+def _scratch(query, vector, scalars, states, key, value, decay, layout, config):
+    """Shared memory of a block, by name."""
+    head_dim, value_dim = query.shape[-1], value.shape[-1]
+    count, stages = config.query_blocks, config.state_stages
+    return {
+        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype),
+        "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
+        "scale_smem": plgpu.SMEM((count, _BLOCK), jnp.float32),
+        "denominator_smem": plgpu.SMEM((count, _BLOCK), jnp.float32),
+        "vector_smem": products.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, vector.dtype),
+        "scalar_smem": plgpu.SMEM((stages, layouts.STEP * layout.per_stack, count * _BLOCK), scalars.dtype),
+        "state_smem": products.operand((stages,), layouts.STEP * value_dim, layout.width, states.dtype),
+        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
+        "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
+        "out_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
+        "ready": plgpu.Barrier(num_arrivals=count + 3),
+        "vector_full": plgpu.Barrier(num_arrivals=count, num_barriers=_VECTOR_STAGES),
+        "vector_free": plgpu.Barrier(num_arrivals=count, num_barriers=_VECTOR_STAGES),
+        "state_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
+        "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
+        "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
+    }
 
 
 def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
@@ -145,7 +141,10 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             plgpu.set_max_registers(24, action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
         _copy_states(gmem, smem, place, layout, config, chunk)
+        # Keys come while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, window)
+        ring.drain(jnp.int32(layout.blocks), _VECTOR_STAGES, smem["vector_free"])
+        ring.drain(jnp.int32(layout.steps[:, 1].sum()), config.state_stages, smem["state_free"])
 
     @pl.when(warpgroup < config.query_blocks)
     def _consume():
@@ -186,7 +185,7 @@ def _copy_inputs(gmem, smem, place, config, chunk):
 
 
 def _copy_states(gmem, smem, place, layout, config, chunk):
-    """Each block of y, then the stacks that need it and their scalars."""
+    """Each block of y, then the stacks that need it and their scalars; the last may not be read yet."""
     head, begin = place["head"], place["chunk"] * chunk + place["block"] * _BLOCK
     rows = layouts.STEP * layout.per_stack
     stages = config.state_stages
@@ -211,8 +210,9 @@ def _copy_states(gmem, smem, place, layout, config, chunk):
         def _step(step):
             ring.put(step, stages, smem["state_free"], copy)
 
-    ring.fill(jnp.int32(layout.blocks), _VECTOR_STAGES, smem["vector_free"], copy_block)
-    ring.drain(jnp.int32(layout.steps[:, 1].sum()), stages, smem["state_free"])
+    @pl.loop(jnp.int32(0), jnp.int32(layout.blocks))
+    def _block(block):
+        ring.put(block, _VECTOR_STAGES, smem["vector_free"], copy_block)
 
 
 def _read_states(acc, steps, smem, warpgroup, layout, config, interpreted):

@@ -30,9 +30,7 @@ _CONSUMERS = 2
 _MINE = layouts.UNIT // _CONSUMERS
 
 
-def update(
-    vector, scalars, value, carry, initial, weights, units, *, layout, config, chunk, dtype, interpret=None
-):
+def update(vector, scalars, value, carry, initial, weights, *, layout, config, chunk, dtype, interpret=None):
     """States that the chunks read, times their weights, and the plain state after each segment.
 
     vector: 16-bit [H, layout.rows, X], y of the keys with zeros in front, time last.
@@ -40,7 +38,7 @@ def update(
     value: 16-bit [H, 64, X], E rows once for each scalar of a stack, times their decay up to the end of their chunk.
     carry: float32 [H, n], what the state is multiplied by over each of the n = X / chunk chunks.
     initial: float32 [H, segments, U, 64, 48], the state before the first chunk of each segment.
-    weights: float32 [U, 64, 48], what states are multiplied by when they are stored. units: int32, layout.units, flat.
+    weights: float32 [U, 64, 48], what states are multiplied by when they are stored.
 
     Returns states [H, n, U, E, P] in `dtype`, the scalars of a stack side by side, and final float32 [H, segments, U,
     64, 48]. Accumulates in float32; products of a scalar and a value are rounded to the 16 bits of the operands.
@@ -76,7 +74,7 @@ def update(
         thread_name="warpgroup",
         kernel_name="power_state_quartic_update",
         interpret=interpret,
-    )(vector, scalars, value, carry, initial, weights, units)
+    )(vector, scalars, value, carry, initial, weights, jnp.asarray(layout.units.ravel()))
 
 
 def _body(*refs, layout, segments, stages, chunk, chunks, interpreted=None, **smem):

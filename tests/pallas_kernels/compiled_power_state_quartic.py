@@ -103,7 +103,6 @@ def _update(layout, chunk):
         _single(_HEADS, _CHUNKS),
         _single(_HEADS, _SEGMENTS, *stack),
         _single(*stack),
-        jax.ShapeDtypeStruct((layout.units.size,), jnp.int32),
     ]
 
 
@@ -119,5 +118,4 @@ def _query(layout, chunk):
         jax.ShapeDtypeStruct((_HEADS, _WINDOW + time, layout.value_dim), jnp.bfloat16),
         _single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
         _single(_HEADS, time // configs.BLOCK, configs.BLOCK),
-        jax.ShapeDtypeStruct((layout.steps.size,), jnp.int32),
     ]

@@ -32,9 +32,7 @@ def rounded(x):
     return single(x.astype(np.float16))
 
 
-def update(
-    vector, scalars, value, carry, initial, weights, units, *, layout, config, chunk, dtype, interpret
-):
+def update(vector, scalars, value, carry, initial, weights, *, layout, config, chunk, dtype, interpret):
     """As `quartic_update.update`."""
     heads, chunks = carry.shape
     segments = initial.shape[1]
@@ -63,7 +61,6 @@ def query_states(
     value,
     decay,
     scale,
-    steps,
     *,
     layout,
     config,
