@@ -44,8 +44,9 @@ def power_state(
     chunk: positions between states. window: positions before each chunk that its queries see exactly.
     state_dtype: what states between chunks are stored in, and operands of the products with them rounded to: float16,
         with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in each entry.
-        float32 is the sum of two float16, 2^-23: twice the bytes and products, for states exact to the rounding of
-        what enters them, products of a key and a value to 2^-12 each. At p = 4 only float16.
+        float32 is stored as the sum of two float16, with an error of 2^-22 at most, for twice the bytes and products.
+        Products of a key and a value, and of two entries of a query, are rounded to the 16 bits in any case.
+        At p = 4 only float16.
     interpret: parameters of the GPU interpreter, or None to run on a GPU.
 
     Returns the output bfloat16 [B, T, N, E]; the denominators sum_j w_ij, float32 [B, T, N], of queries divided by the

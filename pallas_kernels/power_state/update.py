@@ -111,7 +111,7 @@ def _body(
 
     @pl.when(warpgroup == _CONSUMERS)
     def _produce():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
 
         def copy(step, slot):
             tokens = pl.ds(first_chunk * chunk + step * _BLOCK, _BLOCK)
@@ -129,7 +129,7 @@ def _body(
 
     @pl.when(warpgroup < _CONSUMERS)
     def _consume():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         mine = config.update_scalars // _CONSUMERS
         store_smem = smem["store_smem"].at[warpgroup]
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
