@@ -21,10 +21,12 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
 
     Raises:
       ValueError: settings, data or folder do not fit each other, or the loss is not finite.
+      NotImplementedError: a named implementation cannot do it on these devices.
     """
-    # Data and workdir first: their errors should not wait for a compilation, nor for the end of training.
+    # Data, model and workdir first: their errors should not wait for a compilation, nor for the end of training.
     rows = data.train_dataset(settings.data, vocab_size=settings.model.vocab_size)
     evaluation.check_settings(settings)
+    step.check_model(settings)
     workdir.open_workdir(folder, settings)
     workdir.record_data(folder, data.describe(settings.data))
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)

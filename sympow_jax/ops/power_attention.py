@@ -46,9 +46,10 @@ def power_attention(
         form: `attention` costs O(T^2) and holds a few blocks of scores; `chunked` costs O(T F E) and, with its
             backward pass, holds memory linear in T; `recurrent` folds one token at a time. All agree to rounding.
             None takes the one with fewer FLOPs.
-        implementation: `reference` is the formula, unoptimised; `xla` runs on any device; `mosaic_gpu` is a kernel
-            for Hopper GPUs: the attention form without a state, of 16-bit inputs, head and value sizes to 128; a mesh
-            in scope divides batch and heads; its backward pass is that of `xla`. None always works, and takes `xla`.
+        implementation: `reference` is the formula, unoptimised; `xla` runs on any device; `mosaic_gpu` are the kernels
+            for Hopper GPUs, for inputs of 16 bits, which the README's table limits further; a mesh in scope divides
+            batch and heads for them. None takes a kernel where there is a Hopper GPU and one that can do it, else
+            `xla`; it never fails. Gradients take the backward pass of `xla` in either case.
         chunk_size: tokens of a chunk, or of a block of the attention form; None chooses. Changes speed alone.
         window: every query sees at least this many of its last keys exactly, and only older ones through features,
             whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the state.

@@ -13,8 +13,9 @@ __all__ = ["StopSignals", "user_errors"]
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns a user's mistake (`ValueError`, `OSError`) or Ctrl-C into one line on stderr and a non-zero exit.
+    """Turns a user's mistake or Ctrl-C into one line on stderr and a non-zero exit.
 
+    Mistakes are `ValueError`, `OSError`, and `NotImplementedError`: a named implementation that cannot do it here.
     `python -X dev` keeps the traceback, for those who change the code.
     """
     if not sys.flags.dev_mode:
@@ -23,7 +24,7 @@ def user_errors() -> Iterator[None]:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, NotImplementedError) as error:
         if sys.flags.dev_mode:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ __all__ = [
     "TrainState",
     "Update",
     "abstract_state",
+    "check_model",
     "init_state",
     "loss_sum",
     "make_update",
@@ -56,6 +57,19 @@ def abstract_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainSta
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
         jax.eval_shape(lambda: _init(settings)),
     )
+
+
+def check_model(settings: config.Config) -> None:
+    """Raises, before anything is compiled, what the model raises: NotImplementedError for an implementation that the
+    settings name and that cannot do it on these devices.
+    """
+
+    def loss() -> Float[Array, ""]:
+        tokens = jnp.zeros((1, settings.data.context_length), jnp.int32)
+        model = merge(settings.model, _init(settings).params)
+        return loss_sum(model, {"inputs": tokens, "targets": tokens})
+
+    jax.eval_shape(loss)
 
 
 def merge(settings: config.ModelConfig, params: Params) -> models.DecoderLM:

@@ -1,6 +1,6 @@
-"""Compiles the op by its kernels for eight H100s, batch and heads divided over them, and prints the program.
+"""Compiles what users run for eight H100s, by the kernels, and prints the program.
 
-    python -m tests.pallas_kernels.sharded chunked
+    python -m tests.pallas_kernels.sharded attention|chunked|training
 
 A process of its own, since LLVM may end it.
 """
@@ -11,15 +11,18 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from sympow_jax import ops
+from sympow_jax import config, ops
+from sympow_jax.training import step
 from tests.pallas_kernels import h100
 
+Spec = jax.sharding.PartitionSpec
 
-def main(form: str) -> None:
-    """Values and gradients of the op in that form, or of the step."""
+
+def op(form: str):
+    """Gradients of the op, batch and heads divided over a mesh of 4 x 2."""
 
     def loss(query, key, value, log_decay, segment_ids):
-        return ops.power_attention(
+        out = ops.power_attention(
             query,
             key,
             value,
@@ -27,7 +30,8 @@ def main(form: str) -> None:
             segment_ids=segment_ids,
             form=form,
             implementation="mosaic_gpu",
-        ).sum(dtype=jnp.float32)
+        )
+        return out.sum(dtype=jnp.float32)
 
     batch, time, heads, kv_heads, size = 4, 256, 4, 2, 64
     arguments = [
@@ -35,12 +39,30 @@ def main(form: str) -> None:
     ]
     arguments.append(jax.ShapeDtypeStruct((batch, time, kv_heads), jnp.float32))
     arguments.append(jax.ShapeDtypeStruct((batch, time), jnp.int32))
-    whole, tokens = (jax.sharding.PartitionSpec(*axes) for axes in (("data", None, "model"), ("data",)))
+    specs = [Spec("data", None, "model")] * 4 + [Spec("data")]
     on = h100.mesh((4, 2), ("data", "model"))
-    gradients = jax.grad(loss, (0, 1, 2, 3))
-    print(h100.compile_for(on, gradients, *arguments, specs=[whole] * 4 + [tokens]).as_text())
+    return h100.compile_for(on, jax.grad(loss, (0, 1, 2, 3)), *arguments, specs=specs)
+
+
+def training():
+    """An update of one layer of the papers' model in its default settings, the batch divided over eight devices."""
+    context, rows = 8192, 8
+    model = config.ModelConfig(
+        **config.MODEL_SIZES["gpt2_124m"] | {"layers": 1, "vocab_size": 512},
+        attention=config.preset("conformal", power=2),
+    )
+    data = config.DataConfig(context_length=context, batch_tokens=rows * context)
+    settings = config.Config(model=model, data=data)
+    mesh = h100.mesh((8,))
+    tokens = jax.ShapeDtypeStruct(
+        (rows, context), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, Spec("data"))
+    )
+    batch = {name: tokens for name in ("inputs", "targets", "segment_ids")}
+    update = step.make_update(settings, mesh)
+    return update.trace(step.abstract_state(settings, mesh), batch).lower().compile()
 
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    main(*sys.argv[1:])
+    what = sys.argv[1]
+    print((training() if what == "training" else op(what)).as_text())

@@ -236,6 +236,10 @@ def test_a_mistake_is_one_line(tmp_path, settings):
         (["--config.data.paths=nothing/*.txt"], "nothing/*.txt"),
         (["--workdir=/proc/run"], "cannot write to --workdir /proc/run"),
         (["--config.evaluation.context_lengths=16,100000"], "100000 is longer than any held-out document"),
+        (
+            ["--config.model.attention.kernel=power", "--config.model.attention.implementation=mosaic_gpu"],
+            "'mosaic_gpu' needs a Hopper GPU",
+        ),
         (["--config.optimizer.accumulate=3"], "optimizer.accumulate is 3 and does not divide the 4 rows"),
     ],
 )

@@ -10,16 +10,27 @@ __all__ = ["cheapest_form", "default_chunk", "flops_per_token", "require_memory"
 
 
 def flops_per_token(
-    form: str, *, time: int, head_dim: int, value_dim: int, power: int, chunk: int, window: int
+    form: str,
+    *,
+    time: int,
+    head_dim: int,
+    value_dim: int,
+    power: int,
+    chunk: int,
+    window: int,
+    backward: bool = False,
 ) -> float:
-    """FLOPs of the forward pass for one token and head among `time` tokens.
+    """FLOPs of the forward pass, or with `backward` of both passes, for one token and head among `time` tokens.
 
     attention: 2 (D + E) T / 2, since half of the pairs are causal. chunked: 4 F E + 2 (D + E) (C / 2 + W).
+    Backward, five products over pairs stand against two of the forward pass, and four over features against two.
     """
+    over_pairs, over_features = (3.5, 3) if backward else (1, 1)
     if form == "attention":
-        return (head_dim + value_dim) * time
+        return over_pairs * (head_dim + value_dim) * time
     features = feature_maps.symmetric_power_dim(head_dim, power)
-    return 4 * features * value_dim + (head_dim + value_dim) * (chunk + 2 * window)
+    pairs = (head_dim + value_dim) * (chunk + 2 * window)
+    return over_features * 4 * features * value_dim + over_pairs * pairs
 
 
 def cheapest_form(
@@ -34,7 +45,7 @@ def cheapest_form(
     window: int,
 ) -> str:
     """The form with fewer FLOPs; the attention form where the state would not fit in memory."""
-    sizes = {"head_dim": head_dim, "value_dim": value_dim, "power": power}
+    sizes: dict = {"head_dim": head_dim, "value_dim": value_dim, "power": power}
     # The scan holds the state, its decayed copy and its update.
     if 3 * state_bytes(batch=batch, kv_heads=kv_heads, **sizes) > _memory_bytes():
         return "attention"

@@ -1,0 +1,353 @@
+"""The contenders that JAX runs: built for a shape, compiled, and checked against float32."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import _timing
+from benchmarks._shapes import CONTENDERS, WINDOW, Shape
+from sympow_jax import ops
+from sympow_jax.ops._power import target
+
+__all__ = ["Prepared", "WrongResult", "ceilings", "machine", "prepare"]
+
+# Of bfloat16 inputs, as README states them.
+VALUE_BOUND, GRADIENT_BOUND = 1e-2, 2e-2
+# Gradients are compared at this length, or at that of the shape where it is shorter.
+GRADIENT_TIME = 2048
+# Values are compared in this many rows at the end and in the middle of the sequence that is timed.
+ROWS = 128
+ARGUMENTS = ("query", "key", "value", "log_decay")
+
+
+class WrongResult(Exception):
+    """A contender's result is further from float32 than bfloat16 explains."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A contender that has been compiled, run and checked.
+
+    sample: times this many calls. error: relative RMS error of its values. kernels: seconds of each kernel of one call,
+    None where nothing can tell. steps: how many times what is timed happens in a call.
+    """
+
+    sample: Callable[[int], _timing.Sample]
+    error: float
+    kernels: Callable[[], dict[str, float] | None]
+    steps: int = 1
+
+
+def machine() -> dict:
+    """Device and versions. Raises RuntimeError where there is no GPU and one was asked for."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "jax": jax.__version__,
+        "runtime": " ".join(device.client.platform_version.split()),
+        "cudnn": _version("nvidia-cudnn-cu13") or _version("nvidia-cudnn-cu12"),
+        "jax-linear-attention": _version("jax-linear-attention"),
+    }
+
+
+def ceilings(smoke: bool) -> dict[str, float]:
+    """Measured FLOP/s and bytes/s."""
+    return _timing.ceilings(size=64 if smoke else 8192, copied=2**16 if smoke else 2**31)
+
+
+def prepare(name: str, shape: Shape) -> Prepared:
+    """Compiles a contender for a shape, runs it and checks what it computed.
+
+    Raises NotImplementedError where it cannot do it, WrongResult where its result is not right.
+    """
+    if shape.mode == "step":
+        return _prepare_step(name, shape)
+    contender = _CONTENDERS[name](shape)
+    inputs = [draw(shape, seed) for seed in range(2)]
+    if shape.mode == "training":
+        inputs = [(*arguments, _cotangent(shape)) for arguments in inputs]
+        call = jax.jit(_both_passes(contender.call)).lower(*inputs[0]).compile()
+        result, gradients = call(*inputs[0])
+        _require_finite(gradients)
+        if shape.time <= GRADIENT_TIME:
+            _check_gradients(contender, inputs[0], gradients)
+        else:
+            _check_trained(name, dataclasses.replace(shape, time=GRADIENT_TIME, batch=1))
+    else:
+        call = jax.jit(contender.call).lower(*inputs[0]).compile()
+        result = call(*inputs[0])
+    error = _error_of_rows(contender, inputs[0], contender.output(result))
+    return Prepared(
+        functools.partial(_timing.queued, call, inputs),
+        error,
+        functools.partial(_timing.kernel_seconds, call, inputs),
+    )
+
+
+def draw(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
+    """Query, key, value in bfloat16 and log_decay in float32; heads remember from 50 to 100,000 tokens."""
+    return _draw((shape.batch, shape.time, shape.heads), shape.head_dim, seed)
+
+
+# Kept for the next contender of a shape.
+@functools.lru_cache(maxsize=4)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _draw(lead, head_dim, seed):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    vectors = (jax.random.normal(key, (*lead, head_dim), jnp.bfloat16) for key in keys[:3])
+    gate = jax.random.normal(keys[3], lead) + jnp.linspace(4, 12, lead[-1])
+    return *vectors, jax.nn.log_sigmoid(gate)
+
+
+def _cotangent(shape: Shape) -> jax.Array:
+    return jax.random.normal(
+        jax.random.key(7), (shape.batch, shape.time, shape.heads, shape.head_dim), jnp.bfloat16
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Contender:
+    """call: of query, key, value, log_decay. formula: what it computes, in `_FORMULAS`. output: its values."""
+
+    call: Callable
+    formula: Callable
+    output: Callable = lambda result: result
+
+
+def _op(form, implementation):
+    def build(shape):
+        def call(query, key, value, log_decay):
+            return ops.power_attention(
+                query,
+                key,
+                value,
+                power=shape.power,
+                log_decay=log_decay,
+                form=form,
+                implementation=implementation,
+                window=WINDOW,
+            )
+
+        return _Contender(call, _power(shape.power))
+
+    return build
+
+
+def _attention_kernel(shape):
+    target.require_hopper()
+    from pallas_kernels import power_attention
+
+    def call(query, key, value, log_decay):
+        return power_attention.power_attention(query, key, value, power=shape.power, log_decay=log_decay)
+
+    return _Contender(call, _power(shape.power), lambda result: result[0] / result[1][..., None])
+
+
+def _chunked_kernel(shape):
+    target.require_hopper()
+    from pallas_kernels import power_state
+
+    def call(query, key, value, log_decay):
+        return power_state.power_state(
+            query, key, value, power=shape.power, log_decay=log_decay, window=WINDOW
+        )
+
+    return _Contender(call, _power(shape.power), lambda result: result[0])
+
+
+def _cudnn(shape):
+    del shape
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("cuDNN needs a GPU")
+
+    def call(query, key, value, log_decay):
+        del log_decay
+        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+
+    return _Contender(call, _softmax)
+
+
+def _jax_linear_attention(shape):
+    del shape
+    try:
+        from jla import ops as peer
+    except ImportError as error:
+        raise NotImplementedError(f"jax-linear-attention is not installed ({error})") from error
+
+    def call(query, key, value, log_decay):
+        out, _ = peer.linear_attention("simple_gla", query, key, value, g=log_decay, impl="mosaic_gpu")
+        return out
+
+    return _Contender(call, _linear)
+
+
+_CONTENDERS = {
+    "attention/mosaic_gpu": _op("attention", "mosaic_gpu"),
+    "attention/xla": _op("attention", "xla"),
+    "attention/kernel": _attention_kernel,
+    "chunked/mosaic_gpu": _op("chunked", "mosaic_gpu"),
+    "chunked/xla": _op("chunked", "xla"),
+    "chunked/kernel": _chunked_kernel,
+    "softmax/cudnn": _cudnn,
+    "jax-linear-attention": _jax_linear_attention,
+}
+assert set(_CONTENDERS) < set(CONTENDERS)
+
+
+@functools.cache
+def _power(power):
+    """The xla form for the last rows of a sequence, whose keys are all kept."""
+    return functools.partial(_power_attention, power)
+
+
+def _power_attention(power, query, key, value, log_decay):
+    return ops.power_attention(
+        query, key, value, power=power, log_decay=log_decay, form="attention", implementation="xla"
+    )
+
+
+def _softmax(query, key, value, log_decay):
+    del log_decay
+    return ops.softmax_attention(query, key, value)
+
+
+def _linear(query, key, value, log_decay):
+    """sum_j exp(G_i - G_j) (q_i . k_j) v_j / sqrt(D), for queries that are the last of the keys' positions."""
+    total = jnp.cumsum(log_decay, 1)
+    rows = jnp.arange(key.shape[1] - query.shape[1], key.shape[1])
+    seen = (rows[:, None] >= jnp.arange(key.shape[1]))[..., None]
+    decay = jnp.exp(jnp.where(seen, total[:, rows, None] - total[:, None], -jnp.inf))
+    exact = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("btnd,bsnd->btsn", query, key, precision=exact) / math.sqrt(query.shape[-1])
+    return jnp.einsum("btsn,bsne->btne", decay * scores, value, precision=exact)
+
+
+def _both_passes(call):
+    """Values and gradients: without the values in its result, XLA would drop a forward pass that nothing needs."""
+
+    def run(*arguments):
+        *arguments, dout = arguments
+        out, pull_back = jax.vjp(call, *arguments)
+        return out, pull_back(dout)
+
+    return run
+
+
+def _check_trained(name, shape):
+    """Compares the gradients of a contender at a shape with those of its formula."""
+    contender = _CONTENDERS[name](shape)
+    arguments = (*draw(shape, 3), _cotangent(shape))
+    _, gradients = jax.jit(_both_passes(contender.call))(*arguments)
+    _check_gradients(contender, arguments, gradients)
+
+
+def _check_gradients(contender, arguments, gradients):
+    """Of the last sequence of the batch."""
+    errors = _gradient_errors(contender.formula, arguments, gradients)
+    for name, (found, largest) in zip(ARGUMENTS, errors, strict=True):
+        # Softmax attention has no gates here, and no gradient of them.
+        if largest:
+            _require_close(f"the gradient of {name}", float(found), GRADIENT_BOUND)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient_errors(formula, arguments, gradients):
+    """RMS errors against float32, and the largest entry that was expected."""
+    exact = [x[-1:].astype(jnp.float32) for x in arguments]
+    _, expected = _both_passes(formula)(*exact)
+    return [(rms_error(x[-1:], y), jnp.abs(y).max()) for x, y in zip(gradients, expected, strict=True)]
+
+
+def _error_of_rows(contender, arguments, out):
+    """Error of the rows at the end and of those in the middle, the larger; the last sequence of the batch."""
+    time = out.shape[1]
+    worst = max(
+        float(_row_error(contender.formula, end, arguments[:4], out)) for end in (time // 2 + 1, time)
+    )
+    _require_finite(out)
+    _require_close("the output", worst, VALUE_BOUND)
+    return worst
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _row_error(formula, end, arguments, out):
+    """RMS error of the rows before `end` against float32, from all keys before it."""
+    query, key, value, log_decay = (x[-1:, :end].astype(jnp.float32) for x in arguments)
+    return rms_error(out[-1:, max(end - ROWS, 0) : end], formula(query[:, -ROWS:], key, value, log_decay))
+
+
+def _prepare_step(name, shape):
+    """Steps in a loop on the device, behind a state that has seen as many tokens."""
+    both = dataclasses.replace(shape, time=2 * shape.time)
+
+    def tokens(seed, part):
+        return tuple(jnp.moveaxis(x[:, part], 1, 0) for x in draw(both, seed))
+
+    first, second = slice(shape.time), slice(shape.time, None)
+    state = ops.PowerState.zeros(
+        shape.batch, shape.heads, shape.head_dim, shape.head_dim, power=shape.power, window=WINDOW
+    )
+    call = jax.jit(functools.partial(_steps, shape.power, name.split("/")[1]))
+    call = call.lower(state, *tokens(0, first)).compile()
+    state, _ = call(state, *tokens(0, first))
+    inputs = [(state, *tokens(seed, second)) for seed in range(2)]
+    out = jnp.moveaxis(call(*inputs[0])[1], 0, 1)
+
+    _require_finite(out)
+    whole = [x[-1:].astype(jnp.float32) for x in draw(both, 0)]
+    expected = jax.jit(_power(shape.power))(whole[0][:, second], *whole[1:])
+    worst = float(rms_error(out[-1:], expected))
+    _require_close("the output", worst, VALUE_BOUND)
+    return Prepared(
+        functools.partial(_timing.queued, call, inputs),
+        worst,
+        functools.partial(_timing.kernel_seconds, call, inputs),
+        steps=shape.time,
+    )
+
+
+def _steps(power, implementation, state, *tokens):
+    def step(state, token):
+        query, key, value, log_decay = token
+        out, state = ops.power_attention_step(
+            query, key, value, state, power=power, log_decay=log_decay, implementation=implementation
+        )
+        return state, out
+
+    return jax.lax.scan(step, state, tokens)
+
+
+@jax.jit
+def rms_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
+    """RMS(actual - expected) / RMS(expected) in float32."""
+    difference = actual.astype(jnp.float32) - expected
+    return jnp.sqrt((difference**2).sum() / (expected**2).sum())
+
+
+def _require_close(what, found, bound):
+    # Not `found > bound`, which a NaN would pass.
+    if not found <= bound:
+        raise WrongResult(f"{what} is off by {found:.1e}, more than {bound:.0e}")
+
+
+def _require_finite(arrays):
+    if not _all_finite(arrays):
+        raise WrongResult("not every number is finite")
+
+
+@jax.jit
+def _all_finite(arrays):
+    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(arrays)]).all()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,220 @@
+"""The contenders that PyTorch runs, each where its package is installed: prepared, timed by events, and checked."""
+
+import functools
+import importlib.metadata
+import importlib.util
+import math
+import statistics
+from collections.abc import Callable
+
+from benchmarks import _timing
+from benchmarks._contenders import GRADIENT_TIME, ROWS, Prepared, WrongResult
+from benchmarks._shapes import PEERS, Shape
+
+__all__ = ["ceilings", "machine", "missing", "prepare", "versions"]
+
+# Peers keep their states in 16 bits: their values and gradients are not held to this project's bounds.
+BOUND = 5e-2
+RETENTION_CHUNK = 1024
+DEVICE = "cuda"
+# Cycles that the device sleeps before a sample, so that the host is ahead of it: 10 ms and more.
+_HEAD_START = 20_000_000
+_PACKAGES = ("torch", "triton", "retention", "flash-linear-attention", "fla-core")
+
+
+def missing(name: str) -> str | None:
+    """What a PyTorch contender lacks, in words."""
+    absent = [module for module in PEERS[name] if importlib.util.find_spec(module) is None]
+    return f"not installed: {', '.join(absent)}" if absent else None
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict:
+    """Device and versions. Raises RuntimeError where PyTorch sees no GPU."""
+    import torch
+
+    return {"device": torch.cuda.get_device_name(), **versions(), "torch cuda": torch.version.cuda}
+
+
+def ceilings(smoke: bool) -> dict[str, float]:
+    """FLOP/s of a bfloat16 product as PyTorch reaches it."""
+    import torch
+
+    size = 64 if smoke else 8192
+    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    sample = functools.partial(_events, lambda: left @ right)
+    sample(3)
+    seconds = statistics.median(sample(8).seconds for _ in range(5))
+    return {"torch flops": 2 * size**3 / seconds}
+
+
+def prepare(name: str, shape: Shape) -> Prepared:
+    """Loads a peer, runs it and checks what it computed.
+
+    Raises NotImplementedError where it cannot do it, WrongResult where its result is not right.
+    """
+    import torch
+
+    torch.manual_seed(0)
+    # float32 products are those of the references.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    call, formula = _CONTENDERS[name](shape)
+    training = shape.mode == "training"
+    arguments = _draw(shape, shape.time)
+    call, out = _runner(call, arguments, training)
+    worst = _error_of_rows(formula, arguments, out)
+    _require_close("the output", worst, BOUND)
+    results = [out, *(x.grad for x in arguments)] if training else [out]
+    if not all(bool(torch.isfinite(x).all()) for x in results):
+        raise WrongResult("not every number is finite")
+    if training:
+        _check_gradients(_CONTENDERS[name](shape)[0], formula, shape)
+    return Prepared(functools.partial(_events, call), worst, lambda: None)
+
+
+def _runner(call, arguments, training):
+    """A function of nothing that runs the peer, and what it returned when it was run once."""
+    import torch
+
+    if not training:
+
+        def forward():
+            with torch.no_grad():
+                return call(*arguments)
+
+        return forward, forward()
+    for x in arguments:
+        x.requires_grad_()
+    dout = torch.randn_like(arguments[2])
+
+    def both():
+        for x in arguments:
+            x.grad = None
+        out = call(*arguments)
+        out.backward(dout)
+        return out
+
+    return both, both()
+
+
+def _retention(shape, *, compiled):
+    import torch
+    from retention import power_retention
+
+    if shape.time % RETENTION_CHUNK:
+        raise NotImplementedError(f"T is not a multiple of the chunk, {RETENTION_CHUNK}")
+    if shape.power != 2 and shape.time > RETENTION_CHUNK:
+        raise NotImplementedError("the chunked form of retention is of degree 2")
+
+    def call(query, key, value, log_decay):
+        return power_retention(query, key, value, log_decay, deg=shape.power, chunk_size=RETENTION_CHUNK)
+
+    if compiled:
+        call = torch.compile(call, dynamic=False)
+    return call, functools.partial(_formula, power=shape.power)
+
+
+def _flash_linear_attention(shape):
+    del shape
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    def call(query, key, value, log_decay):
+        return chunk_simple_gla(query, key, value, log_decay)[0]
+
+    return call, functools.partial(_formula, power=None)
+
+
+_CONTENDERS: dict[str, Callable] = {
+    "retention": functools.partial(_retention, compiled=False),
+    "retention compiled": functools.partial(_retention, compiled=True),
+    "flash-linear-attention": _flash_linear_attention,
+}
+assert set(_CONTENDERS) == set(PEERS)
+
+
+def _draw(shape, time, batch=None):
+    """As `_contenders.draw` does; heads remember from 50 to 100,000 tokens."""
+    import torch
+
+    lead = (batch or shape.batch, time, shape.heads)
+    vectors = [torch.randn(*lead, shape.head_dim, dtype=torch.bfloat16) for _ in range(3)]
+    gate = torch.randn(*lead) + torch.linspace(4, 12, shape.heads)
+    return [*vectors, torch.nn.functional.logsigmoid(gate)]
+
+
+def _formula(query, key, value, log_decay, *, power):
+    """The weighted mean of values by exp(G_i - G_j) (q_i . k_j)^p; without a power, their sum by (q_i . k_j) / sqrt(D).
+
+    Queries are the last of the keys' positions; float32.
+    """
+    import torch
+
+    begin = key.shape[1] - query.shape[1]
+    total = log_decay.double().cumsum(1).movedim(1, 2)
+    difference = total[:, :, begin:, None] - total[:, :, None]
+    steps = torch.arange(key.shape[1], device=key.device)
+    difference = difference.masked_fill(steps[begin:, None] < steps, -math.inf)
+    scores = torch.einsum("btnd,bsnd->bnts", query, key)
+    weights = difference.exp().float() * (scores**power if power else scores / math.sqrt(key.shape[-1]))
+    out = torch.einsum("bnts,bsne->btne", weights, value)
+    return out / weights.sum(-1).movedim(1, 2)[..., None] if power else out
+
+
+def _error_of_rows(formula, arguments, out):
+    """Error of the rows at the end and of those in the middle, the larger; the last sequence of the batch."""
+    query, key, value, log_decay = (x.detach()[-1:].float() for x in arguments)
+    time, worst = query.shape[1], 0.0
+    for end in {time, time // 2 + 1}:
+        begin = max(end - ROWS, 0)
+        expected = formula(query[:, begin:end], key[:, :end], value[:, :end], log_decay[:, :end])
+        worst = max(worst, _rms_error(out.detach()[-1:, begin:end], expected))
+    return worst
+
+
+def _check_gradients(call, formula, shape):
+    """Against automatic differentiation of the formula in float32, at a length of two chunks and more."""
+    import torch
+
+    arguments = _draw(shape, max(GRADIENT_TIME, 2 * RETENTION_CHUNK), batch=1)
+    exact = [x.float().requires_grad_() for x in arguments]
+    arguments = [x.requires_grad_() for x in arguments]
+    dout = torch.randn_like(arguments[2])
+    call(*arguments).backward(dout)
+    formula(*exact).backward(dout.float())
+    for name, x, wanted in zip(("query", "key", "value"), arguments, exact, strict=False):
+        _require_close(f"the gradient of {name}", _rms_error(x.grad, wanted.grad), BOUND)
+
+
+def _rms_error(actual, expected) -> float:
+    return float(((actual.float() - expected) ** 2).sum().div((expected**2).sum()).sqrt())
+
+
+def _require_close(what, found, bound):
+    # Not `found > bound`, which a NaN would pass.
+    if not found <= bound:
+        raise WrongResult(f"{what} is off by {found:.1e}, more than {bound:.0e}")
+
+
+def _events(call, calls: int) -> _timing.Sample:
+    """Seconds a call between two events, the host ahead of the device."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(_HEAD_START)
+    begin.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return _timing.Sample(begin.elapsed_time(end) / 1e3 / calls, False)

@@ -1,0 +1,194 @@
+"""Times the kernels on a GPU against plain JAX, cuDNN's flash attention and other packages.
+
+    uv run --extra cuda13 python -m benchmarks.kernels [--part=NAME ...] [--out=FILE]
+
+bfloat16 with float32 gates, b1 n8 unless a row says otherwise. Without --part all parts but `brief`, which holds the
+figures that decide and takes 8 minutes at most. The rows are written as JSON as they come, to
+benchmarks/results/kernels-<gpu>[-<part>...].json unless --out says otherwise, and printed as a table a part.
+
+Every result is checked before it is timed: rows at the end and in the middle of the sequence against float32, gradients
+against float32 at 2,048 tokens, all of it finite; a row that is wrong has no time. Contenders of one shape are timed in
+turn in one process, calls enqueued behind each other, on two sets of random inputs; PyTorch's in a process of their
+own. A kernel that crashes or hangs loses its row and no other.
+
+FLOPs are those that the mathematics needs: 2 (D + E) T / 2 a token and head over pairs; 4 F E over features, F their
+exact number, with pairs of a chunk of 128 and a window of 64. A backward pass counts 2.5 times the pairs and twice the
+features. A decode step is measured in bytes. Fractions are of a large matrix product and of a copy, measured in the
+same run.
+"""
+
+import argparse
+import itertools
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import rich.console
+import rich.table
+
+from benchmarks import _peers, _shapes, _worker
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+BRIEF_SECONDS = 450.0
+# Without an event for so long, a worker hangs: compilation takes a minute or two, tuning Triton's kernels more.
+SILENCE = {"jax": 300.0, "torch": 900.0}
+BRIEF_SILENCE = 120.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the tables and writes the JSON. Exits with status 1 and one line where there is no GPU."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", action="append", choices=_shapes.PARTS, help="may be given several times")
+    parser.add_argument("--out", type=pathlib.Path, help="the JSON file")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny shapes, on any device, in this process; writes only --out"
+    )
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    if options.smoke:
+        comparisons = _shapes.SMOKE
+    else:
+        parts = options.part or [part for part in _shapes.PARTS if part != "brief"]
+        comparisons = tuple(itertools.chain.from_iterable(_shapes.PARTS[part] for part in parts))
+    report = Report(options.out, "" if options.smoke else "".join(f"-{part}" for part in options.part or ()))
+    try:
+        _measure(comparisons, report, options.smoke, started)
+    except _worker.NoDevice as error:
+        sys.exit(f"benchmarks.kernels measures on a GPU: {error}; --smoke runs tiny shapes without one")
+    _print(report.content)
+
+
+class Report:
+    """The machine, its ceilings and the rows so far, written to a file whenever something is added."""
+
+    def __init__(self, path: pathlib.Path | None, suffix: str):
+        self.content: dict = {"machine": {"driver": _driver()}, "ceilings": {}, "rows": []}
+        self._path, self._suffix = path, suffix
+
+    def add(self, event: dict) -> None:
+        """Takes an event of `_worker.serve`."""
+        for name in ("machine", "ceilings"):
+            self.content[name] |= event.get(name, {})
+        for row in event.get("rows", ()):
+            self.content["rows"].append(row | _rates(row, self.content["ceilings"]))
+        self._write()
+
+    def _write(self):
+        path = self._path
+        if path is None and self.content["machine"].get("platform") == "gpu":
+            slug = re.sub(r"[^a-z0-9]+", "-", self.content["machine"]["device"].lower()).strip("-")
+            path = RESULTS / f"kernels-{slug}{self._suffix}.json"
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.content, indent=1) + "\n")
+
+
+def _measure(comparisons, report, smoke, started):
+    ours = _shapes.of_side(comparisons, lambda name: name not in _shapes.PEERS)
+    if smoke:
+        _worker.serve("jax", ours, {}, True, report.add)
+    else:
+        brief = all(comparison.part == "brief" for comparison in comparisons)
+        deadline = started + BRIEF_SECONDS if brief else float("inf")
+        silence = BRIEF_SILENCE if brief else SILENCE["jax"]
+        _supervise("jax", ours, report.add, silence, deadline)
+
+    absent = {name: "PyTorch's peers need a GPU" if smoke else _peers.missing(name) for name in _shapes.PEERS}
+    for comparison in _shapes.of_side(comparisons, lambda name: absent.get(name) is not None):
+        report.add({"rows": [_row(comparison, name, absent[name]) for name in comparison.contenders]})
+    theirs = _shapes.of_side(comparisons, lambda name: name in absent and absent[name] is None)
+    try:
+        _supervise("torch", theirs, report.add, SILENCE["torch"], float("inf"))
+    except _worker.NoDevice as error:
+        for comparison in theirs:
+            report.add({"rows": [_row(comparison, name, str(error)) for name in comparison.contenders]})
+
+
+def _supervise(side, comparisons, emit, silence, deadline):
+    command = [sys.executable, "-m", "benchmarks._worker", side]
+    _worker.supervise(command, comparisons, emit, silence=silence, deadline=deadline)
+
+
+def _row(comparison, name, note):
+    return _worker.row(comparison, name) | {"note": note}
+
+
+def _rates(row: dict, ceilings: dict) -> dict:
+    """FLOP/s or, for a step, bytes/s, and their fraction of what was measured."""
+    if "seconds" not in row:
+        return {}
+    shape = _shapes.Shape(**{name: row[name] for name in _shapes.FIELDS})
+    unit, work = "flops", _shapes.flops(shape, row["contender"])
+    if work is None:
+        unit, work = "bytes", _shapes.step_bytes(shape)
+    rate = work / row["seconds"]
+    return {f"{unit}_per_second": rate, "fraction": rate / ceilings[unit] if unit in ceilings else None}
+
+
+def _driver() -> str | None:
+    """The GPU driver's version, as nvidia-smi says it."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    return lines[0] if lines else None
+
+
+def _print(report: dict) -> None:
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
+    console.print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))
+    for name, reached in report["ceilings"].items():
+        console.print(f"measured here: {_CEILINGS[name].format(reached)}")
+    rows = sorted(report["rows"], key=lambda row: list(_shapes.PARTS).index(row["part"]))
+    for part, of_part in itertools.groupby(rows, key=lambda row: row["part"]):
+        console.print(_table(part, sorted(of_part, key=_order)))
+
+
+def _order(row):
+    return [row[name] for name in ("mode", "power", "head_dim", "batch", "heads", "time")]
+
+
+_CEILINGS = {
+    "flops": "{:.4g} FLOP/s in a bfloat16 product",
+    "bytes": "{:.4g} bytes/s in a copy, read and written",
+    "torch flops": "{:.4g} FLOP/s in a bfloat16 product by PyTorch",
+}
+_COLUMNS = ("pass", "p", "D", "b x n", "T", "contender", "ms", "spread", "kernels ms", "rate", "of peak")
+
+
+def _table(part: str, rows: list[dict]) -> rich.table.Table:
+    table = rich.table.Table(title=part)
+    for column in (*_COLUMNS, "cuDNN /", "error", "note"):
+        text = column in ("pass", "contender", "note")
+        table.add_column(column, justify="left" if text else "right", no_wrap=column != "note")
+    cudnn = {tuple(_order(row)): row.get("seconds") for row in rows if row["contender"] == "softmax/cudnn"}
+    for row in rows:
+        cells = [row["mode"], str(row["power"]), str(row["head_dim"]), f"{row['batch']} x {row['heads']}"]
+        cells += [f"{row['time']:,}", row["contender"]]
+        if seconds := row.get("seconds"):
+            flops = row.get("flops_per_second")
+            reference = cudnn.get(tuple(_order(row)))
+            cells += [
+                f"{1e3 * seconds:.4g}",
+                f"{row['spread']:.1%}",
+                f"{1e3 * row['kernel_seconds']:.4g}" if "kernel_seconds" in row else "-",
+                f"{flops / 1e12:.3g} TFLOP/s" if flops else f"{row['bytes_per_second'] / 1e9:.3g} GB/s",
+                f"{row['fraction']:.1%}" if row["fraction"] else "-",
+                f"{reference / seconds:.2f}x" if reference else "-",
+                f"{row['error']:.1e}",
+            ]
+        else:
+            cells += ["-"] * 7
+        table.add_row(*cells, row.get("note", ""))
+    return table
+
+
+if __name__ == "__main__":
+    main()

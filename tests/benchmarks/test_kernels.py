@@ -1,0 +1,260 @@
+"""What `benchmarks.kernels` does without a GPU: its counts of work, its checks, its report, and how it fails."""
+
+import dataclasses
+import json
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import _contenders, _peers, _shapes, _timing, _worker, kernels
+
+# b1 n8 T = 1,024.
+TOKENS = 8 * 1024
+
+
+@pytest.mark.parametrize(
+    ("contender", "sizes", "per_token"),
+    [
+        # 2 (D + E) T / 2, and 2.5 times as much backward.
+        ("attention/mosaic_gpu", {}, 128 * 1024),
+        ("softmax/cudnn", {"head_dim": 128}, 256 * 1024),
+        ("attention/xla", {"mode": "training", "power": 4}, 3.5 * 128 * 1024),
+        # 4 F E + (D + E) (C + 2 W), F = 64 * 65 / 2.
+        ("chunked/mosaic_gpu", {}, 4 * 2080 * 64 + 128 * 256),
+        ("retention", {}, 4 * 2080 * 64 + 128 * 256),
+        ("chunked/xla", {"mode": "training"}, 3 * 4 * 2080 * 64 + 3.5 * 128 * 256),
+        # F = 16 * 17 * 18 * 19 / 24.
+        ("chunked/kernel", {"head_dim": 16, "power": 4}, 4 * 3876 * 16 + 32 * 256),
+        # A state of D x E and chunks of 64.
+        ("flash-linear-attention", {}, 4 * 64 * 64 + 128 * 64),
+    ],
+)
+def test_flops_are_those_of_the_mathematics(contender, sizes, per_token):
+    assert _shapes.flops(_shapes.Shape(time=1024, **sizes), contender) == TOKENS * per_token
+
+
+def test_a_step_reads_the_state_once():
+    shape = _shapes.Shape(mode="step", batch=64, time=256)
+    state = 64 * 8 * 2080 * 65 * 4
+    window = 64 * 8 * 96 * 129 * 4
+    assert _shapes.flops(shape, "step/xla") is None
+    assert _shapes.step_bytes(shape) == state * (1 + 2 / 64) + window
+
+
+def test_parts_hold_the_shapes_that_decide():
+    times = {comparison.shape.time for comparison in _shapes.PARTS["chunked"]}
+    assert min(times) == 1024
+    assert max(times) == 262_144
+    brief = [(c.shape.mode, c.shape.power, c.shape.batch, c.shape.time) for c in _shapes.PARTS["brief"]]
+    for wanted in [
+        ("forward", 2, 1, 65_536),
+        ("forward", 2, 1, 8192),
+        ("step", 2, 64, 256),
+        ("forward", 4, 1, 8192),
+    ]:
+        assert wanted in brief
+    for comparison in (*_shapes.SMOKE, *(c for part in _shapes.PARTS.values() for c in part)):
+        assert set(comparison.contenders) <= set(_shapes.CONTENDERS)
+        if comparison.shape.mode != "forward":
+            assert not any(name.endswith("/kernel") for name in comparison.contenders)
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """Report and output of the smoke run."""
+    path = tmp_path_factory.mktemp("benchmark") / "kernels.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_timing, "SAMPLE_SECONDS", 1e-3)
+        printed = []
+        patch.setattr(kernels, "_print", printed.append)
+        kernels.main(["--smoke", f"--out={path}"])
+    assert printed == [json.loads(path.read_text())]
+    return printed[0]
+
+
+def test_smoke_has_a_row_for_every_contender(smoke):
+    wanted = [
+        (comparison.part, comparison.shape.mode, name)
+        for comparison in _shapes.SMOKE
+        for name in comparison.contenders
+    ]
+    assert sorted(wanted) == sorted((row["part"], row["mode"], row["contender"]) for row in smoke["rows"])
+    assert smoke["machine"]["jax"] == jax.__version__
+    assert set(smoke["ceilings"]) == {"flops", "bytes"}
+
+
+def test_smoke_times_what_a_cpu_can_do_and_says_what_it_cannot(smoke):
+    for row in smoke["rows"]:
+        if not row["contender"].endswith("/xla"):
+            assert "seconds" not in row
+            assert row["note"]
+            continue
+        assert row["seconds"] > 0
+        assert 0 < row["error"] < 1e-2
+        assert row["spread"] >= 0
+        unit = "bytes" if row["mode"] == "step" else "flops"
+        assert row["fraction"] == pytest.approx(row[f"{unit}_per_second"] / smoke["ceilings"][unit])
+    assert {row["contender"] for row in smoke["rows"] if "seconds" in row} == {
+        "attention/xla",
+        "chunked/xla",
+        "step/xla",
+    }
+    notes = {row["contender"]: row["note"] for row in smoke["rows"] if "note" in row}
+    assert "needs a Hopper GPU" in notes["chunked/kernel"]
+    assert notes["softmax/cudnn"] == "cuDNN needs a GPU"
+    assert "retention" in notes
+
+
+def test_tables_show_times_and_notes(smoke, capsys):
+    rows = [row | {"note": row.get("note", "")[:12]} for row in smoke["rows"]]
+    fast = dict(rows[0], time=1024, contender="softmax/cudnn", note="", seconds=1e-3, spread=0.01)
+    fast |= {"error": 1e-3, "fraction": 0.5}
+    fast |= {"flops_per_second": 4e14, "kernel_seconds": 9e-4}
+    slow = fast | {"contender": "attention/mosaic_gpu", "seconds": 2e-3}
+    kernels._print(smoke | {"rows": [fast, slow, *rows]})
+    printed = capsys.readouterr().out
+    for cell in ("0.50x", "400 TFLOP/s", "0.9", "retention", "cuDNN needs", " GB/s"):
+        assert cell in printed
+
+
+def test_without_a_gpu_it_says_so_in_a_line():
+    with pytest.raises(SystemExit) as ended:
+        kernels.main(["--part=brief"])
+    # Python prints what is no number to standard error and exits with status 1.
+    assert ended.value.code.startswith("benchmarks.kernels measures on a GPU: JAX sees no GPU here, only cpu")
+    assert "\n" not in ended.value.code
+
+
+def test_absent_peers_are_named(monkeypatch):
+    monkeypatch.setitem(_shapes.PEERS, "retention", ("sys", "no_such_package"))
+    assert _peers.missing("retention") == "not installed: no_such_package"
+    monkeypatch.setitem(sys.modules, "jla", None)
+    with pytest.raises(NotImplementedError, match="jax-linear-attention is not installed"):
+        _contenders.prepare("jax-linear-attention", _shapes.Shape(time=64))
+
+
+SHAPE = _shapes.Shape(heads=2, head_dim=8, time=64)
+
+
+def wrong(monkeypatch, factor=1.0, gradient_factor=1.0):
+    """Puts a contender in the place of chunked/xla whose values or gradients are off by a factor."""
+
+    def right(*arguments):
+        return _contenders._linear(*(x.astype(jnp.float32) for x in arguments)).astype(jnp.bfloat16)
+
+    @jax.custom_vjp
+    def call(*arguments):
+        return right(*arguments) * jnp.bfloat16(factor)
+
+    def backward(arguments, dout):
+        return jax.vjp(right, *arguments)[1](dout * jnp.bfloat16(gradient_factor))
+
+    call.defvjp(lambda *arguments: (call(*arguments), arguments), backward)
+    contender = _contenders._Contender(call, _contenders._linear)
+    monkeypatch.setitem(_contenders._CONTENDERS, "chunked/xla", lambda shape: contender)
+
+
+@pytest.mark.parametrize("factor", [1.05, float("nan")])
+def test_wrong_values_are_not_timed(monkeypatch, factor):
+    wrong(monkeypatch, factor=factor)
+    with pytest.raises(_contenders.WrongResult):
+        _contenders.prepare("chunked/xla", SHAPE)
+
+
+@pytest.mark.parametrize("checked", [2048, 32], ids=["as timed", "shorter"])
+def test_wrong_gradients_are_not_timed(monkeypatch, checked):
+    monkeypatch.setattr(_contenders, "GRADIENT_TIME", checked)
+    training = dataclasses.replace(SHAPE, mode="training")
+    wrong(monkeypatch)
+    assert 0 < _contenders.prepare("chunked/xla", training).error < 1e-2
+    wrong(monkeypatch, gradient_factor=1.05)
+    with pytest.raises(_contenders.WrongResult, match="gradient of query"):
+        _contenders.prepare("chunked/xla", training)
+
+
+def test_samples_take_turns_and_long_calls_are_few():
+    order = []
+
+    def sampler(name, seconds):
+        def sample(calls):
+            order.append((name, calls))
+            return _timing.Sample(seconds, False)
+
+        return sample
+
+    taken = _timing.in_turn({"quick": sampler("quick", 2e-3), "slow": sampler("slow", 4.0)})
+    assert order[:6] == [("quick", 1), ("slow", 1), ("quick", 10), ("slow", 1), ("quick", 10), ("slow", 1)]
+    assert (len(taken["quick"]), len(taken["slow"])) == (_timing.ROUNDS, 2)
+    assert _timing.spread([1.0, 1.1, 1.0, 1.1]) == pytest.approx(0.1 / 1.05)
+
+
+def test_calls_that_would_take_too_long_are_predicted():
+    shape = _shapes.Shape(time=4096)
+    assert _worker._too_long("attention/xla", shape, (2048, 1.0)) is None
+    assert _worker._too_long("attention/xla", shape, (1024, 1.0)).startswith("not timed: 16 s")
+    assert _worker._too_long("chunked/xla", shape, (1024, 1.0)) is None
+    assert "out of memory at T = 1,024" in _worker._too_long("chunked/xla", shape, (1024, float("inf")))
+
+
+# A worker that ends, or falls silent, whenever the first contender is not to be skipped.
+FAULTY = """
+import json, sys, time
+task = json.load(sys.stdin)
+def emit(event):
+    print("benchmark-event " + json.dumps(event), flush=True)
+print("noise")
+emit({"ceilings": {"flops": 1.0}})
+for number, comparison in enumerate(task["comparisons"]):
+    rows = []
+    for name in comparison["contenders"]:
+        if name in task["skip"]:
+            rows.append({"contender": name, "note": task["skip"][name]})
+            continue
+        emit({"begin": [number, name]})
+        if name == "attention/mosaic_gpu":
+            FAULT
+        rows.append({"contender": name, "seconds": 1.0})
+    emit({"done": number, "rows": rows})
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "note"),
+    [
+        ("sys.exit('segmentation fault')", "status 1: segmentation fault"),
+        ("emit({'failed': 'CUDA_ERROR_ILLEGAL_ADDRESS'}); sys.exit(1)", "CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("time.sleep(60)", "no sign of life for 2 s"),
+    ],
+)
+def test_a_contender_that_takes_its_process_down_loses_its_rows_alone(fault, note):
+    rows = supervised(FAULTY.replace("FAULT", fault), silence=2.0, deadline=time.monotonic() + 50)
+    assert [row.get("note") for row in rows] == [None, f"its process ended: {note}", None] * 2
+    assert [row["contender"] for row in rows] == list(CONTENDERS) * 2
+
+
+CONTENDERS = ("attention/xla", "attention/mosaic_gpu", "softmax/cudnn")
+
+
+def supervised(program, **limits):
+    comparisons = [
+        _shapes.Comparison(part="attention", shape=_shapes.Shape(time=length), contenders=CONTENDERS)
+        for length in (1024, 2048)
+    ]
+    events = []
+    _worker.supervise([sys.executable, "-c", program], comparisons, events.append, **limits)
+    return [row for event in events for row in event.get("rows", ())]
+
+
+def test_what_is_left_when_the_time_is_over_has_notes():
+    program = FAULTY.replace("FAULT", "time.sleep(60)")
+    rows = supervised(program, silence=60.0, deadline=time.monotonic() + 2)
+    assert [row["note"] for row in rows] == ["not measured: the time was over"] * 6
+
+
+def test_a_worker_that_cannot_start_is_not_started_again_and_again():
+    rows = supervised("import no_such_module", silence=60.0, deadline=time.monotonic() + 50)
+    assert len(rows) == 6
+    assert "No module named 'no_such_module'" in rows[0]["note"]
