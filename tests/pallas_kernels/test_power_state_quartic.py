@@ -12,7 +12,7 @@ from sympow_jax import ops
 from tests.ops import cases
 from tests.pallas_kernels import test_power_state as states
 
-pytestmark = [pytest.mark.interpret, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(900)]
 
 # States are to be right to float16's rounding of operands.
 STATE_ERROR = 2.0**-11
