@@ -109,9 +109,12 @@ def _body(
     first_chunk = segment * per_segment
     count = jnp.minimum(chunks - first_chunk, per_segment)
 
+    # Of 168 each at launch. Two terms have more to copy to, and smaller accumulators.
+    give, take = (24, 240) if terms == 1 else (40, 232)
+
     @pl.when(warpgroup == _CONSUMERS)
     def _produce():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(give, action="decrease")
 
         def copy(step, slot):
             tokens = pl.ds(first_chunk * chunk + step * _BLOCK, _BLOCK)
@@ -129,7 +132,7 @@ def _body(
 
     @pl.when(warpgroup < _CONSUMERS)
     def _consume():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(take, action="increase")
         mine = config.update_scalars // _CONSUMERS
         store_smem = smem["store_smem"].at[warpgroup]
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
@@ -186,8 +189,8 @@ def _store_terms(acc, store_smem):
     if store_smem.shape[0] == 1:
         store_smem[0] = whole.astype(store_smem.dtype)
         return
-    # A few columns at a time: there are no registers to keep all that is rounded.
-    step = next(step for step in (48, 32) if whole.shape[1] % step == 0)
+    # Where accumulators leave few registers, a few columns at a time: all that is rounded would not fit.
+    step = 48 if whole.shape[1] % 48 == 0 else whole.shape[1]
     for begin in range(0, whole.shape[1], step):
         part = whole[:, begin : begin + step]
         rounded = part.astype(store_smem.dtype)

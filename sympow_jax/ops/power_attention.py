@@ -91,7 +91,8 @@ def power_attention_step(
     """`power_attention` for the next token of each row; returns its output and the state behind it.
 
     The window holds between W and 2W tokens; when it is full, its oldest W are folded, so that all but one in W
-    steps cost a product with the state and no more. Arguments and errors are those of `power_attention`.
+    steps cost a product with the state and no more. `mosaic_gpu` takes inputs of float32 or shorter and updates a
+    state that is donated to `jax.jit` in place. Arguments and errors are those of `power_attention`.
     """
     require_even(power)
     return dispatch.attend_step(

@@ -1,5 +1,7 @@
 """Checks the arguments of an attention with a state, chooses form and implementation, and calls it."""
 
+import importlib
+
 import jax.numpy as jnp
 
 from sympow_jax.ops import feature_maps
@@ -56,18 +58,9 @@ def attend(
             form = costs.cheapest_form(time=query.shape[1], power=power, chunk=chunk, window=window, **sizes)
     if form != "attention" or return_state:
         costs.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
-    if implementation == "reference":
-        compute = _reference(form)
-    else:
-        stateless = initial_state is None and not return_state
-        needs = {
-            "form": form,
-            "power": power,
-            "window": window,
-            "chunk_size": chunk_size,
-            "stateless": stateless,
-        }
-        compute = _kernel(implementation, query, value, **needs) or _plain(form)
+    stateless = initial_state is None and not return_state
+    needs = {"power": power, "window": window, "chunk_size": chunk_size, "stateless": stateless}
+    compute = _compute(implementation, form, query, value, **needs)
     out, final = compute(
         query,
         key,
@@ -88,46 +81,46 @@ def attend_step(query, key, value, state, *, power, log_decay, segment_ids, impl
     sizes = _check(query, key, value, log_decay, segment_ids, lead="B")
     _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     _check_state(state, jnp.promote_types(query.dtype, jnp.float32), power=power, **sizes)
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError("implementation 'mosaic_gpu' has no step; use 'xla'")
     if implementation == "reference":
         raise NotImplementedError(
             "implementation 'reference' has no step; call power_attention with one token and implementation='reference'"
         )
-    return xla_step.step(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
+    kernels = _kernels(implementation, "mosaic_step", query, state, power=power)
+    compute = kernels.step if kernels else xla_step.step
+    return compute(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
 
 
-def _reference(form):
-    if form == "chunked":
-        raise NotImplementedError(
-            "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
-        )
-    compute = reference.attention if form == "attention" else reference.recurrent
-    return lambda *arrays, chunk, **arguments: compute(*arrays, **arguments)
-
-
-def _plain(form):
+def _compute(implementation, form, query, value, **needs):
+    """The function of that form and implementation; all take the same arguments."""
+    if implementation == "reference":
+        if form == "chunked":
+            raise NotImplementedError(
+                "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
+            )
+        compute = reference.attention if form == "attention" else reference.recurrent
+        return lambda *arrays, chunk, **arguments: compute(*arrays, **arguments)
+    if kernels := _kernels(implementation, "mosaic", query, value, form=form, **needs):
+        return kernels.attention if form == "attention" else kernels.chunked
     compute = xla.attention if form == "attention" else xla.chunked
     return lambda *arrays, chunk, **arguments: compute(
         *arrays, chunk=chunk or costs.default_chunk(form), **arguments
     )
 
 
-def _kernel(implementation, query, value, **needs):
-    """The Pallas kernel that does it; where there is none, None, or NotImplementedError if it was named."""
+def _kernels(implementation, module, *arrays, **needs):
+    """The module of that name if its kernels do it; else None, or NotImplementedError if they were asked for."""
     if implementation == "xla":
         return None
     try:
         target.require_hopper()
-        # Pallas takes a second to import: only where a kernel is asked for.
-        from sympow_jax.ops._power import mosaic
-
-        mosaic.require_supported(query, value, **needs)
+        # Pallas takes a second to import: only where a kernel may run.
+        kernels = importlib.import_module(f"sympow_jax.ops._power.{module}")
+        kernels.require_supported(*arrays, **needs)
     except NotImplementedError:
         if implementation == "mosaic_gpu":
             raise
         return None
-    return mosaic.attention if needs["form"] == "attention" else mosaic.chunked
+    return kernels
 
 
 def _check(query, key, value, log_decay, segment_ids, *, lead):

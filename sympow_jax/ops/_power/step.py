@@ -14,47 +14,59 @@ from sympow_jax.ops._power import mean as means
 __all__ = ["step"]
 
 
-def step(query, key, value, state, *, power, log_decay, segment_ids):
-    """Appends a token to the window and attends; W tokens are folded whenever 2W are held."""
+def step(query, key, value, state, *, power, log_decay, segment_ids, read=None, fold=None, when=None):
+    """Appends a token to the window and attends; W tokens are folded whenever 2W are held.
+
+    `read`, `fold` and `when` take the place of the functions of those names below, which alone touch the folded state.
+    """
+    read, fold, when = read or _read, fold or _fold, when or _when
     dtype, window = state.kv.dtype, state.window
     batch, kv_heads, head_dim = key.shape
     precision = xla.precision_of(key.dtype)
-    valid, state = _enter_document(state, segment_ids, batch)
+    valid, state = _enter_document(state, segment_ids, when)
     # Bounded decays keep the sums over the window finite.
-    log_decay = jnp.zeros((batch, kv_heads), dtype) if log_decay is None else log_decay.astype(dtype)
+    log_decay = jnp.zeros_like(key[..., 0], dtype) if log_decay is None else log_decay.astype(dtype)
     token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay, False)}
     token = {name: x[:, None].astype(dtype) for name, x in token.items()}
     if window == 0:
-        state = _replaced(state, valid, **_folded(state, token, power, precision))
+        state = dataclasses.replace(state, **fold(state, token, valid, power, precision))
     else:
-        slot = (jnp.arange(2 * window) == state.length[:, None]) & valid[:, None]
-        window_fields = {name: _where(slot, x, getattr(state, name)) for name, x in token.items()}
-        state = _replaced(state, valid, **window_fields, length=state.length + 1)
+        state = _appended(state, token, valid)
 
     query = xla.unit_scale(query.reshape(batch, kv_heads, -1, head_dim).astype(dtype))
-    out = jnp.where(valid[:, None, None, None], _read(query, state, power, precision), 0)
+    out = jnp.where(valid[:, None, None, None], read(query, state, power, precision), 0)
     if window:
         full = state.length == 2 * window
-        fold = functools.partial(_fold_window, full=full, power=power, precision=precision)
-        state = jax.lax.cond(full.any(), fold, lambda held: held, state)
+        fold_window = functools.partial(_fold_window, full=full, fold=fold, power=power, precision=precision)
+        state = when(full.any(), fold_window, state)
     return out.reshape(batch, -1, value.shape[-1]).astype(value.dtype), state
 
 
-def _enter_document(state, segment_ids, batch):
+def _enter_document(state, segment_ids, when):
     """Which rows have a token, and the state with the rows emptied where it starts a document."""
     if segment_ids is None:
         segment = jnp.where(state.segment == documents.NO_SEGMENT, 0, state.segment)
-        return jnp.ones(batch, bool), _replaced(state, True, segment=segment)
+        return jnp.ones_like(segment, bool), _replaced(state, True, segment=segment)
     valid = segment_ids >= 0
     start = valid & (segment_ids != state.segment)
-    # Under `cond`, states that go on are not copied at every token.
-    state = jax.lax.cond(
-        start.any(),
-        lambda held: jax.tree.map(lambda x: _where(start, jnp.zeros_like(x), x), held),
-        lambda held: held,
-        state,
-    )
+    # Most tokens start no document.
+    emptied = functools.partial(jax.tree.map, lambda x: _where(start, jnp.zeros_like(x), x))
+    state = when(start.any(), emptied, state)
     return valid, _replaced(state, valid, segment=segment_ids)
+
+
+def _appended(state, token, rows):
+    """The state with a token in the next slot of the window, in the chosen rows."""
+    # Written in place where the state is donated; a slot beyond the window is no slot.
+    slot = jnp.where(rows, state.length, 2 * state.window)
+    put = jax.vmap(lambda held, i, x: held.at[i].set(x[0], mode="drop"))
+    fields = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
+    return dataclasses.replace(state, **fields, length=state.length + rows)
+
+
+def _when(condition, f, state):
+    """f(state) if the condition holds, else the state."""
+    return jax.lax.cond(condition, f, lambda held: held, state)
 
 
 def _read(query, state, power, precision):
@@ -69,19 +81,20 @@ def _read(query, state, power, precision):
     return means.mean(numerator, denominator[..., None], -1)
 
 
-def _fold_window(state, *, full, power, precision):
+def _fold_window(state, *, full, fold, power, precision):
     """Folds the oldest W of 2W tokens in the rows that are full."""
     window = state.window
     names = ("keys", "values", "log_decays")
     oldest = {name: getattr(state, name)[:, :window] for name in names}
     newest = {name: getattr(state, name)[:, window:] for name in names}
     shifted = {name: jnp.concatenate([x, jnp.zeros_like(x)], 1) for name, x in newest.items()}
-    folded = _folded(state, oldest, power, precision)
-    return _replaced(state, full, **folded, **shifted, length=state.length - window)
+    folded = fold(state, oldest, full, power, precision)
+    state = _replaced(state, full, **shifted, length=state.length - window)
+    return dataclasses.replace(state, **folded)
 
 
-def _folded(state, tokens, power, precision):
-    """kv and norm after `tokens`, fields of a window in order of time: S <- gamma S + phi(k) v^T for each."""
+def _fold(state, tokens, rows, power, precision):
+    """kv and norm after S <- gamma S + phi(k) v^T for each of `tokens`, fields of a window, in the chosen rows."""
     log_decay = jnp.moveaxis(tokens["log_decays"], 1, 2)
     keys, values = jnp.moveaxis(tokens["keys"], 1, 3), jnp.moveaxis(tokens["values"], 1, 3)
     values = jnp.concatenate([values, jnp.ones_like(values[..., :1, :])], 2)
@@ -89,7 +102,8 @@ def _folded(state, tokens, power, precision):
     fold = functools.partial(features.fold, power=power, precision=precision)
     new = xla.kv_and_norm(jax.vmap(jax.vmap(fold))(values, keys), keys.shape[2], power)
     carry = decays.exp(log_decay.sum(-1))[..., None]
-    return {"kv": carry[..., None] * state.kv + new["kv"], "norm": carry * state.norm + new["norm"]}
+    kv, norm = carry[..., None] * state.kv + new["kv"], carry * state.norm + new["norm"]
+    return {"kv": _where(rows, kv, state.kv), "norm": _where(rows, norm, state.norm)}
 
 
 def _replaced(state, rows, **fields):

@@ -1,0 +1,95 @@
+"""One token of power attention on Hopper GPUs: what its queries read, and what its state folds."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.power_step import config as configs
+from pallas_kernels.power_step import folding, reading
+
+__all__ = ["choose", "fold", "read"]
+
+choose = configs.choose
+
+
+def read(
+    features: jax.Array,
+    kv: jax.Array,
+    norm: jax.Array,
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    decay: jax.Array,
+    *,
+    power: int,
+    interpret=None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sums of values weighted by (q . k)^p, over the tokens of the state and of the window, and of the weights.
+
+    The state and the window are read once for all query heads of a key head. All arrays and sums are float32.
+    Not differentiable.
+
+    Args:
+        features: [B, K, G, F], phi(q) times the decay from the state to the query, in the order of kv's rows.
+        kv: [B, K, F, E], sums of phi(k) v^T.
+        norm: [B, K, F], sums of phi(k).
+        query: [B, K, G, D].
+        keys: [B, 2W, K, D], zero where there is no token.
+        values: [B, 2W, K, E].
+        decay: [B, K, 2W], from each token of the window to the query.
+        power: p, even.
+        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+
+    Returns:
+        numerator [B, K, G, E] and denominator [B, K, G].
+
+    Raises:
+        NotImplementedError: for what the kernel cannot do, naming the constraint.
+    """
+    batch, kv_heads, group, count = features.shape
+    config = configs.choose(
+        heads=batch * kv_heads,
+        group=group,
+        features=count,
+        head_dim=query.shape[-1],
+        value_dim=kv.shape[-1],
+        window=keys.shape[1] // 2,
+        power=power,
+        dtype=kv.dtype,
+    )
+    numerator, denominator = reading.read(
+        features, kv, norm, query, keys, values, decay, power=power, config=config, interpret=interpret
+    )
+    return numerator.sum(2), denominator.sum((2, 4))
+
+
+def fold(
+    kv: jax.Array,
+    norm: jax.Array,
+    rows: jax.Array,
+    count: jax.Array,
+    features: jax.Array,
+    values: jax.Array,
+    carry: jax.Array,
+    *,
+    interpret=None,
+) -> tuple[jax.Array, jax.Array]:
+    """kv and norm after W tokens are folded into some rows of the batch: S <- carry S + sum_w phi_w v_w^T.
+
+    The results take the place of kv and norm where those are not needed any more; other rows are not touched. Sizes
+    are those that `choose` accepts. Not differentiable.
+
+    Args:
+        kv: [B, K, F, E], float32.
+        norm: [B, K, F], float32.
+        rows: int32 [n], entries of the batch.
+        count: int32 [], how many of them, the first, are folded. Each of those occurs once.
+        features: [n, K, W, F], phi(k) of each token times the decay after it.
+        values: [n, W, K, E].
+        carry: [n, K], the decay over all W tokens.
+        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+    """
+    # A kernel writes in place what it is given as a reference.
+    held = jax.new_ref(kv), jax.new_ref(norm)
+    folding.fold(*held, rows, jnp.reshape(count, 1), features, values, carry, interpret=interpret)
+    kv, norm = map(jax.freeze, held)
+    return kv, norm

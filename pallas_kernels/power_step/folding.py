@@ -1,0 +1,79 @@
+"""S <- carry S + sum_w phi(k_w) v_w^T for some rows of the batch, where the state lies.
+
+A block of one warpgroup updates a tile of the state of one head: the tile, the tokens' features for its rows and the
+tokens' values come by TMA; a thread adds the products of its rows and columns, token after token, in float32; the
+tile goes back to where it came from. Rows of the batch that are not chosen are neither read nor written.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_step import config as configs
+
+__all__ = ["fold"]
+
+
+def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
+    """Folds W tokens into kv [B, K, F, E] and norm [B, K, F], `jax.Ref`s of float32, in place.
+
+    rows: int32 [n], entries of the batch, of which the first `count` (int32 [1]) are folded. features: float32
+    [n, K, W, F], phi(k_w) times the decay after token w. values: float32 [n, W, K, E]. carry: float32 [n, K], the
+    decay over all W tokens.
+    """
+    size, kv_heads, window, count_features = features.shape
+    tile, value_dim = configs.FOLD_TILE, values.shape[-1]
+    plgpu.kernel(
+        _body,
+        scratch_types={
+            "state_smem": plgpu.SMEM((tile, value_dim), jnp.float32),
+            "norm_smem": plgpu.SMEM((tile,), jnp.float32),
+            "feature_smem": plgpu.SMEM((window, tile), jnp.float32),
+            "value_smem": plgpu.SMEM((window, value_dim), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=4),
+        },
+        grid=(-(-count_features // tile), kv_heads, size),
+        grid_names=("tile", "head", "row"),
+        kernel_name="power_step_fold",
+        compiler_params=configs.COMPILER,
+        **({} if interpret is None else {"interpret": interpret}),
+    )(kv, norm, rows, count, features, values, carry)
+
+
+def _body(
+    kv, norm, rows, count, features, values, carry, *, state_smem, norm_smem, feature_smem, value_smem, full
+):
+    index, head = lax.axis_index("row"), lax.axis_index("head")
+    tile, width = state_smem.shape
+    layout = configs.layout(width)
+
+    @pl.when(index < count[0])
+    def _fold():
+        row, begin = rows[index], lax.axis_index("tile") * tile
+        state_gmem, norm_gmem = (ref.at[row, head, pl.ds(begin, tile)] for ref in (kv, norm))
+        plgpu.copy_gmem_to_smem(state_gmem, state_smem, full)
+        plgpu.copy_gmem_to_smem(norm_gmem, norm_smem, full)
+        plgpu.copy_gmem_to_smem(features.at[index, head, :, pl.ds(begin, tile)], feature_smem, full)
+        plgpu.copy_gmem_to_smem(values.at[index, :, head], value_smem, full)
+        plgpu.barrier_wait(full)
+
+        decay = carry[index, head]
+        state = plgpu.load(state_smem, layout=layout) * decay
+        weight = plgpu.load(norm_smem, layout=layout.reduce(1), optimized=False) * decay
+
+        def add(w, sums):
+            state, weight = sums
+            phi = plgpu.load(feature_smem.at[w], layout=layout.reduce(1), optimized=False)
+            v = plgpu.load(value_smem.at[w], layout=layout.reduce(0), optimized=False)
+            product = configs.spread(phi, state.shape, 0) * configs.spread(v, state.shape, 1)
+            return state + product, weight + phi
+
+        state, weight = lax.fori_loop(jnp.int32(0), feature_smem.shape[0], add, (state, weight))
+        state_smem[...] = state
+        norm_smem[...] = weight
+        plgpu.commit_smem()
+        # What lies beyond the last feature is not written.
+        plgpu.copy_smem_to_gmem(state_smem, state_gmem)
+        plgpu.copy_smem_to_gmem(norm_smem, norm_gmem)
+        plgpu.wait_smem_to_gmem(0)

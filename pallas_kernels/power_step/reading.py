@@ -1,0 +1,186 @@
+"""What a query sees: the folded state and the exact window, read once for all query heads of a key head.
+
+Blocks of one warpgroup share the state of a head, tiles of rows through a ring in shared memory that TMA fills. A
+thread holds the sums of its columns over its rows; rows are added across threads once, at the end. One more block
+takes the window: its values are rows like those of the state, their weights (q . k)^p made beside them. Nothing is
+rounded to less than float32. What is bound by memory needs little else: for a tile of 16 KB, a warp has 50
+instructions a query head to do and its share of bandwidth takes 1,200 cycles.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_step import config as configs
+
+__all__ = ["read"]
+
+# Products of keys and a query that a warpgroup holds at once, 32 a thread.
+_PRODUCTS = 32 * 128
+
+
+def read(features, kv, norm, query, keys, values, decay, *, power, config, interpret=None):
+    """Sums over rows of the state and of the window: numerators [B, K, P, G, E] and denominators [B, K, P, G, R].
+
+    Sums over P, the blocks that share a head, and over R are left to the caller, since they are small.
+
+    features: [B, K, G, F], of the queries, times what the state has decayed by; kv: [B, K, F, E]; norm: [B, K, F].
+    query: [B, K, G, D]; keys: [B, 2W, K, D]; values: [B, 2W, K, E]; decay: [B, K, 2W]. All float32.
+    """
+    batch, kv_heads, group, _ = features.shape
+    parts = config.parts + 1
+    # Weights beyond the window are zero; what lies beyond other arrays is read as zero.
+    decay = jnp.pad(decay, [(0, 0), (0, 0), (0, -decay.shape[-1] % config.tile)])
+    shape = batch, kv_heads, parts, group
+    kernel = plgpu.kernel(
+        functools.partial(_body, power=power, config=config),
+        out_type=(
+            jax.ShapeDtypeStruct((*shape, kv.shape[-1]), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, configs.chunk_rows(kv.shape[-1])), jnp.float32),
+        ),
+        grid=(parts, kv_heads, batch),
+        grid_names=("part", "head", "batch"),
+        kernel_name="power_step_read",
+        compiler_params=configs.COMPILER,
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    return kernel(features, kv, norm, query, keys, values, decay)
+
+
+def _body(features, kv, norm, query, keys, values, decay, numerator, denominator, *, power, config):
+    batch, head, part = (lax.axis_index(name) for name in ("batch", "head", "part"))
+    group, value_dim = features.shape[2], kv.shape[3]
+    sums = _Sums(group, value_dim, config.tile)
+
+    def store(totals):
+        for g, (total, weight) in enumerate(totals):
+            _store(numerator.at[batch, head, part, g], total.sum(0))
+            _store(denominator.at[batch, head, part, g], weight)
+
+    @pl.when(part < config.parts)
+    def _state():
+        tiles = -(-kv.shape[2] // config.tile)
+        first = part * config.tiles
+
+        def copies(step):
+            rows = pl.ds((first + step) * config.tile, config.tile)
+            return kv.at[batch, head, rows], features.at[batch, head, :, rows], norm.at[batch, head, rows]
+
+        count = jnp.minimum(jnp.int32(tiles) - first, config.tiles)
+        tile, weights = (config.tile, value_dim), (group, config.tile)
+        store(
+            _through_ring(copies, [tile, weights, weights[1:]], count, config.stages, sums.add, sums.zeros())
+        )
+
+    @pl.when(part == config.parts)
+    def _window():
+        steps = decay.shape[2] // config.tile
+
+        def copies(step):
+            tokens = pl.ds(step * config.tile, config.tile)
+            return values.at[batch, tokens, head], keys.at[batch, tokens, head]
+
+        def with_weights(weights):
+            def add(step, refs, totals):
+                rows, key_rows = refs
+                factors = decay.at[batch, head, pl.ds(step * config.tile, config.tile)]
+                _weigh(key_rows, query.at[batch, head], factors, weights, power)
+                return sums.add(step, (rows, weights, None), totals)
+
+            shapes = [(config.tile, value_dim), (config.tile, keys.shape[3])]
+            stages = min(2, steps)
+            store(_through_ring(copies, shapes, jnp.int32(steps), stages, add, sums.zeros()))
+
+        pl.run_scoped(with_weights, plgpu.SMEM((group, config.tile), jnp.float32))
+
+
+class _Sums:
+    """Sums over rows in registers: for each query head one of a chunk of rows, and one of their weights."""
+
+    def __init__(self, group, width, tile):
+        self.group, self.shape, self.tile = group, (configs.chunk_rows(width), width), tile
+        self.layout = configs.layout(width)
+
+    def zeros(self):
+        total = plgpu.layout_cast(jnp.zeros(self.shape, jnp.float32), self.layout)
+        weight = plgpu.layout_cast(jnp.zeros(self.shape[:1], jnp.float32), self.layout.reduce(1))
+        return ((total, weight),) * self.group
+
+    def add(self, step, refs, totals):
+        """Adds a tile: rows [tile, width], weights [G, tile], and norm [tile], or None for ones."""
+        del step
+        rows, weights, norm = refs
+        for begin in range(0, self.tile, self.shape[0]):
+            chunk = pl.ds(begin, self.shape[0])
+            x = plgpu.load(rows.at[chunk], layout=self.layout, optimized=False)
+            ones = None if norm is None else self._per_row(norm.at[chunk])
+            added = []
+            for g, (total, weight) in enumerate(totals):
+                w = self._per_row(weights.at[g, chunk])
+                total = total + configs.spread(w, x.shape, 0) * x
+                added.append((total, weight + (w if ones is None else w * ones)))
+            totals = tuple(added)
+        return totals
+
+    def _per_row(self, ref):
+        return plgpu.load(ref, layout=self.layout.reduce(1), optimized=False)
+
+
+def _weigh(keys, query, decay, weights, power):
+    """weights[g, w] = (query[g] . keys[w])^p decay[w], from and into shared memory."""
+    tile, width = keys.shape
+    layout, step = configs.layout(width), configs.chunk_rows(width)
+    # Products of a key and a query that a thread holds at once.
+    rows = max(step, min(tile, _PRODUCTS // width) // step * step)
+    for begin in range(0, tile, rows):
+        chunk = pl.ds(begin, min(rows, tile - begin))
+        k = plgpu.load(keys.at[chunk], layout=layout)
+        factor = plgpu.load(decay.at[chunk], layout=layout.reduce(1), optimized=False)
+        for g in range(query.shape[0]):
+            q = plgpu.load(query.at[g], layout=layout.reduce(0), optimized=False)
+            score = (k * configs.spread(q, k.shape, 1)).sum(1)
+            weights[g, chunk] = functools.reduce(operator.mul, [score * score] * (power // 2)) * factor
+    plgpu.commit_smem()
+
+
+def _store(destination, value):
+    """To global memory, though not in whole cache lines."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(destination, value, optimized=False)
+    else:  # before jax 0.12, which has no other way than this
+        destination[...] = value
+
+
+def _through_ring(copies, shapes, count, stages, add, total):
+    """add(step, refs, total) over `count` steps, `stages` of them in flight: refs hold what copies(step) point to.
+
+    One warpgroup does it all: a slot is filled again as soon as every thread has read it.
+    """
+
+    def scoped(full, *slots):
+        def fetch(step):
+            slot = lax.rem(step, jnp.int32(stages))
+            for source, ref in zip(copies(step), slots, strict=True):
+                plgpu.copy_gmem_to_smem(source, ref.at[slot], full.at[slot])
+
+        for step in range(stages):
+            pl.when(step < count)(functools.partial(fetch, jnp.int32(step)))
+
+        def body(step, total):
+            slot = lax.rem(step, jnp.int32(stages))
+            plgpu.barrier_wait(full.at[slot])
+            total = add(step, [ref.at[slot] for ref in slots], total)
+            plgpu.commit_smem()
+            pl.when(step + stages < count)(lambda: fetch(step + stages))
+            return total
+
+        return lax.fori_loop(jnp.int32(0), count, body, total)
+
+    barrier = plgpu.Barrier(num_arrivals=len(shapes), num_barriers=stages)
+    memory = [plgpu.SMEM((stages, *shape), jnp.float32) for shape in shapes]
+    return pl.run_scoped(scoped, barrier, *memory)

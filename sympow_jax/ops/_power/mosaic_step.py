@@ -1,0 +1,160 @@
+"""One token at a time by the Pallas kernels for Hopper GPUs; imported only where they are asked for.
+
+The order of things is that of the `xla` step; the kernels read the folded state and fold into it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import power_step as kernels
+from sympow_jax.ops import feature_maps
+from sympow_jax.ops._power import decay as decays
+from sympow_jax.ops._power import mean as means
+from sympow_jax.ops._power import mosaic, target
+from sympow_jax.ops._power import step as xla_step
+
+__all__ = ["require_supported", "step"]
+
+# Features of keys that are made at once for a fold: they stay within the 50 MB of an H100's cache.
+_FEATURE_BYTES = 32 * 1024**2
+
+
+def require_supported(query, state, *, power) -> None:
+    """Raises NotImplementedError, naming the constraint, for what the kernels cannot do."""
+    batch, kv_heads, features, value_dim = state.kv.shape
+    kernels.choose(
+        heads=batch * kv_heads,
+        group=query.shape[1] // kv_heads,
+        features=features,
+        head_dim=query.shape[-1],
+        value_dim=value_dim,
+        window=state.window,
+        power=power,
+        dtype=state.kv.dtype,
+    )
+
+
+def step(query, key, value, state, *, power, log_decay, segment_ids):
+    """`xla_step.step` by the kernels. A donated state is updated where it lies.
+
+    Saves its arguments alone for the backward pass, which is that of the `xla` step.
+    """
+    return _step(power, target.interpret(), query, key, value, state, log_decay, segment_ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _step(power, interpret, query, key, value, state, log_decay, segment_ids):
+    return xla_step.step(
+        query,
+        key,
+        value,
+        state,
+        power=power,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        read=functools.partial(_read, interpret=interpret),
+        fold=functools.partial(_fold, interpret=interpret),
+        when=_when,
+    )
+
+
+def _step_fwd(power, interpret, *arguments):
+    return _step(power, interpret, *arguments), arguments
+
+
+def _step_bwd(power, interpret, arguments, cotangents):
+    del interpret
+    *differentiable, segment_ids = arguments
+
+    def plain(query, key, value, state, log_decay):
+        return xla_step.step(
+            query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids
+        )
+
+    return *jax.vjp(plain, *differentiable)[1](cotangents), None
+
+
+_step.defvjp(_step_fwd, _step_bwd)
+
+
+def _when(condition, f, state):
+    """`xla_step._when` as a loop of one turn or none, since XLA updates in place what a loop carries.
+
+    Through a conditional it copies the state, whichever branch is taken. A loop has no gradient, nor needs one here.
+    """
+
+    def once(carried):
+        return jnp.bool_(False), f(carried[1])
+
+    return jax.lax.while_loop(lambda carried: carried[0], once, (condition, state))[1]
+
+
+def _read(query, state, power, precision, *, interpret):
+    """`xla_step._read`; products are of float32 whatever the precision asked for."""
+    del precision
+    arrays = {
+        "query": query[:, None],
+        "key": state.keys,
+        "value": state.values,
+        "log_decay": state.log_decays,
+        "kv": state.kv,
+        "norm": state.norm,
+    }
+    compute = functools.partial(_read_share, power=power, interpret=interpret)
+    return mosaic.per_device(compute, arrays, ("out",))["out"][:, 0]
+
+
+def _read_share(arrays, *, power, interpret):
+    query, log_decay = arrays["query"][:, 0], jnp.moveaxis(arrays["log_decay"], 1, 2)
+    carry = decays.exp(log_decay.sum(-1))[..., None, None]
+    numerator, denominator = kernels.read(
+        feature_maps.symmetric_power(query, power) * carry,
+        arrays["kv"],
+        arrays["norm"],
+        query,
+        arrays["key"],
+        arrays["value"],
+        decays.exp(decays.suffix_sums(log_decay)),
+        power=power,
+        interpret=interpret,
+    )
+    return {"out": means.mean(numerator, denominator[..., None], -1)[:, None]}
+
+
+def _fold(state, tokens, rows, power, precision, *, interpret):
+    """`xla_step._fold`, in place."""
+    del precision
+    arrays = {
+        "query": tokens["keys"],
+        "key": tokens["keys"],
+        "value": tokens["values"],
+        "log_decay": tokens["log_decays"],
+        "kv": state.kv,
+        "norm": state.norm,
+        "rows": jnp.broadcast_to(rows[:, None, None], (len(rows), 1, state.norm.shape[1])),
+    }
+    compute = functools.partial(_fold_share, power=power, interpret=interpret)
+    return mosaic.per_device(compute, arrays, ("kv", "norm"))
+
+
+def _fold_share(arrays, *, power, interpret):
+    key, value, log_decay = arrays["key"], arrays["value"], jnp.moveaxis(arrays["log_decay"], 1, 2)
+    carry = decays.exp(log_decay.sum(-1))
+    decay = decays.exp(decays.suffix_sums(log_decay))[..., None]
+    rows = arrays["rows"][:, 0, 0]
+    # As many rows at once as have features that fit into the cache.
+    size = max(1, min(len(rows), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
+    count = rows.sum(dtype=jnp.int32)
+    chosen_first = jnp.pad(jnp.argsort(~rows, stable=True), (0, -len(rows) % size))
+
+    def fold(block, held):
+        chosen = jax.lax.dynamic_slice_in_dim(chosen_first, block * size, size).astype(jnp.int32)
+        features = feature_maps.symmetric_power(jnp.moveaxis(key[chosen], 1, 2), power) * decay[chosen]
+        left = count - block * size
+        return kernels.fold(*held, chosen, left, features, value[chosen], carry[chosen], interpret=interpret)
+
+    blocks = (count + size - 1) // size
+    kv, norm = jax.lax.fori_loop(jnp.int32(0), blocks, fold, (arrays["kv"], arrays["norm"]))
+    return {"kv": kv, "norm": norm}

@@ -1,0 +1,91 @@
+"""The step kernels as `h100` compiles them: cases, how to build them, and what their bytes predict."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.power_step import config as configs
+from pallas_kernels.power_step import folding, reading
+
+# Kernel, power, head size (of keys and values), batch, key heads, query heads for each.
+CASES = [
+    *(f"read-p{p}-d{d}-b64-k8-g1" for p, d in ((2, 32), (2, 64), (2, 128), (4, 16), (4, 32))),
+    "read-p2-d64-b1-k8-g1",
+    "read-p2-d64-b64-k2-g4",
+    "read-p2-d64-b1-k1-g16",
+    *(f"fold-p{p}-d{d}-b64-k8-g1" for p, d in ((2, 32), (2, 64), (2, 128), (4, 16))),
+]
+_WINDOW = 64
+# Entries of the batch that one call of the fold is given.
+_FOLDED = 4
+# What copies reach of the data sheet's 3.35 TB/s.
+BANDWIDTH = 0.9 * 3.35e12
+
+
+def build(case: str):
+    """The kernel call of a case and the shapes of its arguments."""
+    kernel, power, width, batch, kv_heads, group = _sizes(case)
+    features, window = math.comb(width + power - 1, power), _WINDOW
+    if kernel == "read":
+        config = configs.choose(
+            heads=batch * kv_heads,
+            group=group,
+            features=features,
+            head_dim=width,
+            value_dim=width,
+            window=window,
+            power=power,
+            dtype=jnp.float32,
+        )
+        shapes = (
+            (batch, kv_heads, group, features),
+            (batch, kv_heads, features, width),
+            (batch, kv_heads, features),
+            (batch, kv_heads, group, width),
+            (batch, 2 * window, kv_heads, width),
+            (batch, 2 * window, kv_heads, width),
+            (batch, kv_heads, 2 * window),
+        )
+        call = functools.partial(reading.read, power=power, config=config)
+        return call, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
+    def call(kv, norm, *arrays):
+        held = jax.new_ref(kv), jax.new_ref(norm)
+        folding.fold(*held, *arrays)
+        return tuple(map(jax.freeze, held))
+
+    shapes = (
+        ((batch, kv_heads, features, width), jnp.float32),
+        ((batch, kv_heads, features), jnp.float32),
+        ((_FOLDED,), jnp.int32),
+        ((1,), jnp.int32),
+        ((_FOLDED, kv_heads, window, features), jnp.float32),
+        ((_FOLDED, window, kv_heads, width), jnp.float32),
+        ((_FOLDED, kv_heads), jnp.float32),
+    )
+    return call, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+def predict(case: str, kernels) -> dict:
+    """Megabytes that the kernel moves, and the time that they take."""
+    del kernels
+    moved = _bytes(case)
+    return {"MB": f"{moved / 1e6:.1f}", "predicted us": f"{1e6 * moved / BANDWIDTH:.1f}"}
+
+
+def _bytes(case):
+    """What the kernel has to move: of the fold, the tiles of the entries that are folded, there and back."""
+    kernel, power, width, batch, kv_heads, group = _sizes(case)
+    features = math.comb(width + power - 1, power)
+    state = features * (width + 1)
+    if kernel == "read":
+        return 4 * batch * kv_heads * (state + group * features + 2 * _WINDOW * 2 * width)
+    return 4 * _FOLDED * kv_heads * (2 * state + _WINDOW * (features + width))
+
+
+def _sizes(case):
+    kernel, *sizes = re.fullmatch(r"(\w+)-p(\d+)-d(\d+)-b(\d+)-k(\d+)-g(\d+)", case).groups()
+    return kernel, *map(int, sizes)
