@@ -1,5 +1,7 @@
 """The op by its kernels, interpreted, in the suite of the other implementations: values and every gradient."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,26 @@ def test_a_sequence_split_in_two():
     gradients, out = jax.jit(jax.grad(loss, has_aux=True))(short)
     kernel = {"out": out} | gradients
     check(*(suite.errors(jax.device_get(x), expected, drawn) for x in (kernel, plain)))
+
+
+def test_step_by_step():
+    """Tokens one at a time, folded as they leave the window, are those of one call."""
+    case = cases.Case(time=9, decay="gentle", segments="padded", group=2)
+    drawn = cases.arrays(case, batch=2)
+    expected = suite.expected_for(drawn, case)["out"]
+    single = suite.cast(drawn, "float32")
+    del single["dout"]
+    state = ops.PowerState.zeros(2, 1, 16, 16, power=2, window=2)
+
+    def run(implementation, state):
+        step = jax.jit(functools.partial(ops.power_attention_step, implementation=implementation))
+        out = []
+        for t in range(case.time):
+            token, state = step(**{name: x[:, t] for name, x in single.items()}, state=state)
+            out.append(token)
+        return cases.error(jnp.stack(out, 1), expected)
+
+    assert run("mosaic_gpu", state) <= max(1.2 * run("xla", state), 1e-6)
 
 
 def test_zero_queries_give_zero_and_finite_gradients():
