@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import quartic_layout
 
 __all__ = [
     "BLOCK",
@@ -50,8 +51,10 @@ class Config:
 
 def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> Config:
     """Tile sizes for these shapes. Raises NotImplementedError naming the first constraint that they break."""
+    if power == 4:
+        return _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype)
     supported = {
-        f"power 2, not {power}": power == 2,
+        f"power 2 or 4, not {power}": power == 2,
         f"head_dim at most {_HEAD_SIZES[-1]}, not {head_dim}": head_dim <= _HEAD_SIZES[-1],
         f"value_dim at most {_VALUE_SIZES[-1]}, not {value_dim}": value_dim <= _VALUE_SIZES[-1],
         f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
@@ -61,9 +64,7 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
         f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
         f"a window that is a multiple of {BLOCK}, not {window}": window >= 0 and window % BLOCK == 0,
     }
-    for constraint, holds in supported.items():
-        if not holds:
-            raise NotImplementedError(f"the power_state kernels need {constraint}")
+    _require(supported)
     head_dim, value_dim = filled(head_dim, value_dim)
     layout = layouts.Layout(head_dim)
     # Three warpgroups have 160 registers a thread, too few for more than 64 values or for the features of D = 128.
@@ -75,11 +76,7 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
     rows = blocks * BLOCK * (2 * head_dim + (0 if head_dim == value_dim else value_dim))
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + blocks * BLOCK)
-    stages = min(6, left // (2 * value_dim * (layout.width // parts)))
-    if stages < 2:
-        raise NotImplementedError(
-            f"the power_state kernels need a chunk shorter than {chunk}, for shared memory"
-        )
+    stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
     return Config(
         # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators; storing in two terms takes
         # more registers, and leaves room for 2 x 288.
@@ -90,6 +87,48 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
         key_stages=2,
         parts=parts,
     )
+
+
+def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
+    sizes = quartic_layout.SIZES
+    _require(
+        {
+            f"head_dim at most {sizes[-1]} at power 4, not {head_dim}": head_dim <= sizes[-1],
+            f"value_dim at most {sizes[-1]} at power 4, not {value_dim}": value_dim <= sizes[-1],
+            f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
+            f"states of float16 at power 4, not {jnp.dtype(state_dtype).name}": state_dtype == jnp.float16,
+            f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
+            f"a window that is a multiple of {BLOCK}, not {window}": window >= 0 and window % BLOCK == 0,
+        }
+    )
+    layout = quartic_layout.layout_for(head_dim, value_dim)
+    blocks = next(count for count in (3, 2, 1) if chunk % (count * BLOCK) == 0)
+    rows = blocks * BLOCK
+    operands = (rows + 2 * BLOCK) * (layout.head_dim + layout.value_dim) + 2 * rows * quartic_layout.COLUMNS
+    left = _SHARED_BYTES - 2 * operands - 4 * (2 * (chunk + window) + 2 * rows)
+    stage = 2 * quartic_layout.STEP * (BLOCK * quartic_layout.COLUMNS + layout.per_stack * rows)
+    return Config(
+        update_scalars=quartic_layout.UNIT,
+        update_stages=4,
+        query_blocks=blocks,
+        state_stages=_stages(left // stage, 3, chunk),
+        key_stages=2,
+        parts=1,
+    )
+
+
+def _stages(fitting, most, chunk):
+    if fitting < 2:
+        raise NotImplementedError(
+            f"the power_state kernels need a chunk shorter than {chunk}, for shared memory"
+        )
+    return min(fitting, most)
+
+
+def _require(supported):
+    for constraint, holds in supported.items():
+        if not holds:
+            raise NotImplementedError(f"the power_state kernels need {constraint}")
 
 
 def filled(head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -106,8 +145,12 @@ def operands(state_dtype) -> tuple[jnp.dtype, int]:
 
 
 def default_chunk(*, power: int, head_dim: int) -> int:
-    """A chunk whose rows divide among all warpgroups, long enough for its exact part to cost about half its state's."""
-    del power
+    """A chunk whose rows divide among all warpgroups, long enough for its exact part to cost about half its state's.
+
+    At p = 4, about where writing and reading the states takes as long as the keys of the chunk do.
+    """
+    if power == 4:
+        return 960 if head_dim <= 16 else 3072
     return next(chunk for size, chunk in ((32, 384), (64, 768), (128, 1024)) if head_dim <= size)
 
 

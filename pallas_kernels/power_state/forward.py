@@ -7,8 +7,8 @@ from jax import lax
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import quartic, segments
 from pallas_kernels.power_state import query as query_kernel
-from pallas_kernels.power_state import segments
 from pallas_kernels.power_state import update as update_kernel
 
 __all__ = ["power_state"]
@@ -33,8 +33,8 @@ def power_state(
     Query i's output is sum_j w_ij v_j / sum_j w_ij over j <= i with w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G sums
     log_decay along time; zero where all weights are.
 
-    query: bfloat16 [B, T, N, D]; key: bfloat16 [B, T, K, D]; value: bfloat16 [B, T, K, E]; N a multiple of K. D is
-        filled up with zeros to 32, 64 or 128 and E to 64 or 128, at their cost.
+    query: bfloat16 [B, T, N, D]; key: bfloat16 [B, T, K, D]; value: bfloat16 [B, T, K, E]; N a multiple of K. At
+        p = 2, D is filled up with zeros to 32, 64 or 128 and E to 64 or 128, at their cost; at p = 4 to 16 or 32.
     log_decay: float32 [B, T, K], at most 0; below -87 it is a boundary that nothing crosses, which is how a document
         starts. None is no decay.
     folds: bool [B, T]; positions where it is False never enter a state, nor does their decay. Only the last positions
@@ -46,6 +46,7 @@ def power_state(
         with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in each entry.
         float32 is stored as the sum of two float16, with an error of 2^-22 at most, for twice the bytes and products.
         Products of a key and a value, and of two entries of a query, are rounded to the 16 bits in any case.
+        At p = 4 only float16.
     interpret: parameters of the GPU interpreter, or None to run on a GPU.
 
     Returns the output bfloat16 [B, T, N, E]; the denominators sum_j w_ij, float32 [B, T, N], of queries divided by the
@@ -64,14 +65,17 @@ def power_state(
         window=window,
         state_dtype=state_dtype,
     )
-    width, value_width = configs.filled(head_dim, value_dim)
-    layout = layouts.Layout(width)
-    query, key = (_fill(x, width) for x in (query, key))
-    value = _fill(value, value_width)
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[:3], jnp.float32)
     if folds is None:
         folds = jnp.broadcast_to(jnp.arange(time) < time - window, (batch, time))
+    if power == 4:
+        options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
+        return quartic.power_state(query, key, value, log_decay, folds, initial_state, **options)
+    width, value_width = configs.filled(head_dim, value_dim)
+    layout = layouts.Layout(width)
+    query, key = (_fill(x, width) for x in (query, key))
+    value = _fill(value, value_width)
     if initial_state is None:
         start = jnp.zeros((batch * kv_heads, layouts.TILE, value_width, layout.width), jnp.float32)
         start_size = jnp.zeros(batch * kv_heads, jnp.float32)

@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["Prepared", "prepare", "scaled"]
+__all__ = ["Prepared", "Scaled", "norms", "prepare", "scale_all", "scaled", "time_last"]
 
 _LOG2E = float(np.log2(np.e))
 # Below this, exp counts as zero: the logarithm of the smallest normal float32.
@@ -46,6 +46,22 @@ class Prepared(NamedTuple):
     norm: jax.Array  # float32 [H, n + 1, D, D], Z before each chunk times 2^-shift
 
 
+class Scaled(NamedTuple):
+    """What kernels of all powers start from."""
+
+    query: jax.Array  # as in Prepared
+    key: jax.Array
+    value: jax.Array
+    old_key: jax.Array  # float32 [H, n, C, D], what chunk c folds at c, largest entries in [1/2, 1)
+    old_value: jax.Array  # float32 [H, n, C, E]
+    strength: jax.Array  # float32 [H, n, C, 1], to the end of the chunk, in the scale of the state after it
+    carry: jax.Array  # as in Prepared
+    decay: jax.Array
+    scale: jax.Array
+    shift: jax.Array
+    log2_carry: jax.Array
+
+
 def prepare(
     query, key, value, log_decay, folds, start_size, start_norm, *, layout, chunk, window, state_dtype
 ) -> Prepared:
@@ -53,6 +69,29 @@ def prepare(
 
     start_size: float32 [H], the largest entry of the state before the first token; start_norm: float32 [H, D, D].
     """
+    base = scale_all(query, key, value, log_decay, folds, start_size, power=2, chunk=chunk, window=window)
+    update_key = time_last(base.old_key.astype(state_dtype))
+    new = jnp.einsum(
+        "hnxd,hnxe->hnde", base.old_key, base.strength * base.old_key, precision=jax.lax.Precision.HIGHEST
+    )
+    return Prepared(
+        query=base.query,
+        scalars=jnp.swapaxes(base.query, 1, 2).astype(state_dtype),
+        key=base.key,
+        value=base.value,
+        update_key=jnp.concatenate([update_key, update_key[:, : layout.rows - layout.head_dim]], 1),
+        update_value=time_last((base.old_value * base.strength).astype(state_dtype)),
+        carry=base.carry,
+        decay=base.decay,
+        scale=base.scale,
+        shift=base.shift,
+        log2_carry=base.log2_carry,
+        norm=norms(base.log2_carry, new, scaled(start_norm, -base.shift[:, :1, None])),
+    )
+
+
+def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, window) -> Scaled:
+    """Decays and powers of two, from the arguments of `prepare`."""
     heads = key.shape[2]
     extra = -query.shape[1] % chunk
     query = _pad(_heads_first(query), 0, extra)
@@ -74,40 +113,38 @@ def prepare(
     old_key, old_value = (x[:, seen[:, :chunk]].astype(jnp.float32) for x in (key, value))
     exponent = _exponent(old_key)
     old_key = scaled(old_key, -exponent)
-    strength = jnp.where(folded & (to_state >= _FLOOR * _LOG2E), to_state + 2 * exponent[..., 0], _NOTHING)
+    strength = jnp.where(
+        folded & (to_state >= _FLOOR * _LOG2E), to_state + power * exponent[..., 0], _NOTHING
+    )
     size = jnp.abs(old_value).max(-1)
     shift = _shift(strength, size, carry, start_size)
-    strength = jnp.exp2(strength - shift[:, 1:, None])[..., None]
-
-    def time_last(x):
-        return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
-
     log2_carry = jnp.where(carry < _FLOOR * _LOG2E, _NEVER, carry + (shift[:, :-1] - shift[:, 1:]))
-    update_key = time_last(old_key.astype(state_dtype))
-    return Prepared(
+    return Scaled(
         query=query,
-        scalars=jnp.swapaxes(query, 1, 2).astype(state_dtype),
         key=key,
         value=value,
-        update_key=jnp.concatenate([update_key, update_key[:, : layout.rows - layout.head_dim]], 1),
-        update_value=time_last((old_value * strength).astype(state_dtype)),
+        old_key=old_key,
+        old_value=old_value,
+        strength=jnp.exp2(strength - shift[:, 1:, None])[..., None],
         carry=jnp.exp2(log2_carry),
         decay=jnp.stack([coarse, fine], 2).reshape(*coarse.shape[:2], 2, -1, configs.BLOCK),
         scale=_scale((coarse + fine)[..., window:], shift[:, :-1]).reshape(len(key), -1, configs.BLOCK),
         shift=shift,
         log2_carry=log2_carry,
-        norm=_norms(old_key, strength, log2_carry, scaled(start_norm, -shift[:, :1, None])),
     )
 
 
-def _norms(key, strength, log2_carry, start):
-    """Z before each chunk and after the last, scaled like the states."""
-    precision = jax.lax.Precision.HIGHEST
+def time_last(x):
+    """[H, n, C, D] -> [H, D, X]."""
+    return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
+
+
+def norms(log2_carry, new, start):
+    """Z before each chunk and after the last, scaled like the states, from what each chunk adds [H, n, D, D]."""
 
     def add(weights, x):
-        return jnp.einsum("...cj,...jde->...cde", jnp.exp2(weights), x, precision=precision)
+        return jnp.einsum("...cj,...jde->...cde", jnp.exp2(weights), x, precision=jax.lax.Precision.HIGHEST)
 
-    new = jnp.einsum("hnxd,hnxe->hnde", key, strength * key, precision=precision)
     return _recurrence(log2_carry, new, start, add)
 
 

@@ -41,6 +41,7 @@ CASES = {
     "chunked": [
         cases.Case(head_dim=32, value_dim=24, time=200, decay="mixed", segments="padded", group=2),
         cases.Case(head_dim=64, value_dim=64, time=190, decay="none", scale=1e-3),
+        cases.Case(power=4, time=140, decay="gentle", segments="padded"),
     ],
 }
 

@@ -1,0 +1,249 @@
+"""The order of degree-4 features inside the kernels: pairs times suffixes of pairs.
+
+Let y be the M = D (D + 1) / 2 products x_a x_b, a <= b, sorted by a. A monomial of degree 4 with indices i1 <= i2 <=
+i3 <= i4 is the scalar y(i1, i2) times the entry y(i3, i4), and i3 >= i2: what a scalar multiplies is a suffix of y,
+the same for all scalars of one second index. So y, filled up with zeros in front, is cut into blocks of 48 columns,
+and scalars are sorted by their second index: block b is needed by the first of them, as many as reach that far.
+
+Scalars come in stacks of 64 / E, whose rows (scalar, value) fill the 64 rows of a product of the tensor core, and
+stacks in units of `UNIT` that have one block: those that a thread block of the update owns. D = 32 has 66,816 features
+in stacks that are needed, for 52,360 distinct monomials; D = 16 has 8,256 for 3,876. Features that occur a second time,
+in columns before the suffix of their scalar, weigh nothing.
+
+The canonical order is that of non-decreasing indices, lexicographically, each monomial times the square root of its
+multiplicity (24 over the factorials of how often each index occurs), so that phi(q) . phi(k) = (q . k)^4.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = [
+    "COLUMNS",
+    "SIZES",
+    "STEP",
+    "UNIT",
+    "WEIGHT_BITS",
+    "Layout",
+    "beside",
+    "canonical_of",
+    "from_canonical",
+    "layout_for",
+    "norm_from_canonical",
+    "norm_to_canonical",
+    "pairs",
+    "to_canonical",
+]
+
+# Sizes of heads and values that the kernels have; others are filled up with zeros.
+SIZES = (16, 32)
+# Columns of a block: three steps of depth 16 in the query. Fewer cost shared memory, more cost features.
+COLUMNS = 48
+# Stacks of a unit: two warpgroups hold 6 each in their accumulators, 288 registers' worth of columns.
+UNIT = 12
+# Stacks that a query reads at once, a divisor of UNIT.
+STEP = 3
+# Multiplicities are at most 24: divided by 2^WEIGHT_BITS, they make no state larger than it was.
+WEIGHT_BITS = 5
+# Rows of a product of the tensor core.
+_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The features of vectors of size `head_dim` for values of size `value_dim`, a divisor of 64."""
+
+    head_dim: int
+    value_dim: int
+
+    @property
+    def per_stack(self) -> int:
+        """Scalars of a stack."""
+        return _ROWS // self.value_dim
+
+    @property
+    def width(self) -> int:
+        """P, the features of a stack."""
+        return self.per_stack * COLUMNS
+
+    @property
+    def products(self) -> int:
+        """M."""
+        return math.comb(self.head_dim + 1, 2)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of y."""
+        return -(-self.products // COLUMNS)
+
+    @property
+    def rows(self) -> int:
+        """Entries of y and the zeros in front of them."""
+        return self.blocks * COLUMNS
+
+    @functools.cached_property
+    def suffixes(self) -> np.ndarray:
+        """The column from which on a scalar of each second index multiplies y, int32 [D]."""
+        after = self.head_dim - np.arange(self.head_dim)
+        return (self.rows - after * (after + 1) // 2).astype(np.int32)
+
+    @functools.cached_property
+    def scalars(self) -> np.ndarray:
+        """The two indices of each scalar, int32 [M, 2], the second non-decreasing."""
+        return np.array([(low, high) for high in range(self.head_dim) for low in range(high + 1)], np.int32)
+
+    @functools.cached_property
+    def needed(self) -> np.ndarray:
+        """Stacks that each block is needed by, int32 [blocks]."""
+        reach = self.suffixes[self.scalars[:, 1]] < (np.arange(self.blocks)[:, None] + 1) * COLUMNS
+        return (-(-reach.sum(1) // self.per_stack)).astype(np.int32)
+
+    @functools.cached_property
+    def units(self) -> np.ndarray:
+        """Block and first scalar of each unit, int32 [units, 2], blocks in order."""
+        return np.array(
+            [
+                (block, first * self.per_stack)
+                for block, count in enumerate(self.needed)
+                for first in range(0, count, UNIT)
+            ],
+            np.int32,
+        )
+
+    @functools.cached_property
+    def steps(self) -> np.ndarray:
+        """First stack, steps of `STEP` stacks, and steps before, of each block in a query, int32 [blocks, 3]."""
+        units = -(-self.needed // UNIT)
+        steps = -(-self.needed // STEP)
+        return np.stack([(np.cumsum(units) - units) * UNIT, steps, np.cumsum(steps) - steps], -1).astype(
+            np.int32
+        )
+
+    @property
+    def stacks(self) -> int:
+        """Stacks of a state, U: those of all units."""
+        return len(self.units) * UNIT
+
+    @property
+    def scalar_rows(self) -> int:
+        """Scalars, and the zeros behind them that the last units see."""
+        return int(self.units[:, 1].max()) + UNIT * self.per_stack
+
+    @functools.cached_property
+    def indices(self) -> np.ndarray:
+        """The four indices of each feature, int32 [U, 64 / E, 48, 4]; D stands for a zero."""
+        scalars = np.full((self.scalar_rows, 2), self.head_dim)
+        scalars[: self.products] = self.scalars
+        vector = np.full((self.rows, 2), self.head_dim)
+        vector[self.rows - self.products :] = np.stack(pairs(self.head_dim), -1)
+        within = np.arange(UNIT * self.per_stack)
+        scalar = scalars[self.units[:, 1:] + within].reshape(self.stacks, self.per_stack, 1, 2)
+        column = vector.reshape(self.blocks, 1, COLUMNS, 2)[np.repeat(self.units[:, 0], UNIT)]
+        shape = (self.stacks, self.per_stack, COLUMNS, 2)
+        parts = [np.broadcast_to(part, shape) for part in (scalar, column)]
+        return np.concatenate(parts, -1).astype(np.int32)
+
+    @functools.cached_property
+    def weights(self) -> np.ndarray:
+        """Multiplicities of the features, zero where one is not to count, float32 [U, 64 / E, 48]."""
+        counted = (self.indices < self.head_dim).all(-1) & (self.indices[..., 2] >= self.indices[..., 1])
+        return np.where(counted, _multiplicity(np.sort(self.indices, -1)), 0).astype(np.float32)
+
+    @functools.cached_property
+    def canonical(self) -> np.ndarray:
+        """The canonical position of each feature, int32 [U, 64 / E, 48]; anything where the weight is zero."""
+        return _position(np.where(self.weights[..., None] > 0, self.indices, 0), self.head_dim)
+
+
+def layout_for(head_dim: int, value_dim: int) -> Layout:
+    """The layout of the sizes that these are filled up to."""
+    return Layout(*(next(size for size in SIZES if wanted <= size) for wanted in (head_dim, value_dim)))
+
+
+def canonical_of(head_dim: int, layout: Layout) -> np.ndarray:
+    """Where the canonical features of vectors of size `head_dim` are among those of the layout's size."""
+    return np.flatnonzero((_quadruples(layout.head_dim) < head_dim).all(-1)).astype(np.int32)
+
+
+def pairs(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """First and second indices of the entries of y."""
+    return np.triu_indices(head_dim)
+
+
+def beside(state: jax.Array, layout: Layout) -> jax.Array:
+    """Stacks as accumulators hold them, [..., 64, 48], with their scalars side by side, [..., E, P]."""
+    split = state.reshape(*state.shape[:-2], layout.per_stack, layout.value_dim, COLUMNS)
+    return jnp.swapaxes(split, -3, -2).reshape(*state.shape[:-2], layout.value_dim, layout.width)
+
+
+def from_canonical(state: jax.Array, layout: Layout) -> jax.Array:
+    """A state of canonical features [..., F, E] as plain monomials in the layout, [..., U, 64, 48]."""
+    plain = state / jnp.asarray(_roots(layout.head_dim)[:, None], state.dtype)
+    placed = jnp.where(layout.weights[..., None] > 0, jnp.take(plain, layout.canonical, axis=-2), 0)
+    return jnp.swapaxes(placed, -1, -2).reshape(*state.shape[:-2], layout.stacks, _ROWS, COLUMNS)
+
+
+def to_canonical(state: jax.Array, layout: Layout) -> jax.Array:
+    """The inverse of `from_canonical`."""
+    counted = np.flatnonzero(layout.weights)
+    order = counted[np.argsort(layout.canonical.ravel()[counted])]
+    split = state.reshape(*state.shape[:-2], layout.per_stack, layout.value_dim, COLUMNS)
+    plain = jnp.swapaxes(split, -1, -2).reshape(*state.shape[:-3], -1, layout.value_dim)
+    return jnp.take(plain, order.astype(np.int32), axis=-2) * jnp.asarray(
+        _roots(layout.head_dim)[:, None], state.dtype
+    )
+
+
+def norm_from_canonical(norm: jax.Array, layout: Layout) -> jax.Array:
+    """A normaliser of canonical features [..., F] as the matrix Z of sums of y y^T, [..., rows, rows]."""
+    plain = norm / jnp.asarray(_roots(layout.head_dim), norm.dtype)
+    entries = np.stack(pairs(layout.head_dim), -1)
+    shape = (len(entries), len(entries), 2)
+    both = np.concatenate(
+        [np.broadcast_to(entries[:, None], shape), np.broadcast_to(entries[None], shape)], -1
+    )
+    matrix = jnp.take(plain, _position(np.sort(both, -1), layout.head_dim), axis=-1)
+    front = layout.rows - layout.products
+    return jnp.pad(matrix, [(0, 0)] * (matrix.ndim - 2) + [(front, 0)] * 2)
+
+
+def norm_to_canonical(matrix: jax.Array, layout: Layout) -> jax.Array:
+    """The inverse of `norm_from_canonical`."""
+    low, high = pairs(layout.head_dim)
+    place = np.zeros((layout.head_dim, layout.head_dim), np.int32)
+    place[low, high] = layout.rows - layout.products + np.arange(layout.products)
+    i1, i2, i3, i4 = _quadruples(layout.head_dim).T
+    flat = matrix.reshape(*matrix.shape[:-2], -1)
+    plain = jnp.take(flat, place[i1, i2] * layout.rows + place[i3, i4], axis=-1)
+    return plain * jnp.asarray(_roots(layout.head_dim), matrix.dtype)
+
+
+@functools.cache
+def _quadruples(head_dim: int) -> np.ndarray:
+    """All non-decreasing indices in canonical order, int32 [F, 4]."""
+    return np.array(list(itertools.combinations_with_replacement(range(head_dim), 4)), np.int32)
+
+
+def _position(indices: np.ndarray, head_dim: int) -> np.ndarray:
+    """The canonical position of non-decreasing indices [..., 4]."""
+    digits = head_dim ** np.arange(3, -1, -1)
+    return np.searchsorted(_quadruples(head_dim) @ digits, indices @ digits).astype(np.int32)
+
+
+def _multiplicity(indices: np.ndarray) -> np.ndarray:
+    """In how many orders non-decreasing indices [..., 4] occur, float64 [...]."""
+    orders, run = np.full(indices.shape[:-1], 24.0), np.ones(indices.shape[:-1])
+    for before, after in itertools.pairwise(np.moveaxis(indices, -1, 0)):
+        run = np.where(before == after, run + 1, 1)
+        orders /= run
+    return orders
+
+
+def _roots(head_dim: int) -> np.ndarray:
+    """Square roots of multiplicities in canonical order, [F]."""
+    return np.sqrt(_multiplicity(_quadruples(head_dim)))

@@ -1,0 +1,121 @@
+"""Cases of the p = 4 state kernels that are compiled for an H100, and the time predicted for them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import quartic_layout as layouts
+from pallas_kernels.power_state import quartic_query, quartic_update
+from tests.pallas_kernels import h100
+
+# Kernel, head size, value size, chunk: multiples of 192, of 128 and of 64 give a query three, two and one warpgroups.
+CASES = [
+    "update-d16-e16-c960",
+    "update-d32-e32-c3072",
+    "update-d32-e16-c3072",
+    "query-d16-e16-c960",
+    "query-d16-e16-c1024",
+    "query-d16-e16-c64",
+    "query-d16-e32-c960",
+    "query-d32-e32-c3072",
+    "query-d32-e32-c4096",
+    "query-d32-e32-c64",
+]
+_HEADS, _GROUP, _CHUNKS, _SEGMENTS, _WINDOW = 2, 2, 4, 2, 64
+# What a prediction is for: 65,536 tokens of 8 heads.
+_TOKENS = 8 * 65_536
+
+
+def build(case: str):
+    """The kernel, and the shapes of what plain JAX gives it."""
+    kernel, layout, chunk, config = _parsed(case)
+    options = {"layout": layout, "config": config, "chunk": chunk}
+    if kernel == "update":
+        return functools.partial(quartic_update.update, dtype=jnp.float16, **options), _update(layout, chunk)
+    return functools.partial(quartic_query.query_states, window=_WINDOW, **options), _query(layout, chunk)
+
+
+def predict(case: str, kernels: list[h100.Kernel]) -> dict:
+    """Instructions and tensor cycles of a warpgroup's step over states, and the time for 65,536 tokens of 8 heads.
+
+    A step of the update is 6 stacks and 64 tokens, one of the query 3 stacks and 64 rows. A multiprocessor takes the
+    longer of its tensor cycles and the instructions of one of its four schedulers, which have a warp of every
+    warpgroup each. So too for a query's blocks of 64 keys, its second loop.
+    """
+    kind, layout, chunk, _ = _parsed(case)
+    (kernel,) = kernels
+    loops = [loop for loop in kernel.loops if loop["HGMMA"]]
+    # A stack is 48 columns of 64 tokens, N / 2 cycles for each of four m64nNk16, or as many for 64 queries.
+    shown, stack = loops[0]["instructions"], 2 * layouts.COLUMNS
+    if kind == "update":
+        tensor = layouts.UNIT // 2 * stack
+        cycles = layout.stacks // (layouts.UNIT // 2) * max(tensor, shown)
+    else:
+        tensor = layouts.STEP * stack
+        shown = next(loop["instructions"] for loop in loops if loop["HMUL2"])
+        cycles = layout.steps[:, 1].sum() * max(tensor, shown)
+        keys = _instructions_of_keys(loops, layout)
+        # Half the chunk, and the window; two products with values.
+        blocks = chunk / 128 + _WINDOW / 64 + 0.5
+        cycles += blocks * max(2 * layout.head_dim + 4 * layout.value_dim, keys)
+        shown = f"states {shown}, keys {keys}"
+    milliseconds = 1e3 * _TOKENS / 64 * cycles / h100.MULTIPROCESSORS / h100.SUSTAINED_HERTZ
+    return {"instructions": shown, "tensor": tensor, "predicted ms (at best)": f"{milliseconds:.2f}"}
+
+
+def _instructions_of_keys(loops, layout):
+    """The loop over full blocks of keys, told by its products; a single such block has none of its own."""
+    products = layout.head_dim // 16 + 8
+    return next(loop["instructions"] for loop in loops if loop["HGMMA"] == products and loop["MUFU"])
+
+
+def _parsed(case):
+    kernel, *sizes = case.split("-")
+    head_dim, value_dim, chunk = (int(size[1:]) for size in sizes)
+    config = configs.choose(
+        power=4,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=jnp.bfloat16,
+        chunk=chunk,
+        window=_WINDOW,
+        state_dtype=jnp.float16,
+    )
+    return kernel, layouts.Layout(head_dim, value_dim), chunk, config
+
+
+def _half(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float16)
+
+
+def _single(*sizes):
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def _update(layout, chunk):
+    time, stack = chunk * _CHUNKS, (layout.stacks, configs.BLOCK, layouts.COLUMNS)
+    return [
+        _half(_HEADS, layout.rows, time),
+        _half(_HEADS, layout.scalar_rows, time),
+        _half(_HEADS, configs.BLOCK, time),
+        _single(_HEADS, _CHUNKS),
+        _single(_HEADS, _SEGMENTS, *stack),
+        _single(*stack),
+    ]
+
+
+def _query(layout, chunk):
+    time, heads = chunk * _CHUNKS, _HEADS * _GROUP
+    return [
+        jax.ShapeDtypeStruct((heads, time, layout.head_dim), jnp.bfloat16),
+        _half(heads, time, layout.rows),
+        _half(heads, layout.scalar_rows, time),
+        _half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
+        _single(heads, time // configs.BLOCK, configs.BLOCK),
+        jax.ShapeDtypeStruct((_HEADS, _WINDOW + time, layout.head_dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((_HEADS, _WINDOW + time, layout.value_dim), jnp.bfloat16),
+        _single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
+        _single(_HEADS, time // configs.BLOCK, configs.BLOCK),
+    ]
