@@ -41,28 +41,20 @@ def build(case: str):
     )
 
 
-def predict(case: str, kernels: list[h100.Kernel]) -> dict:
-    """Tensor cycles of a warpgroup's step over a block of keys, and the time for 65,536 tokens of 8 heads.
+def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
+    """The loop over full blocks of keys, and the time for 65,536 tokens of 8 heads.
 
     Two warpgroups share a multiprocessor's tensor cores and schedulers. A step takes the longer of both their tensor
     cycles and one's tensor cycles, instructions and waits in a row.
     """
     *_, chosen = _parsed(case)
-    (kernel,) = kernels
-    # The loop over full blocks is the shortest that multiplies matrices and rounds weights.
-    loop = next(loop for loop in kernel.loops if loop["HGMMA"] and loop["F2FP"])
-    # m64nNk16 takes N / 2 cycles.
+    # The shortest loop that multiplies matrices and rounds weights; m64nNk16 takes N / 2 cycles.
+    counts = next(loop for loop in kernel.loops if loop["HGMMA"] and loop["F2FP"])
     tensor = chosen.head_dim // 16 * chosen.block // 2 + chosen.block // 16 * chosen.value_dim // 2
-    step = max(2 * tensor, tensor + loop["instructions"] + WAITING_CYCLES)
+    step = max(2 * tensor, tensor + counts["instructions"] + WAITING_CYCLES)
     blocks = 65_536 // chosen.block
     steps = 8 * blocks * (blocks + 1) / 2 / h100.MULTIPROCESSORS
-    milliseconds = 1e3 * steps * step / h100.SUSTAINED_HERTZ
-    return {
-        "in the loop": loop["HGMMA"],
-        "instructions": loop["instructions"],
-        "tensor": tensor,
-        "predicted ms (at best)": f"{milliseconds:.1f}",
-    }
+    return [h100.Loop("keys", counts, tensor)], f"{1e3 * steps * step / h100.SUSTAINED_HERTZ:.1f} ms"
 
 
 def _parsed(case):

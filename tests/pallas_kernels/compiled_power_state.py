@@ -75,41 +75,38 @@ def build(case: str):
     ]
 
 
-def predict(case: str, kernels: list[h100.Kernel]) -> dict:
-    """Instructions of a warp and tensor cycles of a warpgroup in the main loops, and milliseconds at best.
+def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
+    """The main loops, and the time for 65,536 tokens of 8 heads.
 
     Warpgroups share tensor cores and memory: a step takes the longest of all their tensor cycles; of what shared memory
     and the cache need to deliver; and of one warpgroup's tensor cycles, instructions and waits in a row. m64nNk16 takes
     N / 2 cycles.
     """
-    kernel, *_ = _parsed(case)
-    loops = [loop for loop in kernels[0].loops if loop["HGMMA"]]
-    found = (_predict_update if kernel == "update" else _predict_query)(case, loops)
-    *steps, cycles = found
-    names = ("update",) if kernel == "update" else ("state", "keys")
-    described = [f"{name} {instructions} in {tensor}" for name, (instructions, tensor) in zip(names, steps)]
-    return {
-        "instructions and tensor cycles": ", ".join(described),
-        "predicted ms (at best)": f"{1e3 * cycles / h100.SUSTAINED_HERTZ:.2f}",
-    }
+    found = [loop for loop in kernel.loops if loop["HGMMA"]]
+    loops, cycles = (_predict_update if case.startswith("update") else _predict_query)(case, found)
+    return loops, f"{1e3 * cycles / h100.SUSTAINED_HERTZ:.2f} ms"
 
 
 def _predict_update(case, loops):
     _, layout, value_dim, *_ = _parsed(case)
     config = _config(case)
-    instructions = loops[0]["instructions"]
+    counts = loops[0]
     scalars = config.update_scalars * len(layout.section)
     tensor = config.update_scalars // 2 * 2 * layout.section_width
     # 64 tokens of 16 bits a row; every warpgroup reads the values, and a vector for each scalar in eight parts a warp.
     filled = 128 * (layout.section_rows + configs.BLOCK + scalars)
     shared = 2 * tensor * PRODUCT_BYTES + filled + 2 * 128 * configs.BLOCK + scalars * 4 * 8 * SHARED_BYTES
     step = max(
-        2 * tensor, tensor + instructions + WAITING_CYCLES, shared / SHARED_BYTES, filled / CACHE_BYTES
+        2 * tensor,
+        tensor + counts["instructions"] + WAITING_CYCLES,
+        shared / SHARED_BYTES,
+        filled / CACHE_BYTES,
     )
     blocks = PREDICTED_HEADS * update.blocks(layout, config, value_dim)
     segments = configs.segments(blocks=blocks, chunks=PREDICTED_TIME // 1024)
     rounds = -(-blocks * segments // h100.MULTIPROCESSORS)
-    return (instructions, tensor), rounds * PREDICTED_TIME / segments / configs.BLOCK * step
+    cycles = rounds * PREDICTED_TIME / segments / configs.BLOCK * step
+    return [h100.Loop("tokens", counts, tensor)], cycles
 
 
 def _predict_query(case, loops):
@@ -117,17 +114,20 @@ def _predict_query(case, loops):
     config, terms = _config(case), configs.operands(state_dtype)[1]
     count, products = config.query_blocks, config.parts * terms
     tensor = layout.width // 16 * value_dim // 2 * terms
-    state = next(loop for loop in loops if loop["HMUL2"] and not loop["MUFU"])["instructions"]
+    state = next(loop for loop in loops if loop["HMUL2"] and not loop["MUFU"])
     cached = 2 * value_dim * layout.width * terms / CACHE_BYTES
-    group = max(count * tensor, tensor + state + products * WAITING_CYCLES, cached)
-    # Scores, then two products with values.
-    near = layout.head_dim // 16 * 32 + 2 * 4 * value_dim // 2
-    keys = next(loop for loop in loops if loop["MUFU"] and loop["F2FP"])["instructions"]
-    block = max(count * near, near + keys + 3 * WAITING_CYCLES)
-    seen = (chunk // configs.BLOCK + count) / 2 + WINDOW // configs.BLOCK
+    group = max(count * tensor, tensor + state["instructions"] + products * WAITING_CYCLES, cached)
+    found, row = [h100.Loop("states", state, tensor)], layouts.TILE * group
+    if chunk > configs.BLOCK:  # a single block of keys has no loop of its own
+        # Scores, then two products with values.
+        near = layout.head_dim // 16 * 32 + 2 * 4 * value_dim // 2
+        wgmmas = layout.head_dim // 16 + 8
+        keys = next(loop for loop in loops if loop["MUFU"] and loop["HGMMA"] == wgmmas)
+        block = max(count * near, near + keys["instructions"] + 3 * WAITING_CYCLES)
+        row += ((chunk // configs.BLOCK + count) / 2 + WINDOW // configs.BLOCK) * block
+        found.append(h100.Loop("keys", keys, near))
     rows = PREDICTED_HEADS * PREDICTED_TIME / (configs.BLOCK * count)
-    cycles = rows / h100.MULTIPROCESSORS * (layouts.TILE * group + seen * block)
-    return (state, tensor), (keys, near), cycles
+    return found, rows / h100.MULTIPROCESSORS * row
 
 
 def _parsed(case):

@@ -37,38 +37,35 @@ def build(case: str):
     return functools.partial(quartic_query.query_states, window=_WINDOW, **options), _query(layout, chunk)
 
 
-def predict(case: str, kernels: list[h100.Kernel]) -> dict:
-    """Instructions and tensor cycles of a warpgroup's step over states, and the time for 65,536 tokens of 8 heads.
+def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
+    """The main loops, and the time for 65,536 tokens of 8 heads.
 
     A step of the update is 6 stacks and 64 tokens, one of the query 3 stacks and 64 rows. A multiprocessor takes the
     longer of its tensor cycles and the instructions of one of its four schedulers, which have a warp of every
-    warpgroup each. So too for a query's blocks of 64 keys, its second loop.
+    warpgroup each. So too for a query's blocks of 64 keys.
     """
     kind, layout, chunk, _ = _parsed(case)
-    (kernel,) = kernels
-    loops = [loop for loop in kernel.loops if loop["HGMMA"]]
+    found = [loop for loop in kernel.loops if loop["HGMMA"]]
     # A stack is 48 columns of 64 tokens, N / 2 cycles for each of four m64nNk16, or as many for 64 queries.
-    shown, stack = loops[0]["instructions"], 2 * layouts.COLUMNS
+    stack = 2 * layouts.COLUMNS
     if kind == "update":
-        tensor = layouts.UNIT // 2 * stack
-        cycles = layout.stacks // (layouts.UNIT // 2) * max(tensor, shown)
+        loops = [h100.Loop("tokens", found[0], layouts.UNIT // 2 * stack)]
+        steps = [layout.stacks // (layouts.UNIT // 2)]
     else:
-        tensor = layouts.STEP * stack
-        shown = next(loop["instructions"] for loop in loops if loop["HMUL2"])
-        cycles = layout.steps[:, 1].sum() * max(tensor, shown)
-        keys = _instructions_of_keys(loops, layout)
-        # Half the chunk, and the window; two products with values.
-        blocks = chunk / 128 + _WINDOW / 64 + 0.5
-        cycles += blocks * max(2 * layout.head_dim + 4 * layout.value_dim, keys)
-        shown = f"states {shown}, keys {keys}"
+        states = next(loop for loop in found if loop["HMUL2"])
+        loops, steps = [h100.Loop("states", states, layouts.STEP * stack)], [layout.steps[:, 1].sum()]
+        if chunk > configs.BLOCK:  # a single block of keys has no loop of its own
+            products = layout.head_dim // 16 + 8
+            keys = next(loop for loop in found if loop["HGMMA"] == products and loop["MUFU"])
+            # Scores, then two products with values; half the chunk, and the window.
+            loops.append(h100.Loop("keys", keys, 2 * layout.head_dim + 4 * layout.value_dim))
+            steps.append(chunk / 128 + _WINDOW / 64 + 0.5)
+    cycles = sum(
+        count * max(loop.tensor, loop.counts["instructions"])
+        for count, loop in zip(steps, loops, strict=True)
+    )
     milliseconds = 1e3 * _TOKENS / 64 * cycles / h100.MULTIPROCESSORS / h100.SUSTAINED_HERTZ
-    return {"instructions": shown, "tensor": tensor, "predicted ms (at best)": f"{milliseconds:.2f}"}
-
-
-def _instructions_of_keys(loops, layout):
-    """The loop over full blocks of keys, told by its products; a single such block has none of its own."""
-    products = layout.head_dim // 16 + 8
-    return next(loop["instructions"] for loop in loops if loop["HGMMA"] == products and loop["MUFU"])
+    return loops, f"{milliseconds:.2f} ms"
 
 
 def _parsed(case):

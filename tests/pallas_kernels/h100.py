@@ -3,10 +3,10 @@
 Each compilation runs in a process of its own, since LLVM may end it:
 
     python -m tests.pallas_kernels.h100 report power_attention p2-d64-e64-bfloat16
-    python -m tests.pallas_kernels.h100 table power_attention
+    python -m tests.pallas_kernels.h100 table
 
-A module `compiled_KERNEL` has CASES, by name; build(case), a function and the shapes it is compiled for; and
-predict(case, kernels), what the table of the kernel's README says about it. Needs the packages of the dependency
+A module `compiled_KERNEL` has CASES, by name; build(case), a function of one kernel and the shapes it is compiled for;
+and predict(case, kernel), its main loops and the time that it should take. Needs the packages of the dependency
 group `h100`.
 """
 
@@ -205,21 +205,37 @@ def _print_report(name: str, case: str) -> None:
     print(json.dumps([dataclasses.asdict(kernel) for kernel in kernels(function, *arguments)]))
 
 
-def _print_table(name: str) -> None:
-    """Markdown: what every kernel of every case was compiled to, and what `predict` makes of the case."""
-    module, rows = compiled(name), []
-    for case in module.CASES:
-        found = report(name, case)
-        predicted = module.predict(case, found)
-        for kernel in found:
-            row = {"case": case, "kernel": kernel.name, "registers": kernel.registers}
-            row |= {"spills": kernel.spill_bytes, "shared KB": round(kernel.shared_bytes / 1024)}
-            rows.append(row | {"HGMMA": kernel.hgmma} | predicted)
-            predicted = dict.fromkeys(predicted, "")
-    print("| " + " | ".join(rows[0]) + " |")
-    print("|---" * len(rows[0]) + "|")
-    for row in rows:
-        print("| " + " | ".join(map(str, row.values())) + " |")
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A main loop: what of, its instructions by kind of one warp, and the tensor cycles of one warpgroup."""
+
+    name: str
+    counts: dict[str, int]
+    tensor: int
+
+    def __str__(self) -> str:
+        each = self.counts["instructions"] / self.counts["HGMMA"]
+        return f"{self.name}: {self.counts['instructions']} ({each:.0f} a wgmma) in {self.tensor}"
+
+
+def _print_table(*names: str) -> None:
+    """Markdown: what the kernel of every case was compiled to, and what `predict` makes of it."""
+    columns = ["kernel", "case", "registers", "spills", "shared KB", "HGMMA", "main loops", "predicted"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    for name in names or KERNELS:
+        for case in compiled(name).CASES:
+            (kernel,) = report(name, case)
+            loops, predicted = compiled(name).predict(case, kernel)
+            row = [
+                name,
+                case,
+                kernel.registers,
+                kernel.spill_bytes,
+                round(kernel.shared_bytes / 1024),
+                kernel.hgmma,
+            ]
+            row += [", ".join(map(str, loops)) or "-", predicted]
+            print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":
