@@ -1,7 +1,8 @@
-"""The fused attention kernel: interpreted on a CPU, compiled for an H100, and behind the op."""
+"""The fused attention kernel, interpreted, against the formula in float64 and against the plain JAX form."""
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -9,45 +10,56 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import power_attention as kernel
 from sympow_jax import ops
 from sympow_jax.ops._power import target
-from tests.pallas_kernels import interpreted
+from tests.ops import cases
+from tests.ops import test_power_attention as suite
 
-# T and S around the edges of blocks of 128.
-INTERPRETED = {
-    "powers": [
-        {"power": 2, "head_dim": 64, "value_dim": 64, "time": 300, "decay": "gentle"},
-        {"power": 4, "head_dim": 64, "value_dim": 64, "time": 260, "decay": "none"},
-        {"power": 6, "head_dim": 32, "value_dim": 32, "time": 260, "decay": "gentle"},
-    ],
-    "decays": [
-        {"power": 2, "time": 257, "decay": "mixed"},
-        {"power": 4, "time": 257, "decay": "mixed", "segments": "padded"},
-        {"power": 2, "time": 384, "decay": "gentle", "segments": "edges"},
-    ],
-    "shapes": [
-        {"time": 129, "head_dim": 48, "value_dim": 16, "group": 2, "kv_heads": 2, "decay": "gentle"},
-        {"time": 300, "queries": 150, "decay": "gentle", "segments": "padded"},
-        {"time": 100, "head_dim": 128, "value_dim": 40, "batch": 2, "decay": "none"},
-    ],
-    "scales": [
-        {"power": 4, "time": 260, "scale": 1e3, "decay": "gentle"},
-        {"power": 6, "time": 260, "scale": 1e-3, "decay": "gentle"},
-        {"power": 4, "time": 260, "dtype": "float16", "decay": "gentle"},
-    ],
-}
+# T and S around the edges of blocks of 128; beside each case what it draws otherwise.
+INTERPRETED = [
+    (cases.Case(power=2, head_dim=64, value_dim=64, time=300, decay="gentle"), {}),
+    (cases.Case(power=4, head_dim=64, value_dim=64, time=260, decay="none"), {}),
+    (cases.Case(power=6, head_dim=32, value_dim=32, time=260, decay="gentle"), {}),
+    (cases.Case(power=2, time=257), {}),
+    (cases.Case(power=4, time=257, segments="padded"), {}),
+    (cases.Case(power=2, time=384, decay="gentle", segments="edges"), {}),
+    (cases.Case(time=129, head_dim=48, value_dim=16, group=2, decay="gentle"), {"kv_heads": 2}),
+    (cases.Case(time=300, decay="gentle", segments="padded"), {"queries": 150}),
+    (cases.Case(time=100, head_dim=128, value_dim=40, decay="none"), {"batch": 2}),
+    (cases.Case(power=4, time=260, scale=1e3, decay="gentle"), {}),
+    (cases.Case(power=6, time=260, scale=1e-3, decay="gentle"), {}),
+    (cases.Case(power=4, time=260, decay="gentle"), {"dtype": "float16"}),
+]
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("group", INTERPRETED)
-def test_interpreted(group):
-    """Without a race, and hardly less exact than the xla form, whose only rounding is that of its result.
+@pytest.mark.parametrize(("case", "more"), INTERPRETED, ids=str)
+def test_hardly_less_exact_than_the_plain_form(case, more):
+    """The plain form rounds nothing but its result; the kernel rounds weights to float16 too.
 
-    Weights are rounded to float16: little against a bfloat16 result, the same again against a float16 one.
+    That is little against a bfloat16 result, the same again against a float16 one.
     """
-    results = interpreted.run("attention", INTERPRETED[group])
-    for result, case in zip(results, INTERPRETED[group], strict=True):
-        assert not result["races"], result
-        bound = 1.5 if case.get("dtype") == "float16" else 1.2
-        assert result["kernel"] <= bound * result["xla"], result
+    dtype, queries = more.get("dtype", "bfloat16"), more.get("queries", case.time)
+    sizes = {"batch": more.get("batch", 1), "kv_heads": more.get("kv_heads", 1)}
+    drawn = cases.arrays(case, **sizes, dtype="bfloat16")
+    del drawn["dout"]
+    drawn["query"] = drawn["query"][:, -queries:]
+
+    def attend(arrays, implementation):
+        call = functools.partial(
+            ops.power_attention, power=case.power, form="attention", implementation=implementation
+        )
+        return jax.jit(lambda arrays: call(**arrays))(arrays)
+
+    with jax.enable_x64(True):
+        expected = jax.device_get(attend(suite.cast(drawn, "float64"), "reference"))
+    short = suite.cast(drawn, "bfloat16") | {
+        name: jnp.asarray(drawn[name], dtype) for name in ("query", "key", "value")
+    }
+    plain = attend(short, "xla")
+    with target.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+        out = attend(short, "mosaic_gpu")
+    assert out.dtype == dtype
+    ratio = 1.5 if dtype == "float16" else 1.2
+    assert cases.error(out, expected) <= ratio * cases.error(plain, expected)
 
 
 def test_constraints_are_named():
@@ -60,35 +72,3 @@ def test_constraints_are_named():
     ):
         with pytest.raises(NotImplementedError, match=message):
             choose(**wrong)
-
-
-def test_named_implementation_says_what_it_cannot_do():
-    drawn = {name: jnp.zeros((1, 4, 1, 16), jnp.bfloat16) for name in ("query", "key", "value")}
-    call = functools.partial(ops.power_attention, **drawn, implementation="mosaic_gpu")
-    for options, message in (
-        ({"form": "recurrent"}, "'attention' and 'chunked'"),
-        ({"form": "chunked", "window": 10}, "window"),
-        ({"form": "chunked", "chunk_size": 100}, "chunk"),
-        ({"form": "attention", "return_state": True}, "chunked form"),
-    ):
-        with (
-            pytest.raises(NotImplementedError, match=message),
-            target.interpreted(plgpu.InterpretGPUParams()),
-        ):
-            call(**options)
-    with pytest.raises(NotImplementedError, match="Hopper"):
-        call(form="attention")
-
-
-def test_pallas_is_imported_only_when_asked_for():
-    interpreted.check("import sys, sympow_jax.ops; assert 'pallas_kernels' not in sys.modules")
-
-
-def test_divided_over_the_mesh_in_scope():
-    """Batch and heads, wherever the arguments lie; axes that are part of types come back as they were."""
-    layouts = [[], ["data"], ["data", None, "model"]]
-    wanted = [{"kind": kind, "spec": spec} for kind in ("Auto", "Explicit") for spec in layouts]
-    for result, case in zip(interpreted.run("division", wanted), wanted, strict=True):
-        assert result["share"] == [2, 3, 2, 16], (case, result)
-        assert result["shape"] == [8, 3, 4, 16], (case, result)
-        assert result["kept"] or case["kind"] == "Auto", (case, result)

@@ -1,0 +1,33 @@
+"""Divides arrays over eight CPU devices, which a process has only from its start: `python -m` this, prints JSON."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.ops._power import mosaic
+
+
+def division(kind: str, spec: list) -> dict:
+    """Shapes that a device sees, and where the result lies, of a query put at `spec` on a mesh of 4 x 2."""
+    axis_type = jax.sharding.AxisType[kind]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type, axis_type))
+    sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    seen = []
+
+    def share(arrays):
+        seen.append(arrays["query"].shape)
+        return {"out": arrays["query"] + arrays["key"]}
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 3, 4, 16)), sharding)
+        out = jax.jit(lambda x: mosaic.per_device(share, {"query": x, "key": x}, ("out",))["out"])(x)
+    kept = out.sharding.is_equivalent_to(sharding, out.ndim)
+    return {"kind": kind, "spec": spec, "share": seen[0], "shape": out.shape, "kept": kept}
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    specs = [], ["data"], ["data", None, "model"]
+    print(json.dumps([division(kind, spec) for kind in ("Auto", "Explicit") for spec in specs]))

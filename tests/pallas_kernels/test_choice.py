@@ -1,0 +1,58 @@
+"""How the op comes to its kernels: what it imports, refuses, and divides over devices."""
+
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from sympow_jax import ops
+from sympow_jax.ops._power import target
+
+
+def python(*arguments: str) -> str:
+    """What a process of its own prints."""
+    root = pathlib.Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=root
+    ).stdout
+
+
+def test_a_named_implementation_says_what_it_cannot_do():
+    drawn = {name: jnp.zeros((1, 4, 1, 16), jnp.bfloat16) for name in ("query", "key", "value")}
+    call = functools.partial(ops.power_attention, **drawn, implementation="mosaic_gpu")
+    for options, message in (
+        ({"form": "recurrent"}, "'attention' and 'chunked'"),
+        ({"form": "chunked", "window": 10}, "window"),
+        ({"form": "chunked", "chunk_size": 100}, "chunk"),
+        ({"form": "attention", "return_state": True}, "chunked form"),
+    ):
+        with (
+            pytest.raises(NotImplementedError, match=message),
+            target.interpreted(plgpu.InterpretGPUParams()),
+        ):
+            call(**options)
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        call(form="attention")
+
+
+def test_pallas_is_imported_only_when_asked_for():
+    program = (
+        "import sys, jax.numpy as jnp; from sympow_jax import ops; x = jnp.ones((1, 4, 1, 16), jnp.bfloat16);"
+        "ops.power_attention(x, x, x); print([name for name in sys.modules if 'pallas' in name])"
+    )
+    assert python("-c", program) == "[]\n"
+
+
+def test_divided_over_the_mesh_in_scope():
+    """Batch and heads, wherever the arguments lie; axes that are part of types come back as they were."""
+    results = json.loads(python("-m", "tests.pallas_kernels.eight_devices"))
+    assert len(results) == 6
+    for result in results:
+        assert result["share"] == [2, 3, 2, 16], result
+        assert result["shape"] == [8, 3, 4, 16], result
+        assert result["kept"] or result["kind"] == "Auto", result
