@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import numerics
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import forward, operands
 
@@ -57,5 +58,5 @@ def power_attention(
     numerator, denominator = forward.sums(prepared, power=power, config=config, interpret=interpret)
     time, group = query.shape[1], query.shape[2] // key.shape[2]
     unit = jnp.repeat(exponents.value, group, axis=1)[:, None, :, None]
-    numerator = operands.scaled(numerator[:, :time, :, : value.shape[-1]], unit)
+    numerator = numerics.scaled(numerator[:, :time, :, : value.shape[-1]], unit)
     return numerator, jnp.moveaxis(denominator[..., :time], 1, 2), exponents.weight

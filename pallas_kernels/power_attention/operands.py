@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import numerics
 from pallas_kernels.power_attention import config as configs
 
-__all__ = ["FLOOR", "VALUE_BITS", "Exponents", "Operands", "prepare", "scaled", "weight_bits"]
+__all__ = ["FLOOR", "VALUE_BITS", "Exponents", "Operands", "prepare", "weight_bits"]
 
 # Below this exp is no longer a normal float32 and counts as zero; a document starts by forgetting everything.
 FLOOR = int(np.log(np.finfo(np.float32).tiny))
@@ -92,34 +93,38 @@ def prepare(
     some = jnp.moveaxis((key != 0).any(-1), 1, 2)
     key_exponent = jnp.where(some, jnp.moveaxis(key_exponent, 1, 2), _NOTHING)
     longest = key_exponent.max(-1)
-    length_factor = jnp.where(some, _power_of_two(power * (key_exponent - longest[..., None])), 0)
+    # The smallest is a normal number.
+    shorter = jnp.maximum(power * (key_exponent - longest[..., None]), np.finfo(np.float32).minexp)
+    length_factor = numerics.scaled(some.astype(jnp.float32), shorter)
 
     largest = jnp.abs(value).max((1, 3))
-    value_exponent = _exponent(largest)
-    value = scaled(value, -value_exponent[:, None, :, None])
+    value_exponent = numerics.exponent(largest)
+    value = numerics.scaled(value, -value_exponent[:, None, :, None])
 
     decay = _Decay(log_decay.reshape(*log_decay.shape[:2], -1, block))
     columns = length_factor.reshape(decay.after.shape) * _exp(decay.after)
     far_value = value * jnp.moveaxis(columns.reshape(length_factor.shape), 2, 1)[..., None]
     unit = _units(far_value, decay, block)
     previous = jnp.concatenate([unit[..., :1], unit[..., :-1]], -1)
-    far_value = scaled(far_value, VALUE_BITS - jnp.moveaxis(jnp.repeat(unit, block, -1), 2, 1)[..., None])
+    far_value = numerics.scaled(
+        far_value, VALUE_BITS - jnp.moveaxis(jnp.repeat(unit, block, -1), 2, 1)[..., None]
+    )
 
     between = _exp(decay.total)
-    sums = jnp.stack([scaled(between, previous - unit), between], -1)
+    sums = jnp.stack([numerics.scaled(between, previous - unit), between], -1)
     spare = configs.column_length(block) - block - 2
     columns = jnp.concatenate([columns, jnp.pad(sums, [(0, 0)] * 3 + [(0, spare)])], -1)
 
     blocks = query.shape[1] // block
     offset = decay.total.shape[-1] - blocks
     from_start = _exp(decay.coarse + decay.fine)
-    rows = jnp.stack([scaled(from_start, previous[..., None] - VALUE_BITS), from_start], 2)
+    rows = jnp.stack([numerics.scaled(from_start, previous[..., None] - VALUE_BITS), from_start], 2)
     bits = weight_bits(power)
     operands = Operands(
-        query=scaled(query, bits).astype(dtype),
+        query=numerics.scaled(query, bits).astype(dtype),
         key=key.astype(dtype),
         far_value=far_value.astype(jnp.float16),
-        near_value=scaled(value, VALUE_BITS).astype(jnp.float16),
+        near_value=numerics.scaled(value, VALUE_BITS).astype(jnp.float16),
         columns=columns,
         near=jnp.stack([decay.coarse, decay.fine, length_factor.reshape(decay.fine.shape)], 2).reshape(
             *log_decay.shape[:2], 3, -1
@@ -145,18 +150,14 @@ class _Decay:
     """Sums of log_decay within each block of [B, K, n, C], none of them a difference of large numbers.
 
     after: over the keys behind each key. total: over the block.
-    coarse + fine: up to and including each position. The coarse parts are multiples of a power of two so large that
-    no sum of them is rounded, so that the difference of two such sums is right to its own rounding.
+    coarse + fine: up to and including each position, as `numerics.running_sums`.
     """
 
     def __init__(self, log_decay):
         behind = jnp.pad(log_decay[..., 1:], [(0, 0)] * 3 + [(0, 1)])
         self.after = jnp.cumsum(behind[..., ::-1], -1)[..., ::-1]
         self.total = log_decay.sum(-1)
-        largest = log_decay.shape[-1] * -_FORGET
-        grid = 2.0 ** (int(np.ceil(np.log2(largest))) - np.finfo(np.float32).nmant - 1)
-        coarse = jnp.round(log_decay / grid) * grid
-        self.coarse, self.fine = jnp.cumsum(coarse, -1), jnp.cumsum(log_decay - coarse, -1)
+        self.coarse, self.fine = numerics.running_sums(log_decay, -_FORGET)
 
 
 def _units(far_value, decay, block):
@@ -166,7 +167,7 @@ def _units(far_value, decay, block):
     """
     largest = jnp.abs(far_value).reshape(len(far_value), -1, block, *far_value.shape[2:]).max((2, 4))
     largest = jnp.moveaxis(largest, 1, 2)
-    own = jnp.where(largest > 0, _exponent(largest), _NOTHING)
+    own = jnp.where(largest > 0, numerics.exponent(largest), _NOTHING)
     decayed = jnp.cumsum(decay.total, -1) / np.float32(np.log(2))
     before = jax.lax.cummax(own - decayed, axis=own.ndim - 1) + decayed
     return jnp.maximum(own, jnp.ceil(before).astype(jnp.int32) - _SLACK_BITS)
@@ -185,27 +186,10 @@ def _exp(log_decay):
 
 def _unit_length(x):
     """x times the power of two that brings its length into (1/4, 1), and the exponent taken out."""
-    largest = _exponent(jnp.abs(x).max(-1))
-    x = scaled(x, -largest[..., None])
-    exponent = _exponent(jnp.sqrt((x * x).sum(-1)))
-    return scaled(x, -exponent[..., None]), largest + exponent
-
-
-def _exponent(x):
-    """e with x in [2^(e-1), 2^e); 0 for 0."""
-    return jnp.frexp(x)[1]
-
-
-def _power_of_two(exponent):
-    """2^exponent as a float32, exactly; the nearest normal number where it is none."""
-    return jax.lax.bitcast_convert_type((jnp.clip(exponent, -126, 127) + 127) << 23, jnp.float32)
-
-
-def scaled(x, exponent):
-    """x 2^exponent; exact but where it leaves the normal numbers."""
-    half = jnp.clip(jnp.asarray(exponent, jnp.int32), -252, 252) // 2
-    rest = jnp.clip(jnp.asarray(exponent, jnp.int32), -252, 252) - half
-    return x * _power_of_two(half) * _power_of_two(rest)
+    largest = numerics.exponent(jnp.abs(x).max(-1))
+    x = numerics.scaled(x, -largest[..., None])
+    exponent = numerics.exponent(jnp.sqrt((x * x).sum(-1)))
+    return numerics.scaled(x, -exponent[..., None]), largest + exponent
 
 
 def _pad(x, front, back, width):

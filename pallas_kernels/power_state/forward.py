@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import prepare as preparation
@@ -69,32 +70,18 @@ def power_state(
         log_decay = jnp.zeros(key.shape[:3], jnp.float32)
     if folds is None:
         folds = jnp.broadcast_to(jnp.arange(time) < time - window, (batch, time))
+    options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
     if power == 4:
-        options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
         return quartic.power_state(query, key, value, log_decay, folds, initial_state, **options)
-    width, value_width = configs.filled(head_dim, value_dim)
-    layout = layouts.Layout(width)
-    query, key = (_fill(x, width) for x in (query, key))
-    value = _fill(value, value_width)
-    if initial_state is None:
-        start = jnp.zeros((batch * kv_heads, layouts.TILE, value_width, layout.width), jnp.float32)
-        start_size = jnp.zeros(batch * kv_heads, jnp.float32)
-        start_norm = jnp.zeros((batch * kv_heads, width, width), jnp.float32)
-    else:
-        kv, norm = (x.reshape(batch * kv_heads, *x.shape[2:]) for x in initial_state)
-        start = layouts.from_canonical(_fill(kv, value_width), layout, head_dim)
-        start_size = jnp.abs(start).max((1, 2, 3))
-        start_norm = layouts.norm_from_canonical(norm, head_dim)
-        start_norm = jnp.pad(start_norm, [(0, 0)] + [(0, width - head_dim)] * 2)
-
     operand, terms = configs.operands(state_dtype)
+    layout, start, start_norm = _start(initial_state, key, value)
     arrays = preparation.prepare(
-        query,
-        key,
-        value,
+        _fill(query, layout.head_dim),
+        _fill(key, layout.head_dim),
+        _fill(value, start.shape[2]),
         log_decay,
         folds,
-        start_size,
+        jnp.abs(start).max((1, 2, 3)),
         start_norm,
         layout=layout,
         chunk=chunk,
@@ -112,12 +99,9 @@ def power_state(
         arrays.decay,
         arrays.scale,
         layout=layout,
-        config=config,
-        chunk=chunk,
-        window=window,
-        interpret=interpret,
+        **options,
     )
-    out = jnp.swapaxes(out.reshape(batch, heads, -1, value_width)[:, :, :time, :value_dim], 1, 2)
+    out = jnp.swapaxes(out.reshape(batch, heads, *out.shape[1:])[:, :, :time, :value_dim], 1, 2)
     denominator = jnp.swapaxes(denominator.reshape(batch, heads, -1)[:, :, :time], 1, 2)
     unscale = jnp.exp2(arrays.shift[:, -1].astype(jnp.float32))
     kv = layouts.to_canonical(final[:, :, :value_dim], layout, head_dim) * unscale[:, None, None]
@@ -125,11 +109,25 @@ def power_state(
     return out, denominator, (kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1))
 
 
+def _start(initial_state, key, value):
+    """The layout of features, and the initial state in it: [H, 16, E, P] and Z [H, D, D], sizes filled up."""
+    batch, _, kv_heads, head_dim = key.shape
+    width, value_width = configs.filled(head_dim, value.shape[-1])
+    layout, heads = layouts.Layout(width), batch * kv_heads
+    if initial_state is None:
+        start = jnp.zeros((heads, layouts.TILE, value_width, layout.width), jnp.float32)
+        return layout, start, jnp.zeros((heads, width, width), jnp.float32)
+    kv, norm = (x.reshape(heads, *x.shape[2:]) for x in initial_state)
+    start = layouts.from_canonical(_fill(kv, value_width), layout, head_dim)
+    norm = layouts.norm_from_canonical(norm, head_dim)
+    return layout, start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
+
+
 def _states(arrays, start, layout, config, chunk, terms, interpret):
     """The state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], both divided by 2^shift."""
     blocks = len(start) * update_kernel.blocks(layout, config, start.shape[2])
     count = configs.segments(blocks=blocks, chunks=arrays.carry.shape[1])
-    start = preparation.scaled(start, -arrays.shift[:, :1, None, None])
+    start = numerics.scaled(start, -arrays.shift[:, :1, None, None])
     start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
     initial = jnp.zeros((len(start), count, *start.shape[1:]), jnp.float32).at[:, 0].set(start)
     states, finals = update_kernel.update(

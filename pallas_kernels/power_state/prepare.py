@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["Prepared", "Scaled", "norms", "prepare", "scale_all", "scaled", "time_last"]
+__all__ = ["Prepared", "Scaled", "norms", "prepare", "scale_all", "time_last"]
 
 _LOG2E = float(np.log2(np.e))
 # Below this, exp counts as zero: the logarithm of the smallest normal float32.
@@ -86,7 +87,7 @@ def prepare(
         scale=base.scale,
         shift=base.shift,
         log2_carry=base.log2_carry,
-        norm=norms(base.log2_carry, new, scaled(start_norm, -base.shift[:, :1, None])),
+        norm=norms(base.log2_carry, new, numerics.scaled(start_norm, -base.shift[:, :1, None])),
     )
 
 
@@ -95,7 +96,7 @@ def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, 
     heads = key.shape[2]
     extra = -query.shape[1] % chunk
     query = _pad(_heads_first(query), 0, extra)
-    query = scaled(query, -_exponent(query))
+    query = numerics.scaled(query, -_exponent(query))
     key, value = (_pad(_heads_first(x), window, extra) for x in (key, value))
     log_decay = _pad(_heads_first(log_decay.astype(jnp.float32)), window, extra)
     folds = _pad(jnp.repeat(folds, heads, 0), window, extra)
@@ -103,7 +104,7 @@ def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, 
     seen = np.arange(chunks)[:, None] * chunk + np.arange(window + chunk)
     block = jnp.where(log_decay < _FLOOR, _FORGET, log_decay)[:, seen] * _LOG2E
 
-    coarse, fine = _split(block)
+    coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
     folded = folds[:, seen[:, :chunk]]
     block = jnp.where(folded, block[..., :chunk], 0)
     carry = block.sum(-1)
@@ -112,7 +113,7 @@ def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, 
 
     old_key, old_value = (x[:, seen[:, :chunk]].astype(jnp.float32) for x in (key, value))
     exponent = _exponent(old_key)
-    old_key = scaled(old_key, -exponent)
+    old_key = numerics.scaled(old_key, -exponent)
     strength = jnp.where(
         folded & (to_state >= _FLOOR * _LOG2E), to_state + power * exponent[..., 0], _NOTHING
     )
@@ -192,14 +193,6 @@ def _between(log2_carry):
     return jnp.where(row >= column, jnp.cumsum(jnp.where(row > column, steps, 0), -2), _NOTHING)
 
 
-def _split(log_decay):
-    """Running sums along the last axis as a part that no order of adding rounds, and the rest."""
-    bits = int(np.ceil(np.log2(log_decay.shape[-1] * -_FORGET * _LOG2E)))
-    grid = 2.0 ** (bits - np.finfo(np.float32).nmant - 1)
-    coarse = jnp.round(log_decay / grid) * grid
-    return jnp.cumsum(coarse, -1), jnp.cumsum(log_decay - coarse, -1)
-
-
 def _scale(log2_decay, shift):
     """From the states before chunks to their queries, whose decays [H, n, C] may count as zero."""
     return jnp.where(log2_decay < _FLOOR * _LOG2E, 0, jnp.exp2(log2_decay + shift[..., None]))
@@ -213,13 +206,7 @@ def _log2_sum(x):
 
 def _exponent(x):
     """The power of two, int32 [..., 1], that divides x [..., D] to a largest entry in [1/2, 1)."""
-    return jnp.frexp(jnp.abs(x.astype(jnp.float32)).max(-1, keepdims=True))[1]
-
-
-def scaled(x, exponent):
-    """x 2^exponent, rounded to x's type, in two factors, since one alone may not be a normal number."""
-    half = exponent // 2
-    return jnp.ldexp(jnp.ldexp(x.astype(jnp.float32), half), exponent - half).astype(x.dtype)
+    return numerics.exponent(jnp.abs(x).max(-1, keepdims=True))
 
 
 def _heads_first(x):

@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import quartic_layout as layouts
@@ -99,7 +100,7 @@ def _states(vector, scalars, base, start, layout, config, chunk, interpret):
     heads, chunks = base.carry.shape
     count = configs.segments(blocks=heads * len(layout.units), chunks=chunks)
     initial = jnp.zeros((heads, count, *start.shape[1:]), jnp.float32)
-    initial = initial.at[:, 0].set(preparation.scaled(start, -base.shift[:, :1, None, None]))
+    initial = initial.at[:, 0].set(numerics.scaled(start, -base.shift[:, :1, None, None]))
     value = preparation.time_last((base.old_value * base.strength).astype(vector.dtype))
     # A row of a stack for each value; repeated here, since a program holds its constants.
     weights = jnp.repeat(jnp.asarray(layout.weights) / 2**layouts.WEIGHT_BITS, layout.value_dim, 1)
@@ -135,7 +136,7 @@ def _norms(vector, base, start):
     y = vector.reshape(*vector.shape[:2], *strength.shape[1:])
     weighted = (y * relative[:, None]).astype(vector.dtype)
     new = jnp.einsum("hanc,hbnc->hnab", weighted, y, preferred_element_type=jnp.float32)
-    start = preparation.scaled(start, -base.shift[:, :1, None])
+    start = numerics.scaled(start, -base.shift[:, :1, None])
     return preparation.norms(base.log2_carry, new * peak[..., None], start)
 
 

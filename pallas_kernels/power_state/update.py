@@ -10,6 +10,7 @@ stores the state as it is, the one that the chunk's queries read; then the state
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,35 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interp
     )(key, value, carry, initial)
 
 
+class _Place(NamedTuple):
+    """What a block owns: groups from `group` on of a section of features, and 64 of the values, of a head.
+
+    chunk, chunk_count: the chunks that it walks, the first and how many.
+    """
+
+    head: jax.Array
+    segment: jax.Array
+    values: jax.Array
+    section: jax.Array
+    group: jax.Array
+    chunk: jax.Array
+    chunk_count: jax.Array
+
+    @classmethod
+    def of_block(cls, config, chunks, segments):
+        """That of the block that runs this."""
+        segment, each = lax.axis_index("segment"), -(-chunks // segments)
+        return cls(
+            head=lax.axis_index("head"),
+            segment=segment,
+            values=lax.axis_index("values"),
+            section=lax.axis_index("section"),
+            group=lax.axis_index("group") * config.update_scalars,
+            chunk=segment * each,
+            chunk_count=jnp.minimum(chunks - segment * each, each),
+        )
+
+
 def _body(
     key,
     value,
@@ -100,71 +130,43 @@ def _body(
     interpreted=None,
     **smem,
 ):
-    head, segment = lax.axis_index("head"), lax.axis_index("segment")
-    values, section = lax.axis_index("values"), lax.axis_index("section")
-    first_group = lax.axis_index("group") * config.update_scalars
-    warpgroup = lax.axis_index("warpgroup")
-    stages, blocks = config.update_stages, chunk // _BLOCK
-    per_segment = -(-chunks // segments)
-    first_chunk = segment * per_segment
-    count = jnp.minimum(chunks - first_chunk, per_segment)
-
+    place = _Place.of_block(config, chunks, segments)
+    warpgroup, blocks = lax.axis_index("warpgroup"), chunk // _BLOCK
     # Of 168 each at launch. Two terms have more to copy to, and smaller accumulators.
     give, take = (24, 240) if terms == 1 else (40, 232)
 
     @pl.when(warpgroup == _CONSUMERS)
     def _produce():
         plgpu.set_max_registers(give, action="decrease")
-
-        def copy(step, slot):
-            tokens = pl.ds(first_chunk * chunk + step * _BLOCK, _BLOCK)
-            full = smem["full"].at[slot]
-            first_row = section * layouts.TILE
-            rows = pl.ds(first_row, layout.section_rows)
-            plgpu.copy_gmem_to_smem(key.at[head, rows, tokens], smem["key_smem"].at[slot], full)
-            rows = pl.ds(values * _BLOCK, _BLOCK)
-            plgpu.copy_gmem_to_smem(value.at[head, rows, tokens], smem["value_smem"].at[slot], full)
-            for tile, window in enumerate(layout.section):
-                rows = pl.ds(first_row + window.begin + first_group, config.update_scalars)
-                plgpu.copy_gmem_to_smem(key.at[head, rows, tokens], smem["scalar_smem"].at[slot, tile], full)
-
-        ring.fill(count * blocks, stages, smem["free"], copy)
+        copy = functools.partial(_copy_tokens, key, value, smem, place, place.chunk * chunk, layout, config)
+        ring.fill(place.chunk_count * blocks, config.update_stages, smem["free"], copy)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _consume():
         plgpu.set_max_registers(take, action="increase")
         mine = config.update_scalars // _CONSUMERS
-        store_smem = smem["store_smem"].at[warpgroup]
+        groups = [place.group + warpgroup * mine + n for n in range(mine)]
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
-        rows = pl.ds(values * _BLOCK, _BLOCK)
-        columns = pl.ds(section * layout.section_width, layout.section_width)
-
-        def store(acc, chunk, group):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _store_terms(acc, store_smem)
-            plgpu.commit_smem()
-            for term in range(terms):
-                rows = pl.ds((term * (value.shape[1] // _BLOCK) + values) * _BLOCK, _BLOCK)
-                plgpu.copy_smem_to_gmem(store_smem.at[term], states.at[head, chunk, group, rows, columns])
+        of_values = pl.ds(place.values * _BLOCK, _BLOCK)
+        store = functools.partial(_store, smem["store_smem"].at[warpgroup], states, place, layout, terms)
 
         def walk(*accumulators):
-            groups = [first_group + warpgroup * mine + n for n in range(mine)]
             for group, acc in zip(groups, accumulators):
-                start = initial.at[head, segment, group, section, rows]
+                start = initial.at[place.head, place.segment, group, place.section, of_values]
                 acc[...] = plgpu.load(start, layout=plgpu.Layout.WGMMA, optimized=False)
 
-            @pl.loop(jnp.int32(0), count)
+            @pl.loop(jnp.int32(0), place.chunk_count)
             def _chunk(index):
                 for group, acc in zip(groups, accumulators):
-                    store(acc, first_chunk + index, group)
+                    store(acc, place.chunk + index, group)
 
-                decay = carry[head, first_chunk + index]
+                decay = carry[place.head, place.chunk + index]
                 for acc in accumulators:
                     acc[...] = acc[...] * decay
 
                 @pl.loop(jnp.int32(0), jnp.int32(blocks))
                 def _block(block):
-                    slot = ring.slot_of(index * blocks + block, stages)
+                    slot = ring.slot_of(index * blocks + block, config.update_stages)
                     plgpu.barrier_wait(smem["full"].at[slot])
                     _accumulate_block(
                         accumulators,
@@ -177,10 +179,35 @@ def _body(
                     plgpu.barrier_arrive(smem["free"].at[slot])
 
             for group, acc in zip(groups, accumulators):
-                final[head, segment, group, section, rows] = acc[...]
+                final[place.head, place.segment, group, place.section, of_values] = acc[...]
             plgpu.wait_smem_to_gmem(0)
 
         products.with_accumulators(walk, [(_BLOCK, layout.section_width)] * mine, held)
+
+
+def _copy_tokens(key, value, smem, place, first_token, layout, config, step, slot):
+    """Keys of the section, values, and the scalars of every tile, for 64 tokens."""
+    tokens, full = pl.ds(first_token + step * _BLOCK, _BLOCK), smem["full"].at[slot]
+    first_row = place.section * layouts.TILE
+    rows = pl.ds(first_row, layout.section_rows)
+    plgpu.copy_gmem_to_smem(key.at[place.head, rows, tokens], smem["key_smem"].at[slot], full)
+    rows = pl.ds(place.values * _BLOCK, _BLOCK)
+    plgpu.copy_gmem_to_smem(value.at[place.head, rows, tokens], smem["value_smem"].at[slot], full)
+    for tile, window in enumerate(layout.section):
+        rows = pl.ds(first_row + window.begin + place.group, config.update_scalars)
+        plgpu.copy_gmem_to_smem(key.at[place.head, rows, tokens], smem["scalar_smem"].at[slot, tile], full)
+
+
+def _store(store_smem, states, place, layout, terms, acc, chunk, group):
+    """Writes an accumulator where the queries of a chunk read it."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    _store_terms(acc, store_smem)
+    plgpu.commit_smem()
+    columns = pl.ds(place.section * layout.section_width, layout.section_width)
+    value_blocks = states.shape[3] // (terms * _BLOCK)
+    for term in range(terms):
+        rows = pl.ds((term * value_blocks + place.values) * _BLOCK, _BLOCK)
+        plgpu.copy_smem_to_gmem(store_smem.at[term], states.at[place.head, chunk, group, rows, columns])
 
 
 def _store_terms(acc, store_smem):

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import numerics
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
 from sympow_jax.ops._power import costs, target, xla
@@ -66,7 +67,7 @@ def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
         out = means.mean(numerator, denominator[..., None], -1)
         # The plain form's queries are of unit scale.
         exponent -= power * xla.unit_exponent(arrays["query"])
-        return {"out": out, "denominator": _scaled(denominator, exponent)}
+        return {"out": out, "denominator": numerics.scaled(denominator, exponent)}
 
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
     results = per_device(compute, arrays, ("out", "denominator"))
@@ -218,9 +219,3 @@ def _dividing(size, names, mesh):
         size //= mesh.shape[name]
         taken.append(name)
     return tuple(taken) or None
-
-
-def _scaled(x, exponent):
-    """x 2^exponent in two factors, since one alone may not be a normal number."""
-    half = exponent // 2
-    return jnp.ldexp(jnp.ldexp(x, half), exponent - half)
