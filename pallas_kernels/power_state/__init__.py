@@ -1,6 +1,6 @@
 """Power attention through states: the chunked recurrence for Hopper GPUs, forward."""
 
-from pallas_kernels.power_state.config import choose, default_chunk
+from pallas_kernels.power_state.config import choose, chunk_for
 from pallas_kernels.power_state.forward import power_state
 
-__all__ = ["choose", "default_chunk", "power_state"]
+__all__ = ["choose", "chunk_for", "power_state"]

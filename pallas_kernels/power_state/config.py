@@ -12,7 +12,7 @@ __all__ = [
     "MULTIPROCESSORS",
     "Config",
     "choose",
-    "default_chunk",
+    "chunk_for",
     "filled",
     "operands",
     "segments",
@@ -144,14 +144,19 @@ def operands(state_dtype) -> tuple[jnp.dtype, int]:
     return (jnp.dtype(jnp.float16), 2) if state_dtype == jnp.float32 else (jnp.dtype(state_dtype), 1)
 
 
-def default_chunk(*, power: int, head_dim: int) -> int:
-    """A chunk whose rows divide among all warpgroups, long enough for its exact part to cost about half its state's.
+def chunk_for(*, power: int, head_dim: int, time: int) -> int:
+    """A chunk for rows of that length whose own rows divide among all warpgroups, if they are not very few.
 
-    At p = 4, about where writing and reading the states takes as long as the keys of the chunk do.
+    Long enough for its exact part to cost about half its state's; at p = 4, about where writing and reading the states
+    takes as long as the keys of the chunk do.
     """
     if power == 4:
-        return 960 if head_dim <= 16 else 3072
-    return next(chunk for size, chunk in ((32, 384), (64, 768), (128, 1024)) if head_dim <= size)
+        longest = 960 if head_dim <= 16 else 3072
+    else:
+        longest = next(chunk for size, chunk in ((32, 384), (64, 768), (128, 1024)) if head_dim <= size)
+    warpgroups = 1 if time <= 6 * BLOCK else 2 if head_dim > 64 else 3
+    step = warpgroups * BLOCK
+    return min(longest, -(-time // step) * step)
 
 
 def segments(*, blocks: int, chunks: int) -> int:

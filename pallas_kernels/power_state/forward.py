@@ -24,7 +24,7 @@ def power_state(
     log_decay: jax.Array | None = None,
     folds: jax.Array | None = None,
     initial_state: tuple[jax.Array, jax.Array] | None = None,
-    chunk: int = 576,
+    chunk: int | None = None,
     window: int = 64,
     state_dtype=jnp.float16,
     interpret=None,
@@ -42,7 +42,8 @@ def power_state(
         of a row may be excluded. None excludes the last `window`.
     initial_state: float32 kv [B, K, F, E] and norm [B, K, F], the features phi of positions before the first: in
         canonical order, non-decreasing indices lexicographically, with phi(q) . phi(k) = (q . k)^p. None is zero.
-    chunk: positions between states. window: positions before each chunk that its queries see exactly.
+    chunk: positions between states; None is `chunk_for` T. window: positions before each chunk that its queries see
+        exactly.
     state_dtype: what states between chunks are stored in, and operands of the products with them rounded to: float16,
         with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in each entry.
         float32 is stored as the sum of two float16, with an error of 2^-22 at most, for twice the bytes and products.
@@ -57,6 +58,7 @@ def power_state(
     """
     batch, time, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
+    chunk = chunk or configs.chunk_for(power=power, head_dim=head_dim, time=time)
     config = configs.choose(
         power=power,
         head_dim=head_dim,

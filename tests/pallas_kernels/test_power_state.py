@@ -191,13 +191,10 @@ def test_on_a_gpu(head_dim, value_dim, time, state_dtype, seed):
     brief = {
         name: x.astype(jnp.float32 if name == "log_decay" else jnp.bfloat16) for name, x in exact.items()
     }
-    chunk = power_state.default_chunk(power=2, head_dim=head_dim)
     plain_form = functools.partial(ops.power_attention, form="chunked", implementation="xla")
     expected = jax.jit(plain_form)(**exact)
     kernels = jax.jit(
-        functools.partial(
-            power_state.power_state, power=2, chunk=chunk, window=64, state_dtype=jnp.dtype(state_dtype)
-        )
+        functools.partial(power_state.power_state, power=2, window=64, state_dtype=jnp.dtype(state_dtype))
     )
     first = kernels(**brief)
     # The result is rounded to bfloat16, which costs 1.6e-3.

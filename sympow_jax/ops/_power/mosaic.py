@@ -34,7 +34,8 @@ def require_supported(query, value, *, form, power, window, chunk_size, stateles
             )
         attention_kernel.choose(**sizes, power=power, dtype=query.dtype)
     elif form == "chunked":
-        chunk = chunk_size or state_kernel.default_chunk(head_dim=sizes["head_dim"], power=power)
+        head_dim, time = sizes["head_dim"], query.shape[1]
+        chunk = chunk_size or state_kernel.chunk_for(head_dim=head_dim, power=power, time=time)
         state_kernel.choose(
             **sizes, power=power, dtype=query.dtype, chunk=chunk, window=window, state_dtype=jnp.float16
         )
@@ -97,16 +98,19 @@ def _attention_bwd(power, interpret, residuals, dout):
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def chunked(query, key, value, *, power, chunk, **arguments):
+def chunked(query, key, value, *, power, state, window, chunk, **arguments):
     """The chunked form; arguments as in `xla.chunked`. `chunk` None is what the kernels do best."""
-    chunk = chunk or state_kernel.default_chunk(head_dim=query.shape[-1], power=power)
+    length = query.shape[1] + (0 if state is None else 2 * window)
+    if chunk is None:
+        chunk = state_kernel.chunk_for(head_dim=query.shape[-1], power=power, time=length)
+    else:
+        chunk = min(chunk, -(-length // _BLOCK) * _BLOCK)
     core = functools.partial(_core, dtype=query.dtype)
-    return xla.chunked(query, key, value, power=power, chunk=chunk, core=core, **arguments)
+    arguments |= {"power": power, "state": state, "window": window, "chunk": chunk}
+    return xla.chunked(query, key, value, core=core, **arguments)
 
 
 def _core(settings, rows, return_state, *, dtype):
-    length = rows.query.shape[1]
-    settings = settings._replace(chunk=min(settings.chunk, -(-length // _BLOCK) * _BLOCK))
     # The window of a state holds float32, of inputs of 16 bits.
     rows = rows._replace(**{name: getattr(rows, name).astype(dtype) for name in ("query", "key", "value")})
     out, kv, norm = _chunked(settings, target.interpret(), rows)

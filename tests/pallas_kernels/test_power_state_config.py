@@ -1,0 +1,25 @@
+"""Chunks that suit the state kernels."""
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import power_state
+
+
+@pytest.mark.parametrize(("power", "size"), [(2, 16), (2, 64), (2, 80), (2, 128), (4, 16), (4, 32)])
+@pytest.mark.parametrize("time", [1, 64, 385, 700, 4096, 1_000_000])
+def test_a_chunk_for_any_row_is_one_that_the_kernels_take(power, size, time):
+    """Short rows are one chunk; long ones have one that two warpgroups and more divide."""
+    chunk = power_state.chunk_for(power=power, head_dim=size, time=time)
+    config = power_state.choose(
+        power=power,
+        head_dim=size,
+        value_dim=size,
+        dtype=jnp.bfloat16,
+        chunk=chunk,
+        window=64,
+        state_dtype=jnp.float16,
+    )
+    assert chunk % (64 * config.query_blocks) == 0
+    assert time <= chunk < time + 192 or chunk >= 384
+    assert config.query_blocks >= 2 or time <= 384
