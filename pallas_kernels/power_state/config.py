@@ -25,6 +25,8 @@ MULTIPROCESSORS = 132
 # Sizes of heads and values that the kernels have; others are filled up with zeros.
 _HEAD_SIZES = (32, 64, 128)
 _VALUE_SIZES = (64, 128)
+# Blocks of 64 that one copy of TMA takes.
+_COPIED = 256
 # Shared memory of one thread block on Hopper, less what barriers and alignment take.
 _SHARED_BYTES = 227 * 1024 - 4096
 
@@ -57,14 +59,11 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
         f"power 2 or 4, not {power}": power == 2,
         f"head_dim at most {_HEAD_SIZES[-1]}, not {head_dim}": head_dim <= _HEAD_SIZES[-1],
         f"value_dim at most {_VALUE_SIZES[-1]}, not {value_dim}": value_dim <= _VALUE_SIZES[-1],
-        f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
         f"states of float16, bfloat16 or float32, not {jnp.dtype(state_dtype).name}": (
             state_dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
         ),
-        f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
-        f"a window that is a multiple of {BLOCK}, not {window}": window >= 0 and window % BLOCK == 0,
     }
-    _require(supported)
+    _require(supported | _needs_of_rows(dtype, chunk, window))
     head_dim, value_dim = filled(head_dim, value_dim)
     layout = layouts.Layout(head_dim)
     # Three warpgroups have 160 registers a thread, too few for more than 64 values or for the features of D = 128.
@@ -95,11 +94,9 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
         {
             f"head_dim at most {sizes[-1]} at power 4, not {head_dim}": head_dim <= sizes[-1],
             f"value_dim at most {sizes[-1]} at power 4, not {value_dim}": value_dim <= sizes[-1],
-            f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
             f"states of float16 at power 4, not {jnp.dtype(state_dtype).name}": state_dtype == jnp.float16,
-            f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
-            f"a window that is a multiple of {BLOCK}, not {window}": window >= 0 and window % BLOCK == 0,
         }
+        | _needs_of_rows(dtype, chunk, window)
     )
     layout = quartic_layout.layout_for(head_dim, value_dim)
     blocks = next(count for count in (3, 2, 1) if chunk % (count * BLOCK) == 0)
@@ -115,6 +112,17 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
         key_stages=2,
         parts=1,
     )
+
+
+def _needs_of_rows(dtype, chunk, window):
+    return {
+        f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
+        f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
+        f"a window that is a multiple of {BLOCK}, not {window}": window >= 0 and window % BLOCK == 0,
+        f"at most {_COPIED * BLOCK} positions in a chunk and its window, not {chunk + window}": (
+            chunk + window <= _COPIED * BLOCK
+        ),
+    }
 
 
 def _stages(fitting, most, chunk):

@@ -23,3 +23,17 @@ def test_a_chunk_for_any_row_is_one_that_the_kernels_take(power, size, time):
     assert chunk % (64 * config.query_blocks) == 0
     assert time <= chunk < time + 192 or chunk >= 384
     assert config.query_blocks >= 2 or time <= 384
+
+
+@pytest.mark.parametrize(
+    ("power", "size", "chunk", "message"),
+    [
+        (2, 64, 16_384, "need at most 16384 positions .* not 16448"),
+        (4, 16, 16_384, "need at most 16384 positions .* not 16448"),
+        (2, 64, 15_360, "need a chunk shorter than 15360, for shared memory"),
+    ],
+)
+def test_chunks_that_are_too_long_are_refused(power, size, chunk, message):
+    sizes = {"power": power, "head_dim": size, "value_dim": size, "chunk": chunk, "window": 64}
+    with pytest.raises(NotImplementedError, match=message):
+        power_state.choose(**sizes, dtype=jnp.bfloat16, state_dtype=jnp.float16)
