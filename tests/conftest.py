@@ -2,7 +2,13 @@
 
 import os
 
-# The suite compiles hundreds of small programs and runs each once: LLVM's costly passes are not worth their time here.
-os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
-)
+
+def pytest_configure(config):
+    """Compiles in haste, but for tests at real sizes, which run at XLA's default as users do."""
+    chosen = config.getoption("markexpr")
+    if any(mark in chosen and f"not {mark}" not in chosen for mark in ("slow", "gpu")):
+        return
+    # The suite compiles hundreds of small programs and runs each once: LLVM's costly passes are not worth their time.
+    os.environ.setdefault(
+        "XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+    )

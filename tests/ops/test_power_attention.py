@@ -1,6 +1,7 @@
 """One suite for every implementation and form of power attention, against the reference in float64."""
 
 import functools
+import os
 
 import jax
 import jax.numpy as jnp
@@ -46,11 +47,11 @@ FULL = cases.pairwise(
 )
 
 
-# Each program runs once: LLVM's optimisations would take longer than they save.
+# Each program runs once: LLVM's optimisations would take longer than they save, but where conftest keeps them.
 @functools.partial(
     jax.jit,
     static_argnames=("implementation", "form", "power", "window", "chunk_size"),
-    compiler_options={"xla_backend_optimization_level": 0},
+    compiler_options={"xla_backend_optimization_level": 0} if "XLA_FLAGS" in os.environ else None,
 )
 def outputs_and_gradients(drawn, *, implementation, form, power, window=64, chunk_size=None):
     """The output and its gradients, those of arguments that are None left out."""
