@@ -11,12 +11,16 @@ from tests.pallas_kernels import h100
 # Latency of the last wgmma of each product, of barriers and of row sums, per step; a guess, not a measurement.
 WAITING_CYCLES = 250
 
+WIDTHS = (16, 32, 64, 96, 128)
 # Power, head size, value size, dtype.
 CASES = [
     f"p{power}-d{head_dim}-e{value_dim}-bfloat16"
     for power in (2, 4)
     for head_dim, value_dim in ((16, 16), (32, 32), (64, 64), (128, 128), (64, 128))
 ] + ["p6-d64-e64-bfloat16", "p8-d128-e128-bfloat16", "p2-d64-e64-float16", "p2-d80-e40-bfloat16"]
+
+# All widths that the kernel has, at its highest power.
+RARE = [f"p16-d{head_dim}-e{value_dim}-bfloat16" for head_dim in WIDTHS for value_dim in WIDTHS]
 
 
 def build(case: str):

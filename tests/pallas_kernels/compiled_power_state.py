@@ -37,6 +37,14 @@ CASES = [
     "query-d128-e64-c1024-float32",
     "query-d128-e128-c1024-float32",
 ]
+# Every size, type of states and number of warpgroups that there is.
+_STATES = [f"-{dtype}" for dtype in ("float16", "bfloat16", "float32")]
+_SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (32, 64, 128) for value_dim in (64, 128)]
+RARE = [f"update-{size}{states}" for size in _SIZES for states in _STATES]
+RARE += [
+    f"query-{size}-c{chunk}{states}" for size in _SIZES for chunk in (64, 128, 384) for states in _STATES
+]
+RARE = sorted(set(RARE) - set(CASES))
 HEADS, GROUP, CHUNKS, SEGMENTS, WINDOW = 2, 2, 4, 2, 64
 # What times are predicted for: batch 1.
 PREDICTED_HEADS, PREDICTED_TIME = 8, 65_536

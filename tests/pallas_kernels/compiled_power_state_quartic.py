@@ -23,6 +23,9 @@ CASES = [
     "query-d32-e32-c4096",
     "query-d32-e32-c64",
 ]
+_SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (16, 32) for value_dim in (16, 32)]
+RARE = [f"update-{size}-c960" for size in _SIZES]
+RARE += [f"query-{size}-c{chunk}" for size in _SIZES for chunk in (64, 128, 192)]
 _HEADS, _GROUP, _CHUNKS, _SEGMENTS, _WINDOW = 2, 2, 4, 2, 64
 # What a prediction is for: 65,536 tokens of 8 heads.
 _TOKENS = 8 * 65_536

@@ -19,6 +19,7 @@ CASES = [
     "read-p2-d64-b1-k1-g16",
     *(f"fold-p{p}-d{d}-b64-k8-g1" for p, d in ((2, 32), (2, 64), (2, 128), (4, 16))),
 ]
+RARE = [f"{kernel}-p2-d{d}-b4-k8-g{g}" for kernel in ("read", "fold") for d in (8, 40, 96) for g in (1, 4)]
 _WINDOW = 64
 # Entries of the batch that one call of the fold is given.
 _FOLDED = 4

@@ -5,9 +5,9 @@ Each compilation runs in a process of its own, since LLVM may end it:
     python -m tests.pallas_kernels.h100 report power_attention p2-d64-e64-bfloat16
     python -m tests.pallas_kernels.h100 table
 
-A module `compiled_KERNEL` has CASES, by name; build(case), a function of one kernel and the shapes it is compiled for;
-and predict(case, kernel), its main loops and the time that it should take. Needs the packages of the dependency
-group `h100`.
+A module `compiled_KERNEL` has CASES, by name, and RARE ones, which the table leaves out; build(case), a function of
+one kernel and the shapes it is compiled for; and predict(case, kernel), its main loops and the time that it should
+take. Needs the packages of the dependency group `h100`.
 """
 
 import dataclasses

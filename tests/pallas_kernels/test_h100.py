@@ -14,9 +14,17 @@ pytestmark = [
 WITHOUT_PRODUCTS = ("power_step",)
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), [(name, case) for name in h100.KERNELS for case in h100.compiled(name).CASES]
-)
+def cases_of(kind, *marks):
+    """Every kernel with every case of a kind."""
+    modules = {name: h100.compiled(name) for name in h100.KERNELS}
+    return [
+        pytest.param(name, case, marks=marks)
+        for name, module in modules.items()
+        for case in getattr(module, kind)
+    ]
+
+
+@pytest.mark.parametrize(("name", "case"), [*cases_of("CASES"), *cases_of("RARE", pytest.mark.slow)])
 def test_compiled(name, case):
     """Kernels that spill nothing and, but for the step, run wgmma asynchronously on what TMA loads."""
     kernels = h100.report(name, case)

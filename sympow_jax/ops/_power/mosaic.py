@@ -57,8 +57,9 @@ def _attention(power, interpret, *arguments):
 
 
 def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
-    """Saves the arguments, and the output and the denominators in float32: a rounded output would add to
-    the error of gradients as much as their own rounding.
+    """Saves the arguments, and the output and the denominators in float32.
+
+    A rounded output would add as much to the error of gradients as their own rounding does.
     """
 
     def compute(arrays):
@@ -200,8 +201,8 @@ def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
 
 def _spec(name, batch, head, time=None):
     """How an array of that name is divided, given the mesh axes of the batch, the heads and time."""
-    if name in ("segment_ids", "folds"):
-        return jax.sharding.PartitionSpec(batch, time)
+    if name in ("segment_ids", "folds", "rows"):
+        return jax.sharding.PartitionSpec(batch)
     if name.endswith(("kv", "norm")):
         return jax.sharding.PartitionSpec(batch, head)
     return jax.sharding.PartitionSpec(batch, time, head)

@@ -133,7 +133,7 @@ def _fold(state, tokens, rows, power, precision, *, interpret):
         "log_decay": tokens["log_decays"],
         "kv": state.kv,
         "norm": state.norm,
-        "rows": jnp.broadcast_to(rows[:, None, None], (len(rows), 1, state.norm.shape[1])),
+        "rows": rows,
     }
     compute = functools.partial(_fold_share, power=power, interpret=interpret)
     return mosaic.per_device(compute, arrays, ("kv", "norm"))
@@ -143,7 +143,7 @@ def _fold_share(arrays, *, power, interpret):
     key, value, log_decay = arrays["key"], arrays["value"], jnp.moveaxis(arrays["log_decay"], 1, 2)
     carry = decays.exp(log_decay.sum(-1))
     decay = decays.exp(decays.suffix_sums(log_decay))[..., None]
-    rows = arrays["rows"][:, 0, 0]
+    rows = arrays["rows"]
     # As many rows at once as have features that fit into the cache.
     size = max(1, min(len(rows), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
     count = rows.sum(dtype=jnp.int32)
