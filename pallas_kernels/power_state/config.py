@@ -66,11 +66,19 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
     _require(supported | _needs_of_rows(dtype, chunk, window))
     head_dim, value_dim = filled(head_dim, value_dim)
     layout = layouts.Layout(head_dim)
-    # Three warpgroups have 160 registers a thread, too few for more than 64 values or for the features of D = 128.
-    most = 3 if head_dim < 128 and value_dim == BLOCK else 2
-    if head_dim == 128 and state_dtype == jnp.float32:
-        most = 1  # of two warpgroups, 232 registers each are too few for two terms
-    blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
+    # Three warpgroups have 160 registers a thread, too few for more than 64 values or for the features of D = 128; two
+    # have 232, too few for two terms at D = 128.
+    two_terms = state_dtype == jnp.float32
+    most = (3 if value_dim == BLOCK else 2) if head_dim < 128 else 1 if two_terms else 2
+    # A chunk that is one block of rows lets the compiler unroll loops, which takes registers that these lack.
+    tight = head_dim == 128 or two_terms
+    blocks = next(
+        count
+        for count in (3, 2, 1)
+        if count <= most
+        and chunk % (count * BLOCK) == 0
+        and not (tight and count > 1 and chunk == count * BLOCK)
+    )
     parts = 1 if head_dim < 128 else 3 * value_dim // BLOCK
     rows = blocks * BLOCK * (2 * head_dim + (0 if head_dim == value_dim else value_dim))
     keys = 2 * BLOCK * (head_dim + value_dim)

@@ -42,7 +42,7 @@ _STATES = [f"-{dtype}" for dtype in ("float16", "bfloat16", "float32")]
 _SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (32, 64, 128) for value_dim in (64, 128)]
 RARE = [f"update-{size}{states}" for size in _SIZES for states in _STATES]
 RARE += [
-    f"query-{size}-c{chunk}{states}" for size in _SIZES for chunk in (64, 128, 384) for states in _STATES
+    f"query-{size}-c{chunk}{states}" for size in _SIZES for chunk in (64, 128, 192, 384) for states in _STATES
 ]
 RARE = sorted(set(RARE) - set(CASES))
 HEADS, GROUP, CHUNKS, SEGMENTS, WINDOW = 2, 2, 4, 2, 64
