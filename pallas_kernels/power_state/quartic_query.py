@@ -12,7 +12,6 @@ by the same sums without states and values. The state's share of the divisor, y_
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -60,31 +59,14 @@ def query_states(
 
     Where all weights of a row are zero, so is the output. Accumulates in float32.
     """
-    heads, time, _ = query.shape
     states = states.reshape(*states.shape[:2], -1, layout.width)
     steps = jnp.asarray(layout.steps.ravel())
-    value_dim, chunks, groups = value.shape[-1], time // chunk, query.shape[0] // key.shape[0]
-    count = config.query_blocks
     scratch = _scratch(query, vector, scalars, states, key, value, decay, layout, config)
-    if interpret is not None:
-        shapes = ((_BLOCK, value_dim), (_BLOCK, _BLOCK))
-        scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
-    body = functools.partial(_body, layout=layout, config=config, chunk=chunk, window=window, groups=groups)
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
-            jax.ShapeDtypeStruct((heads, time), jnp.float32),
-        ),
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(heads, chunks, chunk // (count * _BLOCK)),
-        grid_names=("head", "chunk", "rows"),
-        num_threads=count + 1,
-        thread_name="warpgroup",
-        kernel_name="power_state_quartic_query",
-        interpret=interpret,
-    )(query, vector, scalars, states, denominator, key, value, decay, scale, steps)
+    body = functools.partial(_body, layout=layout)
+    arrays = query, vector, scalars, states, denominator, key, value, decay, scale, steps
+    options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
+    name = "power_state_quartic_query"
+    return near.launch(body, arrays, scratch, key=key, value=value, name=name, **options)
 
 
 def _scratch(query, vector, scalars, states, key, value, decay, layout, config):

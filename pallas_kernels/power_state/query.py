@@ -25,7 +25,7 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import products, ring
 
-__all__ = ["copy_keys", "query_states", "read_keys", "store_mean"]
+__all__ = ["copy_keys", "launch", "query_states", "read_keys", "store_mean"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -46,9 +46,7 @@ def query_states(
 
     Where all weights of a row are zero, so is the output. Accumulates in float32.
     """
-    heads, time, head_dim = query.shape
-    value_dim, chunks, groups = value.shape[-1], time // chunk, query.shape[0] // key.shape[0]
-    count = config.query_blocks
+    head_dim, value_dim, count = query.shape[-1], value.shape[-1], config.query_blocks
     scratch = {
         "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
@@ -67,10 +65,24 @@ def query_states(
     }
     if value_dim != head_dim:  # else the output takes the memory of the query
         scratch["out_smem"] = products.operand((count,), _BLOCK, value_dim, value.dtype)
+    body = functools.partial(_body, layout=layout)
+    arrays = query, scalars, states, norm, key, value, decay, scale
+    options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
+    return launch(body, arrays, scratch, key=key, value=value, name="power_state_query", **options)
+
+
+def launch(body, arrays, scratch, *, key, value, config, chunk, window, name, interpret):
+    """Runs `body` for blocks of rows of every query: the means of values [HN, X, E], and sums of weights [HN, X].
+
+    arrays: what the kernel is given, the first with HN and X in front; scratch: its shared memory. A block has a
+    warpgroup for each of `query_blocks` blocks of 64 rows, and one that copies.
+    """
+    heads, time = arrays[0].shape[:2]
+    value_dim, count = value.shape[-1], config.query_blocks
     if interpret is not None:
         shapes = ((_BLOCK, value_dim), (_BLOCK, _BLOCK))
         scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
-    body = functools.partial(_body, layout=layout, config=config, chunk=chunk, window=window, groups=groups)
+    body = functools.partial(body, config=config, chunk=chunk, window=window, groups=heads // key.shape[0])
     return plgpu.kernel(
         body,
         out_type=(
@@ -79,13 +91,13 @@ def query_states(
         ),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(heads, chunks, chunk // (count * _BLOCK)),
+        grid=(heads, time // chunk, chunk // (count * _BLOCK)),
         grid_names=("head", "chunk", "rows"),
         num_threads=count + 1,
         thread_name="warpgroup",
-        kernel_name="power_state_query",
+        kernel_name=name,
         interpret=interpret,
-    )(query, scalars, states, norm, key, value, decay, scale)
+    )(*arrays)
 
 
 def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):

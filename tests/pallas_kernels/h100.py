@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 
+import pytest
+
 TARGET = pathlib.Path(__file__).with_name("h100.txtpb")
 PACKAGES = ("jax_cuda13_plugin", "nvidia.cu13", "triton.backends.nvidia")
 TIMEOUT = 200
@@ -65,6 +67,11 @@ def missing() -> list[str]:
             return False
 
     return [name for name in PACKAGES if not found(name)]
+
+
+needs_packages = pytest.mark.skipif(
+    bool(missing()), reason=f"needs {', '.join(missing())}: uv sync --group h100"
+)
 
 
 def compiled(name: str):

@@ -4,12 +4,7 @@ import pytest
 
 from tests.pallas_kernels import h100
 
-pytestmark = [
-    pytest.mark.h100,
-    pytest.mark.skipif(
-        bool(h100.missing()), reason=f"needs {', '.join(h100.missing())}: uv sync --group h100"
-    ),
-]
+pytestmark = [pytest.mark.h100, h100.needs_packages]
 # Products of matrices cost more than the bytes of all kernels but this one.
 WITHOUT_PRODUCTS = ("power_step",)
 

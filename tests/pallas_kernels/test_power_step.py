@@ -148,13 +148,8 @@ def test_named_implementation_needs_a_hopper_gpu():
         ops.power_attention_step(**token, state=state, implementation="mosaic_gpu")
 
 
-needs_h100_packages = pytest.mark.skipif(
-    bool(h100.missing()), reason=f"needs {', '.join(h100.missing())}: uv sync --group h100"
-)
-
-
 @pytest.mark.h100
-@needs_h100_packages
+@h100.needs_packages
 @pytest.mark.parametrize("segments", [False, True])
 def test_a_donated_state_is_not_copied(segments):
     """Neither where W tokens are folded nor, at all other tokens, around it."""
@@ -167,7 +162,7 @@ def test_a_donated_state_is_not_copied(segments):
 
 
 @pytest.mark.h100
-@needs_h100_packages
+@h100.needs_packages
 def test_no_gather_around_the_kernels_on_eight_devices():
     text = h100.run("donated", "divided")
     assert text.count('custom_call_target="mosaic_gpu') == 2
