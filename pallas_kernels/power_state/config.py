@@ -127,6 +127,7 @@ def _needs_of_rows(dtype, chunk, window):
         f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
         f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
         f"a window that is a multiple of {BLOCK}, not {window}": window >= 0 and window % BLOCK == 0,
+        f"a window no longer than the chunk of {chunk}, not {window}": window <= chunk,
         f"at most {_COPIED * BLOCK} positions in a chunk and its window, not {chunk + window}": (
             chunk + window <= _COPIED * BLOCK
         ),

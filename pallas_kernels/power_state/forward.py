@@ -1,5 +1,7 @@
 """Power attention through states, on Hopper GPUs: update, then query."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +14,15 @@ from pallas_kernels.power_state import quartic, segments
 from pallas_kernels.power_state import query as query_kernel
 from pallas_kernels.power_state import update as update_kernel
 
-__all__ = ["power_state"]
+__all__ = ["Saved", "fill", "power_state", "power_state_fwd", "returned", "split", "start_of", "walk"]
+
+
+class Saved(NamedTuple):
+    """States before each chunk, linear in T, which the backward pass reads: 2 F E bytes a chunk and head in 16 bits."""
+
+    states: jax.Array  # 16-bit [B, K, n, ...] in the order of the layout, divided by 2^shift
+    norm: jax.Array  # float32 [B, K, n, D, D], the normalisers Z, divided likewise
+    shift: jax.Array  # int32 [B, K, n]
 
 
 def power_state(
@@ -54,8 +64,39 @@ def power_state(
     Returns the output bfloat16 [B, T, N, E]; the denominators sum_j w_ij, float32 [B, T, N], of queries divided by the
     powers of two that bring their largest entries into [1/2, 1); and the state of the positions that `folds` let in,
     like `initial_state`. Sums are float32. Raises NotImplementedError, naming the constraint, for what the kernels
-    cannot do. Has no derivative of its own.
+    cannot do. Has no derivative of its own: `backward.power_state_vjp` is what a custom_vjp takes.
     """
+    results, _ = power_state_fwd(
+        query,
+        key,
+        value,
+        power=power,
+        log_decay=log_decay,
+        folds=folds,
+        initial_state=initial_state,
+        chunk=chunk,
+        window=window,
+        state_dtype=state_dtype,
+        interpret=interpret,
+    )
+    return results
+
+
+def power_state_fwd(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    power: int = 2,
+    log_decay: jax.Array | None = None,
+    folds: jax.Array | None = None,
+    initial_state: tuple[jax.Array, jax.Array] | None = None,
+    chunk: int | None = None,
+    window: int = 64,
+    state_dtype=jnp.float16,
+    interpret=None,
+) -> tuple[tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]], Saved]:
+    """What `power_state` returns for these arguments, and what of its states the backward pass reads."""
     batch, time, heads, head_dim = query.shape
     kv_heads, value_dim = value.shape[2:]
     chunk = chunk or configs.chunk_for(power=power, head_dim=head_dim, time=time)
@@ -74,13 +115,13 @@ def power_state(
         folds = jnp.broadcast_to(jnp.arange(time) < time - window, (batch, time))
     options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
     if power == 4:
-        return quartic.power_state(query, key, value, log_decay, folds, initial_state, **options)
+        return quartic.power_state(query, key, value, log_decay, folds, initial_state, **options), None
     operand, terms = configs.operands(state_dtype)
-    layout, start, start_norm = _start(initial_state, key, value)
+    layout, start, start_norm = start_of(initial_state, key, value)
     arrays = preparation.prepare(
-        _fill(query, layout.head_dim),
-        _fill(key, layout.head_dim),
-        _fill(value, start.shape[2]),
+        fill(query, layout.head_dim),
+        fill(key, layout.head_dim),
+        fill(value, start.shape[2]),
         log_decay,
         folds,
         jnp.abs(start).max((1, 2, 3)),
@@ -90,12 +131,22 @@ def power_state(
         window=window,
         state_dtype=operand,
     )
-    states, final = _states(arrays, start, layout, config, chunk, terms, interpret)
+    states, final = walk(
+        arrays.update_key,
+        arrays.update_value,
+        arrays.carried,
+        start,
+        layout=layout,
+        config=config,
+        chunk=chunk,
+        terms=terms,
+        interpret=interpret,
+    )
     out, denominator = query_kernel.query_states(
         arrays.query,
         arrays.scalars,
         states,
-        _split(arrays.norm[:, :-1], jnp.bfloat16, 2),
+        split(arrays.norm[:, :-1], jnp.bfloat16, 2),
         arrays.key,
         arrays.value,
         arrays.decay,
@@ -105,13 +156,27 @@ def power_state(
     )
     out = jnp.swapaxes(out.reshape(batch, heads, *out.shape[1:])[:, :, :time, :value_dim], 1, 2)
     denominator = jnp.swapaxes(denominator.reshape(batch, heads, -1)[:, :, :time], 1, 2)
-    unscale = jnp.exp2(arrays.shift[:, -1].astype(jnp.float32))
-    kv = layouts.to_canonical(final[:, :, :value_dim], layout, head_dim) * unscale[:, None, None]
-    norm = layouts.norm_to_canonical(arrays.norm[:, -1, :head_dim, :head_dim]) * unscale[:, None]
-    return out, denominator, (kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1))
+    shift = arrays.carried.shift
+    final = returned(final, arrays.norm[:, -1], shift[:, -1], layout, (batch, kv_heads, head_dim, value_dim))
+    saved = Saved(
+        *(x.reshape(batch, kv_heads, *x.shape[1:]) for x in (states, arrays.norm[:, :-1], shift[:, :-1]))
+    )
+    return (out, denominator, final), saved
 
 
-def _start(initial_state, key, value):
+def returned(state, norm, shift, layout, sizes):
+    """A state [H, 16, E, P] and Z [H, D, D], divided by 2^shift [H], in canonical order: the inverse of `start_of`.
+
+    sizes: B, K, D and E as they were before they were filled up.
+    """
+    batch, kv_heads, head_dim, value_dim = sizes
+    unscale = jnp.exp2(shift.astype(jnp.float32))
+    kv = layouts.to_canonical(state[:, :, :value_dim], layout, head_dim) * unscale[:, None, None]
+    norm = layouts.norm_to_canonical(norm[:, :head_dim, :head_dim]) * unscale[:, None]
+    return kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1)
+
+
+def start_of(initial_state, key, value):
     """The layout of features, and the initial state in it: [H, 16, E, P] and Z [H, D, D], sizes filled up."""
     batch, _, kv_heads, head_dim = key.shape
     width, value_width = configs.filled(head_dim, value.shape[-1])
@@ -120,22 +185,25 @@ def _start(initial_state, key, value):
         start = jnp.zeros((heads, layouts.TILE, value_width, layout.width), jnp.float32)
         return layout, start, jnp.zeros((heads, width, width), jnp.float32)
     kv, norm = (x.reshape(heads, *x.shape[2:]) for x in initial_state)
-    start = layouts.from_canonical(_fill(kv, value_width), layout, head_dim)
+    start = layouts.from_canonical(fill(kv, value_width), layout, head_dim)
     norm = layouts.norm_from_canonical(norm, head_dim)
     return layout, start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
 
 
-def _states(arrays, start, layout, config, chunk, terms, interpret):
-    """The state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], both divided by 2^shift."""
+def walk(key, value, carried, start, *, layout, config, chunk, terms, interpret):
+    """The state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], both divided by 2^shift.
+
+    key, value: what the update kernel takes, of n chunks; start: [H, 16, E, P], the state before the first.
+    """
     blocks = len(start) * update_kernel.blocks(layout, config, start.shape[2])
-    count = configs.segments(blocks=blocks, chunks=arrays.carry.shape[1])
-    start = numerics.scaled(start, -arrays.shift[:, :1, None, None])
+    count = configs.segments(blocks=blocks, chunks=carried.carry.shape[1])
+    start = numerics.scaled(start, -carried.shift[:, :1, None, None])
     start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
     initial = jnp.zeros((len(start), count, *start.shape[1:]), jnp.float32).at[:, 0].set(start)
     states, finals = update_kernel.update(
-        arrays.update_key,
-        arrays.update_value,
-        arrays.carry,
+        key,
+        value,
+        carried.carry,
         initial,
         layout=layout,
         config=config,
@@ -145,13 +213,13 @@ def _states(arrays, start, layout, config, chunk, terms, interpret):
     )
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
     if count == 1 or terms == 1:
-        return segments.join(states, finals, arrays.log2_carry)
+        return segments.join(states, finals, carried.log2_carry)
     whole = states.reshape(*states.shape[:3], terms, -1, layout.width).astype(jnp.float32).sum(3)
-    whole, final = segments.join(whole, finals, arrays.log2_carry)
-    return _split(whole, states.dtype, terms), final
+    whole, final = segments.join(whole, finals, carried.log2_carry)
+    return split(whole, states.dtype, terms), final
 
 
-def _split(x, dtype, terms):
+def split(x, dtype, terms):
     """x [..., A, B] as what rounding takes and leaves, terms on top of each other, [..., terms A, B]."""
     parts = []
     for _ in range(terms - 1):
@@ -162,6 +230,6 @@ def _split(x, dtype, terms):
     return jnp.concatenate([*parts, x.astype(dtype)], -2)
 
 
-def _fill(x, size):
+def fill(x, size):
     """Zeros behind the last axis."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])

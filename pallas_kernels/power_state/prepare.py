@@ -15,7 +15,23 @@ import numpy as np
 from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["Prepared", "Scaled", "norms", "prepare", "scale_all", "time_last"]
+__all__ = [
+    "Carried",
+    "Prepared",
+    "Scaled",
+    "Tokens",
+    "carry_along",
+    "exponent_of",
+    "heads_first",
+    "norms",
+    "prepare",
+    "scale_all",
+    "scaled_decay",
+    "square_norms",
+    "time_last",
+    "tokens",
+    "update_operands",
+]
 
 _LOG2E = float(np.log2(np.e))
 # Below this, exp counts as zero: the logarithm of the smallest normal float32.
@@ -30,37 +46,58 @@ _NOTHING = -1e4
 _NEVER = -1e5
 
 
-class Prepared(NamedTuple):
-    """Arguments of the kernels; H = B K heads, n chunks of C, X = n C, and W positions in front of the first."""
+class Tokens(NamedTuple):
+    """Queries, keys and values by chunk, and the base-2 logarithms of decays between them; _NOTHING is zero.
+
+    H = B K heads, n chunks of C, X = n C, and W positions in front of the first.
+    """
 
     query: jax.Array  # bfloat16 [B N, X, D], largest entries in [1/2, 1)
-    scalars: jax.Array  # 16-bit [B N, D, X], the same
+    query_exponent: jax.Array  # int32 [B N, X, 1], what it was divided by
     key: jax.Array  # bfloat16 [H, W + X, D]
     value: jax.Array  # bfloat16 [H, W + X, E]
+    old_key: jax.Array  # float32 [H, n, C, D], what chunk c folds at c, largest entries in [1/2, 1)
+    old_exponent: jax.Array  # int32 [H, n, C, 1], what it was divided by
+    old_value: jax.Array  # float32 [H, n, C, E]
+    decay: (
+        jax.Array
+    )  # float32 [H, n, 2, (W + C) / 64, 64], running sums over what a chunk sees, coarse and fine
+    from_state: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
+    to_state: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
+    over_chunk: jax.Array  # float32 [H, n], from one state to the next
+    folded: jax.Array  # bool [H, n, C], which of the old keys are
+
+
+class Carried(NamedTuple):
+    """How states grow along n chunks, in powers of two that keep them in range."""
+
+    strength: jax.Array  # float32 [H, n, C], that of tokens in the state after their chunk, in its scale
+    carry: jax.Array  # float32 [H, n], from one state to the next, in their scales
+    shift: jax.Array  # int32 [H, n + 1], the states' powers of two
+    log2_carry: jax.Array  # float32 [H, n], finite
+
+
+class Prepared(NamedTuple):
+    """Arguments of the kernels."""
+
+    query: jax.Array  # as in Tokens
+    scalars: jax.Array  # 16-bit [B N, D, X], the queries
+    key: jax.Array  # as in Tokens
+    value: jax.Array
     update_key: jax.Array  # 16-bit [H, R, X], time last, positions that chunk c folds at c
     update_value: jax.Array  # 16-bit [H, E, X], the same positions, scaled to the end of their chunk
-    carry: jax.Array  # float32 [H, n]
-    decay: jax.Array  # float32 [H, n, 2, (W + C) / 64, 64]
+    carried: Carried
+    decay: jax.Array  # as in Tokens
     scale: jax.Array  # float32 [H, X / 64, 64]
-    shift: jax.Array  # int32 [H, n + 1]
-    log2_carry: jax.Array  # float32 [H, n], finite
     norm: jax.Array  # float32 [H, n + 1, D, D], Z before each chunk times 2^-shift
 
 
 class Scaled(NamedTuple):
     """What kernels of all powers start from."""
 
-    query: jax.Array  # as in Prepared
-    key: jax.Array
-    value: jax.Array
-    old_key: jax.Array  # float32 [H, n, C, D], what chunk c folds at c, largest entries in [1/2, 1)
-    old_value: jax.Array  # float32 [H, n, C, E]
-    strength: jax.Array  # float32 [H, n, C, 1], to the end of the chunk, in the scale of the state after it
-    carry: jax.Array  # as in Prepared
-    decay: jax.Array
-    scale: jax.Array
-    shift: jax.Array
-    log2_carry: jax.Array
+    tokens: Tokens
+    carried: Carried
+    scale: jax.Array  # float32 [H, X / 64, 64], from the state to each query
 
 
 def prepare(
@@ -70,35 +107,55 @@ def prepare(
 
     start_size: float32 [H], the largest entry of the state before the first token; start_norm: float32 [H, D, D].
     """
-    base = scale_all(query, key, value, log_decay, folds, start_size, power=2, chunk=chunk, window=window)
-    update_key = time_last(base.old_key.astype(state_dtype))
-    new = jnp.einsum(
-        "hnxd,hnxe->hnde", base.old_key, base.strength * base.old_key, precision=jax.lax.Precision.HIGHEST
+    of, carried, scale = scale_all(
+        query, key, value, log_decay, folds, start_size, power=2, chunk=chunk, window=window
     )
+    update_key, update_value = update_operands(of.old_key, of.old_value, carried, layout, state_dtype)
     return Prepared(
-        query=base.query,
-        scalars=jnp.swapaxes(base.query, 1, 2).astype(state_dtype),
-        key=base.key,
-        value=base.value,
-        update_key=jnp.concatenate([update_key, update_key[:, : layout.rows - layout.head_dim]], 1),
-        update_value=time_last((base.old_value * base.strength).astype(state_dtype)),
-        carry=base.carry,
-        decay=base.decay,
-        scale=base.scale,
-        shift=base.shift,
-        log2_carry=base.log2_carry,
-        norm=norms(base.log2_carry, new, numerics.scaled(start_norm, -base.shift[:, :1, None])),
+        query=of.query,
+        scalars=jnp.swapaxes(of.query, 1, 2).astype(state_dtype),
+        key=of.key,
+        value=of.value,
+        update_key=update_key,
+        update_value=update_value,
+        carried=carried,
+        decay=of.decay,
+        scale=scale,
+        norm=square_norms(of.old_key, carried.strength, carried, start_norm),
     )
+
+
+def update_operands(key, value, carried, layout, dtype):
+    """What the update at p = 2 takes: key [H, n, C, D] as [H, R, X], and value [H, n, C, E] scaled as [H, E, X]."""
+    key = time_last(key.astype(dtype))
+    value = time_last((value * carried.strength[..., None]).astype(dtype))
+    return jnp.concatenate([key, key[:, : layout.rows - layout.head_dim]], 1), value
+
+
+def square_norms(key, strength, carried, start):
+    """Z before each chunk and after the last, of keys [H, n, C, D] that count for `strength` [H, n, C]."""
+    weighted = strength[..., None] * key
+    new = jnp.einsum("hnxd,hnxe->hnde", key, weighted, precision=jax.lax.Precision.HIGHEST)
+    return norms(carried.log2_carry, new, numerics.scaled(start, -carried.shift[:, :1, None]))
 
 
 def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, window) -> Scaled:
     """Decays and powers of two, from the arguments of `prepare`."""
+    of = tokens(query, key, value, log_decay, folds, chunk=chunk, window=window)
+    strength = jnp.where(of.to_state > _NOTHING, of.to_state + power * of.old_exponent[..., 0], _NOTHING)
+    carried = carry_along(strength, jnp.abs(of.old_value).max(-1), of.over_chunk, start_size)
+    scale = scaled_decay(of.from_state, carried.shift[:, :-1, None])
+    return Scaled(of, carried, scale.reshape(len(scale), -1, configs.BLOCK))
+
+
+def tokens(query, key, value, log_decay, folds, *, chunk, window) -> Tokens:
+    """From the arguments of `prepare`."""
     heads = key.shape[2]
     extra = -query.shape[1] % chunk
-    query = _pad(_heads_first(query), 0, extra)
-    query = numerics.scaled(query, -_exponent(query))
-    key, value = (_pad(_heads_first(x), window, extra) for x in (key, value))
-    log_decay = _pad(_heads_first(log_decay.astype(jnp.float32)), window, extra)
+    query = _pad(heads_first(query), 0, extra)
+    query_exponent = exponent_of(query)
+    key, value = (_pad(heads_first(x), window, extra) for x in (key, value))
+    log_decay = _pad(heads_first(log_decay.astype(jnp.float32)), window, extra)
     folds = _pad(jnp.repeat(folds, heads, 0), window, extra)
     chunks = query.shape[1] // chunk
     seen = np.arange(chunks)[:, None] * chunk + np.arange(window + chunk)
@@ -107,32 +164,46 @@ def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, 
     coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
     folded = folds[:, seen[:, :chunk]]
     block = jnp.where(folded, block[..., :chunk], 0)
-    carry = block.sum(-1)
     after = jnp.flip(jnp.cumsum(jnp.flip(block, -1), -1), -1)
     to_state = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
 
     old_key, old_value = (x[:, seen[:, :chunk]].astype(jnp.float32) for x in (key, value))
-    exponent = _exponent(old_key)
-    old_key = numerics.scaled(old_key, -exponent)
-    strength = jnp.where(
-        folded & (to_state >= _FLOOR * _LOG2E), to_state + power * exponent[..., 0], _NOTHING
-    )
-    size = jnp.abs(old_value).max(-1)
-    shift = _shift(strength, size, carry, start_size)
-    log2_carry = jnp.where(carry < _FLOOR * _LOG2E, _NEVER, carry + (shift[:, :-1] - shift[:, 1:]))
-    return Scaled(
-        query=query,
+    old_exponent = exponent_of(old_key)
+    return Tokens(
+        query=numerics.scaled(query, -query_exponent),
+        query_exponent=query_exponent,
         key=key,
         value=value,
-        old_key=old_key,
+        old_key=numerics.scaled(old_key, -old_exponent),
+        old_exponent=old_exponent,
         old_value=old_value,
-        strength=jnp.exp2(strength - shift[:, 1:, None])[..., None],
-        carry=jnp.exp2(log2_carry),
         decay=jnp.stack([coarse, fine], 2).reshape(*coarse.shape[:2], 2, -1, configs.BLOCK),
-        scale=_scale((coarse + fine)[..., window:], shift[:, :-1]).reshape(len(key), -1, configs.BLOCK),
+        from_state=_log2((coarse + fine)[..., window:]),
+        to_state=jnp.where(folded, _log2(to_state), _NOTHING),
+        over_chunk=_log2(block.sum(-1)),
+        folded=folded,
+    )
+
+
+def carry_along(strength, size, over_chunk, start_size) -> Carried:
+    """From log2 of what multiplies tokens [H, n, C] whose entries reach up to `size`, and of decays over chunks.
+
+    start_size: float32 [H], the largest entry of the state before the first chunk.
+    """
+    shift = _shift(strength, size, over_chunk, start_size)
+    difference = over_chunk + (shift[:, :-1] - shift[:, 1:])
+    log2_carry = jnp.where(over_chunk > _NOTHING, difference, _NEVER)
+    return Carried(
+        strength=jnp.exp2(strength - shift[:, 1:, None]),
+        carry=jnp.exp2(log2_carry),
         shift=shift,
         log2_carry=log2_carry,
     )
+
+
+def scaled_decay(log2_decay, exponent):
+    """Decays [H, n, C] times 2^exponent; what counts as zero is."""
+    return jnp.where(log2_decay > _NOTHING, jnp.exp2(log2_decay + exponent), 0)
 
 
 def time_last(x):
@@ -193,9 +264,9 @@ def _between(log2_carry):
     return jnp.where(row >= column, jnp.cumsum(jnp.where(row > column, steps, 0), -2), _NOTHING)
 
 
-def _scale(log2_decay, shift):
-    """From the states before chunks to their queries, whose decays [H, n, C] may count as zero."""
-    return jnp.where(log2_decay < _FLOOR * _LOG2E, 0, jnp.exp2(log2_decay + shift[..., None]))
+def _log2(decay):
+    """A base-2 logarithm of a decay, one that counts as zero as such."""
+    return jnp.where(decay < _FLOOR * _LOG2E, _NOTHING, decay)
 
 
 def _log2_sum(x):
@@ -204,12 +275,12 @@ def _log2_sum(x):
     return largest[..., 0] + jnp.log2(jnp.exp2(x - largest).sum(-1))
 
 
-def _exponent(x):
+def exponent_of(x):
     """The power of two, int32 [..., 1], that divides x [..., D] to a largest entry in [1/2, 1)."""
     return numerics.exponent(jnp.abs(x).max(-1, keepdims=True))
 
 
-def _heads_first(x):
+def heads_first(x):
     """[B, T, N, ...] -> [B N, T, ...]."""
     return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
 

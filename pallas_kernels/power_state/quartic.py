@@ -33,7 +33,7 @@ def power_state(query, key, value, log_decay, folds, initial_state, *, config, c
         start = layouts.from_canonical(_fill(kv, layout.value_dim), layout)
         start_norm = layouts.norm_from_canonical(norm, layout)
 
-    base = preparation.scale_all(
+    of, carried, scale = preparation.scale_all(
         query,
         key,
         value,
@@ -44,21 +44,22 @@ def power_state(query, key, value, log_decay, folds, initial_state, *, config, c
         chunk=chunk,
         window=window,
     )
-    vector, scalars = _products(preparation.time_last(base.old_key), layout)
-    norm = _norms(vector, base, start_norm)
-    states, final = _states(vector, scalars, base, start, layout, config, chunk, interpret)
-    vector, scalars = _products(jnp.swapaxes(base.query, 1, 2).astype(jnp.float32), layout)
+    vector, scalars = _products(preparation.time_last(of.old_key), layout)
+    norm = _norms(vector, carried, start_norm)
+    value = preparation.time_last((of.old_value * carried.strength[..., None]).astype(vector.dtype))
+    states, final = _states(vector, scalars, value, carried, start, layout, config, chunk, interpret)
+    vector, scalars = _products(jnp.swapaxes(of.query, 1, 2).astype(jnp.float32), layout)
     vector = jnp.swapaxes(vector, 1, 2)
     out, total = query_kernel.query_states(
-        base.query,
+        of.query,
         vector,
         scalars,
         states,
-        _denominator(vector, norm[:, :-1], base.scale, layout),
-        base.key,
-        base.value,
-        base.decay,
-        base.scale * 2.0**layouts.WEIGHT_BITS,
+        _denominator(vector, norm[:, :-1], scale, layout),
+        of.key,
+        of.value,
+        of.decay,
+        scale * 2.0**layouts.WEIGHT_BITS,
         layout=layout,
         config=config,
         chunk=chunk,
@@ -67,7 +68,7 @@ def power_state(query, key, value, log_decay, folds, initial_state, *, config, c
     )
     out = jnp.swapaxes(out.reshape(batch, heads, -1, layout.value_dim)[:, :, :time, :value_dim], 1, 2)
     total = jnp.swapaxes(total.reshape(batch, heads, -1)[:, :, :time], 1, 2)
-    unscale = jnp.exp2(base.shift[:, -1].astype(jnp.float32))
+    unscale = jnp.exp2(carried.shift[:, -1].astype(jnp.float32))
     kv = layouts.to_canonical(final, layout)[:, filled, :value_dim] * unscale[:, None, None]
     norm = layouts.norm_to_canonical(norm[:, -1], layout)[:, filled] * unscale[:, None]
     return out, total, (kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1))
@@ -95,20 +96,19 @@ def _products(x, layout):
     return vector, pairs(*layout.scalars.T, 0, layout.scalar_rows - layout.products)
 
 
-def _states(vector, scalars, base, start, layout, config, chunk, interpret):
+def _states(vector, scalars, value, carried, start, layout, config, chunk, interpret):
     """The states that chunks read, times their weights, and the last one, plain; all divided by 2^shift."""
-    heads, chunks = base.carry.shape
+    heads, chunks = carried.carry.shape
     count = configs.segments(blocks=heads * len(layout.units), chunks=chunks)
     initial = jnp.zeros((heads, count, *start.shape[1:]), jnp.float32)
-    initial = initial.at[:, 0].set(numerics.scaled(start, -base.shift[:, :1, None, None]))
-    value = preparation.time_last((base.old_value * base.strength).astype(vector.dtype))
+    initial = initial.at[:, 0].set(numerics.scaled(start, -carried.shift[:, :1, None, None]))
     # A row of a stack for each value; repeated here, since a program holds its constants.
     weights = jnp.repeat(jnp.asarray(layout.weights) / 2**layouts.WEIGHT_BITS, layout.value_dim, 1)
     states, finals = update_kernel.update(
         vector,
         scalars,
         jnp.tile(value, (1, layout.per_stack, 1)),
-        base.carry,
+        carried.carry,
         initial,
         weights,
         layout=layout,
@@ -121,23 +121,23 @@ def _states(vector, scalars, base, start, layout, config, chunk, interpret):
     def stored(state):
         return layouts.beside(state * weights, layout)
 
-    return segments.join(states, finals, base.log2_carry, stored)
+    return segments.join(states, finals, carried.log2_carry, stored)
 
 
-def _norms(vector, base, start):
+def _norms(vector, carried, start):
     """Z, sums of y y^T, before each chunk and after the last, float32 [H, n + 1, rows, rows], scaled like the states.
 
     Operands are float16: two roundings of 2^-12 in each of many terms, far below what the states' roundings do to the
     numerators. Strengths are divided by the largest of their chunk first, to stay in its range.
     """
-    strength = base.strength[..., 0]
+    strength = carried.strength
     peak = strength.max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
     y = vector.reshape(*vector.shape[:2], *strength.shape[1:])
     weighted = (y * relative[:, None]).astype(vector.dtype)
     new = jnp.einsum("hanc,hbnc->hnab", weighted, y, preferred_element_type=jnp.float32)
-    start = numerics.scaled(start, -base.shift[:, :1, None])
-    return preparation.norms(base.log2_carry, new * peak[..., None], start)
+    start = numerics.scaled(start, -carried.shift[:, :1, None])
+    return preparation.norms(carried.log2_carry, new * peak[..., None], start)
 
 
 def _denominator(vector, norm, scale, layout):

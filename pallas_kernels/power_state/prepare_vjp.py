@@ -1,0 +1,160 @@
+"""What the backward kernels at all powers are given, and what becomes of their sums, in plain JAX."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import prepare as preparation
+
+__all__ = [
+    "Dual",
+    "Mean",
+    "Sums",
+    "columns",
+    "decay_gradient",
+    "decays_of_keys",
+    "dual_of",
+    "lengthened",
+    "mean_of",
+    "sums_of",
+    "vectors",
+]
+
+
+class Mean(NamedTuple):
+    """The cotangent of the mean o = n / d: dn = do / d, dd = -(do . o) / d. H, X and n as in `prepare.Tokens`."""
+
+    dout: jax.Array  # bfloat16 [B N, X, E]
+    inverse: jax.Array  # float32 [B N, X], 1 / d; 0 where d is
+    delta: jax.Array  # float32 [B N, X], do . o
+
+
+class Dual(NamedTuple):
+    """What dual states are sums of: queries as keys, do / d as values; chunks, of all heads of a group, backwards."""
+
+    query: jax.Array  # float32 [H, n, G C, D]
+    value: jax.Array  # float32 [H, n, G C, E]
+    dnorm: jax.Array  # float32 [H, n, G C], what each query's square counts for in the dual normaliser
+    carried: preparation.Carried
+
+
+class Sums(NamedTuple):
+    """Sums of the gradients with respect to log w, float32, by query and by key."""
+
+    near_query: jax.Array  # [H, X], over what is seen exactly
+    far_query: jax.Array  # [H, X], over what is seen through the state
+    near_key: jax.Array  # [H, W + X]
+    far_key: jax.Array  # [H, n, C]
+    inner: jax.Array  # [H, n], the state before each chunk with what becomes of it after the chunk
+
+
+def mean_of(out, denominator, dout, length) -> Mean:
+    """From out [B, T, N, E], denominator [B, T, N] and dout [B, T, N, E]; X is `length`."""
+    out, denominator, dout = (
+        lengthened(preparation.heads_first(x), length) for x in (out, denominator, dout)
+    )
+    some = denominator > 0
+    return Mean(
+        dout=dout,
+        inverse=jnp.where(some, 1 / jnp.where(some, denominator, 1), 0),
+        delta=(dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1),
+    )
+
+
+def dual_of(of: preparation.Tokens, mean: Mean, start_size) -> Dual:
+    """start_size: float32 [H], the largest entry of the gradient with respect to the final state."""
+    heads, chunks, chunk, _ = of.old_key.shape
+    group = len(of.query) // heads
+
+    def backwards(x):
+        x = x.reshape(heads, group, chunks, chunk, *x.shape[2:])
+        return jnp.flip(jnp.swapaxes(x, 1, 2), 1).reshape(heads, chunks, group * chunk, *x.shape[4:])
+
+    value = backwards(mean.inverse[..., None] * mean.dout.astype(jnp.float32))
+    strength = jnp.tile(jnp.flip(of.from_state, 1), (1, 1, group))
+    over_chunk = jnp.flip(of.over_chunk, 1)
+    return Dual(
+        query=backwards(of.query).astype(jnp.float32),
+        value=value,
+        dnorm=backwards(-mean.delta * mean.inverse),
+        carried=preparation.carry_along(strength, jnp.abs(value).max(-1), over_chunk, start_size),
+    )
+
+
+def columns(of: preparation.Tokens, mean: Mean, window):
+    """Of queries, float32 [B N, X / 64, 4, 64]: inverse, delta, and the decay in the frame of their chunk."""
+    group = len(of.query) // len(of.decay)
+    coarse, fine = (jnp.repeat(x[..., window:].reshape(len(x), -1), group, 0) for x in _frames(of))
+    return vectors(mean.inverse, mean.delta, coarse, fine)
+
+
+def decays_of_keys(of: preparation.Tokens, chunks):
+    """Of keys in `chunks` chunks, float32 [H, chunks C]: coarse and fine in the frame of their chunk and of the last.
+
+    Zero in frames that do not see them.
+    """
+    size = of.old_key.shape[2]
+
+    def in_chunks(x, before):
+        x = jnp.pad(x, [(0, 0), (before, chunks - before - x.shape[1]), (0, size - x.shape[2])])
+        return x.reshape(len(x), -1)
+
+    own = [in_chunks(x[:, :chunks, :size], 0) for x in _frames(of)]
+    return own + [in_chunks(x[:, : chunks - 1, size:], 1) for x in _frames(of)]
+
+
+def lengthened(x, length, axis=1):
+    """x cut off, or filled up with zeros, at a length of an axis."""
+    x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
+    return jnp.pad(x, [(0, length - n if a == axis else 0) for a, n in enumerate(x.shape)])
+
+
+def vectors(*rows):
+    """Rows float32 [A, X] as blocks, [A, X / 64, rows, 64]."""
+    return jnp.stack([x.reshape(len(x), -1, configs.BLOCK) for x in rows], 2)
+
+
+def sums_of(of, of_queries, of_keys, inner, window) -> Sums:
+    """From the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], near and far."""
+    heads, chunks, chunk, _ = of.old_key.shape
+    near_query, far_query = jnp.swapaxes(of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1), 0, 1)
+    near_key, far_key = jnp.swapaxes(of_keys, 0, 1)
+    return Sums(
+        near_query,
+        far_query,
+        lengthened(near_key, window + chunks * chunk),
+        lengthened(far_key, chunks * chunk).reshape(heads, chunks, chunk),
+        inner,
+    )
+
+
+def decay_gradient(of: preparation.Tokens, sums: Sums, window) -> jax.Array:
+    """The gradient with respect to log_decay, float32 [H, W + X].
+
+    The decay of position t is in w_ij of j < t <= i: over exact pairs, the sum over queries from t on less the sum over
+    keys from t on; of a state, those of the chunk's queries from t on, and, where t is folded into it, those of keys
+    before t.
+    """
+    heads, chunks, chunk, _ = of.old_key.shape
+    near = jnp.pad(sums.near_query, [(0, 0), (window, 0)]) - sums.near_key
+    reads = jnp.pad(sums.far_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (window, 0)])
+    before = jnp.cumsum(sums.far_key, -1) - sums.far_key + sums.inner[..., None]
+    folded = jnp.where(of.folded, before, 0)
+    seen = _from_each_on(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, window)])
+    # The last positions of what a chunk sees are the first of the next.
+    own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - window)])
+    own, next_one = own.reshape(heads, -1), next_one.reshape(heads, -1)
+    total = jnp.pad(own, [(0, 0), (0, chunk)]) + jnp.pad(next_one, [(0, 0), (chunk, 0)])
+    return _from_each_on(near) + total[:, : near.shape[1]]
+
+
+def _from_each_on(x):
+    """Sums along the last axis, of each entry and those behind it."""
+    return jnp.flip(jnp.cumsum(jnp.flip(x, -1), -1), -1)
+
+
+def _frames(of):
+    """Coarse and fine decays of what each chunk sees, [H, n, W + C] each."""
+    return (of.decay[:, :, part].reshape(*of.decay.shape[:2], -1) for part in range(2))
