@@ -21,8 +21,8 @@ class Saved(NamedTuple):
     """States before each chunk, linear in T, which the backward pass reads: 2 F E bytes a chunk and head in 16 bits."""
 
     states: jax.Array  # 16-bit [B, K, n, ...] in the order of the layout, divided by 2^shift
-    norm: jax.Array  # float32 [B, K, n, D, D], the normalisers Z, divided likewise
-    shift: jax.Array  # int32 [B, K, n]
+    norms: jax.Array  # float32 [B, K, n, D, D], the normalisers Z, divided likewise
+    shifts: jax.Array  # int32 [B, K, n]
 
 
 def power_state(

@@ -3,86 +3,114 @@
 Takes and returns what `query_vjp.query_vjp` and `key_vjp.key_vjp` do, in float32 and, for results, unrounded.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.power_state import key_vjp as key_kernel
 from pallas_kernels.power_state import query_vjp as query_kernel
 
-__all__ = ["key_vjp", "query_vjp"]
+__all__ = ["key_vjp", "pairs", "query_vjp", "whole"]
 
 
 def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chunk, window):
     """dq [HN, X, D] and sums [HN, 2, X]; arguments as in the kernel, but for the queries' second copy."""
-    heads, time, head_dim = query.shape
-    group, value_dim = heads // key.shape[0], value.shape[-1]
+    group = len(query) // len(key)
     query, dout, states, norm, key, value = _exact(query, dout, states, norm, key, value)
-    states, norm = _whole(states, value_dim), _whole(norm, head_dim)
-    rows = jnp.swapaxes(rows, 1, 2).reshape(heads, rows.shape[2], time)
-    gradients, sums = [], []
-    for head in range(heads):
-        for c in range(time // chunk):
-            own, seen = slice(c * chunk, (c + 1) * chunk), slice(c * chunk, (c + 1) * chunk + window)
-            owner = head // group
-            row = query_kernel.Rows(*rows[head, :, own, None])
-            far = _far(query[head, own], dout[head, own] * row.narrow, states[owner, c], layout)
-            far = row.far * far - row.far_norm * (query[head, own] @ norm[owner, c])
-            scores, gamma = _near(query[head, own], key[owner, seen], decay[owner, c], window)
-            dscores = 2 * gamma * scores * (dout[head, own] @ value[owner, seen].T - row.delta)
-            near = dscores @ key[owner, seen]
-            gradients.append(row.inverse * (near + far))
-            near_sum = row.inverse[:, 0] * (dscores * scores).sum(1) / 2
-            far_sum = row.inverse[:, 0] * (query[head, own] * far).sum(1) / 2
-            sums.append(jnp.stack([near_sum, far_sum]))
-    gradients = jnp.concatenate(gradients).reshape(heads, time, head_dim)
-    return gradients, jnp.concatenate(sums, 1).reshape(2, heads, time).swapaxes(0, 1)
+    states, norm = whole(states, value.shape[-1]), whole(norm, query.shape[-1])
+    seen = _seen(states.shape[1], chunk, window)
+
+    def one(q, do, state, matrix, k, v, decay, row):
+        row = query_kernel.Rows(*row[..., None])
+        far = row.far * _far(q, do * row.narrow, state, layout) - row.far_norm * (q @ matrix)
+        scores, gamma = pairs(q, k, decay, window)
+        dscores = 2 * gamma * scores * (do @ v.T - row.delta)
+        sums = (dscores * scores).sum(1, keepdims=True), (q * far).sum(1, keepdims=True)
+        return row.inverse * (dscores @ k + far), row.inverse * jnp.concatenate(sums, 1) / 2
+
+    shared = [states, norm, key[:, seen], value[:, seen], decay]
+    shared = [jnp.repeat(x, group, 0) for x in shared]
+    each = [_in_chunks(x, chunk) for x in (query, dout)]
+    gradient, sums = jax.vmap(jax.vmap(one))(*each, *shared, _rows_in_chunks(rows, chunk))
+    return gradient.reshape(query.shape), jnp.swapaxes(sums.reshape(len(query), -1, 2), 1, 2)
 
 
 def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, layout, chunk, window):
     """dk [H, Y, D], dv [H, Y, E] and sums [H, 2, Y]; `decay` [H, n, 2, (W + C) / 64, 64] as the forward pass has it."""
-    heads, time, head_dim = key.shape
-    chunks, value_dim = dual.shape[1], value.shape[-1]
-    group = query.shape[0] // heads
+    heads, length, head_dim = key.shape
+    chunks, value_dim, group = dual.shape[1], value.shape[-1], len(query) // heads
     key, value, dual, dual_norm, query, dout = _exact(key, value, dual, dual_norm, query, dout)
-    dual, dual_norm = _whole(dual, value_dim), _whole(dual_norm, head_dim)
-    rows, columns = (jnp.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1) for x in (rows, columns))
-    dkey, dvalue = jnp.zeros(key.shape), jnp.zeros(value.shape)
-    sums = jnp.zeros((heads, 2, time))
-    for head in range(heads):
-        for c in range(chunks):
-            old = slice(c * chunk, (c + 1) * chunk)
-            row = key_kernel.Rows(*rows[head, :, old, None])
-            k, v = key[head, old], value[head, old]
-            r = dual[head, chunks - 1 - c]
-            narrow = k * row.narrow_key
-            far = row.far_key * _far(narrow, v * row.narrow_value, r, layout)
-            far += row.far_norm * (k @ dual_norm[head, chunks - 1 - c])
-            features = _features(narrow, layout) * layout.weights
-            dkey = dkey.at[head, old].add(far)
-            dvalue = dvalue.at[head, old].add(row.far_value * jnp.einsum("xjp,jep->xe", features, r))
-            sums = sums.at[head, 1, old].add((k * far).sum(1) / 2)
-            own, seen = old, slice(c * chunk, min((c + 1) * chunk + window, time))
-            count = seen.stop - seen.start
-            for member in range(head * group, (head + 1) * group):
-                column = key_kernel.Columns(*columns[member, :, own, None])
-                q, do = query[member, own], dout[member, own]
-                scores, gamma = _near(q, key[head, seen], decay[head, c], window, count)
-                weights = gamma * scores**2 * column.inverse
-                dlog = weights * (do @ value[head, seen].T - column.delta)
-                dscores = 2 * gamma * scores * column.inverse * (do @ value[head, seen].T - column.delta)
-                dkey = dkey.at[head, seen].add(dscores.T @ q)
-                dvalue = dvalue.at[head, seen].add(weights.T @ do)
-                sums = sums.at[head, 0, seen].add(dlog.sum(0))
-    return dkey, dvalue, sums
+    dual, dual_norm = (jnp.flip(whole(x, n), 1) for x, n in ((dual, value_dim), (dual_norm, head_dim)))
+    seen = _seen(chunks, chunk, window)
+
+    def far(k, v, state, matrix, row):
+        row = key_kernel.Rows(*row[..., None])
+        narrow = k * row.narrow_key
+        gradient = row.far_key * _far(narrow, v * row.narrow_value, state, layout)
+        gradient += row.far_norm * (k @ matrix)
+        features = _features(narrow, layout) * layout.weights
+        dvalue = row.far_value * jnp.einsum("xjp,jep->xe", features, state)
+        return gradient, dvalue, jnp.stack([jnp.zeros(chunk), (k * gradient).sum(1) / 2])
+
+    def near(q, do, k, v, decay, column):
+        column = key_kernel.Columns(*column[..., None])
+        scores, gamma = pairs(q, k, decay, window)
+        gamma, dweights = gamma * column.inverse, do @ v.T - column.delta
+        sums = (gamma * scores**2 * dweights).sum(0)
+        dkey = (2 * gamma * scores * dweights).T @ q
+        return dkey, (gamma * scores**2).T @ do, jnp.stack([sums, jnp.zeros_like(sums)])
+
+    old = [_in_chunks(x[:, : chunks * chunk], chunk) for x in (key, value)]
+    of_rows = _rows_in_chunks(rows, chunk)[:, :chunks]
+    gradients = jax.vmap(jax.vmap(far))(*old, dual, dual_norm, of_rows)
+    # Behind Y there is nothing.
+    reach = max(length, chunks * chunk + window)
+    ends = [jnp.pad(x, [(0, 0), (0, reach - length), (0, 0)])[:, seen] for x in (key, value)]
+    shared = [jnp.repeat(x, group, 0) for x in (*ends, decay)]
+    each = [_in_chunks(x, chunk) for x in (query, dout)]
+    added = jax.vmap(jax.vmap(near))(*each, *shared, _rows_in_chunks(columns, chunk))
+    results = []
+    for total, x, axis in zip(gradients, added, (0, 0, 1), strict=True):
+        x = x.reshape(heads, group, *x.shape[1:]).sum(1)
+        total, x = (jnp.moveaxis(y, 2 + axis, 2) for y in (total, x))
+        result = jnp.zeros((heads, reach, x.shape[-1]))
+        result = result.at[:, : chunks * chunk].add(total.reshape(heads, -1, x.shape[-1]))
+        results.append(result.at[:, seen].add(x)[:, :length])
+    return results[0], results[1], jnp.swapaxes(results[2], 1, 2)
+
+
+def pairs(query, key, decay, window):
+    """Scores and decays of a chunk's queries [C, D] and the keys [W + C, D] that they see."""
+    coarse, fine = decay.reshape(2, -1)
+    between = coarse[window:, None] - coarse + (fine[window:, None] - fine)
+    seen = np.arange(len(query))[:, None] + window >= np.arange(len(key))
+    return query @ key.T, jnp.where(seen, jnp.exp2(between), 0)
+
+
+def whole(x, size):
+    """The sum of the terms that lie on top of each other in x [..., terms size, A]."""
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1]).sum(-3)
 
 
 def _exact(*arrays):
     return [x.astype(jnp.float32) for x in arrays]
 
 
-def _whole(x, size):
-    """The sum of the terms that lie on top of each other in x [..., terms size, A]."""
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1]).sum(-3)
+def _seen(chunks, chunk, window):
+    return np.arange(chunks)[:, None] * chunk + np.arange(chunk + window)
+
+
+def _in_chunks(x, chunk):
+    """[A, X, B] -> [A, n, C, B]."""
+    return x.reshape(len(x), -1, chunk, x.shape[-1])
+
+
+def _rows_in_chunks(rows, chunk):
+    """[A, X / 64, rows, 64] -> [A, n, rows, C]."""
+    rows = rows.reshape(len(rows), -1, chunk // rows.shape[-1], *rows.shape[2:])
+    return jnp.swapaxes(rows, 2, 3).reshape(*rows.shape[:2], rows.shape[3], chunk)
 
 
 def _features(x, layout):
@@ -91,14 +119,5 @@ def _features(x, layout):
 
 def _far(x, y, state, layout):
     """The gradient, with respect to x [C, D], of the weighted features of x times state y^T, y [C, E]."""
-    _, pull = jax.vjp(lambda x: _features(x, layout), x)
+    _, pull = jax.vjp(functools.partial(_features, layout=layout), x)
     return pull(jnp.einsum("xe,jep->xjp", y, state) * layout.weights)[0]
-
-
-def _near(query, key, decay, window, count=None):
-    """Scores and decays of a chunk's queries and the keys that they see."""
-    coarse, fine = decay.reshape(2, -1)
-    between = coarse[window:, None] - coarse + (fine[window:, None] - fine)
-    seen = jnp.arange(len(query))[:, None] + window >= jnp.arange(len(coarse))
-    gamma = jnp.where(seen, jnp.exp2(between), 0)
-    return query @ key.T, gamma[:, :count]

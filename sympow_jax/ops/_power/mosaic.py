@@ -1,13 +1,14 @@
 """Power attention by the Pallas kernels for Hopper GPUs; imported only where they are asked for.
 
-The kernels compute what the plain forms compute: the division of work around them, ragged rows and states are those of
-`xla`, and so is the backward pass, from the arguments and results that the kernels leave.
+The kernels compute what the plain forms compute, forward and backward: ragged rows and states around them are those of
+`xla`.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+from jax import ad_checkpoint
 
 from pallas_kernels import numerics
 from pallas_kernels import power_attention as attention_kernel
@@ -21,6 +22,10 @@ __all__ = ["attention", "chunked", "per_device", "require_supported"]
 _HEAD_AXES = ("model", "tensor", "heads")
 # Chunks and windows of the state kernels are whole blocks of the tensor core.
 _BLOCK = 64
+# What policies of `jax.checkpoint` know the results by that the backward pass of the chunked form reads.
+_SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, "power_attention_states") | dict.fromkeys(
+    ("out", "denominator"), "power_attention_out"
+)
 _DIFFERENTIABLE = ("query", "key", "value", "log_decay")
 
 
@@ -106,6 +111,8 @@ def chunked(query, key, value, *, power, state, window, chunk, **arguments):
         chunk = state_kernel.chunk_for(head_dim=query.shape[-1], power=power, time=length)
     else:
         chunk = min(chunk, -(-length // _BLOCK) * _BLOCK)
+    # A key is seen exactly from two chunks at most.
+    chunk = max(chunk, window)
     core = functools.partial(_core, dtype=query.dtype)
     arguments |= {"power": power, "state": state, "window": window, "chunk": chunk}
     return xla.chunked(query, key, value, core=core, **arguments)
@@ -114,58 +121,72 @@ def chunked(query, key, value, *, power, state, window, chunk, **arguments):
 def _core(settings, rows, return_state, *, dtype):
     # The window of a state holds float32, of inputs of 16 bits.
     rows = rows._replace(**{name: getattr(rows, name).astype(dtype) for name in ("query", "key", "value")})
-    out, kv, norm = _chunked(settings, target.interpret(), rows)
-    return (out, kv, norm) if return_state else (out, None, None)
+    results = _chunked(settings, target.interpret(), return_state, rows)
+    return results if return_state else (*results, None, None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _chunked(settings, interpret, rows):
-    return _chunked_fwd(settings, interpret, rows)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _chunked(settings, interpret, return_state, rows):
+    return _chunked_fwd(settings, interpret, return_state, rows)[0]
 
 
-def _chunked_fwd(settings, interpret, rows):
-    """Saves the arguments, the output, the denominators and the final state."""
+def _chunked_fwd(settings, interpret, return_state, rows):
+    """Saves the arguments, the output, the denominators and the states before each chunk.
+
+    By the names of `checkpoint_name`, a policy of `jax.checkpoint` may have the states computed again instead.
+    """
 
     def compute(arrays):
         rows = xla.Rows(**dict.fromkeys(xla.Rows._fields) | arrays)
-        out, denominator, (kv, norm) = state_kernel.power_state(
+        (out, denominator, (kv, norm)), saved = state_kernel.power_state_fwd(
             rows.query,
             rows.key,
             rows.value,
-            power=settings.power,
-            log_decay=rows.log_decay,
-            folds=rows.folds,
             initial_state=None if rows.kv is None else (rows.kv, rows.norm),
-            chunk=settings.chunk,
-            window=settings.window,
-            interpret=interpret,
+            **_options(settings, interpret, arrays),
         )
-        return {"out": out, "denominator": denominator, "kv": kv, "norm": norm}
+        return {"out": out, "denominator": denominator, "kv": kv, "norm": norm} | saved._asdict()
 
-    results = per_device(compute, rows._asdict(), ("out", "denominator", "kv", "norm"))
-    return tuple(results[name] for name in ("out", "kv", "norm")), (rows, results)
+    names = ("out", "denominator", "kv", "norm", *state_kernel.Saved._fields)
+    results = per_device(compute, rows._asdict(), names)
+    out, kv, norm = results["out"], results.pop("kv"), results.pop("norm")
+    saved = {name: ad_checkpoint.checkpoint_name(x, _SAVED_AS[name]) for name, x in results.items()}
+    return (out, kv, norm) if return_state else (out,), (rows, saved)
 
 
-def _chunked_bwd(settings, interpret, residuals, cotangents):
-    del interpret
-    rows, results = residuals
+def _chunked_bwd(settings, interpret, return_state, residuals, cotangents):
+    rows, saved = residuals
 
     def compute(arrays):
-        gradients = xla.core_vjp(
-            settings,
-            xla.Rows(**{name: arrays.get(name) for name in xla.Rows._fields}),
-            tuple(arrays[name] for name in ("out", "denominator", "final_kv", "final_norm")),
-            tuple(arrays[name] for name in ("dout", "dkv", "dnorm")),
+        gradients = state_kernel.power_state_vjp(
+            *(arrays[name] for name in ("query", "key", "value", "out", "denominator")),
+            state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields)),
+            arrays["dout"],
+            (arrays["final_kv"], arrays["final_norm"]) if return_state else None,
+            **_options(settings, interpret, arrays),
         )
-        return {name: g for name, g in gradients._asdict().items() if g is not None}
+        kv, norm = gradients.initial_state
+        return gradients._asdict() | {"kv": kv, "norm": norm}
 
-    arrays = rows._asdict() | dict(zip(("dout", "dkv", "dnorm"), cotangents))
-    arrays |= {name if name in ("out", "denominator") else f"final_{name}": x for name, x in results.items()}
+    arrays = rows._asdict() | saved | dict(zip(("dout", "final_kv", "final_norm"), cotangents))
     wanted = tuple(name for name, x in rows._asdict().items() if x is not None and name != "folds")
-    return (xla.Rows(**dict.fromkeys(xla.Rows._fields) | per_device(compute, arrays, wanted)),)
+    gradients = per_device(lambda arrays: {name: compute(arrays)[name] for name in wanted}, arrays, wanted)
+    return (xla.Rows(**dict.fromkeys(xla.Rows._fields) | gradients),)
 
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
+
+
+def _options(settings, interpret, arrays):
+    """Arguments that the kernels' forward and backward pass have in common."""
+    return {
+        "power": settings.power,
+        "log_decay": arrays.get("log_decay"),
+        "folds": arrays["folds"],
+        "chunk": settings.chunk,
+        "window": settings.window,
+        "interpret": interpret,
+    }
 
 
 def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
@@ -203,7 +224,7 @@ def _spec(name, batch, head, time=None):
     """How an array of that name is divided, given the mesh axes of the batch, the heads and time."""
     if name in ("segment_ids", "folds", "rows"):
         return jax.sharding.PartitionSpec(batch)
-    if name.endswith(("kv", "norm")):
+    if name.endswith(("kv", "norm")) or name in state_kernel.Saved._fields:
         return jax.sharding.PartitionSpec(batch, head)
     return jax.sharding.PartitionSpec(batch, time, head)
 

@@ -1,0 +1,130 @@
+"""Plain JAX in the place of the state kernels at p = 2, rounding where they do.
+
+In seconds, where interpreting the kernels takes minutes: what surrounds them, and all that is summed in any order.
+"""
+
+import contextlib
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.power_state import backward, forward
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import layout as layouts
+from tests.pallas_kernels import state_vjp
+
+__all__ = ["kernels", "query_states", "query_vjp", "update"]
+
+
+@contextlib.contextmanager
+def kernels(multiprocessors=20):
+    """Replaces the kernels where they are traced within; so few multiprocessors make segments of time."""
+    with contextlib.ExitStack() as stack:
+        for module, name, plain in (
+            (forward.update_kernel, "update", update),
+            (forward.query_kernel, "query_states", query_states),
+            (backward.query_kernel, "query_vjp", query_vjp),
+            (backward.key_kernel, "key_vjp", key_vjp),
+            (configs, "MULTIPROCESSORS", multiprocessors),
+        ):
+            stack.enter_context(mock.patch.object(module, name, plain))
+        yield
+
+
+def update(key, value, carry, initial, *, layout, config, chunk, terms, interpret):
+    """As `update.update`."""
+    heads, chunks = carry.shape
+    segments, value_dim = initial.shape[1], value.shape[1]
+    key, value = (_in_chunks(x, chunk) for x in (key, value))
+    initial = jnp.swapaxes(initial, 3, 4).reshape(heads, segments, layouts.TILE, value_dim, layout.width)
+    each = -(-chunks // segments)
+    states, finals = [], []
+    for segment in range(segments):
+        state = initial[:, segment]
+        for c in range(segment * each, min((segment + 1) * each, chunks)):
+            states.append(forward.split(state, key.dtype, terms))
+            # [H, 16, P, C] times [H, E, C], each product of the two entries rounded once.
+            scalar, vector = key[:, c, layout.indices[..., 0]], key[:, c, layout.indices[..., 1]]
+            scaled = (value[:, c, None, None] * scalar[:, :, :, None]).astype(key.dtype)
+            new = jnp.einsum("hjpex,hjpx->hjep", scaled, vector, preferred_element_type=jnp.float32)
+            state = carry[:, c, None, None, None] * state + new
+        finals.append(state)
+    finals = jnp.stack(finals, 1).reshape(*initial.shape[:4], layout.sections, -1)
+    return jnp.stack(states, 1), jnp.swapaxes(finals, 3, 4)
+
+
+def query_states(
+    query, scalars, states, norm, key, value, decay, scale, *, layout, config, chunk, window, interpret
+):
+    """As `query.query_states`."""
+    heads, time, head_dim = query.shape
+    group, value_dim = heads // len(key), value.shape[-1]
+    out, total = [], []
+    for head in range(heads):
+        held = head // group
+        for c in range(time // chunk):
+            own, seen = slice(c * chunk, (c + 1) * chunk), slice(c * chunk, (c + 1) * chunk + window)
+            scalar = scalars[head, :, own].T
+            features = scalar[:, layout.indices[..., 0]] * layout.weights.astype(scalar.dtype)
+            features = (features * scalar[:, layout.indices[..., 1]]).astype(jnp.float32)
+            state = state_vjp.whole(states[held, c].astype(jnp.float32), value_dim)
+            matrix = state_vjp.whole(norm[held, c].astype(jnp.float32), head_dim)
+            q, k, v = (x.astype(jnp.float32) for x in (query[head, own], key[held, seen], value[held, seen]))
+            factor = scale[held].reshape(-1)[own]
+            scores, gamma = state_vjp.pairs(q, k, decay[held, c], window)
+            weights = gamma * scores**2
+            sums = factor[:, None] * jnp.einsum("xjp,jep->xe", features, state) + weights @ v
+            total.append(factor * ((q @ matrix) * q).sum(1) + weights.sum(1))
+            out.append(jnp.where(total[-1][:, None] > 0, sums / total[-1][:, None], 0))
+    shape = (heads, time)
+    return jnp.concatenate(out).reshape(*shape, -1).astype(value.dtype), jnp.concatenate(total).reshape(shape)
+
+
+def query_vjp(
+    query, scalars, dout, states, norm, key, value, decay, rows, *, layout, config, chunk, window, interpret
+):
+    """As `query_vjp.query_vjp`."""
+    sizes = {"layout": layout, "chunk": chunk, "window": window}
+    gradient, sums = state_vjp.query_vjp(query, dout, states, norm, key, value, decay, rows, **sizes)
+    return gradient.astype(query.dtype), sums
+
+
+def key_vjp(
+    key,
+    scalars,
+    value,
+    dual,
+    dual_norm,
+    query,
+    dout,
+    rows,
+    columns,
+    *,
+    layout,
+    config,
+    chunk,
+    window,
+    interpret,
+):
+    """As `key_vjp.key_vjp`."""
+    sizes = {"layout": layout, "chunk": chunk, "window": window}
+    decay = _decay_of(rows, dual.shape[1], chunk, window)
+    dkey, dvalue, sums = state_vjp.key_vjp(
+        key, value, dual, dual_norm, query, dout, decay, rows, columns, **sizes
+    )
+    return dkey.astype(key.dtype), dvalue.astype(value.dtype), sums
+
+
+def _decay_of(rows, chunks, chunk, window):
+    """What the forward pass calls decay, from the rows of keys; zero for keys of no chunk."""
+    rows = jnp.swapaxes(rows, 1, 2)[:, -4:].reshape(len(rows), 2, 2, -1)
+    rows = jnp.pad(rows, [(0, 0)] * 3 + [(0, (chunks + 1) * chunk - rows.shape[-1])])
+    rows = rows.reshape(*rows.shape[:3], chunks + 1, chunk)
+    seen = jnp.concatenate([rows[:, 0, :, :-1], rows[:, 1, :, 1:, :window]], -1)
+    return jnp.swapaxes(seen, 1, 2).reshape(len(rows), chunks, 2, -1, configs.BLOCK)
+
+
+def _in_chunks(x, chunk):
+    """[H, A, X] -> [H, n, A, C]."""
+    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, chunk), 1, 2)

@@ -1,0 +1,93 @@
+"""The op around the state kernels, with plain JAX in their place: values, every gradient, states in and out."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import ops
+from sympow_jax.ops._power import target
+from tests.ops import cases
+from tests.ops import test_power_attention as suite
+from tests.pallas_kernels import plain
+from tests.pallas_kernels import test_op as interpreted
+
+
+@pytest.fixture(autouse=True)
+def _without_kernels():
+    with target.interpreted(object()), plain.kernels():
+        yield
+
+
+CASES = [
+    cases.Case(head_dim=32, value_dim=24, time=330, decay="mixed", segments="padded", group=2),
+    cases.Case(head_dim=20, value_dim=64, time=260, decay="gentle", scale=1e3),
+    cases.Case(head_dim=64, value_dim=32, time=256, decay="none", segments="edges", scale=1e-3),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_gradients(case):
+    drawn = cases.arrays(case, batch=2, dtype="bfloat16")
+    expected = suite.expected_for(drawn, case)
+    short = suite.cast(drawn, "bfloat16")
+
+    def errors(implementation):
+        actual = suite.outputs_and_gradients(
+            short, implementation=implementation, form="chunked", power=2, chunk_size=64
+        )
+        return suite.errors(jax.device_get(actual), expected, drawn)
+
+    interpreted.check(errors("mosaic_gpu"), errors("xla"))
+
+
+def test_gradients_of_states():
+    """With respect to the initial state, from the final one's, in float32."""
+    case = cases.Case(head_dim=32, value_dim=32, time=200, decay="gentle", group=2)
+    arrays = suite.cast(cases.arrays(case, batch=2, kv_heads=2, dtype="bfloat16"), "bfloat16")
+    dout = arrays.pop("dout")
+    first, second = (
+        {name: None if x is None else x[:, part] for name, x in arrays.items()}
+        for part in (slice(0, 120), slice(120, None))
+    )
+    fixed = {"form": "chunked", "chunk_size": 64}
+    _, state = ops.power_attention(**first, **fixed, implementation="xla", return_state=True)
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 528, 33)), jnp.float32)
+
+    def loss(state, arrays, implementation):
+        out, state = ops.power_attention(
+            **arrays, **fixed, implementation=implementation, initial_state=state, return_state=True
+        )
+        total = (out.astype(jnp.float32) * dout[:, 120:].astype(jnp.float32)).sum()
+        return total + (weights[..., :-1] * state.kv).sum() + (weights[..., -1] * state.norm).sum()
+
+    def gradients(implementation, dtype):
+        function = functools.partial(loss, implementation=implementation)
+        return jax.jit(jax.grad(function, allow_int=True))(state, suite.cast(second, dtype))
+
+    expected, actual = gradients("xla", "float32"), gradients("mosaic_gpu", "bfloat16")
+    for name in ("kv", "norm", "keys", "values", "log_decays"):
+        found, wanted = (jax.device_get(getattr(x, name)) for x in (actual, expected))
+        # The window's keys and values are rounded to bfloat16 on their way.
+        assert cases.error(found, wanted) <= 2.0 ** (-9 if name in ("keys", "values") else -11), name
+
+
+def test_states_are_computed_again_where_a_policy_says_so():
+    """One more update; without a policy that keeps the output either, one more query too."""
+    drawn = suite.cast(cases.arrays(cases.Case(head_dim=32, time=200), batch=1), "bfloat16")
+    del drawn["dout"]
+
+    def kernels(*kept):
+        def loss(query):
+            arrays = drawn | {"query": query}
+            return jnp.sin(ops.power_attention(**arrays, form="chunked", implementation="mosaic_gpu")).sum()
+
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+        calls = []
+        with plain.kernels(calls=calls):
+            program = jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(drawn["query"])
+        return program
+
+    kernels()
