@@ -146,17 +146,17 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         plgpu.barrier_wait(smem["ready"])
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
+        both = jnp.concatenate(_read_states(own, smem, row, terms, layout, config, held and held[1:2]), 1)
+        norm = _read_norm(own["query_smem"], smem, layout, config, held and held[2:3])
+        scale, far_norm = plgpu.load(row.far, layout=_ROWS), plgpu.load(row.far_norm, layout=_ROWS) / _POWER
+        gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
+        gradient = gradient - lax.broadcast_in_dim(far_norm, both.shape, [0]) * norm
+        query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        inverse = plgpu.load(row.inverse, layout=_ROWS)
+        time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
+        gmem["sums"][place["head"], 1, time] = inverse * (query * gradient).sum(1)
+
         def rows(acc):
-            both = _read_states(own, smem, row, terms, layout, config, held and held[1:2])
-            _add_norm(acc, own, smem, layout, config, held)
-            far_norm = plgpu.load(row.far_norm, layout=_ROWS) / _POWER
-            scale = plgpu.load(row.far, layout=_ROWS)
-            gradient = lax.broadcast_in_dim(scale, acc.shape, [0]) * jnp.concatenate(both, 1)
-            gradient = gradient - lax.broadcast_in_dim(far_norm, acc.shape, [0]) * acc[...]
-            query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-            inverse = plgpu.load(row.inverse, layout=_ROWS)
-            time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
-            gmem["sums"][place["head"], 1, time] = inverse * (query * gradient).sum(1)
             acc[...] = gradient
             total = near_vjp.read_keys(
                 acc,
@@ -236,17 +236,19 @@ def _read_states(own, smem, row, terms, layout, config, interpreted):
     return lax.fori_loop(jnp.int32(0), jnp.int32(_TILE), group, (zeros,) * tiles)
 
 
-def _add_norm(acc, own, smem, layout, config, interpreted):
-    """acc += q Z."""
-    depth = min(layout.head_dim, _BLOCK)
+def _read_norm(query_smem, smem, layout, config, interpreted):
+    """q Z for 64 rows, float32 [64, D]; Z is symmetric, so that its rows serve as keys do."""
+    total = {}
     for step in range(far.norm_blocks(layout)):
         slot = step % config.key_stages
         plgpu.barrier_wait(smem["key_full"].at[slot])
-        for begin in range(0, _BLOCK, depth):
-            row = (step * _BLOCK + begin) % layout.head_dim
-            norm = smem["key_smem"].at[slot, begin : begin + depth]
-            products.accumulate(acc, own["query_smem"].at[:, row : row + depth], norm, interpreted)
+        product = products.scores(query_smem, smem["key_smem"].at[slot], interpreted)
         plgpu.barrier_arrive(smem["key_free"].at[slot])
+        for begin in range(0, _BLOCK, layout.head_dim):
+            column = (step * _BLOCK + begin) % layout.head_dim
+            part = product[:, begin : begin + layout.head_dim]
+            total[column] = total[column] + part if column in total else part
+    return jnp.concatenate(list(total.values()), 1)
 
 
 def _store(acc, factor, out_smem, out):
