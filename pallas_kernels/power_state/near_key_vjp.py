@@ -1,8 +1,8 @@
 """Gradients with respect to keys and values, of what queries saw of them exactly: the near part, for any power.
 
-A block owns `key_blocks` warpgroups of 64 consecutive keys of one chunk. Queries come in blocks of 64 through a ring of
-`STAGES` slots: for every query head of the group, the blocks that any of its keys meets. With s = k . q, gamma the decay
-from the key to the query, and dout its output's gradient, a warpgroup adds
+A block owns some warpgroups of 64 consecutive keys of one chunk. Queries come in blocks of 64 through a ring: for every
+query head of the group, the blocks that any of the keys meets. With s = k . q, gamma the decay from the key to the
+query, and dout the gradient of its output, a warpgroup adds
 
     dv += sum p dout,    p = gamma s^power inverse,
     dk += sum x q,       x = gamma s^(power - 1) inverse (dout . v - delta),
@@ -88,7 +88,7 @@ def scratch(head_dim, value_dim, dtype, count):
 
 def held_shapes():
     """Shapes of the accumulators that `read_queries` makes, for interpretation."""
-    return [(_BLOCK, _BLOCK)] * 2
+    return [(_BLOCK, _BLOCK)]
 
 
 def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
@@ -151,12 +151,7 @@ def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, po
     key_coarse, key_fine = (plgpu.load(own["decay_smem"].at[frame + n], layout=_ROWS) for n in range(2))
     plgpu.barrier_wait(smem["query_full"].at[slot])
 
-    def multiply(scores, slopes):
-        products.accumulate(scores, own["key_smem"], queries.T, held, wait=1)
-        products.accumulate(slopes, own["value_smem"], douts.T, held)
-        return scores[...], slopes[...]
-
-    scores, slopes = products.with_accumulators(multiply, [shape, shape], held)
+    scores = products.scores(own["key_smem"], queries, held)
     column = functools.partial(_column, smem["column_smem"].at[slot], shape)
     between = column(_COLUMN.coarse) - lax.broadcast_in_dim(key_coarse, shape, [0])
     between += column(_COLUMN.fine) - lax.broadcast_in_dim(key_fine, shape, [0])
@@ -173,10 +168,11 @@ def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, po
     # In straight-line code, products in flight keep the registers of their operands.
     for part in products.split(lower * scores):
         products.accumulate(dvalue, part, douts, held, wait=1)
+    slopes = products.scores(own["value_smem"], douts, held)
     lower = lower * (slopes - column(_COLUMN.delta))
+    total = total + (lower * scores).sum(1)
     for part in products.split(lower):
         products.accumulate(dkey, part, queries, held, wait=1)
-    total = total + (lower * scores).sum(1)
     if held is None:
         plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(smem["query_free"].at[slot])
