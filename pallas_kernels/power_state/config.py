@@ -43,6 +43,9 @@ class Config:
     key_stages: blocks of 64 keys in flight in the query.
     query_vjp_blocks, query_vjp_parts, query_vjp_stages: what query_blocks, parts and state_stages are in the gradient
         with respect to queries.
+    key_vjp_blocks: blocks of 64 keys, one for each warpgroup, that share the dual states in the gradient of keys.
+    key_vjp_parts: pieces of equal width in which it reads a group.
+    key_vjp_stages: such parts in flight.
     """
 
     update_scalars: int
@@ -63,6 +66,10 @@ class Config:
             parts=self.query_vjp_parts,
             state_stages=self.query_vjp_stages,
         )
+
+    key_vjp_blocks: int = 1
+    key_vjp_parts: int = 1
+    key_vjp_stages: int = 2
 
 
 def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> Config:
@@ -108,6 +115,7 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
         key_stages=2,
         parts=parts,
         **_choose_query_vjp(layout, value_dim, chunk, window, two_terms),
+        **_key_vjp(layout, value_dim, chunk),
     )
 
 
@@ -121,6 +129,18 @@ def _choose_query_vjp(layout, value_dim, chunk, window, two_terms):
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 5 * blocks * BLOCK)
     stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
     return {"query_vjp_blocks": blocks, "query_vjp_parts": parts, "query_vjp_stages": stages}
+
+
+def _key_vjp(layout, value_dim, chunk):
+    """Fields of the gradient of keys."""
+    head_dim = layout.head_dim
+    blocks = 2 if chunk % (2 * BLOCK) == 0 and head_dim + value_dim < 256 else 1
+    parts = 6 if head_dim == 128 else 1
+    # Keys, values and scalars of every warpgroup, and two blocks of queries.
+    tiles = blocks * BLOCK * (2 * head_dim + value_dim) + 2 * BLOCK * (head_dim + value_dim)
+    left = _SHARED_BYTES - 2 * tiles - 4 * BLOCK * (9 * blocks + 2 * 4)
+    stages = min(4, left // (2 * value_dim * (layout.width // parts)))
+    return {"key_vjp_blocks": blocks, "key_vjp_parts": parts, "key_vjp_stages": stages}
 
 
 def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):

@@ -1,0 +1,158 @@
+"""The gradient of keys and values at p = 2, interpreted, against what it computes in plain JAX."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import numerics
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import key_vjp as kernels
+from pallas_kernels.power_state import layout as layouts
+from tests.ops import cases
+from tests.pallas_kernels import state_vjp
+
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(600)]
+
+HEADS, GROUP, CHUNKS, CHUNK = 1, 2, 2, 128
+# Rounding of the bfloat16 result takes most of it.
+ERROR = 2.0**-9
+
+
+class Sizes(NamedTuple):
+    """`extra`: whether there are keys after the last query's chunk; dtype: that of states."""
+
+    head_dim: int = 64
+    value_dim: int = 64
+    dtype: str = "float16"
+    window: int = 64
+    extra: bool = True
+
+
+def exponents(x):
+    """Powers of two [H, Y] that bring the largest entry of each row into [1/2, 1)."""
+    return numerics.exponent(jnp.abs(x.astype(jnp.float32)).max(-1))
+
+
+def terms_of(x, dtype, terms):
+    """x [..., A, B] as `terms` arrays of that type on top of each other, [..., terms A, B]."""
+    parts = []
+    for _ in range(terms):
+        parts.append(x.astype(dtype))
+        x = x - parts[-1].astype(x.dtype)
+    return jnp.concatenate(parts, -2)
+
+
+def frames(random, window):
+    """Decays as the forward pass has them, and by keys: of their chunk, and of the chunk before, [H, Y, 2] each."""
+    log_decay = -random.exponential(0.02, (HEADS, CHUNKS * CHUNK + window)).astype("float32")
+    seen = np.arange(CHUNKS)[:, None] * CHUNK + np.arange(window + CHUNK)
+    decay = np.stack(numerics.running_sums(jnp.asarray(log_decay)[:, seen], 150.0), -1)
+    own, before = np.zeros((2, HEADS, CHUNKS + 1, CHUNK, 2), "float32")
+    own[:, :CHUNKS] = decay[:, :, :CHUNK]
+    before[:, 1:, :window] = decay[:, :, CHUNK:]
+    in_line = [x.reshape(HEADS, -1, 2) for x in (own, before)]
+    return decay, *in_line
+
+
+def in_blocks(vectors):
+    """[H, X] each -> [H, X / 64, their number, 64]."""
+    stacked = jnp.stack([jnp.asarray(x, jnp.float32) for x in vectors], 1)
+    return jnp.swapaxes(stacked.reshape(*stacked.shape[:2], -1, configs.BLOCK), 1, 2)
+
+
+def draw(sizes, layout):
+    """Arguments of the kernel by name, and decays of the forward pass."""
+    random = np.random.default_rng(0)
+    operand, terms = configs.operands(jnp.dtype(sizes.dtype))
+    time, heads = CHUNKS * CHUNK, HEADS * GROUP
+    padded = time + sizes.extra * CHUNK
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray((scale * random.normal(size=shape)).astype("float32"))
+
+    key, value = (
+        (normal(HEADS, padded, size) * 2.0 ** random.integers(-2, 3, (HEADS, padded, 1))).astype(jnp.bfloat16)
+        for size in (sizes.head_dim, sizes.value_dim)
+    )
+    key_exponent, value_exponent = exponents(key), exponents(value)
+    kappa = random.uniform(0.2, 1, (HEADS, padded)) * (random.uniform(size=(HEADS, padded)) < 0.9)
+    kappa[:, time:] = 0
+    norm = normal(HEADS, CHUNKS, sizes.head_dim, sizes.head_dim, scale=0.2)
+    decay, own, before = frames(random, sizes.window)
+    rows = kernels.Rows(
+        narrow_key=2.0**-key_exponent,
+        narrow_value=2.0**-value_exponent,
+        far_key=kappa * 2.0 ** (key_exponent + value_exponent),
+        far_norm=2 * kappa,
+        far_value=kappa * 2.0 ** (2 * key_exponent),
+        coarse=own[:, :padded, 0],
+        fine=own[:, :padded, 1],
+        coarse_before=before[:, :padded, 0],
+        fine_before=before[:, :padded, 1],
+    )
+    inverse = random.uniform(0, 2e-3, (heads, time)) * (random.uniform(size=(heads, time)) < 0.9)
+    of_queries = decay[:, :, sizes.window :].reshape(HEADS, time, 2).repeat(GROUP, 0)
+    columns = kernels.Columns(
+        inverse=inverse,
+        delta=random.normal(size=(heads, time)),
+        coarse=of_queries[..., 0],
+        fine=of_queries[..., 1],
+    )
+    dual = normal(HEADS, CHUNKS, layouts.TILE, sizes.value_dim, layout.width, scale=1 / 32)
+    arguments = {
+        "key": key,
+        "scalars": jnp.swapaxes(numerics.scaled(key, -key_exponent[..., None]), 1, 2).astype(operand),
+        "value": value,
+        "dual": terms_of(dual, operand, terms),
+        "dual_norm": terms_of(norm + jnp.swapaxes(norm, 2, 3), jnp.bfloat16, 2),
+        "query": normal(heads, time, sizes.head_dim).astype(jnp.bfloat16),
+        "dout": normal(heads, time, sizes.value_dim).astype(jnp.bfloat16),
+        "rows": in_blocks(rows),
+        "columns": in_blocks(columns),
+    }
+    decay = jnp.moveaxis(jnp.asarray(decay), -1, 2)
+    return arguments, decay.reshape(*decay.shape[:3], -1, configs.BLOCK)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        Sizes(32, 64),
+        Sizes(64, 64),
+        Sizes(64, 64, extra=False),
+        Sizes(64, 64, dtype="bfloat16"),
+        Sizes(64, 64, dtype="float32"),
+        Sizes(64, 64, window=0, extra=False),
+        pytest.param(Sizes(128, 128), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients(sizes):
+    layout = layouts.Layout(sizes.head_dim)
+    arguments, decay = draw(sizes, layout)
+    options = {"layout": layout, "chunk": CHUNK, "window": sizes.window}
+    config = configs.choose(
+        power=2,
+        head_dim=sizes.head_dim,
+        value_dim=sizes.value_dim,
+        dtype=jnp.bfloat16,
+        chunk=CHUNK,
+        window=sizes.window,
+        state_dtype=jnp.dtype(sizes.dtype),
+    )
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    run = jax.jit(functools.partial(kernels.key_vjp, **options, config=config, interpret=interpret))
+    dkey, dvalue, sums = run(*arguments.values())
+    known = {name: x for name, x in arguments.items() if name != "scalars"}
+    expected = jax.jit(functools.partial(state_vjp.key_vjp, **options))(**known, decay=decay)
+    assert dkey.dtype == dvalue.dtype == jnp.bfloat16
+    assert cases.error(dkey, expected[0]) <= ERROR
+    assert cases.error(dvalue, expected[1]) <= ERROR
+    assert sums.dtype == jnp.float32
+    assert cases.error(sums[:, 0], expected[2][:, 0]) <= 1e-5
+    assert cases.error(sums[:, 1], expected[2][:, 1]) <= 5e-4
