@@ -6,7 +6,6 @@ In seconds, where interpreting the kernels takes minutes: what surrounds them, a
 import contextlib
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import backward, forward

@@ -1,10 +1,11 @@
 """Compiles what users run for eight H100s, by the kernels, and prints the program.
 
-    python -m tests.pallas_kernels.sharded attention|chunked|training
+    python -m tests.pallas_kernels.sharded attention|chunked|again|training
 
 A process of its own, since LLVM may end it.
 """
 
+import functools
 import os
 import sys
 
@@ -18,8 +19,12 @@ from tests.pallas_kernels import h100
 Spec = jax.sharding.PartitionSpec
 
 
-def op(form: str):
-    """Gradients of the op, batch and heads divided over a mesh of 4 x 2."""
+# What `jax.checkpoint` keeps so that the states before chunks are computed again.
+AGAIN = jax.checkpoint_policies.save_only_these_names("power_attention_out")
+
+
+def op(form: str, policy=None):
+    """Gradients of the op, batch and heads divided over a mesh of 4 x 2; with a policy, of its checkpoint."""
 
     def loss(query, key, value, log_decay, segment_ids):
         out = ops.power_attention(
@@ -33,6 +38,7 @@ def op(form: str):
         )
         return out.sum(dtype=jnp.float32)
 
+    loss = loss if policy is None else jax.checkpoint(loss, policy=policy)
     batch, time, heads, kv_heads, size = 4, 256, 4, 2, 64
     arguments = [
         jax.ShapeDtypeStruct((batch, time, n, size), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)
@@ -65,4 +71,10 @@ def training():
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
     what = sys.argv[1]
-    print((training() if what == "training" else op(what)).as_text())
+    compiled = {
+        "attention": functools.partial(op, "attention"),
+        "chunked": functools.partial(op, "chunked"),
+        "again": functools.partial(op, "chunked", AGAIN),
+        "training": training,
+    }[what]()
+    print(compiled.as_text())

@@ -1,5 +1,8 @@
 """Every kernel compiled for an H100, on a machine that needs none."""
 
+import collections
+import re
+
 import pytest
 
 from tests.pallas_kernels import h100
@@ -43,3 +46,15 @@ def test_nothing_is_gathered_on_eight_devices(what):
     assert "all-to-all" not in text
     # Only gradients of parameters are sums over devices.
     assert "all-reduce" not in text or what == "training"
+
+
+def test_states_are_kept_or_computed_again():
+    """By the policy of a checkpoint: one more update, and no kernel but those that are needed."""
+    counts = {
+        what: collections.Counter(re.findall(r"custom-call\S*\(.*(power_state_\w+)_mosaic_gpu", program))
+        for what in ("chunked", "again")
+        for program in [h100.run("sharded", what)]
+    }
+    once = {"power_state_query": 1, "power_state_query_vjp": 1, "power_state_key_vjp": 1}
+    assert counts["chunked"] == once | {"power_state_update": 2}
+    assert counts["again"] == once | {"power_state_update": 3}

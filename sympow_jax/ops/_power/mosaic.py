@@ -165,13 +165,12 @@ def _chunked_bwd(settings, interpret, return_state, residuals, cotangents):
             (arrays["final_kv"], arrays["final_norm"]) if return_state else None,
             **_options(settings, interpret, arrays),
         )
-        kv, norm = gradients.initial_state
-        return gradients._asdict() | {"kv": kv, "norm": norm}
+        gradients = gradients._asdict() | dict(zip(("kv", "norm"), gradients.initial_state))
+        return {name: gradients[name] for name in wanted}
 
     arrays = rows._asdict() | saved | dict(zip(("dout", "final_kv", "final_norm"), cotangents))
     wanted = tuple(name for name, x in rows._asdict().items() if x is not None and name != "folds")
-    gradients = per_device(lambda arrays: {name: compute(arrays)[name] for name in wanted}, arrays, wanted)
-    return (xla.Rows(**dict.fromkeys(xla.Rows._fields) | gradients),)
+    return (xla.Rows(**dict.fromkeys(xla.Rows._fields) | per_device(compute, arrays, wanted)),)
 
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
