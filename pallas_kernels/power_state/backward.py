@@ -18,11 +18,12 @@ from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import forward
 from pallas_kernels.power_state import key_vjp as key_kernel
+from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import prepare_vjp as preparation_vjp
 from pallas_kernels.power_state import query_vjp as query_kernel
 
-__all__ = ["Gradients", "power_state_vjp"]
+__all__ = ["Gradients", "attend_vjp", "fold_vjp", "power_state_vjp"]
 
 
 class Gradients(NamedTuple):
@@ -31,115 +32,136 @@ class Gradients(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    log_decay: jax.Array | None
+    log_decay: jax.Array
     initial_state: tuple[jax.Array, jax.Array]
 
 
 def power_state_vjp(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    out: jax.Array,
-    denominator: jax.Array,
-    saved: forward.Saved,
-    dout: jax.Array,
-    dfinal: tuple[jax.Array, jax.Array] | None = None,
-    *,
-    power: int = 2,
-    log_decay: jax.Array | None = None,
-    folds: jax.Array | None = None,
-    chunk: int,
-    window: int = 64,
-    state_dtype=jnp.float16,
-    interpret=None,
+    query, key, value, log_decay, folds, out, denominator, saved, dout, dfinal=None, **options
 ) -> Gradients:
     """Gradients of `power_state`, from its arguments and what `power_state_fwd` returned for them.
 
     dout: bfloat16 [B, T, N, E]; dfinal: float32, like the final state; None is zero. Sums are float32, each in an order
     of its own that never changes. Memory beside arguments and results: dual states, as large as the saved ones.
     """
-    (batch, time, _, head_dim), (kv_heads, value_dim) = query.shape, value.shape[2:]
-    config = configs.choose(
-        power=power,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=jnp.result_type(query, key, value),
-        chunk=chunk,
-        window=window,
-        state_dtype=state_dtype,
-    )
-    decays = jnp.zeros(key.shape[:3], jnp.float32) if log_decay is None else log_decay
-    if folds is None:
-        folds = jnp.broadcast_to(jnp.arange(time) < time - window, (batch, time))
+    arrays = query, key, value, log_decay, folds
+    dual, dinitial = fold_vjp(*arrays, out, denominator, dout, dfinal, **options)
+    return Gradients(*attend_vjp(*arrays, out, denominator, saved, dual, dout, **options), dinitial)
+
+
+def fold_vjp(
+    query,
+    key,
+    value,
+    log_decay,
+    folds,
+    out,
+    denominator,
+    dout,
+    dfinal=None,
+    *,
+    power,
+    chunk,
+    window,
+    state_dtype,
+    interpret,
+):
+    """The dual states, those of the last chunk's keys first, and the gradient of the initial state, like `dfinal`."""
+    config = forward.chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
+    batch, _, kv_heads, head_dim = key.shape
     operand, terms = configs.operands(state_dtype)
     layout, end, end_norm = forward.start_of(dfinal, key, value)
-    query, key = (forward.fill(x, layout.head_dim) for x in (query, key))
-    value, out, dout = (forward.fill(x, end.shape[2]) for x in (value, out, dout))
-
-    of = preparation.tokens(query, key, value, decays, folds, chunk=chunk, window=window)
-    mean = preparation_vjp.mean_of(out, denominator, dout, of.query.shape[1])
-    dual = preparation_vjp.dual_of(of, mean, jnp.abs(end).max((1, 2, 3)))
-    dual_norm = preparation.square_norms(
-        dual.query, dual.carried.strength * dual.dnorm, dual.carried, end_norm
-    )
-    options = {"layout": layout, "config": config, "interpret": interpret}
+    of, unit, _, mean = _prepared(query, key, value, log_decay, folds, out, denominator, dout, chunk, window)
+    dual = preparation_vjp.dual_of(of, unit, mean, preparation.size_of(end, dfinal))
     duals, first = forward.walk(
         *preparation.update_operands(dual.query, dual.value, dual.carried, layout, operand),
         dual.carried,
         end,
+        layout=layout,
+        config=config,
         chunk=dual.query.shape[2],
         terms=terms,
-        **options,
+        interpret=interpret,
     )
-    states, norm, shift = (x.reshape(-1, *x.shape[2:]) for x in saved)
+    strength = dual.carried.strength * dual.dnorm
+    norm, shift = preparation.square_norms(dual.query, strength, dual.carried, end_norm), dual.carried.shift
+    saved = (x.reshape(batch, kv_heads, *x.shape[1:]) for x in (duals, norm[:, :-1], shift[:, :-1]))
+    sizes = batch, kv_heads, head_dim, value.shape[-1]
+    return forward.Saved(*saved), forward.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
+
+
+def attend_vjp(
+    query,
+    key,
+    value,
+    log_decay,
+    folds,
+    out,
+    denominator,
+    saved,
+    dual,
+    dout,
+    *,
+    power,
+    chunk,
+    window,
+    state_dtype,
+    interpret,
+):
+    """The gradients of query, key, value and log_decay, from the states and the dual states."""
+    config = forward.chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
+    batch, time, _, head_dim = query.shape
+    value_dim = value.shape[-1]
+    layout = layouts.Layout(configs.filled(head_dim, value_dim)[0])
+    of, unit, exponent, mean = _prepared(
+        query, key, value, log_decay, folds, out, denominator, dout, chunk, window
+    )
+    saved, dual = (forward.Saved(*(x.reshape(-1, *x.shape[2:]) for x in states)) for states in (saved, dual))
+    options = {"layout": layout, "config": config, "chunk": chunk, "window": window, "interpret": interpret}
     dquery, of_queries = query_kernel.query_vjp(
-        of.query,
-        jnp.swapaxes(of.query, 1, 2).astype(operand),
+        unit,
+        jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
         mean.dout,
-        states,
-        forward.split(norm, jnp.bfloat16, 2),
+        saved.states,
+        forward.split(saved.norms, jnp.bfloat16, 2),
         of.key,
         of.value,
         of.decay,
-        _rows_of_queries(of, mean, shift),
-        chunk=chunk,
-        window=window,
+        _rows_of_queries(of, mean, saved.shifts),
         **options,
     )
     chunks = -(-(time + window) // chunk)
     dkey, dvalue, of_keys = key_kernel.key_vjp(
         preparation_vjp.lengthened(of.key, chunks * chunk),
-        _scalars_of_keys(of, chunks * chunk).astype(operand),
+        _scalars_of_keys(of, chunks * chunk).astype(dual.states.dtype),
         preparation_vjp.lengthened(of.value, chunks * chunk),
-        duals,
-        forward.split(dual_norm[:, :-1], jnp.bfloat16, 2),
-        of.query,
+        dual.states,
+        forward.split(dual.norms, jnp.bfloat16, 2),
+        unit,
         mean.dout,
-        _rows_of_keys(of, dual.carried.shift, chunks),
+        _rows_of_keys(of, dual.shifts, chunks),
         preparation_vjp.columns(of, mean, window),
-        chunk=chunk,
-        window=window,
         **options,
     )
-    ddecay = None
-    if log_decay is not None:
-        inner = _inner(
-            of, states, norm, shift, duals, dual_norm, dual.carried.shift, layout, value_dim=end.shape[2]
-        )
-        sums = preparation_vjp.sums_of(of, of_queries, of_keys, inner, window)
-        ddecay = preparation_vjp.decay_gradient(of, sums, window)
-        ddecay = tokens_second(ddecay[:, window : window + time], batch)
-    dquery = numerics.scaled(dquery, -of.query_exponent)[:, :time, :head_dim]
-    dkey, dvalue = (x[:, window : window + time] for x in (dkey, dvalue))
-    return Gradients(
-        query=tokens_second(dquery, batch),
-        key=tokens_second(dkey[..., :head_dim], batch),
-        value=tokens_second(dvalue[..., :value_dim], batch),
-        log_decay=ddecay,
-        initial_state=forward.returned(
-            first, dual_norm[:, -1], dual.carried.shift[:, -1], layout, (batch, kv_heads, head_dim, value_dim)
-        ),
+    sums = preparation_vjp.sums_of(of, of_queries, of_keys, _inner(of, saved, dual, layout), window)
+    ddecay = preparation_vjp.decay_gradient(of, sums, window)
+    own = slice(window, window + time)
+    return (
+        tokens_second(numerics.scaled(dquery, -exponent)[:, :time, :head_dim], batch),
+        tokens_second(dkey[:, own, :head_dim], batch),
+        tokens_second(dvalue[:, own, :value_dim], batch),
+        tokens_second(ddecay[:, own], batch),
     )
+
+
+def _prepared(query, key, value, log_decay, folds, out, denominator, dout, chunk, window):
+    """Tokens, queries with largest entries in [1/2, 1) and what they were divided by, and the mean's cotangent."""
+    width, value_width = configs.filled(key.shape[-1], value.shape[-1])
+    query, key = (forward.fill(x, width) for x in (query, key))
+    value, out, dout = (forward.fill(x, value_width) for x in (value, out, dout))
+    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
+    unit, exponent = preparation.queries(query, chunk)
+    return of, unit, exponent, preparation_vjp.mean_of(out, denominator, dout, unit.shape[1])
 
 
 def tokens_second(x, batch):
@@ -149,9 +171,8 @@ def tokens_second(x, batch):
 
 def _rows_of_queries(of, mean, shift):
     """As `query_vjp.Rows`, float32 [B N, X / 64, 5, 64]."""
-    group = len(of.query) // len(shift)
-    scale = preparation.scaled_decay(of.from_state, shift[..., None]).reshape(len(shift), -1)
-    scale = jnp.repeat(scale, group, 0)
+    scale = preparation.scale_of(of, shift).reshape(len(shift), -1)
+    scale = jnp.repeat(scale, len(mean.dout) // len(shift), 0)
     exponent = preparation.exponent_of(mean.dout)[..., 0]
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -exponent),
@@ -170,8 +191,8 @@ def _scalars_of_keys(of, length):
 
 def _rows_of_keys(of, dual_shift, chunks):
     """As `key_vjp.Rows`, float32 [H, Y / 64, 9, 64], for keys in `chunks` chunks."""
-    heads, count, chunk, _ = of.old_key.shape
-    shift = jnp.flip(dual_shift[:, :count], 1)[..., None]
+    heads, _, chunk, _ = of.old_key.shape
+    shift = jnp.flip(dual_shift, 1)[..., None]
     key_exponent = of.old_exponent[..., 0]
     value_exponent = preparation.exponent_of(of.old_value)[..., 0]
 
@@ -194,13 +215,11 @@ def _rows_of_keys(of, dual_shift, chunks):
     return preparation_vjp.vectors(*rows)
 
 
-def _inner(of, states, norm, shift, duals, dual_norm, dual_shift, layout, *, value_dim):
+def _inner(of, saved, dual, layout):
     """The state before each chunk, decayed over it, times the gradient with respect to the one after it, [H, n]."""
-    count = states.shape[1]
-
-    def whole(x):
-        return x.astype(jnp.float32).reshape(*x.shape[:3], -1, value_dim, layout.width).sum(3)
-
-    duals, dual_norm, dual_shift = (jnp.flip(x[:, :count], 1) for x in (duals, dual_norm, dual_shift))
-    inner = (whole(states) * whole(duals) * layout.weights).sum((2, 3, 4)) + (norm * dual_norm).sum((2, 3))
-    return preparation.scaled_decay(of.over_chunk, (shift + dual_shift).astype(jnp.float32)) * inner
+    terms = saved.states.shape[3] // of.value.shape[-1]
+    dual = forward.Saved(*(jnp.flip(x, 1) for x in dual))
+    inner = forward.whole(saved.states, terms) * forward.whole(dual.states, terms) * layout.weights
+    inner = inner.sum((2, 3, 4))
+    inner += (saved.norms * dual.norms).sum((2, 3))
+    return preparation.scaled_decay(of.over_chunk, (saved.shifts + dual.shifts).astype(jnp.float32)) * inner

@@ -14,11 +14,28 @@ from pallas_kernels.power_state import quartic, segments
 from pallas_kernels.power_state import query as query_kernel
 from pallas_kernels.power_state import update as update_kernel
 
-__all__ = ["Saved", "fill", "power_state", "power_state_fwd", "returned", "split", "start_of", "walk"]
+__all__ = [
+    "Saved",
+    "attend",
+    "chosen",
+    "fill",
+    "fold",
+    "power_state",
+    "power_state_fwd",
+    "returned",
+    "split",
+    "start_of",
+    "stored_start",
+    "walk",
+    "whole",
+]
 
 
 class Saved(NamedTuple):
-    """States before each chunk, linear in T, which the backward pass reads: 2 F E bytes a chunk and head in 16 bits."""
+    """States before each chunk, which its queries and the backward pass read: 2 F E bytes a chunk and head in 16 bits.
+
+    F is that of the kernels' layout: 2,560 for 2,080 distinct features at p = 2 and D = 64.
+    """
 
     states: jax.Array  # 16-bit [B, K, n, ...] in the order of the layout, divided by 2^shift
     norms: jax.Array  # float32 [B, K, n, D, D], the normalisers Z, divided likewise
@@ -66,15 +83,19 @@ def power_state(
     like `initial_state`. Sums are float32. Raises NotImplementedError, naming the constraint, for what the kernels
     cannot do. Has no derivative of its own: `backward.power_state_vjp` is what a custom_vjp takes.
     """
+    if log_decay is None:
+        log_decay = jnp.zeros(key.shape[:3], jnp.float32)
+    if folds is None:
+        folds = jnp.broadcast_to(jnp.arange(key.shape[1]) < key.shape[1] - window, key.shape[:2])
     results, _ = power_state_fwd(
         query,
         key,
         value,
+        log_decay,
+        folds,
+        initial_state,
         power=power,
-        log_decay=log_decay,
-        folds=folds,
-        initial_state=initial_state,
-        chunk=chunk,
+        chunk=chunk or configs.chunk_for(power=power, head_dim=query.shape[-1], time=query.shape[1]),
         window=window,
         state_dtype=state_dtype,
         interpret=interpret,
@@ -82,59 +103,29 @@ def power_state(
     return results
 
 
-def power_state_fwd(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    power: int = 2,
-    log_decay: jax.Array | None = None,
-    folds: jax.Array | None = None,
-    initial_state: tuple[jax.Array, jax.Array] | None = None,
-    chunk: int | None = None,
-    window: int = 64,
-    state_dtype=jnp.float16,
-    interpret=None,
-) -> tuple[tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]], Saved]:
-    """What `power_state` returns for these arguments, and what of its states the backward pass reads."""
-    batch, time, heads, head_dim = query.shape
-    kv_heads, value_dim = value.shape[2:]
-    chunk = chunk or configs.chunk_for(power=power, head_dim=head_dim, time=time)
-    config = configs.choose(
-        power=power,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=jnp.result_type(query, key, value),
-        chunk=chunk,
-        window=window,
-        state_dtype=state_dtype,
-    )
-    if log_decay is None:
-        log_decay = jnp.zeros(key.shape[:3], jnp.float32)
-    if folds is None:
-        folds = jnp.broadcast_to(jnp.arange(time) < time - window, (batch, time))
-    options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
+def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, **options):
+    """((output, denominators, final state), Saved): what `power_state` returns and what its backward pass reads."""
+    saved, final = fold(key, value, log_decay, folds, initial_state, **options)
+    return (*attend(query, key, value, log_decay, folds, saved, **options), final), saved
+
+
+def fold(key, value, log_decay, folds, initial_state=None, *, power, chunk, window, state_dtype, interpret):
+    """The states before each chunk, and the final state, like `initial_state`; arguments as in `power_state`."""
+    config = chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
     if power == 4:
-        return quartic.power_state(query, key, value, log_decay, folds, initial_state, **options), None
+        arguments = key, value, log_decay, folds, initial_state, config, chunk, window, interpret
+        saved, final = quartic.fold(*arguments)
+        return Saved(*saved), final
+    batch, _, kv_heads, head_dim = key.shape
     operand, terms = configs.operands(state_dtype)
     layout, start, start_norm = start_of(initial_state, key, value)
-    arrays = preparation.prepare(
-        fill(query, layout.head_dim),
-        fill(key, layout.head_dim),
-        fill(value, start.shape[2]),
-        log_decay,
-        folds,
-        jnp.abs(start).max((1, 2, 3)),
-        start_norm,
-        layout=layout,
-        chunk=chunk,
-        window=window,
-        state_dtype=operand,
+    of = preparation.tokens(
+        fill(key, layout.head_dim), fill(value, start.shape[2]), log_decay, folds, chunk=chunk, window=window
     )
+    carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), power)
     states, final = walk(
-        arrays.update_key,
-        arrays.update_value,
-        arrays.carried,
+        *preparation.update_operands(of.old_key, of.old_value, carried, layout, operand),
+        carried,
         start,
         layout=layout,
         config=config,
@@ -142,26 +133,50 @@ def power_state_fwd(
         terms=terms,
         interpret=interpret,
     )
+    norm = preparation.square_norms(of.old_key, carried.strength, carried, start_norm)
+    saved = Saved(
+        *(x.reshape(batch, kv_heads, *x.shape[1:]) for x in (states, norm[:, :-1], carried.shift[:, :-1]))
+    )
+    sizes = batch, kv_heads, head_dim, value.shape[-1]
+    return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
+
+
+def attend(query, key, value, log_decay, folds, saved, *, power, chunk, window, state_dtype, interpret):
+    """The output and the denominators, from the states before each chunk; as in `power_state`."""
+    config = chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
+    if power == 4:
+        return quartic.attend(query, key, value, log_decay, folds, saved, config, chunk, window, interpret)
+    batch, time, heads, _ = query.shape
+    value_dim = value.shape[-1]
+    width, value_width = configs.filled(query.shape[-1], value_dim)
+    of = preparation.tokens(
+        fill(key, width), fill(value, value_width), log_decay, folds, chunk=chunk, window=window
+    )
+    unit, _ = preparation.queries(fill(query, width), chunk)
+    states, norm, shift = (x.reshape(-1, *x.shape[2:]) for x in saved)
     out, denominator = query_kernel.query_states(
-        arrays.query,
-        arrays.scalars,
+        unit,
+        jnp.swapaxes(unit, 1, 2).astype(states.dtype),
         states,
-        split(arrays.norm[:, :-1], jnp.bfloat16, 2),
-        arrays.key,
-        arrays.value,
-        arrays.decay,
-        arrays.scale,
-        layout=layout,
-        **options,
+        split(norm, jnp.bfloat16, 2),
+        of.key,
+        of.value,
+        of.decay,
+        preparation.scale_of(of, shift),
+        layout=layouts.Layout(width),
+        config=config,
+        chunk=chunk,
+        window=window,
+        interpret=interpret,
     )
     out = jnp.swapaxes(out.reshape(batch, heads, *out.shape[1:])[:, :, :time, :value_dim], 1, 2)
-    denominator = jnp.swapaxes(denominator.reshape(batch, heads, -1)[:, :, :time], 1, 2)
-    shift = arrays.carried.shift
-    final = returned(final, arrays.norm[:, -1], shift[:, -1], layout, (batch, kv_heads, head_dim, value_dim))
-    saved = Saved(
-        *(x.reshape(batch, kv_heads, *x.shape[1:]) for x in (states, arrays.norm[:, :-1], shift[:, :-1]))
-    )
-    return (out, denominator, final), saved
+    return out, jnp.swapaxes(denominator.reshape(batch, heads, -1)[:, :, :time], 1, 2)
+
+
+def chosen(key, value, **options):
+    """`config.choose` for these arrays."""
+    sizes = {"head_dim": key.shape[-1], "value_dim": value.shape[-1], "dtype": jnp.result_type(key, value)}
+    return configs.choose(**sizes, **options)
 
 
 def returned(state, norm, shift, layout, sizes):
@@ -190,6 +205,19 @@ def start_of(initial_state, key, value):
     return layout, start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
 
 
+def stored_start(state, key, value, power):
+    """A state (kv, norm) as those that chunks read are stored, but in float32 and in its own scale."""
+    if power == 4:
+        return quartic.stored_start(state, key, value)
+    return start_of(state, key, value)[1:]
+
+
+def whole(states, terms):
+    """States [H, n, ..., terms E, P] in float32, the sum of their terms."""
+    shape = *states.shape[:-2], terms, states.shape[-2] // terms, states.shape[-1]
+    return states.astype(jnp.float32).reshape(shape).sum(-3)
+
+
 def walk(key, value, carried, start, *, layout, config, chunk, terms, interpret):
     """The state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], both divided by 2^shift.
 
@@ -214,9 +242,8 @@ def walk(key, value, carried, start, *, layout, config, chunk, terms, interpret)
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
     if count == 1 or terms == 1:
         return segments.join(states, finals, carried.log2_carry)
-    whole = states.reshape(*states.shape[:3], terms, -1, layout.width).astype(jnp.float32).sum(3)
-    whole, final = segments.join(whole, finals, carried.log2_carry)
-    return split(whole, states.dtype, terms), final
+    joined, final = segments.join(whole(states, terms), finals, carried.log2_carry)
+    return split(joined, states.dtype, terms), final
 
 
 def split(x, dtype, terms):

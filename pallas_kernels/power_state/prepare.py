@@ -16,17 +16,19 @@ from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
 
 __all__ = [
+    "HEADROOM",
     "Carried",
-    "Prepared",
-    "Scaled",
     "Tokens",
+    "carried_keys",
     "carry_along",
     "exponent_of",
     "heads_first",
     "norms",
-    "prepare",
-    "scale_all",
+    "over_chunks",
+    "queries",
+    "scale_of",
     "scaled_decay",
+    "size_of",
     "square_norms",
     "time_last",
     "tokens",
@@ -39,7 +41,7 @@ _FLOOR = int(np.log(np.finfo(np.float32).tiny))
 # What stands for decays below it: exp of this is zero even where subnormal numbers are kept.
 _FORGET = -105
 # States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
-_HEADROOM = 13
+HEADROOM = 13
 # The base-2 logarithm of nothing, finite so that differences are.
 _NOTHING = -1e4
 # That of a decay to zero: no difference of two scales makes up for it.
@@ -47,21 +49,17 @@ _NEVER = -1e5
 
 
 class Tokens(NamedTuple):
-    """Queries, keys and values by chunk, and the base-2 logarithms of decays between them; _NOTHING is zero.
+    """Keys and values by chunk, and the base-2 logarithms of decays between them; _NOTHING is zero.
 
     H = B K heads, n chunks of C, X = n C, and W positions in front of the first.
     """
 
-    query: jax.Array  # bfloat16 [B N, X, D], largest entries in [1/2, 1)
-    query_exponent: jax.Array  # int32 [B N, X, 1], what it was divided by
     key: jax.Array  # bfloat16 [H, W + X, D]
     value: jax.Array  # bfloat16 [H, W + X, E]
     old_key: jax.Array  # float32 [H, n, C, D], what chunk c folds at c, largest entries in [1/2, 1)
     old_exponent: jax.Array  # int32 [H, n, C, 1], what it was divided by
     old_value: jax.Array  # float32 [H, n, C, E]
-    decay: (
-        jax.Array
-    )  # float32 [H, n, 2, (W + C) / 64, 64], running sums over what a chunk sees, coarse and fine
+    decay: jax.Array  # float32 [H, n, 2, (W + C) / 64, 64], running sums over what a chunk sees, in two parts
     from_state: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
     to_state: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
     over_chunk: jax.Array  # float32 [H, n], from one state to the next
@@ -75,54 +73,6 @@ class Carried(NamedTuple):
     carry: jax.Array  # float32 [H, n], from one state to the next, in their scales
     shift: jax.Array  # int32 [H, n + 1], the states' powers of two
     log2_carry: jax.Array  # float32 [H, n], finite
-
-
-class Prepared(NamedTuple):
-    """Arguments of the kernels."""
-
-    query: jax.Array  # as in Tokens
-    scalars: jax.Array  # 16-bit [B N, D, X], the queries
-    key: jax.Array  # as in Tokens
-    value: jax.Array
-    update_key: jax.Array  # 16-bit [H, R, X], time last, positions that chunk c folds at c
-    update_value: jax.Array  # 16-bit [H, E, X], the same positions, scaled to the end of their chunk
-    carried: Carried
-    decay: jax.Array  # as in Tokens
-    scale: jax.Array  # float32 [H, X / 64, 64]
-    norm: jax.Array  # float32 [H, n + 1, D, D], Z before each chunk times 2^-shift
-
-
-class Scaled(NamedTuple):
-    """What kernels of all powers start from."""
-
-    tokens: Tokens
-    carried: Carried
-    scale: jax.Array  # float32 [H, X / 64, 64], from the state to each query
-
-
-def prepare(
-    query, key, value, log_decay, folds, start_size, start_norm, *, layout, chunk, window, state_dtype
-) -> Prepared:
-    """From query [B, T, N, D], key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K], folds [B, T].
-
-    start_size: float32 [H], the largest entry of the state before the first token; start_norm: float32 [H, D, D].
-    """
-    of, carried, scale = scale_all(
-        query, key, value, log_decay, folds, start_size, power=2, chunk=chunk, window=window
-    )
-    update_key, update_value = update_operands(of.old_key, of.old_value, carried, layout, state_dtype)
-    return Prepared(
-        query=of.query,
-        scalars=jnp.swapaxes(of.query, 1, 2).astype(state_dtype),
-        key=of.key,
-        value=of.value,
-        update_key=update_key,
-        update_value=update_value,
-        carried=carried,
-        decay=of.decay,
-        scale=scale,
-        norm=square_norms(of.old_key, carried.strength, carried, start_norm),
-    )
 
 
 def update_operands(key, value, carried, layout, dtype):
@@ -139,39 +89,44 @@ def square_norms(key, strength, carried, start):
     return norms(carried.log2_carry, new, numerics.scaled(start, -carried.shift[:, :1, None]))
 
 
-def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, window) -> Scaled:
-    """Decays and powers of two, from the arguments of `prepare`."""
-    of = tokens(query, key, value, log_decay, folds, chunk=chunk, window=window)
+def carried_keys(of: Tokens, start_size, power) -> Carried:
+    """How states of keys grow; start_size: float32 [H], the largest entry of the state before the first chunk."""
     strength = jnp.where(of.to_state > _NOTHING, of.to_state + power * of.old_exponent[..., 0], _NOTHING)
-    carried = carry_along(strength, jnp.abs(of.old_value).max(-1), of.over_chunk, start_size)
-    scale = scaled_decay(of.from_state, carried.shift[:, :-1, None])
-    return Scaled(of, carried, scale.reshape(len(scale), -1, configs.BLOCK))
+    return carry_along(strength, jnp.abs(of.old_value).max(-1), of.over_chunk, start_size)
 
 
-def tokens(query, key, value, log_decay, folds, *, chunk, window) -> Tokens:
-    """From the arguments of `prepare`."""
-    heads = key.shape[2]
-    extra = -query.shape[1] % chunk
-    query = _pad(heads_first(query), 0, extra)
-    query_exponent = exponent_of(query)
+def size_of(state, known):
+    """The largest entry of each state [H, A, B, C], float32 [H]; zero where no state is `known`."""
+    # XLA folds the largest of many constant zeros while it compiles, for seconds a layer.
+    return jnp.zeros(len(state)) if known is None else jnp.abs(state).max((1, 2, 3))
+
+
+def scale_of(of: Tokens, shift):
+    """From states divided by 2^shift [H, n] to each query, float32 [H, X / 64, 64]."""
+    scale = scaled_decay(of.from_state, shift[..., None])
+    return scale.reshape(len(scale), -1, configs.BLOCK)
+
+
+def queries(query, chunk):
+    """Queries [B, T, N, D] with largest entries in [1/2, 1), [B N, X, D], and the powers of two, int32 [B N, X, 1]."""
+    query = _pad(heads_first(query), 0, -query.shape[1] % chunk)
+    exponent = exponent_of(query)
+    return numerics.scaled(query, -exponent), exponent
+
+
+def tokens(key, value, log_decay, folds, *, chunk, window) -> Tokens:
+    """From key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K], folds [B, T]."""
+    extra = -key.shape[1] % chunk
     key, value = (_pad(heads_first(x), window, extra) for x in (key, value))
-    log_decay = _pad(heads_first(log_decay.astype(jnp.float32)), window, extra)
-    folds = _pad(jnp.repeat(folds, heads, 0), window, extra)
-    chunks = query.shape[1] // chunk
-    seen = np.arange(chunks)[:, None] * chunk + np.arange(window + chunk)
-    block = jnp.where(log_decay < _FLOOR, _FORGET, log_decay)[:, seen] * _LOG2E
-
+    seen = _seen(key.shape[1], chunk, window)
+    old_key, old_value = (x[:, seen[:, :chunk]].astype(jnp.float32) for x in (key, value))
+    old_exponent = exponent_of(old_key)
+    block, folded = _decays(log_decay, folds, chunk, window)
     coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
-    folded = folds[:, seen[:, :chunk]]
     block = jnp.where(folded, block[..., :chunk], 0)
     after = jnp.flip(jnp.cumsum(jnp.flip(block, -1), -1), -1)
     to_state = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
-
-    old_key, old_value = (x[:, seen[:, :chunk]].astype(jnp.float32) for x in (key, value))
-    old_exponent = exponent_of(old_key)
     return Tokens(
-        query=numerics.scaled(query, -query_exponent),
-        query_exponent=query_exponent,
         key=key,
         value=value,
         old_key=numerics.scaled(old_key, -old_exponent),
@@ -183,6 +138,27 @@ def tokens(query, key, value, log_decay, folds, *, chunk, window) -> Tokens:
         over_chunk=_log2(block.sum(-1)),
         folded=folded,
     )
+
+
+def over_chunks(log_decay, folds, *, chunk, window):
+    """log2 of the decay of the state over each chunk, float32 [H, n], as in `Tokens`."""
+    block, folded = _decays(log_decay, folds, chunk, window)
+    return _log2(jnp.where(folded, block[..., :chunk], 0).sum(-1))
+
+
+def _decays(log_decay, folds, chunk, window):
+    """log2 of the decay at each position that a chunk sees [H, n, W + C], and which of the first are folded."""
+    heads, extra = log_decay.shape[2], -log_decay.shape[1] % chunk
+    log_decay = _pad(heads_first(log_decay.astype(jnp.float32)), window, extra)
+    folds = _pad(jnp.repeat(folds, heads, 0), window, extra)
+    seen = _seen(log_decay.shape[1], chunk, window)
+    block = jnp.where(log_decay < _FLOOR, _FORGET, log_decay)[:, seen] * _LOG2E
+    return block, folds[:, seen[:, :chunk]]
+
+
+def _seen(length, chunk, window):
+    """Positions that each chunk sees, of W + X."""
+    return np.arange((length - window) // chunk)[:, None] * chunk + np.arange(window + chunk)
 
 
 def carry_along(strength, size, over_chunk, start_size) -> Carried:
@@ -221,7 +197,7 @@ def norms(log2_carry, new, start):
 
 
 def _shift(strength, size, carry, start):
-    """Powers of two, int32 [H, n + 1], that bring the states before each chunk, and the last, below 2^_HEADROOM."""
+    """Powers of two, int32 [H, n + 1], that bring the states before each chunk, and the last, below 2^HEADROOM."""
     size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), _NOTHING)
     start = jnp.where(start > 0, jnp.log2(jnp.where(start > 0, start, 1)), _NOTHING)
 
@@ -230,7 +206,7 @@ def _shift(strength, size, carry, start):
 
     bound = _recurrence(carry, _log2_sum(strength + size), start, add)
     # Nothing at all needs no scale.
-    return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - _HEADROOM, 0).astype(jnp.int32)
+    return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
 
 
 def _recurrence(log2_carry, new, start, add):

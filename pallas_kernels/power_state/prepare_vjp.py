@@ -63,10 +63,10 @@ def mean_of(out, denominator, dout, length) -> Mean:
     )
 
 
-def dual_of(of: preparation.Tokens, mean: Mean, start_size) -> Dual:
-    """start_size: float32 [H], the largest entry of the gradient with respect to the final state."""
+def dual_of(of: preparation.Tokens, query, mean: Mean, start_size) -> Dual:
+    """query: bfloat16 [B N, X, D]; start_size: float32 [H], the largest entry of the final state's gradient."""
     heads, chunks, chunk, _ = of.old_key.shape
-    group = len(of.query) // heads
+    group = len(query) // heads
 
     def backwards(x):
         x = x.reshape(heads, group, chunks, chunk, *x.shape[2:])
@@ -76,7 +76,7 @@ def dual_of(of: preparation.Tokens, mean: Mean, start_size) -> Dual:
     strength = jnp.tile(jnp.flip(of.from_state, 1), (1, 1, group))
     over_chunk = jnp.flip(of.over_chunk, 1)
     return Dual(
-        query=backwards(of.query).astype(jnp.float32),
+        query=backwards(query).astype(jnp.float32),
         value=value,
         dnorm=backwards(-mean.delta * mean.inverse),
         carried=preparation.carry_along(strength, jnp.abs(value).max(-1), over_chunk, start_size),
@@ -85,7 +85,7 @@ def dual_of(of: preparation.Tokens, mean: Mean, start_size) -> Dual:
 
 def columns(of: preparation.Tokens, mean: Mean, window):
     """Of queries, float32 [B N, X / 64, 4, 64]: inverse, delta, and the decay in the frame of their chunk."""
-    group = len(of.query) // len(of.decay)
+    group = len(mean.dout) // len(of.decay)
     coarse, fine = (jnp.repeat(x[..., window:].reshape(len(x), -1), group, 0) for x in _frames(of))
     return vectors(mean.inverse, mean.delta, coarse, fine)
 

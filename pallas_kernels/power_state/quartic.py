@@ -13,49 +13,49 @@ from pallas_kernels.power_state import quartic_query as query_kernel
 from pallas_kernels.power_state import quartic_update as update_kernel
 from pallas_kernels.power_state import segments
 
-__all__ = ["power_state"]
+__all__ = ["attend", "fold", "stored_start"]
 
 
-def power_state(query, key, value, log_decay, folds, initial_state, *, config, chunk, window, interpret):
-    """As `forward.power_state` at p = 4, with no argument left out but `initial_state`."""
-    batch, time, heads, head_dim = query.shape
-    kv_heads, value_dim = value.shape[2:]
+def fold(key, value, log_decay, folds, initial_state, config, chunk, window, interpret):
+    """As `forward.fold`: Z is [rows, rows] of the layout."""
+    batch, _, kv_heads, head_dim = key.shape
+    value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
-    filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
-    query, key = (_fill(x, layout.head_dim) for x in (query, key))
-    value = _fill(value, layout.value_dim)
-    if initial_state is None:
-        start = jnp.zeros((batch * kv_heads, layout.stacks, configs.BLOCK, layouts.COLUMNS), jnp.float32)
-        start_norm = jnp.zeros((batch * kv_heads, layout.rows, layout.rows), jnp.float32)
-    else:
-        kv, norm = (x.reshape(batch * kv_heads, *x.shape[2:]) for x in initial_state)
-        kv, norm = (_scattered(x, filled, layout) for x in (kv, norm))
-        start = layouts.from_canonical(_fill(kv, layout.value_dim), layout)
-        start_norm = layouts.norm_from_canonical(norm, layout)
-
-    of, carried, scale = preparation.scale_all(
-        query,
-        key,
-        value,
-        log_decay,
-        folds,
-        jnp.abs(start).max((1, 2, 3)),
-        power=4,
-        chunk=chunk,
-        window=window,
-    )
+    start, start_norm = _start(initial_state, batch * kv_heads, head_dim, layout)
+    key, value = _fill(key, layout.head_dim), _fill(value, layout.value_dim)
+    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
+    carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 4)
     vector, scalars = _products(preparation.time_last(of.old_key), layout)
     norm = _norms(vector, carried, start_norm)
     value = preparation.time_last((of.old_value * carried.strength[..., None]).astype(vector.dtype))
     states, final = _states(vector, scalars, value, carried, start, layout, config, chunk, interpret)
-    vector, scalars = _products(jnp.swapaxes(of.query, 1, 2).astype(jnp.float32), layout)
+
+    filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
+    unscale = jnp.exp2(carried.shift[:, -1].astype(jnp.float32))
+    kv = layouts.to_canonical(final, layout)[:, filled, :value_dim] * unscale[:, None, None]
+    final_norm = layouts.norm_to_canonical(norm[:, -1], layout)[:, filled] * unscale[:, None]
+    saved = (x.reshape(batch, kv_heads, *x.shape[1:]) for x in (states, norm[:, :-1], carried.shift[:, :-1]))
+    return tuple(saved), (kv.reshape(batch, kv_heads, *kv.shape[1:]), final_norm.reshape(batch, kv_heads, -1))
+
+
+def attend(query, key, value, log_decay, folds, saved, config, chunk, window, interpret):
+    """As `forward.attend`."""
+    batch, time, _, head_dim = query.shape
+    value_dim = value.shape[-1]
+    layout = layouts.layout_for(head_dim, value_dim)
+    key, value = _fill(key, layout.head_dim), _fill(value, layout.value_dim)
+    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
+    unit, _ = preparation.queries(_fill(query, layout.head_dim), chunk)
+    states, norm, shift = (x.reshape(-1, *x.shape[2:]) for x in saved)
+    scale = preparation.scale_of(of, shift)
+    vector, scalars = _products(jnp.swapaxes(unit, 1, 2).astype(jnp.float32), layout)
     vector = jnp.swapaxes(vector, 1, 2)
     out, total = query_kernel.query_states(
-        of.query,
+        unit,
         vector,
         scalars,
         states,
-        _denominator(vector, norm[:, :-1], scale, layout),
+        _denominator(vector, norm, scale, layout),
         of.key,
         of.value,
         of.decay,
@@ -66,12 +66,32 @@ def power_state(query, key, value, log_decay, folds, initial_state, *, config, c
         window=window,
         interpret=interpret,
     )
-    out = jnp.swapaxes(out.reshape(batch, heads, -1, layout.value_dim)[:, :, :time, :value_dim], 1, 2)
-    total = jnp.swapaxes(total.reshape(batch, heads, -1)[:, :, :time], 1, 2)
-    unscale = jnp.exp2(carried.shift[:, -1].astype(jnp.float32))
-    kv = layouts.to_canonical(final, layout)[:, filled, :value_dim] * unscale[:, None, None]
-    norm = layouts.norm_to_canonical(norm[:, -1], layout)[:, filled] * unscale[:, None]
-    return out, total, (kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1))
+    out = jnp.swapaxes(out.reshape(batch, -1, *out.shape[1:])[:, :, :time, :value_dim], 1, 2)
+    return out, jnp.swapaxes(total.reshape(batch, -1, total.shape[-1])[:, :, :time], 1, 2)
+
+
+def _start(initial_state, heads, head_dim, layout):
+    """An initial state in the layout: [H, U, 64, 48] and Z [H, rows, rows]."""
+    if initial_state is None:
+        start = jnp.zeros((heads, layout.stacks, configs.BLOCK, layouts.COLUMNS), jnp.float32)
+        return start, jnp.zeros((heads, layout.rows, layout.rows), jnp.float32)
+    filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
+    kv, norm = (_scattered(x.reshape(heads, *x.shape[2:]), filled, layout) for x in initial_state)
+    start = layouts.from_canonical(_fill(kv, layout.value_dim), layout)
+    return start, layouts.norm_from_canonical(norm, layout)
+
+
+def stored_start(state, key, value):
+    """As `forward.stored_start`."""
+    layout = layouts.layout_for(key.shape[-1], value.shape[-1])
+    start, norm = _start(state, key.shape[0] * key.shape[2], key.shape[-1], layout)
+    return layouts.beside(start * _weights(layout), layout), norm
+
+
+def _weights(layout):
+    """What states are multiplied by when they are stored, float32 [U, 64, 48]; a row of a stack for each value."""
+    # Repeated here, since a program holds its constants.
+    return jnp.repeat(jnp.asarray(layout.weights) / 2**layouts.WEIGHT_BITS, layout.value_dim, 1)
 
 
 def _fill(x, size):
@@ -102,8 +122,7 @@ def _states(vector, scalars, value, carried, start, layout, config, chunk, inter
     count = configs.segments(blocks=heads * len(layout.units), chunks=chunks)
     initial = jnp.zeros((heads, count, *start.shape[1:]), jnp.float32)
     initial = initial.at[:, 0].set(numerics.scaled(start, -carried.shift[:, :1, None, None]))
-    # A row of a stack for each value; repeated here, since a program holds its constants.
-    weights = jnp.repeat(jnp.asarray(layout.weights) / 2**layouts.WEIGHT_BITS, layout.value_dim, 1)
+    weights = _weights(layout)
     states, finals = update_kernel.update(
         vector,
         scalars,

@@ -63,8 +63,8 @@ def query_vjp(
 ):
     """The gradient of every query, bfloat16 [HN, X, D], and float32 sums [HN, 2, X].
 
-    query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [HN, X, E], the cotangent
-    of the weighted mean. rows: float32 [HN, X / 64, 5, 64], in the order of `Rows`.
+    query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [HN, X, E], the
+    cotangent of the weighted mean. rows: float32 [HN, X / 64, 5, 64], in the order of `Rows`.
 
     The sums are those of the gradient with respect to the logarithms of decays, over the keys that the query meets
     exactly, and over those behind the state. Accumulates in float32.

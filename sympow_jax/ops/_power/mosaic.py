@@ -137,14 +137,11 @@ def _chunked_fwd(settings, interpret, return_state, rows):
     """
 
     def compute(arrays):
-        rows = xla.Rows(**dict.fromkeys(xla.Rows._fields) | arrays)
-        (out, denominator, (kv, norm)), saved = state_kernel.power_state_fwd(
-            rows.query,
-            rows.key,
-            rows.value,
-            initial_state=None if rows.kv is None else (rows.kv, rows.norm),
-            **_options(settings, interpret, arrays),
+        initial = (arrays["kv"], arrays["norm"]) if "kv" in arrays else None
+        results, saved = state_kernel.power_state_fwd(
+            *_arguments(arrays), initial, **_options(settings, interpret)
         )
+        out, denominator, (kv, norm) = results
         return {"out": out, "denominator": denominator, "kv": kv, "norm": norm} | saved._asdict()
 
     names = ("out", "denominator", "kv", "norm", *state_kernel.Saved._fields)
@@ -159,11 +156,13 @@ def _chunked_bwd(settings, interpret, return_state, residuals, cotangents):
 
     def compute(arrays):
         gradients = state_kernel.power_state_vjp(
-            *(arrays[name] for name in ("query", "key", "value", "out", "denominator")),
+            *_arguments(arrays),
+            arrays["out"],
+            arrays["denominator"],
             state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields)),
             arrays["dout"],
             (arrays["final_kv"], arrays["final_norm"]) if return_state else None,
-            **_options(settings, interpret, arrays),
+            **_options(settings, interpret),
         )
         gradients = gradients._asdict() | dict(zip(("kv", "norm"), gradients.initial_state))
         return {name: gradients[name] for name in wanted}
@@ -176,16 +175,18 @@ def _chunked_bwd(settings, interpret, return_state, residuals, cotangents):
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
-def _options(settings, interpret, arrays):
-    """Arguments that the kernels' forward and backward pass have in common."""
-    return {
-        "power": settings.power,
-        "log_decay": arrays.get("log_decay"),
-        "folds": arrays["folds"],
-        "chunk": settings.chunk,
-        "window": settings.window,
-        "interpret": interpret,
-    }
+def _arguments(arrays):
+    """Arrays that the kernels' forward and backward pass have in common."""
+    decay = arrays.get("log_decay")
+    if decay is None:
+        decay = jnp.zeros(arrays["key"].shape[:3], jnp.float32)
+    return *(arrays[name] for name in ("query", "key", "value")), decay, arrays["folds"]
+
+
+def _options(settings, interpret):
+    """What is static of a call of the kernels, states in float16."""
+    sizes = {"power": settings.power, "chunk": settings.chunk, "window": settings.window}
+    return sizes | {"state_dtype": jnp.float16, "interpret": interpret}
 
 
 def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:

@@ -1,0 +1,83 @@
+"""Two halves of a sequence as two devices hold them, each folded once from nothing, against one call."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import power_state
+from tests.ops import cases
+from tests.pallas_kernels import plain
+
+WINDOW = 64
+OPTIONS = {"power": 2, "chunk": 64, "window": WINDOW, "state_dtype": jnp.float16}
+# Half the sequence; the second half's rows begin with the first one's last WINDOW.
+TIME, CUT = 260, 132
+
+
+def part(x, begin, end):
+    return x[:, begin:end]
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_halves_are_the_whole(scale):
+    """Outputs and gradients, the first half's keys being `scale` times as long as the second's."""
+    case = cases.Case(head_dim=32, value_dim=24, time=TIME, decay="gentle", group=2)
+    drawn = cases.arrays(case, batch=1, kv_heads=2, dtype="bfloat16")
+    drawn["key"][:, :CUT] *= scale
+    drawn["log_decay"][:, 20] = -100.0
+    query, key, value, dout = (
+        jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value", "dout")
+    )
+    decay = jnp.asarray(drawn["log_decay"], jnp.float32)
+    arrays = query, key, value, decay
+    run = OPTIONS | {"interpret": None}
+    # The second half's first rows are the window: seen, folded, but no one's queries.
+    asks = jnp.arange(TIME) >= CUT
+    halves = [
+        tuple(part(x, 0, CUT) for x in arrays),
+        tuple(
+            part(jnp.where(asks[None, :, None, None], x, 0) if x is query else x, CUT - WINDOW, TIME)
+            for x in arrays
+        ),
+    ]
+    douts = [part(dout, 0, CUT), part(jnp.where(asks[None, :, None, None], dout, 0), CUT - WINDOW, TIME)]
+    folds = [jnp.arange(x[1].shape[1])[None] < x[1].shape[1] - WINDOW for x in halves]
+
+    with plain.kernels():
+        all_fold = jnp.arange(TIME)[None] < TIME - WINDOW
+        (out, denominator, final), saved = power_state.power_state_fwd(*arrays, all_fold, **run)
+        dfinal = tuple(jnp.ones_like(x) / 8 for x in final)
+        expected = power_state.power_state_vjp(
+            *arrays, all_fold, out, denominator, saved, dout, dfinal, **run
+        )
+
+        folded = [power_state.fold(*x[1:], f, **run) for x, f in zip(halves, folds, strict=True)]
+        folded[1] = power_state.add_incoming(*folded[1], folded[0][1], *halves[1][1:], folds[1], **OPTIONS)
+        results = [
+            power_state.attend(*x, f, states, **run)
+            for x, f, (states, _) in zip(halves, folds, folded, strict=True)
+        ]
+        duals = [
+            power_state.fold_vjp(*x, f, *result, do, cotangent, **run)
+            for x, f, result, do, cotangent in zip(halves, folds, results, douts, (None, dfinal), strict=True)
+        ]
+        duals[0] = power_state.add_incoming(
+            *duals[0], duals[1][1], *halves[0][1:], folds[0], **OPTIONS, reverse=True
+        )
+        gradients = [
+            power_state.attend_vjp(*x, f, *result, states, dual, do, **run)
+            for x, f, result, (states, _), (dual, _), do in zip(
+                halves, folds, results, folded, duals, douts, strict=True
+            )
+        ]
+
+    assert cases.error(jnp.concatenate([results[0][0], results[1][0][:, WINDOW:]], 1), out) <= 2.0**-11
+    for found, wanted in zip(folded[1][1], final, strict=True):
+        assert cases.error(found, wanted) <= 2.0**-11
+    for found, wanted in zip(duals[0][1], expected.initial_state, strict=True):
+        assert cases.error(found, wanted) <= 2.0**-11
+    for found, wanted in zip(zip(*gradients), expected[:4], strict=True):
+        joined = np.zeros(wanted.shape, np.float32)
+        joined[:, :CUT] += np.asarray(found[0], np.float32)
+        joined[:, CUT - WINDOW :] += np.asarray(found[1], np.float32)
+        assert cases.error(joined, wanted) <= 2.0**-8
