@@ -65,19 +65,8 @@ def softmax_attention(
         except NotImplementedError:
             if implementation == "cudnn":
                 raise
-    rows, valid = _rows(log_decay, segment_ids)
-
-    time, before = query.shape[1], key.shape[1] - query.shape[1]
-    blocks = -(-time // block_size)
-    run_length = -(-blocks // _RUNS) * block_size
-    runs = []
-    for start in range(0, time, run_length):
-        stop = min(start + run_length, time)
-        queries = (query[:, start:stop], _between(rows, before + start, before + stop))
-        keys = (key[:, : before + stop], value[:, : before + stop], _between(rows, 0, before + stop))
-        runs.append(_attend_run(queries, keys, scale, block_size))
-    out = jnp.concatenate(runs, axis=1)[..., :value_dim]
-    return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
+    with jax.named_scope("softmax_xla"):
+        return _xla(query, key, value, log_decay, segment_ids, scale, block_size)[..., :value_dim]
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -134,7 +123,24 @@ def _cudnn(query, key, value, log_decay, segment_ids, scale: float) -> Float[Arr
         jax.eval_shape(attend, query, key, value)
     except (NotImplementedError, RuntimeError) as error:
         raise NotImplementedError(f"implementation 'cudnn': {error}") from error
-    return attend(query, key, value)
+    with jax.named_scope("softmax_cudnn"):
+        return attend(query, key, value)
+
+
+def _xla(query, key, value, log_decay, segment_ids, scale: float, block_size: int) -> Float[Array, "B T N E"]:
+    """Run by run, D = E."""
+    rows, valid = _rows(log_decay, segment_ids)
+    time, before = query.shape[1], key.shape[1] - query.shape[1]
+    blocks = -(-time // block_size)
+    run_length = -(-blocks // _RUNS) * block_size
+    runs = []
+    for start in range(0, time, run_length):
+        stop = min(start + run_length, time)
+        queries = (query[:, start:stop], _between(rows, before + start, before + stop))
+        keys = (key[:, : before + stop], value[:, : before + stop], _between(rows, 0, before + stop))
+        runs.append(_attend_run(queries, keys, scale, block_size))
+    out = jnp.concatenate(runs, axis=1)
+    return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
 
 
 def _same_last_size(*arrays: Array) -> list[Array]:
