@@ -19,11 +19,7 @@ same run.
 
 import argparse
 import itertools
-import json
 import pathlib
-import re
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,9 +27,8 @@ from collections.abc import Sequence
 import rich.console
 import rich.table
 
-from benchmarks import _peers, _shapes, _worker
+from benchmarks import _peers, _report, _shapes, _worker
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 BRIEF_SECONDS = 450.0
 # Without an event for so long, a worker hangs: compilation takes a minute or two, tuning Triton's kernels more.
 SILENCE = {"jax": 300.0, "torch": 900.0}
@@ -69,8 +64,8 @@ class Report:
     """The machine, its ceilings and the rows so far, written to a file whenever something is added."""
 
     def __init__(self, path: pathlib.Path | None, suffix: str):
-        self.content: dict = {"machine": {"driver": _driver()}, "ceilings": {}, "rows": []}
-        self._path, self._suffix = path, suffix
+        self.content: dict = {"machine": {"driver": _report.driver()}, "ceilings": {}, "rows": []}
+        self._file = _report.File("kernels", path, suffix)
 
     def add(self, event: dict) -> None:
         """Takes an event of `_worker.serve`."""
@@ -78,16 +73,7 @@ class Report:
             self.content[name] |= event.get(name, {})
         for row in event.get("rows", ()):
             self.content["rows"].append(row | _rates(row, self.content["ceilings"]))
-        self._write()
-
-    def _write(self):
-        path = self._path
-        if path is None and self.content["machine"].get("platform") == "gpu":
-            slug = re.sub(r"[^a-z0-9]+", "-", self.content["machine"]["device"].lower()).strip("-")
-            path = RESULTS / f"kernels-{slug}{self._suffix}.json"
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.content, indent=1) + "\n")
+        self._file.write(self.content)
 
 
 def _measure(comparisons, report, smoke, started):
@@ -130,15 +116,6 @@ def _rates(row: dict, ceilings: dict) -> dict:
         unit, work = "bytes", _shapes.step_bytes(shape)
     rate = work / row["seconds"]
     return {f"{unit}_per_second": rate, "fraction": rate / ceilings[unit] if unit in ceilings else None}
-
-
-def _driver() -> str | None:
-    """The GPU driver's version, as nvidia-smi says it."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    return lines[0] if lines else None
 
 
 def _print(report: dict) -> None:
