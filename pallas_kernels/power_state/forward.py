@@ -83,7 +83,8 @@ def power_state(
         _fill(value, start.shape[2]),
         log_decay,
         folds,
-        jnp.abs(start).max((1, 2, 3)),
+        # XLA folds the largest of many constant zeros while it compiles, for seconds a layer.
+        jnp.zeros(len(start)) if initial_state is None else jnp.abs(start).max((1, 2, 3)),
         start_norm,
         layout=layout,
         chunk=chunk,
