@@ -110,7 +110,7 @@ def measure(run: Run, emit: Callable[[dict], None]) -> dict:
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "peak_bytes": stats.get("peak_bytes_in_use"),
-        "program_bytes": program_bytes(update),
+        "program_bytes": _contenders.program_bytes(update),
         "compile_seconds": compile_seconds,
     }
 
@@ -124,13 +124,6 @@ def attention(program: str) -> dict:
         "attention": ", ".join(sorted({"/".join(found) for found in _FORMS.findall(program)})),
         "kernels": sorted(set(_KERNELS.findall(program))),
     }
-
-
-def program_bytes(compiled) -> int:
-    """Bytes that a compiled program takes at once, by the compiler's own account."""
-    found = compiled.memory_analysis()
-    own = found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
-    return own - found.alias_size_in_bytes
 
 
 def main() -> None:

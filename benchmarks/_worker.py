@@ -112,6 +112,7 @@ def _measured(prepared, samples):
         "spread": _timing.spread(taken),
         "host_bound": sum(sample.host_bound for sample in samples) * 2 > len(samples),
         "error": prepared.error,
+        "memory": prepared.memory,
     }
 
 

@@ -14,7 +14,7 @@ own. A kernel that crashes or hangs loses its row and no other.
 FLOPs are those that the mathematics needs: 2 (D + E) T / 2 a token and head over pairs; 4 F E over features, F their
 exact number, with pairs of a chunk of 128 and a window of 64. A backward pass counts 2.5 times the pairs and twice the
 features. A decode step is measured in bytes. Fractions are of a large matrix product and of a copy, measured in the
-same run.
+same run. Memory is what a call takes at once with its arguments and results, by the compiler's account.
 """
 
 import argparse
@@ -138,11 +138,12 @@ _CEILINGS = {
     "torch flops": "{:.4g} FLOP/s in a bfloat16 product by PyTorch",
 }
 _COLUMNS = ("pass", "p", "D", "b x n", "T", "contender", "ms", "spread", "kernels ms", "rate", "of peak")
+_CHECKED = ("cuDNN /", "GB", "error", "note")
 
 
 def _table(part: str, rows: list[dict]) -> rich.table.Table:
     table = rich.table.Table(title=part)
-    for column in (*_COLUMNS, "cuDNN /", "error", "note"):
+    for column in (*_COLUMNS, *_CHECKED):
         text = column in ("pass", "contender", "note")
         table.add_column(column, justify="left" if text else "right", no_wrap=column != "note")
     cudnn = {tuple(_order(row)): row.get("seconds") for row in rows if row["contender"] == "softmax/cudnn"}
@@ -159,10 +160,11 @@ def _table(part: str, rows: list[dict]) -> rich.table.Table:
                 f"{flops / 1e12:.3g} TFLOP/s" if flops else f"{row['bytes_per_second'] / 1e9:.3g} GB/s",
                 f"{row['fraction']:.1%}" if row["fraction"] else "-",
                 f"{reference / seconds:.2f}x" if reference else "-",
+                f"{row['memory'] / 1e9:.3g}" if row["memory"] is not None else "-",
                 f"{row['error']:.1e}",
             ]
         else:
-            cells += ["-"] * 7
+            cells += ["-"] * 8
         table.add_row(*cells, row.get("note", ""))
     return table
 
