@@ -14,7 +14,7 @@ from benchmarks._shapes import CONTENDERS, WINDOW, Shape
 from sympow_jax import ops
 from sympow_jax.ops._power import target
 
-__all__ = ["Prepared", "WrongResult", "ceilings", "machine", "prepare"]
+__all__ = ["Prepared", "WrongResult", "ceilings", "machine", "prepare", "program_bytes"]
 
 # Of bfloat16 inputs, as README states them.
 VALUE_BOUND, GRADIENT_BOUND = 1e-2, 2e-2
@@ -33,12 +33,14 @@ class WrongResult(Exception):
 class Prepared:
     """A contender that has been compiled, run and checked.
 
-    sample: times this many calls. error: relative RMS error of its values. kernels: seconds of each kernel of one call,
-    None where nothing can tell. steps: how many times what is timed happens in a call.
+    sample: times this many calls. error: relative RMS error of its values. memory: bytes that a call takes at once with
+    its arguments, None where nothing can tell. kernels: seconds of each kernel of one call, None likewise. steps: how
+    many times what is timed happens in a call.
     """
 
     sample: Callable[[int], _timing.Sample]
     error: float
+    memory: int | None
     kernels: Callable[[], dict[str, float] | None]
     steps: int = 1
 
@@ -86,8 +88,16 @@ def prepare(name: str, shape: Shape) -> Prepared:
     return Prepared(
         functools.partial(_timing.queued, call, inputs),
         error,
+        program_bytes(call),
         functools.partial(_timing.kernel_seconds, call, inputs),
     )
+
+
+def program_bytes(compiled) -> int:
+    """Bytes that a compiled program takes at once, its arguments and results among them, by the compiler's account."""
+    found = compiled.memory_analysis()
+    own = found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
+    return own - found.alias_size_in_bytes
 
 
 def draw(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
@@ -307,6 +317,7 @@ def _prepare_step(name, shape):
     return Prepared(
         functools.partial(_timing.queued, call, inputs),
         worst,
+        program_bytes(call),
         functools.partial(_timing.kernel_seconds, call, inputs),
         steps=shape.time,
     )

@@ -79,7 +79,7 @@ def prepare(name: str, shape: Shape) -> Prepared:
         raise WrongResult("not every number is finite")
     if training:
         _check_gradients(_CONTENDERS[name](shape)[0], formula, shape)
-    return Prepared(functools.partial(_events, call), worst, lambda: None)
+    return Prepared(functools.partial(_events, call), worst, None, lambda: None)
 
 
 def _runner(call, arguments, training):

@@ -170,9 +170,11 @@ def _brief() -> Iterator[Comparison]:
     yield _comparison("brief", _STEP, mode="step", batch=64, time=_STEPS)
     yield _comparison("brief", _ATTENTION[:2] + _ATTENTION[3:], power=4, time=8192)
     yield _comparison("brief", _ATTENTION[:2] + _ATTENTION[3:], power=4, time=65_536)
-    training = ("chunked/mosaic_gpu", "chunked/xla", "softmax/cudnn")
-    yield _comparison("brief", training, mode="training", time=65_536)
-    yield _comparison("brief", training, mode="training", time=8192)
+    for time in (65_536, 8192, 1024):
+        kernels = ("chunked/mosaic_gpu", "attention/mosaic_gpu", "softmax/cudnn")
+        yield _comparison("brief", kernels, mode="training", time=time)
+        yield _comparison("brief", kernels[1:], mode="training", power=4, time=time)
+    yield _comparison("brief", ("chunked/xla",), mode="training", time=65_536)
 
 
 def _comparison(part, contenders, **sizes) -> Comparison:

@@ -16,12 +16,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from benchmarks import _timing
 from benchmarks._shapes import CONTENDERS, Comparison, Shape
 
-__all__ = ["NoDevice", "row", "serve", "supervise"]
+__all__ = ["NoDevice", "events", "one_line", "row", "say", "serve", "supervise"]
 
 Emit = Callable[[dict], None]
 
@@ -55,7 +55,7 @@ def serve(
     try:
         found = contenders.machine()
     except (RuntimeError, AssertionError) as error:
-        raise NoDevice(_one_line(error)) from error
+        raise NoDevice(one_line(error)) from error
     if side == "jax" and found["platform"] != "gpu" and not smoke:
         raise NoDevice(f"JAX sees no GPU here, only {found['device']}")
     emit({"machine": found})
@@ -112,6 +112,7 @@ def _measured(prepared, samples):
         "spread": _timing.spread(taken),
         "host_bound": sum(sample.host_bound for sample in samples) * 2 > len(samples),
         "error": prepared.error,
+        "memory": prepared.memory,
     }
 
 
@@ -120,7 +121,7 @@ def _by_kernel(prepared, host_bound):
     try:
         kernels = prepared.kernels()
     except Exception as error:
-        return {"kernels_note": _one_line(error)}
+        return {"kernels_note": one_line(error)}
     if not kernels:
         return {}
     kernels = {name: seconds / prepared.steps for name, seconds in kernels.items()}
@@ -151,7 +152,7 @@ def _too_long(name, shape, before):
 
 def _note(error: Exception) -> str:
     """The note in place of a time; raises where the process should not go on."""
-    text = _one_line(error)
+    text = one_line(error)
     if "RESOURCE_EXHAUSTED" in text or _NO_MEMORY in text:
         return f"{_NO_MEMORY}: {text}"
     if isinstance(error, _HARMLESS) or type(error).__name__ == "WrongResult":
@@ -159,7 +160,8 @@ def _note(error: Exception) -> str:
     raise error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error says in a line."""
     text = (str(error).strip().splitlines() or [""])[0][:200]
     # What is missing and what is wrong says its message; of other errors the kind says more.
     told = isinstance(error, NotImplementedError) or type(error).__name__ == "WrongResult"
@@ -183,7 +185,8 @@ def supervise(
     skip: dict[str, str] = {}
     while pending:
         working, ended, finished = None, None, 0
-        for event in _events(command, pending, skip, silence, deadline):
+        task = {"comparisons": [dataclasses.asdict(comparison) for comparison in pending], "skip": skip}
+        for event in events(command, task, silence=silence, deadline=deadline):
             if "begin" in event:
                 working = event["begin"][1]
             elif "done" in event:
@@ -215,8 +218,11 @@ def _without_times(comparison, note):
     return [row(comparison, name) | {"note": note} for name in comparison.contenders]
 
 
-def _events(command, comparisons, skip, silence, deadline):
-    """The events of one worker, and {"ended": why} behind them."""
+def events(command: Sequence[str], task: dict, *, silence: float, deadline: float) -> Iterator[dict]:
+    """What a worker that is given a task on standard input says by `say`, and {"ended": why} behind it.
+
+    It is ended when it says nothing for `silence` seconds, and at `deadline`, a value of `time.monotonic`.
+    """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
@@ -226,7 +232,6 @@ def _events(command, comparisons, skip, silence, deadline):
             text=True,
             cwd=pathlib.Path(__file__).parents[1],
         )
-        task = {"comparisons": [dataclasses.asdict(comparison) for comparison in comparisons], "skip": skip}
         lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=_read, args=(process, json.dumps(task), lines), daemon=True).start()
         try:
@@ -257,6 +262,11 @@ def _read(process, task, lines):
     lines.put(None)
 
 
+def say(event: dict) -> None:
+    """Tells the supervisor."""
+    print(_EVENT + json.dumps(event), flush=True)
+
+
 def main() -> None:
     """Serves what standard input asks for."""
     task = json.load(sys.stdin)
@@ -265,15 +275,12 @@ def main() -> None:
         for given in task["comparisons"]
     ]
 
-    def emit(event):
-        print(_EVENT + json.dumps(event), flush=True)
-
     try:
-        serve(sys.argv[1], comparisons, task["skip"], smoke=False, emit=emit)
+        serve(sys.argv[1], comparisons, task["skip"], smoke=False, emit=say)
     except NoDevice as error:
-        emit({"no_device": str(error)})
+        say({"no_device": str(error)})
     except Exception as error:
-        emit({"failed": _one_line(error)})
+        say({"failed": one_line(error)})
         raise
 
 

@@ -14,16 +14,12 @@ own. A kernel that crashes or hangs loses its row and no other.
 FLOPs are those that the mathematics needs: 2 (D + E) T / 2 a token and head over pairs; 4 F E over features, F their
 exact number, with pairs of a chunk of 128 and a window of 64. A backward pass counts 2.5 times the pairs and twice the
 features. A decode step is measured in bytes. Fractions are of a large matrix product and of a copy, measured in the
-same run.
+same run. Memory is what a call takes at once with its arguments and results, by the compiler's account.
 """
 
 import argparse
 import itertools
-import json
 import pathlib
-import re
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -31,9 +27,8 @@ from collections.abc import Sequence
 import rich.console
 import rich.table
 
-from benchmarks import _peers, _shapes, _worker
+from benchmarks import _peers, _report, _shapes, _worker
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 BRIEF_SECONDS = 450.0
 # Without an event for so long, a worker hangs: compilation takes a minute or two, tuning Triton's kernels more.
 SILENCE = {"jax": 300.0, "torch": 900.0}
@@ -69,8 +64,8 @@ class Report:
     """The machine, its ceilings and the rows so far, written to a file whenever something is added."""
 
     def __init__(self, path: pathlib.Path | None, suffix: str):
-        self.content: dict = {"machine": {"driver": _driver()}, "ceilings": {}, "rows": []}
-        self._path, self._suffix = path, suffix
+        self.content: dict = {"machine": {"driver": _report.driver()}, "ceilings": {}, "rows": []}
+        self._file = _report.File("kernels", path, suffix)
 
     def add(self, event: dict) -> None:
         """Takes an event of `_worker.serve`."""
@@ -78,16 +73,7 @@ class Report:
             self.content[name] |= event.get(name, {})
         for row in event.get("rows", ()):
             self.content["rows"].append(row | _rates(row, self.content["ceilings"]))
-        self._write()
-
-    def _write(self):
-        path = self._path
-        if path is None and self.content["machine"].get("platform") == "gpu":
-            slug = re.sub(r"[^a-z0-9]+", "-", self.content["machine"]["device"].lower()).strip("-")
-            path = RESULTS / f"kernels-{slug}{self._suffix}.json"
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.content, indent=1) + "\n")
+        self._file.write(self.content)
 
 
 def _measure(comparisons, report, smoke, started):
@@ -132,15 +118,6 @@ def _rates(row: dict, ceilings: dict) -> dict:
     return {f"{unit}_per_second": rate, "fraction": rate / ceilings[unit] if unit in ceilings else None}
 
 
-def _driver() -> str | None:
-    """The GPU driver's version, as nvidia-smi says it."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    return lines[0] if lines else None
-
-
 def _print(report: dict) -> None:
     console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
     console.print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))
@@ -161,11 +138,12 @@ _CEILINGS = {
     "torch flops": "{:.4g} FLOP/s in a bfloat16 product by PyTorch",
 }
 _COLUMNS = ("pass", "p", "D", "b x n", "T", "contender", "ms", "spread", "kernels ms", "rate", "of peak")
+_CHECKED = ("cuDNN /", "GB", "error", "note")
 
 
 def _table(part: str, rows: list[dict]) -> rich.table.Table:
     table = rich.table.Table(title=part)
-    for column in (*_COLUMNS, "cuDNN /", "error", "note"):
+    for column in (*_COLUMNS, *_CHECKED):
         text = column in ("pass", "contender", "note")
         table.add_column(column, justify="left" if text else "right", no_wrap=column != "note")
     cudnn = {tuple(_order(row)): row.get("seconds") for row in rows if row["contender"] == "softmax/cudnn"}
@@ -182,10 +160,11 @@ def _table(part: str, rows: list[dict]) -> rich.table.Table:
                 f"{flops / 1e12:.3g} TFLOP/s" if flops else f"{row['bytes_per_second'] / 1e9:.3g} GB/s",
                 f"{row['fraction']:.1%}" if row["fraction"] else "-",
                 f"{reference / seconds:.2f}x" if reference else "-",
+                f"{row['memory'] / 1e9:.3g}" if row["memory"] is not None else "-",
                 f"{row['error']:.1e}",
             ]
         else:
-            cells += ["-"] * 7
+            cells += ["-"] * 8
         table.add_row(*cells, row.get("note", ""))
     return table
 

@@ -24,6 +24,7 @@ DECAYS = ("none", "alibi", "learned")
 POSITIONS = ("none", "sinusoidal", "rope", "learned_rope")
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
+SOFTMAX_IMPLEMENTATIONS = ("xla", "cudnn")
 DTYPES = ("float32", "bfloat16")
 SOURCES = ("text", "tokens", "longcrawl64")
 PACKINGS = ("windows", "documents")
@@ -53,7 +54,8 @@ class AttentionConfig:
     """Attention as a kernel, a decay and a position encoding.
 
     `form`, `implementation`, `chunk_size` and `window` are those of `ops.power_attention`; None lets the op
-    choose. `max_document_length` is M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of both ropes.
+    choose. The kernel `softmax` has the implementations of `ops.softmax_attention`; kept keys take its `xla`.
+    `max_document_length` is M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of both ropes.
     """
 
     kernel: str = "power"
@@ -73,7 +75,8 @@ class AttentionConfig:
         if self.form is not None:
             _require_choice("attention.form", self.form, FORMS)
         if self.implementation is not None:
-            _require_choice("attention.implementation", self.implementation, IMPLEMENTATIONS)
+            choices = SOFTMAX_IMPLEMENTATIONS if self.kernel == "softmax" else IMPLEMENTATIONS
+            _require_choice("attention.implementation", self.implementation, choices)
         if self.power <= 0 or self.power % 2:
             raise ValueError(
                 f"attention.power is {self.power}; it must be positive and even, so that weights are >= 0"

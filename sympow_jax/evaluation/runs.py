@@ -96,14 +96,16 @@ def evaluate_runs(
 
     `lengths` and `documents` (at most so many) default to the first run's `evaluation` settings. All runs see
     the same held-out documents, chosen by `buckets.select_documents`. Prints a table and, below 20 documents,
-    a warning. Returns the rows of the CSV. Raises `ValueError` where a workdir holds no run, the runs' data
-    or vocabularies differ, a length exceeds every document, or `out` cannot be written.
+    a warning. Returns the rows of the CSV. Raises `ValueError` where a workdir holds no run or no checkpoint, the
+    runs' data or vocabularies differ, a length exceeds every document, or `out` cannot be written.
     """
     console = console or report.make_console()
     paths = [pathlib.Path(path) for path in workdirs]
     folder = _writable_folder(out)
     configs = [workdir.read_config(path) for path in paths]
     _require_same_data(paths, configs)
+    for path in paths:  # before hours are spent on the runs in front of it
+        checkpoint.require_checkpoint(path)
     if lengths is None:
         lengths = configs[0].evaluation.context_lengths
     if documents is None:

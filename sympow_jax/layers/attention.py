@@ -199,7 +199,15 @@ class Attention(nnx.Module):
     def _attend(self, query, key, value, log_decay, segment_ids, form):
         """The kernel without a recurrent state; in the attention form there may be more keys than queries."""
         if self.config.attention.kernel == "softmax":
-            return ops.softmax_attention(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
+            kept = key.shape[1] > query.shape[1]
+            return ops.softmax_attention(
+                query,
+                key,
+                value,
+                log_decay=log_decay,
+                segment_ids=segment_ids,
+                implementation="xla" if kept else self.config.attention.implementation,
+            )
         attend, _ = self._kernel(form)
         return attend(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
 

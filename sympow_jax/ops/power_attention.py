@@ -45,7 +45,7 @@ def power_attention(
             and state and decay pass through. None continues the document of `initial_state`.
         form: `attention` costs O(T^2) and holds a few blocks of scores; `chunked` costs O(T F E) and, with its
             backward pass, holds memory linear in T; `recurrent` folds one token at a time. All agree to rounding.
-            None takes the one with fewer FLOPs.
+            None takes the one with fewer FLOPs, or where kernels would run the one they are predicted to end first in.
         implementation: `reference` is the formula, unoptimised; `xla` runs on any device; `mosaic_gpu` are the kernels
             for Hopper GPUs, for inputs of 16 bits, which the README's table limits further; a mesh in scope divides
             batch and heads for them. None takes a kernel where there is a Hopper GPU and one that can do it, else

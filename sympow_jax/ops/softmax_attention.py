@@ -1,6 +1,7 @@
 """Causal softmax attention with decays and documents, on `jax.nn.dot_product_attention`."""
 
 import contextlib
+import functools
 import math
 from typing import NamedTuple
 
@@ -9,12 +10,16 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, fixed_point
+from sympow_jax.ops._power import target
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
 # Queries are taken in runs, each against the keys up to its last query: with 4 runs a fifth of the scores is
 # computed for nothing, where a single run would waste half. Each run is compiled.
 _RUNS = 4
+_IMPLEMENTATIONS = ("xla", "cudnn")
+# Compute capabilities of GPUs before Ampere, which cuDNN's flash attention does not run on.
+_BEFORE_AMPERE = ("5.", "6.", "7.")
 
 
 def softmax_attention(
@@ -25,6 +30,7 @@ def softmax_attention(
     log_decay: Float[Array, "B S K"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     scale: float | None = None,
+    implementation: str | None = None,
     block_size: int = 512,
 ) -> Float[Array, "B T N E"]:
     """Causal attention: Y_i = sum_j A_ij V_j, A_i = softmax_j(scale Q_i . K_j + G_i - G_j), j <= i.
@@ -36,28 +42,31 @@ def softmax_attention(
     given. Documents are those of `segment_ids`, as in `ops.documents`: nothing is seen across a boundary,
     and padding gives zero, is not seen and does not decay.
 
-    The softmax is in float32, for float64 too; the output has the dtype of `value`. Queries are taken
-    `block_size` at a time and recomputed in the backward pass: memory is that of one block's scores, 4 B N
-    block_size S bytes a few times over, and linear in S beside it. Raises ValueError for shapes that do not
-    fit each other.
+    The softmax is in float32, for float64 too; the output has the dtype of `value`. `implementation`:
+
+    xla: queries are taken `block_size` at a time and recomputed in the backward pass: memory is that of one
+    block's scores, 4 B N block_size S bytes a few times over, and linear in S beside it.
+    cudnn: cuDNN's flash attention, on NVIDIA GPUs, in 16 bits, without decays, documents and kept keys; its
+    gradients differ from run to run in the last bits unless XLA is told --xla_gpu_deterministic_ops=true.
+    None: cudnn where it can do it, else xla.
+
+    Raises ValueError for shapes that do not fit each other, and NotImplementedError, naming the constraint,
+    where cudnn is asked for and cannot do it.
     """
     _validate(query, key, value, log_decay, segment_ids)
+    if implementation not in (None, *_IMPLEMENTATIONS):
+        raise ValueError(f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn'")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     dtype, value_dim = value.dtype, value.shape[-1]
     query, key, value = _same_last_size(query.astype(dtype), key.astype(dtype), value)
-    rows, valid = _rows(log_decay, segment_ids)
-
-    time, before = query.shape[1], key.shape[1] - query.shape[1]
-    blocks = -(-time // block_size)
-    run_length = -(-blocks // _RUNS) * block_size
-    runs = []
-    for start in range(0, time, run_length):
-        stop = min(start + run_length, time)
-        queries = (query[:, start:stop], _between(rows, before + start, before + stop))
-        keys = (key[:, : before + stop], value[:, : before + stop], _between(rows, 0, before + stop))
-        runs.append(_attend_run(queries, keys, scale, block_size))
-    out = jnp.concatenate(runs, axis=1)[..., :value_dim]
-    return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
+    if implementation != "xla":
+        try:
+            return _cudnn(query, key, value, log_decay, segment_ids, scale)[..., :value_dim]
+        except NotImplementedError:
+            if implementation == "cudnn":
+                raise
+    with jax.named_scope("softmax_xla"):
+        return _xla(query, key, value, log_decay, segment_ids, scale, block_size)[..., :value_dim]
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -89,6 +98,49 @@ def _validate(query, key, value, log_decay, segment_ids) -> None:
         raise ValueError(f"log_decay is {log_decay.shape}; it must be {(batch, key_time, kv_heads)}")
     if segment_ids is not None and segment_ids.shape != (batch, key_time):
         raise ValueError(f"segment_ids is {segment_ids.shape}; it must be {(batch, key_time)}")
+
+
+def _cudnn(query, key, value, log_decay, segment_ids, scale: float) -> Float[Array, "B T N E"]:
+    """Causal attention by cuDNN. Raises NotImplementedError, naming the constraint, where it cannot do it."""
+    device = target.device()
+    capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    supported = {
+        f"a GPU, not {device.device_kind or device.platform}": device.platform == "gpu",
+        f"compute capability 8 or more, not {capability}": not capability.startswith(_BEFORE_AMPERE),
+        f"bfloat16 or float16, not {value.dtype}": value.dtype in (jnp.bfloat16, jnp.float16),
+        "attention without log_decay": log_decay is None,
+        "attention without segment_ids": segment_ids is None,
+        f"as many keys as queries, not {key.shape[1]} and {query.shape[1]}": key.shape[1] == query.shape[1],
+    }
+    for constraint, holds in supported.items():
+        if not holds:
+            raise NotImplementedError(f"implementation 'cudnn' needs {constraint}")
+    attend = functools.partial(
+        jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation="cudnn"
+    )
+    try:
+        # Sizes of heads are for JAX to judge, by the version of cuDNN; a RuntimeError where there is none.
+        jax.eval_shape(attend, query, key, value)
+    except (NotImplementedError, RuntimeError) as error:
+        raise NotImplementedError(f"implementation 'cudnn': {error}") from error
+    with jax.named_scope("softmax_cudnn"):
+        return attend(query, key, value)
+
+
+def _xla(query, key, value, log_decay, segment_ids, scale: float, block_size: int) -> Float[Array, "B T N E"]:
+    """Run by run, D = E."""
+    rows, valid = _rows(log_decay, segment_ids)
+    time, before = query.shape[1], key.shape[1] - query.shape[1]
+    blocks = -(-time // block_size)
+    run_length = -(-blocks // _RUNS) * block_size
+    runs = []
+    for start in range(0, time, run_length):
+        stop = min(start + run_length, time)
+        queries = (query[:, start:stop], _between(rows, before + start, before + stop))
+        keys = (key[:, : before + stop], value[:, : before + stop], _between(rows, 0, before + stop))
+        runs.append(_attend_run(queries, keys, scale, block_size))
+    out = jnp.concatenate(runs, axis=1)
+    return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
 
 
 def _same_last_size(*arrays: Array) -> list[Array]:

@@ -23,7 +23,7 @@ from sympow_jax import config, models
 from sympow_jax.array_types import Array, Int
 from sympow_jax.training import sharding, step, workdir
 
-__all__ = ["Checkpoints", "restore_model"]
+__all__ = ["Checkpoints", "require_checkpoint", "restore_model"]
 
 _DAMAGED = "damaged_checkpoints"
 
@@ -93,8 +93,7 @@ def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Dec
     """
     folder = pathlib.Path(folder).absolute()
     settings = workdir.read_config(folder)
-    if not (folder / workdir.CHECKPOINTS).is_dir():
-        raise ValueError(f"{folder} has no checkpoint yet")
+    require_checkpoint(folder)
     mesh = sharding.make_mesh(rows=jax.device_count())
     abstract = step.abstract_state(settings, mesh)
     with contextlib.closing(_open(folder, keep=None)) as orbax:
@@ -105,9 +104,18 @@ def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Dec
             return saved, step.merge(saved.model, loaded["params"]), number
 
         found, _ = _newest_good(orbax, load)
-    if found is None:
-        raise ValueError(f"{folder} has no checkpoint yet")
+    assert found is not None  # there is a checkpoint, and a damaged one raises
     return found
+
+
+def require_checkpoint(folder: str | pathlib.Path) -> None:
+    """Raises ValueError where the run in a workdir has no checkpoint, good or damaged; loads nothing."""
+    folder = pathlib.Path(folder).absolute()
+    if (folder / workdir.CHECKPOINTS).is_dir():
+        with contextlib.closing(_open(folder, keep=None)) as orbax:
+            if orbax.checkpoints:
+                return
+    raise ValueError(f"{folder} has no checkpoint yet")
 
 
 def _open(folder: pathlib.Path, *, keep: int | None) -> ocp.training.Checkpointer:

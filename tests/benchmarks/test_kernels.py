@@ -56,6 +56,14 @@ def test_parts_hold_the_shapes_that_decide():
         ("forward", 4, 1, 8192),
     ]:
         assert wanted in brief
+    for part in ("attention", "brief"):
+        trained = {
+            (comparison.shape.power, comparison.shape.time)
+            for comparison in _shapes.PARTS[part]
+            if comparison.shape.mode == "training"
+            and {"attention/mosaic_gpu", "softmax/cudnn"} <= set(comparison.contenders)
+        }
+        assert trained >= {(power, time) for power in (2, 4) for time in (1024, 8192, 65_536)}
     for comparison in (*_shapes.SMOKE, *(c for part in _shapes.PARTS.values() for c in part)):
         assert set(comparison.contenders) <= set(_shapes.CONTENDERS)
         if comparison.shape.mode != "forward":
@@ -94,6 +102,9 @@ def test_smoke_times_what_a_cpu_can_do_and_says_what_it_cannot(smoke):
             continue
         assert row["seconds"] > 0
         assert 0 < row["error"] < 1e-2
+        tokens = row["batch"] * row["heads"] * (1 if row["mode"] == "step" else row["time"])
+        # Queries, keys, values and outputs in 16 bits.
+        assert row["memory"] > 2 * 4 * tokens * row["head_dim"]
         assert row["spread"] >= 0
         unit = "bytes" if row["mode"] == "step" else "flops"
         assert row["fraction"] == pytest.approx(row[f"{unit}_per_second"] / smoke["ceilings"][unit])
@@ -111,12 +122,12 @@ def test_smoke_times_what_a_cpu_can_do_and_says_what_it_cannot(smoke):
 def test_tables_show_times_and_notes(smoke, capsys):
     rows = [row | {"note": row.get("note", "")[:12]} for row in smoke["rows"]]
     fast = dict(rows[0], time=1024, contender="softmax/cudnn", note="", seconds=1e-3, spread=0.01)
-    fast |= {"error": 1e-3, "fraction": 0.5}
+    fast |= {"error": 1e-3, "fraction": 0.5, "memory": 123 * 10**9}
     fast |= {"flops_per_second": 4e14, "kernel_seconds": 9e-4}
     slow = fast | {"contender": "attention/mosaic_gpu", "seconds": 2e-3}
     kernels._print(smoke | {"rows": [fast, slow, *rows]})
     printed = capsys.readouterr().out
-    for cell in ("0.50x", "400 TFLOP/s", "0.9", "retention", "cuDNN needs", " GB/s"):
+    for cell in ("123", "0.50x", "400 TFLOP/s", "0.9", "retention", "cuDNN needs", " GB/s"):
         assert cell in printed
 
 

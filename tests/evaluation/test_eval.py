@@ -82,6 +82,7 @@ def test_training_ends_with_the_evaluation_of_its_config(trained, tmp_path):
     [
         (["--context_lengths=8", "--workdir={runs}/nothing"], "is not the workdir of a run"),
         (["--context_lengths=8", "--workdir={runs}/c"], "has no checkpoint"),
+        (["--context_lengths=8", "--workdir={runs}/a,{runs}/c"], "c has no checkpoint"),
         (["--context_lengths=8", "--workdir={runs}/a,{runs}/a"], "given more than once"),
         (["--context_lengths=8,x", "--workdir={runs}/a"], "'x' is not a positive integer"),
         (["--context_lengths=8,4", "--workdir={runs}/a"], "must be positive and increasing"),
@@ -98,7 +99,8 @@ def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys, argume
     with pytest.raises(SystemExit) as stopped:
         eval_program.main(arguments)
     assert stopped.value.code == 1
-    error = capsys.readouterr().err
+    printed, error = capsys.readouterr()
+    assert printed == ""  # no run was evaluated
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert message in error

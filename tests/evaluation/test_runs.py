@@ -50,6 +50,7 @@ def restored(monkeypatch):
     monkeypatch.setattr(
         runs.checkpoint, "restore_model", lambda path: (workdir.read_config(path), fakes.CountingModel(), 7)
     )
+    monkeypatch.setattr(runs.checkpoint, "require_checkpoint", lambda path: None)
 
 
 def evaluate(workdirs, lengths=None, **kwargs):

@@ -174,3 +174,16 @@ def test_gradients_are_finite_and_reach_every_parameter():
         for gradient in jax.tree.leaves(gradients):
             assert np.isfinite(gradient).all()
             assert np.abs(gradient).max() > 0
+
+
+def test_softmax_takes_its_implementation_and_kept_keys_take_xla():
+    layer = make("softmax", implementation="cudnn")
+    with pytest.raises(NotImplementedError, match="implementation 'cudnn' needs a GPU"):
+        layer(inputs())
+    state = layer.init_state(1, max_length=TIME)
+    out, _ = run_on(layer, inputs(), state)
+    np.testing.assert_allclose(out, run(make("softmax", implementation="xla"), inputs()), atol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"attention.implementation is 'mosaic_gpu'; it must be one of xla, cudnn"
+    ):
+        make("softmax", implementation="mosaic_gpu")

@@ -1,10 +1,14 @@
 """Softmax attention against the formula in float64: every option, its gradients and its memory."""
 
+import functools
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sympow_jax.ops._power import target
 from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
 
 SEGMENTS = [0] * 5 + [1] * 9 + [-1] * 4 + [1] * 6 + [0] * 9
@@ -209,3 +213,95 @@ def test_shapes_that_do_not_fit(change, message):
     shapes = {"query": (2, 33, 4, 8), "key": (2, 33, 2, 8), "value": (2, 33, 2, 8)} | change
     with pytest.raises(ValueError, match=message):
         softmax_attention(**{name: jnp.zeros(shape) for name, shape in shapes.items()})
+
+
+def half(**sizes):
+    """Shapes in bfloat16 that cuDNN takes."""
+    sizes = {"time": 64, "keys": 64, "head_dim": 64, "value_dim": 64} | sizes
+    return [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in inputs(**sizes)]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU with cuDNN, as far as choosing goes; the implementations that JAX is then asked for."""
+    asked = []
+    monkeypatch.setattr(target, "device", lambda: types.SimpleNamespace(platform="gpu", device_kind="GPU"))
+    attention = jax.nn.dot_product_attention
+
+    def record(*arguments, implementation=None, **options):
+        asked.append(implementation)
+        return attention(*arguments, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    return asked
+
+
+CANNOT = {
+    "bfloat16 or float16, not float32": ({}, {}, jnp.float32),
+    "without log_decay": ({}, {"log_decay": jax.ShapeDtypeStruct((2, 64, 2), jnp.float32)}, None),
+    "without segment_ids": ({}, {"segment_ids": jax.ShapeDtypeStruct((2, 64), jnp.int32)}, None),
+    "as many keys as queries, not 64 and 8": ({"time": 8}, {}, None),
+}
+
+
+@pytest.mark.parametrize("message", CANNOT)
+def test_cudnn_names_what_it_cannot_do_and_is_not_chosen_for_it(gpu, message):
+    sizes, options, dtype = CANNOT[message]
+    arrays = [jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in half(**sizes)]
+
+    def attend(arrays, options, implementation=None):
+        return softmax_attention(*arrays, **options, implementation=implementation)
+
+    with pytest.raises(NotImplementedError, match=f"implementation 'cudnn' needs .*{message}"):
+        jax.eval_shape(functools.partial(attend, implementation="cudnn"), arrays, options)
+    jax.eval_shape(attend, arrays, options)
+    assert set(gpu) == {None}
+
+
+@pytest.mark.parametrize(("implementation", "expected"), [(None, "cudnn"), ("cudnn", "cudnn"), ("xla", None)])
+def test_cudnn_is_chosen_on_a_gpu(gpu, implementation, expected):
+    out = jax.eval_shape(
+        functools.partial(softmax_attention, implementation=implementation), *half(value_dim=32)
+    )
+    assert out.shape == (2, 64, 4, 32)
+    assert set(gpu) == {expected}
+
+
+def test_without_cudnn_it_is_not_chosen(gpu, monkeypatch):
+    recording = jax.nn.dot_product_attention
+
+    def absent(*arguments, implementation=None, **options):
+        if implementation == "cudnn":
+            raise RuntimeError("cuDNN is not detected.")
+        return recording(*arguments, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", absent)
+    jax.eval_shape(softmax_attention, *half())
+    with pytest.raises(NotImplementedError, match="'cudnn': cuDNN is not detected"):
+        jax.eval_shape(functools.partial(softmax_attention, implementation="cudnn"), *half())
+
+
+def test_without_a_gpu_there_is_no_cudnn():
+    with pytest.raises(NotImplementedError, match="'cudnn' needs a GPU, not cpu"):
+        softmax_attention(*inputs(), implementation="cudnn")
+    with pytest.raises(ValueError, match="implementation is 'mosaic_gpu'; it must be None, 'xla' or 'cudnn'"):
+        softmax_attention(*inputs(), implementation="mosaic_gpu")
+
+
+@pytest.mark.gpu
+def test_cudnn():
+    """Values and gradients against the formula in float64, with the bounds of bfloat16."""
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in inputs(time=512, keys=512, head_dim=64, value_dim=64)]
+    dout = jnp.asarray(inputs(time=512, head_dim=64, value_dim=64)[0], jnp.bfloat16)
+
+    def both(attend, *arrays):
+        out, pull_back = jax.vjp(attend, *arrays)
+        return out, *pull_back(dout.astype(out.dtype))
+
+    cudnn = functools.partial(softmax_attention, implementation="cudnn")
+    found = jax.jit(functools.partial(both, cudnn))(*arrays)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        expected = jax.tree.map(np.asarray, both(functools.partial(exact, xp=jnp), *wide))
+    for actual, right, bound in zip(found, expected, (1e-2, 2e-2, 2e-2, 2e-2), strict=True):
+        assert relative_error(actual, right) < bound

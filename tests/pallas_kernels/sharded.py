@@ -1,6 +1,6 @@
 """Compiles what users run for eight H100s, by the kernels, and prints the program.
 
-    python -m tests.pallas_kernels.sharded attention|chunked|again|training
+    python -m tests.pallas_kernels.sharded attention|chunked|again|training-attention|training-chunked
 
 A process of its own, since LLVM may end it.
 """
@@ -50,9 +50,12 @@ def op(form: str, policy=None):
     return h100.compile_for(on, jax.grad(loss, (0, 1, 2, 3)), *arguments, specs=specs)
 
 
-def training():
-    """An update of one layer of the papers' model in its default settings, the batch divided over eight devices."""
-    context, rows = 8192, 8
+def training(form: str):
+    """An update of one layer of the papers' model in its default settings, the batch divided over eight devices.
+
+    The context is one at which this form is the one that is chosen.
+    """
+    context, rows = {"attention": 8192, "chunked": 16_384}[form], 8
     model = config.ModelConfig(
         **config.MODEL_SIZES["gpt2_124m"] | {"layers": 1, "vocab_size": 512},
         attention=config.preset("conformal", power=2),
@@ -70,11 +73,11 @@ def training():
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    what = sys.argv[1]
     compiled = {
         "attention": functools.partial(op, "attention"),
         "chunked": functools.partial(op, "chunked"),
         "again": functools.partial(op, "chunked", AGAIN),
-        "training": training,
-    }[what]()
+        "training-attention": functools.partial(training, "attention"),
+        "training-chunked": functools.partial(training, "chunked"),
+    }[sys.argv[1]]()
     print(compiled.as_text())

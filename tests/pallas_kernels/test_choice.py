@@ -6,12 +6,14 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sympow_jax import ops
 from sympow_jax.ops._power import target
+from tests.pallas_kernels import traced
 
 
 def python(*arguments: str) -> str:
@@ -38,6 +40,41 @@ def test_a_named_implementation_says_what_it_cannot_do():
             call(**options)
     with pytest.raises(NotImplementedError, match="Hopper"):
         call(form="attention")
+
+
+def attend(time, dtype=jnp.bfloat16, **options):
+    """The op with no form named, and abstract arguments of a training batch of the papers' model."""
+    shape = jax.ShapeDtypeStruct((65_536 // time, time, 12, 64), dtype)
+    return jax.jit(functools.partial(ops.power_attention, **options)), shape, shape, shape
+
+
+@pytest.mark.parametrize(
+    ("time", "options", "form"),
+    [
+        (8192, {}, "attention_mosaic_gpu"),
+        (16_384, {}, "chunked_mosaic_gpu"),
+        (65_536, {"power": 4}, "attention_mosaic_gpu"),
+        # With a state the plain attention form would compute with features too.
+        (1024, {"return_state": True}, "chunked_mosaic_gpu"),
+        (1024, {"return_state": True, "implementation": "mosaic_gpu"}, "chunked_mosaic_gpu"),
+        # No kernel takes these: FLOPs decide, as on a CPU.
+        (4096, {"dtype": jnp.float32}, "attention_xla"),
+        (8192, {"dtype": jnp.float32}, "chunked_xla"),
+        (8192, {"implementation": "xla"}, "chunked_xla"),
+        # The kernel of the attention form alone takes this window.
+        (8192, {"window": 10}, "attention_mosaic_gpu"),
+        (65_536, {"window": 10, "implementation": "mosaic_gpu"}, "attention_mosaic_gpu"),
+    ],
+)
+def test_predicted_times_of_kernels_choose_the_form(time, options, form):
+    assert traced.on_hopper(*attend(time, **options)).forms == {form}
+
+
+def test_flops_choose_the_form_without_kernels():
+    for time, form in ((4096, "attention_xla"), (8192, "chunked_xla")):
+        function, *arguments = attend(time)
+        text = function.trace(*arguments).jaxpr.pretty_print(name_stack=True)
+        assert form in text
 
 
 def test_pallas_is_imported_only_when_asked_for():

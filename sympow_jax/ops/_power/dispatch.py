@@ -2,6 +2,7 @@
 
 import importlib
 
+import jax
 import jax.numpy as jnp
 
 from sympow_jax.ops import feature_maps
@@ -51,28 +52,27 @@ def attend(
             f"key has {key.shape[1]} tokens and query {query.shape[1]}; more keys than queries need the attention "
             f"form without an initial state"
         )
-    if form is None:
-        form = "attention"
-        if not kept_keys:
-            chunk = chunk_size or costs.default_chunk("chunked")
-            form = costs.cheapest_form(time=query.shape[1], power=power, chunk=chunk, window=window, **sizes)
-    if form != "attention" or return_state:
-        costs.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
     stateless = initial_state is None and not return_state
     needs = {"power": power, "window": window, "chunk_size": chunk_size, "stateless": stateless}
-    compute = _compute(implementation, form, query, value, **needs)
-    out, final = compute(
-        query,
-        key,
-        value,
-        power=power,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
-        state=initial_state,
-        window=window,
-        chunk=chunk_size,
-        return_state=return_state,
-    )
+    if form is None:
+        form = "attention" if kept_keys else _cheapest_form(implementation, query, value, sizes, **needs)
+    if form != "attention" or return_state:
+        costs.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
+    name, compute = _compute(implementation, form, query, value, **needs)
+    # Profiles and compiled programs say by this what ran.
+    with jax.named_scope(f"{form}_{name}"):
+        out, final = compute(
+            query,
+            key,
+            value,
+            power=power,
+            log_decay=log_decay,
+            segment_ids=segment_ids,
+            state=initial_state,
+            window=window,
+            chunk=chunk_size,
+            return_state=return_state,
+        )
     return (out, final) if return_state else out
 
 
@@ -90,19 +90,39 @@ def attend_step(query, key, value, state, *, power, log_decay, segment_ids, impl
     return compute(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
 
 
+def _cheapest_form(implementation, query, value, sizes, *, power, window, chunk_size, stateless):
+    needs = {"power": power, "window": window, "chunk_size": chunk_size, "stateless": stateless}
+    kernels = ()
+    if implementation in (None, "mosaic_gpu"):
+        forms = ("attention", "chunked")
+        kernels = tuple(form for form in forms if _kernels(None, "mosaic", query, value, form=form, **needs))
+    # With a state, the plain attention form computes with features too; named kernels leave no choice of their own.
+    if len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):
+        return kernels[0]
+    return costs.cheapest_form(
+        time=query.shape[1],
+        heads=query.shape[2],
+        power=power,
+        chunk=chunk_size,
+        window=window,
+        kernels=kernels,
+        **sizes,
+    )
+
+
 def _compute(implementation, form, query, value, **needs):
-    """The function of that form and implementation; all take the same arguments."""
+    """The implementation that is taken, and its function of that form; all functions take the same arguments."""
     if implementation == "reference":
         if form == "chunked":
             raise NotImplementedError(
                 "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
             )
         compute = reference.attention if form == "attention" else reference.recurrent
-        return lambda *arrays, chunk, **arguments: compute(*arrays, **arguments)
+        return "reference", lambda *arrays, chunk, **arguments: compute(*arrays, **arguments)
     if kernels := _kernels(implementation, "mosaic", query, value, form=form, **needs):
-        return kernels.attention if form == "attention" else kernels.chunked
+        return "mosaic_gpu", kernels.attention if form == "attention" else kernels.chunked
     compute = xla.attention if form == "attention" else xla.chunked
-    return lambda *arrays, chunk, **arguments: compute(
+    return "xla", lambda *arrays, chunk, **arguments: compute(
         *arrays, chunk=chunk or costs.default_chunk(form), **arguments
     )
 

@@ -5,7 +5,7 @@ import contextvars
 
 import jax
 
-__all__ = ["interpret", "interpreted", "is_hopper", "require_hopper"]
+__all__ = ["device", "interpret", "interpreted", "is_hopper", "require_hopper"]
 
 _HOPPER_KINDS = ("H100", "H200", "H20", "H800", "GH200")
 _interpret = contextvars.ContextVar("interpret", default=None)
@@ -34,24 +34,25 @@ def is_hopper() -> bool:
     """
     if interpret() is not None:
         return True
-    device = _device()
-    if hasattr(device, "compute_capability"):
-        return str(device.compute_capability).startswith("9.")
-    if device.device_kind:
-        return any(kind in device.device_kind for kind in _HOPPER_KINDS)
-    return device.platform == "gpu"
+    found = device()
+    if hasattr(found, "compute_capability"):
+        return str(found.compute_capability).startswith("9.")
+    if found.device_kind:
+        return any(kind in found.device_kind for kind in _HOPPER_KINDS)
+    return found.platform == "gpu"
 
 
 def require_hopper() -> None:
     """Raises NotImplementedError unless `is_hopper`."""
     if not is_hopper():
-        device = _device()
+        found = device()
         raise NotImplementedError(
             f"implementation 'mosaic_gpu' needs a Hopper GPU (compute capability 9.x), "
-            f"not {device.device_kind or device.platform}"
+            f"not {found.device_kind or found.platform}"
         )
 
 
-def _device():
+def device():
+    """A device the program is for: one of the mesh in scope, which may be abstract, else of the default ones."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0] if abstract is None else abstract

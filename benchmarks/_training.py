@@ -1,0 +1,149 @@
+"""Measures a training step in this process.
+
+python -m benchmarks._training    # one run on standard input, its events on standard output
+"""
+
+import dataclasses
+import json
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import _contenders, _timing, _worker
+from configs import gpt2_124m
+from sympow_jax import config
+from sympow_jax.training import sharding, step
+
+__all__ = ["Run", "attention", "measure"]
+
+WARMUP_STEPS = 2
+# As many steps as fit into so many seconds, within these bounds.
+SECONDS = 15.0
+LEAST_STEPS, MOST_STEPS = 3, 10
+_FORMS = re.compile(r"\b(attention|chunked|recurrent|softmax)_(reference|xla|mosaic_gpu|cudnn)\b")
+_KERNELS = re.compile(r"\bpower_(?:attention|state)_\w+|__cudnn\$\w+")
+# A model for any device.
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 16,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one process measures.
+
+    preset: the choice of `configs/gpt2_124m.py`, with its power. tokens: of a step, a multiple of the context. tiny: of
+    a model for any device.
+    """
+
+    preset: str
+    context: int
+    tokens: int
+    tiny: bool = False
+
+    def settings(self) -> config.Config:
+        """Those of the papers' configuration but for the batch. Raises ValueError for a preset that it has not."""
+        settings = gpt2_124m.get_config(self.preset)
+        data = dataclasses.replace(settings.data, context_length=self.context, batch_tokens=self.tokens)
+        model = settings.model
+        if self.tiny:
+            model = dataclasses.replace(model, **_TINY)
+        return dataclasses.replace(settings, data=data, model=model)
+
+
+def measure(run: Run, emit: Callable[[dict], None]) -> dict:
+    """The row of a run on the first device; emits {"sign": ...} as it gets on.
+
+    Raises what compiling and running raise.
+    """
+    settings = run.settings()
+    device = jax.devices()[0]
+    mesh = jax.make_mesh(
+        (1,), (sharding.DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=[device]
+    )
+    rows = np.random.default_rng(0).integers(
+        settings.model.vocab_size, size=(settings.data.batch_size, run.context + 1), dtype=np.int32
+    )
+    batch = sharding.place_batch({"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh)
+    begin = time.perf_counter()
+    jitted: Any = step.make_update(settings, mesh)
+    update = jitted.lower(step.abstract_state(settings, mesh), batch).compile()
+    compile_seconds = time.perf_counter() - begin
+    emit({"sign": "compiled"})
+
+    state = step.init_state(settings, mesh)
+    seconds: list[float] = []
+    losses: list[float] = []
+    while len(seconds) < WARMUP_STEPS + LEAST_STEPS or (
+        len(seconds) < WARMUP_STEPS + MOST_STEPS and sum(seconds[WARMUP_STEPS:]) < SECONDS
+    ):
+        begin = time.perf_counter()
+        state, metrics = update(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(metrics["loss"]))
+        emit({"sign": f"step {len(losses)}"})
+    if not all(map(math.isfinite, losses)):
+        raise _contenders.WrongResult(f"the losses are not all finite: {losses}")
+
+    measured = seconds[WARMUP_STEPS:]
+    median = statistics.median(measured)
+    stats = device.memory_stats() or {}
+    return {
+        **attention(update.as_text()),
+        "seconds": median,
+        "spread": _timing.spread(measured),
+        "tokens_per_second": run.tokens / median,
+        "steps": len(measured),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+        "program_bytes": _contenders.program_bytes(update),
+        "compile_seconds": compile_seconds,
+    }
+
+
+def attention(program: str) -> dict:
+    """What computes attention in a compiled program: forms with their implementations, and names of kernels.
+
+    The backward pass of a form goes by its name too; that it has kernels of its own, their names say.
+    """
+    return {
+        "attention": ", ".join(sorted({"/".join(found) for found in _FORMS.findall(program)})),
+        "kernels": sorted(set(_KERNELS.findall(program))),
+    }
+
+
+def main() -> None:
+    """Measures the run that standard input describes."""
+    run = Run(**json.load(sys.stdin))
+    try:
+        machine = _contenders.machine()
+    except RuntimeError as error:
+        _worker.say({"no_device": _worker.one_line(error)})
+        return
+    if machine["platform"] != "gpu":
+        _worker.say({"no_device": f"JAX sees no GPU here, only {machine['device']}"})
+        return
+    _worker.say({"machine": machine})
+    try:
+        _worker.say({"row": measure(run, _worker.say)})
+    except Exception as error:
+        _worker.say({"failed": _worker.one_line(error)})
+        raise
+
+
+if __name__ == "__main__":
+    main()

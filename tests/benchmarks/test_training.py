@@ -1,0 +1,142 @@
+"""What `benchmarks.training` does without a GPU: its rows, its table, its plot, and how it fails."""
+
+import json
+import time
+
+import pytest
+
+from benchmarks import _contenders, _report, _training, _worker, training
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory):
+    """Report, output and folder of the smoke run."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    with pytest.MonkeyPatch.context() as patch:
+        printed = []
+        patch.setattr(training, "_print", printed.append)
+        patch.setattr(_training, "MOST_STEPS", 3)
+        training.main(["--smoke", f"--out={folder}/training.json"])
+    assert printed == [json.loads((folder / "training.json").read_text())]
+    return printed[0], folder
+
+
+def test_smoke_trains_every_preset_at_every_context(smoke):
+    report, folder = smoke
+    found = [(row["context"], row["preset"], row["attention"]) for row in report["rows"]]
+    power = "attention/xla"
+    assert found == [
+        (context, *row)
+        for context in (64, 128)
+        for row in (("softmax", "softmax/xla"), ("sympow", power), ("conformal", power))
+    ]
+    for row in report["rows"]:
+        assert row["tokens_per_second"] == pytest.approx(256 / row["seconds"])
+        assert row["steps"] == 3
+        assert row["last_loss"] < row["first_loss"] < 7
+        # Parameters and Adam's two moments of them, in float32.
+        assert row["program_bytes"] > 3 * 4 * 128 * 32
+        assert row["kernels"] == []
+    assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_shows_rows_and_notes(smoke, capsys):
+    report, _ = smoke
+    fast = report["rows"][0] | {
+        "tokens_per_second": 2e5,
+        "peak_bytes": 12e9,
+        "kernels": ["__cudnn$fmhaSoftmax"],
+    }
+    slow = fast | {"preset": "conformal", "tokens_per_second": 3e5}
+    failed = {"context": 65_536, "preset": "sympow", "tokens": 256, "note": "RESOURCE_EXHAUSTED"}
+    training._print(report | {"rows": [fast, slow, failed]})
+    printed = capsys.readouterr().out
+    for cell in ("1.50x", "1.00x", "300,000", "12.00", "fmhaSoftmax", "65,536", "RESOURCE_EXHAUSTED"):
+        assert cell in printed
+
+
+def test_attention_is_what_the_program_says():
+    program = """
+    %a = custom-call(), custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(f)/softmax_cudnn/x"}
+    %b = custom-call(), custom_call_target="__cudnn$fmhaSoftmaxBackward", metadata={op_name="jit(f)/y"}
+    """
+    assert _training.attention(program) == {
+        "attention": "softmax/cudnn",
+        "kernels": ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"],
+    }
+    program = (
+        'op_name="jit(f)/transpose(jvp(chunked_mosaic_gpu))/power_state_query" op_name="jit(power_attention)"'
+    )
+    assert _training.attention(program) == {
+        "attention": "chunked/mosaic_gpu",
+        "kernels": ["power_state_query"],
+    }
+
+
+def test_losses_that_are_not_finite_are_no_result(monkeypatch):
+    monkeypatch.setattr(_training.math, "isfinite", lambda loss: False)
+    run = _training.Run(preset="softmax", context=64, tokens=64, tiny=True)
+    with pytest.raises(_contenders.WrongResult, match="losses are not all finite"):
+        _training.measure(run, lambda event: None)
+
+
+def test_without_a_gpu_it_says_so_in_a_line():
+    with pytest.raises(SystemExit) as ended:
+        training.main(["--brief"])
+    assert ended.value.code.startswith(
+        "benchmarks.training measures on a GPU: JAX sees no GPU here, only cpu"
+    )
+    assert "\n" not in ended.value.code
+
+
+@pytest.mark.parametrize(
+    ("events", "note"),
+    [
+        ([{"failed": "out of memory"}, {"ended": "status 1: traceback"}], "out of memory"),
+        (
+            [{"sign": "compiled"}, {"ended": "status -11: no message"}],
+            "its process ended: status -11: no message",
+        ),
+        ([{"row": {"seconds": 1.0}}, {"ended": "status 0: no message"}], None),
+    ],
+)
+def test_a_process_that_ends_has_a_note(monkeypatch, tmp_path, events, note):
+    monkeypatch.setattr(
+        _worker, "events", lambda command, task, **limits: iter([{"machine": {"jax": "1"}}, *events])
+    )
+    runs = [_training.Run(preset="softmax", context=1024, tokens=65_536)]
+    file = _report.File("training", tmp_path / "out.json", "")
+    report = training._measure(runs, file, float("inf"), 1.0)
+    assert [row.get("note") for row in report["rows"]] == [note]
+    assert report["machine"]["jax"] == "1"
+    assert json.loads((tmp_path / "out.json").read_text()) == report
+
+
+def test_what_is_left_when_the_time_is_over_has_notes(tmp_path):
+    runs = [_training.Run(preset="softmax", context=1024, tokens=65_536)] * 2
+    report = training._measure(runs, _report.File("training", None, ""), time.monotonic() - 1, 1.0)
+    assert [row["note"] for row in report["rows"]] == ["not measured: the time was over"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset=sofmax"], "preset is 'sofmax'"),
+        (["--preset=conformal,p=3"], "power is 3"),
+        (["--context=1000"], "invalid choice"),
+        (["--brief", "--context=1024"], "contexts of their own"),
+    ],
+)
+def test_a_mistake_is_found_before_the_work(capsys, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        training.main(arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_results_are_named_after_the_machine():
+    machine = {"platform": "gpu", "device": "NVIDIA H100 80GB HBM3"}
+    assert _report.File("training", None, "-brief").path(machine) == (
+        _report.RESULTS / "training-nvidia-h100-80gb-hbm3-brief.json"
+    )
+    assert _report.File("training", None, "").path({"platform": "cpu", "device": "cpu"}) is None

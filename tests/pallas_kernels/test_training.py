@@ -1,0 +1,43 @@
+"""The papers' configuration trains through the kernels as it is: traced as for a Hopper GPU, nothing is run."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from configs import gpt2_124m
+from sympow_jax.training import step
+from tests.pallas_kernels import traced
+
+ATTENTION, CHUNKED = "attention_mosaic_gpu", "chunked_mosaic_gpu"
+
+
+@pytest.mark.parametrize(
+    ("choice", "form"),
+    [
+        ("sympow,context=1024", ATTENTION),
+        ("sympow,context=4096", ATTENTION),
+        ("sympow,context=16384", CHUNKED),
+        ("sympow_gated,context=2048", ATTENTION),
+        ("sympow_gated,context=32768", CHUNKED),
+        ("conformal,context=1024", ATTENTION),
+        ("conformal,context=65536", CHUNKED),
+        ("conformal,p=4,context=65536", ATTENTION),
+        ("even_power,context=1024", ATTENTION),
+        ("even_power,context=65536", ATTENTION),
+        ("even_power,p=4,context=8192", ATTENTION),
+        ("even_power,p=4,context=65536", ATTENTION),
+    ],
+)
+def test_a_training_step_takes_kernels(choice, form):
+    settings = gpt2_124m.get_config(choice)
+    # Layers are alike.
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, layers=1))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    tokens = jax.ShapeDtypeStruct((settings.data.batch_size, settings.data.context_length), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    found = traced.on_hopper(step.make_update(settings, mesh), step.abstract_state(settings, mesh), batch)
+    assert found.forms == {form}
+    needed = {"power_attention_forward"} if form == ATTENTION else {"power_state_update", "power_state_query"}
+    assert needed <= found.kernels
