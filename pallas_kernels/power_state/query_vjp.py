@@ -131,9 +131,9 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         if config.query_blocks > 1:
             plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
-        steps = far.copy_states(gmem, smem, place, config, _group)
-        # The normaliser and keys come while the last states are still being read.
         far.copy_norms(gmem, smem, place, config)
+        steps = far.copy_states(gmem, smem, place, config, _group)
+        # Keys come while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
 
@@ -149,11 +149,12 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         plgpu.barrier_wait(smem["ready"])
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
-        both = _read_states(own, smem, row, terms, layout, config, held and held[1:2])
-        norm = _read_norm(own["query_smem"], smem, layout, config, held and held[2:3])
-        scale, far_norm = plgpu.load(row.far, layout=_ROWS), plgpu.load(row.far_norm, layout=_ROWS) / _POWER
+        narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
+        start = _read_norm(own["query_smem"], smem, layout, config, held and held[2:3])
+        start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
+        both = _read_states(start, own, smem, row, terms, layout, config, held and held[1:2])
+        scale = plgpu.load(row.far, layout=_ROWS)
         gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
-        gradient = gradient - lax.broadcast_in_dim(far_norm, both.shape, [0]) * norm
         query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         inverse = plgpu.load(row.inverse, layout=_ROWS)
         time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
@@ -199,8 +200,8 @@ def _group(step):
     return (step & 2) * (_HALF // 2) + lax.shift_right_logical(step, 2) * 2 + (step & 1)
 
 
-def _read_states(own, smem, row, terms, layout, config, interpreted):
-    """Half the gradient of q^T S q, float32 [64, D]."""
+def _read_states(start, own, smem, row, terms, layout, config, interpreted):
+    """`start` and half the gradient of q^T S q, float32 [64, D]."""
     dtype = smem["state_smem"].dtype
     columns = layout.width // config.parts
     query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -251,8 +252,7 @@ def _read_states(own, smem, row, terms, layout, config, interpreted):
             gradients = group(pair, place, gradients)
         return tuple(gradients)
 
-    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    start = (zeros,) * (layout.head_dim // _HALF)
+    start = tuple(start[:, begin : begin + _HALF] for begin in range(0, layout.head_dim, _HALF))
     gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layouts.TILE // _UNROLLED), groups, start)
     return jnp.concatenate(gradients, 1)
 
