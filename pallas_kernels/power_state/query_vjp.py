@@ -212,16 +212,21 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
     def product(step):
+        # Stages divide the steps of a round, so that a slot is known when this is compiled.
+        slots = [(step * terms + term) % config.state_stages for term in range(terms)]
+        # Before the accumulator is there: no zeros need to be kept meanwhile.
+        for slot in slots:
+            plgpu.barrier_wait(smem["state_full"].at[slot])
+
         def add(acc):
-            for term in range(terms):
-                # Stages divide the steps of a round, so that a slot is known when this is compiled.
-                slot = (step * terms + term) % config.state_stages
-                plgpu.barrier_wait(smem["state_full"].at[slot])
+            for slot in slots:
                 products.accumulate(acc, dout, smem["state_smem"].at[slot], interpreted)
-                plgpu.barrier_arrive(smem["state_free"].at[slot])
             return acc[...]
 
-        return products.with_accumulators(add, [(_BLOCK, columns)], interpreted)
+        weights = products.with_accumulators(add, [(_BLOCK, columns)], interpreted)
+        for slot in slots:
+            plgpu.barrier_arrive(smem["state_free"].at[slot])
+        return weights
 
     def group(pair, place, gradients):
         sums, half, parity = {}, place // 2, place % 2
