@@ -113,9 +113,9 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
 
 def _choose_query_vjp(layout, value_dim, chunk, window, two_terms):
     head_dim = layout.head_dim
-    most = 3 if head_dim < 128 else 2
+    most = 3 if head_dim == 32 else 2
     blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
-    parts = {32: 1, 64: 1, 128: 6}[head_dim]
+    parts = {32: 1, 64: value_dim // BLOCK, 128: 6}[head_dim]
     rows = blocks * BLOCK * (2 * head_dim + value_dim)
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 5 * blocks * BLOCK)
