@@ -121,14 +121,14 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
 
 def _choose_query_vjp(layout, value_dim, chunk, window, two_terms):
     head_dim = layout.head_dim
-    most = 3 if head_dim < 128 else 2
+    most = 3 if head_dim == 32 else 2
     blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
-    parts = {32: 1, 64: 2, 128: 6}[head_dim]
+    parts = {32: 1, 64: value_dim // BLOCK, 128: 6}[head_dim]
     rows = blocks * BLOCK * (2 * head_dim + value_dim)
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 5 * blocks * BLOCK)
     stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
-    return {"query_vjp_blocks": blocks, "query_vjp_parts": parts, "query_vjp_stages": stages}
+    return {"query_vjp_blocks": blocks, "query_vjp_parts": parts, "query_vjp_stages": 4 if stages >= 4 else 2}
 
 
 def _key_vjp(layout, value_dim, chunk):

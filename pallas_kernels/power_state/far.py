@@ -17,14 +17,17 @@ __all__ = ["copy_norms", "copy_states", "norm_blocks"]
 _BLOCK = configs.BLOCK
 
 
-def copy_states(gmem, smem, place, config):
-    """States by groups, parts and terms. Returns how many steps it took, of which the last may not be read yet."""
+def copy_states(gmem, smem, place, config, group_of=lambda index: index):
+    """States by groups, in the order of `group_of`, parts and terms.
+
+    Returns how many steps it took, of which the last may not be read yet.
+    """
     value_dim, columns = smem["state_smem"].shape[1:]
     terms = gmem["states"].shape[3] // value_dim
 
     def copy(step, slot):
         term, part = lax.rem(step, terms), lax.rem(lax.div(step, terms), config.parts)
-        group = lax.div(step, terms * config.parts)
+        group = group_of(lax.div(step, terms * config.parts))
         rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
         state = gmem["states"].at[place["key_head"], place["chunk"], group, rows, columns_of]
         plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])

@@ -41,19 +41,20 @@ def fold(step, carry, smem, block, end, config, window, first=0):
     the row. `block` is that of the rows in the chunk, `end` the last one whose keys are copied, after `first` other
     steps of their ring.
     """
-    shape = (_BLOCK, _BLOCK)
     last = _key_blocks(block, window) - 1
     coarse, fine = (plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2))
 
     def step_of(index, carry, diagonal):
         slot = ring.slot_of(index + first, config.key_stages)
-        key_coarse, key_fine = (
-            plgpu.load(smem["decay_smem"].at[part, index], layout=_COLUMNS) for part in range(2)
-        )
         plgpu.barrier_wait(smem["key_full"].at[slot])
 
-        def between():
+        def between(begin=0, width=_BLOCK):
             # Made where it is used: registers hold it no longer than that.
+            shape = _BLOCK, width
+            columns = pl.ds(begin, width)
+            key_coarse, key_fine = (
+                plgpu.load(smem["decay_smem"].at[part, index, columns], layout=_COLUMNS) for part in range(2)
+            )
             x = lax.broadcast_in_dim(coarse, shape, [0]) - lax.broadcast_in_dim(key_coarse, shape, [1])
             x += lax.broadcast_in_dim(fine, shape, [0]) - lax.broadcast_in_dim(key_fine, shape, [1])
             if not diagonal:
@@ -61,7 +62,7 @@ def fold(step, carry, smem, block, end, config, window, first=0):
             row, column = (
                 plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
             )
-            return jnp.where(row >= column, x, -1e4)
+            return jnp.where(row >= column + begin, x, -1e4)
 
         carry = step(carry, smem["key_smem"].at[slot], smem["value_smem"].at[slot], between)
         plgpu.barrier_arrive(smem["key_free"].at[slot])

@@ -16,6 +16,7 @@ from pallas_kernels.power_state import near, products
 
 __all__ = ["read_keys"]
 
+_COLUMNS = 16
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -39,15 +40,22 @@ def read_keys(acc, own, smem, delta, block, end, config, window, interpreted, po
 
         shape = own["query_smem"].shape[0], key_smem.shape[0]
         scores, dweights = products.with_accumulators(pairs, [shape] * 2, interpreted)
-        factor = jnp.exp2(between()) * scores
-        for _ in range(power - 2):
-            factor = factor * scores
-        factor = factor * (dweights - lax.broadcast_in_dim(delta, shape, [0]))
-        high, low = products.split(factor)
+        # A few columns at a time, for want of registers.
+        highs, lows, sums = [], [], 0.0
+        for begin in range(0, shape[1], _COLUMNS):
+            s, slope = (x[:, begin : begin + _COLUMNS] for x in (scores, dweights))
+            factor = jnp.exp2(between(begin, _COLUMNS)) * s
+            for _ in range(power - 2):
+                factor = factor * s
+            factor = factor * (slope - lax.broadcast_in_dim(delta, s.shape, [0]))
+            high, low = products.split(factor)
+            highs.append(high)
+            lows.append(low)
+            sums += factor * s
         # Straight-line code, so that each operand has its own registers until both products are done.
-        products.accumulate(acc, high, key_smem, interpreted, wait=1)
-        products.accumulate(acc, low, key_smem, interpreted)
-        return total + (factor * scores).sum(1)
+        products.accumulate(acc, jnp.concatenate(highs, 1), key_smem, interpreted, wait=1)
+        products.accumulate(acc, jnp.concatenate(lows, 1), key_smem, interpreted)
+        return total + sums.sum(1)
 
     return near.fold(
         step,

@@ -29,7 +29,10 @@ from pallas_kernels.power_state import layout as layouts
 __all__ = ["Rows", "query_vjp"]
 
 _BLOCK = configs.BLOCK
-_TILE = layouts.TILE
+# Columns of an accumulator of which each thread has two next to each other.
+_HALF = layouts.TILE // 2
+# Groups that one round of the loop over states reads.
+_UNROLLED = 4
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 2
 
@@ -128,9 +131,9 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         if config.query_blocks > 1:
             plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
-        steps = far.copy_states(gmem, smem, place, config)
-        # The normaliser and keys come while the last states are still being read.
         far.copy_norms(gmem, smem, place, config)
+        steps = far.copy_states(gmem, smem, place, config, _group)
+        # Keys come while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
 
@@ -146,11 +149,12 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         plgpu.barrier_wait(smem["ready"])
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
-        both = jnp.concatenate(_read_states(own, smem, row, terms, layout, config, held and held[1:2]), 1)
-        norm = _read_norm(own["query_smem"], smem, layout, config, held and held[2:3])
-        scale, far_norm = plgpu.load(row.far, layout=_ROWS), plgpu.load(row.far_norm, layout=_ROWS) / _POWER
+        narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
+        start = _read_norm(own["query_smem"], smem, layout, config, held and held[2:3])
+        start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
+        both = _read_states(start, own, smem, row, terms, layout, config, held and held[1:2])
+        scale = plgpu.load(row.far, layout=_ROWS)
         gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
-        gradient = gradient - lax.broadcast_in_dim(far_norm, both.shape, [0]) * norm
         query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         inverse = plgpu.load(row.inverse, layout=_ROWS)
         time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
@@ -191,49 +195,71 @@ def _copy_inputs(gmem, smem, place, config, chunk):
     plgpu.copy_gmem_to_smem(gmem["rows"].at[head, blocks], smem["rows_smem"], ready)
 
 
-def _read_states(own, smem, row, terms, layout, config, interpreted):
-    """Half the gradient of q^T S q: float32 [64, 16] for each tile of the query."""
+def _group(step):
+    """The group that is read at a step: of four in a row, two are 8 apart, and each has an odd neighbour."""
+    return (step & 2) * (_HALF // 2) + lax.shift_right_logical(step, 2) * 2 + (step & 1)
+
+
+def _read_states(start, own, smem, row, terms, layout, config, interpreted):
+    """`start` and half the gradient of q^T S q, float32 [64, D]."""
     dtype = smem["state_smem"].dtype
-    columns, tiles = layout.width // config.parts, layout.head_dim // _TILE
-    query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA)
+    columns = layout.width // config.parts
+    query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     dout = plgpu.load(own["dout_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     narrow = plgpu.load(row.narrow, layout=_ROWS)
     dout = (dout * lax.broadcast_in_dim(narrow, dout.shape, [0])).astype(dtype)
-    shape = _BLOCK, _TILE
+    shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
     def product(step):
+        # Stages divide the steps of a round, so that a slot is known when this is compiled.
+        slots = [(step * terms + term) % config.state_stages for term in range(terms)]
+        # Before the accumulator is there: no zeros need to be kept meanwhile.
+        for slot in slots:
+            plgpu.barrier_wait(smem["state_full"].at[slot])
+
         def add(acc):
-            for term in range(terms):
-                slot = ring.slot_of(step * terms + term, config.state_stages)
-                plgpu.barrier_wait(smem["state_full"].at[slot])
+            for slot in slots:
                 products.accumulate(acc, dout, smem["state_smem"].at[slot], interpreted)
-                plgpu.barrier_arrive(smem["state_free"].at[slot])
             return acc[...]
 
-        return products.with_accumulators(add, [(_BLOCK, columns)], interpreted)
+        weights = products.with_accumulators(add, [(_BLOCK, columns)], interpreted)
+        for slot in slots:
+            plgpu.barrier_arrive(smem["state_free"].at[slot])
+        return weights
 
-    def group(index, gradients):
-        gradients, sums = list(gradients), {}
-        own_column = jnp.where(column == index, 1.0, 0.0)
+    def group(pair, place, gradients):
+        sums, half, parity = {}, place // 2, place % 2
+        index = 2 * pair + _HALF * half + parity
         for part in range(config.parts):
-            weights, begin = product(index * config.parts + part), 0
+            weights = product(place * config.parts + part)
+            begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
                 scalar = plgpu.load(own["scalar_smem"].at[piece.scalar + index], layout=_ROWS)
                 scalar = lax.broadcast_in_dim(scalar.astype(jnp.float32), shape, [0])
-                for vector in range(piece.vector, piece.vector + piece.width, _TILE):
-                    tile, begin = weights[:, begin : begin + _TILE], begin + _TILE
+                for vector in range(piece.vector, piece.vector + piece.width, _HALF):
                     vector = vector % layout.head_dim
-                    gradients[vector // _TILE] += scalar * tile
+                    tile, begin = weights[:, begin : begin + _HALF], begin + _HALF
+                    gradients[vector // _HALF] += scalar * tile
                     if piece.weight == 2:
-                        share = query[:, vector : vector + _TILE].astype(jnp.float32) * tile
+                        share = query[:, vector : vector + _HALF] * tile
                         sums[piece.scalar] = sums[piece.scalar] + share if piece.scalar in sums else share
         for scalar, total in sums.items():
-            gradients[scalar // _TILE] += lax.broadcast_in_dim(total.sum(1), shape, [0]) * own_column
+            tile = scalar // _HALF + half
+            total = gradients[tile] + lax.broadcast_in_dim(total.sum(1), shape, [0])
+            gradients[tile] = jnp.where(column == 2 * pair + parity, total, gradients[tile])
+        return gradients
+
+    def groups(pair, gradients):
+        gradients = list(gradients)
+        # Places are unrolled, so that each has its column in registers of its own.
+        for place in range(_UNROLLED):
+            gradients = group(pair, place, gradients)
         return tuple(gradients)
 
-    zeros = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(_TILE), group, (zeros,) * tiles)
+    start = tuple(start[:, begin : begin + _HALF] for begin in range(0, layout.head_dim, _HALF))
+    gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layouts.TILE // _UNROLLED), groups, start)
+    return jnp.concatenate(gradients, 1)
 
 
 def _read_norm(query_smem, smem, layout, config, interpreted):
