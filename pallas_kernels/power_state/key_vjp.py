@@ -166,9 +166,8 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     def _consume():
         if count > 1:
             plgpu.set_max_registers({2: 232, 3: 160}[count], action="increase")
-        own = {
-            name: smem[name].at[warpgroup] for name in ("key_smem", "value_smem", "scalar_smem", "row_smem")
-        }
+        names = ("key_smem", "value_smem", "scalar_smem", "row_smem", "narrow_smem")
+        own = {name: smem[name].at[warpgroup] for name in names if name in smem}
         own["decay_smem"] = own["row_smem"].at[pl.ds(Rows().coarse, 4)]
         held = None if interpreted is None else _of_warpgroup(interpreted, warpgroup)
         terms = gmem["dual"].shape[3] // gmem["value"].shape[-1]
@@ -266,7 +265,11 @@ def _read_dual(dvalue, own, smem, folded, terms, layout, config, held):
     """dvalue += (w phi(k^)) R^T; returns what k^ has by way of its features, float32 [64, 16] for each tile of D."""
     dtype, columns = smem["dual_smem"].dtype, layout.width // config.key_vjp_parts
     value = _narrow(own["value_smem"], own, Rows().narrow_value, dtype)
-    vector = _vector_of(own, _narrow(own["key_smem"], own, Rows().narrow_key, dtype))
+    narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype)
+    if "narrow_smem" in own:
+        own["narrow_smem"][...] = narrow
+        plgpu.commit_smem()
+    vector = _vector_of(own, narrow)
 
     def group(index, tiles):
         gradient = _Gradient(index, tiles, vector, layout)
@@ -347,8 +350,6 @@ def _vector_of(own, narrow):
     head_dim = narrow.shape[1]
     if "narrow_smem" not in own:
         return lambda start: narrow[:, start % head_dim : start % head_dim + _TILE]
-    own["narrow_smem"][...] = narrow
-    plgpu.commit_smem()
     return lambda start: plgpu.load(
         own["narrow_smem"].at[:, pl.ds(start % head_dim, _TILE)], layout=plgpu.Layout.WGMMA
     )
