@@ -137,7 +137,9 @@ def _key_vjp(layout, value_dim, chunk):
     blocks = 2 if chunk % (2 * BLOCK) == 0 and head_dim + value_dim < 256 else 1
     parts = 6 if head_dim == 128 else 1
     # Keys, values and scalars of every warpgroup, and two blocks of queries.
-    tiles = blocks * BLOCK * (2 * head_dim + value_dim) + 2 * BLOCK * (head_dim + value_dim)
+    tiles = blocks * BLOCK * ((3 if head_dim == 128 else 2) * head_dim + value_dim) + 2 * BLOCK * (
+        head_dim + value_dim
+    )
     left = _SHARED_BYTES - 2 * tiles - 4 * BLOCK * (9 * blocks + 2 * 4)
     stages = min(4, left // (2 * value_dim * (layout.width // parts)))
     return {"key_vjp_blocks": blocks, "key_vjp_parts": parts, "key_vjp_stages": stages}

@@ -96,6 +96,10 @@ def key_vjp(
         "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_vjp_stages),
         **near.scratch(head_dim, value_dim, query.dtype, count),
     }
+    if head_dim == 128:
+        # Registers for keys are lacking: tiles of 16 indices are read from here as they are needed.
+        transforms = (plgpu.TilingTransform((8, _TILE)), plgpu.SwizzleTransform(2 * _TILE))
+        scratch["narrow_smem"] = plgpu.SMEM((count, _BLOCK, head_dim), dual.dtype, transforms=transforms)
     if interpret is not None:
         shapes = {
             "near": near.held_shapes(),
@@ -162,9 +166,8 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     def _consume():
         if count > 1:
             plgpu.set_max_registers({2: 232, 3: 160}[count], action="increase")
-        own = {
-            name: smem[name].at[warpgroup] for name in ("key_smem", "value_smem", "scalar_smem", "row_smem")
-        }
+        names = ("key_smem", "value_smem", "scalar_smem", "row_smem", "narrow_smem")
+        own = {name: smem[name].at[warpgroup] for name in names if name in smem}
         own["decay_smem"] = own["row_smem"].at[pl.ds(Rows().coarse, 4)]
         held = None if interpreted is None else _of_warpgroup(interpreted, warpgroup)
         terms = gmem["dual"].shape[3] // gmem["value"].shape[-1]
@@ -261,14 +264,15 @@ def _copy_norms(gmem, smem, place):
 def _read_dual(dvalue, own, smem, folded, terms, layout, config, held):
     """dvalue += (w phi(k^)) R^T; returns what k^ has by way of its features, float32 [64, 16] for each tile of D."""
     dtype, columns = smem["dual_smem"].dtype, layout.width // config.key_vjp_parts
-    vector, value = (
-        _narrow(own[name], own, index, dtype)
-        for name, index in (("key_smem", Rows().narrow_key), ("value_smem", Rows().narrow_value))
-    )
-    wrapped = jnp.concatenate([vector, vector], 1)
+    value = _narrow(own["value_smem"], own, Rows().narrow_value, dtype)
+    narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype)
+    if "narrow_smem" in own:
+        own["narrow_smem"][...] = narrow
+        plgpu.commit_smem()
+    vector = _vector_of(own, narrow)
 
     def group(index, tiles):
-        gradient = _Gradient(index, tiles, wrapped, layout)
+        gradient = _Gradient(index, tiles, vector, layout)
         for part in range(config.key_vjp_parts):
             step = (index * config.key_vjp_parts + part) * terms
             slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
@@ -279,7 +283,7 @@ def _read_dual(dvalue, own, smem, folded, terms, layout, config, held):
                     piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + index], layout=_ROWS)
                     for piece in pieces
                 }
-                features = _features(wrapped, pieces, scalars)
+                features = _features(vector, pieces, scalars)
                 duals = [smem["dual_smem"].at[slot, :, pl.ds(begin, width)] for slot in slots]
                 for slot, dual in zip(slots, duals):
                     if begin == 0:
@@ -299,9 +303,9 @@ def _read_dual(dvalue, own, smem, folded, terms, layout, config, held):
 class _Gradient:
     """That with respect to k^, in `tiles` of 16 columns, of the features of a group."""
 
-    def __init__(self, group, tiles, wrapped, layout):
+    def __init__(self, group, tiles, vector, layout):
         self.tiles = list(tiles)
-        self._wrapped = wrapped
+        self._vector = vector
         shape = (_BLOCK, _TILE)
         self._column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) == group
         self._ends = {window.begin: window.begin + window.width for window in layout.windows}
@@ -316,9 +320,7 @@ class _Gradient:
                 slope = slopes[:, offset : offset + _TILE]
                 tile = start // _TILE % len(self.tiles)
                 self.tiles[tile] += scalar * slope
-                self._collect(
-                    self._wrapped[:, start : start + _TILE].astype(jnp.float32) * slope, piece.weight
-                )
+                self._collect(self._vector(start).astype(jnp.float32) * slope, piece.weight)
                 offset += _TILE
             if piece.vector + piece.width == self._ends[piece.scalar]:
                 self._give(piece.scalar // _TILE)
@@ -343,15 +345,25 @@ def _narrow(x_smem, own, index, dtype):
     return (whole * _of_rows(own, index, whole.shape)).astype(dtype)
 
 
-def _features(wrapped, pieces, scalars):
+def _vector_of(own, narrow):
+    """A function of the first of 16 indices, cyclic, that gives them, 16-bit [64, 16]."""
+    head_dim = narrow.shape[1]
+    if "narrow_smem" not in own:
+        return lambda start: narrow[:, start % head_dim : start % head_dim + _TILE]
+    return lambda start: plgpu.load(
+        own["narrow_smem"].at[:, pl.ds(start % head_dim, _TILE)], layout=plgpu.Layout.WGMMA
+    )
+
+
+def _features(vector, pieces, scalars):
     """Features times their weights, 16-bit [64, columns of the pieces]."""
     tiles = []
     for piece in pieces:
         scalar = scalars[piece.scalar]
         # Pairs across tiles stand for both orders.
         scalar = scalar + scalar if piece.weight == 2 else scalar
-        vector = wrapped[:, piece.vector : piece.vector + piece.width]
-        tiles.append(vector * _along(scalar, piece.width))
+        for start in range(piece.vector, piece.vector + piece.width, _TILE):
+            tiles.append(vector(start) * _along(scalar, _TILE))
     return jnp.concatenate(tiles, 1)
 
 

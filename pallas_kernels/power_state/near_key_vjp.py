@@ -165,9 +165,10 @@ def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, po
     lower = scores * jnp.exp2(between) * column(_COLUMN.inverse)
     if power == 4:
         lower = lower * (scores * scores)
-    # In straight-line code, products in flight keep the registers of their operands.
+    # In straight-line code, products in flight keep the registers of their operands, where there are enough.
+    last = 0 if dkey.shape[1] + dvalue.shape[1] > 192 else 1
     for part in products.split(lower * scores):
-        products.accumulate(dvalue, part, douts, held, wait=1)
+        products.accumulate(dvalue, part, douts, held, wait=last)
     slopes = products.scores(own["value_smem"], douts, held)
     lower = lower * (slopes - column(_COLUMN.delta))
     total = total + (lower * scores).sum(1)
