@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import shutil
 import subprocess
 import sys
@@ -84,16 +85,21 @@ def test_outputs(form, case, seed):
     assert cases.error(out, expected) <= 1.2 * cases.error(plain(short), expected)
 
 
-@pytest.mark.parametrize("form", ["attention", "chunked"])
-def test_gradients(form):
+@pytest.mark.parametrize(
+    ("form", "case"),
+    [("attention", dataclasses.replace(c, time=min(c.time, 2048))) for c in ATTENTION]
+    + [("chunked", dataclasses.replace(c, time=min(c.time, 2048))) for c in CHUNKED],
+    ids=str,
+)
+def test_gradients(form, case):
     """Finite, the same every time, and as exact as those of the xla form, but for a fifth."""
-    case = dataclasses.replace(CHUNKED[0], time=2048)
+    dout = jnp.asarray(cases.arrays(case, kv_heads=2, dtype="bfloat16")["dout"], jnp.bfloat16)
 
     def loss(arrays, implementation):
         out = ops.power_attention(
             **arrays, segment_ids=segment_ids, power=case.power, form=form, implementation=implementation
         )
-        return jnp.square(out.astype(jnp.float32)).sum()
+        return (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum()
 
     def gradients(implementation):
         return jax.jit(jax.grad(functools.partial(loss, implementation=implementation)))
@@ -101,6 +107,7 @@ def test_gradients(form):
     full, short = (drawn(case, 0, dtype) for dtype in (jnp.float32, jnp.bfloat16))
     segment_ids = full.pop("segment_ids")
     del short["segment_ids"]
+    full, short = ({name: x for name, x in arrays.items() if x is not None} for arrays in (full, short))
     expected, plain = gradients("xla")(full), gradients("xla")(short)
     actual = identical_runs(gradients("mosaic_gpu"), short)
     for name, gradient in actual.items():
@@ -108,6 +115,26 @@ def test_gradients(form):
         # The gradient of the decays is float32; operands of the kernels have 11 bits.
         bound = max(bound, 2.0**-11) if name == "log_decay" else bound
         assert cases.error(gradient, expected[name]) <= bound, name
+
+
+def test_gradients_of_a_sequence_in_parts():
+    """The gradient that goes back through the states of four calls is that of one, within rounding."""
+    case = dataclasses.replace(CHUNKED[0], time=3000, segments="none")
+    arrays = {name: x for name, x in drawn(case, 0, jnp.bfloat16).items() if x is not None}
+    fixed = {"form": "chunked", "implementation": "mosaic_gpu", "return_state": True}
+
+    def loss(arrays, cuts):
+        total, state = 0.0, None
+        for begin, end in itertools.pairwise(cuts):
+            part = {name: x[:, begin:end] for name, x in arrays.items()}
+            out, state = ops.power_attention(**part, **fixed, initial_state=state)
+            total += jnp.square(out.astype(jnp.float32)).sum()
+        return total
+
+    gradients = jax.jit(jax.grad(loss), static_argnums=1)
+    expected, actual = (gradients(arrays, cuts) for cuts in ((0, 3000), (0, 1000, 1001, 2500, 3000)))
+    for name, gradient in actual.items():
+        assert cases.error(gradient, expected[name]) <= float(jnp.finfo(jnp.bfloat16).eps), name
 
 
 def test_a_sequence_in_parts():
@@ -131,8 +158,9 @@ def test_under_compute_sanitizer(form):
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
     program = (
-        "import jax.numpy as jnp; from sympow_jax import ops; x = jnp.ones((1, 300, 2, 64), jnp.bfloat16); "
-        f"print(ops.power_attention(x, x, x, form={form!r}, implementation='mosaic_gpu').sum())"
+        "import jax, jax.numpy as jnp; from sympow_jax import ops; x = jnp.ones((1, 300, 2, 64), jnp.bfloat16); "
+        f"fixed = {{'form': {form!r}, 'implementation': 'mosaic_gpu'}}; "
+        "print(jax.grad(lambda x: ops.power_attention(x, x, x, **fixed).astype(jnp.float32).sum())(x).sum())"
     )
     done = subprocess.run(
         [sanitizer, "--error-exitcode", "1", "--require-cuda-init=no", sys.executable, "-c", program],
