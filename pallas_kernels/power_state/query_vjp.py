@@ -211,6 +211,8 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
+    ends = {window.begin: window.begin + window.width for window in layout.windows}
+
     def product(step):
         # Stages divide the steps of a round, so that a slot is known when this is compiled.
         slots = [(step * terms + term) % config.state_stages for term in range(terms)]
@@ -229,7 +231,7 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
         return weights
 
     def group(pair, place, gradients):
-        sums, half, parity = {}, place // 2, place % 2
+        shares, half, parity = 0.0, place // 2, place % 2
         index = 2 * pair + _HALF * half + parity
         for part in range(config.parts):
             weights = product(place * config.parts + part)
@@ -242,12 +244,12 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
                     tile, begin = weights[:, begin : begin + _HALF], begin + _HALF
                     gradients[vector // _HALF] += scalar * tile
                     if piece.weight == 2:
-                        share = query[:, vector : vector + _HALF] * tile
-                        sums[piece.scalar] = sums[piece.scalar] + share if piece.scalar in sums else share
-        for scalar, total in sums.items():
-            tile = scalar // _HALF + half
-            total = gradients[tile] + lax.broadcast_in_dim(total.sum(1), shape, [0])
-            gradients[tile] = jnp.where(column == 2 * pair + parity, total, gradients[tile])
+                        shares = shares + query[:, vector : vector + _HALF] * tile
+                if piece.weight == 2 and piece.vector + piece.width == ends[piece.scalar]:
+                    tile = piece.scalar // _HALF + half
+                    total = gradients[tile] + lax.broadcast_in_dim(shares.sum(1), shape, [0])
+                    gradients[tile] = jnp.where(column == 2 * pair + parity, total, gradients[tile])
+                    shares = 0.0
         return gradients
 
     def groups(pair, gradients):

@@ -25,6 +25,8 @@ CASES = [
     "dq-d128-e128-c1024-float16",
 ]
 
+RARE: list[str] = []
+
 
 def build(case: str):
     head_dim, value_dim, chunk, state_dtype = _parsed(case)
@@ -48,6 +50,28 @@ def build(case: str):
         query_vjp.query_vjp, layout=layout, config=_config(case), chunk=chunk, window=window
     )
     return run, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
+    """The main loops, and the time for 65,536 tokens of 8 heads, as for the query: issue slots are shared, too."""
+    head_dim, value_dim, chunk, state_dtype = _parsed(case)
+    config, terms = _config(case).for_query_vjp(), configs.operands(state_dtype)[1]
+    width, count = layouts.Layout(head_dim).width, config.query_blocks
+    loops = [loop for loop in kernel.loops if loop["HGMMA"]]
+    state = next(loop for loop in loops if loop["FFMA"] and not loop["MUFU"])
+    tensor, instructions = width // 2 * value_dim // 16 * terms, state["instructions"] / 4
+    waits = config.parts * forward.WAITING_CYCLES
+    cached = 2 * value_dim * width * terms / forward.CACHE_BYTES
+    group = max(count * tensor, count * instructions, tensor + instructions + waits, cached)
+    found, row = [h100.Loop("four groups", state, 4 * tensor)], layouts.TILE * group
+    near = 2 * (head_dim + value_dim) + 2 * 2 * head_dim
+    keys = next(loop for loop in loops if loop["MUFU"])
+    busy = max(near, keys["instructions"])
+    block = max(count * busy, near + keys["instructions"] + 2 * forward.WAITING_CYCLES)
+    row += ((chunk // configs.BLOCK + count) / 2 + forward.WINDOW // configs.BLOCK) * block
+    found.append(h100.Loop("keys", keys, near))
+    rows = forward.PREDICTED_HEADS * forward.PREDICTED_TIME / (configs.BLOCK * count)
+    return found, f"{1e3 * rows / h100.MULTIPROCESSORS * row / h100.SUSTAINED_HERTZ:.2f} ms"
 
 
 def _parsed(case):

@@ -109,8 +109,7 @@ def test_query(head_dim, value_dim, state_dtype):
         del arguments["scalars"]
         expected, expected_sums = state_vjp.query_vjp(**arguments, **sizes)
     assert gradient.dtype == jnp.bfloat16
-    print(cases.error(gradient, expected), [cases.error(sums[:, n], expected_sums[:, n]) for n in (0, 1)])
     # The result is rounded to bfloat16; nothing else is to more than float16, but bfloat16 operands of states.
     assert cases.error(gradient, expected) <= 2**-9
     assert cases.error(sums[:, 0], expected_sums[:, 0]) <= 1e-5
-    assert cases.error(sums[:, 1], expected_sums[:, 1]) <= 5e-4
+    assert cases.error(sums[:, 1], expected_sums[:, 1]) <= 1e-5
