@@ -155,7 +155,7 @@ def _assemble(path: pathlib.Path) -> Kernel:
         registers=int(re.search(r"Used (\d+) registers", ptxas.stderr)[1]),
         spill_bytes=sum(map(int, spills)),
         shared_bytes=int(shared[1]) if shared else 0,
-        serialised=bool(re.search(r"C75(10|11|12|15)", ptxas.stderr)),
+        serialised=bool(re.search("instructions are serialized|C75(10|11|12|15|20)", ptxas.stderr)),
         hgmma=sum(text.startswith("HGMMA") for _, text in code),
         tma_loads=sum(text.startswith("UTMALDG") for _, text in code),
         instructions=len(code),
