@@ -106,8 +106,7 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
 def _key_vjp(layout, value_dim, chunk):
     """Fields of the gradient of keys."""
     head_dim = layout.head_dim
-    # Two warpgroups have 232 registers a thread, one has 255.
-    blocks = 2 if chunk % (2 * BLOCK) == 0 and value_dim == BLOCK else 1
+    blocks = 2 if chunk % (2 * BLOCK) == 0 and head_dim + value_dim < 256 else 1
     parts = 6 if head_dim == 128 else 1
     # Keys, values and scalars of every warpgroup, and two blocks of queries.
     tiles = blocks * BLOCK * ((3 if head_dim == 128 else 2) * head_dim + value_dim) + 2 * BLOCK * (
