@@ -166,7 +166,7 @@ def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, po
     if power == 4:
         lower = lower * (scores * scores)
     # In straight-line code, products in flight keep the registers of their operands, where there are enough.
-    last = 0 if dkey.shape[1] + dvalue.shape[1] > 192 else 1
+    last = 0 if dkey.shape[1] + dvalue.shape[1] > 128 else 1
     for part in products.split(lower * scores):
         products.accumulate(dvalue, part, douts, held, wait=last)
     slopes = products.scores(own["value_smem"], douts, held)
