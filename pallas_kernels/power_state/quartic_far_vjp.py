@@ -25,7 +25,20 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import products, ring
 from pallas_kernels.power_state import quartic_layout as layouts
 
-__all__ = ["SCALARS", "copy", "held_shapes", "read", "scratch", "stage_bytes", "tables"]
+__all__ = [
+    "SCALARS",
+    "bytes_needed",
+    "copy",
+    "drain",
+    "held_shapes",
+    "interpreted",
+    "of_warpgroup",
+    "read",
+    "scratch",
+    "stacks",
+    "steps",
+    "tables",
+]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -110,6 +123,20 @@ def held_shapes(layout):
         "scalars": [(_BLOCK, _COLUMNS)] * 2,
         "columns": [(_BLOCK, layouts.COLUMNS)] * 2,
     }
+
+
+def interpreted(count, shapes):
+    """Shared memory for interpreted accumulators of `count` warpgroups, in groups by name."""
+    return {
+        name: [plgpu.SMEM((count, *shape), jnp.float32) for shape in group] for name, group in shapes.items()
+    }
+
+
+def of_warpgroup(held, warpgroup):
+    """That of one warpgroup, or None where nothing is interpreted."""
+    if held is None:
+        return None
+    return {name: [ref.at[warpgroup] for ref in group] for name, group in held.items()}
 
 
 def copy(gmem, smem, place, layout, count, stages):

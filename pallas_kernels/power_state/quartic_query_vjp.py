@@ -79,7 +79,7 @@ def query_vjp(
             "near": [(_BLOCK, _BLOCK)] * 2,
             "gradient": [(_BLOCK, head_dim)],
         }
-        scratch["interpreted"] = products.held(count, shapes)
+        scratch["interpreted"] = far.interpreted(count, shapes)
     body = functools.partial(
         _body, layout=layout, config=config, chunk=chunk, window=window, groups=heads // key.shape[0]
     )
@@ -150,7 +150,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         if count > 1:
             plgpu.set_max_registers({2: 232, 3: 160}[count], action="increase")
         own = {name: smem[name].at[warpgroup] for name in ("query_smem", "dout_smem", "rows_smem")}
-        held = products.held_of(interpreted, warpgroup)
+        held = far.of_warpgroup(interpreted, warpgroup)
 
         def with_gradient(gradient):
             plgpu.barrier_wait(smem["ready"])

@@ -8,13 +8,17 @@ import jax.numpy as jnp
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import quartic_far_vjp as far
 from pallas_kernels.power_state import quartic_layout as layouts
-from pallas_kernels.power_state import quartic_query_vjp, quartic_vjp
+from pallas_kernels.power_state import near_key_vjp, quartic_key_vjp, quartic_query_vjp, quartic_vjp
 from tests.pallas_kernels import h100
 
 # Kernel, head size, value size, chunk: multiples of 192, of 128 and of 64 allow three, two and one warpgroups.
 CASES = [
     "query-d16-e16-c960",
     "query-d32-e32-c3072",
+    "query-d32-e32-c64",
+    "key-d16-e16-c960",
+    "key-d32-e32-c3072",
+    "key-d32-e32-c64",
 ]
 _SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (16, 32) for value_dim in (16, 32)]
 RARE = [f"{kernel}-{size}-c{chunk}" for kernel in ("query", "key") for size in _SIZES for chunk in (64, 128, 192)]
@@ -27,7 +31,9 @@ def build(case: str):
     """The kernel, and the shapes of what plain JAX gives it."""
     kernel, layout, chunk, config = _parsed(case)
     options = {"layout": layout, "config": config, "chunk": chunk, "window": _WINDOW}
-    return functools.partial(quartic_query_vjp.query_vjp, **options), _query(layout, chunk)
+    if kernel == "query":
+        return functools.partial(quartic_query_vjp.query_vjp, **options), _query(layout, chunk)
+    return functools.partial(quartic_key_vjp.key_vjp, **options), _key(layout, chunk)
 
 
 def predict(case, kernel):
@@ -74,4 +80,20 @@ def _query(layout, chunk):
         _brain(_HEADS, _WINDOW + time, layout.value_dim),
         _single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
         _single(heads, time // configs.BLOCK, len(quartic_query_vjp.Rows()), configs.BLOCK),
+    ]
+
+
+def _key(layout, chunk):
+    time, heads = chunk * _CHUNKS, _HEADS * _GROUP
+    padded, blocks = time + chunk, time // configs.BLOCK
+    return [
+        _brain(_HEADS, padded, layout.head_dim),
+        _half(_HEADS, padded, layout.rows),
+        _half(_HEADS, layout.scalar_rows, padded),
+        _brain(_HEADS, padded, layout.value_dim),
+        _half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
+        _brain(heads, time, layout.head_dim),
+        _brain(heads, time, layout.value_dim),
+        _single(_HEADS, padded // configs.BLOCK, len(quartic_key_vjp.Rows()), configs.BLOCK),
+        _single(heads, blocks, len(near_key_vjp.Columns()), configs.BLOCK),
     ]
