@@ -41,6 +41,8 @@ class Config:
     parts: pieces of equal width in which the query reads a group.
     state_stages: such parts in flight in the query.
     key_stages: blocks of 64 keys in flight in the query.
+    query_vjp_blocks, query_vjp_parts, query_vjp_stages: what query_blocks, parts and state_stages are in the gradient
+        with respect to queries.
     """
 
     update_scalars: int
@@ -49,6 +51,18 @@ class Config:
     state_stages: int
     key_stages: int
     parts: int = 1
+    query_vjp_blocks: int = 1
+    query_vjp_parts: int = 1
+    query_vjp_stages: int = 2
+
+    def for_query_vjp(self) -> "Config":
+        """With the sizes of the gradient with respect to queries in place of the query's."""
+        return dataclasses.replace(
+            self,
+            query_blocks=self.query_vjp_blocks,
+            parts=self.query_vjp_parts,
+            state_stages=self.query_vjp_stages,
+        )
 
 
 def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> Config:
@@ -93,7 +107,20 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
         state_stages=stages,
         key_stages=2,
         parts=parts,
+        **_choose_query_vjp(layout, value_dim, chunk, window, two_terms),
     )
+
+
+def _choose_query_vjp(layout, value_dim, chunk, window, two_terms):
+    head_dim = layout.head_dim
+    most = 3 if head_dim < 128 else 2
+    blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
+    parts = {32: 1, 64: 2, 128: 6}[head_dim]
+    rows = blocks * BLOCK * (2 * head_dim + value_dim)
+    keys = 2 * BLOCK * (head_dim + value_dim)
+    left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 5 * blocks * BLOCK)
+    stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
+    return {"query_vjp_blocks": blocks, "query_vjp_parts": parts, "query_vjp_stages": stages}
 
 
 def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):

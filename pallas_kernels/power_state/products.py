@@ -5,10 +5,11 @@ shared memory, and a product an ordinary one, of the same 16-bit operands added 
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["accumulate", "operand", "with_accumulators"]
+__all__ = ["accumulate", "operand", "scores", "split", "with_accumulators"]
 
 
 def operand(lead, rows, columns, dtype):
@@ -38,3 +39,21 @@ def accumulate(acc, a, b, interpreted, *, wait=0):
     acc[...] = acc[...] + jnp.dot(a, b)
     # An ordinary read is ordered before the copy that reuses its memory only by a fence; a wgmma's is by its wait.
     plgpu.commit_smem()
+
+
+def scores(a, b, interpreted):
+    """float32 a @ b^T of two operands of as many columns, both in shared memory."""
+
+    def product(acc):
+        accumulate(acc, a, b.T, interpreted)
+        return acc[...]
+
+    return with_accumulators(product, [(a.shape[0], b.shape[0])], interpreted)
+
+
+def split(x):
+    """Two bfloat16 arrays that add up to x, but for 2^-17 of each entry."""
+    # Cut off rather than rounded: a conversion and back would take as long as the exponential.
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)

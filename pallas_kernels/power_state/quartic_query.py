@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import products, ring
+from pallas_kernels.power_state import near, products, ring
 from pallas_kernels.power_state import quartic_layout as layouts
-from pallas_kernels.power_state import query as near
+from pallas_kernels.power_state import query as query_kernel
 
 __all__ = ["query_states"]
 
@@ -66,7 +66,7 @@ def query_states(
     arrays = query, vector, scalars, states, denominator, key, value, decay, scale, steps
     options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
     name = "power_state_quartic_query"
-    return near.launch(body, arrays, scratch, key=key, value=value, name=name, **options)
+    return query_kernel.launch(body, arrays, scratch, key=key, value=value, name=name, **options)
 
 
 def _scratch(query, vector, scalars, states, key, value, decay, layout, config):
@@ -143,12 +143,12 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
             acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
             total = plgpu.load(smem["denominator_smem"].at[warpgroup], layout=_ROWS)
-            total = near.read_keys(
+            total = query_kernel.read_keys(
                 acc, own, smem, total, block, end, config, window, held and held[1:], power=4
             )
             time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
             gmem["total"][place["head"], time] = total
-            near.store_mean(acc, total, own["out_smem"], gmem["out"].at[place["head"], time])
+            query_kernel.store_mean(acc, total, own["out_smem"], gmem["out"].at[place["head"], time])
 
         products.with_accumulators(rows, [own["out_smem"].shape], held and held[:1])
 

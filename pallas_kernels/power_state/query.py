@@ -22,14 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import far, near, products, ring
 from pallas_kernels.power_state import layout as layouts
-from pallas_kernels.power_state import products, ring
 
-__all__ = ["copy_keys", "launch", "query_states", "read_keys", "store_mean"]
+__all__ = ["launch", "query_states", "read_keys", "store_mean"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def query_states(
@@ -122,10 +121,10 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         if config.query_blocks > 1:
             plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
-        _copy_norms(gmem, smem, place, config)
-        steps = _copy_states(gmem, smem, place, config)
+        far.copy_norms(gmem, smem, place, config)
+        steps = far.copy_states(gmem, smem, place, config)
         # Keys come while the last states are still being read.
-        copy_keys(gmem, smem, place, config, chunk, window, _norm_blocks(layout))
+        near.copy_keys(gmem, smem, place, config, chunk, window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
 
     @pl.when(warpgroup < config.query_blocks)
@@ -155,7 +154,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
                 config,
                 window,
                 held and held[1:],
-                first=_norm_blocks(layout),
+                first=far.norm_blocks(layout),
             )
             time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
             gmem["denominator"][place["head"], time] = total
@@ -177,70 +176,16 @@ def _copy_inputs(gmem, smem, place, config, chunk):
     plgpu.copy_gmem_to_smem(gmem["scale"].at[key_head, rows], smem["scale_smem"], ready)
 
 
-def _norm_blocks(layout):
-    """Blocks of 64 rows that both parts of Z make: they come before the keys, in their ring."""
-    return 2 * layout.head_dim // _BLOCK
-
-
-def _copy_norms(gmem, smem, place, config):
-    def copy(step, slot):
-        # In two copies, since barriers of keys wait for two.
-        for half in range(2):
-            rows = pl.ds(step * _BLOCK + half * _BLOCK // 2, _BLOCK // 2)
-            source = gmem["norm"].at[place["key_head"], place["chunk"], rows]
-            target = smem["key_smem"].at[slot, pl.ds(half * _BLOCK // 2, _BLOCK // 2)]
-            plgpu.copy_gmem_to_smem(source, target, smem["key_full"].at[slot])
-
-    @pl.loop(jnp.int32(0), jnp.int32(gmem["norm"].shape[2] // _BLOCK))
-    def _step(step):
-        ring.put(step, config.key_stages, smem["key_free"], copy)
-
-
-def _copy_states(gmem, smem, place, config):
-    """Returns how many steps it took, of which the last may not be read yet."""
-    value_dim, columns = smem["state_smem"].shape[1:]
-    terms = gmem["states"].shape[3] // value_dim
-
-    def copy(step, slot):
-        term, part = lax.rem(step, terms), lax.rem(lax.div(step, terms), config.parts)
-        group = lax.div(step, terms * config.parts)
-        rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
-        state = gmem["states"].at[place["key_head"], place["chunk"], group, rows, columns_of]
-        plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])
-
-    count = jnp.int32(layouts.TILE * config.parts * terms)
-    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, config.state_stages, smem["state_free"], copy))
-    return count
-
-
-def copy_keys(gmem, smem, place, config, chunk, window, first=0):
-    """Keys and values that the block's rows see, after `first` other steps of their ring."""
-
-    def copy(step, slot):
-        tokens = pl.ds(place["chunk"] * chunk + (step - first) * _BLOCK, _BLOCK)
-        for name in ("key", "value"):
-            tile = gmem[name].at[place["key_head"], tokens]
-            plgpu.copy_gmem_to_smem(tile, smem[f"{name}_smem"].at[slot], smem["key_full"].at[slot])
-
-    count = _key_blocks(place["block"] + config.query_blocks - 1, window) + first
-    ring.fill(count, config.key_stages, smem["key_free"], copy, first)
-
-
-def _key_blocks(block, window):
-    """Blocks of 64 keys that a block of rows of a chunk sees: the window, the rows before, its own."""
-    return block + window // _BLOCK + 1
-
-
 def _norm_of_queries(query_smem, smem, layout, config, interpreted):
     """q^T Z q for 64 rows; Z is symmetric, so that its rows serve as keys do."""
     query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
     if layout.head_dim < _BLOCK:
         query = jnp.concatenate([query] * (_BLOCK // layout.head_dim), 1)
     total = 0.0
-    for step in range(_norm_blocks(layout)):
+    for step in range(far.norm_blocks(layout)):
         slot = step % config.key_stages
         plgpu.barrier_wait(smem["key_full"].at[slot])
-        product = _scores(query_smem, smem["key_smem"].at[slot], interpreted)
+        product = products.scores(query_smem, smem["key_smem"].at[slot], interpreted)
         plgpu.barrier_arrive(smem["key_free"].at[slot])
         begin = step * _BLOCK % query.shape[1]
         total += (product * query[:, begin : begin + _BLOCK].astype(jnp.float32)).sum(1)
@@ -275,48 +220,19 @@ def _read_states(acc, own, smem, terms, layout, config, interpreted):
 def read_keys(acc, own, smem, denominator, block, end, config, window, interpreted, power=2, first=0):
     """Adds the exact part to acc; returns the denominator with the keys' weights added.
 
-    `block` is that of the rows, `end` the last one whose keys are copied, after `first` other steps of their ring.
-    `power` is a power of two.
+    `block`, `end` and `first` as in `near.fold`. `power` is a power of two.
     """
-    shape = (_BLOCK, _BLOCK)
-    last = _key_blocks(block, window) - 1
-    coarse, fine = (plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2))
 
-    def step(index, total, diagonal):
-        slot = ring.slot_of(index + first, config.key_stages)
-        key_coarse, key_fine = (
-            plgpu.load(smem["decay_smem"].at[part, index], layout=_COLUMNS) for part in range(2)
-        )
-        plgpu.barrier_wait(smem["key_full"].at[slot])
-        scores = _scores(own["query_smem"], smem["key_smem"].at[slot], interpreted)
-        between = lax.broadcast_in_dim(coarse, shape, [0]) - lax.broadcast_in_dim(key_coarse, shape, [1])
-        between += lax.broadcast_in_dim(fine, shape, [0]) - lax.broadcast_in_dim(key_fine, shape, [1])
-        if diagonal:
-            row, column = (
-                plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
-            )
-            between = jnp.where(row >= column, between, -1e4)
+    def step(total, key_smem, value_smem, between):
+        scores = products.scores(own["query_smem"], key_smem, interpreted)
         for _ in range(power.bit_length() - 1):
             scores = scores * scores
-        weights = scores * jnp.exp2(between)
-        high, low = _parts(weights)
-        values = smem["value_smem"].at[slot]
-        products.accumulate(acc, high, values, interpreted)
-        products.accumulate(acc, low, values, interpreted)
-        plgpu.barrier_arrive(smem["key_free"].at[slot])
+        weights = scores * jnp.exp2(between())
+        for part in products.split(weights):
+            products.accumulate(acc, part, value_smem, interpreted)
         return total + weights.sum(1)
 
-    total = lax.fori_loop(jnp.int32(0), last, functools.partial(step, diagonal=False), denominator)
-    total = step(last, total, diagonal=True)
-
-    @pl.loop(last + 1, _key_blocks(end, window))
-    def _pass(index):
-        # Blocks that only later rows see: their memory is free as soon as it is full.
-        slot = ring.slot_of(index + first, config.key_stages)
-        plgpu.barrier_wait(smem["key_full"].at[slot])
-        plgpu.barrier_arrive(smem["key_free"].at[slot])
-
-    return total
+    return near.fold(step, denominator, smem, block, end, config, window, first)
 
 
 def store_mean(acc, total, out_smem, out):
@@ -328,21 +244,3 @@ def store_mean(acc, total, out_smem, out):
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem, out)
     plgpu.wait_smem_to_gmem(0)
-
-
-def _parts(weights):
-    """Two bfloat16 arrays that add up to the weights, but for 2^-17 of each."""
-    # Cut off rather than rounded: a conversion and back would take as long as the exponential.
-    bits = lax.bitcast_convert_type(weights, jnp.int32) & jnp.int32(-(1 << 16))
-    high = lax.bitcast_convert_type(bits, jnp.float32)
-    return high.astype(jnp.bfloat16), (weights - high).astype(jnp.bfloat16)
-
-
-def _scores(query_smem, key_smem, interpreted):
-    """q . k for 64 rows and 64 keys."""
-
-    def product(acc):
-        products.accumulate(acc, query_smem, key_smem.T, interpreted)
-        return acc[...]
-
-    return products.with_accumulators(product, [(query_smem.shape[0], key_smem.shape[0])], interpreted)

@@ -1,0 +1,55 @@
+"""What a copying warpgroup brings to blocks of rows that read states: the states, and their normaliser Z.
+
+Arrays in global and in shared memory go by their names; `place` is the block's head of keys and chunk, among others.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import ring
+
+__all__ = ["copy_norms", "copy_states", "norm_blocks"]
+
+_BLOCK = configs.BLOCK
+
+
+def copy_states(gmem, smem, place, config):
+    """States by groups, parts and terms. Returns how many steps it took, of which the last may not be read yet."""
+    value_dim, columns = smem["state_smem"].shape[1:]
+    terms = gmem["states"].shape[3] // value_dim
+
+    def copy(step, slot):
+        term, part = lax.rem(step, terms), lax.rem(lax.div(step, terms), config.parts)
+        group = lax.div(step, terms * config.parts)
+        rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
+        state = gmem["states"].at[place["key_head"], place["chunk"], group, rows, columns_of]
+        plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])
+
+    count = jnp.int32(layouts.TILE * config.parts * terms)
+    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, config.state_stages, smem["state_free"], copy))
+    return count
+
+
+def norm_blocks(layout):
+    """Blocks of 64 rows that both parts of Z make: they come before the keys, in their ring."""
+    return 2 * layout.head_dim // _BLOCK
+
+
+def copy_norms(gmem, smem, place, config):
+    """Both parts of Z, in the ring of keys."""
+
+    def copy(step, slot):
+        # In two copies, since barriers of keys wait for two.
+        for half in range(2):
+            rows = pl.ds(step * _BLOCK + half * _BLOCK // 2, _BLOCK // 2)
+            source = gmem["norm"].at[place["key_head"], place["chunk"], rows]
+            target = smem["key_smem"].at[slot, pl.ds(half * _BLOCK // 2, _BLOCK // 2)]
+            plgpu.copy_gmem_to_smem(source, target, smem["key_full"].at[slot])
+
+    @pl.loop(jnp.int32(0), jnp.int32(gmem["norm"].shape[2] // _BLOCK))
+    def _step(step):
+        ring.put(step, config.key_stages, smem["key_free"], copy)

@@ -1,0 +1,85 @@
+"""The keys that a block of rows of queries meets exactly: those of the window and of its chunk up to each row.
+
+Arrays in global and in shared memory go by their names; `place` is the block's head, head of keys, chunk, and first
+block of 64 rows in the chunk.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import ring
+
+__all__ = ["copy_keys", "fold"]
+
+_BLOCK = configs.BLOCK
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+
+
+def copy_keys(gmem, smem, place, config, chunk, window, first=0):
+    """Keys and values that the block's rows see, after `first` other steps of their ring."""
+
+    def copy(step, slot):
+        tokens = pl.ds(place["chunk"] * chunk + (step - first) * _BLOCK, _BLOCK)
+        for name in ("key", "value"):
+            tile = gmem[name].at[place["key_head"], tokens]
+            plgpu.copy_gmem_to_smem(tile, smem[f"{name}_smem"].at[slot], smem["key_full"].at[slot])
+
+    count = _key_blocks(place["block"] + config.query_blocks - 1, window) + first
+    ring.fill(count, config.key_stages, smem["key_free"], copy, first)
+
+
+def fold(step, carry, smem, block, end, config, window, first=0):
+    """carry = step(carry, key_smem, value_smem, between) for each block of 64 keys that the rows see.
+
+    between: float32 [64, 64], base-2 logarithms of the decays from keys to rows, very low where a key is later than
+    the row. `block` is that of the rows in the chunk, `end` the last one whose keys are copied, after `first` other
+    steps of their ring.
+    """
+    shape = (_BLOCK, _BLOCK)
+    last = _key_blocks(block, window) - 1
+    coarse, fine = (plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2))
+
+    def step_of(index, carry, diagonal):
+        slot = ring.slot_of(index + first, config.key_stages)
+        key_coarse, key_fine = (
+            plgpu.load(smem["decay_smem"].at[part, index], layout=_COLUMNS) for part in range(2)
+        )
+        plgpu.barrier_wait(smem["key_full"].at[slot])
+
+        def between():
+            # Made where it is used: registers hold it no longer than that.
+            x = lax.broadcast_in_dim(coarse, shape, [0]) - lax.broadcast_in_dim(key_coarse, shape, [1])
+            x += lax.broadcast_in_dim(fine, shape, [0]) - lax.broadcast_in_dim(key_fine, shape, [1])
+            if not diagonal:
+                return x
+            row, column = (
+                plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
+            )
+            return jnp.where(row >= column, x, -1e4)
+
+        carry = step(carry, smem["key_smem"].at[slot], smem["value_smem"].at[slot], between)
+        plgpu.barrier_arrive(smem["key_free"].at[slot])
+        return carry
+
+    carry = lax.fori_loop(jnp.int32(0), last, functools.partial(step_of, diagonal=False), carry)
+    carry = step_of(last, carry, diagonal=True)
+
+    @pl.loop(last + 1, _key_blocks(end, window))
+    def _pass(index):
+        # Blocks that only later rows see: their memory is free as soon as it is full.
+        slot = ring.slot_of(index + first, config.key_stages)
+        plgpu.barrier_wait(smem["key_full"].at[slot])
+        plgpu.barrier_arrive(smem["key_free"].at[slot])
+
+    return carry
+
+
+def _key_blocks(block, window):
+    """Blocks of 64 keys that a block of rows of a chunk sees: the window, the rows before, its own."""
+    return block + window // _BLOCK + 1

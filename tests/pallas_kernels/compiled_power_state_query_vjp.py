@@ -1,0 +1,69 @@
+"""Cases of the gradient with respect to queries, and the time predicted for it.
+
+A case is the head size, value size, chunk, and the type of states: "dq-d64-e64-c768-float16".
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import query_vjp
+from tests.pallas_kernels import compiled_power_state as forward
+from tests.pallas_kernels import h100
+
+CASES = [
+    "dq-d32-e64-c384-float16",
+    "dq-d64-e64-c64-float16",
+    "dq-d64-e64-c128-float16",
+    "dq-d64-e64-c768-float16",
+    "dq-d64-e64-c768-bfloat16",
+    "dq-d64-e64-c768-float32",
+    "dq-d64-e128-c768-float16",
+    "dq-d128-e64-c1024-float16",
+    "dq-d128-e128-c1024-float16",
+]
+
+
+def build(case: str):
+    head_dim, value_dim, chunk, state_dtype = _parsed(case)
+    heads, chunks, window = forward.HEADS, forward.CHUNKS, forward.WINDOW
+    queries, time = heads * forward.GROUP, chunk * chunks
+    operand, terms = configs.operands(state_dtype)
+    layout = layouts.Layout(head_dim)
+    brief, blocks = jnp.bfloat16, time // configs.BLOCK
+    shapes = [
+        ((queries, time, head_dim), brief),
+        ((queries, head_dim, time), operand),
+        ((queries, time, value_dim), brief),
+        ((heads, chunks, layouts.TILE, terms * value_dim, layout.width), operand),
+        ((heads, chunks, 2 * head_dim, head_dim), brief),
+        ((heads, window + time, head_dim), brief),
+        ((heads, window + time, value_dim), brief),
+        ((heads, chunks, 2, (window + chunk) // configs.BLOCK, configs.BLOCK), jnp.float32),
+        ((queries, blocks, len(query_vjp.Rows._fields), configs.BLOCK), jnp.float32),
+    ]
+    run = functools.partial(
+        query_vjp.query_vjp, layout=layout, config=_config(case), chunk=chunk, window=window
+    )
+    return run, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+
+
+def _parsed(case):
+    _, head_dim, value_dim, chunk, state_dtype = case.split("-")
+    return int(head_dim[1:]), int(value_dim[1:]), int(chunk[1:]), jnp.dtype(state_dtype)
+
+
+def _config(case):
+    head_dim, value_dim, chunk, state_dtype = _parsed(case)
+    return configs.choose(
+        power=2,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=jnp.bfloat16,
+        chunk=chunk,
+        window=forward.WINDOW,
+        state_dtype=state_dtype,
+    )

@@ -1,0 +1,116 @@
+"""The backward kernels of the state form, interpreted, against what they compute in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import query_vjp
+from tests.ops import cases
+from tests.pallas_kernels import state_vjp
+
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(240)]
+
+HEADS, GROUP, CHUNKS, WINDOW = 1, 2, 2, 64
+
+
+def drawn_state(random, layout, value_dim, dtype, terms):
+    """States of random keys and values, as a query reads them: [H, n, 16, terms E, P], and Z [H, n, 2 D, D]."""
+    shape, count = (HEADS, CHUNKS), 96
+    key = random.normal(size=(*shape, count, layout.head_dim))
+    value = random.normal(size=(*shape, count, value_dim))
+    features = key[..., layout.indices].prod(-1)
+    states = split(np.einsum("hctjp,hcte->hcjep", features, value) / count, dtype, terms)
+    norm = split(np.einsum("hctd,hctb->hcdb", key, key) / count, jnp.bfloat16, 2)
+    return states, norm
+
+
+def split(x, dtype, terms):
+    """x [..., A, B] as terms of a 16-bit type on top of each other, [..., terms A, B]."""
+    parts = []
+    for _ in range(terms):
+        parts.append(x.astype(dtype))
+        x = x - parts[-1].astype("float64")
+    return jnp.asarray(np.concatenate(parts, -2))
+
+
+def drawn_decays(random, chunk):
+    """Running sums of base-2 logarithms over what each chunk sees, coarse and fine, [H, n, 2, (W + C) / 64, 64]."""
+    steps = -random.exponential(0.02, (HEADS, CHUNKS, WINDOW + chunk))
+    coarse = np.round(steps * 2**12) / 2**12
+    parts = np.stack([np.cumsum(coarse, -1), np.cumsum(steps - coarse, -1)], 2)
+    return jnp.asarray(parts.reshape(HEADS, CHUNKS, 2, -1, configs.BLOCK), jnp.float32)
+
+
+def drawn_arguments(layout, value_dim, state_dtype, chunk):
+    """Arguments of `query_vjp`, by name."""
+    random = np.random.default_rng(0)
+    dtype, terms = configs.operands(jnp.dtype(state_dtype))
+    time, queries = CHUNKS * chunk, HEADS * GROUP
+
+    def normal(*shape):
+        return jnp.asarray(random.normal(size=shape), jnp.bfloat16)
+
+    query, dout = normal(queries, time, layout.head_dim), 30 * normal(queries, time, value_dim)
+    query = query / 4
+    largest = np.abs(np.asarray(dout, "float32")).max(-1)
+    power = np.frexp(largest)[1]
+    scale = 2.0**-4 * random.uniform(0.5, 1, (queries, time))
+    delta = 30 * random.normal(size=(queries, time))
+    inverse = random.uniform(0.5, 1, (queries, time))
+    inverse[:, 5:9] = 0
+    rows = query_vjp.Rows(
+        narrow=2.0**-power, far=scale * 2.0**power, far_norm=2 * scale * delta, delta=delta, inverse=inverse
+    )
+    rows = np.stack(rows, 1).reshape(queries, len(rows), -1, configs.BLOCK).swapaxes(1, 2)
+    states, norm = drawn_state(random, layout, value_dim, dtype, terms)
+    return {
+        "query": query,
+        "scalars": jnp.swapaxes(query, 1, 2).astype(dtype),
+        "dout": dout,
+        "states": states,
+        "norm": norm,
+        "key": normal(HEADS, WINDOW + time, layout.head_dim),
+        "value": normal(HEADS, WINDOW + time, value_dim),
+        "decay": drawn_decays(random, chunk),
+        "rows": jnp.asarray(rows, jnp.float32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "state_dtype"),
+    [
+        (32, 64, "float16"),
+        (64, 64, "float16"),
+        (64, 64, "bfloat16"),
+        (32, 128, "float32"),
+        pytest.param(128, 128, "float16", marks=pytest.mark.slow),
+    ],
+)
+def test_query(head_dim, value_dim, state_dtype):
+    layout, chunk = layouts.Layout(head_dim), 128
+    arguments = drawn_arguments(layout, value_dim, state_dtype, chunk)
+    config = configs.choose(
+        power=2,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        chunk=chunk,
+        window=WINDOW,
+        dtype=jnp.bfloat16,
+        state_dtype=jnp.dtype(state_dtype),
+    )
+    sizes = {"layout": layout, "chunk": chunk, "window": WINDOW}
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    gradient, sums = query_vjp.query_vjp(**arguments, **sizes, config=config, interpret=interpret)
+    with jax.default_matmul_precision("highest"):
+        del arguments["scalars"]
+        expected, expected_sums = state_vjp.query_vjp(**arguments, **sizes)
+    assert gradient.dtype == jnp.bfloat16
+    print(cases.error(gradient, expected), [cases.error(sums[:, n], expected_sums[:, n]) for n in (0, 1)])
+    # The result is rounded to bfloat16; nothing else is to more than float16, but bfloat16 operands of states.
+    assert cases.error(gradient, expected) <= 2**-9
+    assert cases.error(sums[:, 0], expected_sums[:, 0]) <= 1e-5
+    assert cases.error(sums[:, 1], expected_sums[:, 1]) <= 5e-4
