@@ -43,6 +43,9 @@ class Config:
     key_stages: blocks of 64 keys in flight in the query.
     query_vjp_blocks, query_vjp_parts, query_vjp_stages: what query_blocks, parts and state_stages are in the gradient
         with respect to queries.
+    key_vjp_blocks: blocks of 64 keys, one for each warpgroup, that share the dual states in the gradient of keys.
+    key_vjp_parts: pieces of equal width in which it reads a group.
+    key_vjp_stages: such parts in flight.
     """
 
     update_scalars: int
@@ -54,6 +57,9 @@ class Config:
     query_vjp_blocks: int = 1
     query_vjp_parts: int = 1
     query_vjp_stages: int = 2
+    key_vjp_blocks: int = 1
+    key_vjp_parts: int = 1
+    key_vjp_stages: int = 2
 
     def for_query_vjp(self) -> "Config":
         """With the sizes of the gradient with respect to queries in place of the query's."""
@@ -108,6 +114,7 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
         key_stages=2,
         parts=parts,
         **_choose_query_vjp(layout, value_dim, chunk, window, two_terms),
+        **_key_vjp(layout, value_dim, chunk),
     )
 
 
@@ -121,6 +128,18 @@ def _choose_query_vjp(layout, value_dim, chunk, window, two_terms):
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 5 * blocks * BLOCK)
     stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
     return {"query_vjp_blocks": blocks, "query_vjp_parts": parts, "query_vjp_stages": stages}
+
+
+def _key_vjp(layout, value_dim, chunk):
+    """Fields of the gradient of keys."""
+    head_dim = layout.head_dim
+    blocks = 2 if chunk % (2 * BLOCK) == 0 and head_dim + value_dim < 256 else 1
+    parts = 6 if head_dim == 128 else 1
+    # Keys, values and scalars of every warpgroup, and two blocks of queries.
+    tiles = blocks * BLOCK * (2 * head_dim + value_dim) + 2 * BLOCK * (head_dim + value_dim)
+    left = _SHARED_BYTES - 2 * tiles - 4 * BLOCK * (9 * blocks + 2 * 4)
+    stages = min(4, left // (2 * value_dim * (layout.width // parts)))
+    return {"key_vjp_blocks": blocks, "key_vjp_parts": parts, "key_vjp_stages": stages}
 
 
 def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
@@ -146,7 +165,27 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
         state_stages=_stages(left // stage, 3, chunk),
         key_stages=2,
         parts=1,
+        **_quartic_vjp(layout, chunk, window),
     )
+
+
+def _quartic_vjp(layout, chunk, window):
+    """Fields of the gradients at p = 4, whose kernels have about the same in shared memory."""
+    # Three warpgroups have 160 registers a thread, too few for values of 32, or for two gradients.
+    most = {"query": 3 if layout.value_dim == 16 else 2, "key": 2}
+    decays = {"query": 2 * (chunk + window), "key": 0}
+    fields = {}
+    for name in most:
+        blocks = next(count for count in (3, 2, 1) if count <= most[name] and chunk % (count * BLOCK) == 0)
+        rows = blocks * BLOCK
+        # Both operands of the rows, what they meet exactly, and two blocks of y with what selects its columns.
+        operands = (rows + 2 * BLOCK) * (layout.head_dim + layout.value_dim)
+        operands += 2 * quartic_layout.COLUMNS * (rows + 2 * layout.head_dim)
+        left = _SHARED_BYTES - 2 * operands - 4 * (decays[name] + 7 * rows + 8 * BLOCK)
+        stage = quartic_layout.SCALARS * (rows + layout.value_dim * quartic_layout.COLUMNS)
+        stage += 2 * layout.head_dim * quartic_layout.SCALAR_COLUMNS
+        fields |= {f"{name}_vjp_blocks": blocks, f"{name}_vjp_stages": min(left // (2 * stage), 3)}
+    return fields
 
 
 def _needs_of_rows(dtype, chunk, window):

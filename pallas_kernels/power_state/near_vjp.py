@@ -49,4 +49,13 @@ def read_keys(acc, own, smem, delta, block, end, config, window, interpreted, po
         products.accumulate(acc, low, key_smem, interpreted)
         return total + (factor * scores).sum(1)
 
-    return near.fold(step, plgpu.layout_cast(jnp.zeros(delta.shape, jnp.float32), _ROWS), smem, block, end, config, window, first)
+    return near.fold(
+        step,
+        plgpu.layout_cast(jnp.zeros(delta.shape, jnp.float32), _ROWS),
+        smem,
+        block,
+        end,
+        config,
+        window,
+        first,
+    )

@@ -26,8 +26,6 @@ from pallas_kernels.power_state import products, ring
 from pallas_kernels.power_state import quartic_layout as layouts
 
 __all__ = [
-    "SCALARS",
-    "bytes_needed",
     "copy",
     "drain",
     "held_shapes",
@@ -44,16 +42,14 @@ _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Blocks of y in flight: one is needed for as long as all its scalars take.
 _VECTOR_STAGES = 2
-# Scalars of a step, and the columns that their gradients fill up.
-SCALARS = 12
-_COLUMNS = 16
+_SCALARS, _COLUMNS = layouts.SCALARS, layouts.SCALAR_COLUMNS
 # Scalars whose T is in registers at a time: one of each of three stacks.
 _TOGETHER = 3
 
 
 def stacks(layout):
     """Stacks of a step, a divisor of `layouts.UNIT`."""
-    return SCALARS // layout.per_stack
+    return _SCALARS // layout.per_stack
 
 
 def steps(layout):
@@ -74,8 +70,10 @@ def tables(layout):
     front = layout.rows - layout.products
     block = _selections(low, high, front, 0, layout).reshape(-1, layout.blocks, layouts.COLUMNS)
     behind = layout.scalar_rows - layout.products
-    scalar = _selections(*layout.scalars.T, 0, behind, layout).reshape(-1, layout.scalar_rows // SCALARS, SCALARS)
-    scalar = np.pad(scalar, [(0, 0), (0, 0), (0, _COLUMNS - SCALARS)])
+    scalar = _selections(*layout.scalars.T, 0, behind, layout).reshape(
+        -1, layout.scalar_rows // _SCALARS, _SCALARS
+    )
+    scalar = np.pad(scalar, [(0, 0), (0, 0), (0, _COLUMNS - _SCALARS)])
     return {
         "steps": jnp.asarray(steps(layout).ravel()),
         "block_pairs": jnp.asarray(np.swapaxes(block, 0, 1), jnp.bfloat16),
@@ -96,7 +94,7 @@ def scratch(layout, count, stages, vector, scalars, states):
         "block_pairs_smem": products.operand(
             (_VECTOR_STAGES,), 2 * layout.head_dim, layouts.COLUMNS, jnp.bfloat16
         ),
-        "scalar_smem": plgpu.SMEM((stages, SCALARS, count * _BLOCK), scalars.dtype),
+        "scalar_smem": plgpu.SMEM((stages, _SCALARS, count * _BLOCK), scalars.dtype),
         "scalar_pairs_smem": products.operand((stages,), 2 * layout.head_dim, _COLUMNS, jnp.bfloat16),
         "state_smem": products.operand(
             (stages, layout.per_stack), stacks(layout) * layout.value_dim, layouts.COLUMNS, states.dtype
@@ -106,13 +104,6 @@ def scratch(layout, count, stages, vector, scalars, states):
         "state_full": plgpu.Barrier(num_arrivals=layout.per_stack + 2, num_barriers=stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
     }
-
-
-def bytes_needed(layout, count):
-    """Bytes of shared memory, of 16-bit arrays, that `scratch` takes in any case, and for each step in flight."""
-    fixed = _VECTOR_STAGES * layouts.COLUMNS * (count * _BLOCK + 2 * layout.head_dim)
-    stage = SCALARS * (count * _BLOCK + layout.value_dim * layouts.COLUMNS) + 2 * layout.head_dim * _COLUMNS
-    return 2 * fixed, 2 * stage
 
 
 def held_shapes(layout):
@@ -164,7 +155,7 @@ def copy(gmem, smem, place, layout, count, stages):
             for n in range(layout.per_stack):
                 source = states.at[:, pl.ds(n * layouts.COLUMNS, layouts.COLUMNS)]
                 plgpu.copy_gmem_to_smem(source, smem["state_smem"].at[slot, n], full)
-            source = gmem["scalars"].at[head, pl.ds(index * SCALARS, SCALARS), pl.ds(begin, count * _BLOCK)]
+            source = gmem["scalars"].at[head, pl.ds(index * _SCALARS, _SCALARS), pl.ds(begin, count * _BLOCK)]
             plgpu.copy_gmem_to_smem(source, smem["scalar_smem"].at[slot], full)
             plgpu.copy_gmem_to_smem(gmem["scalar_pairs"].at[index], smem["scalar_pairs_smem"].at[slot], full)
 

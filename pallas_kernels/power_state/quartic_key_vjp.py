@@ -1,6 +1,6 @@
 """Gradients with respect to keys and values at p = 4: from the dual state after their chunk, and from queries near them.
 
-The dual state of a chunk is the gradient with respect to the state after it. A block owns `query_blocks` warpgroups of
+The dual state of a chunk is the gradient with respect to the state after it. A block owns `key_vjp_blocks` warpgroups of
 64 keys of one chunk. One pass over the dual state makes both shares of it (`quartic_far_vjp`), of the key and the value
 divided by a power of two, so that 16 bits hold it; those of queries that saw the keys exactly are `near_key_vjp`'s. The
 normaliser's share, of a matrix that has no room here, is plain JAX's to add.
@@ -79,7 +79,7 @@ def key_vjp(
     missing. Accumulates in float32.
     """
     heads, time, head_dim = key.shape
-    value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
+    value_dim, count, stages = value.shape[-1], config.key_vjp_blocks, config.key_vjp_stages
     dual = dual.reshape(*dual.shape[:2], -1, layout.width)
     scratch = {
         "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype),
@@ -135,7 +135,7 @@ _INPUTS = (
 
 def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
     gmem = dict(zip((*_INPUTS, "dkey", "dvalue", "sums"), refs, strict=True))
-    count, stages = config.query_blocks, config.state_stages
+    count, stages = config.key_vjp_blocks, config.key_vjp_stages
     warpgroup, index = lax.axis_index("warpgroup"), lax.axis_index("chunk")
     chunks = gmem["states"].shape[1]
     # The block of 64 padded positions that the first warpgroup owns.

@@ -60,6 +60,7 @@ def query_vjp(
     exactly, and over those behind the state, of which the normaliser's share is missing. Accumulates in float32.
     """
     heads, time, head_dim = query.shape
+    config = config.for_query_vjp()
     value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
     states = states.reshape(*states.shape[:2], -1, layout.width)
     scratch = {

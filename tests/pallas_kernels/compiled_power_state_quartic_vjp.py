@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import quartic_far_vjp as far
 from pallas_kernels.power_state import quartic_layout as layouts
-from pallas_kernels.power_state import near_key_vjp, quartic_key_vjp, quartic_query_vjp, quartic_vjp
+from pallas_kernels.power_state import near_key_vjp, quartic_key_vjp, quartic_query_vjp
 from tests.pallas_kernels import h100
 
 # Kernel, head size, value size, chunk: multiples of 192, of 128 and of 64 allow three, two and one warpgroups.
@@ -21,7 +21,9 @@ CASES = [
     "key-d32-e32-c64",
 ]
 _SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (16, 32) for value_dim in (16, 32)]
-RARE = [f"{kernel}-{size}-c{chunk}" for kernel in ("query", "key") for size in _SIZES for chunk in (64, 128, 192)]
+RARE = [
+    f"{kernel}-{size}-c{chunk}" for kernel in ("query", "key") for size in _SIZES for chunk in (64, 128, 192)
+]
 _HEADS, _GROUP, _CHUNKS, _WINDOW = 2, 2, 4, 64
 # What a prediction is for: 65,536 tokens of 8 heads.
 _TOKENS = 8 * 65_536
@@ -52,8 +54,7 @@ def _parsed(case):
         window=_WINDOW,
         state_dtype=jnp.float16,
     )
-    layout = layouts.Layout(head_dim, value_dim)
-    return kernel, layout, chunk, quartic_vjp.for_kernels(config, layout, chunk, _WINDOW)
+    return kernel, layouts.Layout(head_dim, value_dim), chunk, config
 
 
 def _half(*sizes):

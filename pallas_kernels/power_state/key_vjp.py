@@ -1,0 +1,395 @@
+"""Gradients with respect to keys and values: from the dual state after their chunk, and from queries that saw them.
+
+The dual state R of a chunk is the gradient with respect to the state after it. A block owns `key_vjp_blocks`
+warpgroups of 64 consecutive keys of one chunk. With k^ and v^ the key and the value divided by powers of two, w the
+weights of features and M = v^ R for one group of features at a time, a warpgroup sums
+
+    dv = far_value (w phi(k^)) R^T + near part,
+    dk = far_key sum of w (x_i M_b for index b of a feature x_i x_b, x_b M_b for index i) + far_norm k Rz + near part,
+
+the near part as in `near_key_vjp`. Both products of the far part read the same tile of R.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import near_key_vjp as near
+from pallas_kernels.power_state import products, ring
+
+__all__ = ["Columns", "Rows", "key_vjp"]
+
+Columns = near.Columns
+
+_BLOCK = configs.BLOCK
+_TILE = layouts.TILE
+_POWER = 2
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+# Rows of the norm that each copy brings: as many copies as a block of queries takes.
+_NORM_COPIES = ((0, 32), (32, 16), (48, 16))
+# Columns of a tile of R that are multiplied by values at a time: few enough for registers.
+_SLICE = 64
+
+
+class Rows(NamedTuple):
+    """Index of each vector of keys. kappa is the decay to the state after the chunk, 0 where nothing is folded."""
+
+    narrow_key: int = 0  # 2^-b, brings the largest entry of the key into [1/2, 1)
+    narrow_value: int = 1  # 2^-a, the same for the value
+    far_key: int = 2  # kappa 2^(a + b) times the dual state's power of two
+    far_norm: int = 3  # 2 kappa
+    far_value: int = 4  # kappa 2^(2 b), times the dual state's power of two
+    # Running sums of base-2 logarithms of decays in the frame of the key's own chunk, and of the chunk before.
+    coarse: int = 5
+    fine: int = 6
+    coarse_before: int = 7
+    fine_before: int = 8
+
+
+def key_vjp(
+    key,
+    scalars,
+    value,
+    dual,
+    dual_norm,
+    query,
+    dout,
+    rows,
+    columns,
+    *,
+    layout,
+    config,
+    chunk,
+    window,
+    interpret=None,
+):
+    """Gradients dk bfloat16 [H, Y, D] and dv bfloat16 [H, Y, E], and sums for those of decays, float32 [H, 2, Y].
+
+    key: bfloat16 [H, Y, D]; value: bfloat16 [H, Y, E]; of the padded positions, Y = n C or (n + 1) C, of which keys
+        of chunk n meet no dual state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
+    dual: 16-bit [H, n, 16, terms E, P], the dual state of chunk c at n - 1 - c, the sum of its terms. dual_norm:
+        bfloat16 [H, n, 2 D, D], Rz at the same places, symmetric, as the sum of two.
+    query: bfloat16 [H N / K, X, D]; dout: bfloat16 [H N / K, X, E]; the queries of a group add up.
+    rows: float32 [H, Y / 64, 9, 64] in the order of Rows; columns: float32 [H N / K, X / 64, 4, 64] in that of Columns.
+
+    The window is at most a chunk. Sums: over queries, of weights times (dout . v - delta); and k . dk / 2 of what dk
+    has from the dual state. Accumulates in float32.
+    """
+    heads, time, head_dim = key.shape
+    value_dim, count = value.shape[-1], config.key_vjp_blocks
+    columns_of_part = layout.width // config.key_vjp_parts
+    scratch = {
+        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype),
+        "value_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
+        "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
+        "row_smem": plgpu.SMEM((count, len(Rows()), _BLOCK), jnp.float32),
+        "dual_smem": products.operand((config.key_vjp_stages,), value_dim, columns_of_part, dual.dtype),
+        "ready": plgpu.Barrier(num_arrivals=3 * count + 1),
+        "dual_full": plgpu.Barrier(num_barriers=config.key_vjp_stages),
+        "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_vjp_stages),
+        **near.scratch(head_dim, value_dim, query.dtype, count),
+    }
+    if interpret is not None:
+        shapes = {
+            "near": near.held_shapes(),
+            "key": [(_BLOCK, head_dim)],
+            "value": [(_BLOCK, value_dim)],
+            "slopes": [(_BLOCK, columns_of_part)],
+        }
+        scratch["interpreted"] = {
+            name: [plgpu.SMEM((count, *shape), jnp.float32) for shape in group]
+            for name, group in shapes.items()
+        }
+    body = functools.partial(
+        _body, layout=layout, config=config, chunk=chunk, window=window, groups=query.shape[0] // heads
+    )
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(key.shape, key.dtype),
+            jax.ShapeDtypeStruct(value.shape, value.dtype),
+            jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
+        ),
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        grid=(heads, time // chunk, chunk // (count * _BLOCK)),
+        grid_names=("head", "chunk", "rows"),
+        num_threads=count + 1,
+        thread_name="warpgroup",
+        kernel_name="power_state_key_vjp",
+        interpret=interpret,
+    )(key, scalars, value, dual, dual_norm, query, dout, rows, columns)
+
+
+_INPUTS = ("key", "scalars", "value", "dual", "norm", "query", "dout", "rows", "columns")
+_OUTPUTS = ("dkey", "dvalue", "sums")
+
+
+def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
+    gmem = dict(zip((*_INPUTS, *_OUTPUTS), refs, strict=True))
+    count, warpgroup = config.key_vjp_blocks, lax.axis_index("warpgroup")
+    chunks = gmem["dual"].shape[1]
+    place = {
+        "head": lax.axis_index("head"),
+        "dual": jnp.maximum(chunks - 1 - lax.axis_index("chunk"), 0),
+        # The block of 64 padded positions that the first warpgroup owns.
+        "block": lax.axis_index("chunk") * (chunk // _BLOCK) + lax.axis_index("rows") * count,
+        # Keys after the last query's chunk meet no dual state.
+        "folded": lax.axis_index("chunk") < chunks,
+    }
+    span = functools.partial(
+        near.Span.of_keys, place["block"], chunk=chunk, window=window, time=gmem["query"].shape[1]
+    )
+
+    @pl.when(warpgroup == count)
+    def _produce():
+        if count > 1:
+            plgpu.set_max_registers({2: 40, 3: 32}[count], action="decrease")
+        _copy_keys(gmem, smem, place, count)
+        steps = _copy_dual(gmem, smem, place, config)
+        norms = _copy_norms(gmem, smem, place)
+        near.copy_queries(gmem, smem, place["head"], span(0), groups=groups, first=norms)
+        ring.drain(steps, config.key_vjp_stages, smem["dual_free"])
+
+    @pl.when(warpgroup < count)
+    def _consume():
+        if count > 1:
+            plgpu.set_max_registers({2: 232, 3: 160}[count], action="increase")
+        own = {
+            name: smem[name].at[warpgroup] for name in ("key_smem", "value_smem", "scalar_smem", "row_smem")
+        }
+        own["decay_smem"] = own["row_smem"].at[pl.ds(Rows().coarse, 4)]
+        held = None if interpreted is None else _of_warpgroup(interpreted, warpgroup)
+        terms = gmem["dual"].shape[3] // gmem["value"].shape[-1]
+        plgpu.barrier_wait(smem["ready"])
+
+        def with_value(dvalue):
+            tiles = _read_dual(dvalue, own, smem, place["folded"], terms, layout, config, held)
+            dvalue[...] = dvalue[...] * _of_rows(own, Rows().far_value, dvalue.shape)
+
+            def with_key(dkey):
+                first, far_sum = _finish_far(dkey, tiles, own, smem, place["folded"], held)
+                near_sum = near.read_queries(
+                    dkey,
+                    dvalue,
+                    own,
+                    smem,
+                    span(warpgroup),
+                    held and held["near"],
+                    groups=groups,
+                    power=_POWER,
+                    first=first,
+                )
+                time = pl.ds((place["block"] + warpgroup) * _BLOCK, _BLOCK)
+                for n, total in enumerate((near_sum, far_sum)):
+                    gmem["sums"][place["head"], n, time] = total
+                own["key_smem"][...] = (dkey[...] * _POWER).astype(own["key_smem"].dtype)
+                own["value_smem"][...] = dvalue[...].astype(own["value_smem"].dtype)
+                plgpu.commit_smem()
+                for name in ("key", "value"):
+                    target = gmem[f"d{name}"].at[place["head"], time]
+                    plgpu.copy_smem_to_gmem(own[f"{name}_smem"], target)
+                plgpu.wait_smem_to_gmem(0)
+
+            products.with_accumulators(with_key, [own["key_smem"].shape], held and held["key"])
+
+        products.with_accumulators(with_value, [own["value_smem"].shape], held and held["value"])
+
+
+def _of_warpgroup(interpreted, warpgroup):
+    return {name: [ref.at[warpgroup] for ref in group] for name, group in interpreted.items()}
+
+
+def _of_rows(own, index, shape):
+    """A vector of the warpgroup's keys, along the columns of that shape."""
+    return lax.broadcast_in_dim(plgpu.load(own["row_smem"].at[index], layout=_ROWS), shape, [0])
+
+
+def _copy_keys(gmem, smem, place, count):
+    """What every warpgroup needs from the start."""
+    head, ready = place["head"], smem["ready"]
+    for n in range(count):
+        time = pl.ds((place["block"] + n) * _BLOCK, _BLOCK)
+        for name in ("key", "value"):
+            plgpu.copy_gmem_to_smem(gmem[name].at[head, time], smem[f"{name}_smem"].at[n], ready)
+        plgpu.copy_gmem_to_smem(gmem["scalars"].at[head, :, time], smem["scalar_smem"].at[n], ready)
+    plgpu.copy_gmem_to_smem(gmem["rows"].at[head, pl.ds(place["block"], count)], smem["row_smem"], ready)
+
+
+def _copy_dual(gmem, smem, place, config):
+    """Returns how many steps it took, of which the last may not be read yet."""
+    value_dim, columns = smem["dual_smem"].shape[1:]
+    parts, terms = config.key_vjp_parts, gmem["dual"].shape[3] // value_dim
+
+    def copy(step, slot):
+        term, part = lax.rem(step, terms), lax.rem(lax.div(step, terms), parts)
+        group = lax.div(step, terms * parts)
+        rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
+        dual = gmem["dual"].at[place["head"], place["dual"], group, rows, columns_of]
+        plgpu.copy_gmem_to_smem(dual, smem["dual_smem"].at[slot], smem["dual_full"].at[slot])
+
+    count = jnp.where(place["folded"], _TILE * parts * terms, 0)
+    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, config.key_vjp_stages, smem["dual_free"], copy))
+    return count
+
+
+def _copy_norms(gmem, smem, place):
+    """Both terms of each 64 rows of Rz in front of the queries, in their ring; returns how many steps they take."""
+    rows, head_dim = gmem["norm"].shape[2:]
+    halves = max(1, head_dim // _BLOCK)
+
+    def copy(step, slot):
+        # At D = 128 a term has two blocks: step 2 h + t brings half h of term t.
+        block = lax.rem(step, 2) * halves + lax.div(step, 2)
+        for begin, size in _NORM_COPIES:
+            source = gmem["norm"].at[place["head"], place["dual"], pl.ds(block * _BLOCK + begin, size)]
+            target = smem["query_smem"].at[slot, pl.ds(begin, size)]
+            plgpu.copy_gmem_to_smem(source, target, smem["query_full"].at[slot])
+
+    count = jnp.where(place["folded"], rows // _BLOCK, 0)
+    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, near.STAGES, smem["query_free"], copy))
+    return count
+
+
+def _read_dual(dvalue, own, smem, folded, terms, layout, config, held):
+    """dvalue += (w phi(k^)) R^T; returns what k^ has by way of its features, float32 [64, 16] for each tile of D."""
+    dtype, columns = smem["dual_smem"].dtype, layout.width // config.key_vjp_parts
+    vector, value = (
+        _narrow(own[name], own, index, dtype)
+        for name, index in (("key_smem", Rows().narrow_key), ("value_smem", Rows().narrow_value))
+    )
+    wrapped = jnp.concatenate([vector, vector], 1)
+
+    def group(index, tiles):
+        gradient = _Gradient(index, tiles, wrapped, layout)
+        for part in range(config.key_vjp_parts):
+            step = (index * config.key_vjp_parts + part) * terms
+            slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
+            for begin in range(0, columns, _SLICE):
+                width, offset = min(_SLICE, columns - begin), part * columns + begin
+                pieces = layout.pieces(offset, offset + width)
+                scalars = {
+                    piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + index], layout=_ROWS)
+                    for piece in pieces
+                }
+                features = _features(wrapped, pieces, scalars)
+                duals = [smem["dual_smem"].at[slot, :, pl.ds(begin, width)] for slot in slots]
+                for slot, dual in zip(slots, duals):
+                    if begin == 0:
+                        plgpu.barrier_wait(smem["dual_full"].at[slot])
+                    # In flight while the next product is issued, in straight-line code that waits for both.
+                    products.accumulate(dvalue, features, dual.T, held, wait=1)
+                gradient.add(_product(value, duals, width, held), pieces, scalars)
+            for slot in slots:
+                plgpu.barrier_arrive(smem["dual_free"].at[slot])
+        return tuple(gradient.tiles)
+
+    zeros = plgpu.layout_cast(jnp.zeros((_BLOCK, _TILE), jnp.float32), plgpu.Layout.WGMMA)
+    tiles = (zeros,) * (layout.head_dim // _TILE)
+    return lax.fori_loop(jnp.int32(0), jnp.where(folded, _TILE, 0), group, tiles)
+
+
+class _Gradient:
+    """That with respect to k^, in `tiles` of 16 columns, of the features of a group."""
+
+    def __init__(self, group, tiles, wrapped, layout):
+        self.tiles = list(tiles)
+        self._wrapped = wrapped
+        shape = (_BLOCK, _TILE)
+        self._column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) == group
+        self._ends = {window.begin: window.begin + window.width for window in layout.windows}
+        self._single = self._double = None
+
+    def add(self, slopes, pieces, scalars):
+        """slopes: float32 [64, width], the gradient of the features of these pieces."""
+        offset = 0
+        for piece in pieces:
+            scalar = _along(scalars[piece.scalar].astype(jnp.float32) * piece.weight, _TILE)
+            for start in range(piece.vector, piece.vector + piece.width, _TILE):
+                slope = slopes[:, offset : offset + _TILE]
+                tile = start // _TILE % len(self.tiles)
+                self.tiles[tile] += scalar * slope
+                self._collect(
+                    self._wrapped[:, start : start + _TILE].astype(jnp.float32) * slope, piece.weight
+                )
+                offset += _TILE
+            if piece.vector + piece.width == self._ends[piece.scalar]:
+                self._give(piece.scalar // _TILE)
+
+    def _collect(self, products_of_tile, weight):
+        """What the scalar of the window gets, one tile of the window at a time; the first is that of weight 1."""
+        if weight == 1:
+            self._single = products_of_tile
+        else:
+            self._double = products_of_tile if self._double is None else self._double + products_of_tile
+
+    def _give(self, tile):
+        total = self._single if self._double is None else self._single + 2 * self._double
+        self._single = self._double = None
+        total = _along(total.sum(1), _TILE)
+        self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + total, self.tiles[tile])
+
+
+def _narrow(x_smem, own, index, dtype):
+    """The warpgroup's keys or values divided by powers of two, 16-bit."""
+    whole = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    return (whole * _of_rows(own, index, whole.shape)).astype(dtype)
+
+
+def _features(wrapped, pieces, scalars):
+    """Features times their weights, 16-bit [64, columns of the pieces]."""
+    tiles = []
+    for piece in pieces:
+        scalar = scalars[piece.scalar]
+        # Pairs across tiles stand for both orders.
+        scalar = scalar + scalar if piece.weight == 2 else scalar
+        vector = wrapped[:, piece.vector : piece.vector + piece.width]
+        tiles.append(vector * _along(scalar, piece.width))
+    return jnp.concatenate(tiles, 1)
+
+
+def _along(scalar, width):
+    return lax.broadcast_in_dim(scalar, (_BLOCK, width), [0])
+
+
+def _product(value, duals, width, held):
+    """value @ the sum of duals, float32 [64, width]."""
+
+    def multiply(slopes):
+        for dual in duals:
+            products.accumulate(slopes, value, dual, held)
+        return slopes[...]
+
+    refs = held and [held["slopes"][0].at[:, pl.ds(0, width)]]
+    return products.with_accumulators(multiply, [(_BLOCK, width)], refs)
+
+
+def _finish_far(dkey, tiles, own, smem, folded, held):
+    """Sets dkey to 1 / power of the far part; returns the steps of the ring that it took, and k . dk / 2."""
+    head_dim = dkey.shape[1]
+    halves = max(1, head_dim // _BLOCK)
+    steps = 1 if head_dim < _BLOCK else 2
+    for half in range(halves):
+        columns = pl.ds(half * _BLOCK, min(head_dim, _BLOCK))
+
+        @pl.loop(jnp.int32(0), jnp.where(folded, steps, 0))
+        def _term(term, half=half, columns=columns):
+            slot = ring.slot_of(half * 2 + term, near.STAGES)
+            plgpu.barrier_wait(smem["query_full"].at[slot])
+            # Rz is symmetric, so that its rows serve as columns. At D = 32 a block has both terms.
+            for begin in range(0, _BLOCK, min(head_dim, _BLOCK)):
+                norm = smem["query_smem"].at[slot, pl.ds(begin, min(head_dim, _BLOCK))]
+                products.accumulate(dkey.at[:, columns], own["key_smem"], norm.T, held)
+            plgpu.barrier_arrive(smem["query_free"].at[slot])
+
+    far, norm = (_of_rows(own, index, dkey.shape) for index in (Rows().far_key, Rows().far_norm))
+    dkey[...] = (far * jnp.concatenate(tiles, 1) + norm * dkey[...]) / _POWER
+    key = plgpu.load(own["key_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    return jnp.where(folded, halves * steps, 0), (key * dkey[...]).sum(1) * (_POWER / 2)

@@ -1,0 +1,188 @@
+"""Gradients with respect to keys and values, of what queries saw of them exactly: the near part, for any power.
+
+A block owns `key_blocks` warpgroups of 64 consecutive keys of one chunk. Queries come in blocks of 64 through a ring of
+`STAGES` slots: for every query head of the group, the blocks that any of its keys meets. With s = k . q, gamma the decay
+from the key to the query, and dout its output's gradient, a warpgroup adds
+
+    dv += sum p dout,    p = gamma s^power inverse,
+    dk += sum x q,       x = gamma s^(power - 1) inverse (dout . v - delta),
+
+so that dk is 1 / power of the gradient: whoever rounds it multiplies. Computed operands are split into two bfloat16.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import products, ring
+
+__all__ = ["COPIES", "STAGES", "Columns", "Span", "copy_queries", "held_shapes", "read_queries", "scratch"]
+
+_BLOCK = configs.BLOCK
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+# Blocks of 64 queries in flight.
+STAGES = 2
+# Copies that fill a slot of the ring.
+COPIES = 3
+
+
+class Columns(NamedTuple):
+    """Index of each vector of queries. inverse is 1 over the sum of weights, delta the product of dout and output."""
+
+    inverse: int = 0
+    delta: int = 1
+    # Running sums of base-2 logarithms of decays in the query's chunk.
+    coarse: int = 2
+    fine: int = 3
+
+
+_COLUMN = Columns()
+
+
+class Span(NamedTuple):
+    """Blocks of 64 queries that keys meet, counted from the first of all.
+
+    begin: the first that any warpgroup's keys meet; own: the first of this one's; inner: the first that all its keys
+    meet; chunk: the first of the keys' own chunk; end: after the last.
+    """
+
+    begin: jax.Array
+    own: jax.Array
+    inner: jax.Array
+    chunk: jax.Array
+    end: jax.Array
+
+    @classmethod
+    def of_keys(cls, block, warpgroup, *, chunk, window, time):
+        """That of the block whose first keys are the padded block `block` of 64; `time` is that of queries."""
+        blocks = chunk // _BLOCK
+        index = lax.div(block, jnp.int32(blocks))
+        end = jnp.minimum((index + 1) * blocks, time // _BLOCK)
+        first = block - window // _BLOCK
+        begin, own, inner = (jnp.clip(first + n, 0, end) for n in (0, warpgroup, warpgroup + 1))
+        return cls(begin, own, inner, index * blocks, end)
+
+    @property
+    def count(self):
+        """Blocks of one head that the block reads."""
+        return self.end - self.begin
+
+
+def scratch(head_dim, value_dim, dtype, count):
+    """Shared memory of the ring, by name, for `count` warpgroups."""
+    return {
+        "query_smem": products.operand((STAGES,), _BLOCK, head_dim, dtype),
+        "dout_smem": products.operand((STAGES,), _BLOCK, value_dim, dtype),
+        "column_smem": plgpu.SMEM((STAGES, len(Columns()), _BLOCK), jnp.float32),
+        "query_full": plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),
+        "query_free": plgpu.Barrier(num_arrivals=count, num_barriers=STAGES),
+    }
+
+
+def held_shapes():
+    """Shapes of the accumulators that `read_queries` makes, for interpretation."""
+    return [(_BLOCK, _BLOCK)] * 2
+
+
+def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
+    """Fills the ring with what the block's keys meet, after `first` other steps; returns when all is read.
+
+    gmem: "query" bfloat16 [H groups, X, D], "dout" bfloat16 [H groups, X, E] and "columns" float32
+        [H groups, X / 64, 4, 64] in the order of Columns.
+    """
+
+    def copy(step, slot):
+        head = key_head * groups + lax.div(step - first, span.count)
+        block = span.begin + lax.rem(step - first, span.count)
+        full = smem["query_full"].at[slot]
+        for name in ("query", "dout"):
+            tile = gmem[name].at[head, pl.ds(block * _BLOCK, _BLOCK)]
+            plgpu.copy_gmem_to_smem(tile, smem[f"{name}_smem"].at[slot], full)
+        plgpu.copy_gmem_to_smem(gmem["columns"].at[head, block], smem["column_smem"].at[slot], full)
+
+    ring.fill(first + groups * span.count, STAGES, smem["query_free"], copy, first)
+
+
+def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0):
+    """Adds to the accumulators dkey [64, D] and dvalue [64, E]; returns sum p (dout . v - delta), float32 [64].
+
+    own: of this warpgroup, "key_smem" and "value_smem", bfloat16 [64, D] and [64, E], and "decay_smem", float32
+        [4, 64], the keys' decays as running sums of logarithms, coarse and fine, in the frame of their own chunk and
+        then of the chunk before.
+    held: shared memory in the shapes of `held_shapes` where interpreted, or None. `power` is 2 or 4; `first` steps of
+        the ring came before.
+    """
+
+    def head(index, total):
+        before = first + index * span.count - span.begin
+
+        @pl.loop(span.begin, span.own)
+        def _pass(block):
+            # Blocks that only earlier keys meet: their memory is free as soon as it is full.
+            slot = ring.slot_of(before + block, STAGES)
+            plgpu.barrier_wait(smem["query_full"].at[slot])
+            plgpu.barrier_arrive(smem["query_free"].at[slot])
+
+        step = functools.partial(
+            _read_block, dkey, dvalue, own, smem, held, before=before, span=span, power=power
+        )
+        # None or one.
+        total = lax.fori_loop(span.own, span.inner, functools.partial(step, diagonal=True), total)
+        return lax.fori_loop(span.inner, span.end, functools.partial(step, diagonal=False), total)
+
+    zeros = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), _ROWS)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(groups), head, zeros)
+
+
+def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, power, diagonal):
+    """One block of 64 queries."""
+    shape = (_BLOCK, _BLOCK)
+    slot = ring.slot_of(before + block, STAGES)
+    queries, douts = smem["query_smem"].at[slot], smem["dout_smem"].at[slot]
+    # Queries of the chunk before count decays from another position.
+    frame = jnp.where(block < span.chunk, 2, 0)
+    key_coarse, key_fine = (plgpu.load(own["decay_smem"].at[frame + n], layout=_ROWS) for n in range(2))
+    plgpu.barrier_wait(smem["query_full"].at[slot])
+
+    def multiply(scores, slopes):
+        products.accumulate(scores, own["key_smem"], queries.T, held, wait=1)
+        products.accumulate(slopes, own["value_smem"], douts.T, held)
+        return scores[...], slopes[...]
+
+    scores, slopes = products.with_accumulators(multiply, [shape, shape], held)
+    column = functools.partial(_column, smem["column_smem"].at[slot], shape)
+    between = column(_COLUMN.coarse) - lax.broadcast_in_dim(key_coarse, shape, [0])
+    between += column(_COLUMN.fine) - lax.broadcast_in_dim(key_fine, shape, [0])
+    if diagonal:
+        row, position = (
+            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
+        )
+        # Zero in fact: without it the compiler would keep the whole mask in registers all along.
+        shift = (block - span.own) * _BLOCK
+        between = jnp.where(position >= row + shift, between, -1e4)
+    lower = scores * jnp.exp2(between) * column(_COLUMN.inverse)
+    if power == 4:
+        lower = lower * (scores * scores)
+    # In straight-line code, products in flight keep the registers of their operands.
+    for part in products.split(lower * scores):
+        products.accumulate(dvalue, part, douts, held, wait=1)
+    lower = lower * (slopes - column(_COLUMN.delta))
+    for part in products.split(lower):
+        products.accumulate(dkey, part, queries, held, wait=1)
+    total = total + (lower * scores).sum(1)
+    if held is None:
+        plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(smem["query_free"].at[slot])
+    return total
+
+
+def _column(column_smem, shape, index):
+    """A vector of queries, along the rows of that shape."""
+    return lax.broadcast_in_dim(plgpu.load(column_smem.at[index], layout=_COLUMNS), shape, [1])
