@@ -43,13 +43,16 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Blocks of y in flight: one is needed for as long as all its scalars take.
 _VECTOR_STAGES = 2
 _SCALARS, _COLUMNS = layouts.SCALARS, layouts.SCALAR_COLUMNS
-# Scalars whose T is in registers at a time: one of each of three stacks.
-_TOGETHER = 3
 
 
 def stacks(layout):
     """Stacks of a step, a divisor of `layouts.UNIT`."""
     return _SCALARS // layout.per_stack
+
+
+def _together(layout):
+    """Scalars whose T is in registers at a time, one of each of as many stacks."""
+    return {16: 3, 32: 3}[layout.value_dim]
 
 
 def steps(layout):
@@ -110,7 +113,7 @@ def held_shapes(layout):
     """Shapes of the accumulators that `read` makes, by name, for interpretation."""
     return {
         "slopes": [(_BLOCK, layouts.COLUMNS)],
-        "means": [(_BLOCK, _TOGETHER * layout.value_dim)],
+        "means": [(_BLOCK, _together(layout) * layout.value_dim)],
         "scalars": [(_BLOCK, _COLUMNS)] * 2,
         "columns": [(_BLOCK, layouts.COLUMNS)] * 2,
     }
@@ -192,7 +195,10 @@ def read(gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks
         before = table[3 * block + 2]
 
         def walk(slopes):
-            vector = plgpu.load(smem["vector_smem"].at[block_slot, warpgroup], layout=plgpu.Layout.WGMMA)
+            vector = smem["vector_smem"].at[block_slot, warpgroup]
+            if layout.value_dim == 16:
+                # Products with fewer values are too short to read it from shared memory each time.
+                vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
 
             @pl.loop(before, before + table[3 * block + 1])
             def _step(step):
@@ -214,22 +220,22 @@ def read(gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks
 
 def _read_step(slopes, value_gradient, vector, value, scalars, states, layout, held):
     """Adds what a step's scalars give slopes [64, 48]; returns their own gradients, float32 [64, 16]."""
-    width = layout.value_dim
+    width, together = layout.value_dim, _together(layout)
     narrow = value.astype(vector.dtype)
     shape = (_BLOCK, _COLUMNS)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     found = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
     for position in range(layout.per_stack):
-        for first in range(0, stacks(layout), _TOGETHER):
-            state = states.at[position, first * width : (first + _TOGETHER) * width]
-            indices = [(first + n) * layout.per_stack + position for n in range(_TOGETHER)]
+        for first in range(0, stacks(layout), together):
+            state = states.at[position, first * width : (first + together) * width]
+            indices = [(first + n) * layout.per_stack + position for n in range(together)]
             factors = [plgpu.load(scalars.at[index], layout=_ROWS) for index in indices]
             operands = [narrow * lax.broadcast_in_dim(factor, narrow.shape, [0]) for factor in factors]
             # Straight-line code: the operand of the product in flight keeps its registers.
             products.accumulate(slopes, jnp.concatenate(operands, 1), state, held["slopes"], wait=1)
             means = products.with_accumulators(
                 functools.partial(_product, vector, state, held["means"]),
-                [(_BLOCK, _TOGETHER * width)],
+                [(_BLOCK, together * width)],
                 held["means"],
             )
             for n, (index, factor) in enumerate(zip(indices, factors, strict=True)):

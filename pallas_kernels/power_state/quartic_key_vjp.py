@@ -1,7 +1,7 @@
-"""Gradients with respect to keys and values at p = 4: from the dual state after their chunk, and from queries near them.
+"""Gradients with respect to keys and values at p = 4: from the dual state after them, and from queries near them.
 
-The dual state of a chunk is the gradient with respect to the state after it. A block owns `key_vjp_blocks` warpgroups of
-64 keys of one chunk. One pass over the dual state makes both shares of it (`quartic_far_vjp`), of the key and the value
+The dual state of a chunk is the gradient with respect to the state after it. A block owns `key_vjp_blocks` warpgroups
+of 64 keys of one chunk. One pass over the dual state makes both shares of it (`quartic_far_vjp`), of the key and the value
 divided by a power of two, so that 16 bits hold it; those of queries that saw the keys exactly are `near_key_vjp`'s. The
 normaliser's share, of a matrix that has no room here, is plain JAX's to add.
 """
@@ -136,27 +136,14 @@ _INPUTS = (
 def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
     gmem = dict(zip((*_INPUTS, "dkey", "dvalue", "sums"), refs, strict=True))
     count, stages = config.key_vjp_blocks, config.key_vjp_stages
-    warpgroup, index = lax.axis_index("warpgroup"), lax.axis_index("chunk")
-    chunks = gmem["states"].shape[1]
-    # The block of 64 padded positions that the first warpgroup owns.
-    block = index * (chunk // _BLOCK) + lax.axis_index("rows") * count
-    place = {
-        "head": lax.axis_index("head"),
-        "block": block,
-        "begin": block * _BLOCK,
-        "state_head": lax.axis_index("head"),
-        "state": jnp.maximum(chunks - 1 - index, 0),
-        # Keys after the last query's chunk meet no dual state.
-        "blocks": jnp.where(index < chunks, layout.blocks, 0),
-    }
-    span = functools.partial(
-        near.Span.of_keys, block, chunk=chunk, window=window, time=gmem["query"].shape[1]
-    )
+    warpgroup = lax.axis_index("warpgroup")
+    placed = functools.partial(_placed, gmem, layout, count, chunk, window)
 
     @pl.when(warpgroup == count)
     def _produce():
         if count > 1:
-            plgpu.set_max_registers({2: 56, 3: 32}[count], action="decrease")
+            plgpu.set_max_registers({2: 24, 3: 32}[count], action="decrease")
+        place, span = placed()
         _copy_inputs(gmem, smem, place, count)
         far.copy(gmem, smem, place, layout, count, stages)
         # Queries come while the last dual states are still being read.
@@ -166,10 +153,11 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     @pl.when(warpgroup < count)
     def _consume():
         if count > 1:
-            plgpu.set_max_registers({2: 224, 3: 160}[count], action="increase")
+            plgpu.set_max_registers({2: 240, 3: 160}[count], action="increase")
         own = {name: smem[name].at[warpgroup] for name in ("key_smem", "value_smem", "rows_smem")}
         own["decay_smem"] = own["rows_smem"].at[pl.ds(Rows().coarse, 4)]
         held = far.of_warpgroup(interpreted, warpgroup)
+        place, span = placed()
 
         def with_gradients(dkey, dvalue):
             plgpu.barrier_wait(smem["ready"])
@@ -204,6 +192,24 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
 
         shapes = [own["key_smem"].shape, own["value_smem"].shape]
         products.with_accumulators(with_gradients, shapes, held and held["gradients"])
+
+
+def _placed(gmem, layout, count, chunk, window):
+    """Where a block's keys, and their dual state, are in the arrays; and the queries that each warpgroup's keys meet."""
+    index, chunks = lax.axis_index("chunk"), gmem["states"].shape[1]
+    # The block of 64 padded positions that the first warpgroup owns.
+    block = index * (chunk // _BLOCK) + lax.axis_index("rows") * count
+    place = {
+        "head": lax.axis_index("head"),
+        "block": block,
+        "begin": block * _BLOCK,
+        "state_head": lax.axis_index("head"),
+        "state": jnp.maximum(chunks - 1 - index, 0),
+        # Keys after the last query's chunk meet no dual state.
+        "blocks": jnp.where(index < chunks, layout.blocks, 0),
+    }
+    time = gmem["query"].shape[1]
+    return place, functools.partial(near.Span.of_keys, block, chunk=chunk, window=window, time=time)
 
 
 def _load(x_smem):

@@ -1,4 +1,4 @@
-"""The gradient with respect to queries at p = 4: through the state before the window, and through the keys from there on.
+"""The gradient with respect to queries at p = 4: through the state, and through the keys from the window on.
 
 A block owns one chunk's rows in `query_blocks` warpgroups of 64. The state's share is `quartic_far_vjp`'s, of the query
 and its output's cotangent divided by a power of two, so that 16 bits hold it; that of the keys is `near_vjp`'s. The
@@ -122,24 +122,13 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     gmem = dict(zip((*_INPUTS, "dquery", "sums"), refs, strict=True))
     count, stages = config.query_blocks, config.state_stages
     warpgroup = lax.axis_index("warpgroup")
-    key_head = lax.div(lax.axis_index("head"), jnp.int32(groups))
-    # The block of 64 rows, counted in the chunk, that the first warpgroup owns.
-    block = lax.axis_index("rows") * count
-    place = {
-        "head": lax.axis_index("head"),
-        "key_head": key_head,
-        "chunk": lax.axis_index("chunk"),
-        "block": block,
-        "state_head": key_head,
-        "state": lax.axis_index("chunk"),
-        "begin": lax.axis_index("chunk") * chunk + block * _BLOCK,
-        "blocks": jnp.int32(layout.blocks),
-    }
+    placed = functools.partial(_placed, layout, count, chunk, groups)
 
     @pl.when(warpgroup == count)
     def _produce():
         if count > 1:
             plgpu.set_max_registers({2: 40, 3: 32}[count], action="decrease")
+        place = placed()
         _copy_inputs(gmem, smem, place, config, chunk)
         far.copy(gmem, smem, place, layout, count, stages)
         # Keys come while the last states are still being read.
@@ -152,6 +141,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             plgpu.set_max_registers({2: 232, 3: 160}[count], action="increase")
         own = {name: smem[name].at[warpgroup] for name in ("query_smem", "dout_smem", "rows_smem")}
         held = far.of_warpgroup(interpreted, warpgroup)
+        place = placed()
 
         def with_gradient(gradient):
             plgpu.barrier_wait(smem["ready"])
@@ -177,8 +167,8 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
                 own,
                 smem,
                 _row(own, Rows().delta),
-                block + warpgroup,
-                block + count - 1,
+                place["block"] + warpgroup,
+                place["block"] + count - 1,
                 config,
                 window,
                 held and held["near"],
@@ -191,6 +181,23 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             gmem["dquery"][place["head"], time] = gradient[...] * factor
 
         products.with_accumulators(with_gradient, [own["query_smem"].shape], held and held["gradient"])
+
+
+def _placed(layout, count, chunk, groups):
+    """Where a block's rows, keys and state are in the arrays."""
+    key_head = lax.div(lax.axis_index("head"), jnp.int32(groups))
+    # The block of 64 rows, counted in the chunk, that the first warpgroup owns.
+    block = lax.axis_index("rows") * count
+    return {
+        "head": lax.axis_index("head"),
+        "key_head": key_head,
+        "chunk": lax.axis_index("chunk"),
+        "block": block,
+        "state_head": key_head,
+        "state": lax.axis_index("chunk"),
+        "begin": lax.axis_index("chunk") * chunk + block * _BLOCK,
+        "blocks": jnp.int32(layout.blocks),
+    }
 
 
 def _load(x_smem):

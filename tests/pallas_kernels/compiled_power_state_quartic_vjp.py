@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import quartic_far_vjp as far
-from pallas_kernels.power_state import quartic_layout as layouts
 from pallas_kernels.power_state import near_key_vjp, quartic_key_vjp, quartic_query_vjp
+from pallas_kernels.power_state import quartic_layout as layouts
 from tests.pallas_kernels import h100
 
 # Kernel, head size, value size, chunk: multiples of 192, of 128 and of 64 allow three, two and one warpgroups.
