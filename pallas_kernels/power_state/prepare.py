@@ -15,7 +15,20 @@ import numpy as np
 from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["Prepared", "Scaled", "norms", "prepare", "scale_all", "time_last"]
+__all__ = [
+    "NEVER",
+    "NOTHING",
+    "Prepared",
+    "Scaled",
+    "heads_first",
+    "log2_scale",
+    "norms",
+    "pad",
+    "prepare",
+    "scale_all",
+    "shifts",
+    "time_last",
+]
 
 _LOG2E = float(np.log2(np.e))
 # Below this, exp counts as zero: the logarithm of the smallest normal float32.
@@ -25,9 +38,9 @@ _FORGET = -105
 # States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
 _HEADROOM = 13
 # The base-2 logarithm of nothing, finite so that differences are.
-_NOTHING = -1e4
+NOTHING = -1e4
 # That of a decay to zero: no difference of two scales makes up for it.
-_NEVER = -1e5
+NEVER = -1e5
 
 
 class Prepared(NamedTuple):
@@ -91,15 +104,15 @@ def prepare(
     )
 
 
-def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, window) -> Scaled:
-    """Decays and powers of two, from the arguments of `prepare`."""
+def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, window, shift=None) -> Scaled:
+    """Decays and powers of two, from the arguments of `prepare`; `shift` is that of an earlier call, if known."""
     heads = key.shape[2]
     extra = -query.shape[1] % chunk
-    query = _pad(_heads_first(query), 0, extra)
+    query = pad(heads_first(query), 0, extra)
     query = numerics.scaled(query, -_exponent(query))
-    key, value = (_pad(_heads_first(x), window, extra) for x in (key, value))
-    log_decay = _pad(_heads_first(log_decay.astype(jnp.float32)), window, extra)
-    folds = _pad(jnp.repeat(folds, heads, 0), window, extra)
+    key, value = (pad(heads_first(x), window, extra) for x in (key, value))
+    log_decay = pad(heads_first(log_decay.astype(jnp.float32)), window, extra)
+    folds = pad(jnp.repeat(folds, heads, 0), window, extra)
     chunks = query.shape[1] // chunk
     seen = np.arange(chunks)[:, None] * chunk + np.arange(window + chunk)
     block = jnp.where(log_decay < _FLOOR, _FORGET, log_decay)[:, seen] * _LOG2E
@@ -114,12 +127,11 @@ def scale_all(query, key, value, log_decay, folds, start_size, *, power, chunk, 
     old_key, old_value = (x[:, seen[:, :chunk]].astype(jnp.float32) for x in (key, value))
     exponent = _exponent(old_key)
     old_key = numerics.scaled(old_key, -exponent)
-    strength = jnp.where(
-        folded & (to_state >= _FLOOR * _LOG2E), to_state + power * exponent[..., 0], _NOTHING
-    )
+    strength = jnp.where(folded & (to_state >= _FLOOR * _LOG2E), to_state + power * exponent[..., 0], NOTHING)
     size = jnp.abs(old_value).max(-1)
-    shift = _shift(strength, size, carry, start_size)
-    log2_carry = jnp.where(carry < _FLOOR * _LOG2E, _NEVER, carry + (shift[:, :-1] - shift[:, 1:]))
+    if shift is None:
+        shift = shifts(strength, size, carry, start_size)
+    log2_carry = jnp.where(carry < _FLOOR * _LOG2E, NEVER, carry + (shift[:, :-1] - shift[:, 1:]))
     return Scaled(
         query=query,
         key=key,
@@ -149,17 +161,21 @@ def norms(log2_carry, new, start):
     return _recurrence(log2_carry, new, start, add)
 
 
-def _shift(strength, size, carry, start):
-    """Powers of two, int32 [H, n + 1], that bring the states before each chunk, and the last, below 2^_HEADROOM."""
-    size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), _NOTHING)
-    start = jnp.where(start > 0, jnp.log2(jnp.where(start > 0, start, 1)), _NOTHING)
+def shifts(strength, size, carry, start):
+    """Powers of two, int32 [H, n + 1], that bring the states before each chunk, and the last, below 2^_HEADROOM.
+
+    strength: float32 [H, n, C], base-2 logarithms of the factors of what chunks add, of which values are size [H, n, C]
+    at most; carry [H, n]: those of what states decay by; start [H]: the largest entry of the first.
+    """
+    size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), NOTHING)
+    start = jnp.where(start > 0, jnp.log2(jnp.where(start > 0, start, 1)), NOTHING)
 
     def add(weights, x):
         return _log2_sum(weights + x[..., None, :])
 
     bound = _recurrence(carry, _log2_sum(strength + size), start, add)
     # Nothing at all needs no scale.
-    return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - _HEADROOM, 0).astype(jnp.int32)
+    return jnp.where(bound > NOTHING / 2, jnp.ceil(bound) - _HEADROOM, 0).astype(jnp.int32)
 
 
 def _recurrence(log2_carry, new, start, add):
@@ -190,11 +206,16 @@ def _between(log2_carry):
     count = log2_carry.shape[-1] + 1
     row, column = np.arange(count)[:, None], np.arange(count)
     steps = jnp.pad(log2_carry, [(0, 0)] * (log2_carry.ndim - 1) + [(1, 0)])[..., None]
-    return jnp.where(row >= column, jnp.cumsum(jnp.where(row > column, steps, 0), -2), _NOTHING)
+    return jnp.where(row >= column, jnp.cumsum(jnp.where(row > column, steps, 0), -2), NOTHING)
+
+
+def log2_scale(log2_decay):
+    """From the state before a chunk to its queries, whose decays [H, n, C] may count as zero."""
+    return jnp.where(log2_decay < _FLOOR * _LOG2E, NOTHING, log2_decay)
 
 
 def _scale(log2_decay, shift):
-    """From the states before chunks to their queries, whose decays [H, n, C] may count as zero."""
+    """From the states before chunks, divided by 2^shift, to their queries."""
     return jnp.where(log2_decay < _FLOOR * _LOG2E, 0, jnp.exp2(log2_decay + shift[..., None]))
 
 
@@ -209,11 +230,11 @@ def _exponent(x):
     return numerics.exponent(jnp.abs(x).max(-1, keepdims=True))
 
 
-def _heads_first(x):
+def heads_first(x):
     """[B, T, N, ...] -> [B N, T, ...]."""
     return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
 
 
-def _pad(x, front, back):
+def pad(x, front, back):
     """Zeros before and after the second axis."""
     return jnp.pad(x, [(0, 0), (front, back)] + [(0, 0)] * (x.ndim - 2))
