@@ -50,11 +50,6 @@ def stacks(layout):
     return _SCALARS // layout.per_stack
 
 
-def _together(layout):
-    """Scalars whose T is in registers at a time, one of each of as many stacks."""
-    return {16: 3, 32: 3}[layout.value_dim]
-
-
 def steps(layout):
     """First stack, steps, and steps before, of each block of y, int32 [blocks, 3]."""
     units = -(-layout.needed // layouts.UNIT)
@@ -109,11 +104,11 @@ def scratch(layout, count, stages, vector, scalars, states):
     }
 
 
-def held_shapes(layout):
+def held_shapes(layout, together):
     """Shapes of the accumulators that `read` makes, by name, for interpretation."""
     return {
         "slopes": [(_BLOCK, layouts.COLUMNS)],
-        "means": [(_BLOCK, _together(layout) * layout.value_dim)],
+        "means": [(_BLOCK, together * layout.value_dim)],
         "scalars": [(_BLOCK, _COLUMNS)] * 2,
         "columns": [(_BLOCK, layouts.COLUMNS)] * 2,
     }
@@ -178,14 +173,17 @@ def drain(smem, place, layout, stages):
     ring.drain(jnp.where(place["blocks"] > 0, total, 0), stages, smem["state_free"])
 
 
-def read(gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks, *, layout, stages, held):
+def read(
+    gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks, *, layout, stages, together, held
+):
     """gradient [64, D] += dx, and value_gradient [64, E] += du, if there is one to add to.
 
     x_smem: bfloat16 [64, D], an operand; dx is proportional to it. value: float32 [64, E], u, which the 16 bits of
-    states hold. table: "steps" in global memory. blocks: those of y that are read. held: shared memory in the shapes
-    of `held_shapes` where interpreted, or None.
+    states hold. table: "steps" in global memory. blocks: those of y that are read. together: scalars whose T is in
+    registers at a time, one of each of as many stacks. held: shared memory in the shapes of `held_shapes` where
+    interpreted, or None.
     """
-    held = held or dict.fromkeys(held_shapes(layout))
+    held = held or dict.fromkeys(held_shapes(layout, together))
     own_rows = pl.ds(warpgroup * _BLOCK, _BLOCK)
 
     @pl.loop(jnp.int32(0), blocks)
@@ -206,7 +204,9 @@ def read(gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks
                 plgpu.barrier_wait(smem["state_full"].at[slot])
                 scalars = smem["scalar_smem"].at[slot, :, own_rows]
                 states = smem["state_smem"].at[slot]
-                found = _read_step(slopes, value_gradient, vector, value, scalars, states, layout, held)
+                found = _read_step(
+                    slopes, value_gradient, vector, value, scalars, states, layout, together, held
+                )
                 pairs = smem["scalar_pairs_smem"].at[slot]
                 _contract(gradient, found, x_smem, pairs, held["scalars"])
                 plgpu.barrier_arrive(smem["state_free"].at[slot])
@@ -218,9 +218,9 @@ def read(gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks
         plgpu.barrier_arrive(smem["vector_free"].at[block_slot])
 
 
-def _read_step(slopes, value_gradient, vector, value, scalars, states, layout, held):
+def _read_step(slopes, value_gradient, vector, value, scalars, states, layout, together, held):
     """Adds what a step's scalars give slopes [64, 48]; returns their own gradients, float32 [64, 16]."""
-    width, together = layout.value_dim, _together(layout)
+    width = layout.value_dim
     narrow = value.astype(vector.dtype)
     shape = (_BLOCK, _COLUMNS)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)

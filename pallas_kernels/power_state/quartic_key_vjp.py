@@ -90,7 +90,7 @@ def key_vjp(
         **far.scratch(layout, count, stages, vector, scalars, dual),
     }
     if interpret is not None:
-        shapes = far.held_shapes(layout) | {
+        shapes = far.held_shapes(layout, _together(layout, count)) | {
             "near": near.held_shapes(),
             "gradients": [(_BLOCK, head_dim), (_BLOCK, value_dim)],
         }
@@ -173,6 +173,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
                 place["blocks"],
                 layout=layout,
                 stages=stages,
+                together=_together(layout, count),
                 held=held,
             )
             dkey[...] = dkey[...] * _along(own, Rows().far_key, dkey.shape) / _POWER
@@ -192,6 +193,11 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
 
         shapes = [own["key_smem"].shape, own["value_smem"].shape]
         products.with_accumulators(with_gradients, shapes, held and held["gradients"])
+
+
+def _together(layout, count):
+    """Scalars at a time: one warpgroup has 255 registers, and its loops are unrolled where it is all of a chunk."""
+    return 2 if count == 1 and layout.value_dim == 32 else 3
 
 
 def _placed(gmem, layout, count, chunk, window):

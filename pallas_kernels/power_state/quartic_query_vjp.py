@@ -23,6 +23,8 @@ __all__ = ["Rows", "query_vjp"]
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 4
+# Scalars of a state at a time.
+_TOGETHER = 3
 
 
 class Rows(NamedTuple):
@@ -76,7 +78,7 @@ def query_vjp(
         **far.scratch(layout, count, stages, vector, scalars, states),
     }
     if interpret is not None:
-        shapes = far.held_shapes(layout) | {
+        shapes = far.held_shapes(layout, _TOGETHER) | {
             "near": [(_BLOCK, _BLOCK)] * 2,
             "gradient": [(_BLOCK, head_dim)],
         }
@@ -157,6 +159,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
                 place["blocks"],
                 layout=layout,
                 stages=stages,
+                together=_TOGETHER,
                 held=held,
             )
             gradient[...] = gradient[...] * _along(own, Rows().far, gradient.shape) / _POWER
