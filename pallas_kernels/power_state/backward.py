@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import forward
+from pallas_kernels.power_state import forward, quartic_vjp
 from pallas_kernels.power_state import key_vjp as key_kernel
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import prepare as preparation
@@ -68,10 +68,16 @@ def fold_vjp(
 ):
     """The dual states, those of the last chunk's keys first, and the gradient of the initial state, like `dfinal`."""
     config = forward.chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
+    prepared = _prepared(
+        query, key, value, log_decay, folds, out, denominator, dout, power=power, chunk=chunk, window=window
+    )
+    if power == 4:
+        dual, dinitial = quartic_vjp.fold_vjp(prepared, key, value, dfinal, config, interpret)
+        return forward.Saved(*dual), dinitial
+    of, unit, _, mean = prepared
     batch, _, kv_heads, head_dim = key.shape
     operand, terms = configs.operands(state_dtype)
     layout, end, end_norm = forward.start_of(dfinal, key, value)
-    of, unit, _, mean = _prepared(query, key, value, log_decay, folds, out, denominator, dout, chunk, window)
     dual = preparation_vjp.dual_of(of, unit, mean, preparation.size_of(end, dfinal))
     duals, first = forward.walk(
         *preparation.update_operands(dual.query, dual.value, dual.carried, layout, operand),
@@ -111,12 +117,36 @@ def attend_vjp(
     """The gradients of query, key, value and log_decay, from the states and the dual states."""
     config = forward.chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
     batch, time, _, head_dim = query.shape
-    value_dim = value.shape[-1]
-    layout = layouts.Layout(configs.filled(head_dim, value_dim)[0])
-    of, unit, exponent, mean = _prepared(
-        query, key, value, log_decay, folds, out, denominator, dout, chunk, window
+    prepared = _prepared(
+        query, key, value, log_decay, folds, out, denominator, dout, power=power, chunk=chunk, window=window
     )
+    of, _, exponent, _ = prepared
     saved, dual = (forward.Saved(*(x.reshape(-1, *x.shape[2:]) for x in states)) for states in (saved, dual))
+    # Whole chunks of the window in front and all keys.
+    length = -(-(time + window) // chunk) * chunk
+    compute = quartic_vjp.attend_vjp if power == 4 else _attend_vjp
+    dquery, dkey, dvalue, *sums = compute(
+        prepared, saved, dual, config, chunk=chunk, window=window, length=length, interpret=interpret
+    )
+    ddecay = preparation_vjp.decay_gradient(of, preparation_vjp.sums_of(of, *sums, window), window)
+    own = slice(window, window + time)
+    dquery = numerics.scaled(dquery, -exponent)[:, :time, :head_dim]
+    dkey, dvalue = dkey[:, own, :head_dim], dvalue[:, own, : value.shape[-1]]
+    return (
+        *(
+            preparation_vjp.tokens_second(g, batch).astype(x.dtype)
+            for g, x in ((dquery, query), (dkey, key), (dvalue, value), (ddecay[:, own], log_decay))
+        ),
+    )
+
+
+def _attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpret):
+    """Gradients of unit queries [HN, X, D], keys and values [H, Y, ...], the kernels' sums, and <R, S> [H, n].
+
+    saved, dual: heads in front; length: Y.
+    """
+    of, unit, _, mean = prepared
+    layout = layouts.Layout(unit.shape[-1])
     options = {"layout": layout, "config": config, "chunk": chunk, "window": window, "interpret": interpret}
     dquery, of_queries = query_kernel.query_vjp(
         unit,
@@ -130,43 +160,29 @@ def attend_vjp(
         _rows_of_queries(of, mean, saved.shifts),
         **options,
     )
-    chunks = -(-(time + window) // chunk)
     dkey, dvalue, of_keys = key_kernel.key_vjp(
-        preparation_vjp.lengthened(of.key, chunks * chunk),
-        _scalars_of_keys(of, chunks * chunk).astype(dual.states.dtype),
-        preparation_vjp.lengthened(of.value, chunks * chunk),
+        preparation_vjp.lengthened(of.key, length),
+        _scalars_of_keys(of, length).astype(dual.states.dtype),
+        preparation_vjp.lengthened(of.value, length),
         dual.states,
         forward.split(dual.norms, jnp.bfloat16, 2),
         unit,
         mean.dout,
-        _rows_of_keys(of, dual.shifts, chunks),
+        _rows_of_keys(of, dual.shifts, length // chunk),
         preparation_vjp.columns(of, mean, window),
         **options,
     )
-    sums = preparation_vjp.sums_of(of, of_queries, of_keys, _inner(of, saved, dual, layout), window)
-    ddecay = preparation_vjp.decay_gradient(of, sums, window)
-    own = slice(window, window + time)
-    return (
-        tokens_second(numerics.scaled(dquery, -exponent)[:, :time, :head_dim], batch),
-        tokens_second(dkey[:, own, :head_dim], batch),
-        tokens_second(dvalue[:, own, :value_dim], batch),
-        tokens_second(ddecay[:, own], batch),
-    )
+    return dquery, dkey, dvalue, of_queries, of_keys, _inner(of, saved, dual, layout)
 
 
-def _prepared(query, key, value, log_decay, folds, out, denominator, dout, chunk, window):
+def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, power, chunk, window):
     """Tokens, queries with largest entries in [1/2, 1) and what they were divided by, and the mean's cotangent."""
-    width, value_width = configs.filled(key.shape[-1], value.shape[-1])
+    width, value_width = configs.filled(key.shape[-1], value.shape[-1], power)
     query, key = (forward.fill(x, width) for x in (query, key))
     value, out, dout = (forward.fill(x, value_width) for x in (value, out, dout))
     of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
     unit, exponent = preparation.queries(query, chunk)
     return of, unit, exponent, preparation_vjp.mean_of(out, denominator, dout, unit.shape[1])
-
-
-def tokens_second(x, batch):
-    """[B N, T, ...] -> [B, T, N, ...]."""
-    return jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 1, 2)
 
 
 def _rows_of_queries(of, mean, shift):

@@ -57,6 +57,9 @@ class Config:
     query_vjp_blocks: int = 1
     query_vjp_parts: int = 1
     query_vjp_stages: int = 2
+    key_vjp_blocks: int = 1
+    key_vjp_parts: int = 1
+    key_vjp_stages: int = 2
 
     def for_query_vjp(self) -> "Config":
         """With the sizes of the gradient with respect to queries in place of the query's."""
@@ -66,10 +69,6 @@ class Config:
             parts=self.query_vjp_parts,
             state_stages=self.query_vjp_stages,
         )
-
-    key_vjp_blocks: int = 1
-    key_vjp_parts: int = 1
-    key_vjp_stages: int = 2
 
 
 def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> Config:
@@ -168,7 +167,27 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
         state_stages=_stages(left // stage, 3, chunk),
         key_stages=2,
         parts=1,
+        **_quartic_vjp(layout, chunk, window),
     )
+
+
+def _quartic_vjp(layout, chunk, window):
+    """Fields of the gradients at p = 4, whose kernels have about the same in shared memory."""
+    # Three warpgroups have 160 registers a thread, too few for values of 32, or for two gradients.
+    most = {"query": 3 if layout.value_dim == 16 else 2, "key": 2}
+    decays = {"query": 2 * (chunk + window), "key": 0}
+    fields = {}
+    for name in most:
+        blocks = next(count for count in (3, 2, 1) if count <= most[name] and chunk % (count * BLOCK) == 0)
+        rows = blocks * BLOCK
+        # Both operands of the rows, what they meet exactly, and two blocks of y with what selects its columns.
+        operands = (rows + 2 * BLOCK) * (layout.head_dim + layout.value_dim)
+        operands += 2 * quartic_layout.COLUMNS * (rows + 2 * layout.head_dim)
+        left = _SHARED_BYTES - 2 * operands - 4 * (decays[name] + 7 * rows + 8 * BLOCK)
+        stage = quartic_layout.SCALARS * (rows + layout.value_dim * quartic_layout.COLUMNS)
+        stage += 2 * layout.head_dim * quartic_layout.SCALAR_COLUMNS
+        fields |= {f"{name}_vjp_blocks": blocks, f"{name}_vjp_stages": min(left // (2 * stage), 3)}
+    return fields
 
 
 def _needs_of_rows(dtype, chunk, window):
@@ -197,8 +216,11 @@ def _require(supported):
             raise NotImplementedError(f"the power_state kernels need {constraint}")
 
 
-def filled(head_dim: int, value_dim: int) -> tuple[int, int]:
+def filled(head_dim: int, value_dim: int, power: int = 2) -> tuple[int, int]:
     """The sizes that the kernels run these in."""
+    if power == 4:
+        layout = quartic_layout.layout_for(head_dim, value_dim)
+        return layout.head_dim, layout.value_dim
     return (
         next(size for size in _HEAD_SIZES if size >= head_dim),
         next(size for size in _VALUE_SIZES if size >= value_dim),

@@ -19,6 +19,7 @@ __all__ = [
     "lengthened",
     "mean_of",
     "sums_of",
+    "tokens_second",
     "vectors",
 ]
 
@@ -114,6 +115,11 @@ def lengthened(x, length, axis=1):
 def vectors(*rows):
     """Rows float32 [A, X] as blocks, [A, X / 64, rows, 64]."""
     return jnp.stack([x.reshape(len(x), -1, configs.BLOCK) for x in rows], 2)
+
+
+def tokens_second(x, batch):
+    """[B N, T, ...] -> [B, T, N, ...]."""
+    return jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 1, 2)
 
 
 def sums_of(of, of_queries, of_keys, inner, window) -> Sums:

@@ -13,7 +13,19 @@ from pallas_kernels.power_state import quartic_query as query_kernel
 from pallas_kernels.power_state import quartic_update as update_kernel
 from pallas_kernels.power_state import segments
 
-__all__ = ["attend", "fold", "stored_start"]
+__all__ = [
+    "attend",
+    "fill",
+    "fold",
+    "norm_products",
+    "norms",
+    "orders_of_products",
+    "pair_products",
+    "returned",
+    "start_of",
+    "states_of",
+    "stored_start",
+]
 
 
 def fold(key, value, log_decay, folds, initial_state, config, chunk, window, interpret):
@@ -21,21 +33,18 @@ def fold(key, value, log_decay, folds, initial_state, config, chunk, window, int
     batch, _, kv_heads, head_dim = key.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
-    start, start_norm = _start(initial_state, batch * kv_heads, head_dim, layout)
-    key, value = _fill(key, layout.head_dim), _fill(value, layout.value_dim)
+    start, start_norm = start_of(initial_state, batch * kv_heads, head_dim, layout)
+    key, value = fill(key, layout.head_dim), fill(value, layout.value_dim)
     of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 4)
-    vector, scalars = _products(preparation.time_last(of.old_key), layout)
-    norm = _norms(vector, carried, start_norm)
+    vector, scalars = pair_products(preparation.time_last(of.old_key), layout)
+    norm = norms(vector, carried.strength, carried, start_norm)
     value = preparation.time_last((of.old_value * carried.strength[..., None]).astype(vector.dtype))
-    states, final = _states(vector, scalars, value, carried, start, layout, config, chunk, interpret)
+    states, final = states_of(vector, scalars, value, carried, start, layout, config, chunk, interpret)
 
-    filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
-    unscale = jnp.exp2(carried.shift[:, -1].astype(jnp.float32))
-    kv = layouts.to_canonical(final, layout)[:, filled, :value_dim] * unscale[:, None, None]
-    final_norm = layouts.norm_to_canonical(norm[:, -1], layout)[:, filled] * unscale[:, None]
     saved = (x.reshape(batch, kv_heads, *x.shape[1:]) for x in (states, norm[:, :-1], carried.shift[:, :-1]))
-    return tuple(saved), (kv.reshape(batch, kv_heads, *kv.shape[1:]), final_norm.reshape(batch, kv_heads, -1))
+    sizes = batch, kv_heads, head_dim, value_dim
+    return tuple(saved), returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
 
 
 def attend(query, key, value, log_decay, folds, saved, config, chunk, window, interpret):
@@ -43,12 +52,12 @@ def attend(query, key, value, log_decay, folds, saved, config, chunk, window, in
     batch, time, _, head_dim = query.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
-    key, value = _fill(key, layout.head_dim), _fill(value, layout.value_dim)
+    key, value = fill(key, layout.head_dim), fill(value, layout.value_dim)
     of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
-    unit, _ = preparation.queries(_fill(query, layout.head_dim), chunk)
+    unit, _ = preparation.queries(fill(query, layout.head_dim), chunk)
     states, norm, shift = (x.reshape(-1, *x.shape[2:]) for x in saved)
     scale = preparation.scale_of(of, shift)
-    vector, scalars = _products(jnp.swapaxes(unit, 1, 2).astype(jnp.float32), layout)
+    vector, scalars = pair_products(jnp.swapaxes(unit, 1, 2).astype(jnp.float32), layout)
     vector = jnp.swapaxes(vector, 1, 2)
     out, total = query_kernel.query_states(
         unit,
@@ -70,21 +79,30 @@ def attend(query, key, value, log_decay, folds, saved, config, chunk, window, in
     return out, jnp.swapaxes(total.reshape(batch, -1, total.shape[-1])[:, :, :time], 1, 2)
 
 
-def _start(initial_state, heads, head_dim, layout):
+def start_of(initial_state, heads, head_dim, layout):
     """An initial state in the layout: [H, U, 64, 48] and Z [H, rows, rows]."""
     if initial_state is None:
         start = jnp.zeros((heads, layout.stacks, configs.BLOCK, layouts.COLUMNS), jnp.float32)
         return start, jnp.zeros((heads, layout.rows, layout.rows), jnp.float32)
     filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
     kv, norm = (_scattered(x.reshape(heads, *x.shape[2:]), filled, layout) for x in initial_state)
-    start = layouts.from_canonical(_fill(kv, layout.value_dim), layout)
+    start = layouts.from_canonical(fill(kv, layout.value_dim), layout)
     return start, layouts.norm_from_canonical(norm, layout)
+
+
+def returned(state, norm, shift, layout, sizes):
+    """As `forward.returned`."""
+    batch, kv_heads, head_dim, value_dim = sizes
+    filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
+    kv = numerics.scaled(layouts.to_canonical(state, layout)[:, filled, :value_dim], shift[:, None, None])
+    norm = numerics.scaled(layouts.norm_to_canonical(norm, layout)[:, filled], shift[:, None])
+    return kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1)
 
 
 def stored_start(state, key, value):
     """As `forward.stored_start`."""
     layout = layouts.layout_for(key.shape[-1], value.shape[-1])
-    start, norm = _start(state, key.shape[0] * key.shape[2], key.shape[-1], layout)
+    start, norm = start_of(state, key.shape[0] * key.shape[2], key.shape[-1], layout)
     return layouts.beside(start * _weights(layout), layout), norm
 
 
@@ -94,7 +112,7 @@ def _weights(layout):
     return jnp.repeat(jnp.asarray(layout.weights) / 2**layouts.WEIGHT_BITS, layout.value_dim, 1)
 
 
-def _fill(x, size):
+def fill(x, size):
     """Zeros behind the last axis."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
@@ -105,7 +123,7 @@ def _scattered(x, positions, layout):
     return whole.at[:, positions].set(x)
 
 
-def _products(x, layout):
+def pair_products(x, layout):
     """Products of two entries of x float32 [H, D, X] in float16: y [H, rows, X], and scalars [H, scalar_rows, X]."""
 
     def pairs(low, high, front, back):
@@ -116,7 +134,7 @@ def _products(x, layout):
     return vector, pairs(*layout.scalars.T, 0, layout.scalar_rows - layout.products)
 
 
-def _states(vector, scalars, value, carried, start, layout, config, chunk, interpret):
+def states_of(vector, scalars, value, carried, start, layout, config, chunk, interpret):
     """The states that chunks read, times their weights, and the last one, plain; all divided by 2^shift."""
     heads, chunks = carried.carry.shape
     count = configs.segments(blocks=heads * len(layout.units), chunks=chunks)
@@ -143,14 +161,16 @@ def _states(vector, scalars, value, carried, start, layout, config, chunk, inter
     return segments.join(states, finals, carried.log2_carry, stored)
 
 
-def _norms(vector, carried, start):
-    """Z, sums of y y^T, before each chunk and after the last, float32 [H, n + 1, rows, rows], scaled like the states.
+def norms(vector, strength, carried, start):
+    """Z, sums of y y^T that count for `strength`, before each chunk and after the last, [H, n + 1, rows, rows].
+
+    vector: y, float16 [H, rows, X]; strength: float32 [H, n, C], of either sign; start: float32 [H, rows, rows]. The
+    result is float32, scaled like the states.
 
     Operands are float16: two roundings of 2^-12 in each of many terms, far below what the states' roundings do to the
     numerators. Strengths are divided by the largest of their chunk first, to stay in its range.
     """
-    strength = carried.strength
-    peak = strength.max(-1, keepdims=True)
+    peak = jnp.abs(strength).max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
     y = vector.reshape(*vector.shape[:2], *strength.shape[1:])
     weighted = (y * relative[:, None]).astype(vector.dtype)
@@ -159,22 +179,36 @@ def _norms(vector, carried, start):
     return preparation.norms(carried.log2_carry, new * peak[..., None], start)
 
 
-def _denominator(vector, norm, scale, layout):
-    """What states add to the sum of weights, y^T Z y of queries, float32 [HN, X / 64, 64].
+def norm_products(vector, norm, layout):
+    """Z y, where the form y^T Z y counts both orders of each product, float32 [H, group, n, C, rows].
 
-    Z is rounded to float16, relative to its largest entry. Its error in the sum is that of 528^2 products with signs of
-    their own: about 2^-12 of the largest few, below 1e-4 of the whole.
+    vector: y, float16 [H, group, n, C, rows]; norm: float32 [H, n, rows, rows], symmetric.
+
+    Z is rounded to float16, relative to its largest entry.
     """
-    heads, chunks = norm.shape[:2]
-    low, high = layouts.pairs(layout.head_dim)
-    # Entries of y off the diagonal stand for both orders of their indices.
-    orders = np.pad(np.where(low == high, 1, 2), (layout.rows - layout.products, 0)).astype(np.float32)
+    orders = orders_of_products(layout)
     norm = norm * orders[:, None] * orders
     peak = jnp.abs(norm).max((-1, -2), keepdims=True)
     norm = (norm / jnp.where(peak > 0, peak, 1)).astype(vector.dtype)
+    product = jnp.einsum("hgnca,hnab->hgncb", vector, norm, preferred_element_type=jnp.float32)
+    return product * peak[:, None]
+
+
+def orders_of_products(layout):
+    """In how many orders the two indices of each entry of y occur, float32 [rows]."""
+    low, high = layouts.pairs(layout.head_dim)
+    return np.pad(np.where(low == high, 1, 2), (layout.rows - layout.products, 0)).astype(np.float32)
+
+
+def _denominator(vector, norm, scale, layout):
+    """What states add to the sum of weights, y^T Z y of queries, float32 [HN, X / 64, 64].
+
+    The error of Z in the sum is that of 528^2 products with signs of their own: about 2^-12 of the largest few, below
+    1e-4 of the whole.
+    """
+    heads, chunks = norm.shape[:2]
     y = vector.reshape(heads, -1, chunks, vector.shape[1] // chunks, layout.rows)
-    product = jnp.einsum("hgnca,hnab->hgncb", y, norm, preferred_element_type=jnp.float32)
-    total = (product * y).sum(-1) * peak[:, None, ..., 0]
+    total = (norm_products(y, norm, layout) * y).sum(-1)
     # Rounding may leave a sum of fourth powers below zero.
     total = jnp.maximum(total, 0).reshape(heads, -1, *scale.shape[1:]) * scale[:, None]
     return total.reshape(-1, *scale.shape[1:])

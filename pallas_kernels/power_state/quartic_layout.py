@@ -25,6 +25,8 @@ import numpy as np
 
 __all__ = [
     "COLUMNS",
+    "SCALARS",
+    "SCALAR_COLUMNS",
     "SIZES",
     "STEP",
     "UNIT",
@@ -48,6 +50,9 @@ COLUMNS = 48
 UNIT = 12
 # Stacks that a query reads at once, a divisor of UNIT.
 STEP = 3
+# Scalars that gradients are made for at once, of which a step of the tensor core sees so many columns.
+SCALARS = 12
+SCALAR_COLUMNS = 16
 # Multiplicities are at most 24: divided by 2^WEIGHT_BITS, they make no state larger than it was.
 WEIGHT_BITS = 5
 # Rows of a product of the tensor core.

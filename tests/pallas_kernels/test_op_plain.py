@@ -11,13 +11,13 @@ from sympow_jax import ops
 from sympow_jax.ops._power import target
 from tests.ops import cases
 from tests.ops import test_power_attention as suite
-from tests.pallas_kernels import plain
+from tests.pallas_kernels import plain, plain_quartic
 from tests.pallas_kernels import test_op as interpreted
 
 
 @pytest.fixture(autouse=True)
 def _without_kernels():
-    with target.interpreted(object()), plain.kernels():
+    with target.interpreted(object()), plain.kernels(), plain_quartic.kernels():
         yield
 
 
@@ -25,6 +25,14 @@ CASES = [
     cases.Case(head_dim=32, value_dim=24, time=330, decay="mixed", segments="padded", group=2),
     cases.Case(head_dim=20, value_dim=64, time=260, decay="gentle", scale=1e3),
     cases.Case(head_dim=64, value_dim=32, time=256, decay="none", segments="edges", scale=1e-3),
+    cases.Case(power=4, time=200, decay="mixed", segments="padded", group=2),
+    pytest.param(
+        cases.Case(power=4, head_dim=12, value_dim=24, time=260, decay="gentle", scale=1e-3),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        cases.Case(power=4, head_dim=32, value_dim=32, time=200, decay="gentle"), marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -36,25 +44,28 @@ def test_values_and_gradients(case):
 
     def errors(implementation):
         actual = suite.outputs_and_gradients(
-            short, implementation=implementation, form="chunked", power=2, chunk_size=64
+            short, implementation=implementation, form="chunked", power=case.power, chunk_size=64
         )
         return suite.errors(jax.device_get(actual), expected, drawn)
 
     interpreted.check(errors("mosaic_gpu"), errors("xla"))
 
 
-def test_gradients_of_states():
+@pytest.mark.parametrize("power", [2, 4])
+def test_gradients_of_states(power):
     """With respect to the initial state, from the final one's, in float32."""
-    case = cases.Case(head_dim=32, value_dim=32, time=200, decay="gentle", group=2)
+    size = {2: 32, 4: 12}[power]
+    case = cases.Case(power=power, head_dim=size, value_dim=size, time=200, decay="gentle", group=2)
     arrays = suite.cast(cases.arrays(case, batch=2, kv_heads=2, dtype="bfloat16"), "bfloat16")
     dout = arrays.pop("dout")
     first, second = (
         {name: None if x is None else x[:, part] for name, x in arrays.items()}
         for part in (slice(0, 120), slice(120, None))
     )
-    fixed = {"form": "chunked", "chunk_size": 64}
+    fixed = {"form": "chunked", "chunk_size": 64, "power": power}
     _, state = ops.power_attention(**first, **fixed, implementation="xla", return_state=True)
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 2, 528, 33)), jnp.float32)
+    shape = (*state.norm.shape, size + 1)
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
     def loss(state, arrays, implementation):
         out, state = ops.power_attention(

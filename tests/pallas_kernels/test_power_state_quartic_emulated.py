@@ -3,103 +3,18 @@
 In seconds, where interpreting the kernels takes minutes: layouts, scales, decays, segments and normalisers.
 """
 
-import numpy as np
 import pytest
 
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import quartic
-from pallas_kernels.power_state import quartic_layout as layouts
 from tests.ops import cases
+from tests.pallas_kernels import plain_quartic as plain
 from tests.pallas_kernels import test_power_state as states
 from tests.pallas_kernels import test_power_state_quartic as interpreted
 
 
-def blocks_and_scalars(vector, scalars, layout):
-    """Columns [U, 48, X] and scalars [U, 64 / E, X] of every stack, from [rows, X] and [scalar_rows, X]."""
-    block, first = np.repeat(layout.units, layouts.UNIT, 0).T
-    first = first + np.tile(np.arange(layouts.UNIT), len(layout.units)) * layout.per_stack
-    return (
-        vector[block[:, None] * layouts.COLUMNS + np.arange(layouts.COLUMNS)],
-        scalars[first[:, None] + np.arange(layout.per_stack)],
-    )
-
-
-def single(x):
-    return np.asarray(x, np.float32)
-
-
-def rounded(x):
-    return single(x.astype(np.float16))
-
-
-def update(vector, scalars, value, carry, initial, weights, *, layout, config, chunk, dtype, interpret):
-    """As `quartic_update.update`."""
-    heads, chunks = carry.shape
-    segments = initial.shape[1]
-    stored, finals = [], np.array(initial)
-    for head in range(heads):
-        columns, factors = blocks_and_scalars(single(vector[head]), single(scalars[head]), layout)
-        factors = np.repeat(factors, layout.value_dim, 1)
-        for index in range(chunks):
-            state = finals[head, index // -(-chunks // segments)]
-            stored.append(layouts.beside(rounded(state * single(weights)), layout))
-            time = slice(index * chunk, (index + 1) * chunk)
-            scaled = rounded(single(value[head, :, time]) * factors[..., time])
-            state *= float(carry[head, index])
-            state += scaled @ np.swapaxes(columns[..., time], 1, 2)
-    shape = (heads, chunks, layout.stacks, layout.value_dim, layout.width)
-    return np.stack(stored).reshape(shape).astype(dtype), finals
-
-
-def query_states(
-    query,
-    vector,
-    scalars,
-    stored,
-    denominator,
-    key,
-    value,
-    decay,
-    scale,
-    *,
-    layout,
-    config,
-    chunk,
-    window,
-    interpret,
-):
-    """As `quartic_query.query_states`."""
-    heads, time, _ = query.shape
-    out = np.zeros((heads, time, layout.value_dim), np.float32)
-    total = single(denominator).reshape(heads, time).copy()
-    first, count, _ = layout.steps.T
-    read = np.concatenate([f + np.arange(n * layouts.STEP) for f, n in zip(first, count, strict=True)])
-    for head in range(heads):
-        held = head // (heads // len(key))
-        columns, factors = blocks_and_scalars(single(vector[head]).T, single(scalars[head]), layout)
-        for index in range(time // chunk):
-            rows = slice(index * chunk, (index + 1) * chunk)
-            features = rounded(factors[read][:, :, None, rows] * columns[read][:, None, :, rows])
-            features = features.reshape(len(read), layout.width, chunk)
-            old = np.einsum("upt,uep->te", features, single(stored[held, index])[read])
-            seen = slice(index * chunk, (index + 1) * chunk + window)
-            sums = single(decay[held, index]).reshape(2, -1).sum(0)
-            between = np.where(np.tri(chunk, window + chunk, window), sums[window:, None] - sums, -1e4)
-            weights = (single(query[head, rows]) @ single(key[held, seen]).T) ** 4 * np.exp2(between)
-            out[head, rows] = old * single(scale[held]).reshape(-1, 1)[rows]
-            out[head, rows] += weights @ single(value[held, seen])
-            total[head, rows] += weights.sum(1)
-    # Rows behind the last query are zero.
-    mean = np.divide(out, total[..., None], out=np.zeros_like(out), where=total[..., None] > 0)
-    return mean.astype(query.dtype), total
-
-
 @pytest.fixture(autouse=True)
-def _without_kernels(monkeypatch):
-    monkeypatch.setattr(quartic.update_kernel, "update", update)
-    monkeypatch.setattr(quartic.query_kernel, "query_states", query_states)
-    # Two segments of two heads, at D = 16.
-    monkeypatch.setattr(configs, "MULTIPROCESSORS", 20)
+def _without_kernels():
+    with plain.kernels():
+        yield
 
 
 CASES = [

@@ -1,0 +1,272 @@
+"""What a state of degree-4 monomials gives the gradients of 64 vectors that it meets, at p = 4.
+
+With x a query, or a key, y its products of two entries, u its cotangent, or value, and S [E, 48] the state of one
+scalar s and one block b of y (quartic_layout.py), f = sum of y_s y_b S^T u, and
+
+    T = S y_b                        one product for several scalars, S of each below the other,
+    dy_b += sum_s (y_s u) S          a product as deep as scalars times values,
+    dy_s += u . T                    elementwise,
+    du += y_s T                      elementwise: y_s y_b S^T is what the forward pass makes of the state.
+
+As y_c = x_i x_j of two selections of entries, dx += (dy_c x_j) P_i^T + (dy_c x_i) P_j^T with P the matrix of ones that
+selects them, by 16 scalars or a block of 48 at a time. The selections of x are exact, and dy_c x_j is split into two
+bfloat16. So neither dy nor anything else of the size of y is written.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import products, ring
+from pallas_kernels.power_state import quartic_layout as layouts
+
+__all__ = [
+    "copy",
+    "drain",
+    "held_shapes",
+    "interpreted",
+    "of_warpgroup",
+    "read",
+    "scratch",
+    "stacks",
+    "steps",
+    "tables",
+]
+
+_BLOCK = configs.BLOCK
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+# Blocks of y in flight: one is needed for as long as all its scalars take.
+_VECTOR_STAGES = 2
+_SCALARS, _COLUMNS = layouts.SCALARS, layouts.SCALAR_COLUMNS
+
+
+def stacks(layout):
+    """Stacks of a step, a divisor of `layouts.UNIT`."""
+    return _SCALARS // layout.per_stack
+
+
+def steps(layout):
+    """First stack, steps, and steps before, of each block of y, int32 [blocks, 3]."""
+    units = -(-layout.needed // layouts.UNIT)
+    count = -(-layout.needed // stacks(layout))
+    first = (np.cumsum(units) - units) * layouts.UNIT
+    return np.stack([first, count, np.cumsum(count) - count], -1).astype(np.int32)
+
+
+def tables(layout):
+    """Constants of the kernels, by name.
+
+    steps: int32 [3 blocks]. block_pairs: bfloat16 [blocks, 2 D, 48], and scalar_pairs: bfloat16 [scalar_rows / 12, 2 D,
+    16], the matrices that select the first and the second index of each product.
+    """
+    low, high = layouts.pairs(layout.head_dim)
+    front = layout.rows - layout.products
+    block = _selections(low, high, front, 0, layout).reshape(-1, layout.blocks, layouts.COLUMNS)
+    behind = layout.scalar_rows - layout.products
+    scalar = _selections(*layout.scalars.T, 0, behind, layout).reshape(
+        -1, layout.scalar_rows // _SCALARS, _SCALARS
+    )
+    scalar = np.pad(scalar, [(0, 0), (0, 0), (0, _COLUMNS - _SCALARS)])
+    return {
+        "steps": jnp.asarray(steps(layout).ravel()),
+        "block_pairs": jnp.asarray(np.swapaxes(block, 0, 1), jnp.bfloat16),
+        "scalar_pairs": jnp.asarray(np.swapaxes(scalar, 0, 1), jnp.bfloat16),
+    }
+
+
+def _selections(low, high, front, behind, layout):
+    """Two matrices on top of each other, [2 D, products], whose columns are one at an index of each product."""
+    both = np.concatenate([np.arange(layout.head_dim)[:, None] == index for index in (low, high)])
+    return np.pad(both, [(0, 0), (front, behind)]).astype(np.float32)
+
+
+def scratch(layout, count, stages, vector, scalars, states):
+    """Shared memory by name, for `count` warpgroups and `stages` steps in flight."""
+    return {
+        "vector_smem": products.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, vector.dtype),
+        "block_pairs_smem": products.operand(
+            (_VECTOR_STAGES,), 2 * layout.head_dim, layouts.COLUMNS, jnp.bfloat16
+        ),
+        "scalar_smem": plgpu.SMEM((stages, _SCALARS, count * _BLOCK), scalars.dtype),
+        "scalar_pairs_smem": products.operand((stages,), 2 * layout.head_dim, _COLUMNS, jnp.bfloat16),
+        "state_smem": products.operand(
+            (stages, layout.per_stack), stacks(layout) * layout.value_dim, layouts.COLUMNS, states.dtype
+        ),
+        "vector_full": plgpu.Barrier(num_arrivals=count + 1, num_barriers=_VECTOR_STAGES),
+        "vector_free": plgpu.Barrier(num_arrivals=count, num_barriers=_VECTOR_STAGES),
+        "state_full": plgpu.Barrier(num_arrivals=layout.per_stack + 2, num_barriers=stages),
+        "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
+    }
+
+
+def held_shapes(layout, together):
+    """Shapes of the accumulators that `read` makes, by name, for interpretation."""
+    return {
+        "slopes": [(_BLOCK, layouts.COLUMNS)],
+        "means": [(_BLOCK, together * layout.value_dim)],
+        "scalars": [(_BLOCK, _COLUMNS)] * 2,
+        "columns": [(_BLOCK, layouts.COLUMNS)] * 2,
+    }
+
+
+def interpreted(count, shapes):
+    """Shared memory for interpreted accumulators of `count` warpgroups, in groups by name."""
+    return {
+        name: [plgpu.SMEM((count, *shape), jnp.float32) for shape in group] for name, group in shapes.items()
+    }
+
+
+def of_warpgroup(held, warpgroup):
+    """That of one warpgroup, or None where nothing is interpreted."""
+    if held is None:
+        return None
+    return {name: [ref.at[warpgroup] for ref in group] for name, group in held.items()}
+
+
+def copy(gmem, smem, place, layout, count, stages):
+    """Each block of y, then the stacks that need it, their scalars and what selects entries.
+
+    gmem: "vector" [.., X, rows], "scalars" [.., scalar_rows, X], "states" [.., .., U E, P], and `tables`. place: "head"
+    of the vectors, "state_head" and "state" of the states, "begin", the first of the block's rows, and "blocks", how
+    many of y to read. Returns steps, of which the last may not be read yet; `drain` waits for them.
+    """
+    tall, head, begin = stacks(layout) * layout.value_dim, place["head"], place["begin"]
+
+    def copy_block(block, slot):
+        full = smem["vector_full"].at[slot]
+        columns = pl.ds(block * layouts.COLUMNS, layouts.COLUMNS)
+        for n in range(count):
+            source = gmem["vector"].at[head, pl.ds(begin + n * _BLOCK, _BLOCK), columns]
+            plgpu.copy_gmem_to_smem(source, smem["vector_smem"].at[slot, n], full)
+        plgpu.copy_gmem_to_smem(gmem["block_pairs"].at[block], smem["block_pairs_smem"].at[slot], full)
+        stack, found, before = (gmem["steps"][3 * block + n] for n in range(3))
+
+        def copy_step(step, slot):
+            index, full = step - before, smem["state_full"].at[slot]
+            rows = pl.ds(stack * layout.value_dim + index * tall, tall)
+            states = gmem["states"].at[place["state_head"], place["state"], rows]
+            for n in range(layout.per_stack):
+                source = states.at[:, pl.ds(n * layouts.COLUMNS, layouts.COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, smem["state_smem"].at[slot, n], full)
+            source = gmem["scalars"].at[head, pl.ds(index * _SCALARS, _SCALARS), pl.ds(begin, count * _BLOCK)]
+            plgpu.copy_gmem_to_smem(source, smem["scalar_smem"].at[slot], full)
+            plgpu.copy_gmem_to_smem(gmem["scalar_pairs"].at[index], smem["scalar_pairs_smem"].at[slot], full)
+
+        @pl.loop(before, before + found)
+        def _step(step):
+            ring.put(step, stages, smem["state_free"], copy_step)
+
+    @pl.loop(jnp.int32(0), place["blocks"])
+    def _block(block):
+        ring.put(block, _VECTOR_STAGES, smem["vector_free"], copy_block)
+
+
+def drain(smem, place, layout, stages):
+    """Returns when all that `copy` copied is read."""
+    total = int(steps(layout)[:, 1].sum())
+    ring.drain(place["blocks"], _VECTOR_STAGES, smem["vector_free"])
+    ring.drain(jnp.where(place["blocks"] > 0, total, 0), stages, smem["state_free"])
+
+
+def read(
+    gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks, *, layout, stages, together, held
+):
+    """gradient [64, D] += dx, and value_gradient [64, E] += du, if there is one to add to.
+
+    x_smem: bfloat16 [64, D], an operand; dx is proportional to it. value: float32 [64, E], u, which the 16 bits of
+    states hold. table: "steps" in global memory. blocks: those of y that are read. together: scalars whose T is in
+    registers at a time, one of each of as many stacks. held: shared memory in the shapes of `held_shapes` where
+    interpreted, or None.
+    """
+    held = held or dict.fromkeys(held_shapes(layout, together))
+    own_rows = pl.ds(warpgroup * _BLOCK, _BLOCK)
+
+    @pl.loop(jnp.int32(0), blocks)
+    def _block(block):
+        block_slot = ring.slot_of(block, _VECTOR_STAGES)
+        plgpu.barrier_wait(smem["vector_full"].at[block_slot])
+        before = table[3 * block + 2]
+
+        def walk(slopes):
+            vector = smem["vector_smem"].at[block_slot, warpgroup]
+            if layout.value_dim == 16:
+                # Products with fewer values are too short to read it from shared memory each time.
+                vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
+
+            @pl.loop(before, before + table[3 * block + 1])
+            def _step(step):
+                slot = ring.slot_of(step, stages)
+                plgpu.barrier_wait(smem["state_full"].at[slot])
+                scalars = smem["scalar_smem"].at[slot, :, own_rows]
+                states = smem["state_smem"].at[slot]
+                found = _read_step(
+                    slopes, value_gradient, vector, value, scalars, states, layout, together, held
+                )
+                pairs = smem["scalar_pairs_smem"].at[slot]
+                _contract(gradient, found, x_smem, pairs, held["scalars"])
+                plgpu.barrier_arrive(smem["state_free"].at[slot])
+
+            return slopes[...]
+
+        slopes = products.with_accumulators(walk, [(_BLOCK, layouts.COLUMNS)], held["slopes"])
+        _contract(gradient, slopes, x_smem, smem["block_pairs_smem"].at[block_slot], held["columns"])
+        plgpu.barrier_arrive(smem["vector_free"].at[block_slot])
+
+
+def _read_step(slopes, value_gradient, vector, value, scalars, states, layout, together, held):
+    """Adds what a step's scalars give slopes [64, 48]; returns their own gradients, float32 [64, 16]."""
+    width = layout.value_dim
+    narrow = value.astype(vector.dtype)
+    shape = (_BLOCK, _COLUMNS)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    found = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    for position in range(layout.per_stack):
+        for first in range(0, stacks(layout), together):
+            state = states.at[position, first * width : (first + together) * width]
+            indices = [(first + n) * layout.per_stack + position for n in range(together)]
+            factors = [plgpu.load(scalars.at[index], layout=_ROWS) for index in indices]
+            operands = [narrow * lax.broadcast_in_dim(factor, narrow.shape, [0]) for factor in factors]
+            # Straight-line code: the operand of the product in flight keeps its registers.
+            products.accumulate(slopes, jnp.concatenate(operands, 1), state, held["slopes"], wait=1)
+            means = products.with_accumulators(
+                functools.partial(_product, vector, state, held["means"]),
+                [(_BLOCK, together * width)],
+                held["means"],
+            )
+            for n, (index, factor) in enumerate(zip(indices, factors, strict=True)):
+                mean = means[:, n * width : (n + 1) * width]
+                total = lax.broadcast_in_dim((mean * value).sum(1), shape, [0])
+                found = jnp.where(column == index, total, found)
+                if value_gradient is not None:
+                    factor = lax.broadcast_in_dim(factor.astype(jnp.float32), mean.shape, [0])
+                    value_gradient[...] = value_gradient[...] + factor * mean
+    return found
+
+
+def _product(a, b, held, acc):
+    """a @ b^T."""
+    products.accumulate(acc, a, b.T, held)
+    return acc[...]
+
+
+def _contract(gradient, slopes, x_smem, pairs_smem, held):
+    """gradient += the gradient of x, given that of products of two entries, float32 [64, columns]."""
+    head_dim = x_smem.shape[1]
+    # In registers, since the two operands differ in swizzle.
+    x = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA)
+    low, high = (pairs_smem.at[n * head_dim : (n + 1) * head_dim] for n in range(2))
+
+    def select(first, second):
+        products.accumulate(first, x, low, held, wait=1)
+        products.accumulate(second, x, high, held)
+        return first[...], second[...]
+
+    first, second = products.with_accumulators(select, [slopes.shape] * 2, held)
+    for factor, selection in ((second, low), (first, high)):
+        for part in products.split(slopes * factor):
+            products.accumulate(gradient, part, selection.T, held)

@@ -1,0 +1,157 @@
+"""Gradients of power attention through states at p = 4: what the backward kernels are given, and what becomes of it.
+
+The normaliser's share of gradients, of a matrix that has no room in the kernels, is added here.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import numerics
+from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import prepare_vjp as preparation_vjp
+from pallas_kernels.power_state import quartic
+from pallas_kernels.power_state import quartic_key_vjp as key_kernel
+from pallas_kernels.power_state import quartic_layout as layouts
+from pallas_kernels.power_state import quartic_query_vjp as query_kernel
+
+__all__ = ["attend_vjp", "fold_vjp"]
+
+_POWER = 4
+
+
+def fold_vjp(prepared, key, value, dfinal, config, interpret):
+    """As `backward.fold_vjp`, from what it has prepared."""
+    batch, _, kv_heads, head_dim = key.shape
+    layout = layouts.layout_for(head_dim, value.shape[-1])
+    end, end_norm = quartic.start_of(dfinal, batch * kv_heads, head_dim, layout)
+    of, unit, _, mean = prepared
+    dual = preparation_vjp.dual_of(of, unit, mean, preparation.size_of(end, dfinal))
+    strength = dual.carried.strength
+    vector, scalars = quartic.pair_products(preparation.time_last(dual.query), layout)
+    duals, first = quartic.states_of(
+        vector,
+        scalars,
+        preparation.time_last((dual.value * strength[..., None]).astype(vector.dtype)),
+        dual.carried,
+        end,
+        layout,
+        config,
+        dual.query.shape[2],
+        interpret,
+    )
+    norm, shift = quartic.norms(vector, strength * dual.dnorm, dual.carried, end_norm), dual.carried.shift
+    saved = (x.reshape(batch, kv_heads, *x.shape[1:]) for x in (duals, norm[:, :-1], shift[:, :-1]))
+    sizes = batch, kv_heads, head_dim, value.shape[-1]
+    return tuple(saved), quartic.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
+
+
+def attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpret):
+    """As `backward._attend_vjp`."""
+    of, unit, _, mean = prepared
+    layout = layouts.Layout(unit.shape[-1], mean.dout.shape[-1])
+    options = {"layout": layout, "config": config, "chunk": chunk, "window": window, "interpret": interpret}
+    dquery, of_queries = _query_vjp(of, unit, mean, saved, options)
+    dkey, dvalue, of_keys = _key_vjp(of, unit, mean, dual, length, options)
+    return dquery, dkey, dvalue, of_queries, of_keys, _inner(of, saved, dual, layout)
+
+
+def _query_vjp(of, unit, mean, saved, options):
+    layout = options["layout"]
+    heads, chunks = saved.shifts.shape
+    group = len(unit) // heads
+    vector, scalars = quartic.pair_products(jnp.swapaxes(unit, 1, 2).astype(jnp.float32), layout)
+    vector = jnp.swapaxes(vector, 1, 2)
+    scale = jnp.repeat(preparation.scale_of(of, saved.shifts).reshape(heads, -1), group, 0)
+    exponent = preparation.exponent_of(mean.dout)[..., 0]
+    rows = query_kernel.Rows(
+        narrow=numerics.scaled(jnp.ones_like(scale), -exponent),
+        far=numerics.scaled(scale, exponent + layouts.WEIGHT_BITS),
+        delta=mean.delta,
+        inverse=mean.inverse,
+    )
+    gradient, sums = query_kernel.query_vjp(
+        unit,
+        vector,
+        scalars,
+        mean.dout,
+        saved.states,
+        of.key,
+        of.value,
+        of.decay,
+        preparation_vjp.vectors(*rows),
+        **options,
+    )
+    y = vector.reshape(heads, group, chunks, -1, layout.rows)
+    slopes = quartic.norm_products(y, saved.norms, layout).reshape(vector.shape)
+    slopes = slopes * (-2 * scale * mean.delta * mean.inverse)[..., None]
+    return _with_norm(gradient, sums, slopes, unit, layout)
+
+
+def _key_vjp(of, unit, mean, dual, length, options):
+    layout, chunk, window = (options[name] for name in ("layout", "chunk", "window"))
+    heads, chunks = dual.shifts.shape
+    key, value = (preparation_vjp.lengthened(x, length) for x in (of.key, of.value))
+    exponent, value_exponent = (preparation.exponent_of(x)[..., 0] for x in (key, value))
+    narrow = numerics.scaled(key, -exponent[..., None])
+    vector, scalars = quartic.pair_products(jnp.swapaxes(narrow, 1, 2).astype(jnp.float32), layout)
+    vector = jnp.swapaxes(vector, 1, 2)
+
+    # From keys with largest entries in [1/2, 1) to the dual states.
+    met = of.to_state, jnp.flip(dual.shifts, 1)[..., None] + _POWER * of.old_exponent[..., 0]
+    met = preparation_vjp.lengthened(preparation.scaled_decay(*met).reshape(heads, -1), length)
+    far = numerics.scaled(met, jnp.int32(layouts.WEIGHT_BITS))
+    rows = key_kernel.Rows(
+        numerics.scaled(jnp.ones_like(far), -value_exponent),
+        numerics.scaled(far, value_exponent - 2 * exponent),
+        far,
+        *preparation_vjp.decays_of_keys(of, length // chunk),
+    )
+    gradient, dvalue, sums = key_kernel.key_vjp(
+        key,
+        vector,
+        scalars,
+        value,
+        dual.states,
+        unit,
+        mean.dout,
+        preparation_vjp.vectors(*rows),
+        preparation_vjp.columns(of, mean, window),
+        **options,
+    )
+    old = vector[:, : chunk * chunks].reshape(heads, 1, chunks, chunk, layout.rows)
+    slopes = quartic.norm_products(old, jnp.flip(dual.norms, 1), layout)
+    slopes = preparation_vjp.lengthened(slopes.reshape(heads, -1, layout.rows), length)
+    # In units of the keys themselves: y has their squares.
+    slopes = slopes * numerics.scaled(2 * met, -2 * exponent)[..., None]
+    gradient, sums = _with_norm(gradient, sums, slopes, key, layout)
+    return gradient, dvalue, sums
+
+
+def _with_norm(gradient, sums, slopes, x, layout):
+    """With the normaliser's share, given the gradient of y, slopes [.., X, rows]."""
+    x = x.astype(jnp.float32)
+    share = _of_entries(slopes, x, layout)
+    total = (share * x).sum(-1) / _POWER
+    return gradient + share, sums + jnp.stack([jnp.zeros_like(total), total], 1)
+
+
+def _of_entries(slopes, x, layout):
+    """The gradient of x [.., D], given that of its products of two entries, float32 [.., rows]."""
+    size = layout.head_dim
+    place = np.zeros((size, size), np.int32)
+    low, high = layouts.pairs(size)
+    place[low, high] = place[high, low] = np.arange(layout.products) + layout.rows - layout.products
+    square = jnp.take(slopes, place.ravel(), axis=-1).reshape(*slopes.shape[:-1], size, size)
+    return (square * (1 + np.eye(size, dtype=np.float32)) * x[..., None, :]).sum(-1)
+
+
+def _inner(of, saved, dual, layout):
+    """As `backward._inner`; both states are stored times their weights."""
+    weights = layout.weights.reshape(layout.stacks, 1, layout.width)
+    inverse = np.where(weights > 0, 4.0**layouts.WEIGHT_BITS / np.where(weights > 0, weights, 1), 0)
+    product = saved.states.astype(jnp.float32) * jnp.flip(dual.states, 1).astype(jnp.float32)
+    inner = (product * inverse.astype(np.float32)).sum((2, 3, 4))
+    orders = quartic.orders_of_products(layout)
+    inner += (saved.norms * orders[:, None] * orders * jnp.flip(dual.norms, 1)).sum((2, 3))
+    shift = (saved.shifts + jnp.flip(dual.shifts, 1)).astype(jnp.float32)
+    return preparation.scaled_decay(of.over_chunk, shift) * inner

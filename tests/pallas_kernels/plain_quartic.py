@@ -1,0 +1,296 @@
+"""What the state kernels at p = 4 compute, in NumPy, rounding where they do; arguments as theirs.
+
+Gradients of values stay float32. `kernels` puts these functions in their place, traced or not.
+"""
+
+import contextlib
+import functools
+from unittest import mock
+
+import jax
+import numpy as np
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import near_key_vjp, quartic, quartic_key_vjp, quartic_query_vjp, quartic_vjp
+from pallas_kernels.power_state import quartic_layout as layouts
+
+__all__ = [
+    "blocks_and_scalars",
+    "kernels",
+    "key_vjp",
+    "query_states",
+    "query_vjp",
+    "rounded",
+    "single",
+    "update",
+]
+
+
+@contextlib.contextmanager
+def kernels(multiprocessors=20):
+    """Replaces the kernels within; so few multiprocessors make two segments of two heads at D = 16."""
+    with contextlib.ExitStack() as stack:
+        for module, function, shapes in (
+            (quartic.update_kernel, update, _shapes_of_update),
+            (quartic.query_kernel, query_states, _shapes_of_query),
+            (quartic_vjp.query_kernel, query_vjp, _shapes_of_query_vjp),
+            (quartic_vjp.key_kernel, key_vjp, _shapes_of_key_vjp),
+        ):
+            called = functools.partial(_called, function, shapes)
+            stack.enter_context(mock.patch.object(module, function.__name__, called))
+        stack.enter_context(mock.patch.object(configs, "MULTIPROCESSORS", multiprocessors))
+        yield
+
+
+def _called(function, shapes, *arrays, **options):
+    """A NumPy function of arrays that may be traced."""
+    out = [jax.ShapeDtypeStruct(*x) for x in shapes(*arrays, **options)]
+
+    def call(*arrays):
+        results = function(*(np.asarray(x) for x in arrays), **options)
+        return [np.asarray(x, shape.dtype) for x, shape in zip(results, out, strict=True)]
+
+    return jax.pure_callback(call, out, *arrays)
+
+
+def _shapes_of_update(vector, scalars, value, carry, initial, weights, *, layout, dtype, **options):
+    return ((*carry.shape, layout.stacks, layout.value_dim, layout.width), dtype), (initial.shape, np.float32)
+
+
+def _shapes_of_query(query, *arrays, layout, **options):
+    shape = query.shape[:2]
+    return ((*shape, layout.value_dim), query.dtype), (shape, np.float32)
+
+
+def _shapes_of_query_vjp(query, *arrays, **options):
+    heads, time, _ = query.shape
+    return (query.shape, np.float32), ((heads, 2, time), np.float32)
+
+
+def _shapes_of_key_vjp(key, vector, scalars, value, *arrays, **options):
+    heads, time, _ = key.shape
+    return (key.shape, np.float32), (value.shape, np.float32), ((heads, 2, time), np.float32)
+
+
+def single(x):
+    return np.asarray(x, np.float32)
+
+
+def rounded(x):
+    return single(x.astype(np.float16))
+
+
+def blocks_and_scalars(vector, scalars, layout):
+    """Columns [U, 48, X] and scalars [U, 64 / E, X] of every stack, from [rows, X] and [scalar_rows, X]."""
+    column, scalar = _of_stacks(layout)
+    return vector[column], scalars[scalar]
+
+
+def query_vjp(
+    query,
+    vector,
+    scalars,
+    dout,
+    states,
+    key,
+    value,
+    decay,
+    rows,
+    *,
+    layout,
+    config,
+    chunk,
+    window,
+    interpret=None,
+):
+    heads, time, _ = query.shape
+    gradient, sums = np.zeros(query.shape, np.float32), np.zeros((heads, 2, time), np.float32)
+    rows = _vectors(rows)
+    for head in range(heads):
+        held = head // (heads // len(key))
+        for c in range(time // chunk):
+            own = slice(c * chunk, (c + 1) * chunk)
+            seen = slice(c * chunk, (c + 1) * chunk + window)
+            row = quartic_query_vjp.Rows(*rows[head, :, own, None])
+            q, do = single(query[head, own]), single(dout[head, own])
+            y = single(vector[head, own]).T, single(scalars[head, :, own])
+            far, _ = _far(q, do * row.narrow, *y, single(states[held, c]), layout)
+            far = row.far * far
+            k, v = single(key[held, seen]), single(value[held, seen])
+            scores, gamma = _near(q, k, single(decay[held, c]), window)
+            slopes = gamma * scores**3 * (do @ v.T - row.delta)
+            gradient[head, own] = row.inverse * (far + 4 * slopes @ k)
+            sums[head, 0, own] = row.inverse[:, 0] * (slopes * scores).sum(1)
+            sums[head, 1, own] = row.inverse[:, 0] * (q * far).sum(1) / 4
+    return gradient, sums
+
+
+def key_vjp(
+    key,
+    vector,
+    scalars,
+    value,
+    dual,
+    query,
+    dout,
+    rows,
+    columns,
+    *,
+    layout,
+    config,
+    chunk,
+    window,
+    interpret=None,
+):
+    heads, time, _ = key.shape
+    chunks, group = dual.shape[1], len(query) // heads
+    dkey, dvalue = np.zeros(key.shape, np.float32), np.zeros(value.shape, np.float32)
+    sums = np.zeros((heads, 2, time), np.float32)
+    rows, columns = _vectors(rows), _vectors(columns)
+    for head in range(heads):
+        for c in range(chunks):
+            old = slice(c * chunk, (c + 1) * chunk)
+            row = quartic_key_vjp.Rows(*rows[head, :, old, None])
+            k, v = single(key[head, old]), single(value[head, old])
+            y = single(vector[head, old]).T, single(scalars[head, :, old])
+            far, far_value = _far(k, v * row.narrow_value, *y, single(dual[head, chunks - 1 - c]), layout)
+            dkey[head, old] += row.far_key * far
+            dvalue[head, old] += row.far_value * far_value
+            sums[head, 1, old] += (k * row.far_key * far).sum(1) / 4
+            # Queries of this chunk and all keys that they see: those of the next one by its frame before.
+            seen = slice(c * chunk, min((c + 1) * chunk + window, time))
+            row = quartic_key_vjp.Rows(*rows[head, :, seen])
+            later = np.arange(seen.stop - seen.start) >= chunk
+            decays = np.stack(
+                [
+                    np.where(later, row.coarse_before, row.coarse),
+                    np.where(later, row.fine_before, row.fine),
+                ]
+            )
+            k, v = single(key[head, seen]), single(value[head, seen])
+            for member in range(head * group, (head + 1) * group):
+                column = near_key_vjp.Columns(*columns[member, :, old, None])
+                q, do = single(query[member, old]), single(dout[member, old])
+                own = np.concatenate([column.coarse, column.fine], 1).T
+                scores, gamma = _near(q, k, decays, window, own)
+                slopes = gamma * scores**3 * column.inverse * (do @ v.T - column.delta)
+                dkey[head, seen] += 4 * slopes.T @ q
+                dvalue[head, seen] += (gamma * scores**4 * column.inverse).T @ do
+                sums[head, 0, seen] += (slopes * scores).sum(0)
+    return dkey, dvalue, sums
+
+
+def update(vector, scalars, value, carry, initial, weights, *, layout, config, chunk, dtype, interpret):
+    """As `quartic_update.update`."""
+    heads, chunks = carry.shape
+    segments = initial.shape[1]
+    stored, finals = [], np.array(initial)
+    for head in range(heads):
+        columns, factors = blocks_and_scalars(single(vector[head]), single(scalars[head]), layout)
+        factors = np.repeat(factors, layout.value_dim, 1)
+        for index in range(chunks):
+            state = finals[head, index // -(-chunks // segments)]
+            stored.append(_beside(rounded(state * single(weights)), layout))
+            time = slice(index * chunk, (index + 1) * chunk)
+            scaled = rounded(single(value[head, :, time]) * factors[..., time])
+            state *= float(carry[head, index])
+            state += scaled @ np.swapaxes(columns[..., time], 1, 2)
+    shape = (heads, chunks, layout.stacks, layout.value_dim, layout.width)
+    return np.stack(stored).reshape(shape).astype(dtype), finals
+
+
+def query_states(
+    query,
+    vector,
+    scalars,
+    stored,
+    denominator,
+    key,
+    value,
+    decay,
+    scale,
+    *,
+    layout,
+    config,
+    chunk,
+    window,
+    interpret,
+):
+    """As `quartic_query.query_states`."""
+    heads, time, _ = query.shape
+    out = np.zeros((heads, time, layout.value_dim), np.float32)
+    total = single(denominator).reshape(heads, time).copy()
+    first, count, _ = layout.steps.T
+    read = np.concatenate([f + np.arange(n * layouts.STEP) for f, n in zip(first, count, strict=True)])
+    for head in range(heads):
+        held = head // (heads // len(key))
+        columns, factors = blocks_and_scalars(single(vector[head]).T, single(scalars[head]), layout)
+        for index in range(time // chunk):
+            rows = slice(index * chunk, (index + 1) * chunk)
+            features = rounded(factors[read][:, :, None, rows] * columns[read][:, None, :, rows])
+            features = features.reshape(len(read), layout.width, chunk)
+            old = np.einsum("upt,uep->te", features, single(stored[held, index])[read])
+            seen = slice(index * chunk, (index + 1) * chunk + window)
+            sums = single(decay[held, index]).reshape(2, -1).sum(0)
+            between = np.where(np.tri(chunk, window + chunk, window), sums[window:, None] - sums, -1e4)
+            weights = (single(query[head, rows]) @ single(key[held, seen]).T) ** 4 * np.exp2(between)
+            out[head, rows] = old * single(scale[held]).reshape(-1, 1)[rows]
+            out[head, rows] += weights @ single(value[held, seen])
+            total[head, rows] += weights.sum(1)
+    # Rows behind the last query are zero.
+    mean = np.divide(out, total[..., None], out=np.zeros_like(out), where=total[..., None] > 0)
+    return mean.astype(query.dtype), total
+
+
+def _beside(state, layout):
+    """As `quartic_layout.beside`, without JAX, which a callback must not wait for."""
+    split = state.reshape(-1, layout.per_stack, layout.value_dim, layouts.COLUMNS)
+    return np.swapaxes(split, 1, 2).reshape(-1, layout.value_dim, layout.width)
+
+
+def _of_stacks(layout):
+    """Rows of y [U, 48] and of the scalars [U, 64 / E] that belong to each stack."""
+    block, first = np.repeat(layout.units, layouts.UNIT, 0).T
+    first = first + np.tile(np.arange(layouts.UNIT), len(layout.units)) * layout.per_stack
+    return (
+        block[:, None] * layouts.COLUMNS + np.arange(layouts.COLUMNS),
+        first[:, None] + np.arange(layout.per_stack),
+    )
+
+
+def _far(x, value, vector, scalars, states, layout):
+    """Gradients of the sum of weighted features of x [X, D] times states [U, E, P] value [X, E], by x and by value."""
+    columns, factors = blocks_and_scalars(vector, scalars, layout)
+    states = states.reshape(layout.stacks, layout.value_dim, layout.per_stack, layouts.COLUMNS)
+    scaled = rounded(factors[..., None] * value)
+    slopes = np.einsum("uste,uesc->uct", scaled, states, optimize=True)
+    means = np.einsum("uct,uesc->uste", columns, states, optimize=True)
+    scalar_slopes = np.einsum("uste,te->ust", means, value)
+    dvector, dscalars = np.zeros_like(vector), np.zeros_like(scalars)
+    column, scalar = _of_stacks(layout)
+    np.add.at(dvector, column, slopes)
+    np.add.at(dscalars, scalar, scalar_slopes)
+
+    gradient = np.zeros_like(x)
+    for slope, indices in (
+        (dvector[layout.rows - layout.products :], np.stack(layouts.pairs(layout.head_dim), 1)),
+        (dscalars[: layout.products], layout.scalars),
+    ):
+        for n in range(2):
+            np.add.at(gradient.T, indices[:, n], slope * x.T[indices[:, 1 - n]])
+    return gradient, np.einsum("ust,uste->te", factors, means)
+
+
+def _near(query, key, decay, window, own=None):
+    """Scores and decays of a chunk's queries and the keys that they see."""
+    decay = decay.reshape(2, -1)
+    own = decay[:, window:] if own is None else own
+    between = (own[:, :, None] - decay[:, None]).sum(0)
+    seen = np.tri(*between.shape, window, dtype=bool)
+    return query @ key.T, np.exp2(np.where(seen, between, -1e4))
+
+
+def _vectors(x):
+    """[H, X / 64, count, 64] -> [H, count, X]."""
+    x = single(x)
+    return np.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)

@@ -1,0 +1,138 @@
+"""The p = 4 backward kernels, interpreted, against what they compute in NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import near_key_vjp, quartic, quartic_key_vjp, quartic_query_vjp
+from pallas_kernels.power_state import quartic_layout as layouts
+from tests.ops import cases
+from tests.pallas_kernels import plain_quartic as plain
+
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(900)]
+
+CHUNKS, GROUP, WINDOW = 2, 2, 64
+
+# Chunks of 64 give a block one warpgroup, of 128 two.
+CASES = [
+    (16, 16, 64),
+    (16, 16, 128),
+    pytest.param(32, 32, 64, marks=pytest.mark.slow),
+    pytest.param(32, 16, 64, marks=pytest.mark.slow),
+]
+
+
+class Drawn:
+    """Arrays of one head of keys that meets `GROUP` heads of queries."""
+
+    def __init__(self, head_dim, value_dim, chunk):
+        self.random = np.random.default_rng(0)
+        self.layout, self.chunk, self.time = layouts.Layout(head_dim, value_dim), chunk, CHUNKS * chunk
+        config = configs.choose(
+            power=4,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=jnp.bfloat16,
+            chunk=chunk,
+            window=WINDOW,
+            state_dtype=jnp.float16,
+        )
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+        self.options = {"layout": self.layout, "config": config, "chunk": chunk, "window": WINDOW}
+        self.interpret = {"interpret": interpret}
+
+    def rows(self, heads, time, size):
+        """bfloat16, entries below 1."""
+        return jnp.asarray(self.random.uniform(-1, 1, (heads, time, size)), jnp.bfloat16)
+
+    def states(self):
+        """float16, zero where features weigh nothing."""
+        shape = (1, CHUNKS, self.layout.stacks, self.layout.value_dim, self.layout.width)
+        weights = self.layout.weights.reshape(self.layout.stacks, 1, self.layout.width)
+        return jnp.asarray(self.random.normal(size=shape) * weights / 32, jnp.float16)
+
+    def vectors(self, *vectors):
+        """Of [H, X], as kernels take them."""
+        stacked = np.stack([x.reshape(len(x), -1, 64) for x in vectors], 2)
+        return jnp.asarray(stacked, jnp.float32)
+
+    def factor(self, heads, time):
+        return self.random.uniform(0.5, 1, (heads, time))
+
+    def products(self, x):
+        vector, scalars = quartic.pair_products(jnp.swapaxes(x, 1, 2).astype(jnp.float32), self.layout)
+        return jnp.swapaxes(vector, 1, 2), scalars
+
+    def decays(self, *shape):
+        """Running sums, coarse and fine."""
+        steps = -self.random.exponential(0.02, shape)
+        coarse = np.round(steps * 2**12) / 2**12
+        return np.cumsum(coarse, -1), np.cumsum(steps - coarse, -1)
+
+
+def compare(kernel, expected, arguments, options, interpret):
+    found = kernel(*arguments, **options, **interpret)
+    for actual, wanted in zip(found, expected(*arguments, **options), strict=True):
+        # Operands are the same; a value's gradient is rounded to bfloat16.
+        bound = 2**-8 if actual.dtype == jnp.bfloat16 else 2**-15
+        assert np.isfinite(np.asarray(actual, np.float32)).all()
+        assert cases.error(actual, wanted) <= bound
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "chunk"), CASES)
+def test_queries(head_dim, value_dim, chunk):
+    drawn = Drawn(head_dim, value_dim, chunk)
+    time = drawn.time
+    query, dout = drawn.rows(GROUP, time, head_dim), drawn.rows(GROUP, time, value_dim)
+    decay = np.stack(drawn.decays(1, CHUNKS, WINDOW + chunk), 2).reshape(1, CHUNKS, 2, -1, 64)
+    rows = quartic_query_vjp.Rows(
+        narrow=np.exp2(drawn.random.integers(-2, 1, (GROUP, time))),
+        far=drawn.factor(GROUP, time),
+        delta=drawn.random.normal(size=(GROUP, time)),
+        inverse=drawn.factor(GROUP, time),
+    )
+    rows.inverse[:, 5:9] = 0
+    arguments = (
+        query,
+        *drawn.products(query),
+        dout,
+        drawn.states(),
+        drawn.rows(1, WINDOW + time, head_dim),
+        drawn.rows(1, WINDOW + time, value_dim),
+        jnp.asarray(decay, jnp.float32),
+        drawn.vectors(*rows),
+    )
+    compare(quartic_query_vjp.query_vjp, plain.query_vjp, arguments, drawn.options, drawn.interpret)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "chunk"), CASES)
+def test_keys(head_dim, value_dim, chunk):
+    drawn = Drawn(head_dim, value_dim, chunk)
+    time, length = drawn.time, drawn.time + chunk
+    key, value = drawn.rows(1, length, head_dim), drawn.rows(1, length, value_dim)
+    own, before = drawn.decays(1, length), drawn.decays(1, length)
+    rows = quartic_key_vjp.Rows(
+        np.exp2(drawn.random.integers(-2, 1, (1, length))),
+        drawn.factor(1, length),
+        drawn.factor(1, length),
+        *own,
+        *before,
+    )
+    columns = near_key_vjp.Columns(
+        drawn.factor(GROUP, time),
+        drawn.random.normal(size=(GROUP, time)),
+        *(x[:, :time].repeat(GROUP, 0) for x in own),
+    )
+    arguments = (
+        key,
+        *drawn.products(key),
+        value,
+        drawn.states(),
+        drawn.rows(GROUP, time, head_dim),
+        drawn.rows(GROUP, time, value_dim),
+        drawn.vectors(*rows),
+        drawn.vectors(*columns),
+    )
+    compare(quartic_key_vjp.key_vjp, plain.key_vjp, arguments, drawn.options, drawn.interpret)
