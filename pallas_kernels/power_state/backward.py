@@ -33,20 +33,19 @@ class Gradients(NamedTuple):
     key: jax.Array
     value: jax.Array
     log_decay: jax.Array
-    initial_state: tuple[jax.Array, jax.Array]
 
 
 def power_state_vjp(
     query, key, value, log_decay, folds, out, denominator, saved, dout, dfinal=None, **options
-) -> Gradients:
-    """Gradients of `power_state`, from its arguments and what `power_state_fwd` returned for them.
+) -> tuple[Gradients, tuple[jax.Array, jax.Array]]:
+    """Gradients of `power_state` and that of its initial state, from its arguments and `power_state_fwd`'s results.
 
     dout: bfloat16 [B, T, N, E]; dfinal: float32, like the final state; None is zero. Sums are float32, each in an order
     of its own that never changes. Memory beside arguments and results: dual states, as large as the saved ones.
     """
     arrays = query, key, value, log_decay, folds
     dual, dinitial = fold_vjp(*arrays, out, denominator, dout, dfinal, **options)
-    return Gradients(*attend_vjp(*arrays, out, denominator, saved, dual, dout, **options), dinitial)
+    return attend_vjp(*arrays, out, denominator, saved, dual, dout, **options), dinitial
 
 
 def fold_vjp(
@@ -132,12 +131,8 @@ def attend_vjp(
     own = slice(window, window + time)
     dquery = numerics.scaled(dquery, -exponent)[:, :time, :head_dim]
     dkey, dvalue = dkey[:, own, :head_dim], dvalue[:, own, : value.shape[-1]]
-    return (
-        *(
-            preparation_vjp.tokens_second(g, batch).astype(x.dtype)
-            for g, x in ((dquery, query), (dkey, key), (dvalue, value), (ddecay[:, own], log_decay))
-        ),
-    )
+    gradients = (dquery, query), (dkey, key), (dvalue, value), (ddecay[:, own], log_decay)
+    return Gradients(*(preparation_vjp.tokens_second(g, batch).astype(x.dtype) for g, x in gradients))
 
 
 def _attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpret):

@@ -52,7 +52,6 @@ def add_incoming(
     norms = kept[..., None, None] * norms + added[..., None, None] * norm[:, None]
     states = forward.split(whole, operand, terms)
     saved = forward.Saved(*(x.reshape(*y.shape) for x, y in zip((states, norms, scale), saved, strict=True)))
-    decay = jnp.exp2(since[:, -1]).reshape(final[1].shape[:2])
-    return saved, tuple(
-        f + decay.reshape(*decay.shape, *(1,) * (f.ndim - 2)) * x for f, x in zip(final, incoming)
-    )
+    decay = jnp.exp2(since[:, -1]).reshape(final[1].shape[:2])[..., None]
+    kv, norm = final[0] + decay[..., None] * incoming[0], final[1] + decay * incoming[1]
+    return saved, (kv, norm)

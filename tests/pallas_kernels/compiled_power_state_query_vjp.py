@@ -12,6 +12,7 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import query_vjp
 from tests.pallas_kernels import compiled_power_state as forward
+from tests.pallas_kernels import h100
 
 CASES = [
     "dq-d32-e64-c384-float16",

@@ -155,7 +155,7 @@ def _chunked_bwd(settings, interpret, return_state, residuals, cotangents):
     rows, saved = residuals
 
     def compute(arrays):
-        gradients = state_kernel.power_state_vjp(
+        gradients, initial = state_kernel.power_state_vjp(
             *_arguments(arrays),
             arrays["out"],
             arrays["denominator"],
@@ -164,7 +164,7 @@ def _chunked_bwd(settings, interpret, return_state, residuals, cotangents):
             (arrays["final_kv"], arrays["final_norm"]) if return_state else None,
             **_options(settings, interpret),
         )
-        gradients = gradients._asdict() | dict(zip(("kv", "norm"), gradients.initial_state))
+        gradients = gradients._asdict() | dict(zip(("kv", "norm"), initial))
         return {name: gradients[name] for name in wanted}
 
     arrays = rows._asdict() | saved | dict(zip(("dout", "final_kv", "final_norm"), cotangents))
