@@ -1,0 +1,85 @@
+"""What both kernels of the gradients do with a block of 64 queries and one of 64 keys."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_attention import config as configs
+from pallas_kernels.power_attention import sequence
+from pallas_kernels.power_state import products
+
+__all__ = [
+    "BLOCK",
+    "LAYOUT",
+    "PER_COLUMN",
+    "PER_ROW",
+    "by_column",
+    "by_row",
+    "left_operand",
+    "near_factor",
+    "product",
+    "store",
+    "two_products",
+]
+
+BLOCK = configs.WARPGROUP_ROWS
+LAYOUT = plgpu.Layout.WGMMA
+PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
+
+
+def by_row(x, columns=BLOCK):
+    """x of every row, for so many columns."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (x.shape[0], columns), [0]), LAYOUT)
+
+
+def by_column(x):
+    """x of every column, for all rows."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (BLOCK, x.shape[0]), [1]), LAYOUT)
+
+
+def left_operand(ref, config):
+    """The left operand of products over blocks: in registers, where there are enough, else as it is."""
+    return plgpu.load(ref, layout=LAYOUT) if config.operands_in_registers else ref
+
+
+def product(a, b, interpreted):
+    """a b^T, float32; `interpreted` is shared memory for it, or None."""
+
+    def compute(acc):
+        products.accumulate(acc, a, b.T, interpreted)
+        return plgpu.layout_cast(acc[...], LAYOUT)
+
+    return products.with_accumulators(compute, [(BLOCK, b.shape[0])], interpreted)
+
+
+def two_products(a, b, c, d, interpreted):
+    """a b^T and c d^T, float32, under way at once; `interpreted` is shared memory for both, or None."""
+
+    def compute(first, second):
+        # Straight-line code, so that no operand is written meanwhile.
+        products.accumulate(first, a, b.T, interpreted, wait=1)
+        products.accumulate(second, c, d.T, interpreted)
+        return tuple(plgpu.layout_cast(acc[...], LAYOUT) for acc in (first, second))
+
+    return products.with_accumulators(compute, [(BLOCK, b.shape[0])] * 2, interpreted)
+
+
+def near_factor(rows, columns, position, length, *, sign):
+    """The decay of each pair within a block times its key's factor; zero for later keys, and below FLOOR.
+
+    rows, columns: the two parts of the decay at each. position: that of each column in the block. sign: 1 if rows are
+    queries, -1 if they are keys.
+    """
+    first, second = (by_row(row, column.shape[0]) - by_column(column) for row, column in zip(rows, columns))
+    decay = sign * (first + second)
+    row = plgpu.broadcasted_iota(jnp.int32, decay.shape, 0, layout=LAYOUT).astype(jnp.float32)
+    seen = (sign * (row - by_column(position)) >= 0) & (decay >= sequence.FLOOR)
+    return jnp.where(seen, length * jnp.exp(decay), 0.0)
+
+
+def store(destination, value):
+    """To global memory, though rows of 16 values do not fill cache lines."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(destination, value, optimized=False)
+    else:  # before jax 0.12, which has no other way than this
+        destination[...] = value
