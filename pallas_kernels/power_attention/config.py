@@ -71,9 +71,10 @@ class VjpConfig:
         return self.head_dim + self.value_dim <= 128
 
     @property
-    def key_pieces(self) -> int:
-        """Pieces in which the pass over keys takes a block of queries, lest scores and sums fill the registers."""
-        return 1 if self.head_dim + self.value_dim <= 128 else 2
+    def key_results(self) -> tuple[tuple[str, ...], ...]:
+        """What each kernel of the pass over keys adds up: one both where registers hold both sums, else one each."""
+        both = self.head_dim + self.value_dim <= 128
+        return (("dkey", "dvalue"),) if both else (("dkey",), ("dvalue",))
 
     @property
     def shared_bytes(self) -> tuple[int, int]:

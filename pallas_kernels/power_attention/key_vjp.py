@@ -24,11 +24,9 @@ from pallas_kernels.power_attention import pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
 from pallas_kernels.power_state import products, ring
 
-__all__ = ["key_vjp"]
+__all__ = ["key_vjp", "sums"]
 
 _BLOCK = pairs.BLOCK
-# What a step loads.
-_TILES = ("query", "unit_query", "dout")
 
 
 def key_vjp(
@@ -46,33 +44,51 @@ def key_vjp(
     positions: of the keys, without those that fill up their block.
     interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    batch, length, heads, head_dim = operands.key.shape
-    count, stages, value_dim = config.compute_warpgroups, config.key_stages, config.value_dim
-    names = (*_TILES, "key", "value", "columns", "rows", "last")
-    arrays = [getattr(operands, name) for name in names]
-    scratch = {
-        "key_smem": products.operand((count,), _BLOCK, head_dim, jnp.float16),
-        "value_smem": products.operand((count,), _BLOCK, value_dim, jnp.float16),
-        "query_smem": products.operand((stages,), _BLOCK, head_dim, jnp.float16),
-        "unit_query_smem": products.operand((stages,), _BLOCK, head_dim, jnp.float16),
-        "dout_smem": products.operand((stages,), _BLOCK, value_dim, jnp.float16),
-        "row_smem": plgpu.SMEM((stages, *operands.rows.shape[3:]), jnp.float32),
-        "column_smem": plgpu.SMEM((count, *operands.columns.shape[3:]), jnp.float32),
-        "ready": plgpu.Barrier(num_arrivals=3 * count),
-        "full": plgpu.Barrier(num_arrivals=len(_TILES) + 1, num_barriers=stages),
+    options = {"power": power, "config": config, "interpret": interpret}
+    found = {}
+    for results in config.key_results:
+        found |= sums(operands, results=results, **options)
+    dkey, dvalue = (found[name][:, positions] for name in ("dkey", "dvalue"))
+    return dkey, dvalue, jnp.moveaxis(found["dlog"][..., positions], 1, 2)
+
+
+def sums(operands: inputs.VjpOperands, *, results: tuple[str, ...], power: int, config: configs.VjpConfig, interpret=None):
+    """One kernel: `dkey`, with `dlog` [B, K, S], or `dvalue`, or all of them, by name, S filled up."""
+    batch, length, heads, _ = operands.key.shape
+    count, stages = config.compute_warpgroups, config.key_stages
+    sizes = {"dkey": config.head_dim, "dvalue": config.value_dim}
+    # By size; what a step meets, and what stays.
+    moving = {"query": config.head_dim, "dout": config.value_dim}
+    kept = {"key": config.head_dim}
+    if "dkey" in results:
+        moving["unit_query"], kept["value"] = config.head_dim, config.value_dim
+    names = (*moving, *kept, "rows", "columns", "last")
+    scratch = {f"{name}_smem": products.operand((count,), _BLOCK, n, jnp.float16) for name, n in kept.items()}
+    scratch |= {f"{name}_smem": products.operand((stages,), _BLOCK, n, jnp.float16) for name, n in moving.items()}
+    scratch |= {
+        "rows_smem": plgpu.SMEM((stages, *operands.rows.shape[3:]), jnp.float32),
+        "columns_smem": plgpu.SMEM((count, *operands.columns.shape[3:]), jnp.float32),
+        "ready": plgpu.Barrier(num_arrivals=count * (len(kept) + 1)),
+        "full": plgpu.Barrier(num_arrivals=len(moving) + 1, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
     }
     if interpret is not None:
-        piece = _BLOCK // config.key_pieces
-        shapes = ((_BLOCK, head_dim), (_BLOCK, value_dim), (_BLOCK, piece), (_BLOCK, piece))
+        shapes = [(_BLOCK, sizes[name]) for name in results] + [(_BLOCK, _BLOCK)] * 2
         scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
+    out_type = {name: jax.ShapeDtypeStruct((batch, length, heads, sizes[name]), jnp.float32) for name in results}
+    if "dkey" in results:
+        out_type["dlog"] = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    body = functools.partial(
+        _body,
+        names=(*names, *out_type),
+        results={name: sizes[name] for name in results},
+        tiles=(tuple(kept), tuple(moving)),
+        power=power,
+        config=config,
+    )
     kernel = plgpu.kernel(
-        functools.partial(_body, names=names, power=power, config=config),
-        out_type=(
-            jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((batch, length, heads, value_dim), jnp.float32),
-            jax.ShapeDtypeStruct((batch, heads, length), jnp.float32),
-        ),
+        body,
+        out_type=tuple(out_type.values()),
         scratch_types=scratch,
         # The first keys are seen by the most queries, and go first.
         grid=(heads, length // (count * _BLOCK), batch),
@@ -83,12 +99,11 @@ def key_vjp(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **({} if interpret is None else {"interpret": interpret}),
     )
-    dkey, dvalue, dlog = kernel(*arrays)
-    return dkey[:, positions], dvalue[:, positions], jnp.moveaxis(dlog[..., positions], 1, 2)
+    return dict(zip(out_type, kernel(*(getattr(operands, name) for name in names))))
 
 
-def _body(*refs, names, power, config, interpreted=None, **smem):
-    gmem = dict(zip((*names, "dkey", "dvalue", "dlog"), refs, strict=True))
+def _body(*refs, names, results, tiles, power, config, interpreted=None, **smem):
+    gmem = dict(zip(names, refs, strict=True))
     count = config.compute_warpgroups
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
     block = lax.axis_index("block") * count
@@ -104,7 +119,7 @@ def _body(*refs, names, power, config, interpreted=None, **smem):
     @pl.when(warpgroup == count)
     def _load():
         plgpu.set_max_registers(config.load_registers, action="decrease")
-        _copy(gmem, smem, place, config)
+        _copy(gmem, smem, place, *tiles, config)
 
     @pl.when(warpgroup < count)
     def _compute():
@@ -112,36 +127,38 @@ def _body(*refs, names, power, config, interpreted=None, **smem):
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
         plgpu.barrier_wait(smem["ready"])
 
-        def rows(dkey, dvalue):
-            keys = _Keys(dkey, dvalue, warpgroup, gmem, smem, place, power, config, held and held[2:])
+        def rows(*accumulators):
+            accumulators = dict(zip(results, accumulators))
+            keys = _Keys(accumulators, warpgroup, smem, place, power, config, held and held[len(results) :])
             dlog = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), pairs.PER_ROW)
             dlog = lax.fori_loop(jnp.int32(0), jnp.int32(place["group"]), keys.all_queries, dlog)
             positions = pl.ds((block + warpgroup) * _BLOCK, _BLOCK)
-            pairs.store(gmem["dlog"].at[batch, head, positions], dlog)
-            pairs.store(gmem["dkey"].at[batch, positions, head], dkey[...])
-            pairs.store(gmem["dvalue"].at[batch, positions, head], dvalue[...])
+            if "dlog" in gmem:
+                pairs.store(gmem["dlog"].at[batch, head, positions], dlog)
+            for name, acc in accumulators.items():
+                pairs.store(gmem[name].at[batch, positions, head], acc[...])
 
-        shapes = [(_BLOCK, config.head_dim), (_BLOCK, config.value_dim)]
-        products.with_accumulators(rows, shapes, held and held[:2])
+        shapes = [(_BLOCK, size) for size in results.values()]
+        products.with_accumulators(rows, shapes, held and held[: len(results)])
 
 
-def _copy(gmem, smem, place, config):
+def _copy(gmem, smem, place, kept, moving, config):
     """The block's keys and values, then the queries of each head of the group that see any of them."""
     batch, head = place["batch"], place["head"]
     for n in range(config.compute_warpgroups):
         tokens = batch, pl.ds((place["block"] + n) * _BLOCK, _BLOCK), head
-        for name in ("key", "value"):
+        for name in kept:
             plgpu.copy_gmem_to_smem(gmem[name].at[tokens], smem[f"{name}_smem"].at[n], smem["ready"])
         columns = gmem["columns"].at[batch, head, place["block"] + n]
-        plgpu.copy_gmem_to_smem(columns, smem["column_smem"].at[n], smem["ready"])
+        plgpu.copy_gmem_to_smem(columns, smem["columns_smem"].at[n], smem["ready"])
 
     def copy(step, slot):
         query_head = head * place["group"] + lax.div(step, place["steps"])
         block, full = place["block"] + lax.rem(step, place["steps"]), smem["full"].at[slot]
         tokens = batch, pl.ds(block * _BLOCK, _BLOCK), query_head
-        for name in _TILES:
+        for name in moving:
             plgpu.copy_gmem_to_smem(gmem[name].at[tokens], smem[f"{name}_smem"].at[slot], full)
-        plgpu.copy_gmem_to_smem(gmem["rows"].at[batch, query_head, block], smem["row_smem"].at[slot], full)
+        plgpu.copy_gmem_to_smem(gmem["rows"].at[batch, query_head, block], smem["rows_smem"].at[slot], full)
 
     ring.fill(place["steps"] * place["group"], config.key_stages, smem["free"], copy)
 
@@ -149,14 +166,12 @@ def _copy(gmem, smem, place, config):
 class _Keys:
     """The 64 keys of one warpgroup, and what it does with each block of queries."""
 
-    def __init__(self, dkey, dvalue, warpgroup, gmem, smem, place, power, config, interpreted):
-        self.dkey, self.dvalue, self.warpgroup = dkey, dvalue, warpgroup
+    def __init__(self, accumulators, warpgroup, smem, place, power, config, interpreted):
+        self.accumulators, self.warpgroup = accumulators, warpgroup
         self.smem, self.place, self.power, self.config = smem, place, power, config
         self.interpreted = interpreted
-        self.key, self.value = (
-            pairs.left_operand(smem[name].at[warpgroup], config) for name in ("key_smem", "value_smem")
-        )
-        self.factor = self._of_keys(inputs.FAR_FACTOR)
+        self.key = smem["key_smem"].at[warpgroup]
+        self.value = smem["value_smem"].at[warpgroup] if "dkey" in accumulators else None
 
     def all_queries(self, head, dlog):
         """dlog and sums over the queries of one head of the group; other sums are in the accumulators."""
@@ -169,69 +184,65 @@ class _Keys:
             slot = self._full(step)
             plgpu.barrier_arrive(self.smem["free"].at[slot])
 
-        dlog += self._add(self._full(own), self._near, inputs.NEAR_WEIGHT, inputs.NEAR_SLOPE)
+        dlog = self._diagonal(own, dlog)
+        # Not before, and not the values: registers are few.
+        key, value = pairs.left_operand(self.key, self.config), self.value
+        factor = self._of_keys(inputs.FAR_FACTOR)
 
         def far(step, carry):
             between, dlog = carry
             slot = self._full(step)
-            total = self.smem["row_smem"][slot, inputs.QUERY_BETWEEN, 0]
-            pairs_of = functools.partial(self._far, between=between)
-            dlog += self._add(slot, pairs_of, inputs.FAR_WEIGHT, inputs.FAR_SLOPE)
-            return between * total, dlog
+            query, dout = (self.smem[name].at[slot] for name in ("query_smem", "dout_smem"))
+            if value is None:
+                scores, dweights = pairs.product(key, query, self.interpreted), None
+            else:
+                scores, dweights = pairs.two_products(key, query, value, dout, self.interpreted)
+            slopes = lax.integer_pow(scores, self.power - 1) * pairs.by_row(factor * between)
+            between *= self.smem["rows_smem"][slot, inputs.QUERY_BETWEEN, 0]
+            return between, self._add(
+                slot, scores, slopes, dweights, dlog, inputs.FAR_WEIGHT, inputs.FAR_SLOPE
+            )
 
         return lax.fori_loop(own + 1, begin + self.place["steps"], far, (jnp.float32(1), dlog))[1]
 
-    def _add(self, slot, pairs_of, weight, slope):
-        """Adds a block of queries to the accumulators; returns sums of P (dP - delta).
+    def _diagonal(self, step, dlog):
+        slot = self._full(step)
+        # One product after the other, since registers are few.
+        scores = pairs.product(self.key, self.smem["query_smem"].at[slot], self.interpreted)
+        parts = [self._of_keys(n) for n in (inputs.KEY_COARSE, inputs.KEY_FINE)]
+        query_parts = [self._of_queries(slot, n) for n in (inputs.QUERY_COARSE, inputs.QUERY_FINE)]
+        length = pairs.by_row(self._of_keys(inputs.NEAR_FACTOR))
+        position = self._of_queries(slot, inputs.QUERY_POSITION)
+        factor = pairs.near_factor(parts, query_parts, position, length, sign=-1)
+        slopes = lax.integer_pow(scores, self.power - 1) * factor
+        dweights = None
+        if self.value is not None:
+            dweights = pairs.product(self.value, self.smem["dout_smem"].at[slot], self.interpreted)
+        return self._add(slot, scores, slopes, dweights, dlog, inputs.NEAR_WEIGHT, inputs.NEAR_SLOPE)
 
-        pairs_of: of a slot and some of its queries, what gives scores, slopes and gradients of weights.
-        """
-        dlog, weights, dscores = 0.0, [], []
-        piece = _BLOCK // self.config.key_pieces
-        for begin in range(0, _BLOCK, piece):
-            queries = slice(begin, begin + piece)
-            scores, slopes, dweights = pairs_of(slot, queries)
-            shares = slopes * scores * pairs.by_column(self._of_queries(slot, weight, queries))
-            dweights = dweights - pairs.by_column(self._of_queries(slot, inputs.DELTA, queries))
-            dlog += (shares * dweights).sum(1)
-            dslopes = slopes * dweights * pairs.by_column(self._of_queries(slot, slope, queries))
-            weights.append(shares.astype(jnp.float16))
-            dscores.append(dslopes.astype(jnp.float16))
-        weights, dscores = (x[0] if len(x) == 1 else jnp.concatenate(x, 1) for x in (weights, dscores))
-        dout, unit_query = (self.smem[f"{name}_smem"].at[slot] for name in ("dout", "unit_query"))
-        products.accumulate(self.dvalue, weights, dout, self.interpreted, wait=1)
-        products.accumulate(self.dkey, dscores, unit_query, self.interpreted)
+    def _add(self, slot, scores, slopes, dweights, dlog, weight, slope):
+        """Adds one block of queries to the accumulators; returns dlog with sums of P (dP - delta) added."""
+        weights = slopes * scores * pairs.by_column(self._of_queries(slot, weight))
+        under_way = []
+        if "dvalue" in self.accumulators:
+            under_way.append((self.accumulators["dvalue"], weights.astype(jnp.float16), "dout_smem"))
+        if "dkey" in self.accumulators:
+            dweights = dweights - pairs.by_column(self._of_queries(slot, inputs.DELTA))
+            dlog += (weights * dweights).sum(1)
+            dscores = slopes * dweights * pairs.by_column(self._of_queries(slot, slope))
+            under_way.append((self.accumulators["dkey"], dscores.astype(jnp.float16), "unit_query_smem"))
+        for n, (acc, operand, name) in enumerate(under_way):
+            wait = len(under_way) - 1 - n
+            products.accumulate(acc, operand, self.smem[name].at[slot], self.interpreted, wait=wait)
         plgpu.barrier_arrive(self.smem["free"].at[slot])
         return dlog
 
-    def _far(self, slot, queries, between):
-        query, dout = self._tiles(slot, queries)
-        scores, dweights = pairs.two_products(self.key, query, self.value, dout, self.interpreted)
-        factor = pairs.by_row(self.factor * between, scores.shape[1])
-        return scores, lax.integer_pow(scores, self.power - 1) * factor, dweights
-
-    def _near(self, slot, queries):
-        query, dout = self._tiles(slot, queries)
-        # One product after the other, since registers are few.
-        one = self.interpreted and self.interpreted[:1]
-        scores = pairs.product(self.key, query, one)
-        parts = [self._of_keys(n) for n in (inputs.KEY_COARSE, inputs.KEY_FINE)]
-        query_parts = [self._of_queries(slot, n, queries) for n in (inputs.QUERY_COARSE, inputs.QUERY_FINE)]
-        length = pairs.by_row(self._of_keys(inputs.NEAR_FACTOR), scores.shape[1])
-        position = self._of_queries(slot, inputs.QUERY_POSITION, queries)
-        factor = pairs.near_factor(parts, query_parts, position, length, sign=-1)
-        slopes = lax.integer_pow(scores, self.power - 1) * factor
-        return scores, slopes, pairs.product(self.value, dout, one)
-
-    def _tiles(self, slot, queries):
-        return (self.smem[f"{name}_smem"].at[slot, queries] for name in ("query", "dout"))
-
     def _of_keys(self, index):
-        vector = self.smem["column_smem"].at[self.warpgroup, index]
+        vector = self.smem["columns_smem"].at[self.warpgroup, index]
         return plgpu.load(vector, layout=pairs.PER_ROW, optimized=False)
 
-    def _of_queries(self, slot, index, queries):
-        vector = self.smem["row_smem"].at[slot, index, queries]
+    def _of_queries(self, slot, index):
+        vector = self.smem["rows_smem"].at[slot, index]
         return plgpu.load(vector, layout=pairs.PER_COLUMN, optimized=False)
 
     def _full(self, step):

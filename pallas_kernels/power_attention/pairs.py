@@ -27,14 +27,14 @@ LAYOUT = plgpu.Layout.WGMMA
 PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
-def by_row(x, columns=BLOCK):
-    """x of every row, for so many columns."""
-    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (x.shape[0], columns), [0]), LAYOUT)
+def by_row(x):
+    """x of every row, for all columns."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (BLOCK, BLOCK), [0]), LAYOUT)
 
 
 def by_column(x):
     """x of every column, for all rows."""
-    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (BLOCK, x.shape[0]), [1]), LAYOUT)
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (BLOCK, BLOCK), [1]), LAYOUT)
 
 
 def left_operand(ref, config):
@@ -43,13 +43,13 @@ def left_operand(ref, config):
 
 
 def product(a, b, interpreted):
-    """a b^T, float32; `interpreted` is shared memory for it, or None."""
+    """a b^T, float32; `interpreted` as for two of them."""
 
     def compute(acc):
         products.accumulate(acc, a, b.T, interpreted)
         return plgpu.layout_cast(acc[...], LAYOUT)
 
-    return products.with_accumulators(compute, [(BLOCK, b.shape[0])], interpreted)
+    return products.with_accumulators(compute, [(BLOCK, BLOCK)], interpreted and interpreted[:1])
 
 
 def two_products(a, b, c, d, interpreted):
@@ -61,7 +61,7 @@ def two_products(a, b, c, d, interpreted):
         products.accumulate(second, c, d.T, interpreted)
         return tuple(plgpu.layout_cast(acc[...], LAYOUT) for acc in (first, second))
 
-    return products.with_accumulators(compute, [(BLOCK, b.shape[0])] * 2, interpreted)
+    return products.with_accumulators(compute, [(BLOCK, BLOCK)] * 2, interpreted)
 
 
 def near_factor(rows, columns, position, length, *, sign):
@@ -70,7 +70,7 @@ def near_factor(rows, columns, position, length, *, sign):
     rows, columns: the two parts of the decay at each. position: that of each column in the block. sign: 1 if rows are
     queries, -1 if they are keys.
     """
-    first, second = (by_row(row, column.shape[0]) - by_column(column) for row, column in zip(rows, columns))
+    first, second = (by_row(row) - by_column(column) for row, column in zip(rows, columns))
     decay = sign * (first + second)
     row = plgpu.broadcasted_iota(jnp.int32, decay.shape, 0, layout=LAYOUT).astype(jnp.float32)
     seen = (sign * (row - by_column(position)) >= 0) & (decay >= sequence.FLOOR)

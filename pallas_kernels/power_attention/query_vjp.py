@@ -169,15 +169,14 @@ class _Queries:
         slot = self._full(step)
         key, value = self._tiles(slot)
         # One product after the other, since registers are few.
-        one = self.interpreted and self.interpreted[:1]
-        scores = pairs.product(self.query, key, one)
+        scores = pairs.product(self.query, key, self.interpreted)
         parts = [self._of_queries(n) for n in (inputs.QUERY_COARSE, inputs.QUERY_FINE)]
         key_parts = [self._of_keys(slot, n) for n in (inputs.KEY_COARSE, inputs.KEY_FINE)]
         length = pairs.by_column(self._of_keys(slot, inputs.NEAR_FACTOR))
         position = self._of_keys(slot, inputs.KEY_POSITION)
         factor = pairs.near_factor(parts, key_parts, position, length, sign=1)
         slopes = lax.integer_pow(scores, self.power - 1) * factor
-        dweights = pairs.product(self.dout, value, one)
+        dweights = pairs.product(self.dout, value, self.interpreted)
         slope = self._of_queries(inputs.NEAR_SLOPE)
         return self._add(slot, scores, slopes, dweights, slope, slope * self._of_queries(inputs.DELTA))
 

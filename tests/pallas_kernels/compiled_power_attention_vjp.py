@@ -1,8 +1,10 @@
 """Cases of the gradients' kernels that are compiled for an H100, and the time predicted for them.
 
-A case is the pass, over queries (dq) or keys (dkv), power, head size, value size and dtype: "dq-p4-d64-e64-bfloat16".
+A case is what the kernel adds up, for queries (dq), keys (dk), values (dv) or both (dkv), power, head size, value size
+and dtype: "dq-p4-d64-e64-bfloat16".
 """
 
+import itertools
 import re
 
 import jax
@@ -13,23 +15,26 @@ from tests.pallas_kernels import compiled_power_attention as forward
 from tests.pallas_kernels import h100
 
 # Latency of the last wgmma of each product, of barriers and of sums, per step; a guess, not a measurement.
-WAITING_CYCLES = {"dq": 300, "dkv": 350}
+WAITING_CYCLES = {"dq": 300, "dkv": 350, "dk": 350, "dv": 250}
+# The results of a kernel of the pass over keys: where registers are few, it takes two.
+RESULTS = {"dkv": ("dkey", "dvalue"), "dk": ("dkey",), "dv": ("dvalue",)}
 
 _SIZES = ((16, 16), (32, 32), (64, 64), (128, 128), (64, 128))
-CASES = [
-    f"{kernel}-p{power}-d{head_dim}-e{value_dim}-bfloat16"
-    for kernel in ("dq", "dkv")
-    for power in (2, 4)
-    for head_dim, value_dim in _SIZES
-] + ["dq-p8-d128-e128-bfloat16", "dkv-p8-d128-e128-bfloat16"]
 
+
+def _cases(powers, sizes):
+    """Every kernel that gradients of these powers and sizes take."""
+    for power in powers:
+        for head_dim, value_dim in sizes:
+            chosen = config.choose_vjp(head_dim=head_dim, value_dim=value_dim, power=power, dtype=jnp.bfloat16)
+            kernels = [name for name, results in RESULTS.items() if results in chosen.key_results]
+            for kernel in ["dq", *kernels]:
+                yield f"{kernel}-p{power}-d{head_dim}-e{value_dim}-bfloat16"
+
+
+CASES = [*_cases((2, 4), _SIZES), *_cases((8,), ((64, 64), (128, 128)))]
 # All widths that the kernels have, at their highest power.
-RARE = [
-    f"{kernel}-p16-d{head_dim}-e{value_dim}-bfloat16"
-    for kernel in ("dq", "dkv")
-    for head_dim in forward.WIDTHS
-    for value_dim in forward.WIDTHS
-]
+RARE = list(_cases((16,), itertools.product(forward.WIDTHS, forward.WIDTHS)))
 
 
 def build(case: str):
@@ -47,7 +52,7 @@ def build(case: str):
         prepared = vjp_operands.VjpOperands(*prepared)
         if kernel == "dq":
             return query_vjp.query_vjp(prepared, time=time, **options)
-        return key_vjp.key_vjp(prepared, positions=slice(0, time), **options)
+        return key_vjp.sums(prepared, results=RESULTS[kernel], **options)
 
     def shape(*sizes, dtype=jnp.float32):
         return jax.ShapeDtypeStruct((1, time, *sizes), dtype)
@@ -76,9 +81,9 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     # The shortest loop that multiplies matrices and rounds slopes; m64nNk16 takes N / 2 cycles.
     counts = next(loop for loop in kernel.loops if loop["HGMMA"] and loop["F2FP"])
     block, count = chosen.block, chosen.compute_warpgroups
-    sizes = chosen.head_dim + chosen.value_dim
-    results = chosen.head_dim if which == "dq" else sizes
-    tensor = sizes // 16 * block // 2 + block // 16 * results // 2
+    scores = chosen.head_dim + (chosen.value_dim if which != "dv" else 0)
+    results = (chosen.head_dim if which != "dv" else 0) + (chosen.value_dim if which in ("dv", "dkv") else 0)
+    tensor = scores // 16 * block // 2 + block // 16 * results // 2
     instructions = counts["instructions"]
     step = max(count * tensor, count * instructions, tensor + instructions + WAITING_CYCLES[which])
     blocks = 65_536 // block

@@ -22,7 +22,7 @@ CASES = [
     (cases.Case(power=4, time=300, decay="gentle", segments="padded"), {"queries": 150}),
     (cases.Case(power=4, head_dim=128, value_dim=128, time=100, decay="gentle"), {}),
     (cases.Case(power=4, time=140, scale=1e3, decay="mixed"), {"dtype": "float16"}),
-    (cases.Case(power=16, time=140, scale=1e-3, decay="gentle"), {}),
+    (cases.Case(power=16, time=128, scale=1e-3, decay="gentle"), {}),
 ]
 
 
@@ -63,7 +63,7 @@ def test_gradients(case, more):
     actual = jax.device_get(jax.jit(run)(short, jnp.asarray(dout, dtype)))
     for name, value in expected.items():
         error = cases.error(actual[name], value, cases.natural_size(name, drawn | {"dout": dout}))
-        assert error <= 2.0**-11 if name == "log_decay" else 2.0**-9, (name, error)
+        assert error <= (2.0**-11 if name == "log_decay" else 2.0**-9), (name, error)
         print(name, error)
 
 

@@ -20,12 +20,10 @@ from sympow_jax.ops._power import state as power_state
 __all__ = [
     "Rows",
     "attention",
-    "attention_vjp",
     "chunked",
     "core_vjp",
     "kv_and_norm",
     "precision_of",
-    "unit_exponent",
     "unit_scale",
 ]
 
@@ -186,24 +184,6 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
     return out, _state_of(*final, sequence, window, dtype)
 
 
-def attention_vjp(arguments, results, dout, *, power, segment_ids, chunk):
-    """Gradients of the attention form without a state, from its arguments and results alone.
-
-    arguments: query, key, value and log_decay or None; results: out [B, T, N, E] and the denominators [B, T, N] of
-    queries of unit scale.
-    """
-    out, denominator = results
-    kv_heads, dtype = arguments[1].shape[2], denominator.dtype
-    dsums = means.mean_vjp(out.astype(dtype), denominator[..., None], dout.astype(dtype), -1)
-
-    def sums(query, key, value, log_decay):
-        sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, None, dtype)
-        return _sums(query, sequence, power=power, state=None, chunk=chunk, precision=precision_of(key.dtype))
-
-    # The sums themselves are not used again, and compiled away.
-    return jax.vjp(sums, *arguments)[1](_time_last(jnp.concatenate(dsums, -1), kv_heads))
-
-
 def _sums(query, sequence, *, power, state, chunk, precision):
     """Weighted sums of values and, last, of weights for every query, [B, K, G, E+1, T]."""
     time = query.shape[1]
@@ -264,13 +244,13 @@ def _masked_queries(query, sequence):
 
 def unit_scale(query: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
     """The query times the power of two that brings its largest entry into [1/2, 1)."""
-    exponent = unit_exponent(query)[..., None]
+    exponent = _unit_exponent(query)[..., None]
     # Two factors, since the inverse of the smallest normal number overflows.
     half = exponent // 2
     return jnp.ldexp(jnp.ldexp(query, -half), half - exponent)
 
 
-def unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
+def _unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
     """The power of two by which `unit_scale` divides."""
     return jnp.frexp(jax.lax.stop_gradient(jnp.abs(query).max(-1)))[1]
 
