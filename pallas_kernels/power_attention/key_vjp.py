@@ -186,17 +186,13 @@ class _Keys:
 
         dlog = self._diagonal(own, dlog)
         # Not before, and not the values: registers are few.
-        key, value = pairs.left_operand(self.key, self.config), self.value
+        key = pairs.left_operand(self.key, self.config)
         factor = self._of_keys(inputs.FAR_FACTOR)
 
         def far(step, carry):
             between, dlog = carry
             slot = self._full(step)
-            query, dout = (self.smem[name].at[slot] for name in ("query_smem", "dout_smem"))
-            if value is None:
-                scores, dweights = pairs.product(key, query, self.interpreted), None
-            else:
-                scores, dweights = pairs.two_products(key, query, value, dout, self.interpreted)
+            scores, dweights = self._products(slot, key)
             slopes = lax.integer_pow(scores, self.power - 1) * pairs.by_row(factor * between)
             between *= self.smem["rows_smem"][slot, inputs.QUERY_BETWEEN, 0]
             return between, self._add(
@@ -207,28 +203,35 @@ class _Keys:
 
     def _diagonal(self, step, dlog):
         slot = self._full(step)
-        # One product after the other, since registers are few.
-        scores = pairs.product(self.key, self.smem["query_smem"].at[slot], self.interpreted)
+        scores, dweights = self._products(slot, self.key)
         parts = [self._of_keys(n) for n in (inputs.KEY_COARSE, inputs.KEY_FINE)]
         query_parts = [self._of_queries(slot, n) for n in (inputs.QUERY_COARSE, inputs.QUERY_FINE)]
         length = pairs.by_row(self._of_keys(inputs.NEAR_FACTOR))
         position = self._of_queries(slot, inputs.QUERY_POSITION)
         factor = pairs.near_factor(parts, query_parts, position, length, sign=-1)
         slopes = lax.integer_pow(scores, self.power - 1) * factor
-        dweights = None
-        if self.value is not None:
-            dweights = pairs.product(self.value, self.smem["dout_smem"].at[slot], self.interpreted)
         return self._add(slot, scores, slopes, dweights, dlog, inputs.NEAR_WEIGHT, inputs.NEAR_SLOPE)
+
+    def _products(self, slot, key):
+        """Scores and, where the keys' gradient is wanted, the gradient by weights."""
+        query, dout = (self.smem[name].at[slot] for name in ("query_smem", "dout_smem"))
+        if self.value is None:
+            return pairs.product(key, query, self.interpreted), None
+        return pairs.two_products(key, query, self.value, dout, self.interpreted)
 
     def _add(self, slot, scores, slopes, dweights, dlog, weight, slope):
         """Adds one block of queries to the accumulators; returns dlog with sums of P (dP - delta) added."""
-        weights = slopes * scores * pairs.by_column(self._of_queries(slot, weight))
         under_way = []
+        if "dkey" in self.accumulators:
+            dweights = dweights - pairs.by_column(self._of_queries(slot, inputs.DELTA))
+            # One step after the other, since registers are few.
+            scores, slopes, dweights = lax.optimization_barrier((scores, slopes, dweights))
+        weights = slopes * scores * pairs.by_column(self._of_queries(slot, weight))
         if "dvalue" in self.accumulators:
             under_way.append((self.accumulators["dvalue"], weights.astype(jnp.float16), "dout_smem"))
         if "dkey" in self.accumulators:
-            dweights = dweights - pairs.by_column(self._of_queries(slot, inputs.DELTA))
             dlog += (weights * dweights).sum(1)
+            dlog, slopes, dweights = lax.optimization_barrier((dlog, slopes, dweights))
             dscores = slopes * dweights * pairs.by_column(self._of_queries(slot, slope))
             under_way.append((self.accumulators["dkey"], dscores.astype(jnp.float16), "unit_query_smem"))
         for n, (acc, operand, name) in enumerate(under_way):
