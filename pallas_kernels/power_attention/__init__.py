@@ -87,11 +87,18 @@ def power_attention_vjp(
     keeps them in range; float32 sums. Queries without a weight have a gradient of zero.
 
     Args:
-        query, key, value, power, log_decay, segment_ids, interpret: as in `power_attention`.
+        query: [B, T, N, D], as are the next two what `power_attention` was given.
+        key: [B, S, K, D].
+        value: [B, S, K, E].
         out: [B, T, N, E], the mean: the numerator over the denominator, zero where that is zero. Its rounding
             becomes an error of the gradients: float32 adds none.
-        denominator, exponent: [B, T, N], as `power_attention` returned them.
+        denominator: [B, T, N], as `power_attention` returned it.
+        exponent: [B, T, N], as `power_attention` returned it.
         dout: [B, T, N, E], the cotangent of the mean.
+        power: p, as in `power_attention`.
+        log_decay: [B, S, K], as in `power_attention`.
+        segment_ids: [B, S], as in `power_attention`.
+        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
 
     Returns:
         Gradients of query, key, value, in their dtypes, and of log_decay, float32, or None if that is None.
@@ -107,9 +114,10 @@ def power_attention_vjp(
         query, key, value, out, denominator, exponent, dout, power=power, **arrays, config=config
     )
     options = {"power": power, "config": config, "interpret": interpret}
-    by_query = query_vjp.query_vjp(prepared, time=query.shape[1], **options)
+    dquery, query_log = query_vjp.query_vjp(prepared, time=query.shape[1], **options)
+    prepared = vjp_operands.corrected(prepared, units, query_log)
     by_key = key_vjp.key_vjp(prepared, positions=positions, **options)
-    dquery, dkey, dvalue, ddecay = vjp_operands.gradients(by_query, by_key, units, power=power)
+    dquery, dkey, dvalue, ddecay = vjp_operands.gradients(dquery, by_key, units, power=power)
     dquery, dkey = (x[..., : query.shape[-1]].astype(query.dtype) for x in (dquery, dkey))
     dvalue = dvalue[..., : value.shape[-1]].astype(value.dtype)
     if log_decay is None:

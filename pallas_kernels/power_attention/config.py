@@ -101,7 +101,11 @@ def choose_vjp(*, head_dim: int, value_dim: int, power: int, dtype) -> VjpConfig
     sizes = _sizes(head_dim, value_dim, power, dtype)
     stages = (4, 3, 2)
     fitting = [
-        next(n for n in stages if VjpConfig(**sizes, query_stages=n, key_stages=n).shared_bytes[k] <= _SHARED_BYTES)
+        next(
+            n
+            for n in stages
+            if VjpConfig(**sizes, query_stages=n, key_stages=n).shared_bytes[k] <= _SHARED_BYTES
+        )
         for k in range(2)
     ]
     return VjpConfig(**sizes, query_stages=fitting[0], key_stages=fitting[1])

@@ -45,14 +45,21 @@ def key_vjp(
     interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     options = {"power": power, "config": config, "interpret": interpret}
-    found = {}
+    found: dict[str, jax.Array] = {}
     for results in config.key_results:
         found |= sums(operands, results=results, **options)
     dkey, dvalue = (found[name][:, positions] for name in ("dkey", "dvalue"))
     return dkey, dvalue, jnp.moveaxis(found["dlog"][..., positions], 1, 2)
 
 
-def sums(operands: inputs.VjpOperands, *, results: tuple[str, ...], power: int, config: configs.VjpConfig, interpret=None):
+def sums(
+    operands: inputs.VjpOperands,
+    *,
+    results: tuple[str, ...],
+    power: int,
+    config: configs.VjpConfig,
+    interpret=None,
+):
     """One kernel: `dkey`, with `dlog` [B, K, S], or `dvalue`, or all of them, by name, S filled up."""
     batch, length, heads, _ = operands.key.shape
     count, stages = config.compute_warpgroups, config.key_stages
@@ -64,7 +71,9 @@ def sums(operands: inputs.VjpOperands, *, results: tuple[str, ...], power: int, 
         moving["unit_query"], kept["value"] = config.head_dim, config.value_dim
     names = (*moving, *kept, "rows", "columns", "last")
     scratch = {f"{name}_smem": products.operand((count,), _BLOCK, n, jnp.float16) for name, n in kept.items()}
-    scratch |= {f"{name}_smem": products.operand((stages,), _BLOCK, n, jnp.float16) for name, n in moving.items()}
+    scratch |= {
+        f"{name}_smem": products.operand((stages,), _BLOCK, n, jnp.float16) for name, n in moving.items()
+    }
     scratch |= {
         "rows_smem": plgpu.SMEM((stages, *operands.rows.shape[3:]), jnp.float32),
         "columns_smem": plgpu.SMEM((count, *operands.columns.shape[3:]), jnp.float32),
@@ -75,7 +84,9 @@ def sums(operands: inputs.VjpOperands, *, results: tuple[str, ...], power: int, 
     if interpret is not None:
         shapes = [(_BLOCK, sizes[name]) for name in results] + [(_BLOCK, _BLOCK)] * 2
         scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
-    out_type = {name: jax.ShapeDtypeStruct((batch, length, heads, sizes[name]), jnp.float32) for name in results}
+    out_type = {
+        name: jax.ShapeDtypeStruct((batch, length, heads, sizes[name]), jnp.float32) for name in results
+    }
     if "dkey" in results:
         out_type["dlog"] = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     body = functools.partial(

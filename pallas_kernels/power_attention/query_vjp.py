@@ -27,7 +27,9 @@ __all__ = ["query_vjp"]
 _BLOCK = pairs.BLOCK
 
 
-def query_vjp(operands: inputs.VjpOperands, *, time: int, power: int, config: configs.VjpConfig, interpret=None):
+def query_vjp(
+    operands: inputs.VjpOperands, *, time: int, power: int, config: configs.VjpConfig, interpret=None
+):
     """Sums of dS K [B, T, N, D] and of dS S [B, T, N], float32, in the units of the operands' rows.
 
     time: T, of the positions that are the last but for those that fill up their block.

@@ -39,6 +39,7 @@ __all__ = [
     "QUERY_POSITION",
     "Units",
     "VjpOperands",
+    "corrected",
     "gradients",
     "prepare",
 ]
@@ -118,16 +119,27 @@ def prepare(
     # Queries and cotangents of every position.
     front, back = tokens.key.shape[1] - tokens.query.shape[1], tokens.query.shape[1] - time
     share = jnp.where(some, 1 / jnp.where(some, denominator, 1), 0)
-    vectors = share, numerics.scaled(share, slope_unit), (dout * out).sum(-1)
-    vectors = (jnp.pad(x, [(0, 0), (front, back), (0, 0)]) for x in vectors)
+    vectors = [
+        jnp.pad(x, [(0, 0), (front, back), (0, 0)])
+        for x in (share, numerics.scaled(share, slope_unit), (dout * out).sum(-1))
+    ]
     dout = jnp.pad(dout, [(0, 0)] * 3 + [(0, config.value_dim - dout.shape[-1])])
     query, unit_query, dout = (
         jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, 0)]) for x in (query, unit_query, dout)
     )
     decay = sequence.Decay(tokens.log_decay.reshape(*longest.shape, -1, config.block))
+    rows, columns = _vectors(*vectors, numerics.scaled(length_factor, _WEIGHT_BITS), decay)
+    query, unit_query, key, value, dout = (
+        x.astype(jnp.float16) for x in (query, unit_query, key, value, dout)
+    )
     operands = VjpOperands(
-        *(x.astype(jnp.float16) for x in (query, unit_query, key, value, dout)),
-        *_vectors(*vectors, numerics.scaled(length_factor, _WEIGHT_BITS), decay),
+        query=query,
+        unit_query=unit_query,
+        key=key,
+        value=value,
+        dout=dout,
+        rows=rows,
+        columns=columns,
         first=sequence.first_blocks(tokens.log_decay, pair),
         last=sequence.last_blocks(tokens.log_decay, pair),
     )
@@ -136,28 +148,37 @@ def prepare(
     return operands, units, positions
 
 
-def gradients(by_query, by_key, units: Units, *, power: int) -> tuple:
+def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
+    """The operands with delta as the weights have it, whatever the error of the output that it was taken from.
+
+    query_log: dS S [B, T, N], which would be zero if delta were right.
+    """
+    excess = numerics.scaled(query_log, -(units.slope + _WEIGHT_BITS))
+    batch, time, heads = excess.shape
+    back = -time % (2 * configs.WARPGROUP_ROWS)
+    excess = jnp.pad(excess, [(0, 0), (operands.query.shape[1] - time - back, back), (0, 0)])
+    delta = operands.rows[..., DELTA, :] + jnp.moveaxis(excess, 1, 2).reshape(
+        batch, heads, -1, configs.WARPGROUP_ROWS
+    )
+    return operands._replace(rows=operands.rows.at[..., DELTA, :].set(delta))
+
+
+def gradients(dquery, by_key, units: Units, *, power: int) -> tuple:
     """Gradients of query, key, value and log_decay, float32, from the kernels' sums.
 
-    by_query: dS K [B, T, N, D] and dS S [B, T, N]; by_key: dS^T Q' [B, S, K, D], P^T dO [B, S, K, E] and
-    P (dP - delta) [B, S, K].
+    dquery: dS K [B, T, N, D]; by_key: dS^T Q' [B, S, K, D], P^T dO [B, S, K, E] and P (dP - delta) [B, S, K].
     """
-    (dquery, query_log), (dkey, dvalue, key_log) = by_query, by_key
+    dkey, dvalue, key_log = by_key
     pair = units.value + units.dout + _WEIGHT_BITS
-    slope = units.slope + _of_heads(pair, query_log)[:, None]
-    dquery = numerics.scaled(power * dquery, -(slope + units.query)[..., None])
-    dkey = numerics.scaled(
-        power * dkey, -((pair + units.least + _OPERAND_BITS)[:, None] + units.key)[..., None]
-    )
+    by_query = units.slope + _of_heads(pair, dquery)[:, None] + units.query
+    dquery = numerics.scaled(power * dquery, -by_query[..., None])
+    by_key = (pair + units.least + _OPERAND_BITS)[:, None] + units.key
+    dkey = numerics.scaled(power * dkey, -by_key[..., None])
     dvalue = numerics.scaled(dvalue, -(units.dout + _WEIGHT_BITS)[:, None, :, None])
-
-    # A decay multiplies the weights of all pairs of a query from it on and a key before it. Pairs of later keys are
-    # taken away again.
-    batch, time, _ = query_log.shape
-    query_log = numerics.scaled(query_log, -slope).reshape(batch, time, key_log.shape[2], -1).sum(-1)
-    crossing = jnp.pad(query_log, [(0, 0), (key_log.shape[1] - time, 0), (0, 0)])
-    crossing -= numerics.scaled(key_log, -pair[:, None])
-    return dquery, dkey, dvalue, jnp.cumsum(crossing[:, ::-1], 1)[:, ::-1]
+    # A decay multiplies the weights of all pairs of a query from it on and a key before it. Those are all pairs of the
+    # queries, whose gradients by the logarithms of their weights cancel, but for pairs of keys from it on.
+    dlog = numerics.scaled(key_log, -pair[:, None])
+    return dquery, dkey, dvalue, -jnp.cumsum(dlog[:, ::-1], 1)[:, ::-1]
 
 
 def _of_heads(x, like):
@@ -186,7 +207,8 @@ def _slope_units(denominator, dout, value, power):
 def _vectors(share, slope, delta, length_factor, decay):
     """`rows` and `columns` of the operands."""
     share, slope, delta = (
-        jnp.moveaxis(x, 1, 2).reshape(len(x), x.shape[2], *decay.after.shape[2:]) for x in (share, slope, delta)
+        jnp.moveaxis(x, 1, 2).reshape(len(x), x.shape[2], *decay.after.shape[2:])
+        for x in (share, slope, delta)
     )
     length_factor = length_factor.reshape(decay.after.shape)
     from_start = sequence.exp(decay.coarse + decay.fine)

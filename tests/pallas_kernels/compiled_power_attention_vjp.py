@@ -26,7 +26,9 @@ def _cases(powers, sizes):
     """Every kernel that gradients of these powers and sizes take."""
     for power in powers:
         for head_dim, value_dim in sizes:
-            chosen = config.choose_vjp(head_dim=head_dim, value_dim=value_dim, power=power, dtype=jnp.bfloat16)
+            chosen = config.choose_vjp(
+                head_dim=head_dim, value_dim=value_dim, power=power, dtype=jnp.bfloat16
+            )
             kernels = [name for name, results in RESULTS.items() if results in chosen.key_results]
             for kernel in ["dq", *kernels]:
                 yield f"{kernel}-p{power}-d{head_dim}-e{value_dim}-bfloat16"

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
-from sympow_jax.ops._power import target, xla
 from sympow_jax.ops._power import mean as means
+from sympow_jax.ops._power import target, xla
 
 __all__ = ["attention", "chunked", "per_device", "require_supported"]
 
