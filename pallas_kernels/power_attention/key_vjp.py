@@ -204,7 +204,7 @@ class _Keys:
             between, dlog = carry
             slot = self._full(step)
             scores, dweights = self._products(slot, key)
-            slopes = lax.integer_pow(scores, self.power - 1) * pairs.by_row(factor * between)
+            slopes = pairs.slopes(scores, self.power) * pairs.by_row(factor * between)
             between *= self.smem["rows_smem"][slot, inputs.QUERY_BETWEEN, 0]
             return between, self._add(
                 slot, scores, slopes, dweights, dlog, inputs.FAR_WEIGHT, inputs.FAR_SLOPE
@@ -220,7 +220,7 @@ class _Keys:
         length = pairs.by_row(self._of_keys(inputs.NEAR_FACTOR))
         position = self._of_queries(slot, inputs.QUERY_POSITION)
         factor = pairs.near_factor(parts, query_parts, position, length, sign=-1)
-        slopes = lax.integer_pow(scores, self.power - 1) * factor
+        slopes = pairs.slopes(scores, self.power) * factor
         return self._add(slot, scores, slopes, dweights, dlog, inputs.NEAR_WEIGHT, inputs.NEAR_SLOPE)
 
     def _products(self, slot, key):

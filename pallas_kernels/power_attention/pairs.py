@@ -18,6 +18,7 @@ __all__ = [
     "left_operand",
     "near_factor",
     "product",
+    "slopes",
     "store",
     "two_products",
 ]
@@ -62,6 +63,15 @@ def two_products(a, b, c, d, interpreted):
         return tuple(plgpu.layout_cast(acc[...], LAYOUT) for acc in (first, second))
 
     return products.with_accumulators(compute, [(BLOCK, BLOCK)] * 2, interpreted)
+
+
+def slopes(scores, power):
+    """scores^(power - 1), of an even power."""
+    result, square, left = scores, scores * scores, power // 2 - 1
+    while left:
+        result = result * square if left % 2 else result
+        square, left = square * square, left // 2
+    return result
 
 
 def near_factor(rows, columns, position, length, *, sign):

@@ -161,7 +161,7 @@ class _Queries:
             key, value = self._tiles(slot)
             scores, dweights = pairs.two_products(self.query, key, self.dout, value, self.interpreted)
             factor = self._of_keys(slot, inputs.FAR_FACTOR) * between
-            slopes = lax.integer_pow(scores, self.power - 1) * pairs.by_column(factor)
+            slopes = pairs.slopes(scores, self.power) * pairs.by_column(factor)
             between *= self.smem["column_smem"][slot, inputs.KEY_BETWEEN, 0]
             return between, dlog + self._add(slot, scores, slopes, dweights, slope, shift)
 
@@ -177,7 +177,7 @@ class _Queries:
         length = pairs.by_column(self._of_keys(slot, inputs.NEAR_FACTOR))
         position = self._of_keys(slot, inputs.KEY_POSITION)
         factor = pairs.near_factor(parts, key_parts, position, length, sign=1)
-        slopes = lax.integer_pow(scores, self.power - 1) * factor
+        slopes = pairs.slopes(scores, self.power) * factor
         dweights = pairs.product(self.dout, value, self.interpreted)
         slope = self._of_queries(inputs.NEAR_SLOPE)
         return self._add(slot, scores, slopes, dweights, slope, slope * self._of_queries(inputs.DELTA))

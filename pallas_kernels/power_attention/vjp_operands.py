@@ -112,23 +112,22 @@ def prepare(
     out = numerics.scaled(out.astype(jnp.float32), _of_heads(value_unit, out)[:, None, :, None])
     slope_unit = _slope_units(denominator, dout, value, power)
     least = jnp.where(some, slope_unit, _NO_UNIT).min(1).reshape(*longest.shape, -1).min(-1)
-    unit_query = numerics.scaled(
-        query, (_OPERAND_BITS + _of_heads(least, query)[:, None] - slope_unit)[..., None]
-    )
+    undone = _OPERAND_BITS + _of_heads(least, query)[:, None] - slope_unit
+    unit_query = jnp.where(some[..., None], numerics.scaled(query, undone[..., None]), 0)
 
     # Queries and cotangents of every position.
     front, back = tokens.key.shape[1] - tokens.query.shape[1], tokens.query.shape[1] - time
     share = jnp.where(some, 1 / jnp.where(some, denominator, 1), 0)
-    vectors = [
+    share, slope, delta = (
         jnp.pad(x, [(0, 0), (front, back), (0, 0)])
         for x in (share, numerics.scaled(share, slope_unit), (dout * out).sum(-1))
-    ]
+    )
     dout = jnp.pad(dout, [(0, 0)] * 3 + [(0, config.value_dim - dout.shape[-1])])
     query, unit_query, dout = (
         jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, 0)]) for x in (query, unit_query, dout)
     )
     decay = sequence.Decay(tokens.log_decay.reshape(*longest.shape, -1, config.block))
-    rows, columns = _vectors(*vectors, numerics.scaled(length_factor, _WEIGHT_BITS), decay)
+    rows, columns = _vectors(share, slope, delta, numerics.scaled(length_factor, _WEIGHT_BITS), decay)
     query, unit_query, key, value, dout = (
         x.astype(jnp.float16) for x in (query, unit_query, key, value, dout)
     )

@@ -52,7 +52,7 @@ def _gradients(arrays, dout, power, interpret):
 
 @pytest.mark.parametrize(("case", "more"), CASES, ids=str)
 def test_gradients(case, more):
-    """Little more than the rounding of gradients of 16 bits; that of decays is float32."""
+    """Little more than the rounding of gradients of 16 bits; that of decays is as exact as float32 products."""
     dtype, queries = more.get("dtype", "bfloat16"), more.get("queries", case.time)
     drawn = cases.arrays(case, batch=1, kv_heads=1, dtype="bfloat16")
     drawn |= {name: drawn[name][:, -queries:] for name in ("query", "dout")}
@@ -75,15 +75,15 @@ def test_gradients(case, more):
     actual = jax.device_get(jax.jit(run)(short, jnp.asarray(dout, dtype)))
     for name, value in expected.items():
         error = cases.error(actual[name], value, cases.natural_size(name, drawn | {"dout": dout}))
-        assert error <= (2.0**-11 if name == "log_decay" else 2.0**-9), (name, error)
-        print(name, error)
+        assert error <= (1e-5 if name == "log_decay" else 2.0**-9), (name, error)
 
 
 def test_nothing_weighs_anything():
     """Queries and keys of zeros: gradients are zero, and finite elsewhere."""
-    drawn = cases.arrays(cases.Case(head_dim=32, time=130), batch=1, dtype="bfloat16")
+    drawn = cases.arrays(cases.Case(head_dim=32, time=130), batch=2, dtype="bfloat16")
     drawn["query"][:, 5:9] = 0
     drawn["key"][:, :3] = 0
+    drawn["key"][1] = 0
     dout = jnp.asarray(drawn.pop("dout"), jnp.bfloat16)
     short = {name: jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value")}
     short |= {"log_decay": jnp.asarray(drawn["log_decay"], jnp.float32), "segment_ids": None}
