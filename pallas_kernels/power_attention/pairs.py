@@ -80,8 +80,9 @@ def near_factor(rows, columns, position, length, *, sign):
     rows, columns: the two parts of the decay at each. position: that of each column in the block. sign: 1 if rows are
     queries, -1 if they are keys.
     """
-    first, second = (by_row(row) - by_column(column) for row, column in zip(rows, columns))
-    decay = sign * (first + second)
+    # One part after the other, since registers are few.
+    decay = jax.lax.optimization_barrier(by_row(rows[0]) - by_column(columns[0]))
+    decay = jax.lax.optimization_barrier(sign * (decay + (by_row(rows[1]) - by_column(columns[1]))))
     row = plgpu.broadcasted_iota(jnp.int32, decay.shape, 0, layout=LAYOUT).astype(jnp.float32)
     seen = (sign * (row - by_column(position)) >= 0) & (decay >= sequence.FLOOR)
     return jnp.where(seen, length * jnp.exp(decay), 0.0)
