@@ -83,15 +83,14 @@ def power_attention_vjp(
     dv_j = sum_i P_ij dO_i, and the gradient of log_decay_t is the sum of dlog_ij over j < t <= i. Weights are computed
     again. No sum depends on the order in which thread blocks run.
 
-    Products are of float16, of operands that are exact but for those that hold weights, 11 bits each in a unit that
-    keeps them in range; float32 sums. Queries without a weight have a gradient of zero.
+    Products are of float16, exact operands but for weights, 11 bits each in a unit that keeps them in range; float32
+    sums. Queries without a weight have a gradient of zero.
 
     Args:
         query: [B, T, N, D], as are the next two what `power_attention` was given.
         key: [B, S, K, D].
         value: [B, S, K, E].
-        out: [B, T, N, E], the mean: the numerator over the denominator, zero where that is zero. Its rounding
-            becomes an error of the gradients: float32 adds none.
+        out: [B, T, N, E], the numerator over the denominator, zero where that is zero; float32 adds no error.
         denominator: [B, T, N], as `power_attention` returned it.
         exponent: [B, T, N], as `power_attention` returned it.
         dout: [B, T, N, E], the cotangent of the mean.
@@ -120,8 +119,6 @@ def power_attention_vjp(
     dquery, dkey, dvalue, ddecay = vjp_operands.gradients(dquery, by_key, units, power=power)
     dquery, dkey = (x[..., : query.shape[-1]].astype(query.dtype) for x in (dquery, dkey))
     dvalue = dvalue[..., : value.shape[-1]].astype(value.dtype)
-    if log_decay is None:
-        return dquery, dkey, dvalue, None
     if segment_ids is not None:
         ddecay = jnp.where(sequence.within_documents(segment_ids)[..., None], ddecay, 0)
-    return dquery, dkey, dvalue, ddecay
+    return dquery, dkey, dvalue, None if log_decay is None else ddecay
