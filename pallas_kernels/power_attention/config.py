@@ -73,7 +73,7 @@ class VjpConfig:
     @property
     def key_results(self) -> tuple[tuple[str, ...], ...]:
         """What each kernel of the pass over keys adds up: one both where registers hold both sums, else one each."""
-        both = self.head_dim + self.value_dim <= 128
+        both = max(self.head_dim, self.value_dim) <= 64
         return (("dkey", "dvalue"),) if both else (("dkey",), ("dvalue",))
 
     @property
