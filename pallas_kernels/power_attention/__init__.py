@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import numerics
 from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import forward, operands
+from pallas_kernels.power_attention import forward, key_vjp, operands, query_vjp, sequence, vjp_operands
 
-__all__ = ["choose", "power_attention"]
+__all__ = ["choose", "power_attention", "power_attention_vjp"]
 
 choose = configs.choose
 
@@ -60,3 +60,65 @@ def power_attention(
     unit = jnp.repeat(exponents.value, group, axis=1)[:, None, :, None]
     numerator = numerics.scaled(numerator[:, :time, :, : value.shape[-1]], unit)
     return numerator, jnp.moveaxis(denominator[..., :time], 1, 2), exponents.weight
+
+
+def power_attention_vjp(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    denominator: jax.Array,
+    exponent: jax.Array,
+    dout: jax.Array,
+    *,
+    power: int,
+    log_decay: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    interpret=None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Gradients of the weighted mean o_i = sum_j w_ij v_j / sum_j w_ij, by two passes over the pairs.
+
+    With P_ij = w_ij / denominator_i, delta_i = dO_i . o_i and dlog_ij = P_ij (dO_i . v_j - delta_i), the gradient by
+    the logarithm of a weight: dq_i = p sum_j dlog_ij k_j / (q_i . k_j), dk_j = p sum_i dlog_ij q_i / (q_i . k_j),
+    dv_j = sum_i P_ij dO_i, and the gradient of log_decay_t is the sum of dlog_ij over j < t <= i. Weights are computed
+    again. No sum depends on the order in which thread blocks run.
+
+    Products are of float16, exact operands but for weights, 11 bits each in a unit that keeps them in range; float32
+    sums. Queries without a weight have a gradient of zero.
+
+    Args:
+        query: [B, T, N, D], as are the next two what `power_attention` was given.
+        key: [B, S, K, D].
+        value: [B, S, K, E].
+        out: [B, T, N, E], the numerator over the denominator, zero where that is zero; float32 adds no error.
+        denominator: [B, T, N], as `power_attention` returned it.
+        exponent: [B, T, N], as `power_attention` returned it.
+        dout: [B, T, N, E], the cotangent of the mean.
+        power: p, as in `power_attention`.
+        log_decay: [B, S, K], as in `power_attention`.
+        segment_ids: [B, S], as in `power_attention`.
+        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+
+    Returns:
+        Gradients of query, key, value, in their dtypes, and of log_decay, float32, or None if that is None.
+
+    Raises:
+        NotImplementedError: for what the kernels cannot do, naming the constraint.
+    """
+    config = configs.choose_vjp(
+        head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype
+    )
+    arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
+    prepared, units, positions = vjp_operands.prepare(
+        query, key, value, out, denominator, exponent, dout, power=power, **arrays, config=config
+    )
+    options = {"power": power, "config": config, "interpret": interpret}
+    dquery, query_log = query_vjp.query_vjp(prepared, time=query.shape[1], **options)
+    prepared = vjp_operands.corrected(prepared, units, query_log)
+    by_key = key_vjp.key_vjp(prepared, positions=positions, **options)
+    dquery, dkey, dvalue, ddecay = vjp_operands.gradients(dquery, by_key, units, power=power)
+    dquery, dkey = (x[..., : query.shape[-1]].astype(query.dtype) for x in (dquery, dkey))
+    dvalue = dvalue[..., : value.shape[-1]].astype(value.dtype)
+    if segment_ids is not None:
+        ddecay = jnp.where(sequence.within_documents(segment_ids)[..., None], ddecay, 0)
+    return dquery, dkey, dvalue, None if log_decay is None else ddecay

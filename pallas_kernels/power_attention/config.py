@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-__all__ = ["BLOCK", "WARPGROUP_ROWS", "Config", "choose"]
+__all__ = ["BLOCK", "WARPGROUP_ROWS", "Config", "VjpConfig", "choose", "choose_vjp", "column_length"]
 
 # Rows of one wgmma accumulator.
 WARPGROUP_ROWS = 64
@@ -46,12 +46,73 @@ def column_length(block: int) -> int:
     return block + 32
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VjpConfig:
+    """How the two kernels of the gradients are cut up: a thread block owns 128 queries, or 128 keys.
+
+    head_dim, value_dim: as in `Config`.
+    query_stages: blocks of keys and values in flight in the pass over queries.
+    key_stages: blocks of queries and cotangents in flight in the pass over keys.
+    """
+
+    head_dim: int
+    value_dim: int
+    query_stages: int
+    key_stages: int
+    # A block is what one warpgroup owns, and what all of them meet in a step.
+    block: int = WARPGROUP_ROWS
+    compute_warpgroups: int = 2
+    compute_registers: int = 232
+    load_registers: int = 40
+
+    @property
+    def operands_in_registers(self) -> bool:
+        """Whether a warpgroup's own rows stay in registers: from shared memory they cost as much as what they meet."""
+        return self.head_dim + self.value_dim <= 128
+
+    @property
+    def key_results(self) -> tuple[tuple[str, ...], ...]:
+        """What each kernel of the pass over keys adds up: one both where registers hold both sums, else one each."""
+        both = max(self.head_dim, self.value_dim) <= 64
+        return (("dkey", "dvalue"),) if both else (("dkey",), ("dvalue",))
+
+    @property
+    def shared_bytes(self) -> tuple[int, int]:
+        """Shared memory of the tiles of the pass over queries, and of that over keys."""
+        tile, vector = self.block * 2 * (self.head_dim + self.value_dim), 4 * self.block
+        own = self.compute_warpgroups * (tile + 6 * vector)
+        queries = tile + self.block * 2 * self.head_dim + 9 * vector
+        return own + self.query_stages * (tile + 6 * vector), own + self.key_stages * queries
+
+
 def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:
     """The tile sizes for these shapes.
 
     Raises:
         NotImplementedError: for what the kernel cannot do, naming the constraint.
     """
+    sizes = _sizes(head_dim, value_dim, power, dtype)
+    stages = next(n for n in (4, 3, 2) if Config(stages=n, **sizes).shared_bytes <= _SHARED_BYTES)
+    return Config(stages=stages, **sizes)
+
+
+def choose_vjp(*, head_dim: int, value_dim: int, power: int, dtype) -> VjpConfig:
+    """The tile sizes of the gradients' kernels; raises as `choose`."""
+    sizes = _sizes(head_dim, value_dim, power, dtype)
+    stages = (4, 3, 2)
+    fitting = [
+        next(
+            n
+            for n in stages
+            if VjpConfig(**sizes, query_stages=n, key_stages=n).shared_bytes[k] <= _SHARED_BYTES
+        )
+        for k in range(2)
+    ]
+    return VjpConfig(**sizes, query_stages=fitting[0], key_stages=fitting[1])
+
+
+def _sizes(head_dim, value_dim, power, dtype):
+    """Sizes as the kernels see them."""
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         raise NotImplementedError(
             f"query, key and value are {jnp.dtype(dtype)}; the kernel multiplies bfloat16 or float16"
@@ -61,9 +122,7 @@ def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:
     for name, size in (("head", head_dim), ("value", value_dim)):
         if size > _WIDTHS[-1]:
             raise NotImplementedError(f"{name} size is {size}; the kernel takes at most {_WIDTHS[-1]}")
-    sizes = {"head_dim": _width(head_dim), "value_dim": _width(value_dim)}
-    stages = next(n for n in (4, 3, 2) if Config(stages=n, **sizes).shared_bytes <= _SHARED_BYTES)
-    return Config(stages=stages, **sizes)
+    return {"head_dim": _width(head_dim), "value_dim": _width(value_dim)}
 
 
 def _width(size: int) -> int:

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import operands as inputs
+from pallas_kernels.power_attention import sequence
 
 __all__ = ["sums"]
 
@@ -229,7 +230,7 @@ class _Blocks:
         row, column = (
             plgpu.broadcasted_iota(jnp.int32, weights.shape, axis, layout=_LAYOUT) for axis in (0, 1)
         )
-        seen = (row + own.start >= column) & (decay >= inputs.FLOOR)
+        seen = (row + own.start >= column) & (decay >= sequence.FLOOR)
         weights = jnp.where(seen, weights * per_column(2) * jnp.exp(decay), 0.0)
         largest = jnp.maximum(weights.max(1), _SMALLEST)
         scaled = weights * _by_row(2.0**_NEAR_BITS / largest, weights)

@@ -16,12 +16,10 @@ import numpy as np
 
 from pallas_kernels import numerics
 from pallas_kernels.power_attention import config as configs
+from pallas_kernels.power_attention import sequence
 
-__all__ = ["FLOOR", "VALUE_BITS", "Exponents", "Operands", "prepare", "weight_bits"]
+__all__ = ["VALUE_BITS", "Exponents", "Operands", "prepare", "weight_bits"]
 
-# Below this exp is no longer a normal float32 and counts as zero; a document starts by forgetting everything.
-FLOOR = int(np.log(np.finfo(np.float32).tiny))
-_FORGET = FLOOR - 1
 # The largest weight and value are near 2^14 and 2^15: float16 ends just below 2^16.
 _WEIGHT_BITS = 14
 VALUE_BITS = 15
@@ -69,40 +67,21 @@ def prepare(
     query, key, value, *, power: int, log_decay, segment_ids, config: configs.Config
 ) -> tuple[Operands, Exponents]:
     """Queries, keys, values and decays as the kernel takes them; arguments as in `power_attention`."""
-    time, length = query.shape[1], key.shape[1]
-    dtype = query.dtype
-    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    if log_decay is None:
-        log_decay = jnp.zeros(key.shape[:-1], jnp.float32)
-    log_decay = jnp.maximum(log_decay.astype(jnp.float32), _FORGET)
-    if segment_ids is not None:
-        start, valid = _boundaries(segment_ids)
-        log_decay = jnp.where(start[..., None], _FORGET, jnp.where(valid[..., None], log_decay, 0))
-        key, value = (jnp.where(valid[..., None, None], x, 0) for x in (key, value))
-        query = jnp.where(valid[:, -time:, None, None], query, 0)
-
-    block = config.block
-    front, back = (time - length) % block, -time % block
-    query = _pad(query, 0, back, config.head_dim)
-    key = _pad(key, front, back, config.head_dim)
-    value = _pad(value, front, back, config.value_dim)
-    log_decay = jnp.moveaxis(jnp.pad(log_decay, [(0, 0), (front, back), (0, 0)]), 1, 2)
-
-    query, query_exponent = _unit_length(query)
-    key, key_exponent = _unit_length(key)
-    some = jnp.moveaxis((key != 0).any(-1), 1, 2)
-    key_exponent = jnp.where(some, jnp.moveaxis(key_exponent, 1, 2), _NOTHING)
-    longest = key_exponent.max(-1)
-    # The smallest is a normal number.
-    shorter = jnp.maximum(power * (key_exponent - longest[..., None]), np.finfo(np.float32).minexp)
-    length_factor = numerics.scaled(some.astype(jnp.float32), shorter)
+    time, dtype, block = query.shape[1], query.dtype, config.block
+    arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
+    query, key, value, log_decay, *_ = sequence.whole_blocks(
+        query, key, value, **arrays, block=block, config=config
+    )
+    query, query_exponent = sequence.unit_length(query)
+    key, key_exponent = sequence.unit_length(key)
+    length_factor, longest = sequence.length_factors(key, key_exponent, power)
 
     largest = jnp.abs(value).max((1, 3))
     value_exponent = numerics.exponent(largest)
     value = numerics.scaled(value, -value_exponent[:, None, :, None])
 
-    decay = _Decay(log_decay.reshape(*log_decay.shape[:2], -1, block))
-    columns = length_factor.reshape(decay.after.shape) * _exp(decay.after)
+    decay = sequence.Decay(log_decay.reshape(*log_decay.shape[:2], -1, block))
+    columns = length_factor.reshape(decay.after.shape) * sequence.exp(decay.after)
     far_value = value * jnp.moveaxis(columns.reshape(length_factor.shape), 2, 1)[..., None]
     unit = _units(far_value, decay, block)
     previous = jnp.concatenate([unit[..., :1], unit[..., :-1]], -1)
@@ -110,14 +89,14 @@ def prepare(
         far_value, VALUE_BITS - jnp.moveaxis(jnp.repeat(unit, block, -1), 2, 1)[..., None]
     )
 
-    between = _exp(decay.total)
+    between = sequence.exp(decay.total)
     sums = jnp.stack([numerics.scaled(between, previous - unit), between], -1)
     spare = configs.column_length(block) - block - 2
     columns = jnp.concatenate([columns, jnp.pad(sums, [(0, 0)] * 3 + [(0, spare)])], -1)
 
     blocks = query.shape[1] // block
     offset = decay.total.shape[-1] - blocks
-    from_start = _exp(decay.coarse + decay.fine)
+    from_start = sequence.exp(decay.coarse + decay.fine)
     rows = jnp.stack([numerics.scaled(from_start, previous[..., None] - VALUE_BITS), from_start], 2)
     bits = weight_bits(power)
     operands = Operands(
@@ -130,34 +109,11 @@ def prepare(
             *log_decay.shape[:2], 3, -1
         ),
         rows=rows[..., offset:, :].reshape(*log_decay.shape[:2], 2, -1),
-        first=_first_blocks(log_decay, block)[..., offset:],
+        first=sequence.first_blocks(log_decay, block)[..., offset:],
     )
     group = query.shape[2] // key.shape[2]
     exponent = query_exponent[:, :time] + jnp.repeat(longest, group, 1)[:, None] - bits
     return operands, Exponents(power * exponent, value_exponent)
-
-
-def _boundaries(segment_ids):
-    """True for the first token of each document; True for tokens that are no padding."""
-    valid = segment_ids >= 0
-    newest = jax.lax.cummax(jnp.where(valid, jnp.arange(valid.shape[1], dtype=jnp.int32), -1), axis=1)
-    newest = jnp.pad(newest[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
-    before = jnp.take_along_axis(segment_ids, jnp.maximum(newest, 0), axis=1)
-    return valid & ((newest < 0) | (segment_ids != before)), valid
-
-
-class _Decay:
-    """Sums of log_decay within each block of [B, K, n, C], none of them a difference of large numbers.
-
-    after: over the keys behind each key. total: over the block.
-    coarse + fine: up to and including each position, as `numerics.running_sums`.
-    """
-
-    def __init__(self, log_decay):
-        behind = jnp.pad(log_decay[..., 1:], [(0, 0)] * 3 + [(0, 1)])
-        self.after = jnp.cumsum(behind[..., ::-1], -1)[..., ::-1]
-        self.total = log_decay.sum(-1)
-        self.coarse, self.fine = numerics.running_sums(log_decay, -_FORGET)
 
 
 def _units(far_value, decay, block):
@@ -171,26 +127,3 @@ def _units(far_value, decay, block):
     decayed = jnp.cumsum(decay.total, -1) / np.float32(np.log(2))
     before = jax.lax.cummax(own - decayed, axis=own.ndim - 1) + decayed
     return jnp.maximum(own, jnp.ceil(before).astype(jnp.int32) - _SLACK_BITS)
-
-
-def _first_blocks(log_decay, block):
-    """[B, K, n]: the block of the last position, up to the first of each block, that forgets what is before it."""
-    steps = jnp.arange(log_decay.shape[-1], dtype=jnp.int32)
-    forgets = jax.lax.cummax(jnp.where(log_decay < FLOOR, steps, 0), axis=log_decay.ndim - 1)
-    return forgets[..., ::block] // block
-
-
-def _exp(log_decay):
-    return jnp.where(log_decay < FLOOR, 0, jnp.exp(jnp.maximum(log_decay, FLOOR)))
-
-
-def _unit_length(x):
-    """x times the power of two that brings its length into (1/4, 1), and the exponent taken out."""
-    largest = numerics.exponent(jnp.abs(x).max(-1))
-    x = numerics.scaled(x, -largest[..., None])
-    exponent = numerics.exponent(jnp.sqrt((x * x).sum(-1)))
-    return numerics.scaled(x, -exponent[..., None]), largest + exponent
-
-
-def _pad(x, front, back, width):
-    return jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, width - x.shape[-1])])

@@ -37,6 +37,7 @@ CASES = {
     "attention": [
         cases.Case(time=150, decay="mixed", segments="padded", group=2),
         cases.Case(power=4, time=140, decay="none", scale=1e3),
+        cases.Case(power=4, time=150, decay="gentle", segments="padded", group=2),
     ],
     "chunked": [
         cases.Case(head_dim=32, value_dim=24, time=200, decay="mixed", segments="padded", group=2),

@@ -17,7 +17,7 @@ from sympow_jax.ops._power import decay as decays
 from sympow_jax.ops._power import features
 from sympow_jax.ops._power import mean as means
 
-__all__ = ["Settings", "chunked", "chunked_vjp"]
+__all__ = ["Settings", "chunked"]
 
 
 class Settings(NamedTuple):
@@ -75,8 +75,9 @@ def _chunked_fwd(settings, query, key, value, log_decay, folds, state):
     return (out, final), (query, key, value, log_decay, folds, state, out, denominator, final)
 
 
-def chunked_vjp(settings, query, key, value, log_decay, folds, state, out, denominator, final, dout, dfinal):
-    """Gradients of `chunked` with respect to its arguments, from its results and its denominators [G, 1, X]."""
+def _chunked_bwd(settings, residuals, cotangents):
+    query, key, value, log_decay, folds, state, out, denominator, final = residuals
+    dout, dfinal = cotangents
     dsums = jnp.concatenate(means.mean_vjp(out, denominator, dout.astype(denominator.dtype), 1), 1)
 
     blocks = _Blocks(settings, query, key, value, log_decay, folds, state[0].dtype)
@@ -94,9 +95,7 @@ def chunked_vjp(settings, query, key, value, log_decay, folds, state, out, denom
     )
 
 
-chunked.defvjp(
-    _chunked_fwd, lambda settings, residuals, cotangents: chunked_vjp(settings, *residuals, *cotangents)
-)
+chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def _read_states(settings, blocks, dsums, state):

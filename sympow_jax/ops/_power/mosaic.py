@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import ad_checkpoint
 
-from pallas_kernels import numerics
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
-from sympow_jax.ops._power import costs, target, xla
 from sympow_jax.ops._power import mean as means
+from sympow_jax.ops._power import target, xla
 
 __all__ = ["attention", "chunked", "per_device", "require_supported"]
 
@@ -62,7 +61,7 @@ def _attention(power, interpret, *arguments):
 
 
 def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
-    """Saves the arguments, and the output and the denominators in float32.
+    """Saves the arguments, the output in float32, and the denominators with their exponents.
 
     A rounded output would add as much to the error of gradients as their own rounding does.
     """
@@ -72,28 +71,18 @@ def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
             **arrays, power=power, interpret=interpret
         )
         out = means.mean(numerator, denominator[..., None], -1)
-        # The plain form's queries are of unit scale.
-        exponent -= power * xla.unit_exponent(arrays["query"])
-        return {"out": out, "denominator": numerics.scaled(denominator, exponent)}
+        return {"out": out, "denominator": denominator, "exponent": exponent}
 
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
-    results = per_device(compute, arrays, ("out", "denominator"))
+    results = per_device(compute, arrays, ("out", "denominator", "exponent"))
     return results["out"].astype(value.dtype), (arrays, results)
 
 
 def _attention_bwd(power, interpret, residuals, dout):
-    del interpret
     arrays, results = residuals
 
     def compute(arrays):
-        gradients = xla.attention_vjp(
-            [arrays.get(name) for name in _DIFFERENTIABLE],
-            (arrays["out"], arrays["denominator"]),
-            arrays["dout"],
-            power=power,
-            segment_ids=arrays.get("segment_ids"),
-            chunk=costs.default_chunk("attention"),
-        )
+        gradients = attention_kernel.power_attention_vjp(**arrays, power=power, interpret=interpret)
         return {name: g for name, g in zip(_DIFFERENTIABLE, gradients) if g is not None}
 
     wanted = tuple(name for name in _DIFFERENTIABLE if arrays[name] is not None)

@@ -20,12 +20,9 @@ from sympow_jax.ops._power import state as power_state
 __all__ = [
     "Rows",
     "attention",
-    "attention_vjp",
     "chunked",
-    "core_vjp",
     "kv_and_norm",
     "precision_of",
-    "unit_exponent",
     "unit_scale",
 ]
 
@@ -100,43 +97,6 @@ def _core(settings, rows, return_state):
     return out, *kv_and_norm(final, rows.key.shape[-1], settings.power).values()
 
 
-def core_vjp(settings, rows, results, cotangents) -> Rows:
-    """Gradients of a core, from its arguments and results alone.
-
-    results: out [B, X, N, E], the denominators [B, X, N] of its rows, and the final kv and norm; cotangents: those of
-    out, kv and norm. `folds` has none.
-    """
-    out, denominator, kv, norm = results
-    dout, dkv, dnorm = cotangents
-    _, length, kv_heads, head_dim = rows.key.shape
-    settings, padded = _in_whole_chunks(settings, rows)
-    out, denominator, dout = (
-        _time_last(_pad_end(x, settings.chunk), kv_heads) for x in (out, denominator[..., None], dout)
-    )
-    to_canonical = functools.partial(kv_and_norm, head_dim=head_dim, power=settings.power)
-    final = groups_of(kv, norm, head_dim, settings.power)
-    (dfinal,) = jax.vjp(to_canonical, final)[1]({"kv": dkv, "norm": dnorm})
-    arguments = _by_head(padded, settings.power)
-    dquery, dkey, dvalue, ddecay, _, dstate = _over_heads(chunked_core.chunked_vjp, settings, padded, 5)(
-        *arguments, out, denominator, final, dout, dfinal
-    )
-    gradients = Rows(
-        _time_second(dquery),
-        jnp.moveaxis(dkey, 3, 1),
-        jnp.moveaxis(dvalue, 3, 1),
-        None if ddecay is None else jnp.moveaxis(ddecay, 2, 1),
-        None,
-        None,
-        None,
-    )
-    gradients = jax.tree.map(lambda g: g[:, :length], gradients)
-    if rows.kv is None:
-        return gradients
-    to_groups = functools.partial(groups_of, head_dim=head_dim, power=settings.power)
-    dkv, dnorm = jax.vjp(to_groups, rows.kv, rows.norm)[1](dstate)
-    return gradients._replace(kv=dkv, norm=dnorm)
-
-
 def _in_whole_chunks(settings, rows):
     """Rows as long as a number of chunks, and chunks no longer than the rows."""
     settings = settings._replace(chunk=min(settings.chunk, rows.query.shape[1]))
@@ -155,7 +115,7 @@ def _by_head(rows, power):
         dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
         state = features.zeros((batch, kv_heads), head_dim, rows.value.shape[-1] + 1, power, dtype)
     else:
-        state = groups_of(rows.kv, rows.norm, head_dim, power)
+        state = _groups_of(rows.kv, rows.norm, head_dim, power)
     return (
         _time_last(rows.query, kv_heads),
         jnp.moveaxis(rows.key, 1, 3),
@@ -166,11 +126,11 @@ def _by_head(rows, power):
     )
 
 
-def _over_heads(f, settings, rows, more=0):
-    """f of one head, for a batch of heads; `more` arguments follow those of `_by_head`."""
+def _over_heads(f, settings, rows):
+    """f of one head, for a batch of heads; arguments are those of `_by_head`."""
     decay = None if rows.log_decay is None else 0
-    f = jax.vmap(functools.partial(f, settings), in_axes=(0, 0, 0, decay, None, 0) + (0,) * more)
-    return jax.vmap(f, in_axes=(0, 0, 0, decay, 0, 0) + (0,) * more)
+    f = jax.vmap(functools.partial(f, settings), in_axes=(0, 0, 0, decay, None, 0))
+    return jax.vmap(f, in_axes=(0, 0, 0, decay, 0, 0))
 
 
 def attention(query, key, value, *, power, log_decay, segment_ids, state, window, chunk, return_state):
@@ -184,24 +144,6 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
         return out, None
     final = _folded(sequence, power=power, state=state, window=window, precision=precision_of(key.dtype))
     return out, _state_of(*final, sequence, window, dtype)
-
-
-def attention_vjp(arguments, results, dout, *, power, segment_ids, chunk):
-    """Gradients of the attention form without a state, from its arguments and results alone.
-
-    arguments: query, key, value and log_decay or None; results: out [B, T, N, E] and the denominators [B, T, N] of
-    queries of unit scale.
-    """
-    out, denominator = results
-    kv_heads, dtype = arguments[1].shape[2], denominator.dtype
-    dsums = means.mean_vjp(out.astype(dtype), denominator[..., None], dout.astype(dtype), -1)
-
-    def sums(query, key, value, log_decay):
-        sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, None, dtype)
-        return _sums(query, sequence, power=power, state=None, chunk=chunk, precision=precision_of(key.dtype))
-
-    # The sums themselves are not used again, and compiled away.
-    return jax.vjp(sums, *arguments)[1](_time_last(jnp.concatenate(dsums, -1), kv_heads))
 
 
 def _sums(query, sequence, *, power, state, chunk, precision):
@@ -226,7 +168,7 @@ def _sums(query, sequence, *, power, state, chunk, precision):
         return sums
     from_start = decays.exp(jnp.cumsum(decay, -1))[..., -time:]
     far = functools.partial(_far, power=power, precision=precision)
-    groups = groups_of(state.kv, state.norm, key.shape[2], power)
+    groups = _groups_of(state.kv, state.norm, key.shape[2], power)
     return sums + from_start[:, :, None, None] * jax.vmap(jax.vmap(far))(groups, query)
 
 
@@ -241,7 +183,7 @@ def _folded(sequence, *, power, state, window, precision):
     final = jax.vmap(jax.vmap(fold))(value * weight[:, :, None], key)
     if state is not None:
         carry = decays.exp(behind[..., 0])[..., None, None]
-        groups = groups_of(state.kv, state.norm, key.shape[2], power)
+        groups = _groups_of(state.kv, state.norm, key.shape[2], power)
         final = tuple(carry * s + n for s, n in zip(groups, final))
     return kv_and_norm(final, key.shape[2], power).values()
 
@@ -264,13 +206,13 @@ def _masked_queries(query, sequence):
 
 def unit_scale(query: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
     """The query times the power of two that brings its largest entry into [1/2, 1)."""
-    exponent = unit_exponent(query)[..., None]
+    exponent = _unit_exponent(query)[..., None]
     # Two factors, since the inverse of the smallest normal number overflows.
     half = exponent // 2
     return jnp.ldexp(jnp.ldexp(query, -half), half - exponent)
 
 
-def unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
+def _unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
     """The power of two by which `unit_scale` divides."""
     return jnp.frexp(jax.lax.stop_gradient(jnp.abs(query).max(-1)))[1]
 
@@ -322,13 +264,13 @@ def _fold_all(value, key, *, power, precision):
     return jax.lax.scan(step, start, inputs)[0]
 
 
-def groups_of(kv, norm, head_dim: int, power: int) -> features.Groups:
+def _groups_of(kv, norm, head_dim: int, power: int) -> features.Groups:
     """A state as the cores hold it, [B, K, F_g, E+1] a group, the normaliser a column of its own."""
     return features.from_canonical(jnp.concatenate([kv, norm[..., None]], -1), head_dim, power)
 
 
 def kv_and_norm(sums: features.Groups, head_dim: int, power: int) -> dict[str, Array]:
-    """The inverse of `groups_of`."""
+    """The inverse of `_groups_of`."""
     both = features.to_canonical(sums, head_dim, power)
     return {"kv": both[..., :-1], "norm": both[..., -1]}
 

@@ -1,0 +1,96 @@
+"""What both kernels of the gradients do with a block of 64 queries and one of 64 keys."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.power_attention import config as configs
+from pallas_kernels.power_attention import sequence
+from pallas_kernels.power_state import products
+
+__all__ = [
+    "BLOCK",
+    "LAYOUT",
+    "PER_COLUMN",
+    "PER_ROW",
+    "by_column",
+    "by_row",
+    "left_operand",
+    "near_factor",
+    "product",
+    "slopes",
+    "store",
+    "two_products",
+]
+
+BLOCK = configs.WARPGROUP_ROWS
+LAYOUT = plgpu.Layout.WGMMA
+PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
+
+
+def by_row(x):
+    """x of every row, for all columns."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (BLOCK, BLOCK), [0]), LAYOUT)
+
+
+def by_column(x):
+    """x of every column, for all rows."""
+    return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (BLOCK, BLOCK), [1]), LAYOUT)
+
+
+def left_operand(ref, config):
+    """The left operand of products over blocks: in registers, where there are enough, else as it is."""
+    return plgpu.load(ref, layout=LAYOUT) if config.operands_in_registers else ref
+
+
+def product(a, b, interpreted):
+    """a b^T, float32; `interpreted` as for two of them."""
+
+    def compute(acc):
+        products.accumulate(acc, a, b.T, interpreted)
+        return plgpu.layout_cast(acc[...], LAYOUT)
+
+    return products.with_accumulators(compute, [(BLOCK, BLOCK)], interpreted and interpreted[:1])
+
+
+def two_products(a, b, c, d, interpreted):
+    """a b^T and c d^T, float32, under way at once; `interpreted` is shared memory for both, or None."""
+
+    def compute(first, second):
+        # Straight-line code, so that no operand is written meanwhile.
+        products.accumulate(first, a, b.T, interpreted, wait=1)
+        products.accumulate(second, c, d.T, interpreted)
+        return tuple(plgpu.layout_cast(acc[...], LAYOUT) for acc in (first, second))
+
+    return products.with_accumulators(compute, [(BLOCK, BLOCK)] * 2, interpreted)
+
+
+def slopes(scores, power):
+    """scores^(power - 1), of an even power."""
+    result, square, left = scores, scores * scores, power // 2 - 1
+    while left:
+        result = result * square if left % 2 else result
+        square, left = square * square, left // 2
+    return result
+
+
+def near_factor(rows, columns, position, length, *, sign):
+    """The decay of each pair within a block times its key's factor; zero for later keys, and below FLOOR.
+
+    rows, columns: the two parts of the decay at each. position: that of each column in the block. sign: 1 if rows are
+    queries, -1 if they are keys.
+    """
+    # One part after the other, since registers are few.
+    decay = jax.lax.optimization_barrier(by_row(rows[0]) - by_column(columns[0]))
+    decay = jax.lax.optimization_barrier(sign * (decay + (by_row(rows[1]) - by_column(columns[1]))))
+    row = plgpu.broadcasted_iota(jnp.int32, decay.shape, 0, layout=LAYOUT).astype(jnp.float32)
+    seen = (sign * (row - by_column(position)) >= 0) & (decay >= sequence.FLOOR)
+    return jnp.where(seen, length * jnp.exp(decay), 0.0)
+
+
+def store(destination, value):
+    """To global memory, though rows of 16 values do not fill cache lines."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(destination, value, optimized=False)
+    else:  # before jax 0.12, which has no other way than this
+        destination[...] = value

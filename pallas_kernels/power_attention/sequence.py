@@ -1,0 +1,137 @@
+"""The tokens of a call as whole blocks: documents, padding, decays, and lengths as powers of two, in plain JAX."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import numerics
+
+__all__ = [
+    "FLOOR",
+    "Decay",
+    "Tokens",
+    "exp",
+    "first_blocks",
+    "last_blocks",
+    "length_factors",
+    "unit_length",
+    "whole_blocks",
+    "within_documents",
+]
+
+# Below this exp is no longer a normal float32 and counts as zero; a document starts by forgetting everything.
+FLOOR = int(np.log(np.finfo(np.float32).tiny))
+_FORGET = FLOOR - 1
+# An exponent for what is zero.
+_NOTHING = -300
+
+
+class Tokens(NamedTuple):
+    """Arguments in float32, of padding zero, T and S filled up to whole blocks with zeros; the queries are the last.
+
+    front: how many positions were put before the first key.
+    """
+
+    query: jax.Array  # [B, T, N, D]
+    key: jax.Array  # [B, S, K, D]
+    value: jax.Array  # [B, S, K, E]
+    log_decay: jax.Array  # [B, K, S]
+    front: int
+
+
+def whole_blocks(query, key, value, *, log_decay, segment_ids, block, config) -> Tokens:
+    """Arguments as in `power_attention`, head and value sizes filled up to the config's."""
+    time, length = query.shape[1], key.shape[1]
+    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+    if log_decay is None:
+        log_decay = jnp.zeros(key.shape[:-1], jnp.float32)
+    log_decay = jnp.maximum(log_decay.astype(jnp.float32), _FORGET)
+    if segment_ids is not None:
+        start, valid = _boundaries(segment_ids)
+        log_decay = jnp.where(start[..., None], _FORGET, jnp.where(valid[..., None], log_decay, 0))
+        key, value = (jnp.where(valid[..., None, None], x, 0) for x in (key, value))
+        query = jnp.where(valid[:, -time:, None, None], query, 0)
+    front, back = (time - length) % block, -time % block
+    return Tokens(
+        _fill(query, 0, back, config.head_dim),
+        _fill(key, front, back, config.head_dim),
+        _fill(value, front, back, config.value_dim),
+        jnp.moveaxis(jnp.pad(log_decay, [(0, 0), (front, back), (0, 0)]), 1, 2),
+        front,
+    )
+
+
+def _boundaries(segment_ids):
+    """True for the first token of each document; True for tokens that are no padding."""
+    valid = segment_ids >= 0
+    newest = jax.lax.cummax(jnp.where(valid, jnp.arange(valid.shape[1], dtype=jnp.int32), -1), axis=1)
+    newest = jnp.pad(newest[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
+    before = jnp.take_along_axis(segment_ids, jnp.maximum(newest, 0), axis=1)
+    return valid & ((newest < 0) | (segment_ids != before)), valid
+
+
+def within_documents(segment_ids):
+    """[B, S]: where a decay counts, neither at padding nor at the first token of a document."""
+    start, valid = _boundaries(segment_ids)
+    return valid & ~start
+
+
+def _fill(x, front, back, width):
+    return jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, width - x.shape[-1])])
+
+
+class Decay:
+    """Sums of log_decay within each block of [B, K, n, C], none of them a difference of large numbers.
+
+    after: over the keys behind each key. total: over the block.
+    coarse + fine: up to and including each position, as `numerics.running_sums`.
+    """
+
+    def __init__(self, log_decay):
+        behind = jnp.pad(log_decay[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+        self.after = jnp.cumsum(behind[..., ::-1], -1)[..., ::-1]
+        self.total = log_decay.sum(-1)
+        self.coarse, self.fine = numerics.running_sums(log_decay, -_FORGET)
+
+
+def exp(log_decay):
+    """The decay, zero below FLOOR."""
+    return jnp.where(log_decay < FLOOR, 0, jnp.exp(jnp.maximum(log_decay, FLOOR)))
+
+
+def first_blocks(log_decay, block):
+    """[B, K, n]: the block of the last position, up to the first of each block, that forgets what is before it."""
+    steps = jnp.arange(log_decay.shape[-1], dtype=jnp.int32)
+    forgets = jax.lax.cummax(jnp.where(log_decay < FLOOR, steps, 0), axis=log_decay.ndim - 1)
+    return forgets[..., ::block] // block
+
+
+def last_blocks(log_decay, block):
+    """[B, K, n]: the block of the last position before one, behind each block, that forgets what is before it."""
+    length = log_decay.shape[-1]
+    steps = jnp.arange(length, dtype=jnp.int32)
+    forgets = jax.lax.cummin(
+        jnp.where(log_decay < FLOOR, steps, length), axis=log_decay.ndim - 1, reverse=True
+    )
+    behind = jnp.pad(forgets[..., block::block], [(0, 0), (0, 0), (0, 1)], constant_values=length)
+    return (behind - 1) // block
+
+
+def unit_length(x):
+    """x times the power of two that brings its length into (1/4, 1), and the exponent taken out."""
+    largest = numerics.exponent(jnp.abs(x).max(-1))
+    x = numerics.scaled(x, -largest[..., None])
+    exponent = numerics.exponent(jnp.sqrt((x * x).sum(-1)))
+    return numerics.scaled(x, -exponent[..., None]), largest + exponent
+
+
+def length_factors(key, exponent, power):
+    """[B, K, S]: p-th powers of keys' lengths 2^exponent [B, S, K] over the longest one's, and its exponent [B, K]."""
+    some = jnp.moveaxis((key != 0).any(-1), 1, 2)
+    exponent = jnp.where(some, jnp.moveaxis(exponent, 1, 2), _NOTHING)
+    longest = exponent.max(-1)
+    # The smallest is a normal number.
+    shorter = jnp.maximum(power * (exponent - longest[..., None]), np.finfo(np.float32).minexp)
+    return numerics.scaled(some.astype(jnp.float32), shorter), longest

@@ -1,0 +1,221 @@
+"""What the kernels of the gradients multiply, and what becomes of their sums: all that is linear in T, in plain JAX.
+
+With a query's and a key's length taken out, s = q . k, a pair's share of the mean is P_ij = s^p c_j f_i: c_j the key's
+factor, of its length and its decay to the end of its block, f_i the query's, of the decay from the start of its block
+over the denominator; blocks between multiply both. Its gradient by s is p s^(p-1) c_j f_i (dP_ij - delta_i), with
+delta_i = dO_i . o_i. Since s^p c_j f_i <= 1 and |c_j f_i| <= 1 / denominator, that is at most
+
+    p denominator^(-1/p) 2 |dO_i| max_j |v_j|,
+
+which gives every query a power of two, its unit, that brings its pairs close to float16's largest number. The pass over
+queries undoes the unit at the end; the pass over keys multiplies with queries Q' in which it is undone.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import numerics
+from pallas_kernels.power_attention import config as configs
+from pallas_kernels.power_attention import sequence
+
+__all__ = [
+    "DELTA",
+    "FAR_FACTOR",
+    "FAR_SLOPE",
+    "FAR_WEIGHT",
+    "KEY_BETWEEN",
+    "KEY_COARSE",
+    "KEY_FINE",
+    "KEY_POSITION",
+    "NEAR_FACTOR",
+    "NEAR_SLOPE",
+    "NEAR_WEIGHT",
+    "QUERY_BETWEEN",
+    "QUERY_COARSE",
+    "QUERY_FINE",
+    "QUERY_POSITION",
+    "Units",
+    "VjpOperands",
+    "corrected",
+    "gradients",
+    "prepare",
+]
+
+# Vectors of a block of queries: f and g for keys of earlier blocks, f and g for keys of the same block, delta, the two
+# parts of the decay from the block's start, the decay over the block, repeated, and the position in the block.
+FAR_WEIGHT, FAR_SLOPE, NEAR_WEIGHT, NEAR_SLOPE, DELTA = range(5)
+QUERY_COARSE, QUERY_FINE, QUERY_BETWEEN, QUERY_POSITION = range(5, 9)
+# Of a block of keys: c for queries of later blocks, c for queries of the same block, and the same of decays.
+FAR_FACTOR, NEAR_FACTOR, KEY_COARSE, KEY_FINE, KEY_BETWEEN, KEY_POSITION = range(6)
+# Shares of the mean are brought to 2^14, values, cotangents and slopes to 2^15 at most: float16 ends below 2^16.
+_WEIGHT_BITS = 14
+_OPERAND_BITS = 15
+# Of g, so that it stays finite.
+_LARGEST_EXPONENT = 120
+# Cotangents that lie further below the largest are zero in float16.
+_SMALLEST_EXPONENT = -24
+# For queries that have no gradient: more than any unit.
+_NO_UNIT = 1000
+
+
+class VjpOperands(NamedTuple):
+    """Inputs of the kernels; S is whole blocks of 128, n = S / 64, queries are filled up in front to S.
+
+    query, key: of unit length. unit_query: Q', a query over its unit. All that is multiplied is float16.
+    rows, columns: per block of queries and of keys, vectors in the order of their names.
+    first, last: the first block of keys that two blocks of queries see, the last of queries that see two of keys.
+    """
+
+    query: jax.Array  # [B, S, N, D]
+    unit_query: jax.Array  # [B, S, N, D]
+    key: jax.Array  # [B, S, K, D]
+    value: jax.Array  # [B, S, K, E]
+    dout: jax.Array  # [B, S, N, E]
+    rows: jax.Array  # [B, N, n, 9, 64]
+    columns: jax.Array  # [B, K, n, 6, 64]
+    first: jax.Array  # [B, K, n / 2]
+    last: jax.Array  # [B, K, n / 2]
+
+
+class Units(NamedTuple):
+    """Powers of two by which the kernels' operands are larger than what they stand for."""
+
+    slope: jax.Array  # [B, T, N]: of the gradient by the scores of a query of unit length
+    least: jax.Array  # [B, K]: the least of them
+    query: jax.Array  # [B, T, N]: of the query, to unit length
+    key: jax.Array  # [B, S, K]: of the key, to unit length
+    value: jax.Array  # [B, K]
+    dout: jax.Array  # [B, K]
+
+
+def prepare(
+    query, key, value, out, denominator, exponent, dout, *, power, log_decay, segment_ids, config
+) -> tuple[VjpOperands, Units, slice]:
+    """Also the positions of the keys, some being put before them. Arguments as in `power_attention_vjp`."""
+    time, length, kv_heads = query.shape[1], key.shape[1], key.shape[2]
+    pair = config.block * config.compute_warpgroups
+    arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
+    tokens = sequence.whole_blocks(query, key, value, **arrays, block=pair, config=config)
+    query, query_exponent = sequence.unit_length(tokens.query[:, :time])
+    key, key_exponent = sequence.unit_length(tokens.key)
+    length_factor, longest = sequence.length_factors(key, key_exponent, power)
+    # From weights of queries and keys as they are to those of unit length, and the longest key's.
+    exponent = exponent - power * (query_exponent + _of_heads(longest, query)[:, None])
+    denominator = numerics.scaled(denominator, exponent)
+    some = denominator >= np.finfo(np.float32).tiny
+
+    value, value_unit = _large(tokens.value, kv_heads)
+    dout, dout_unit = _large(jnp.where(some[..., None], dout.astype(jnp.float32), 0), kv_heads)
+    out = numerics.scaled(out.astype(jnp.float32), _of_heads(value_unit, out)[:, None, :, None])
+    slope_unit = _slope_units(denominator, dout, value, power)
+    least = jnp.where(some, slope_unit, _NO_UNIT).min(1).reshape(*longest.shape, -1).min(-1)
+    undone = _OPERAND_BITS + _of_heads(least, query)[:, None] - slope_unit
+    unit_query = jnp.where(some[..., None], numerics.scaled(query, undone[..., None]), 0)
+
+    # Queries and cotangents of every position.
+    front, back = tokens.key.shape[1] - tokens.query.shape[1], tokens.query.shape[1] - time
+    share = jnp.where(some, 1 / jnp.where(some, denominator, 1), 0)
+    share, slope, delta = (
+        jnp.pad(x, [(0, 0), (front, back), (0, 0)])
+        for x in (share, numerics.scaled(share, slope_unit), (dout * out).sum(-1))
+    )
+    dout = jnp.pad(dout, [(0, 0)] * 3 + [(0, config.value_dim - dout.shape[-1])])
+    query, unit_query, dout = (
+        jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, 0)]) for x in (query, unit_query, dout)
+    )
+    decay = sequence.Decay(tokens.log_decay.reshape(*longest.shape, -1, config.block))
+    rows, columns = _vectors(share, slope, delta, numerics.scaled(length_factor, _WEIGHT_BITS), decay)
+    query, unit_query, key, value, dout = (
+        x.astype(jnp.float16) for x in (query, unit_query, key, value, dout)
+    )
+    operands = VjpOperands(
+        query=query,
+        unit_query=unit_query,
+        key=key,
+        value=value,
+        dout=dout,
+        rows=rows,
+        columns=columns,
+        first=sequence.first_blocks(tokens.log_decay, pair),
+        last=sequence.last_blocks(tokens.log_decay, pair),
+    )
+    positions = slice(tokens.front, tokens.front + length)
+    units = Units(slope_unit, least, query_exponent, key_exponent[:, positions], value_unit, dout_unit)
+    return operands, units, positions
+
+
+def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
+    """The operands with delta as the weights have it, whatever the error of the output that it was taken from.
+
+    query_log: dS S [B, T, N], which would be zero if delta were right.
+    """
+    excess = numerics.scaled(query_log, -(units.slope + _WEIGHT_BITS))
+    batch, time, heads = excess.shape
+    back = -time % (2 * configs.WARPGROUP_ROWS)
+    excess = jnp.pad(excess, [(0, 0), (operands.query.shape[1] - time - back, back), (0, 0)])
+    delta = operands.rows[..., DELTA, :] + jnp.moveaxis(excess, 1, 2).reshape(
+        batch, heads, -1, configs.WARPGROUP_ROWS
+    )
+    return operands._replace(rows=operands.rows.at[..., DELTA, :].set(delta))
+
+
+def gradients(dquery, by_key, units: Units, *, power: int) -> tuple:
+    """Gradients of query, key, value and log_decay, float32, from the kernels' sums.
+
+    dquery: dS K [B, T, N, D]; by_key: dS^T Q' [B, S, K, D], P^T dO [B, S, K, E] and P (dP - delta) [B, S, K].
+    """
+    dkey, dvalue, key_log = by_key
+    pair = units.value + units.dout + _WEIGHT_BITS
+    by_query = units.slope + _of_heads(pair, dquery)[:, None] + units.query
+    dquery = numerics.scaled(power * dquery, -by_query[..., None])
+    by_key = (pair + units.least + _OPERAND_BITS)[:, None] + units.key
+    dkey = numerics.scaled(power * dkey, -by_key[..., None])
+    dvalue = numerics.scaled(dvalue, -(units.dout + _WEIGHT_BITS)[:, None, :, None])
+    # A decay multiplies the weights of all pairs of a query from it on and a key before it. Those are all pairs of the
+    # queries, whose gradients by the logarithms of their weights cancel, but for pairs of keys from it on.
+    dlog = numerics.scaled(key_log, -pair[:, None])
+    return dquery, dkey, dvalue, -jnp.cumsum(dlog[:, ::-1], 1)[:, ::-1]
+
+
+def _of_heads(x, like):
+    """[B, K] -> [B, N]."""
+    return jnp.repeat(x, like.shape[2] // x.shape[1], axis=1)
+
+
+def _large(x, kv_heads):
+    """x times a power of two for each key head that brings it below 2^15, and that power."""
+    largest = jnp.abs(x).max((1, 3)).reshape(len(x), kv_heads, -1).max(-1)
+    unit = _OPERAND_BITS - numerics.exponent(largest)
+    return numerics.scaled(x, _of_heads(unit, x)[:, None, :, None]), unit
+
+
+def _slope_units(denominator, dout, value, power):
+    """[B, T, N]: the power of two that brings all gradients by scores of a query close to 2^15, but not above."""
+    exponent = numerics.exponent(denominator)
+    lengths = (numerics.exponent(jnp.sqrt((x * x).sum(-1))) for x in (dout, value))
+    dout_exponent, value_exponent = (jnp.maximum(x, _SMALLEST_EXPONENT) for x in lengths)
+    # denominator^(-1/p) is at most 2 to minus `root`, one bit is that of a difference.
+    root = (exponent - 1) // power
+    dweight = 1 + dout_exponent + _of_heads(value_exponent.max(1), dout)[:, None]
+    return jnp.minimum(_OPERAND_BITS - _WEIGHT_BITS + root - dweight, _LARGEST_EXPONENT + exponent)
+
+
+def _vectors(share, slope, delta, length_factor, decay):
+    """`rows` and `columns` of the operands."""
+    share, slope, delta = (
+        jnp.moveaxis(x, 1, 2).reshape(len(x), x.shape[2], *decay.after.shape[2:])
+        for x in (share, slope, delta)
+    )
+    length_factor = length_factor.reshape(decay.after.shape)
+    from_start = sequence.exp(decay.coarse + decay.fine)
+    between = jnp.broadcast_to(sequence.exp(decay.total)[..., None], from_start.shape)
+    position = jnp.broadcast_to(jnp.arange(from_start.shape[-1], dtype=jnp.float32), from_start.shape)
+    decays = decay.coarse, decay.fine, between, position
+    columns = length_factor * sequence.exp(decay.after), length_factor, *decays
+    group = share.shape[1] // length_factor.shape[1]
+    from_start, *decays = (jnp.repeat(x, group, 1) for x in (from_start, *decays))
+    rows = share * from_start, slope * from_start, share, slope, delta, *decays
+    return jnp.stack(rows, 3), jnp.stack(columns, 3)

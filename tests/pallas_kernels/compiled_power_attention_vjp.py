@@ -1,0 +1,101 @@
+"""Cases of the gradients' kernels that are compiled for an H100, and the time predicted for them.
+
+A case is what the kernel adds up, for queries (dq), keys (dk), values (dv) or both (dkv), power, head size, value size
+and dtype: "dq-p4-d64-e64-bfloat16".
+"""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.power_attention import config, key_vjp, query_vjp, vjp_operands
+from tests.pallas_kernels import compiled_power_attention as forward
+from tests.pallas_kernels import h100
+
+# Latency of the last wgmma of each product, of barriers and of sums, per step; a guess, not a measurement.
+WAITING_CYCLES = {"dq": 300, "dkv": 350, "dk": 350, "dv": 250}
+# The results of a kernel of the pass over keys: where registers are few, it takes two.
+RESULTS = {"dkv": ("dkey", "dvalue"), "dk": ("dkey",), "dv": ("dvalue",)}
+
+_SIZES = ((16, 16), (32, 32), (64, 64), (128, 128), (64, 128))
+
+
+def _cases(powers, sizes):
+    """Every kernel that gradients of these powers and sizes take."""
+    for power in powers:
+        for head_dim, value_dim in sizes:
+            chosen = config.choose_vjp(
+                head_dim=head_dim, value_dim=value_dim, power=power, dtype=jnp.bfloat16
+            )
+            kernels = [name for name, results in RESULTS.items() if results in chosen.key_results]
+            for kernel in ["dq", *kernels]:
+                yield f"{kernel}-p{power}-d{head_dim}-e{value_dim}-bfloat16"
+
+
+CASES = [*_cases((2, 4), _SIZES), *_cases((8,), ((64, 64), (128, 128)))]
+# All widths that the kernels have, at their highest power.
+RARE = list(_cases((16,), itertools.product(forward.WIDTHS, forward.WIDTHS)))
+
+
+def build(case: str):
+    """The kernel, with GQA, decay and documents; what comes before and after it is plain JAX and not compiled."""
+    kernel, power, sizes, dtype, chosen = _parsed(case)
+    time, heads, kv_heads = 1000, 4, 2
+
+    def prepare(query, key, value, out, denominator, exponent, dout, log_decay, segment_ids):
+        arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
+        arguments = query, key, value, out, denominator, exponent, dout
+        return vjp_operands.prepare(*arguments, power=power, config=chosen, **arrays)[0]
+
+    def call(*prepared):
+        options = {"power": power, "config": chosen}
+        prepared = vjp_operands.VjpOperands(*prepared)
+        if kernel == "dq":
+            return query_vjp.query_vjp(prepared, time=time, **options)
+        return key_vjp.sums(prepared, results=RESULTS[kernel], **options)
+
+    def shape(*sizes, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((1, time, *sizes), dtype)
+
+    return call, jax.eval_shape(
+        prepare,
+        shape(heads, sizes["head_dim"], dtype=dtype),
+        shape(kv_heads, sizes["head_dim"], dtype=dtype),
+        shape(kv_heads, sizes["value_dim"], dtype=dtype),
+        shape(heads, sizes["value_dim"]),
+        shape(heads),
+        shape(heads, dtype=jnp.int32),
+        shape(heads, sizes["value_dim"], dtype=dtype),
+        shape(kv_heads),
+        shape(dtype=jnp.int32),
+    )
+
+
+def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
+    """The loop over full blocks, and the time for 65,536 tokens of 8 heads.
+
+    Two warpgroups share a multiprocessor's tensor cores and schedulers. A step takes the longest of both their tensor
+    cycles, both their instructions, and one's tensor cycles, instructions and waits in a row.
+    """
+    which, _, _, _, chosen = _parsed(case)
+    # The shortest loop that multiplies matrices and rounds slopes; m64nNk16 takes N / 2 cycles.
+    counts = next(loop for loop in kernel.loops if loop["HGMMA"] and loop["F2FP"])
+    block, count = chosen.block, chosen.compute_warpgroups
+    scores = chosen.head_dim + (chosen.value_dim if which != "dv" else 0)
+    results = (chosen.head_dim if which != "dv" else 0) + (chosen.value_dim if which in ("dv", "dkv") else 0)
+    tensor = scores // 16 * block // 2 + block // 16 * results // 2
+    instructions = counts["instructions"]
+    step = max(count * tensor, count * instructions, tensor + instructions + WAITING_CYCLES[which])
+    blocks = 65_536 // block
+    steps = 8 * blocks * (blocks + count) / (2 * count) / h100.MULTIPROCESSORS
+    return [h100.Loop("pairs", counts, tensor)], f"{1e3 * steps * step / h100.SUSTAINED_HERTZ:.1f} ms"
+
+
+def _parsed(case):
+    kernel, *parts, dtype = re.fullmatch(r"(\w+)-p(\d+)-d(\d+)-e(\d+)-(\w+)", case).groups()
+    power, head_dim, value_dim = map(int, parts)
+    sizes = {"head_dim": head_dim, "value_dim": value_dim}
+    dtype = jnp.dtype(dtype)
+    return kernel, power, sizes, dtype, config.choose_vjp(power=power, dtype=dtype, **sizes)

@@ -1,0 +1,97 @@
+"""The kernels of the gradients, interpreted, against autodiff of the formula in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import power_attention as kernel
+from sympow_jax import ops
+from tests.ops import cases
+
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(240)]
+
+# T and S around the edges of blocks of 64 and 128; beside each case what it draws otherwise.
+CASES = [
+    (cases.Case(time=257, decay="gentle"), {}),
+    (
+        cases.Case(power=4, head_dim=64, value_dim=64, time=130, decay="gentle", segments="padded", group=2),
+        {},
+    ),
+    (cases.Case(power=6, head_dim=48, value_dim=24, time=200, decay="none", segments="edges"), {}),
+    (cases.Case(power=4, time=300, decay="gentle", segments="padded"), {"queries": 150}),
+    (cases.Case(power=4, head_dim=128, value_dim=128, time=100, decay="gentle"), {}),
+    (cases.Case(power=4, time=140, scale=1e3, decay="mixed"), {"dtype": "float16"}),
+    (cases.Case(power=16, time=128, scale=1e-3, decay="gentle"), {}),
+]
+
+
+def _gradients(arrays, dout, power, interpret):
+    dtype = arrays["query"].dtype
+    numerator, denominator, exponent = kernel.power_attention(**arrays, power=power, interpret=interpret)
+    some = denominator[..., None] > 0
+    out = jnp.where(some, numerator / jnp.where(some, denominator[..., None], 1), 0)
+    query, key, value = (arrays.pop(name) for name in ("query", "key", "value"))
+    gradients = kernel.power_attention_vjp(
+        query,
+        key,
+        value,
+        out,
+        denominator,
+        exponent,
+        dout.astype(dtype),
+        power=power,
+        **arrays,
+        interpret=interpret,
+    )
+    return dict(zip(cases.GRADIENTS, gradients))
+
+
+@pytest.mark.parametrize(("case", "more"), CASES, ids=str)
+def test_gradients(case, more):
+    """Little more than the rounding of gradients of 16 bits; that of decays is as exact as float32 products."""
+    dtype, queries = more.get("dtype", "bfloat16"), more.get("queries", case.time)
+    drawn = cases.arrays(case, batch=1, kv_heads=1, dtype="bfloat16")
+    drawn |= {name: drawn[name][:, -queries:] for name in ("query", "dout")}
+    dout = drawn.pop("dout")
+
+    def loss(arguments):
+        arrays = drawn | arguments
+        out = ops.power_attention(**arrays, power=case.power, form="attention", implementation="reference")
+        return (out * dout).sum()
+
+    with jax.enable_x64(True):
+        arguments = {name: jnp.asarray(drawn[name]) for name in cases.GRADIENTS if drawn[name] is not None}
+        expected = jax.device_get(jax.grad(loss)(arguments))
+    short = {name: jnp.asarray(drawn[name], dtype) for name in ("query", "key", "value")}
+    for name, kind in (("log_decay", jnp.float32), ("segment_ids", jnp.int32)):
+        short[name] = None if drawn[name] is None else jnp.asarray(drawn[name], kind)
+    run = functools.partial(
+        _gradients, power=case.power, interpret=plgpu.InterpretGPUParams(detect_races=True)
+    )
+    actual = jax.device_get(jax.jit(run)(short, jnp.asarray(dout, dtype)))
+    for name, value in expected.items():
+        error = cases.error(actual[name], value, cases.natural_size(name, drawn | {"dout": dout}))
+        assert error <= (1e-5 if name == "log_decay" else 2.0**-9), (name, error)
+
+
+def test_nothing_weighs_anything():
+    """Queries and keys of zeros: gradients are zero, and finite elsewhere."""
+    drawn = cases.arrays(cases.Case(head_dim=32, time=130), batch=2, dtype="bfloat16")
+    drawn["query"][:, 5:9] = 0
+    drawn["key"][:, :3] = 0
+    drawn["key"][1] = 0
+    dout = jnp.asarray(drawn.pop("dout"), jnp.bfloat16)
+    short = {name: jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value")}
+    short |= {"log_decay": jnp.asarray(drawn["log_decay"], jnp.float32), "segment_ids": None}
+    run = functools.partial(_gradients, power=2, interpret=plgpu.InterpretGPUParams())
+    actual = jax.device_get(jax.jit(run)(short, dout))
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in actual.values())
+    assert not actual["query"][:, :9].any(
+        where=np.r_[[True] * 3, [False] * 2, [True] * 4][None, :, None, None]
+    )
+    assert not actual["key"][:, :3].any()
+    assert actual["key"].any()
