@@ -196,8 +196,9 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
 
 
 def _together(layout, count):
-    """Scalars at a time: one warpgroup has 255 registers, and its loops are unrolled where it is all of a chunk."""
-    return 2 if count == 1 and layout.value_dim == 32 else 3
+    """Scalars of a dual state at a time, as many as compile without spilling registers."""
+    # A warpgroup of its own has 255, and loops that are unrolled where it is all of a chunk.
+    return {16: 1, 32: 2}[layout.head_dim] if count == 1 and layout.value_dim == 32 else 3
 
 
 def _placed(gmem, layout, count, chunk, window):
