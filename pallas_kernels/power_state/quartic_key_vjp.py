@@ -1,9 +1,9 @@
 """Gradients with respect to keys and values at p = 4: from the dual state after them, and from queries near them.
 
 The dual state of a chunk is the gradient with respect to the state after it. A block owns `key_vjp_blocks` warpgroups
-of 64 keys of one chunk. One pass over the dual state makes both shares of it (`quartic_far_vjp`), of the key and the value
-divided by a power of two, so that 16 bits hold it; those of queries that saw the keys exactly are `near_key_vjp`'s. The
-normaliser's share, of a matrix that has no room here, is plain JAX's to add.
+of 64 keys of one chunk. One pass over the dual state makes both shares of it (`quartic_far_vjp`), of the key and the
+value divided by powers of two, so that 16 bits hold them; those of queries that saw the keys exactly are
+`near_key_vjp`'s. The normaliser's share, of a matrix that has no room here, is plain JAX's to add.
 """
 
 import functools
