@@ -117,6 +117,30 @@ def decay_gradient(found, last, dstate, time, group):
     return (after + np.asarray(whole)[:, None] * (np.arange(time) < time - WINDOW)).T
 
 
+def carried(drawn, chunk):
+    """The gradient with respect to the logarithm of each chunk's carry: sums over weights that cross it, [K, n].
+
+    And the same of absolute values, since the terms cancel.
+    """
+    query, key, value, dout = (drawn[name][0] for name in ("query", "key", "value", "dout"))
+    time, group = len(query), query.shape[1] // key.shape[1]
+    key, value = (np.repeat(x, group, 1) for x in (key, value))
+    total = np.repeat(np.cumsum(drawn["log_decay"][0], 0), group, 1).T
+    weights = np.einsum("tnd,snd->nts", query, key) ** 4
+    weights *= np.tril(np.exp(np.minimum(total[:, :, None] - total[:, None], 0)))
+    weights /= weights.sum(-1, keepdims=True)
+    slopes = np.einsum("tne,sne->nts", dout, value)
+    slopes = weights * (slopes - (weights * slopes).sum(-1, keepdims=True))
+    sums = []
+    for terms in (slopes, np.abs(slopes)):
+        crossing = [
+            terms[:, chunk * (c + 1) :, : max(chunk * c - WINDOW, 0)].sum((1, 2))
+            for c in range(-(-time // chunk))
+        ]
+        sums.append(np.stack(crossing, 1).reshape(-1, group, len(crossing)).sum(1))
+    return sums
+
+
 def errors_of_plain(drawn, expected, chunk):
     """Of the plain JAX form without a state before or after, by argument."""
     arrays = [jnp.asarray(drawn[name], jnp.bfloat16) for name in NAMES[:3]]
@@ -168,5 +192,7 @@ def test_gradients(case, chunk, continued):
     errors["state"], errors["norm"] = (
         cases.error(a[0], b) for a, b in zip(found.state, expected[4], strict=True)
     )
-    print(errors, bounds)
+    if not continued:
+        wanted, size = carried(drawn, chunk)
+        assert (np.abs(found.carry - wanted) <= 2**-11 * size).all()
     assert errors == {name: pytest.approx(0, abs=bounds[name]) for name in errors}
