@@ -202,7 +202,7 @@ def _together(layout, count):
 
 
 def _placed(gmem, layout, count, chunk, window):
-    """Where a block's keys, and their dual state, are in the arrays; and the queries that each warpgroup's keys meet."""
+    """Where a block's keys and their dual state are in the arrays; and the queries that each warpgroup's keys meet."""
     index, chunks = lax.axis_index("chunk"), gmem["states"].shape[1]
     # The block of 64 padded positions that the first warpgroup owns.
     block = index * (chunk // _BLOCK) + lax.axis_index("rows") * count
