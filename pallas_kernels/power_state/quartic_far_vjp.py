@@ -194,7 +194,7 @@ def read(
 
         def walk(slopes):
             vector = smem["vector_smem"].at[block_slot, warpgroup]
-            if layout.value_dim == 16:
+            if layout.value_dim == 16 or together < 3:
                 # Products with fewer values are too short to read it from shared memory each time.
                 vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
 

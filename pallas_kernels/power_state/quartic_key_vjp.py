@@ -2,7 +2,7 @@
 
 The dual state of a chunk is the gradient with respect to the state after it. A block owns `key_vjp_blocks` warpgroups
 of 64 keys of one chunk. One pass over the dual state makes both shares of it (`quartic_far_vjp`), of the key and the
-value divided by a power of two, so that 16 bits hold it; those of queries that saw the keys exactly are
+value divided by powers of two, so that 16 bits hold them; those of queries that saw the keys exactly are
 `near_key_vjp`'s. The normaliser's share, of a matrix that has no room here, is plain JAX's to add.
 """
 
@@ -196,12 +196,13 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
 
 
 def _together(layout, count):
-    """Scalars at a time: one warpgroup has 255 registers, and its loops are unrolled where it is all of a chunk."""
-    return 2 if count == 1 and layout.value_dim == 32 else 3
+    """Scalars of a dual state at a time, as many as compile without spilling registers."""
+    # A warpgroup of its own has 255, and loops that are unrolled where it is all of a chunk.
+    return {16: 1, 32: 2}[layout.head_dim] if count == 1 and layout.value_dim == 32 else 3
 
 
 def _placed(gmem, layout, count, chunk, window):
-    """Where a block's keys and their dual state are in the arrays, and the queries that each warpgroup's keys meet."""
+    """Where a block's keys and their dual state are in the arrays; and the queries that each warpgroup's keys meet."""
     index, chunks = lax.axis_index("chunk"), gmem["states"].shape[1]
     # The block of 64 padded positions that the first warpgroup owns.
     block = index * (chunk // _BLOCK) + lax.axis_index("rows") * count

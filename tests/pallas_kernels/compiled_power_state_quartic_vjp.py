@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import near_key_vjp, quartic_key_vjp, quartic_query_vjp
+from pallas_kernels.power_state import quartic_far_vjp as far
 from pallas_kernels.power_state import quartic_layout as layouts
 from tests.pallas_kernels import h100
 
@@ -15,7 +16,9 @@ CASES = [
     "query-d16-e16-c960",
     "query-d32-e32-c3072",
     "query-d32-e32-c64",
+    "query-d16-e16-c1024",
     "key-d16-e16-c960",
+    "key-d16-e16-c1024",
     "key-d32-e32-c3072",
     "key-d32-e32-c64",
 ]
@@ -37,8 +40,32 @@ def build(case: str):
     return functools.partial(quartic_key_vjp.key_vjp, **options), _key(layout, chunk)
 
 
-def predict(case, kernel):
-    return [h100.Loop("x", loop, 0) for loop in kernel.loops if loop["HGMMA"]], ""
+def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
+    """The main loops, and the time for 65,536 tokens of 8 heads, as many of queries.
+
+    A step is 12 scalars and 64 rows, or 64 queries or keys that these meet exactly. A multiprocessor takes the longer
+    of its tensor cycles and the instructions of one of its four schedulers, which have a warp of every warpgroup each.
+    """
+    kind, layout, chunk, _ = _parsed(case)
+    found = [loop for loop in kernel.loops if loop["HGMMA"]]
+    head_dim, value_dim = layout.head_dim, layout.value_dim
+    # m64nNk16 takes N / 2 cycles: slopes and means of a block of 48, then selections and their transposes.
+    scalar = 2 * layouts.COLUMNS * value_dim // 32
+    contracted = head_dim * layouts.SCALAR_COLUMNS * 3 // 16
+    states = next(loop for loop in found if loop["HMUL2"])
+    loops = [h100.Loop("states", states, layouts.SCALARS * scalar + contracted)]
+    steps = [far.steps(layout)[:, 1].sum()]
+    if chunk > configs.BLOCK:  # a single block of what rows meet exactly has no loop of its own
+        # Scores and slopes, then two products each for the gradients.
+        operands = 2 * (head_dim + value_dim) + 4 * head_dim + (4 * value_dim if kind == "key" else 0)
+        loops.append(h100.Loop("rows", next(loop for loop in found if loop["MUFU"]), operands))
+        steps.append(chunk / 128 + _WINDOW / 64 + 0.5)
+    cycles = sum(
+        count * max(loop.tensor, loop.counts["instructions"])
+        for count, loop in zip(steps, loops, strict=True)
+    )
+    milliseconds = 1e3 * _TOKENS / 64 * cycles / h100.MULTIPROCESSORS / h100.SUSTAINED_HERTZ
+    return loops, f"{milliseconds:.2f} ms"
 
 
 def _parsed(case):
