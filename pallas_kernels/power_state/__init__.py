@@ -1,18 +1,18 @@
 """Power attention through states: the chunked recurrence for Hopper GPUs, forward and backward."""
 
 from pallas_kernels.power_state.backward import Gradients, attend_vjp, fold_vjp, power_state_vjp
-from pallas_kernels.power_state.config import choose, chunk_for
+from pallas_kernels.power_state.config import Config, choose
 from pallas_kernels.power_state.forward import Saved, attend, fold, power_state, power_state_fwd
 from pallas_kernels.power_state.incoming import add_incoming
 
 __all__ = [
+    "Config",
     "Gradients",
     "Saved",
     "add_incoming",
     "attend",
     "attend_vjp",
     "choose",
-    "chunk_for",
     "fold",
     "fold_vjp",
     "power_state",

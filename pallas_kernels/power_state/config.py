@@ -12,10 +12,8 @@ __all__ = [
     "MULTIPROCESSORS",
     "Config",
     "choose",
-    "chunk_for",
     "filled",
     "operands",
-    "segments",
 ]
 
 # Tokens, query rows or values that one warpgroup handles at a time: the height of a Hopper matrix product.
@@ -33,8 +31,10 @@ _SHARED_BYTES = 227 * 1024 - 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tile sizes. Made by `choose`.
+    """What is static of a call, made by `choose`.
 
+    chunk: positions between states. segments: stretches of time that the update handles side by side.
+    update_blocks: thread blocks of the update for one head and one segment.
     update_scalars: groups of features that a block of the update owns, half of them for each of two warpgroups.
     update_stages: blocks of 64 tokens in flight in the update.
     query_blocks: blocks of 64 rows, one for each warpgroup, that share the states read by the query.
@@ -48,6 +48,9 @@ class Config:
     key_vjp_stages: such parts in flight.
     """
 
+    chunk: int
+    segments: int = 1
+    update_blocks: int
     update_scalars: int
     update_stages: int
     query_blocks: int
@@ -71,12 +74,33 @@ class Config:
         )
 
 
-def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> Config:
-    """Tile sizes for these shapes. Raises NotImplementedError naming the first constraint that they break."""
-    if power == 4:
-        return _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype)
+def choose(
+    *,
+    power: int,
+    head_dim: int,
+    value_dim: int,
+    time: int,
+    heads: int,
+    dtype,
+    window: int = BLOCK,
+    chunk: int | None = None,
+    state_dtype=jnp.float16,
+) -> Config:
+    """Chunk, segments and tiles for rows of `time` positions and so many heads of keys, of all rows together.
+
+    All are chosen by what is predicted (pallas_kernels/README.md), none by measurement; a given `chunk` is kept.
+    Raises NotImplementedError naming the first constraint that the shapes break.
+    """
+    if power not in (2, 4):
+        raise NotImplementedError(f"the power_state kernels need power 2 or 4, not {power}")
+    chunk = chunk or max(_chunk_for(power, head_dim, time), window)
+    tiles = _choose_quartic if power == 4 else _choose_square
+    config = tiles(head_dim, value_dim, dtype, chunk, window, state_dtype)
+    return dataclasses.replace(config, segments=_segments(heads * config.update_blocks, -(-time // chunk)))
+
+
+def _choose_square(head_dim, value_dim, dtype, chunk, window, state_dtype):
     supported = {
-        f"power 2 or 4, not {power}": power == 2,
         f"head_dim at most {_HEAD_SIZES[-1]}, not {head_dim}": head_dim <= _HEAD_SIZES[-1],
         f"value_dim at most {_VALUE_SIZES[-1]}, not {value_dim}": value_dim <= _VALUE_SIZES[-1],
         f"states of float16, bfloat16 or float32, not {jnp.dtype(state_dtype).name}": (
@@ -104,10 +128,13 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + blocks * BLOCK)
     stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
+    # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators; storing in two terms takes
+    # more registers, and leaves room for 2 x 288.
+    scalars = {32: 8, 64: 2 if state_dtype == jnp.float32 else 4, 128: 4}[head_dim]
     return Config(
-        # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators; storing in two terms takes
-        # more registers, and leaves room for 2 x 288.
-        update_scalars={32: 8, 64: 2 if state_dtype == jnp.float32 else 4, 128: 4}[head_dim],
+        chunk=chunk,
+        update_blocks=value_dim // BLOCK * layout.sections * (layouts.TILE // scalars),
+        update_scalars=scalars,
         update_stages=4,
         query_blocks=blocks,
         state_stages=stages,
@@ -161,6 +188,8 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
     left = _SHARED_BYTES - 2 * operands - 4 * (2 * (chunk + window) + 2 * rows)
     stage = 2 * quartic_layout.STEP * (BLOCK * quartic_layout.COLUMNS + layout.per_stack * rows)
     return Config(
+        chunk=chunk,
+        update_blocks=len(layout.units),
         update_scalars=quartic_layout.UNIT,
         update_stages=4,
         query_blocks=blocks,
@@ -232,7 +261,7 @@ def operands(state_dtype) -> tuple[jnp.dtype, int]:
     return (jnp.dtype(jnp.float16), 2) if state_dtype == jnp.float32 else (jnp.dtype(state_dtype), 1)
 
 
-def chunk_for(*, power: int, head_dim: int, time: int) -> int:
+def _chunk_for(power, head_dim, time):
     """A chunk for rows of that length whose own rows divide among all warpgroups, if they are not very few.
 
     Long enough for its exact part to cost about half its state's; at p = 4, about where writing and reading the states
@@ -247,7 +276,7 @@ def chunk_for(*, power: int, head_dim: int, time: int) -> int:
     return min(longest, -(-time // step) * step)
 
 
-def segments(*, blocks: int, chunks: int) -> int:
+def _segments(blocks, chunks):
     """Stretches of time that the update handles side by side, in `blocks` blocks each."""
     # As many as run at once; more than one cost a pass over the states.
     return max(1, min(MULTIPROCESSORS // blocks, chunks))

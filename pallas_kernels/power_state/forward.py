@@ -69,8 +69,8 @@ def power_state(
         of a row may be excluded. None excludes the last `window`.
     initial_state: float32 kv [B, K, F, E] and norm [B, K, F], the features phi of positions before the first: in
         canonical order, non-decreasing indices lexicographically, with phi(q) . phi(k) = (q . k)^p. None is zero.
-    chunk: positions between states; None is `chunk_for` T. window: positions before each chunk that its queries see
-        exactly.
+    chunk: positions between states; None is what `choose` says. window: positions before each chunk that its queries
+        see exactly, no more than a chunk.
     state_dtype: what states between chunks are stored in, and operands of the products with them rounded to: float16,
         with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in each entry.
         float32 is stored as the sum of two float16, with an error of 2^-22 at most, for twice the bytes and products.
@@ -87,6 +87,8 @@ def power_state(
         log_decay = jnp.zeros(key.shape[:3], jnp.float32)
     if folds is None:
         folds = jnp.broadcast_to(jnp.arange(key.shape[1]) < key.shape[1] - window, key.shape[:2])
+    options = {"power": power, "window": window, "state_dtype": state_dtype}
+    chunk = chosen(key, value, chunk=chunk, **options).chunk
     results, _ = power_state_fwd(
         query,
         key,
@@ -94,11 +96,9 @@ def power_state(
         log_decay,
         folds,
         initial_state,
-        power=power,
-        chunk=chunk or configs.chunk_for(power=power, head_dim=query.shape[-1], time=query.shape[1]),
-        window=window,
-        state_dtype=state_dtype,
+        chunk=chunk,
         interpret=interpret,
+        **options,
     )
     return results
 
@@ -175,8 +175,9 @@ def attend(query, key, value, log_decay, folds, saved, *, power, chunk, window, 
 
 def chosen(key, value, **options):
     """`config.choose` for these arrays."""
-    sizes = {"head_dim": key.shape[-1], "value_dim": value.shape[-1], "dtype": jnp.result_type(key, value)}
-    return configs.choose(**sizes, **options)
+    batch, time, kv_heads, head_dim = key.shape
+    sizes = {"head_dim": head_dim, "value_dim": value.shape[-1], "time": time, "heads": batch * kv_heads}
+    return configs.choose(**sizes, dtype=jnp.result_type(key, value), **options)
 
 
 def returned(state, norm, shift, layout, sizes):
@@ -223,8 +224,7 @@ def walk(key, value, carried, start, *, layout, config, chunk, terms, interpret)
 
     key, value: what the update kernel takes, of n chunks; start: [H, 16, E, P], the state before the first.
     """
-    blocks = len(start) * update_kernel.blocks(layout, config, start.shape[2])
-    count = configs.segments(blocks=blocks, chunks=carried.carry.shape[1])
+    count = config.segments
     start = numerics.scaled(start, -carried.shift[:, :1, None, None])
     start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
     initial = jnp.zeros((len(start), count, *start.shape[1:]), jnp.float32).at[:, 0].set(start)

@@ -136,9 +136,7 @@ def pair_products(x, layout):
 
 def states_of(vector, scalars, value, carried, start, layout, config, chunk, interpret):
     """The states that chunks read, times their weights, and the last one, plain; all divided by 2^shift."""
-    heads, chunks = carried.carry.shape
-    count = configs.segments(blocks=heads * len(layout.units), chunks=chunks)
-    initial = jnp.zeros((heads, count, *start.shape[1:]), jnp.float32)
+    initial = jnp.zeros((len(start), config.segments, *start.shape[1:]), jnp.float32)
     initial = initial.at[:, 0].set(numerics.scaled(start, -carried.shift[:, :1, None, None]))
     weights = _weights(layout)
     states, finals = update_kernel.update(

@@ -22,15 +22,10 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import products, ring
 
-__all__ = ["blocks", "update"]
+__all__ = ["update"]
 
 _BLOCK = configs.BLOCK
 _CONSUMERS = 2
-
-
-def blocks(layout, config, value_dim: int) -> int:
-    """Blocks of one head and one segment."""
-    return value_dim // _BLOCK * layout.sections * (layouts.TILE // config.update_scalars)
 
 
 def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interpret=None):

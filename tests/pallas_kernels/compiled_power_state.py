@@ -96,7 +96,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
 
 
 def _predict_update(case, loops):
-    _, layout, value_dim, *_ = _parsed(case)
+    _, layout, *_ = _parsed(case)
     config = _config(case)
     counts = loops[0]
     scalars = config.update_scalars * len(layout.section)
@@ -110,10 +110,8 @@ def _predict_update(case, loops):
         shared / SHARED_BYTES,
         filled / CACHE_BYTES,
     )
-    blocks = PREDICTED_HEADS * update.blocks(layout, config, value_dim)
-    segments = configs.segments(blocks=blocks, chunks=PREDICTED_TIME // 1024)
-    rounds = -(-blocks * segments // h100.MULTIPROCESSORS)
-    cycles = rounds * PREDICTED_TIME / segments / configs.BLOCK * step
+    rounds = -(-PREDICTED_HEADS * config.update_blocks * config.segments // h100.MULTIPROCESSORS)
+    cycles = rounds * PREDICTED_TIME / config.segments / configs.BLOCK * step
     return [h100.Loop("tokens", counts, tensor)], cycles
 
 
@@ -148,6 +146,8 @@ def _config(case):
     _, layout, value_dim, chunk, state_dtype = _parsed(case)
     return configs.choose(
         power=2,
+        time=PREDICTED_TIME,
+        heads=PREDICTED_HEADS,
         head_dim=layout.head_dim,
         value_dim=value_dim,
         dtype=jnp.bfloat16,

@@ -97,6 +97,8 @@ def _config(case):
     layout, value_dim, chunk, state_dtype = _parsed(case)
     return configs.choose(
         power=2,
+        time=65_536,
+        heads=8,
         head_dim=layout.head_dim,
         value_dim=value_dim,
         dtype=jnp.bfloat16,

@@ -76,6 +76,8 @@ def _parsed(case):
     head_dim, value_dim, chunk = (int(size[1:]) for size in sizes)
     config = configs.choose(
         power=4,
+        time=65_536,
+        heads=8,
         head_dim=head_dim,
         value_dim=value_dim,
         dtype=jnp.bfloat16,

@@ -84,6 +84,8 @@ def _config(case):
     head_dim, value_dim, chunk, state_dtype = _parsed(case)
     return configs.choose(
         power=2,
+        time=65_536,
+        heads=8,
         head_dim=head_dim,
         value_dim=value_dim,
         dtype=jnp.bfloat16,

@@ -10,19 +10,20 @@ from pallas_kernels import power_state
 @pytest.mark.parametrize("time", [1, 64, 385, 700, 4096, 1_000_000])
 def test_a_chunk_for_any_row_is_one_that_the_kernels_take(power, size, time):
     """Short rows are one chunk; long ones have one that two warpgroups and more divide."""
-    chunk = power_state.chunk_for(power=power, head_dim=size, time=time)
     config = power_state.choose(
-        power=power,
-        head_dim=size,
-        value_dim=size,
-        dtype=jnp.bfloat16,
-        chunk=chunk,
-        window=64,
-        state_dtype=jnp.float16,
+        power=power, head_dim=size, value_dim=size, time=time, heads=8, dtype=jnp.bfloat16
     )
-    assert chunk % (64 * config.query_blocks) == 0
-    assert time <= chunk < time + 192 or chunk >= 384
+    assert config.chunk % (64 * config.query_blocks) == 0
+    assert time <= config.chunk < time + 192 or config.chunk >= 384
     assert config.query_blocks >= 2 or time <= 384
+
+
+def test_few_heads_walk_segments_of_time_side_by_side():
+    """As many thread blocks as there are multiprocessors, no segment without a chunk."""
+    sizes = {"power": 2, "head_dim": 64, "value_dim": 64, "dtype": jnp.bfloat16}
+    assert power_state.choose(**sizes, time=65_536, heads=8).segments == 4
+    assert power_state.choose(**sizes, time=65_536, heads=96).segments == 1
+    assert power_state.choose(**sizes, time=1000, heads=1).segments == 2
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,6 @@ def test_a_chunk_for_any_row_is_one_that_the_kernels_take(power, size, time):
     ],
 )
 def test_chunks_that_are_too_long_are_refused(power, size, chunk, message):
-    sizes = {"power": power, "head_dim": size, "value_dim": size, "chunk": chunk, "window": 64}
+    sizes = {"power": power, "head_dim": size, "value_dim": size, "chunk": chunk, "time": 10**6, "heads": 8}
     with pytest.raises(NotImplementedError, match=message):
-        power_state.choose(**sizes, dtype=jnp.bfloat16, state_dtype=jnp.float16)
+        power_state.choose(**sizes, dtype=jnp.bfloat16)

@@ -139,6 +139,8 @@ def test_gradients(sizes):
     options = {"layout": layout, "chunk": CHUNK, "window": sizes.window}
     config = configs.choose(
         power=2,
+        time=65_536,
+        heads=8,
         head_dim=sizes.head_dim,
         value_dim=sizes.value_dim,
         dtype=jnp.bfloat16,

@@ -32,6 +32,8 @@ class Drawn:
         self.layout, self.chunk, self.time = layouts.Layout(head_dim, value_dim), chunk, CHUNKS * chunk
         config = configs.choose(
             power=4,
+            time=65_536,
+            heads=8,
             head_dim=head_dim,
             value_dim=value_dim,
             dtype=jnp.bfloat16,

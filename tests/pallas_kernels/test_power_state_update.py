@@ -54,6 +54,8 @@ def test_update(head_dim, value_dim, segments, dtype):
     initial = random.normal(size=(1, segments, layouts.TILE, value_dim, layout.width)).astype("float32")
     config = configs.choose(
         power=2,
+        time=65_536,
+        heads=8,
         head_dim=head_dim,
         value_dim=value_dim,
         chunk=chunk,

@@ -95,6 +95,8 @@ def test_query(head_dim, value_dim, state_dtype):
     arguments = drawn_arguments(layout, value_dim, state_dtype, chunk)
     config = configs.choose(
         power=2,
+        time=65_536,
+        heads=8,
         head_dim=head_dim,
         value_dim=value_dim,
         chunk=chunk,

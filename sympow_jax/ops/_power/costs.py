@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping
 
 import jax
+import jax.numpy as jnp
 
 from sympow_jax.ops import feature_maps
 
@@ -144,7 +145,15 @@ def kernel_seconds(
     if chunk is None:
         # Pallas takes a second to import: only where a kernel may run.
         power_state = importlib.import_module("pallas_kernels.power_state")
-        chunk = power_state.chunk_for(head_dim=head_dim, power=power, time=time)
+        chunk = power_state.choose(
+            power=power,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            time=time,
+            heads=batch * kv_heads,
+            dtype=jnp.bfloat16,
+            window=window,
+        ).chunk
     pairs = tokens * heads * (chunk / 2 + window)
     states = HOPPER.states(tokens * (heads + kv_heads) / 2, power, head_dim, value_dim)
     around = HOPPER.channel * tokens * heads * channels

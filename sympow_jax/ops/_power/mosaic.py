@@ -38,11 +38,9 @@ def require_supported(query, value, *, form, power, window, chunk_size, stateles
             )
         attention_kernel.choose(**sizes, power=power, dtype=query.dtype)
     elif form == "chunked":
-        head_dim, time = sizes["head_dim"], query.shape[1]
-        chunk = chunk_size or state_kernel.chunk_for(head_dim=head_dim, power=power, time=time)
-        state_kernel.choose(
-            **sizes, power=power, dtype=query.dtype, chunk=chunk, window=window, state_dtype=jnp.float16
-        )
+        heads = {"time": query.shape[1], "heads": value.shape[0] * value.shape[2]}
+        chunk = chunk_size and max(chunk_size, window)
+        state_kernel.choose(**sizes, **heads, power=power, dtype=query.dtype, chunk=chunk, window=window)
     else:
         raise NotImplementedError(
             f"implementation 'mosaic_gpu' has the forms 'attention' and 'chunked', not {form!r}"
@@ -96,12 +94,19 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 def chunked(query, key, value, *, power, state, window, chunk, **arguments):
     """The chunked form; arguments as in `xla.chunked`. `chunk` None is what the kernels do best."""
     length = query.shape[1] + (0 if state is None else 2 * window)
-    if chunk is None:
-        chunk = state_kernel.chunk_for(head_dim=query.shape[-1], power=power, time=length)
-    else:
-        chunk = min(chunk, -(-length // _BLOCK) * _BLOCK)
-    # A key is seen exactly from two chunks at most.
-    chunk = max(chunk, window)
+    if chunk is not None:
+        # A key is seen exactly from two chunks at most.
+        chunk = max(min(chunk, -(-length // _BLOCK) * _BLOCK), window)
+    chunk = state_kernel.choose(
+        power=power,
+        head_dim=query.shape[-1],
+        value_dim=value.shape[-1],
+        time=length,
+        heads=key.shape[0] * key.shape[2],
+        dtype=query.dtype,
+        window=window,
+        chunk=chunk,
+    ).chunk
     core = functools.partial(_core, dtype=query.dtype)
     arguments |= {"power": power, "state": state, "window": window, "chunk": chunk}
     return xla.chunked(query, key, value, core=core, **arguments)
