@@ -64,14 +64,15 @@ def crossover(**shape):
 @pytest.mark.parametrize(
     ("shape", "least", "most"),
     [
-        ({"power": 2}, 4096, 12_288),
-        ({"power": 2, "head_dim": 128, "value_dim": 128}, 16_384, 32_768),
-        ({"power": 4, "head_dim": 16, "value_dim": 16}, 16_384, 32_768),
-        ({"power": 4, "head_dim": 32, "value_dim": 32}, 65_536, 200_000),
+        ({"power": 2}, 4096, 8192),
+        ({"power": 2, "batch": 1, "heads": 8, "kv_heads": 8}, 6000, 8192),
+        ({"power": 2, "head_dim": 128, "value_dim": 128}, 8192, 20_000),
+        ({"power": 4, "head_dim": 16, "value_dim": 16}, 8192, 20_000),
+        ({"power": 4, "head_dim": 32, "value_dim": 32}, 50_000, 120_000),
     ],
 )
 def test_kernels_cross_where_their_times_do(shape, least, most):
-    assert least < crossover(**shape, kernels=BOTH) < most
+    assert least < crossover(**shape, kernels=BOTH) <= most
 
 
 def test_few_heads_wait_for_longer_contexts_to_pay_for_launches():

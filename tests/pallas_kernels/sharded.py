@@ -55,7 +55,7 @@ def training(form: str):
 
     The context is one at which this form is the one that is chosen.
     """
-    context, rows = {"attention": 8192, "chunked": 16_384}[form], 8
+    context, rows = {"attention": 4096, "chunked": 8192}[form], 8
     model = config.ModelConfig(
         **config.MODEL_SIZES["gpt2_124m"] | {"layers": 1, "vocab_size": 512},
         attention=config.preset("conformal", power=2),

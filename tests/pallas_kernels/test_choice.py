@@ -51,8 +51,8 @@ def attend(time, dtype=jnp.bfloat16, **options):
 @pytest.mark.parametrize(
     ("time", "options", "form"),
     [
-        (8192, {}, "attention_mosaic_gpu"),
-        (16_384, {}, "chunked_mosaic_gpu"),
+        (4096, {}, "attention_mosaic_gpu"),
+        (8192, {}, "chunked_mosaic_gpu"),
         (65_536, {"power": 4}, "attention_mosaic_gpu"),
         # With a state the plain attention form would compute with features too.
         (1024, {"return_state": True}, "chunked_mosaic_gpu"),

@@ -48,6 +48,7 @@ class _Kernels:
     is the update's, whose heads are those of the keys.
     channel: of the plain JAX around the chunked form, for each token, head and channel.
     launch: of a call, by form.
+    both_passes: what both passes take together of what the forward pass takes, by form.
     xla_flops: FLOPs a second of the plain forms, bound by the bytes of scores or features.
     """
 
@@ -58,6 +59,7 @@ class _Kernels:
     feature: Mapping[tuple[int, int], float]
     channel: float
     launch: Mapping[str, float]
+    both_passes: Mapping[str, float]
     xla_flops: float
 
     def pairs(self, count: float, power: int, channels: int) -> float:
@@ -85,6 +87,7 @@ HOPPER = _Kernels(
     feature={(2, 32): 1.6e-14, (2, 64): 9.7e-15, (2, 128): 6.8e-15, (4, 16): 3.8e-14, (4, 32): 1.05e-14},
     channel=3.0e-12,
     launch={"attention": 10e-6, "chunked": 40e-6},
+    both_passes={"attention": 5.3, "chunked": 3.1},
     xla_flops=5e13,
 )
 
@@ -105,7 +108,8 @@ def cheapest_form(
     """The form that is done first; the attention form where the state would not fit in memory.
 
     Without kernels that is the form with fewer FLOPs. `kernels` names the forms that kernels on a Hopper GPU would
-    compute: then predicted times decide, of a kernel by `HOPPER`. `chunk` None is what each does best.
+    compute: then predicted times of both passes decide, of a kernel by `HOPPER`, since where forms differ it is
+    training that costs. `chunk` None is what each does best.
     """
     sizes: dict = {"head_dim": head_dim, "value_dim": value_dim, "power": power}
     # The scan holds the state, its decayed copy and its update.
@@ -115,11 +119,12 @@ def cheapest_form(
     costs = {}
     for form in ("attention", "chunked"):
         if form in kernels:
-            costs[form] = kernel_seconds(
-                form, batch=batch, heads=heads, kv_heads=kv_heads, chunk=chunk, **shape
-            )
+            seconds = kernel_seconds(form, batch=batch, heads=heads, kv_heads=kv_heads, chunk=chunk, **shape)
+            costs[form] = HOPPER.both_passes[form] * seconds
         else:
-            flops = flops_per_token(form, chunk=chunk or default_chunk("chunked"), **shape)
+            flops = flops_per_token(
+                form, chunk=chunk or default_chunk("chunked"), backward=bool(kernels), **shape
+            )
             costs[form] = batch * heads * time * flops / HOPPER.xla_flops
     return min(costs, key=costs.__getitem__)
 
