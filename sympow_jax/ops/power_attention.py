@@ -49,7 +49,9 @@ def power_attention(
         implementation: `reference` is the formula, unoptimised; `xla` runs on any device; `mosaic_gpu` are the kernels
             for Hopper GPUs, for inputs of 16 bits, which the README's table limits further; a mesh in scope divides
             batch and heads for them. None takes a kernel where there is a Hopper GPU and one that can do it, else
-            `xla`; it never fails. Gradients take the backward pass of `xla` in either case.
+            `xla`; it never fails. In the chunked form the kernels keep their states for the backward pass, unless a
+            policy of `jax.checkpoint` keeps `power_attention_out` without `power_attention_states`: then they are
+            computed again. That of the step is `xla`'s.
         chunk_size: tokens of a chunk, or of a block of the attention form; None chooses. Changes speed alone.
         window: every query sees at least this many of its last keys exactly, and only older ones through features,
             whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the state.
