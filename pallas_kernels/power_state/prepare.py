@@ -83,10 +83,26 @@ def update_operands(key, value, carried, layout, dtype):
 
 
 def square_norms(key, strength, carried, start):
-    """Z before each chunk and after the last, of keys [H, n, C, D] that count for `strength` [H, n, C]."""
-    weighted = strength[..., None] * key
-    new = jnp.einsum("hnxd,hnxe->hnde", key, weighted, precision=jax.lax.Precision.HIGHEST)
-    return norms(carried.log2_carry, new, numerics.scaled(start, -carried.shift[:, :1, None]))
+    """Z before each chunk and after the last, of keys [H, n, C, D] that count for `strength` [H, n, C].
+
+    Keys have 8 bits, which float16 holds, and their products with strengths are float16 in two terms: the tensor cores
+    multiply them, and nothing is written in float32.
+    """
+    peak = jnp.abs(strength).max(-1, keepdims=True)
+    relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
+    weighted = relative[..., None] * key
+    high = jax.lax.reduce_precision(weighted, jnp.finfo(jnp.float16).nexp, jnp.finfo(jnp.float16).nmant)
+    new = sum(
+        jnp.einsum(
+            "hnxd,hnxe->hnde",
+            key.astype(jnp.float16),
+            term.astype(jnp.float16),
+            preferred_element_type=jnp.float32,
+        )
+        for term in (high, weighted - high)
+    )
+    start = numerics.scaled(start, -carried.shift[:, :1, None])
+    return norms(carried.log2_carry, new * peak[..., None], start)
 
 
 def carried_keys(of: Tokens, start_size, power) -> Carried:

@@ -13,7 +13,7 @@ from sympow_jax.ops._power import target
 from tests.ops import cases
 from tests.ops import test_power_attention as suite
 
-pytestmark = [pytest.mark.interpret, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.interpret, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(autouse=True)
