@@ -68,7 +68,8 @@ _NO_UNIT = 1000
 class VjpOperands(NamedTuple):
     """Inputs of the kernels; S is whole blocks of 128, n = S / 64, queries are filled up in front to S.
 
-    query, key: of unit length, queries of high powers lengthened. unit_query: Q', a query over its unit. All that is multiplied is float16.
+    query, key: of unit length, queries of high powers lengthened. unit_query: Q', a query over its unit. All that is
+        multiplied is float16.
     rows, columns: per block of queries and of keys, vectors in the order of their names.
     first, last: the first block of keys that two blocks of queries see, the last of queries that see two of keys.
     """
