@@ -3,7 +3,8 @@
 One thread block takes C queries of one head, one warpgroup each half of them; a third warpgroup loads blocks of
 keys and values through a ring in shared memory. Scores S = Q K^T and sums P V run on the tensor cores (wgmma), P
 passing from one to the other in registers. Blocks before the diagonal need p - 1 multiplications, one conversion and
-one multiply-add for each pair, and no exponential.
+one multiply-add for each pair, and no exponential; from p = 8 on, two multiplications, a maximum and an addition
+instead of the multiply-add.
 """
 
 import functools
