@@ -29,7 +29,8 @@ def power_attention(
     of the same queries, from another chunk or device, may be added once both have one exponent.
 
     Products are of 16 bits with float32 sums. Scores are exact to float32; weights and decayed values are rounded to
-    float16 (11 bits), each in a unit of its own block that keeps it in range. Not differentiable.
+    float16 (11 bits), each in a unit of its own block, or from p = 8 on of its row, that keeps it in range. Not
+    differentiable.
 
     Args:
         query: [B, T, N, D], bfloat16 or float16; N is a multiple of K. D up to 128.

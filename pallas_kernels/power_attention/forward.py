@@ -3,7 +3,8 @@
 One thread block takes C queries of one head, one warpgroup each half of them; a third warpgroup loads blocks of
 keys and values through a ring in shared memory. Scores S = Q K^T and sums P V run on the tensor cores (wgmma), P
 passing from one to the other in registers. Blocks before the diagonal need p - 1 multiplications, one conversion and
-one multiply-add for each pair, and no exponential.
+one multiply-add for each pair, and no exponential; from p = 8 on, two multiplications, a maximum and an addition
+instead of the multiply-add.
 """
 
 import functools
@@ -25,7 +26,7 @@ _LAYOUT = plgpu.Layout.WGMMA
 _PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 # The widest swizzle, in bytes of a row, that wgmma and TMA agree on; rows of 96 numbers take half of it.
 _SWIZZLE_BYTES = 128
-# Weights of the diagonal block are brought to 2^15 at most, each row by its own largest one.
+# Weights of the diagonal block, and all of high powers, are brought to 2^15 at most, each row by its own largest one.
 _NEAR_BITS = 15
 # Below this a row's largest weight counts as it: its inverse stays finite.
 _SMALLEST = 2.0**-100
@@ -128,11 +129,7 @@ def _kernel(
         plgpu.barrier_wait(scratch["query_ready"].at[warpgroup])
 
         blocks_of_keys = _Blocks(tile, warpgroup, power, config, interpreted, scratch)
-        far = (
-            plgpu.layout_cast(jnp.zeros((_ROWS, config.value_dim), jnp.float32), _LAYOUT),
-            plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW),
-        )
-        far_sum, far_weight = jax.lax.fori_loop(jnp.int32(0), far_steps, blocks_of_keys.far, far)
+        far_sum, far_weight = blocks_of_keys.all_far(far_steps)
         near_sum, near_weight = blocks_of_keys.diagonal(
             far_steps, own, near.at[batch, kv_head], pl.ds(diagonal * config.block, config.block)
         )
@@ -200,8 +197,19 @@ class _Blocks:
         self.config, self.interpreted = config, interpreted
         self.scratch = scratch
 
-    def far(self, step, carry):
-        """Adds a block that lies before the diagonal one."""
+    def all_far(self, steps):
+        """The sums over all blocks before the diagonal one."""
+        total = plgpu.layout_cast(jnp.zeros((_ROWS, self.config.value_dim), jnp.float32), _LAYOUT)
+        weight = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW)
+        if not inputs.scaled_by_row(self.power):
+            return jax.lax.fori_loop(jnp.int32(0), steps, self._far, (total, weight))
+        largest = plgpu.layout_cast(jnp.full((_ROWS,), _SMALLEST, jnp.float32), _PER_ROW)
+        carry = total, weight, largest
+        total, weight, largest = jax.lax.fori_loop(jnp.int32(0), steps, self._far_by_row, carry)
+        return total * _by_row(largest * 2.0**-_NEAR_BITS, total), weight
+
+    def _far(self, step, carry):
+        """Adds one such block."""
         total, weight = carry
         slot = self._slot(step)
         weights = self._weights(slot)
@@ -212,6 +220,25 @@ class _Blocks:
         weight = weight * weight_decay + (weights * _by_column(factors, weights)).sum(1)
         total = self._add_product(total * sum_decay, weights.astype(jnp.float16), slot)
         return total, weight
+
+    def _far_by_row(self, step, carry):
+        """Adds one such block, each row of weights in the unit of its largest one so far."""
+        total, weight, largest = carry
+        slot = self._slot(step)
+        weights = self._weights(slot)
+        plgpu.barrier_wait(self.scratch["column_ready"].at[slot])
+        columns = self.scratch["column_ring"].at[slot]
+        factors = plgpu.load(columns.at[pl.ds(0, self.config.block)], layout=_PER_COLUMN, optimized=False)
+        decay = columns[self.config.block + 1]
+        weights *= _by_column(factors, weights)
+        before = largest * decay
+        largest = jnp.maximum(jnp.maximum(before, weights.max(1)), _SMALLEST)
+        # Exactly 1 where the unit stays, since errors of many blocks would add up.
+        kept = jnp.where(before < largest, before / largest, 1.0)
+        scaled = weights * _by_row(2.0**_NEAR_BITS / largest, weights)
+        weight = weight * decay + weights.sum(1)
+        total = self._add_product(total * _by_row(kept, total), scaled.astype(jnp.float16), slot)
+        return total, weight, largest
 
     def diagonal(self, step, own, near, tokens):
         """The sums over the queries' own block, whose weights need the mask and an exponential each."""

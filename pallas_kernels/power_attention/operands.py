@@ -6,6 +6,10 @@ earlier block the decay is exp(G_i - G_start) exp(G_start - G_end) exp(G_end - G
 query's and the key's block: one factor per query, one per block between, one per key, each at most 1. The factor of
 the key and the p-th power of its length go into its value, in 16 bits, and into one float32 of its own for the
 denominator. Only within the diagonal block does a pair need an exponential.
+
+At high powers the weights of a row differ too much for that: the bound, of lengths, is far above the largest one, and
+keys whose lengths differ by less than 2 have factors that differ by 2^p. Weights then take the key's factor before they
+are rounded, and a unit for each row that follows its largest weight so far.
 """
 
 from typing import NamedTuple
@@ -18,11 +22,15 @@ from pallas_kernels import numerics
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import sequence
 
-__all__ = ["VALUE_BITS", "Exponents", "Operands", "prepare", "weight_bits"]
+__all__ = ["VALUE_BITS", "Exponents", "Operands", "prepare", "scaled_by_row", "weight_bits"]
 
 # The largest weight and value are near 2^14 and 2^15: float16 ends just below 2^16.
 _WEIGHT_BITS = 14
 VALUE_BITS = 15
+# From this power on most weights of a row lie below float16's range in any unit that is known beforehand.
+_SCALED_POWER = 8
+# Weights that are scaled by row may be as large as float32 holds sums of them.
+_SCALED_WEIGHT_BITS = 96
 # Bits by which a block's values may be smaller than what was summed before it, without losing any.
 _SLACK_BITS = 40
 # An exponent for what is zero.
@@ -33,7 +41,8 @@ class Operands(NamedTuple):
     """Inputs of the kernel; T and S are whole blocks, n = S / C, D and E as in `Config`.
 
     query, key: of length at most 2^h and 1, h of `weight_bits`; 16 bits.
-    far_value: values times their key's factor, in the unit of their block; float16.
+    far_value: values times their key's factor, in the unit of their block, or `near_value` where weights are scaled by
+        row and have that factor; float16.
     near_value: values as they are; float16.
     columns: per block of keys, a factor for each key's weight in the denominator, then two for the sums before it.
     near: for each key of the diagonal block, the two parts of its cumulative decay and the factor for its length.
@@ -58,9 +67,14 @@ class Exponents(NamedTuple):
     value: jax.Array  # [B, K]
 
 
+def scaled_by_row(power: int) -> bool:
+    """Whether weights of a row are rounded to float16 in a unit of the largest so far, as in the diagonal block."""
+    return power >= _SCALED_POWER
+
+
 def weight_bits(power: int) -> int:
-    """h, by which queries are lengthened so that weights use float16's range: scores up to 2^h, weights 2^(ph)."""
-    return _WEIGHT_BITS // power
+    """h, by which queries are lengthened so that weights use the range they have: scores to 2^h, weights to 2^(ph)."""
+    return (_SCALED_WEIGHT_BITS if scaled_by_row(power) else _WEIGHT_BITS) // power
 
 
 def prepare(
@@ -82,8 +96,11 @@ def prepare(
 
     decay = sequence.Decay(log_decay.reshape(*log_decay.shape[:2], -1, block))
     columns = length_factor.reshape(decay.after.shape) * sequence.exp(decay.after)
-    far_value = value * jnp.moveaxis(columns.reshape(length_factor.shape), 2, 1)[..., None]
-    unit = _units(far_value, decay, block)
+    if scaled_by_row(power):
+        far_value, unit = value, jnp.zeros(decay.total.shape, jnp.int32)
+    else:
+        far_value = value * jnp.moveaxis(columns.reshape(length_factor.shape), 2, 1)[..., None]
+        unit = _units(far_value, decay, block)
     previous = jnp.concatenate([unit[..., :1], unit[..., :-1]], -1)
     far_value = numerics.scaled(
         far_value, VALUE_BITS - jnp.moveaxis(jnp.repeat(unit, block, -1), 2, 1)[..., None]

@@ -55,6 +55,10 @@ _WEIGHT_BITS = 14
 _OPERAND_BITS = 15
 # Of g, so that it stays finite.
 _LARGEST_EXPONENT = 120
+# From this power on queries are lengthened, so that scores far below 1 have weights that are normal numbers: those of a
+# pair then go to 2^64, and products with a gradient by a weight stay finite.
+_LONG_POWER = 8
+_LONG_WEIGHT_BITS = 64
 # Cotangents that lie further below the largest are zero in float16.
 _SMALLEST_EXPONENT = -24
 # For queries that have no gradient: more than any unit.
@@ -64,7 +68,8 @@ _NO_UNIT = 1000
 class VjpOperands(NamedTuple):
     """Inputs of the kernels; S is whole blocks of 128, n = S / 64, queries are filled up in front to S.
 
-    query, key: of unit length. unit_query: Q', a query over its unit. All that is multiplied is float16.
+    query, key: of unit length, queries of high powers lengthened. unit_query: Q', a query over its unit. All that is
+        multiplied is float16.
     rows, columns: per block of queries and of keys, vectors in the order of their names.
     first, last: the first block of keys that two blocks of queries see, the last of queries that see two of keys.
     """
@@ -83,9 +88,9 @@ class VjpOperands(NamedTuple):
 class Units(NamedTuple):
     """Powers of two by which the kernels' operands are larger than what they stand for."""
 
-    slope: jax.Array  # [B, T, N]: of the gradient by the scores of a query of unit length
-    least: jax.Array  # [B, K]: the least of them
-    query: jax.Array  # [B, T, N]: of the query, to unit length
+    slope: jax.Array  # [B, T, N]: of the gradient by the scores of the operands
+    least: jax.Array  # [B, K]: the least of them, less what queries are lengthened by
+    query: jax.Array  # [B, T, N]: of the query, to the length that it has in the operands
     key: jax.Array  # [B, S, K]: of the key, to unit length
     value: jax.Array  # [B, K]
     dout: jax.Array  # [B, K]
@@ -100,9 +105,11 @@ def prepare(
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
     tokens = sequence.whole_blocks(query, key, value, **arrays, block=pair, config=config)
     query, query_exponent = sequence.unit_length(tokens.query[:, :time])
+    bits = _LONG_WEIGHT_BITS // power if power >= _LONG_POWER else 0
+    query, query_exponent = numerics.scaled(query, bits), query_exponent - bits
     key, key_exponent = sequence.unit_length(tokens.key)
     length_factor, longest = sequence.length_factors(key, key_exponent, power)
-    # From weights of queries and keys as they are to those of unit length, and the longest key's.
+    # From weights of queries and keys as they are to those of the operands, and the longest key's.
     exponent = exponent - power * (query_exponent + _of_heads(longest, query)[:, None])
     denominator = numerics.scaled(denominator, exponent)
     some = denominator >= np.finfo(np.float32).tiny
@@ -111,7 +118,7 @@ def prepare(
     dout, dout_unit = _large(jnp.where(some[..., None], dout.astype(jnp.float32), 0), kv_heads)
     out = numerics.scaled(out.astype(jnp.float32), _of_heads(value_unit, out)[:, None, :, None])
     slope_unit = _slope_units(denominator, dout, value, power)
-    least = jnp.where(some, slope_unit, _NO_UNIT).min(1).reshape(*longest.shape, -1).min(-1)
+    least = jnp.where(some, slope_unit, _NO_UNIT).min(1).reshape(*longest.shape, -1).min(-1) - bits
     undone = _OPERAND_BITS + _of_heads(least, query)[:, None] - slope_unit
     unit_query = jnp.where(some[..., None], numerics.scaled(query, undone[..., None]), 0)
 

@@ -57,6 +57,11 @@ def arrays(case: Case, *, batch=2, kv_heads=1, seed=0, dtype="float32") -> dict[
     return drawn
 
 
+def lengths(shape: tuple[int, ...], octaves: int, *, seed=0) -> np.ndarray:
+    """Powers of two between 2^-octaves and 2^octaves, by which some vectors are longer than others."""
+    return 2.0 ** np.random.default_rng(seed).integers(-octaves, octaves, shape, endpoint=True)
+
+
 def _segments(kind, batch, time, random):
     """Documents that start at multiples of 64 (`edges`), or anywhere with padding between (`padded`)."""
     if kind == "edges":

@@ -27,6 +27,14 @@ INTERPRETED = [
     (cases.Case(power=4, time=260, scale=1e3, decay="gentle"), {}),
     (cases.Case(power=6, time=260, scale=1e-3, decay="gentle"), {}),
     (cases.Case(power=4, time=260, decay="gentle"), {"dtype": "float16"}),
+    (cases.Case(power=6, head_dim=64, time=300, decay="none"), {"octaves": 2}),
+    (cases.Case(power=8, time=300, decay="gentle"), {"octaves": 2}),
+    (cases.Case(power=8, head_dim=64, time=300, decay="none"), {}),
+    (cases.Case(power=8, head_dim=64, time=300, decay="mixed", segments="padded"), {"octaves": 2}),
+    (cases.Case(power=16, time=300, decay="none"), {"octaves": 2}),
+    (cases.Case(power=16, head_dim=64, time=420, decay="gentle", group=2), {"octaves": 2}),
+    (cases.Case(power=16, head_dim=128, time=300, decay="none"), {}),
+    (cases.Case(power=16, head_dim=64, time=300, scale=1e-2, decay="gentle"), {"dtype": "float16"}),
 ]
 
 
@@ -42,6 +50,7 @@ def test_hardly_less_exact_than_the_plain_form(case, more):
     drawn = cases.arrays(case, **sizes, dtype="bfloat16")
     del drawn["dout"]
     drawn["query"] = drawn["query"][:, -queries:]
+    drawn["key"] *= cases.lengths(drawn["key"].shape[:-1], more.get("octaves", 0))[..., None]
 
     def attend(arrays, implementation):
         call = functools.partial(

@@ -26,6 +26,10 @@ CASES = [
     (cases.Case(power=4, head_dim=128, value_dim=128, time=100, decay="gentle"), {}),
     (cases.Case(power=4, time=140, scale=1e3, decay="mixed"), {"dtype": "float16"}),
     (cases.Case(power=16, time=128, scale=1e-3, decay="gentle"), {}),
+    (cases.Case(power=8, head_dim=64, time=300, decay="gentle"), {"octaves": 2}),
+    (cases.Case(power=16, time=300, decay="gentle"), {"octaves": 2}),
+    (cases.Case(power=16, head_dim=64, time=260, decay="none"), {}),
+    (cases.Case(power=2, head_dim=96, value_dim=40, time=140, decay="gentle"), {}),
 ]
 
 
@@ -56,6 +60,7 @@ def test_gradients(case, more):
     dtype, queries = more.get("dtype", "bfloat16"), more.get("queries", case.time)
     drawn = cases.arrays(case, batch=1, kv_heads=1, dtype="bfloat16")
     drawn |= {name: drawn[name][:, -queries:] for name in ("query", "dout")}
+    drawn["key"] *= cases.lengths(drawn["key"].shape[:-1], more.get("octaves", 0))[..., None]
     dout = drawn.pop("dout")
 
     def loss(arguments):
