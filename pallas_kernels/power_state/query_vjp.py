@@ -31,8 +31,6 @@ __all__ = ["Rows", "query_vjp"]
 _BLOCK = configs.BLOCK
 # Columns of an accumulator of which each thread has two next to each other.
 _HALF = layouts.TILE // 2
-# Groups that one round of the loop over states reads.
-_UNROLLED = 4
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 2
 
@@ -42,7 +40,6 @@ class Rows(NamedTuple):
 
     narrow: jax.Array  # 2^-a, which brings the largest entry of its dO into [1/2, 1)
     far: jax.Array  # 2^a times the factor from the state to the query
-    far_norm: jax.Array  # 2 delta times the factor from the state to the query
     delta: jax.Array  # dO . o
     inverse: jax.Array  # 1 / den, 0 where den is 0
 
@@ -67,7 +64,7 @@ def query_vjp(
     """The gradient of every query, bfloat16 [HN, X, D], and float32 sums [HN, 2, X].
 
     query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [HN, X, E], the
-    cotangent of the weighted mean. rows: float32 [HN, X / 64, 5, 64], in the order of `Rows`.
+    cotangent of the weighted mean. rows: float32 [HN, X / 64, 4, 64], in the order of `Rows`.
 
     The sums are those of the gradient with respect to the logarithms of decays, over the keys that the query meets
     exactly, and over those behind the state. Accumulates in float32.
@@ -76,14 +73,16 @@ def query_vjp(
     config = config.for_query_vjp()
     value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
     width = layout.width // config.parts
+    # Registers for queries are lacking at D = 128: tiles are read as they are needed. Operands of one product are alike.
+    tile = layouts.TILE if head_dim == 128 else None
     scratch = {
-        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype),
+        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype, tile),
         "dout_smem": products.operand((count,), _BLOCK, value_dim, dout.dtype),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
         "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
         "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
-        "state_smem": products.operand((stages,), value_dim, width, states.dtype),
-        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
+        "state_smem": products.operand((stages,), _BLOCK, width, states.dtype),
+        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype, tile),
         "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
         "ready": plgpu.Barrier(num_arrivals=3 * count + 2),
         "state_full": plgpu.Barrier(num_barriers=stages),
@@ -132,7 +131,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
         far.copy_norms(gmem, smem, place, config)
-        steps = far.copy_states(gmem, smem, place, config, _group)
+        steps = far.copy_states(gmem, smem, place, config, functools.partial(_group, groups=config.query_vjp_groups))
         # Keys come while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
@@ -145,7 +144,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
         block = place["block"] + warpgroup
         end = place["block"] + config.query_blocks - 1
-        terms = gmem["states"].shape[3] // gmem["value"].shape[-1]
+        terms = gmem["states"].shape[3] // _BLOCK
         plgpu.barrier_wait(smem["ready"])
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
@@ -195,19 +194,24 @@ def _copy_inputs(gmem, smem, place, config, chunk):
     plgpu.copy_gmem_to_smem(gmem["rows"].at[head, blocks], smem["rows_smem"], ready)
 
 
-def _group(step):
-    """The group that is read at a step: of four in a row, two are 8 apart, and each has an odd neighbour."""
-    return (step & 2) * (_HALF // 2) + lax.shift_right_logical(step, 2) * 2 + (step & 1)
+def _group(step, groups):
+    """The group that is read at a step: a round has neighbours in its first half, and the same plus 8 in the other."""
+    half = groups // 2
+    place = lax.rem(step, groups)
+    return lax.div(step, groups) * half + lax.div(place, half) * _HALF + lax.rem(place, half)
 
 
 def _read_states(start, own, smem, row, terms, layout, config, interpreted):
     """`start` and half the gradient of q^T S q, float32 [64, D]."""
     dtype = smem["state_smem"].dtype
     columns = layout.width // config.parts
-    query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    vector_of = _vector_of(own["query_smem"])
     dout = plgpu.load(own["dout_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     narrow = plgpu.load(row.narrow, layout=_ROWS)
     dout = (dout * lax.broadcast_in_dim(narrow, dout.shape, [0])).astype(dtype)
+    # Blocks of 64 values, in each term of the state.
+    douts = [dout[:, begin : begin + _BLOCK] for begin in range(0, dout.shape[1], _BLOCK)]
+    douts = douts * (terms // len(douts))
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
 
@@ -221,8 +225,8 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
             plgpu.barrier_wait(smem["state_full"].at[slot])
 
         def add(acc):
-            for slot in slots:
-                products.accumulate(acc, dout, smem["state_smem"].at[slot], interpreted)
+            for slot, part in zip(slots, douts):
+                products.accumulate(acc, part, smem["state_smem"].at[slot], interpreted)
             return acc[...]
 
         weights = products.with_accumulators(add, [(_BLOCK, columns)], interpreted)
@@ -230,38 +234,51 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
             plgpu.barrier_arrive(smem["state_free"].at[slot])
         return weights
 
-    def group(pair, place, gradients):
-        shares, half, parity = 0.0, place // 2, place % 2
-        index = 2 * pair + _HALF * half + parity
+    half_round = config.query_vjp_groups // 2
+
+    def group(turn, place, gradients):
+        # The half of its tile that the group's index is in, and which of eight it is.
+        shares, half, index = 0.0, place // half_round, turn * half_round + place % half_round
         for part in range(config.parts):
             weights = product(place * config.parts + part)
             begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
-                scalar = plgpu.load(own["scalar_smem"].at[piece.scalar + index], layout=_ROWS)
+                scalar = plgpu.load(own["scalar_smem"].at[piece.scalar + half * _HALF + index], layout=_ROWS)
                 scalar = lax.broadcast_in_dim(scalar.astype(jnp.float32), shape, [0])
-                for vector in range(piece.vector, piece.vector + piece.width, _HALF):
-                    vector = vector % layout.head_dim
-                    tile, begin = weights[:, begin : begin + _HALF], begin + _HALF
-                    gradients[vector // _HALF] += scalar * tile
-                    if piece.weight == 2:
-                        shares = shares + query[:, vector : vector + _HALF] * tile
+                for first in range(piece.vector, piece.vector + piece.width, layouts.TILE):
+                    first = first % layout.head_dim
+                    vector = vector_of(first) if piece.weight == 2 else None
+                    for half_of in range(2):
+                        tile, begin = weights[:, begin : begin + _HALF], begin + _HALF
+                        gradients[first // _HALF + half_of] += scalar * tile
+                        if piece.weight == 2:
+                            shares = shares + vector[:, half_of * _HALF : (half_of + 1) * _HALF] * tile
                 if piece.weight == 2 and piece.vector + piece.width == ends[piece.scalar]:
                     tile = piece.scalar // _HALF + half
                     total = gradients[tile] + lax.broadcast_in_dim(shares.sum(1), shape, [0])
-                    gradients[tile] = jnp.where(column == 2 * pair + parity, total, gradients[tile])
+                    gradients[tile] = jnp.where(column == index, total, gradients[tile])
                     shares = 0.0
         return gradients
 
-    def groups(pair, gradients):
+    def groups(turn, gradients):
         gradients = list(gradients)
         # Places are unrolled, so that each has its column in registers of its own.
-        for place in range(_UNROLLED):
-            gradients = group(pair, place, gradients)
+        for place in range(2 * half_round):
+            gradients = group(turn, place, gradients)
         return tuple(gradients)
 
     start = tuple(start[:, begin : begin + _HALF] for begin in range(0, layout.head_dim, _HALF))
-    gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layouts.TILE // _UNROLLED), groups, start)
+    gradients = lax.fori_loop(jnp.int32(0), jnp.int32(_HALF // half_round), groups, start)
     return jnp.concatenate(gradients, 1)
+
+
+def _vector_of(query_smem):
+    """A function of the first of 16 indices that gives them, float32 [64, 16]."""
+    if query_smem.shape[1] == 128:
+        tile = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA)
+        return lambda first: tile(query_smem.at[:, pl.ds(first, layouts.TILE)]).astype(jnp.float32)
+    query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    return lambda first: query[:, first : first + layouts.TILE]
 
 
 def _read_norm(query_smem, smem, layout, config, interpreted):

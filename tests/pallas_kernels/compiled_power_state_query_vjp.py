@@ -12,6 +12,7 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import query_vjp
 from tests.pallas_kernels import compiled_power_state as forward
+from tests.pallas_kernels import h100
 
 CASES = [
     "dq-d32-e64-c384-float16",
@@ -56,14 +57,15 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     """The main loops, and the time for 65,536 tokens of 8 heads, as for the query: issue slots are shared, too."""
     head_dim, value_dim, chunk, state_dtype = _parsed(case)
     config, terms = _config(case).for_query_vjp(), configs.operands(state_dtype)[1]
+    unrolled = config.query_vjp_groups
     width, count = layouts.Layout(head_dim).width, config.query_blocks
     loops = [loop for loop in kernel.loops if loop["HGMMA"]]
     state = next(loop for loop in loops if loop["FFMA"] and not loop["MUFU"])
-    tensor, instructions = width // 2 * value_dim // 16 * terms, state["instructions"] / 4
+    tensor, instructions = width // 2 * value_dim // 16 * terms, state["instructions"] / unrolled
     waits = config.parts * forward.WAITING_CYCLES
     cached = 2 * value_dim * width * terms / forward.CACHE_BYTES
     group = max(count * tensor, count * instructions, tensor + instructions + waits, cached)
-    found, row = [h100.Loop("four groups", state, 4 * tensor)], layouts.TILE * group
+    found, row = [h100.Loop(f"{unrolled} groups", state, unrolled * tensor)], layouts.TILE * group
     near = 2 * (head_dim + value_dim) + 2 * 2 * head_dim
     keys = next(loop for loop in loops if loop["MUFU"])
     busy = max(near, keys["instructions"])
