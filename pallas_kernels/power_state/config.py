@@ -127,7 +127,7 @@ def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     most = 3 if head_dim == 32 else 2
     blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
     # Narrow ones at D = 128: the compiler keeps three products in registers at once.
-    parts = 4 if head_dim == 128 else 1
+    parts = 3 * layout.sections if head_dim == 128 else 1
     rows = blocks * BLOCK * (2 * head_dim + value_dim)
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 4 * blocks * BLOCK)

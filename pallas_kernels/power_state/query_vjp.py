@@ -131,7 +131,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
         far.copy_norms(gmem, smem, place, config)
-        steps = far.copy_states(gmem, smem, place, config, functools.partial(_group, groups=config.query_vjp_groups))
+        steps = far.copy_states(gmem, smem, place, config, functools.partial(_piece, layout=layout, config=config))
         # Keys come while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
@@ -194,17 +194,25 @@ def _copy_inputs(gmem, smem, place, config, chunk):
     plgpu.copy_gmem_to_smem(gmem["rows"].at[head, blocks], smem["rows_smem"], ready)
 
 
-def _group(step, groups):
-    """The group that is read at a step: a round has neighbours in its first half, and the same plus 8 in the other."""
-    half = groups // 2
-    place = lax.rem(step, groups)
-    return lax.div(step, groups) * half + lax.div(place, half) * _HALF + lax.rem(place, half)
+def _piece(index, layout, config):
+    """The group and the part that are read at a step: by sections, rounds, groups of a round, parts of a section.
+
+    A round has neighbours in its first half, and the same plus 8 in the other.
+    """
+    parts, groups = config.parts // layout.sections, config.query_vjp_groups
+    step, part = lax.div(index, parts), lax.rem(index, parts)
+    section, step = lax.div(step, layouts.TILE), lax.rem(step, layouts.TILE)
+    turn, place, half = lax.div(step, groups), lax.rem(step, groups), groups // 2
+    return turn * half + lax.div(place, half) * _HALF + lax.rem(place, half), section * parts + part
 
 
 def _read_states(start, own, smem, row, terms, layout, config, interpreted):
-    """`start` and half the gradient of q^T S q, float32 [64, D]."""
+    """`start` and half the gradient of q^T S q, float32 [64, D].
+
+    Sections are alike but for where they begin: each counts tiles of queries and of their gradient from its own first.
+    """
     dtype = smem["state_smem"].dtype
-    columns = layout.width // config.parts
+    parts, columns = config.parts // layout.sections, layout.width // config.parts
     vector_of = _vector_of(own["query_smem"])
     dout = plgpu.load(own["dout_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     narrow = plgpu.load(row.narrow, layout=_ROWS)
@@ -214,8 +222,8 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
     douts = douts * (terms // len(douts))
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-
-    ends = {window.begin: window.begin + window.width for window in layout.windows}
+    ends = {window.begin: window.begin + window.width for window in layout.section}
+    half_round = config.query_vjp_groups // 2
 
     def product(step):
         # Stages divide the steps of a round, so that a slot is known when this is compiled.
@@ -225,8 +233,8 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
             plgpu.barrier_wait(smem["state_full"].at[slot])
 
         def add(acc):
-            for slot, part in zip(slots, douts):
-                products.accumulate(acc, part, smem["state_smem"].at[slot], interpreted)
+            for slot, values in zip(slots, douts):
+                products.accumulate(acc, values, smem["state_smem"].at[slot], interpreted)
             return acc[...]
 
         weights = products.with_accumulators(add, [(_BLOCK, columns)], interpreted)
@@ -234,25 +242,23 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
             plgpu.barrier_arrive(smem["state_free"].at[slot])
         return weights
 
-    half_round = config.query_vjp_groups // 2
-
-    def group(turn, place, gradients):
+    def group(first, turn, place, gradients):
         # The half of its tile that the group's index is in, and which of eight it is.
         shares, half, index = 0.0, place // half_round, turn * half_round + place % half_round
-        for part in range(config.parts):
-            weights = product(place * config.parts + part)
+        for part in range(parts):
+            weights = product(place * parts + part)
             begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
-                scalar = plgpu.load(own["scalar_smem"].at[piece.scalar + half * _HALF + index], layout=_ROWS)
-                scalar = lax.broadcast_in_dim(scalar.astype(jnp.float32), shape, [0])
-                for first in range(piece.vector, piece.vector + piece.width, layouts.TILE):
-                    first = first % layout.head_dim
-                    vector = vector_of(first) if piece.weight == 2 else None
-                    for half_of in range(2):
+                scalar = own["scalar_smem"].at[piece.scalar + first + half * _HALF + index]
+                scalar = plgpu.load(scalar, layout=_ROWS).astype(jnp.float32)
+                scalar = lax.broadcast_in_dim(scalar, shape, [0])
+                for start in range(piece.vector, piece.vector + piece.width, layouts.TILE):
+                    vector = vector_of(start, first) if piece.weight == 2 else None
+                    for side in range(2):
                         tile, begin = weights[:, begin : begin + _HALF], begin + _HALF
-                        gradients[first // _HALF + half_of] += scalar * tile
+                        gradients[start % layout.head_dim // _HALF + side] += scalar * tile
                         if piece.weight == 2:
-                            shares = shares + vector[:, half_of * _HALF : (half_of + 1) * _HALF] * tile
+                            shares = shares + vector[:, side * _HALF : (side + 1) * _HALF] * tile
                 if piece.weight == 2 and piece.vector + piece.width == ends[piece.scalar]:
                     tile = piece.scalar // _HALF + half
                     total = gradients[tile] + lax.broadcast_in_dim(shares.sum(1), shape, [0])
@@ -260,25 +266,38 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
                     shares = 0.0
         return gradients
 
-    def groups(turn, gradients):
+    def groups(turn, gradients, first):
         gradients = list(gradients)
         # Places are unrolled, so that each has its column in registers of its own.
         for place in range(2 * half_round):
-            gradients = group(turn, place, gradients)
+            gradients = group(first, turn, place, gradients)
         return tuple(gradients)
 
-    start = tuple(start[:, begin : begin + _HALF] for begin in range(0, layout.head_dim, _HALF))
-    gradients = lax.fori_loop(jnp.int32(0), jnp.int32(_HALF // half_round), groups, start)
-    return jnp.concatenate(gradients, 1)
+    def section(index, gradients):
+        body = functools.partial(groups, first=index * layouts.TILE)
+        gradients = lax.fori_loop(jnp.int32(0), jnp.int32(_HALF // half_round), body, gradients)
+        return gradients[2:] + gradients[:2] if layout.sections > 1 else gradients
+
+    gradients = tuple(start[:, begin : begin + _HALF] for begin in range(0, layout.head_dim, _HALF))
+    if layout.sections == 1:
+        return jnp.concatenate(section(0, gradients), 1)
+    gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layout.sections), section, gradients)
+    return jnp.concatenate(gradients[-2 * layout.sections :] + gradients[: -2 * layout.sections], 1)
 
 
 def _vector_of(query_smem):
-    """A function of the first of 16 indices that gives them, float32 [64, 16]."""
-    if query_smem.shape[1] == 128:
-        tile = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA)
-        return lambda first: tile(query_smem.at[:, pl.ds(first, layouts.TILE)]).astype(jnp.float32)
+    """A function of the first of 16 indices, in two summands and cyclic, that gives them, float32 [64, 16]."""
+    head_dim = query_smem.shape[1]
+    if head_dim == 128:
+        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA)
+
+        def tile(start, first):
+            begin = (start + first) & (head_dim - 1)
+            return load(query_smem.at[:, pl.ds(begin, layouts.TILE)]).astype(jnp.float32)
+
+        return tile
     query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    return lambda first: query[:, first : first + layouts.TILE]
+    return lambda start, first: query[:, (start + first) % head_dim :][:, : layouts.TILE]
 
 
 def _read_norm(query_smem, smem, layout, config, interpreted):
