@@ -131,10 +131,10 @@ def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     rows = blocks * BLOCK * (2 * head_dim + value_dim)
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 4 * blocks * BLOCK)
-    stages = _stages(left // (2 * BLOCK * (layout.width // parts)), 6, chunk)
+    stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
     # A number that divides the steps of a round, so that slots are known when the kernel is compiled.
     groups = 2 if head_dim == 128 else 4
-    stages = next(number for number in range(stages, 1, -1) if groups * parts * terms * value_dim // BLOCK % number == 0)
+    stages = next(number for number in range(stages, 1, -1) if groups * parts * terms % number == 0)
     return {
         "query_vjp_blocks": blocks,
         "query_vjp_parts": parts,

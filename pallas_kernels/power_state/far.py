@@ -27,7 +27,9 @@ def copy_states(gmem, smem, place, config, piece_of=None):
 
     def copy(step, slot):
         term, index = lax.rem(step, terms), lax.div(step, terms)
-        group, part = piece_of(index) if piece_of else (lax.div(index, config.parts), lax.rem(index, config.parts))
+        group, part = (
+            piece_of(index) if piece_of else (lax.div(index, config.parts), lax.rem(index, config.parts))
+        )
         rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
         state = gmem["states"].at[place["key_head"], place["chunk"], group, rows, columns_of]
         plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])

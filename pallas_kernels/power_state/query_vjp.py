@@ -77,19 +77,23 @@ def query_vjp(
     tile = layouts.TILE if head_dim == 128 else None
     scratch = {
         "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype, tile),
-        "dout_smem": products.operand((count,), _BLOCK, value_dim, dout.dtype),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
         "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
         "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
-        "state_smem": products.operand((stages,), _BLOCK, width, states.dtype),
+        "state_smem": products.operand((stages,), value_dim, width, states.dtype),
         "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype, tile),
         "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
-        "ready": plgpu.Barrier(num_arrivals=3 * count + 2),
+        "ready": plgpu.Barrier(num_arrivals=(2 if value_dim == 128 else 3) * count + 2),
         "state_full": plgpu.Barrier(num_barriers=stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
         "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
     }
+    if value_dim == 128:
+        # Registers for dO are lacking while states are read: it is an operand like them.
+        scratch["narrow_smem"] = products.operand((count,), _BLOCK, value_dim, states.dtype, width)
+    else:
+        scratch["dout_smem"] = products.operand((count,), _BLOCK, value_dim, dout.dtype)
     if interpret is not None:
         shapes = ((_BLOCK, head_dim), (_BLOCK, width), (_BLOCK, _BLOCK), (_BLOCK, _BLOCK))
         scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
@@ -131,7 +135,9 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
         far.copy_norms(gmem, smem, place, config)
-        steps = far.copy_states(gmem, smem, place, config, functools.partial(_piece, layout=layout, config=config))
+        steps = far.copy_states(
+            gmem, smem, place, config, functools.partial(_piece, layout=layout, config=config)
+        )
         # Keys come while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
@@ -140,30 +146,34 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     def _consume():
         if config.query_blocks > 1:
             plgpu.set_max_registers({2: 232, 3: 160}[config.query_blocks], action="increase")
-        own = {name: smem[name].at[warpgroup] for name in ("query_smem", "dout_smem", "scalar_smem")}
+        names = ("query_smem", "dout_smem", "narrow_smem", "scalar_smem")
+        own = {name: smem[name].at[warpgroup] for name in names if name in smem}
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
         block = place["block"] + warpgroup
         end = place["block"] + config.query_blocks - 1
-        terms = gmem["states"].shape[3] // _BLOCK
+        time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
+        dout = _rows_of(own["dout_smem"] if "dout_smem" in own else gmem["dout"].at[place["head"], time])
+        terms = gmem["states"].shape[3] // gmem["value"].shape[-1]
         plgpu.barrier_wait(smem["ready"])
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
         narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
         start = _read_norm(own["query_smem"], smem, layout, config, held and held[2:3])
         start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
-        both = _read_states(start, own, smem, row, terms, layout, config, held and held[1:2])
+        narrowed = _narrowed(dout(), narrow, own, gmem["states"].dtype)
+        both = _read_states(start, narrowed, own, smem, terms, layout, config, held and held[1:2])
         scale = plgpu.load(row.far, layout=_ROWS)
         gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
         query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         inverse = plgpu.load(row.inverse, layout=_ROWS)
-        time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
         gmem["sums"][place["head"], 1, time] = inverse * (query * gradient).sum(1)
 
         def rows(acc):
             acc[...] = gradient
             total = near_vjp.read_keys(
                 acc,
-                own,
+                own["query_smem"],
+                own["dout_smem"] if "dout_smem" in own else dout(),
                 smem,
                 plgpu.load(row.delta, layout=_ROWS),
                 block,
@@ -187,7 +197,8 @@ def _copy_inputs(gmem, smem, place, config, chunk):
     for n in range(config.query_blocks):
         time = pl.ds(begin + n * _BLOCK, _BLOCK)
         for name in ("query", "dout"):
-            plgpu.copy_gmem_to_smem(gmem[name].at[head, time], smem[f"{name}_smem"].at[n], ready)
+            if f"{name}_smem" in smem:
+                plgpu.copy_gmem_to_smem(gmem[name].at[head, time], smem[f"{name}_smem"].at[n], ready)
         plgpu.copy_gmem_to_smem(gmem["scalars"].at[head, :, time], smem["scalar_smem"].at[n], ready)
     plgpu.copy_gmem_to_smem(gmem["decay"].at[place["key_head"], place["chunk"]], smem["decay_smem"], ready)
     blocks = pl.ds(place["chunk"] * (chunk // _BLOCK) + place["block"], config.query_blocks)
@@ -206,20 +217,28 @@ def _piece(index, layout, config):
     return turn * half + lax.div(place, half) * _HALF + lax.rem(place, half), section * parts + part
 
 
-def _read_states(start, own, smem, row, terms, layout, config, interpreted):
-    """`start` and half the gradient of q^T S q, float32 [64, D].
+def _rows_of(dout):
+    """A function that reads 64 rows of dO, from shared or global memory."""
+    return lambda: plgpu.load(dout, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def _narrowed(dout, narrow, own, dtype):
+    """dO times powers of two as an operand, in shared memory where that is there for it."""
+    narrowed = (dout.astype(jnp.float32) * lax.broadcast_in_dim(narrow, dout.shape, [0])).astype(dtype)
+    if "narrow_smem" not in own:
+        return narrowed
+    own["narrow_smem"][...] = narrowed
+    plgpu.commit_smem()
+    return own["narrow_smem"]
+
+
+def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
+    """`start` and half the gradient of q^T S q, float32 [64, D]; dout: the operand that states are multiplied by.
 
     Sections are alike but for where they begin: each counts tiles of queries and of their gradient from its own first.
     """
-    dtype = smem["state_smem"].dtype
     parts, columns = config.parts // layout.sections, layout.width // config.parts
     vector_of = _vector_of(own["query_smem"])
-    dout = plgpu.load(own["dout_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    narrow = plgpu.load(row.narrow, layout=_ROWS)
-    dout = (dout * lax.broadcast_in_dim(narrow, dout.shape, [0])).astype(dtype)
-    # Blocks of 64 values, in each term of the state.
-    douts = [dout[:, begin : begin + _BLOCK] for begin in range(0, dout.shape[1], _BLOCK)]
-    douts = douts * (terms // len(douts))
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     ends = {window.begin: window.begin + window.width for window in layout.section}
@@ -233,8 +252,8 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
             plgpu.barrier_wait(smem["state_full"].at[slot])
 
         def add(acc):
-            for slot, values in zip(slots, douts):
-                products.accumulate(acc, values, smem["state_smem"].at[slot], interpreted)
+            for slot in slots:
+                products.accumulate(acc, dout, smem["state_smem"].at[slot], interpreted)
             return acc[...]
 
         weights = products.with_accumulators(add, [(_BLOCK, columns)], interpreted)

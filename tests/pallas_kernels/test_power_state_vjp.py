@@ -62,9 +62,7 @@ def drawn_arguments(layout, value_dim, state_dtype, chunk):
     delta = 30 * random.normal(size=(queries, time))
     inverse = random.uniform(0.5, 1, (queries, time))
     inverse[:, 5:9] = 0
-    rows = query_vjp.Rows(
-        narrow=2.0**-power, far=scale * 2.0**power, delta=delta, inverse=inverse
-    )
+    rows = query_vjp.Rows(narrow=2.0**-power, far=scale * 2.0**power, delta=delta, inverse=inverse)
     rows = np.stack(rows, 1).reshape(queries, len(rows), -1, configs.BLOCK).swapaxes(1, 2)
     states, norm = drawn_state(random, layout, value_dim, dtype, terms)
     return {
