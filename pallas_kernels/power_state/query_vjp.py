@@ -73,6 +73,8 @@ def query_vjp(
     config = config.for_query_vjp()
     value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
     width = layout.width // config.parts
+    # At D = 128 memory is lacking for all values of a part.
+    held_values = _BLOCK if head_dim == 128 else value_dim
     # Registers for queries are lacking at D = 128: tiles are read as they are needed. Operands of one product are alike.
     tile = layouts.TILE if head_dim == 128 else None
     scratch = {
@@ -80,7 +82,7 @@ def query_vjp(
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
         "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
         "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
-        "state_smem": products.operand((stages,), value_dim, width, states.dtype),
+        "state_smem": products.operand((stages,), held_values, width, states.dtype),
         "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype, tile),
         "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
         "ready": plgpu.Barrier(num_arrivals=(2 if value_dim == 128 else 3) * count + 2),
@@ -153,7 +155,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         end = place["block"] + config.query_blocks - 1
         time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
         dout = _rows_of(own["dout_smem"] if "dout_smem" in own else gmem["dout"].at[place["head"], time])
-        terms = gmem["states"].shape[3] // gmem["value"].shape[-1]
+        terms = gmem["states"].shape[3] // smem["state_smem"].shape[1]
         plgpu.barrier_wait(smem["ready"])
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
@@ -239,6 +241,11 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
     """
     parts, columns = config.parts // layout.sections, layout.width // config.parts
     vector_of = _vector_of(own["query_smem"])
+    height = smem["state_smem"].shape[1]
+    douts = [dout]
+    if dout.shape[1] > height:
+        douts = [dout.at[:, pl.ds(begin, height)] for begin in range(0, dout.shape[1], height)]
+    douts = douts * (terms // len(douts))
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     ends = {window.begin: window.begin + window.width for window in layout.section}
@@ -252,8 +259,8 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
             plgpu.barrier_wait(smem["state_full"].at[slot])
 
         def add(acc):
-            for slot in slots:
-                products.accumulate(acc, dout, smem["state_smem"].at[slot], interpreted)
+            for slot, values in zip(slots, douts):
+                products.accumulate(acc, values, smem["state_smem"].at[slot], interpreted)
             return acc[...]
 
         weights = products.with_accumulators(add, [(_BLOCK, columns)], interpreted)
