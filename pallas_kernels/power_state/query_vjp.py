@@ -210,13 +210,14 @@ def _copy_inputs(gmem, smem, place, config, chunk):
 def _piece(index, layout, config):
     """The group and the part that are read at a step: by sections, rounds, groups of a round, parts of a section.
 
-    A round has neighbours in its first half, and the same plus 8 in the other.
+    A round of more than one has neighbours in its first half, and the same plus 8 in the other.
     """
     parts, groups = config.parts // layout.sections, config.query_vjp_groups
     step, part = lax.div(index, parts), lax.rem(index, parts)
     section, step = lax.div(step, layouts.TILE), lax.rem(step, layouts.TILE)
     turn, place, half = lax.div(step, groups), lax.rem(step, groups), groups // 2
-    return turn * half + lax.div(place, half) * _HALF + lax.rem(place, half), section * parts + part
+    group = turn if groups == 1 else turn * half + lax.div(place, half) * _HALF + lax.rem(place, half)
+    return group, section * parts + part
 
 
 def _rows_of(dout):
@@ -249,7 +250,8 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     ends = {window.begin: window.begin + window.width for window in layout.section}
-    half_round = config.query_vjp_groups // 2
+    round_groups = config.query_vjp_groups
+    half_round = round_groups // 2
 
     def product(step):
         # Stages divide the steps of a round, so that a slot is known when this is compiled.
@@ -269,13 +271,15 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
         return weights
 
     def group(first, turn, place, gradients):
-        # The half of its tile that the group's index is in, and which of eight it is.
-        shares, half, index = 0.0, place // half_round, turn * half_round + place % half_round
+        # Where the group's index may be in its tile, in the first or the second half, and which of them it is.
+        shares, halves, index = 0.0, (0, 1), turn
+        if round_groups > 1:
+            halves, index = (place // half_round,), turn * half_round + place % half_round
         for part in range(parts):
             weights = product(place * parts + part)
             begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
-                scalar = own["scalar_smem"].at[piece.scalar + first + half * _HALF + index]
+                scalar = own["scalar_smem"].at[piece.scalar + first + halves[0] * _HALF + index]
                 scalar = plgpu.load(scalar, layout=_ROWS).astype(jnp.float32)
                 scalar = lax.broadcast_in_dim(scalar, shape, [0])
                 for start in range(piece.vector, piece.vector + piece.width, layouts.TILE):
@@ -286,22 +290,23 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
                         if piece.weight == 2:
                             shares = shares + vector[:, side * _HALF : (side + 1) * _HALF] * tile
                 if piece.weight == 2 and piece.vector + piece.width == ends[piece.scalar]:
-                    tile = piece.scalar // _HALF + half
-                    total = gradients[tile] + lax.broadcast_in_dim(shares.sum(1), shape, [0])
-                    gradients[tile] = jnp.where(column == index, total, gradients[tile])
+                    total = lax.broadcast_in_dim(shares.sum(1), shape, [0])
+                    for half in halves:
+                        tile, own_column = piece.scalar // _HALF + half, column == index - (half - halves[0]) * _HALF
+                        gradients[tile] = jnp.where(own_column, gradients[tile] + total, gradients[tile])
                     shares = 0.0
         return gradients
 
     def groups(turn, gradients, first):
         gradients = list(gradients)
         # Places are unrolled, so that each has its column in registers of its own.
-        for place in range(2 * half_round):
+        for place in range(round_groups):
             gradients = group(first, turn, place, gradients)
         return tuple(gradients)
 
     def section(index, gradients):
         body = functools.partial(groups, first=index * layouts.TILE)
-        gradients = lax.fori_loop(jnp.int32(0), jnp.int32(_HALF // half_round), body, gradients)
+        gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layouts.TILE // round_groups), body, gradients)
         return gradients[2:] + gradients[:2] if layout.sections > 1 else gradients
 
     gradients = tuple(start[:, begin : begin + _HALF] for begin in range(0, layout.head_dim, _HALF))
