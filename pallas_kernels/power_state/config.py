@@ -43,7 +43,7 @@ class Config:
     key_stages: blocks of 64 keys in flight in the query.
     query_vjp_blocks, query_vjp_parts, query_vjp_stages: what query_blocks, parts and state_stages are in the gradient
         with respect to queries.
-    query_vjp_groups: groups that one round of its loop reads, 1, 2 or 4; query_vjp_stages divides their steps.
+    query_vjp_groups: groups that one round of its loop reads, 1, 2 or 4.
     key_vjp_blocks: blocks of 64 keys, one for each warpgroup, that share the dual states in the gradient of keys.
     key_vjp_parts: pieces of equal width in which it reads a group.
     key_vjp_stages: such parts in flight.
@@ -127,19 +127,16 @@ def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     most = 3 if head_dim == 32 else 2
     blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
     # Narrow ones at D = 128: the compiler keeps three products in registers at once.
-    parts = layout.sections * (3 if head_dim == 128 and value_dim == 64 else 1)
+    parts = layout.sections
     height = BLOCK if head_dim == 128 else value_dim
     rows = blocks * BLOCK * (2 * head_dim + value_dim)
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 4 * blocks * BLOCK)
     stages = _stages(left // (2 * height * (layout.width // parts)), 6, chunk)
-    # A number that divides the steps of a round, so that slots are known when the kernel is compiled.
-    groups = (2 if value_dim == 64 else 1) if head_dim == 128 else 4
-    stages = next(
-        number
-        for number in range(stages, 1, -1)
-        if groups * parts * terms * value_dim // height % number == 0
-    )
+    groups = 1 if head_dim == 128 else 4
+    if head_dim < 128:
+        # A number that divides the steps of a round, so that slots are known when the kernel is compiled.
+        stages = next(number for number in range(stages, 1, -1) if groups * terms % number == 0)
     return {
         "query_vjp_blocks": blocks,
         "query_vjp_parts": parts,

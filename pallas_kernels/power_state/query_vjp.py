@@ -75,7 +75,7 @@ def query_vjp(
     width = layout.width // config.parts
     # At D = 128 memory is lacking for all values of a part.
     held_values = _BLOCK if head_dim == 128 else value_dim
-    # Registers for queries are lacking at D = 128: tiles are read as they are needed. Operands of one product are alike.
+    # Registers for queries are lacking at D = 128: tiles are read as they are needed.
     tile = layouts.TILE if head_dim == 128 else None
     scratch = {
         "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype, tile),
@@ -83,7 +83,7 @@ def query_vjp(
         "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
         "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
         "state_smem": products.operand((stages,), held_values, width, states.dtype),
-        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype, tile),
+        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
         "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
         "ready": plgpu.Barrier(num_arrivals=(2 if value_dim == 128 else 3) * count + 2),
         "state_full": plgpu.Barrier(num_barriers=stages),
@@ -160,21 +160,22 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
         narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
-        start = _read_norm(own["query_smem"], smem, layout, config, held and held[2:3])
+        query = _query_of(own["query_smem"])
+        start = _read_norm(query(), smem, layout, config, held and held[2:3])
         start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
         narrowed = _narrowed(dout(), narrow, own, gmem["states"].dtype)
         both = _read_states(start, narrowed, own, smem, terms, layout, config, held and held[1:2])
         scale = plgpu.load(row.far, layout=_ROWS)
         gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
-        query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        exact = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         inverse = plgpu.load(row.inverse, layout=_ROWS)
-        gmem["sums"][place["head"], 1, time] = inverse * (query * gradient).sum(1)
+        gmem["sums"][place["head"], 1, time] = inverse * (exact * gradient).sum(1)
 
         def rows(acc):
             acc[...] = gradient
             total = near_vjp.read_keys(
                 acc,
-                own["query_smem"],
+                query,
                 own["dout_smem"] if "dout_smem" in own else dout(),
                 smem,
                 plgpu.load(row.delta, layout=_ROWS),
@@ -253,9 +254,14 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
     round_groups = config.query_vjp_groups
     half_round = round_groups // 2
 
-    def product(step):
-        # Stages divide the steps of a round, so that a slot is known when this is compiled.
-        slots = [(step * terms + term) % config.state_stages for term in range(terms)]
+    def product(rounds, step):
+        slots = range(step * terms, (step + 1) * terms)
+        steps = round_groups * parts * terms
+        if steps % config.state_stages:
+            slots = [ring.slot_of(rounds * steps + slot, config.state_stages) for slot in slots]
+        else:
+            # Known when this is compiled.
+            slots = [slot % config.state_stages for slot in slots]
         # Before the accumulator is there: no zeros need to be kept meanwhile.
         for slot in slots:
             plgpu.barrier_wait(smem["state_full"].at[slot])
@@ -276,7 +282,8 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
         if round_groups > 1:
             halves, index = (place // half_round,), turn * half_round + place % half_round
         for part in range(parts):
-            weights = product(place * parts + part)
+            rounds = turn + lax.div(jnp.int32(first), jnp.int32(round_groups))
+            weights = product(rounds, place * parts + part)
             begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
                 scalar = own["scalar_smem"].at[piece.scalar + first + halves[0] * _HALF + index]
@@ -316,6 +323,13 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
     return jnp.concatenate(gradients[-2 * layout.sections :] + gradients[: -2 * layout.sections], 1)
 
 
+def _query_of(query_smem):
+    """A function that gives the query as an operand, in registers at D = 128: descriptors would take as many longer."""
+    if query_smem.shape[1] == 128:
+        return lambda: plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
+    return lambda: query_smem
+
+
 def _vector_of(query_smem):
     """A function of the first of 16 indices, in two summands and cyclic, that gives them, float32 [64, 16]."""
     head_dim = query_smem.shape[1]
@@ -331,13 +345,13 @@ def _vector_of(query_smem):
     return lambda start, first: query[:, (start + first) % head_dim :][:, : layouts.TILE]
 
 
-def _read_norm(query_smem, smem, layout, config, interpreted):
+def _read_norm(query, smem, layout, config, interpreted):
     """q Z for 64 rows, float32 [64, D]; Z is symmetric, so that its rows serve as keys do."""
     total = {}
     for step in range(far.norm_blocks(layout)):
         slot = step % config.key_stages
         plgpu.barrier_wait(smem["key_full"].at[slot])
-        product = products.scores(query_smem, smem["key_smem"].at[slot], interpreted)
+        product = products.scores(query, smem["key_smem"].at[slot], interpreted)
         plgpu.barrier_arrive(smem["key_free"].at[slot])
         for begin in range(0, _BLOCK, layout.head_dim):
             column = (step * _BLOCK + begin) % layout.head_dim
