@@ -124,9 +124,9 @@ def choose(*, power, head_dim, value_dim, dtype, chunk, window, state_dtype) -> 
 def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     """Fields of the gradient of queries."""
     head_dim = layout.head_dim
-    most = 3 if head_dim == 32 else 2
+    # Two warpgroups have too few registers for two terms at the largest sizes.
+    most = 3 if head_dim == 32 else 1 if head_dim == value_dim == 128 and terms == 2 else 2
     blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
-    # Narrow ones at D = 128: the compiler keeps three products in registers at once.
     parts = layout.sections
     height = BLOCK if head_dim == 128 else value_dim
     rows = blocks * BLOCK * (2 * head_dim + value_dim)

@@ -299,7 +299,10 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
                 if piece.weight == 2 and piece.vector + piece.width == ends[piece.scalar]:
                     total = lax.broadcast_in_dim(shares.sum(1), shape, [0])
                     for half in halves:
-                        tile, own_column = piece.scalar // _HALF + half, column == index - (half - halves[0]) * _HALF
+                        tile, own_column = (
+                            piece.scalar // _HALF + half,
+                            column == index - (half - halves[0]) * _HALF,
+                        )
                         gradients[tile] = jnp.where(own_column, gradients[tile] + total, gradients[tile])
                     shares = 0.0
         return gradients

@@ -85,6 +85,7 @@ def drawn_arguments(layout, value_dim, state_dtype, chunk):
         (64, 64, "float16"),
         (64, 64, "bfloat16"),
         (32, 128, "float32"),
+        pytest.param(128, 64, "float32", marks=pytest.mark.slow),
         pytest.param(128, 128, "float16", marks=pytest.mark.slow),
     ],
 )
