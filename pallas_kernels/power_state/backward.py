@@ -181,14 +181,13 @@ def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, po
 
 
 def _rows_of_queries(of, mean, shift):
-    """As `query_vjp.Rows`, float32 [B N, X / 64, 5, 64]."""
+    """As `query_vjp.Rows`, float32 [B N, X / 64, 4, 64]."""
     scale = preparation.scale_of(of, shift).reshape(len(shift), -1)
     scale = jnp.repeat(scale, len(mean.dout) // len(shift), 0)
     exponent = preparation.exponent_of(mean.dout)[..., 0]
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -exponent),
         far=numerics.scaled(scale, exponent),
-        far_norm=2 * scale * mean.delta,
         delta=mean.delta,
         inverse=mean.inverse,
     )

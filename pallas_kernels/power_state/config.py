@@ -43,6 +43,7 @@ class Config:
     key_stages: blocks of 64 keys in flight in the query.
     query_vjp_blocks, query_vjp_parts, query_vjp_stages: what query_blocks, parts and state_stages are in the gradient
         with respect to queries.
+    query_vjp_groups: groups that one round of its loop reads, 1, 2 or 4.
     key_vjp_blocks: blocks of 64 keys, one for each warpgroup, that share the dual states in the gradient of keys.
     key_vjp_parts: pieces of equal width in which it reads a group.
     key_vjp_stages: such parts in flight.
@@ -60,6 +61,7 @@ class Config:
     query_vjp_blocks: int = 1
     query_vjp_parts: int = 1
     query_vjp_stages: int = 2
+    query_vjp_groups: int = 2
     key_vjp_blocks: int = 1
     key_vjp_parts: int = 1
     key_vjp_stages: int = 2
@@ -140,21 +142,33 @@ def _choose_square(head_dim, value_dim, dtype, chunk, window, state_dtype):
         state_stages=stages,
         key_stages=2,
         parts=parts,
-        **_choose_query_vjp(layout, value_dim, chunk, window, two_terms),
+        **_choose_query_vjp(layout, value_dim, chunk, window, 2 if two_terms else 1),
         **_key_vjp(layout, value_dim, chunk),
     )
 
 
-def _choose_query_vjp(layout, value_dim, chunk, window, two_terms):
+def _choose_query_vjp(layout, value_dim, chunk, window, terms):
+    """Fields of the gradient of queries."""
     head_dim = layout.head_dim
-    most = 3 if head_dim == 32 else 2
+    # Two warpgroups have too few registers for two terms at the largest sizes.
+    most = 3 if head_dim == 32 else 1 if head_dim == value_dim == 128 and terms == 2 else 2
     blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
-    parts = {32: 1, 64: value_dim // BLOCK, 128: 6}[head_dim]
+    parts = layout.sections
+    height = BLOCK if head_dim == 128 else value_dim
     rows = blocks * BLOCK * (2 * head_dim + value_dim)
     keys = 2 * BLOCK * (head_dim + value_dim)
-    left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 5 * blocks * BLOCK)
-    stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
-    return {"query_vjp_blocks": blocks, "query_vjp_parts": parts, "query_vjp_stages": 4 if stages >= 4 else 2}
+    left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 4 * blocks * BLOCK)
+    stages = _stages(left // (2 * height * (layout.width // parts)), 6, chunk)
+    groups = 1 if head_dim == 128 else 4
+    if head_dim < 128:
+        # A number that divides the steps of a round, so that slots are known when the kernel is compiled.
+        stages = next(number for number in range(stages, 1, -1) if groups * terms % number == 0)
+    return {
+        "query_vjp_blocks": blocks,
+        "query_vjp_parts": parts,
+        "query_vjp_stages": stages,
+        "query_vjp_groups": groups,
+    }
 
 
 def _key_vjp(layout, value_dim, chunk):

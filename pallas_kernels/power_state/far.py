@@ -17,8 +17,8 @@ __all__ = ["copy_norms", "copy_states", "norm_blocks"]
 _BLOCK = configs.BLOCK
 
 
-def copy_states(gmem, smem, place, config, group_of=lambda index: index):
-    """States by groups, in the order of `group_of`, parts and terms.
+def copy_states(gmem, smem, place, config, piece_of=None):
+    """States by groups, parts and terms, or by piece_of(index), the index-th group and part, and terms.
 
     Returns how many steps it took, of which the last may not be read yet.
     """
@@ -26,8 +26,10 @@ def copy_states(gmem, smem, place, config, group_of=lambda index: index):
     terms = gmem["states"].shape[3] // value_dim
 
     def copy(step, slot):
-        term, part = lax.rem(step, terms), lax.rem(lax.div(step, terms), config.parts)
-        group = group_of(lax.div(step, terms * config.parts))
+        term, index = lax.rem(step, terms), lax.div(step, terms)
+        group, part = (
+            piece_of(index) if piece_of else (lax.div(index, config.parts), lax.rem(index, config.parts))
+        )
         rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
         state = gmem["states"].at[place["key_head"], place["chunk"], group, rows, columns_of]
         plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])

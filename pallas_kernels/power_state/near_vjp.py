@@ -20,25 +20,28 @@ _COLUMNS = 16
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
-def read_keys(acc, own, smem, delta, block, end, config, window, interpreted, power=2, first=0):
+def read_keys(acc, query, dout, smem, delta, block, end, config, window, interpreted, power=2, first=0):
     """acc [64, D] += sum_j x_ij k_j; returns float32 [64], sum_j x_ij s_ij, x_ij = gamma s^(power-1) (dO . v - delta).
 
     acc is thus dq den / power, and what is returned is the sum over j of the gradient with respect to the logarithm of
     gamma_ij, times den. `power` is at least 2.
 
-    own: `query_smem` [64, D] and `dout_smem` [64, E], bfloat16 operands. smem: `key_smem` and `value_smem`, operands of
+    query() [64, D] and dout [64, E]: bfloat16 operands, in shared memory or registers.
+    smem: `key_smem` and `value_smem`, operands of
     `config.key_stages` blocks of 64, `key_full`, `key_free` and `decay_smem`, as in `query`. delta: float32 [64], in
     the layout of sums over columns. `block`, `end` and `first` as in `near.fold`. interpreted: two float32 [64, 64] in
     shared memory, or None.
     """
 
     def step(total, key_smem, value_smem, between):
+        rows = query()
+
         def pairs(scores, dweights):
-            products.accumulate(scores, own["query_smem"], key_smem.T, interpreted, wait=1)
-            products.accumulate(dweights, own["dout_smem"], value_smem.T, interpreted)
+            products.accumulate(scores, rows, key_smem.T, interpreted, wait=1)
+            products.accumulate(dweights, dout, value_smem.T, interpreted)
             return scores[...], dweights[...]
 
-        shape = own["query_smem"].shape[0], key_smem.shape[0]
+        shape = rows.shape[0], key_smem.shape[0]
         scores, dweights = products.with_accumulators(pairs, [shape] * 2, interpreted)
         # A few columns at a time, for want of registers.
         highs, lows, sums = [], [], 0.0

@@ -31,8 +31,6 @@ __all__ = ["Rows", "query_vjp"]
 _BLOCK = configs.BLOCK
 # Columns of an accumulator of which each thread has two next to each other.
 _HALF = layouts.TILE // 2
-# Groups that one round of the loop over states reads.
-_UNROLLED = 4
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 2
 
@@ -42,7 +40,6 @@ class Rows(NamedTuple):
 
     narrow: jax.Array  # 2^-a, which brings the largest entry of its dO into [1/2, 1)
     far: jax.Array  # 2^a times the factor from the state to the query
-    far_norm: jax.Array  # 2 delta times the factor from the state to the query
     delta: jax.Array  # dO . o
     inverse: jax.Array  # 1 / den, 0 where den is 0
 
@@ -67,7 +64,7 @@ def query_vjp(
     """The gradient of every query, bfloat16 [HN, X, D], and float32 sums [HN, 2, X].
 
     query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [HN, X, E], the
-    cotangent of the weighted mean. rows: float32 [HN, X / 64, 5, 64], in the order of `Rows`.
+    cotangent of the weighted mean. rows: float32 [HN, X / 64, 4, 64], in the order of `Rows`.
 
     The sums are those of the gradient with respect to the logarithms of decays, over the keys that the query meets
     exactly, and over those behind the state. Accumulates in float32.
@@ -76,21 +73,29 @@ def query_vjp(
     config = config.for_query_vjp()
     value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
     width = layout.width // config.parts
+    # At D = 128 memory is lacking for all values of a part.
+    held_values = _BLOCK if head_dim == 128 else value_dim
+    # Registers for queries are lacking at D = 128: tiles are read as they are needed.
+    tile = layouts.TILE if head_dim == 128 else None
     scratch = {
-        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype),
-        "dout_smem": products.operand((count,), _BLOCK, value_dim, dout.dtype),
+        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype, tile),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
         "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
         "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
-        "state_smem": products.operand((stages,), value_dim, width, states.dtype),
+        "state_smem": products.operand((stages,), held_values, width, states.dtype),
         "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
         "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
-        "ready": plgpu.Barrier(num_arrivals=3 * count + 2),
+        "ready": plgpu.Barrier(num_arrivals=(2 if value_dim == 128 else 3) * count + 2),
         "state_full": plgpu.Barrier(num_barriers=stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
         "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
     }
+    if value_dim == 128:
+        # Registers for dO are lacking while states are read: it is an operand like them.
+        scratch["narrow_smem"] = products.operand((count,), _BLOCK, value_dim, states.dtype, width)
+    else:
+        scratch["dout_smem"] = products.operand((count,), _BLOCK, value_dim, dout.dtype)
     if interpret is not None:
         shapes = ((_BLOCK, head_dim), (_BLOCK, width), (_BLOCK, _BLOCK), (_BLOCK, _BLOCK))
         scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
@@ -132,7 +137,9 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
         far.copy_norms(gmem, smem, place, config)
-        steps = far.copy_states(gmem, smem, place, config, _group)
+        steps = far.copy_states(
+            gmem, smem, place, config, functools.partial(_piece, layout=layout, config=config)
+        )
         # Keys come while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
@@ -141,30 +148,35 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     def _consume():
         if config.query_blocks > 1:
             plgpu.set_max_registers({2: 232, 3: 160}[config.query_blocks], action="increase")
-        own = {name: smem[name].at[warpgroup] for name in ("query_smem", "dout_smem", "scalar_smem")}
+        names = ("query_smem", "dout_smem", "narrow_smem", "scalar_smem")
+        own = {name: smem[name].at[warpgroup] for name in names if name in smem}
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
         block = place["block"] + warpgroup
         end = place["block"] + config.query_blocks - 1
-        terms = gmem["states"].shape[3] // gmem["value"].shape[-1]
+        time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
+        dout = _rows_of(own["dout_smem"] if "dout_smem" in own else gmem["dout"].at[place["head"], time])
+        terms = gmem["states"].shape[3] // smem["state_smem"].shape[1]
         plgpu.barrier_wait(smem["ready"])
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
         narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
-        start = _read_norm(own["query_smem"], smem, layout, config, held and held[2:3])
+        query = _query_of(own["query_smem"])
+        start = _read_norm(query(), smem, layout, config, held and held[2:3])
         start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
-        both = _read_states(start, own, smem, row, terms, layout, config, held and held[1:2])
+        narrowed = _narrowed(dout(), narrow, own, gmem["states"].dtype)
+        both = _read_states(start, narrowed, own, smem, terms, layout, config, held and held[1:2])
         scale = plgpu.load(row.far, layout=_ROWS)
         gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
-        query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+        exact = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
         inverse = plgpu.load(row.inverse, layout=_ROWS)
-        time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
-        gmem["sums"][place["head"], 1, time] = inverse * (query * gradient).sum(1)
+        gmem["sums"][place["head"], 1, time] = inverse * (exact * gradient).sum(1)
 
         def rows(acc):
             acc[...] = gradient
             total = near_vjp.read_keys(
                 acc,
-                own,
+                query,
+                own["dout_smem"] if "dout_smem" in own else dout(),
                 smem,
                 plgpu.load(row.delta, layout=_ROWS),
                 block,
@@ -188,41 +200,75 @@ def _copy_inputs(gmem, smem, place, config, chunk):
     for n in range(config.query_blocks):
         time = pl.ds(begin + n * _BLOCK, _BLOCK)
         for name in ("query", "dout"):
-            plgpu.copy_gmem_to_smem(gmem[name].at[head, time], smem[f"{name}_smem"].at[n], ready)
+            if f"{name}_smem" in smem:
+                plgpu.copy_gmem_to_smem(gmem[name].at[head, time], smem[f"{name}_smem"].at[n], ready)
         plgpu.copy_gmem_to_smem(gmem["scalars"].at[head, :, time], smem["scalar_smem"].at[n], ready)
     plgpu.copy_gmem_to_smem(gmem["decay"].at[place["key_head"], place["chunk"]], smem["decay_smem"], ready)
     blocks = pl.ds(place["chunk"] * (chunk // _BLOCK) + place["block"], config.query_blocks)
     plgpu.copy_gmem_to_smem(gmem["rows"].at[head, blocks], smem["rows_smem"], ready)
 
 
-def _group(step):
-    """The group that is read at a step: of four in a row, two are 8 apart, and each has an odd neighbour."""
-    return (step & 2) * (_HALF // 2) + lax.shift_right_logical(step, 2) * 2 + (step & 1)
+def _piece(index, layout, config):
+    """The group and the part that are read at a step: by sections, rounds, groups of a round, parts of a section.
+
+    A round of more than one has neighbours in its first half, and the same plus 8 in the other.
+    """
+    parts, groups = config.parts // layout.sections, config.query_vjp_groups
+    step, part = lax.div(index, parts), lax.rem(index, parts)
+    section, step = lax.div(step, layouts.TILE), lax.rem(step, layouts.TILE)
+    turn, place, half = lax.div(step, groups), lax.rem(step, groups), groups // 2
+    group = turn if groups == 1 else turn * half + lax.div(place, half) * _HALF + lax.rem(place, half)
+    return group, section * parts + part
 
 
-def _read_states(start, own, smem, row, terms, layout, config, interpreted):
-    """`start` and half the gradient of q^T S q, float32 [64, D]."""
-    dtype = smem["state_smem"].dtype
-    columns = layout.width // config.parts
-    query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    dout = plgpu.load(own["dout_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    narrow = plgpu.load(row.narrow, layout=_ROWS)
-    dout = (dout * lax.broadcast_in_dim(narrow, dout.shape, [0])).astype(dtype)
+def _rows_of(dout):
+    """A function that reads 64 rows of dO, from shared or global memory."""
+    return lambda: plgpu.load(dout, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def _narrowed(dout, narrow, own, dtype):
+    """dO times powers of two as an operand, in shared memory where that is there for it."""
+    narrowed = (dout.astype(jnp.float32) * lax.broadcast_in_dim(narrow, dout.shape, [0])).astype(dtype)
+    if "narrow_smem" not in own:
+        return narrowed
+    own["narrow_smem"][...] = narrowed
+    plgpu.commit_smem()
+    return own["narrow_smem"]
+
+
+def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
+    """`start` and half the gradient of q^T S q, float32 [64, D]; dout: the operand that states are multiplied by.
+
+    Sections are alike but for where they begin: each counts tiles of queries and of their gradient from its own first.
+    """
+    parts, columns = config.parts // layout.sections, layout.width // config.parts
+    vector_of = _vector_of(own["query_smem"])
+    height = smem["state_smem"].shape[1]
+    douts = [dout]
+    if dout.shape[1] > height:
+        douts = [dout.at[:, pl.ds(begin, height)] for begin in range(0, dout.shape[1], height)]
+    douts = douts * (terms // len(douts))
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    ends = {window.begin: window.begin + window.width for window in layout.section}
+    round_groups = config.query_vjp_groups
+    half_round = round_groups // 2
 
-    ends = {window.begin: window.begin + window.width for window in layout.windows}
-
-    def product(step):
-        # Stages divide the steps of a round, so that a slot is known when this is compiled.
-        slots = [(step * terms + term) % config.state_stages for term in range(terms)]
+    def product(rounds, step):
+        slots = range(step * terms, (step + 1) * terms)
+        steps = round_groups * parts * terms
+        if steps % config.state_stages:
+            slots = [ring.slot_of(rounds * steps + slot, config.state_stages) for slot in slots]
+        else:
+            # Known when this is compiled.
+            slots = [slot % config.state_stages for slot in slots]
         # Before the accumulator is there: no zeros need to be kept meanwhile.
         for slot in slots:
             plgpu.barrier_wait(smem["state_full"].at[slot])
 
         def add(acc):
-            for slot in slots:
-                products.accumulate(acc, dout, smem["state_smem"].at[slot], interpreted)
+            for slot, values in zip(slots, douts):
+                products.accumulate(acc, values, smem["state_smem"].at[slot], interpreted)
             return acc[...]
 
         weights = products.with_accumulators(add, [(_BLOCK, columns)], interpreted)
@@ -230,47 +276,85 @@ def _read_states(start, own, smem, row, terms, layout, config, interpreted):
             plgpu.barrier_arrive(smem["state_free"].at[slot])
         return weights
 
-    def group(pair, place, gradients):
-        shares, half, parity = 0.0, place // 2, place % 2
-        index = 2 * pair + _HALF * half + parity
-        for part in range(config.parts):
-            weights = product(place * config.parts + part)
+    def group(first, turn, place, gradients):
+        # Where the group's index may be in its tile, in the first or the second half, and which of them it is.
+        shares, halves, index = 0.0, (0, 1), turn
+        if round_groups > 1:
+            halves, index = (place // half_round,), turn * half_round + place % half_round
+        for part in range(parts):
+            rounds = turn + lax.div(jnp.int32(first), jnp.int32(round_groups))
+            weights = product(rounds, place * parts + part)
             begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
-                scalar = plgpu.load(own["scalar_smem"].at[piece.scalar + index], layout=_ROWS)
-                scalar = lax.broadcast_in_dim(scalar.astype(jnp.float32), shape, [0])
-                for vector in range(piece.vector, piece.vector + piece.width, _HALF):
-                    vector = vector % layout.head_dim
-                    tile, begin = weights[:, begin : begin + _HALF], begin + _HALF
-                    gradients[vector // _HALF] += scalar * tile
-                    if piece.weight == 2:
-                        shares = shares + query[:, vector : vector + _HALF] * tile
+                scalar = own["scalar_smem"].at[piece.scalar + first + halves[0] * _HALF + index]
+                scalar = plgpu.load(scalar, layout=_ROWS).astype(jnp.float32)
+                scalar = lax.broadcast_in_dim(scalar, shape, [0])
+                for start in range(piece.vector, piece.vector + piece.width, layouts.TILE):
+                    vector = vector_of(start, first) if piece.weight == 2 else None
+                    for side in range(2):
+                        tile, begin = weights[:, begin : begin + _HALF], begin + _HALF
+                        gradients[start % layout.head_dim // _HALF + side] += scalar * tile
+                        if piece.weight == 2:
+                            shares = shares + vector[:, side * _HALF : (side + 1) * _HALF] * tile
                 if piece.weight == 2 and piece.vector + piece.width == ends[piece.scalar]:
-                    tile = piece.scalar // _HALF + half
-                    total = gradients[tile] + lax.broadcast_in_dim(shares.sum(1), shape, [0])
-                    gradients[tile] = jnp.where(column == 2 * pair + parity, total, gradients[tile])
+                    total = lax.broadcast_in_dim(shares.sum(1), shape, [0])
+                    for half in halves:
+                        tile, own_column = (
+                            piece.scalar // _HALF + half,
+                            column == index - (half - halves[0]) * _HALF,
+                        )
+                        gradients[tile] = jnp.where(own_column, gradients[tile] + total, gradients[tile])
                     shares = 0.0
         return gradients
 
-    def groups(pair, gradients):
+    def groups(turn, gradients, first):
         gradients = list(gradients)
         # Places are unrolled, so that each has its column in registers of its own.
-        for place in range(_UNROLLED):
-            gradients = group(pair, place, gradients)
+        for place in range(round_groups):
+            gradients = group(first, turn, place, gradients)
         return tuple(gradients)
 
-    start = tuple(start[:, begin : begin + _HALF] for begin in range(0, layout.head_dim, _HALF))
-    gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layouts.TILE // _UNROLLED), groups, start)
-    return jnp.concatenate(gradients, 1)
+    def section(index, gradients):
+        body = functools.partial(groups, first=index * layouts.TILE)
+        gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layouts.TILE // round_groups), body, gradients)
+        return gradients[2:] + gradients[:2] if layout.sections > 1 else gradients
+
+    gradients = tuple(start[:, begin : begin + _HALF] for begin in range(0, layout.head_dim, _HALF))
+    if layout.sections == 1:
+        return jnp.concatenate(section(0, gradients), 1)
+    gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layout.sections), section, gradients)
+    return jnp.concatenate(gradients[-2 * layout.sections :] + gradients[: -2 * layout.sections], 1)
 
 
-def _read_norm(query_smem, smem, layout, config, interpreted):
+def _query_of(query_smem):
+    """A function that gives the query as an operand, in registers at D = 128: descriptors would take as many longer."""
+    if query_smem.shape[1] == 128:
+        return lambda: plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
+    return lambda: query_smem
+
+
+def _vector_of(query_smem):
+    """A function of the first of 16 indices, in two summands and cyclic, that gives them, float32 [64, 16]."""
+    head_dim = query_smem.shape[1]
+    if head_dim == 128:
+        load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA)
+
+        def tile(start, first):
+            begin = (start + first) & (head_dim - 1)
+            return load(query_smem.at[:, pl.ds(begin, layouts.TILE)]).astype(jnp.float32)
+
+        return tile
+    query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    return lambda start, first: query[:, (start + first) % head_dim :][:, : layouts.TILE]
+
+
+def _read_norm(query, smem, layout, config, interpreted):
     """q Z for 64 rows, float32 [64, D]; Z is symmetric, so that its rows serve as keys do."""
     total = {}
     for step in range(far.norm_blocks(layout)):
         slot = step % config.key_stages
         plgpu.barrier_wait(smem["key_full"].at[slot])
-        product = products.scores(query_smem, smem["key_smem"].at[slot], interpreted)
+        product = products.scores(query, smem["key_smem"].at[slot], interpreted)
         plgpu.barrier_arrive(smem["key_free"].at[slot])
         for begin in range(0, _BLOCK, layout.head_dim):
             column = (step * _BLOCK + begin) % layout.head_dim

@@ -24,7 +24,9 @@ def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chu
 
     def one(q, do, state, matrix, k, v, decay, row):
         row = query_kernel.Rows(*row[..., None])
-        far = row.far * _far(q, do * row.narrow, state, layout) - row.far_norm * (q @ matrix)
+        far = row.far * _far(q, do * row.narrow, state, layout)
+        # The factor from the state to the query, without the power of two that dout is divided by.
+        far -= 2 * row.far * row.narrow * row.delta * (q @ matrix)
         scores, gamma = pairs(q, k, decay, window)
         dscores = 2 * gamma * scores * (do @ v.T - row.delta)
         sums = (dscores * scores).sum(1, keepdims=True), (q * far).sum(1, keepdims=True)
