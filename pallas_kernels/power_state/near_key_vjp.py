@@ -113,6 +113,7 @@ def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
 def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0):
     """Adds to the accumulators dkey [64, D] and dvalue [64, E]; returns sum p (dout . v - delta), float32 [64].
 
+    Either accumulator may be None; without dkey the sum is zero, and "value_smem" not read.
     own: of this warpgroup, "key_smem" and "value_smem", bfloat16 [64, D] and [64, E], and "decay_smem", float32
         [4, 64], the keys' decays as running sums of logarithms, coarse and fine, in the frame of their own chunk and
         then of the chunk before.
@@ -166,14 +167,16 @@ def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, po
     if power == 4:
         lower = lower * (scores * scores)
     # In straight-line code, products in flight keep the registers of their operands, where there are enough.
-    last = 0 if dkey.shape[1] + dvalue.shape[1] > 128 else 1
-    for part in products.split(lower * scores):
-        products.accumulate(dvalue, part, douts, held, wait=last)
-    slopes = products.scores(own["value_smem"], douts, held)
-    lower = lower * (slopes - column(_COLUMN.delta))
-    total = total + (lower * scores).sum(1)
-    for part in products.split(lower):
-        products.accumulate(dkey, part, queries, held, wait=1)
+    last = 0 if sum(x.shape[1] for x in (dkey, dvalue) if x is not None) > 128 else 1
+    if dvalue is not None:
+        for part in products.split(lower * scores):
+            products.accumulate(dvalue, part, douts, held, wait=last)
+    if dkey is not None:
+        slopes = products.scores(own["value_smem"], douts, held)
+        lower = lower * (slopes - column(_COLUMN.delta))
+        total = total + (lower * scores).sum(1)
+        for part in products.split(lower):
+            products.accumulate(dkey, part, queries, held, wait=1)
     if held is None:
         plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(smem["query_free"].at[slot])
