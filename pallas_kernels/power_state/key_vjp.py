@@ -296,10 +296,10 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
     dtype, columns = smem["dual_smem"].dtype, layout.width // config.key_vjp_parts
     with_key, with_value = "dkey" in wanted, dvalue is not None
     value = _narrow(own["value_smem"], own, Rows().narrow_value, dtype) if with_key else None
-    narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype) if with_value else None
+    narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype)
 
     def group(index, tiles):
-        gradient = _Gradient(index, tiles, narrow, own, layout) if with_key else None
+        gradient = _Gradient(index, tiles, narrow, layout) if with_key else None
         for part in range(config.key_vjp_parts):
             step = (index * config.key_vjp_parts + part) * terms
             slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
@@ -333,14 +333,11 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
 
 
 class _Gradient:
-    """That with respect to k^, in `tiles` of 16 columns, of the features of a group.
+    """That with respect to k^ (`narrow`, 16-bit [64, D]), in `tiles` of 16 columns, of the features of a group."""
 
-    narrow: k^, 16-bit [64, D], or None where registers for it are lacking: keys are then read as they are needed.
-    """
-
-    def __init__(self, group, tiles, narrow, own, layout):
+    def __init__(self, group, tiles, narrow, layout):
         self.tiles = list(tiles)
-        self._narrow, self._own = narrow, own
+        self._narrow = narrow
         shape = (_BLOCK, _TILE)
         self._column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) == group
         self._ends = {window.begin: window.begin + window.width for window in layout.windows}
@@ -355,17 +352,11 @@ class _Gradient:
                 slope = slopes[:, offset : offset + _TILE]
                 tile = start // _TILE % len(self.tiles)
                 self.tiles[tile] += scalar * slope
-                self._collect(self._vector(tile).astype(jnp.float32) * slope, piece.weight)
+                vector = self._narrow[:, tile * _TILE : (tile + 1) * _TILE]
+                self._collect(vector.astype(jnp.float32) * slope, piece.weight)
                 offset += _TILE
             if piece.vector + piece.width == self._ends[piece.scalar]:
                 self._give(piece.scalar // _TILE)
-
-    def _vector(self, tile):
-        if self._narrow is not None:
-            return self._narrow[:, tile * _TILE : (tile + 1) * _TILE]
-        return plgpu.load(
-            self._own["key_smem"].at[:, pl.ds(tile * _TILE, _TILE)], layout=plgpu.Layout.WGMMA
-        )
 
     def _collect(self, products_of_tile, weight):
         """What the scalar of the window gets, one tile of the window at a time; the first is that of weight 1."""
@@ -377,10 +368,8 @@ class _Gradient:
     def _give(self, tile):
         total = self._single if self._double is None else self._single + 2 * self._double
         self._single = self._double = None
-        total = total.sum(1)
-        if self._narrow is None:
-            total = total * plgpu.load(self._own["row_smem"].at[Rows().narrow_key], layout=_ROWS)
-        self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + _along(total, _TILE), self.tiles[tile])
+        total = _along(total.sum(1), _TILE)
+        self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + total, self.tiles[tile])
 
 
 def _narrow(x_smem, own, index, dtype):
