@@ -38,7 +38,8 @@ _GRADIENTS = ("dkey", "dvalue")
 # Rows of the norm that each copy brings: as many copies as a block of queries takes.
 _NORM_COPIES = ((0, 32), (32, 16), (48, 16))
 # Columns of a tile of R that are multiplied by values at a time: few enough for registers.
-_SLICE = 64
+import os
+_SLICE = int(os.environ.get('SLICE','64'))
 
 
 class Rows(NamedTuple):
@@ -99,9 +100,10 @@ def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
     key, scalars, value, dual, _, query, *_ = arrays
     heads, time, head_dim = key.shape
     value_dim, count = value.shape[-1], config.key_vjp_blocks
+    tile = _TILE if _reads_tiles(wanted, layout) else None
     columns_of_part = layout.width // config.key_vjp_parts
     scratch = {
-        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype),
+        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype, tile),
         "value_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
         "row_smem": plgpu.SMEM((count, len(Rows()), _BLOCK), jnp.float32),
@@ -109,8 +111,13 @@ def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
         "ready": plgpu.Barrier(num_arrivals=(1 + len(_operands(wanted))) * count + 1),
         "dual_full": plgpu.Barrier(num_barriers=config.key_vjp_stages),
         "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_vjp_stages),
-        **near.scratch(head_dim, value_dim, query.dtype, count),
+        **near.scratch(head_dim, value_dim, query.dtype, count, tile),
     }
+    if head_dim == 128 and "dkey" in wanted and os.environ.get("VS"):
+        # Registers for values are lacking.
+        swizzle = plgpu.find_swizzle(columns_of_part * 16)
+        transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
+        scratch["narrow_smem"] = plgpu.SMEM((count, _BLOCK, value_dim), dual.dtype, transforms=transforms)
     if interpret is not None:
         shapes = {
             "near": near.held_shapes(),
@@ -139,6 +146,11 @@ def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
         interpret=interpret,
     )(*arrays)
     return dict(zip(names, results, strict=True))
+
+
+def _reads_tiles(wanted, layout):
+    """Whether registers for keys are lacking, so that tiles of 16 indices are read as they are needed."""
+    return "dkey" in wanted and layout.head_dim == 128
 
 
 def _results(wanted):
@@ -181,8 +193,8 @@ def _body(*refs, wanted, layout, config, chunk, window, groups, interpreted=None
     def _consume():
         if count > 1:
             plgpu.set_max_registers({2: 232, 3: 160}[count], action="increase")
-        names = ("key_smem", "value_smem", "scalar_smem", "row_smem")
-        own = {name: smem[name].at[warpgroup] for name in names}
+        names = ("key_smem", "value_smem", "scalar_smem", "row_smem", "narrow_smem")
+        own = {name: smem[name].at[warpgroup] for name in names if name in smem}
         own["decay_smem"] = own["row_smem"].at[pl.ds(Rows().coarse, 4)]
         held = None if interpreted is None else _of_warpgroup(interpreted, warpgroup)
         terms = gmem["dual"].shape[3] // gmem["value"].shape[-1]
@@ -259,8 +271,8 @@ def _copy_dual(gmem, smem, place, config):
     parts, terms = config.key_vjp_parts, gmem["dual"].shape[3] // value_dim
 
     def copy(step, slot):
-        term, part = lax.rem(step, terms), lax.rem(lax.div(step, terms), parts)
-        group = lax.div(step, terms * parts)
+        term, group = lax.rem(step, terms), lax.rem(lax.div(step, terms), _TILE)
+        part = lax.div(step, terms * _TILE)
         rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
         dual = gmem["dual"].at[place["head"], place["dual"], group, rows, columns_of]
         plgpu.copy_gmem_to_smem(dual, smem["dual_smem"].at[slot], smem["dual_full"].at[slot])
@@ -296,80 +308,108 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
     dtype, columns = smem["dual_smem"].dtype, layout.width // config.key_vjp_parts
     with_key, with_value = "dkey" in wanted, dvalue is not None
     value = _narrow(own["value_smem"], own, Rows().narrow_value, dtype) if with_key else None
-    narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype)
+    if "narrow_smem" in own:
+        own["narrow_smem"][...] = value
+        plgpu.commit_smem()
+        value = own["narrow_smem"]
+    narrow = None
+    if not _reads_tiles(wanted, layout):
+        narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype)
 
-    def group(index, tiles):
-        gradient = _Gradient(index, tiles, narrow, layout) if with_key else None
-        for part in range(config.key_vjp_parts):
-            step = (index * config.key_vjp_parts + part) * terms
-            slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
-            # Before any accumulator is there: no zeros need to be kept meanwhile.
-            for slot in slots:
-                plgpu.barrier_wait(smem["dual_full"].at[slot])
-            for begin in range(0, columns, _SLICE):
-                width, offset = min(_SLICE, columns - begin), part * columns + begin
-                pieces = layout.pieces(offset, offset + width)
-                scalars = {
-                    piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + index], layout=_ROWS)
-                    for piece in pieces
-                }
-                duals = [smem["dual_smem"].at[slot, :, pl.ds(begin, width)] for slot in slots]
-                if with_value:
-                    features = _features(narrow, pieces, scalars)
-                    for dual in duals:
-                        # In flight while the next product is issued, in straight-line code that waits for both.
-                        products.accumulate(dvalue, features, dual.T, held, wait=1)
-                if with_key:
-                    gradient.add(_product(value, duals, width, held), pieces, scalars)
-                elif held is None:
-                    plgpu.wgmma_wait(0)
-            for slot in slots:
-                plgpu.barrier_arrive(smem["dual_free"].at[slot])
-        return tuple(gradient.tiles) if with_key else ()
+    def read(part, group, tiles):
+        gradient = _Gradient(group, tiles, narrow, own, layout) if with_key else None
+        step = (part * _TILE + group) * terms
+        slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
+        # Before any accumulator is there: no zeros need to be kept meanwhile.
+        for slot in slots:
+            plgpu.barrier_wait(smem["dual_full"].at[slot])
+        for begin in range(0, columns, _SLICE):
+            width, offset = min(_SLICE, columns - begin), part * columns + begin
+            pieces = layout.pieces(offset, offset + width)
+            scalars = {
+                piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + group], layout=_ROWS)
+                for piece in pieces
+            }
+            duals = [smem["dual_smem"].at[slot, :, pl.ds(begin, width)] for slot in slots]
+            if with_value:
+                features = _features(narrow, pieces, scalars)
+                for dual in duals:
+                    # In flight while the next product is issued, in straight-line code that waits for both.
+                    products.accumulate(dvalue, features, dual.T, held, wait=1)
+            if with_key:
+                gradient.add(_product(value, duals, width, held), pieces, scalars)
+        if with_value and not with_key and held is None:
+            plgpu.wgmma_wait(0)
+        for slot in slots:
+            plgpu.barrier_arrive(smem["dual_free"].at[slot])
+        if not with_key:
+            return ()
+        gradient.give()
+        return tuple(gradient.tiles)
 
     zeros = plgpu.layout_cast(jnp.zeros((_BLOCK, _TILE), jnp.float32), plgpu.Layout.WGMMA)
     tiles = (zeros,) * (layout.head_dim // _TILE if with_key else 0)
-    return lax.fori_loop(jnp.int32(0), jnp.where(folded, _TILE, 0), group, tiles)
+    for part in range(config.key_vjp_parts):
+        # A loop for each part: products of several at once would take more registers than there are.
+        groups = jnp.where(folded, _TILE, 0)
+        tiles = lax.fori_loop(jnp.int32(0), groups, functools.partial(read, part), tiles)
+    return tiles
 
 
 class _Gradient:
-    """That with respect to k^ (`narrow`, 16-bit [64, D]), in `tiles` of 16 columns, of the features of a group."""
+    """That with respect to k^, in `tiles` of 16 columns, of the features of one part of a group.
 
-    def __init__(self, group, tiles, narrow, layout):
+    narrow: k^, 16-bit [64, D], or None where registers for it are lacking: keys are then read as they are needed.
+    """
+
+    def __init__(self, group, tiles, narrow, own, layout):
         self.tiles = list(tiles)
-        self._narrow = narrow
+        self._narrow, self._own = narrow, own
         shape = (_BLOCK, _TILE)
         self._column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) == group
-        self._ends = {window.begin: window.begin + window.width for window in layout.windows}
-        self._single = self._double = None
+        self._scalar = self._single = self._double = None
 
     def add(self, slopes, pieces, scalars):
         """slopes: float32 [64, width], the gradient of the features of these pieces."""
         offset = 0
         for piece in pieces:
+            if piece.scalar != self._scalar:
+                self.give()
+                self._scalar = piece.scalar
             scalar = _along(scalars[piece.scalar].astype(jnp.float32) * piece.weight, _TILE)
             for start in range(piece.vector, piece.vector + piece.width, _TILE):
                 slope = slopes[:, offset : offset + _TILE]
                 tile = start // _TILE % len(self.tiles)
                 self.tiles[tile] += scalar * slope
-                vector = self._narrow[:, tile * _TILE : (tile + 1) * _TILE]
-                self._collect(vector.astype(jnp.float32) * slope, piece.weight)
+                self._collect(self._vector(tile * _TILE).astype(jnp.float32) * slope, piece.weight)
                 offset += _TILE
-            if piece.vector + piece.width == self._ends[piece.scalar]:
-                self._give(piece.scalar // _TILE)
+
+    def give(self):
+        """Adds what the scalar of the last pieces has."""
+        if self._scalar is None:
+            return
+        total, double = self._single, self._double
+        if double is not None:
+            total = 2 * double if total is None else total + 2 * double
+        total = total.sum(1)
+        if self._narrow is None:
+            total = total * plgpu.load(self._own["row_smem"].at[Rows().narrow_key], layout=_ROWS)
+        tile = self._scalar // _TILE
+        self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + _along(total, _TILE), self.tiles[tile])
+        self._scalar = self._single = self._double = None
+
+    def _vector(self, begin):
+        """16 indices of k^, or of the key itself."""
+        if self._narrow is not None:
+            return self._narrow[:, begin : begin + _TILE]
+        return plgpu.load(self._own["key_smem"].at[:, pl.ds(begin, _TILE)], layout=plgpu.Layout.WGMMA)
 
     def _collect(self, products_of_tile, weight):
-        """What the scalar of the window gets, one tile of the window at a time; the first is that of weight 1."""
+        """What the scalar gets of a tile: that of weight 1, or a sum of those of weight 2."""
         if weight == 1:
             self._single = products_of_tile
         else:
             self._double = products_of_tile if self._double is None else self._double + products_of_tile
-
-    def _give(self, tile):
-        total = self._single if self._double is None else self._single + 2 * self._double
-        self._single = self._double = None
-        total = _along(total.sum(1), _TILE)
-        self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + total, self.tiles[tile])
 
 
 def _narrow(x_smem, own, index, dtype):

@@ -75,10 +75,10 @@ class Span(NamedTuple):
         return self.end - self.begin
 
 
-def scratch(head_dim, value_dim, dtype, count):
-    """Shared memory of the ring, by name, for `count` warpgroups."""
+def scratch(head_dim, value_dim, dtype, count, slices=None):
+    """Shared memory of the ring, by name, for `count` warpgroups; queries in the slices of keys (`products.operand`)."""
     return {
-        "query_smem": products.operand((STAGES,), _BLOCK, head_dim, dtype),
+        "query_smem": products.operand((STAGES,), _BLOCK, head_dim, dtype, slices),
         "dout_smem": products.operand((STAGES,), _BLOCK, value_dim, dtype),
         "column_smem": plgpu.SMEM((STAGES, len(Columns()), _BLOCK), jnp.float32),
         "query_full": plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),

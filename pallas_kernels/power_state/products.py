@@ -12,9 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 __all__ = ["accumulate", "operand", "scores", "split", "with_accumulators"]
 
 
-def operand(lead, rows, columns, dtype):
-    """A 16-bit array in shared memory, `lead` times [rows, columns], as the tensor core reads it."""
-    swizzle = plgpu.find_swizzle(columns * jnp.dtype(dtype).itemsize * 8)
+def operand(lead, rows, columns, dtype, slices=None):
+    """A 16-bit array in shared memory, `lead` times [rows, columns], as the tensor core reads it.
+
+    An ordinary read may take whole `slices` of so many columns, all by default; those of 16, 32 and 64 are known.
+    """
+    swizzle = plgpu.find_swizzle((slices or columns) * jnp.dtype(dtype).itemsize * 8)
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     transforms = (tiling, plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM((*lead, rows, columns), dtype, transforms=transforms)
