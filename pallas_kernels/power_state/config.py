@@ -136,20 +136,19 @@ def _choose_query_vjp(layout, value_dim, chunk, window, two_terms):
 def _key_vjp(layout, value_dim, chunk):
     """Fields of the gradient of keys."""
     head_dim = layout.head_dim
-    blocks = 2 if chunk % (2 * BLOCK) == 0 else 1
     import os
-    parts = int(os.environ.get("PARTS","6")) if head_dim == 128 else 1
+    blocks = 2 if chunk % (2 * BLOCK) == 0 else 1
     blocks = min(blocks, int(os.environ.get("BLOCKS","3")))
-    # Keys, values and scalars of every warpgroup, and two blocks of queries.
-    tiles = blocks * BLOCK * (2 * head_dim + value_dim) + 2 * BLOCK * (head_dim + value_dim)
-    if os.environ.get("VS") and head_dim == 128: tiles += blocks * BLOCK * value_dim
+    # At D = 128 parts are narrow, for registers, and enough of them fit beside a second copy of the keys.
+    parts = int(os.environ.get("PARTS",0)) or 6 * value_dim // BLOCK if head_dim == 128 else 1
+    tiles = blocks * BLOCK * ((3 if head_dim == 128 else 2) * head_dim + value_dim)
+    # And two blocks of queries.
+    tiles += 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * tiles - 4 * BLOCK * (9 * blocks + 2 * 4)
-    fitting = left // (2 * value_dim * (layout.width // parts))
-    stages = next(n for n in ((int(os.environ["ST"]),2,1) if "ST" in os.environ else (6, 4, 3, 2) if parts >= 6 else (4, 3, 2)) if n <= fitting)
     return {
         "key_vjp_blocks": blocks,
         "key_vjp_parts": parts,
-        "key_vjp_stages": stages,
+        "key_vjp_stages": min(4, left // (2 * value_dim * (layout.width // parts))),
         # Two warpgroups have 232 registers a thread.
         "key_vjp_together": head_dim < 128 and value_dim == BLOCK,
     }

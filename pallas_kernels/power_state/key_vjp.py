@@ -37,9 +37,10 @@ _INPUTS = ("key", "scalars", "value", "dual", "norm", "query", "dout", "rows", "
 _GRADIENTS = ("dkey", "dvalue")
 # Rows of the norm that each copy brings: as many copies as a block of queries takes.
 _NORM_COPIES = ((0, 32), (32, 16), (48, 16))
-# Columns of a tile of R that are multiplied by values at a time: few enough for registers.
-import os
-_SLICE = int(os.environ.get('SLICE','64'))
+# Columns of a tile of R that are multiplied by values at a time, alone and with those multiplied by features: few
+# enough for registers.
+_SLICE = 96
+_SLICE_TOGETHER = 64
 
 
 class Rows(NamedTuple):
@@ -100,10 +101,9 @@ def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
     key, scalars, value, dual, _, query, *_ = arrays
     heads, time, head_dim = key.shape
     value_dim, count = value.shape[-1], config.key_vjp_blocks
-    tile = _TILE if _reads_tiles(wanted, layout) else None
     columns_of_part = layout.width // config.key_vjp_parts
     scratch = {
-        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype, tile),
+        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype),
         "value_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
         "row_smem": plgpu.SMEM((count, len(Rows()), _BLOCK), jnp.float32),
@@ -111,13 +111,10 @@ def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
         "ready": plgpu.Barrier(num_arrivals=(1 + len(_operands(wanted))) * count + 1),
         "dual_full": plgpu.Barrier(num_barriers=config.key_vjp_stages),
         "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_vjp_stages),
-        **near.scratch(head_dim, value_dim, query.dtype, count, tile),
+        **near.scratch(head_dim, value_dim, query.dtype, count),
     }
-    if head_dim == 128 and "dkey" in wanted and os.environ.get("VS"):
-        # Registers for values are lacking.
-        swizzle = plgpu.find_swizzle(columns_of_part * 16)
-        transforms = (plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle))
-        scratch["narrow_smem"] = plgpu.SMEM((count, _BLOCK, value_dim), dual.dtype, transforms=transforms)
+    if _reads_tiles(wanted, layout):
+        scratch["narrow_smem"] = products.operand((count,), _BLOCK, head_dim, dual.dtype, _TILE)
     if interpret is not None:
         shapes = {
             "near": near.held_shapes(),
@@ -308,23 +305,23 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
     dtype, columns = smem["dual_smem"].dtype, layout.width // config.key_vjp_parts
     with_key, with_value = "dkey" in wanted, dvalue is not None
     value = _narrow(own["value_smem"], own, Rows().narrow_value, dtype) if with_key else None
+    narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype)
     if "narrow_smem" in own:
-        own["narrow_smem"][...] = value
+        own["narrow_smem"][...] = narrow
         plgpu.commit_smem()
-        value = own["narrow_smem"]
-    narrow = None
-    if not _reads_tiles(wanted, layout):
-        narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype)
+        narrow = own["narrow_smem"]
+
+    most = _SLICE_TOGETHER if with_value else _SLICE
 
     def read(part, group, tiles):
-        gradient = _Gradient(group, tiles, narrow, own, layout) if with_key else None
+        gradient = _Gradient(group, tiles, narrow) if with_key else None
         step = (part * _TILE + group) * terms
         slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
         # Before any accumulator is there: no zeros need to be kept meanwhile.
         for slot in slots:
             plgpu.barrier_wait(smem["dual_full"].at[slot])
-        for begin in range(0, columns, _SLICE):
-            width, offset = min(_SLICE, columns - begin), part * columns + begin
+        for begin in range(0, columns, most):
+            width, offset = min(most, columns - begin), part * columns + begin
             pieces = layout.pieces(offset, offset + width)
             scalars = {
                 piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + group], layout=_ROWS)
@@ -359,12 +356,12 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
 class _Gradient:
     """That with respect to k^, in `tiles` of 16 columns, of the features of one part of a group.
 
-    narrow: k^, 16-bit [64, D], or None where registers for it are lacking: keys are then read as they are needed.
+    narrow: k^, 16-bit [64, D], in registers or, where they are lacking, in shared memory.
     """
 
-    def __init__(self, group, tiles, narrow, own, layout):
+    def __init__(self, group, tiles, narrow):
         self.tiles = list(tiles)
-        self._narrow, self._own = narrow, own
+        self._narrow = narrow
         shape = (_BLOCK, _TILE)
         self._column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) == group
         self._scalar = self._single = self._double = None
@@ -391,18 +388,16 @@ class _Gradient:
         total, double = self._single, self._double
         if double is not None:
             total = 2 * double if total is None else total + 2 * double
-        total = total.sum(1)
-        if self._narrow is None:
-            total = total * plgpu.load(self._own["row_smem"].at[Rows().narrow_key], layout=_ROWS)
+        total = _along(total.sum(1), _TILE)
         tile = self._scalar // _TILE
-        self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + _along(total, _TILE), self.tiles[tile])
+        self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + total, self.tiles[tile])
         self._scalar = self._single = self._double = None
 
     def _vector(self, begin):
-        """16 indices of k^, or of the key itself."""
-        if self._narrow is not None:
+        """16 indices of k^."""
+        if isinstance(self._narrow, jax.Array):
             return self._narrow[:, begin : begin + _TILE]
-        return plgpu.load(self._own["key_smem"].at[:, pl.ds(begin, _TILE)], layout=plgpu.Layout.WGMMA)
+        return plgpu.load(self._narrow.at[:, pl.ds(begin, _TILE)], layout=plgpu.Layout.WGMMA)
 
     def _collect(self, products_of_tile, weight):
         """What the scalar gets of a tile: that of weight 1, or a sum of those of weight 2."""

@@ -27,6 +27,8 @@ __all__ = ["COPIES", "STAGES", "Columns", "Span", "copy_queries", "held_shapes",
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+# Columns of an accumulator of which each thread has two next to each other.
+_EIGHT = 8
 # Blocks of 64 queries in flight.
 STAGES = 2
 # Copies that fill a slot of the ring.
@@ -75,10 +77,10 @@ class Span(NamedTuple):
         return self.end - self.begin
 
 
-def scratch(head_dim, value_dim, dtype, count, slices=None):
-    """Shared memory of the ring, by name, for `count` warpgroups; queries in the slices of keys (`products.operand`)."""
+def scratch(head_dim, value_dim, dtype, count):
+    """Shared memory of the ring, by name, for `count` warpgroups."""
     return {
-        "query_smem": products.operand((STAGES,), _BLOCK, head_dim, dtype, slices),
+        "query_smem": products.operand((STAGES,), _BLOCK, head_dim, dtype),
         "dout_smem": products.operand((STAGES,), _BLOCK, value_dim, dtype),
         "column_smem": plgpu.SMEM((STAGES, len(Columns()), _BLOCK), jnp.float32),
         "query_full": plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),
@@ -157,12 +159,8 @@ def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, po
     between = column(_COLUMN.coarse) - lax.broadcast_in_dim(key_coarse, shape, [0])
     between += column(_COLUMN.fine) - lax.broadcast_in_dim(key_fine, shape, [0])
     if diagonal:
-        row, position = (
-            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
-        )
-        # Zero in fact: without it the compiler would keep the whole mask in registers all along.
-        shift = (block - span.own) * _BLOCK
-        between = jnp.where(position >= row + shift, between, -1e4)
+        # Zero in fact: without it the compiler would keep what the mask is made of in registers all along.
+        between = _masked(between, (block - span.own) * _BLOCK)
     lower = scores * jnp.exp2(between) * column(_COLUMN.inverse)
     if power == 4:
         lower = lower * (scores * scores)
@@ -181,6 +179,20 @@ def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, po
         plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(smem["query_free"].at[slot])
     return total
+
+
+def _masked(between, shift):
+    """between [64, 64] where the query of a column is not before the key of its row less `shift`, or else -1e4."""
+    shape = (_BLOCK, _EIGHT)
+    row, position = (
+        plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
+    )
+    distance = row - position + shift
+    tiles = [
+        jnp.where(distance <= begin, between[:, begin : begin + _EIGHT], -1e4)
+        for begin in range(0, _BLOCK, _EIGHT)
+    ]
+    return jnp.concatenate(tiles, 1)
 
 
 def _column(column_smem, shape, index):
