@@ -136,11 +136,9 @@ def _choose_query_vjp(layout, value_dim, chunk, window, two_terms):
 def _key_vjp(layout, value_dim, chunk):
     """Fields of the gradient of keys."""
     head_dim = layout.head_dim
-    import os
     blocks = 2 if chunk % (2 * BLOCK) == 0 else 1
-    blocks = min(blocks, int(os.environ.get("BLOCKS","3")))
-    # At D = 128 parts are narrow, for registers, and enough of them fit beside a second copy of the keys.
-    parts = int(os.environ.get("PARTS",0)) or 6 * value_dim // BLOCK if head_dim == 128 else 1
+    # At D = 128 parts are narrow, for registers and so that two fit beside a second copy of the keys.
+    parts = 6 * value_dim // BLOCK if head_dim == 128 else 1
     tiles = blocks * BLOCK * ((3 if head_dim == 128 else 2) * head_dim + value_dim)
     # And two blocks of queries.
     tiles += 2 * BLOCK * (head_dim + value_dim)
@@ -149,7 +147,7 @@ def _key_vjp(layout, value_dim, chunk):
         "key_vjp_blocks": blocks,
         "key_vjp_parts": parts,
         "key_vjp_stages": min(4, left // (2 * value_dim * (layout.width // parts))),
-        # Two warpgroups have 232 registers a thread.
+        # Two warpgroups have 232 registers a thread, too few for both where either gradient has 128 columns.
         "key_vjp_together": head_dim < 128 and value_dim == BLOCK,
     }
 

@@ -101,9 +101,10 @@ def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
     key, scalars, value, dual, _, query, *_ = arrays
     heads, time, head_dim = key.shape
     value_dim, count = value.shape[-1], config.key_vjp_blocks
+    slices = _BLOCK // 2 if _reads_tiles(wanted, layout) else None
     columns_of_part = layout.width // config.key_vjp_parts
     scratch = {
-        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype),
+        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype, slices),
         "value_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
         "row_smem": plgpu.SMEM((count, len(Rows()), _BLOCK), jnp.float32),
@@ -111,7 +112,7 @@ def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
         "ready": plgpu.Barrier(num_arrivals=(1 + len(_operands(wanted))) * count + 1),
         "dual_full": plgpu.Barrier(num_barriers=config.key_vjp_stages),
         "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_vjp_stages),
-        **near.scratch(head_dim, value_dim, query.dtype, count),
+        **near.scratch(head_dim, value_dim, query.dtype, count, slices),
     }
     if _reads_tiles(wanted, layout):
         scratch["narrow_smem"] = products.operand((count,), _BLOCK, head_dim, dual.dtype, _TILE)
