@@ -47,6 +47,7 @@ class Config:
     key_vjp_blocks: blocks of 64 keys, one for each warpgroup, that share the dual states in the gradient of keys.
     key_vjp_parts: pieces of equal width in which it reads a group.
     key_vjp_stages: such parts in flight.
+    key_vjp_together: whether one launch has both gradients, of keys and of values.
     """
 
     chunk: int
@@ -65,6 +66,7 @@ class Config:
     key_vjp_blocks: int = 1
     key_vjp_parts: int = 1
     key_vjp_stages: int = 2
+    key_vjp_together: bool = True
 
     def for_query_vjp(self) -> "Config":
         """With the sizes of the gradient with respect to queries in place of the query's."""
@@ -174,15 +176,20 @@ def _choose_query_vjp(layout, value_dim, chunk, window, terms):
 def _key_vjp(layout, value_dim, chunk):
     """Fields of the gradient of keys."""
     head_dim = layout.head_dim
-    blocks = 2 if chunk % (2 * BLOCK) == 0 and head_dim + value_dim < 256 else 1
-    parts = 6 if head_dim == 128 else 1
-    # Keys, values and scalars of every warpgroup, and two blocks of queries.
-    tiles = blocks * BLOCK * ((3 if head_dim == 128 else 2) * head_dim + value_dim) + 2 * BLOCK * (
-        head_dim + value_dim
-    )
+    blocks = 2 if chunk % (2 * BLOCK) == 0 else 1
+    # At D = 128 parts are narrow, for registers and so that two fit beside a second copy of the keys.
+    parts = 6 * value_dim // BLOCK if head_dim == 128 else 1
+    tiles = blocks * BLOCK * ((3 if head_dim == 128 else 2) * head_dim + value_dim)
+    # And two blocks of queries.
+    tiles += 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * tiles - 4 * BLOCK * (9 * blocks + 2 * 4)
-    stages = min(4, left // (2 * value_dim * (layout.width // parts)))
-    return {"key_vjp_blocks": blocks, "key_vjp_parts": parts, "key_vjp_stages": stages}
+    return {
+        "key_vjp_blocks": blocks,
+        "key_vjp_parts": parts,
+        "key_vjp_stages": min(4, left // (2 * value_dim * (layout.width // parts))),
+        # Two warpgroups have 232 registers a thread, too few for both where either gradient has 128 columns.
+        "key_vjp_together": head_dim < 128 and value_dim == BLOCK,
+    }
 
 
 def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):

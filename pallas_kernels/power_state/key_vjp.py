@@ -7,7 +7,8 @@ weights of features and M = v^ R for one group of features at a time, a warpgrou
     dv = far_value (w phi(k^)) R^T + near part,
     dk = far_key sum of w (x_i M_b for index b of a feature x_i x_b, x_b M_b for index i) + far_norm k Rz + near part,
 
-the near part as in `near_key_vjp`. Both products of the far part read the same tile of R.
+the near part as in `near_key_vjp`. Both products of the far part read the same tile of R. Where registers lack for
+two sums, each has a launch of its own.
 """
 
 import functools
@@ -32,10 +33,14 @@ _BLOCK = configs.BLOCK
 _TILE = layouts.TILE
 _POWER = 2
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
+_INPUTS = ("key", "scalars", "value", "dual", "norm", "query", "dout", "rows", "columns")
+_GRADIENTS = ("dkey", "dvalue")
 # Rows of the norm that each copy brings: as many copies as a block of queries takes.
 _NORM_COPIES = ((0, 32), (32, 16), (48, 16))
-# Columns of a tile of R that are multiplied by values at a time: few enough for registers.
-_SLICE = 64
+# Columns of a tile of R that are multiplied by values at a time, alone and with those multiplied by features: few
+# enough for registers.
+_SLICE = 96
+_SLICE_TOGETHER = 64
 
 
 class Rows(NamedTuple):
@@ -82,24 +87,35 @@ def key_vjp(
     The window is at most a chunk. Sums: over queries, of weights times (dout . v - delta); and k . dk / 2 of what dk
     has from the dual state. Accumulates in float32.
     """
+    arrays = key, scalars, value, dual, dual_norm, query, dout, rows, columns
+    options = {"layout": layout, "config": config, "chunk": chunk, "window": window, "interpret": interpret}
+    launches = (_GRADIENTS,) if config.key_vjp_together else ((name,) for name in _GRADIENTS)
+    results = {}
+    for wanted in launches:
+        results |= _launch(arrays, wanted, **options)
+    return results["dkey"], results["dvalue"], results["sums"]
+
+
+def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
+    """The results by name that go with the gradients that are wanted."""
+    key, scalars, value, dual, _, query, *_ = arrays
     heads, time, head_dim = key.shape
     value_dim, count = value.shape[-1], config.key_vjp_blocks
+    slices = _BLOCK // 2 if _reads_tiles(wanted, layout) else None
     columns_of_part = layout.width // config.key_vjp_parts
     scratch = {
-        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype),
+        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype, slices),
         "value_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
         "row_smem": plgpu.SMEM((count, len(Rows()), _BLOCK), jnp.float32),
         "dual_smem": products.operand((config.key_vjp_stages,), value_dim, columns_of_part, dual.dtype),
-        "ready": plgpu.Barrier(num_arrivals=3 * count + 1),
+        "ready": plgpu.Barrier(num_arrivals=(1 + len(_operands(wanted))) * count + 1),
         "dual_full": plgpu.Barrier(num_barriers=config.key_vjp_stages),
         "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_vjp_stages),
-        **near.scratch(head_dim, value_dim, query.dtype, count),
+        **near.scratch(head_dim, value_dim, query.dtype, count, slices),
     }
-    if head_dim == 128:
-        # Registers for keys are lacking: tiles of 16 indices are read from here as they are needed.
-        transforms = (plgpu.TilingTransform((8, _TILE)), plgpu.SwizzleTransform(2 * _TILE))
-        scratch["narrow_smem"] = plgpu.SMEM((count, _BLOCK, head_dim), dual.dtype, transforms=transforms)
+    if _reads_tiles(wanted, layout):
+        scratch["narrow_smem"] = products.operand((count,), _BLOCK, head_dim, dual.dtype, _TILE)
     if interpret is not None:
         shapes = {
             "near": near.held_shapes(),
@@ -111,33 +127,42 @@ def key_vjp(
             name: [plgpu.SMEM((count, *shape), jnp.float32) for shape in group]
             for name, group in shapes.items()
         }
-    body = functools.partial(
-        _body, layout=layout, config=config, chunk=chunk, window=window, groups=query.shape[0] // heads
-    )
-    return plgpu.kernel(
+    options = {"layout": layout, "config": config, "chunk": chunk, "window": window}
+    body = functools.partial(_body, wanted=wanted, groups=query.shape[0] // heads, **options)
+    shapes = {"dkey": key, "dvalue": value, "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32)}
+    names = _results(wanted)
+    results = plgpu.kernel(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct(key.shape, key.dtype),
-            jax.ShapeDtypeStruct(value.shape, value.dtype),
-            jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
-        ),
+        out_type=tuple(jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype) for name in names),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(heads, time // chunk, chunk // (count * _BLOCK)),
         grid_names=("head", "chunk", "rows"),
         num_threads=count + 1,
         thread_name="warpgroup",
-        kernel_name="power_state_key_vjp",
+        kernel_name="power_state_key_vjp" if "dkey" in wanted else "power_state_value_vjp",
         interpret=interpret,
-    )(key, scalars, value, dual, dual_norm, query, dout, rows, columns)
+    )(*arrays)
+    return dict(zip(names, results, strict=True))
 
 
-_INPUTS = ("key", "scalars", "value", "dual", "norm", "query", "dout", "rows", "columns")
-_OUTPUTS = ("dkey", "dvalue", "sums")
+def _reads_tiles(wanted, layout):
+    """Whether registers for keys are lacking, so that tiles of 16 indices are read as they are needed."""
+    return "dkey" in wanted and layout.head_dim == 128
 
 
-def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
-    gmem = dict(zip((*_INPUTS, *_OUTPUTS), refs, strict=True))
+def _results(wanted):
+    """Names of what a launch returns: the sums come with the gradient of keys."""
+    return (*wanted, "sums") if "dkey" in wanted else wanted
+
+
+def _operands(wanted):
+    """Names of the tiles of its own keys that a launch multiplies."""
+    return ("key", "value") if "dkey" in wanted else ("key",)
+
+
+def _body(*refs, wanted, layout, config, chunk, window, groups, interpreted=None, **smem):
+    gmem = dict(zip((*_INPUTS, *_results(wanted)), refs, strict=True))
     count, warpgroup = config.key_vjp_blocks, lax.axis_index("warpgroup")
     chunks = gmem["dual"].shape[1]
     place = {
@@ -156,9 +181,9 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     def _produce():
         if count > 1:
             plgpu.set_max_registers({2: 40, 3: 32}[count], action="decrease")
-        _copy_keys(gmem, smem, place, count)
+        _copy_keys(gmem, smem, place, count, _operands(wanted))
         steps = _copy_dual(gmem, smem, place, config)
-        norms = _copy_norms(gmem, smem, place)
+        norms = _copy_norms(gmem, smem, place) if "dkey" in wanted else 0
         near.copy_queries(gmem, smem, place["head"], span(0), groups=groups, first=norms)
         ring.drain(steps, config.key_vjp_stages, smem["dual_free"])
 
@@ -171,14 +196,18 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         own["decay_smem"] = own["row_smem"].at[pl.ds(Rows().coarse, 4)]
         held = None if interpreted is None else _of_warpgroup(interpreted, warpgroup)
         terms = gmem["dual"].shape[3] // gmem["value"].shape[-1]
+        time = pl.ds((place["block"] + warpgroup) * _BLOCK, _BLOCK)
         plgpu.barrier_wait(smem["ready"])
 
         def with_value(dvalue):
-            tiles = _read_dual(dvalue, own, smem, place["folded"], terms, layout, config, held)
-            dvalue[...] = dvalue[...] * _of_rows(own, Rows().far_value, dvalue.shape)
+            tiles = _read_dual(dvalue, own, smem, place["folded"], terms, wanted, layout, config, held)
+            if dvalue is not None:
+                dvalue[...] = dvalue[...] * _of_rows(own, Rows().far_value, dvalue.shape)
 
             def with_key(dkey):
-                first, far_sum = _finish_far(dkey, tiles, own, smem, place["folded"], held)
+                first, sums = 0, ()
+                if dkey is not None:
+                    first, *sums = _finish_far(dkey, tiles, own, smem, place["folded"], held)
                 near_sum = near.read_queries(
                     dkey,
                     dvalue,
@@ -190,20 +219,28 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
                     power=_POWER,
                     first=first,
                 )
-                time = pl.ds((place["block"] + warpgroup) * _BLOCK, _BLOCK)
-                for n, total in enumerate((near_sum, far_sum)):
-                    gmem["sums"][place["head"], n, time] = total
-                own["key_smem"][...] = (dkey[...] * _POWER).astype(own["key_smem"].dtype)
-                own["value_smem"][...] = dvalue[...].astype(own["value_smem"].dtype)
+                if dkey is not None:
+                    for n, total in enumerate((near_sum, *sums)):
+                        gmem["sums"][place["head"], n, time] = total
+                    own["key_smem"][...] = (dkey[...] * _POWER).astype(own["key_smem"].dtype)
+                if dvalue is not None:
+                    own["value_smem"][...] = dvalue[...].astype(own["value_smem"].dtype)
                 plgpu.commit_smem()
-                for name in ("key", "value"):
-                    target = gmem[f"d{name}"].at[place["head"], time]
-                    plgpu.copy_smem_to_gmem(own[f"{name}_smem"], target)
+                for name in wanted:
+                    plgpu.copy_smem_to_gmem(own[f"{name[1:]}_smem"], gmem[name].at[place["head"], time])
                 plgpu.wait_smem_to_gmem(0)
 
-            products.with_accumulators(with_key, [own["key_smem"].shape], held and held["key"])
+            _accumulating(with_key, "dkey", wanted, own["key_smem"], held and held["key"])
 
-        products.with_accumulators(with_value, [own["value_smem"].shape], held and held["value"])
+        _accumulating(with_value, "dvalue", wanted, own["value_smem"], held and held["value"])
+
+
+def _accumulating(body, name, wanted, like, held):
+    """Calls `body` with an accumulator of that shape if that gradient is wanted, or else with None."""
+    if name in wanted:
+        products.with_accumulators(body, [like.shape], held)
+    else:
+        body(None)
 
 
 def _of_warpgroup(interpreted, warpgroup):
@@ -215,12 +252,12 @@ def _of_rows(own, index, shape):
     return lax.broadcast_in_dim(plgpu.load(own["row_smem"].at[index], layout=_ROWS), shape, [0])
 
 
-def _copy_keys(gmem, smem, place, count):
+def _copy_keys(gmem, smem, place, count, operands):
     """What every warpgroup needs from the start."""
     head, ready = place["head"], smem["ready"]
     for n in range(count):
         time = pl.ds((place["block"] + n) * _BLOCK, _BLOCK)
-        for name in ("key", "value"):
+        for name in operands:
             plgpu.copy_gmem_to_smem(gmem[name].at[head, time], smem[f"{name}_smem"].at[n], ready)
         plgpu.copy_gmem_to_smem(gmem["scalars"].at[head, :, time], smem["scalar_smem"].at[n], ready)
     plgpu.copy_gmem_to_smem(gmem["rows"].at[head, pl.ds(place["block"], count)], smem["row_smem"], ready)
@@ -232,8 +269,8 @@ def _copy_dual(gmem, smem, place, config):
     parts, terms = config.key_vjp_parts, gmem["dual"].shape[3] // value_dim
 
     def copy(step, slot):
-        term, part = lax.rem(step, terms), lax.rem(lax.div(step, terms), parts)
-        group = lax.div(step, terms * parts)
+        term, group = lax.rem(step, terms), lax.rem(lax.div(step, terms), _TILE)
+        part = lax.div(step, terms * _TILE)
         rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
         dual = gmem["dual"].at[place["head"], place["dual"], group, rows, columns_of]
         plgpu.copy_gmem_to_smem(dual, smem["dual_smem"].at[slot], smem["dual_full"].at[slot])
@@ -261,82 +298,114 @@ def _copy_norms(gmem, smem, place):
     return count
 
 
-def _read_dual(dvalue, own, smem, folded, terms, layout, config, held):
-    """dvalue += (w phi(k^)) R^T; returns what k^ has by way of its features, float32 [64, 16] for each tile of D."""
+def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
+    """dvalue += (w phi(k^)) R^T if there is one.
+
+    If wanted, returns what k^ has by way of its features, float32 [64, 16] for each tile of D.
+    """
     dtype, columns = smem["dual_smem"].dtype, layout.width // config.key_vjp_parts
-    value = _narrow(own["value_smem"], own, Rows().narrow_value, dtype)
+    with_key, with_value = "dkey" in wanted, dvalue is not None
+    value = _narrow(own["value_smem"], own, Rows().narrow_value, dtype) if with_key else None
     narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype)
     if "narrow_smem" in own:
         own["narrow_smem"][...] = narrow
         plgpu.commit_smem()
-    vector = _vector_of(own, narrow)
+        narrow = own["narrow_smem"]
 
-    def group(index, tiles):
-        gradient = _Gradient(index, tiles, vector, layout)
-        for part in range(config.key_vjp_parts):
-            step = (index * config.key_vjp_parts + part) * terms
-            slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
-            for begin in range(0, columns, _SLICE):
-                width, offset = min(_SLICE, columns - begin), part * columns + begin
-                pieces = layout.pieces(offset, offset + width)
-                scalars = {
-                    piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + index], layout=_ROWS)
-                    for piece in pieces
-                }
-                features = _features(vector, pieces, scalars)
-                duals = [smem["dual_smem"].at[slot, :, pl.ds(begin, width)] for slot in slots]
-                for slot, dual in zip(slots, duals):
-                    if begin == 0:
-                        plgpu.barrier_wait(smem["dual_full"].at[slot])
+    most = _SLICE_TOGETHER if with_value else _SLICE
+
+    def read(part, group, tiles):
+        gradient = _Gradient(group, tiles, narrow) if with_key else None
+        step = (part * _TILE + group) * terms
+        slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
+        # Before any accumulator is there: no zeros need to be kept meanwhile.
+        for slot in slots:
+            plgpu.barrier_wait(smem["dual_full"].at[slot])
+        for begin in range(0, columns, most):
+            width, offset = min(most, columns - begin), part * columns + begin
+            pieces = layout.pieces(offset, offset + width)
+            scalars = {
+                piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + group], layout=_ROWS)
+                for piece in pieces
+            }
+            duals = [smem["dual_smem"].at[slot, :, pl.ds(begin, width)] for slot in slots]
+            if with_value:
+                features = _features(narrow, pieces, scalars)
+                for dual in duals:
                     # In flight while the next product is issued, in straight-line code that waits for both.
                     products.accumulate(dvalue, features, dual.T, held, wait=1)
+            if with_key:
                 gradient.add(_product(value, duals, width, held), pieces, scalars)
-            for slot in slots:
-                plgpu.barrier_arrive(smem["dual_free"].at[slot])
+        if with_value and not with_key and held is None:
+            plgpu.wgmma_wait(0)
+        for slot in slots:
+            plgpu.barrier_arrive(smem["dual_free"].at[slot])
+        if not with_key:
+            return ()
+        gradient.give()
         return tuple(gradient.tiles)
 
     zeros = plgpu.layout_cast(jnp.zeros((_BLOCK, _TILE), jnp.float32), plgpu.Layout.WGMMA)
-    tiles = (zeros,) * (layout.head_dim // _TILE)
-    return lax.fori_loop(jnp.int32(0), jnp.where(folded, _TILE, 0), group, tiles)
+    tiles = (zeros,) * (layout.head_dim // _TILE if with_key else 0)
+    for part in range(config.key_vjp_parts):
+        # A loop for each part: products of several at once would take more registers than there are.
+        groups = jnp.where(folded, _TILE, 0)
+        tiles = lax.fori_loop(jnp.int32(0), groups, functools.partial(read, part), tiles)
+    return tiles
 
 
 class _Gradient:
-    """That with respect to k^, in `tiles` of 16 columns, of the features of a group."""
+    """That with respect to k^, in `tiles` of 16 columns, of the features of one part of a group.
 
-    def __init__(self, group, tiles, vector, layout):
+    narrow: k^, 16-bit [64, D], in registers or, where they are lacking, in shared memory.
+    """
+
+    def __init__(self, group, tiles, narrow):
         self.tiles = list(tiles)
-        self._vector = vector
+        self._narrow = narrow
         shape = (_BLOCK, _TILE)
         self._column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) == group
-        self._ends = {window.begin: window.begin + window.width for window in layout.windows}
-        self._single = self._double = None
+        self._scalar = self._single = self._double = None
 
     def add(self, slopes, pieces, scalars):
         """slopes: float32 [64, width], the gradient of the features of these pieces."""
         offset = 0
         for piece in pieces:
+            if piece.scalar != self._scalar:
+                self.give()
+                self._scalar = piece.scalar
             scalar = _along(scalars[piece.scalar].astype(jnp.float32) * piece.weight, _TILE)
             for start in range(piece.vector, piece.vector + piece.width, _TILE):
                 slope = slopes[:, offset : offset + _TILE]
                 tile = start // _TILE % len(self.tiles)
                 self.tiles[tile] += scalar * slope
-                self._collect(self._vector(start).astype(jnp.float32) * slope, piece.weight)
+                self._collect(self._vector(tile * _TILE).astype(jnp.float32) * slope, piece.weight)
                 offset += _TILE
-            if piece.vector + piece.width == self._ends[piece.scalar]:
-                self._give(piece.scalar // _TILE)
+
+    def give(self):
+        """Adds what the scalar of the last pieces has."""
+        if self._scalar is None:
+            return
+        total, double = self._single, self._double
+        if double is not None:
+            total = 2 * double if total is None else total + 2 * double
+        total = _along(total.sum(1), _TILE)
+        tile = self._scalar // _TILE
+        self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + total, self.tiles[tile])
+        self._scalar = self._single = self._double = None
+
+    def _vector(self, begin):
+        """16 indices of k^."""
+        if isinstance(self._narrow, jax.Array):
+            return self._narrow[:, begin : begin + _TILE]
+        return plgpu.load(self._narrow.at[:, pl.ds(begin, _TILE)], layout=plgpu.Layout.WGMMA)
 
     def _collect(self, products_of_tile, weight):
-        """What the scalar of the window gets, one tile of the window at a time; the first is that of weight 1."""
+        """What the scalar gets of a tile: that of weight 1, or a sum of those of weight 2."""
         if weight == 1:
             self._single = products_of_tile
         else:
             self._double = products_of_tile if self._double is None else self._double + products_of_tile
-
-    def _give(self, tile):
-        total = self._single if self._double is None else self._single + 2 * self._double
-        self._single = self._double = None
-        total = _along(total.sum(1), _TILE)
-        self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + total, self.tiles[tile])
 
 
 def _narrow(x_smem, own, index, dtype):
@@ -345,25 +414,16 @@ def _narrow(x_smem, own, index, dtype):
     return (whole * _of_rows(own, index, whole.shape)).astype(dtype)
 
 
-def _vector_of(own, narrow):
-    """A function of the first of 16 indices, cyclic, that gives them, 16-bit [64, 16]."""
-    head_dim = narrow.shape[1]
-    if "narrow_smem" not in own:
-        return lambda start: narrow[:, start % head_dim : start % head_dim + _TILE]
-    return lambda start: plgpu.load(
-        own["narrow_smem"].at[:, pl.ds(start % head_dim, _TILE)], layout=plgpu.Layout.WGMMA
-    )
-
-
-def _features(vector, pieces, scalars):
+def _features(narrow, pieces, scalars):
     """Features times their weights, 16-bit [64, columns of the pieces]."""
     tiles = []
     for piece in pieces:
         scalar = scalars[piece.scalar]
         # Pairs across tiles stand for both orders.
-        scalar = scalar + scalar if piece.weight == 2 else scalar
+        scalar = _along(scalar + scalar if piece.weight == 2 else scalar, _TILE)
         for start in range(piece.vector, piece.vector + piece.width, _TILE):
-            tiles.append(vector(start) * _along(scalar, _TILE))
+            begin = start % narrow.shape[1]
+            tiles.append(narrow[:, begin : begin + _TILE] * scalar)
     return jnp.concatenate(tiles, 1)
 
 

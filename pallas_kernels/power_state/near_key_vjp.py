@@ -27,6 +27,8 @@ __all__ = ["COPIES", "STAGES", "Columns", "Span", "copy_queries", "held_shapes",
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+# Columns of an accumulator of which each thread has two next to each other.
+_EIGHT = 8
 # Blocks of 64 queries in flight.
 STAGES = 2
 # Copies that fill a slot of the ring.
@@ -75,10 +77,10 @@ class Span(NamedTuple):
         return self.end - self.begin
 
 
-def scratch(head_dim, value_dim, dtype, count):
-    """Shared memory of the ring, by name, for `count` warpgroups."""
+def scratch(head_dim, value_dim, dtype, count, slices=None):
+    """Shared memory of the ring, by name, for `count` warpgroups; `slices` of queries as in `products.operand`."""
     return {
-        "query_smem": products.operand((STAGES,), _BLOCK, head_dim, dtype),
+        "query_smem": products.operand((STAGES,), _BLOCK, head_dim, dtype, slices),
         "dout_smem": products.operand((STAGES,), _BLOCK, value_dim, dtype),
         "column_smem": plgpu.SMEM((STAGES, len(Columns()), _BLOCK), jnp.float32),
         "query_full": plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),
@@ -113,6 +115,7 @@ def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
 def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0):
     """Adds to the accumulators dkey [64, D] and dvalue [64, E]; returns sum p (dout . v - delta), float32 [64].
 
+    Either accumulator may be None; without dkey the sum is zero, and "value_smem" not read.
     own: of this warpgroup, "key_smem" and "value_smem", bfloat16 [64, D] and [64, E], and "decay_smem", float32
         [4, 64], the keys' decays as running sums of logarithms, coarse and fine, in the frame of their own chunk and
         then of the chunk before.
@@ -143,41 +146,69 @@ def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0)
 
 def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, power, diagonal):
     """One block of 64 queries."""
-    shape = (_BLOCK, _BLOCK)
     slot = ring.slot_of(before + block, STAGES)
-    queries, douts = smem["query_smem"].at[slot], smem["dout_smem"].at[slot]
     # Queries of the chunk before count decays from another position.
     frame = jnp.where(block < span.chunk, 2, 0)
-    key_coarse, key_fine = (plgpu.load(own["decay_smem"].at[frame + n], layout=_ROWS) for n in range(2))
+    decays = [plgpu.load(own["decay_smem"].at[frame + n], layout=_ROWS) for n in range(2)]
+    # Zero in fact: without it the compiler would keep what the mask is made of in registers all along.
+    shift = (block - span.own) * _BLOCK if diagonal else None
     plgpu.barrier_wait(smem["query_full"].at[slot])
+    # With gradients as large as that of keys of 128, registers suffice for half a block at a time.
+    width = _BLOCK // 2 if dkey is not None and dkey.shape[1] == 128 else _BLOCK
+    held = held and [held[0].at[:, pl.ds(0, width)]]
+    for begin in range(0, _BLOCK, width):
+        seen = pl.ds(begin, width)
+        tiles = {name: smem[f"{name}_smem"].at[slot, seen] for name in ("query", "dout")}
+        tiles["column"] = smem["column_smem"].at[slot, :, seen]
+        part = None if shift is None else shift - begin
+        total = total + _add_queries(dkey, dvalue, own, tiles, held, decays, part, power)
+    plgpu.barrier_arrive(smem["query_free"].at[slot])
+    return total
 
+
+def _add_queries(dkey, dvalue, own, tiles, held, decays, shift, power):
+    """Those of `tiles`, of which keys see what is not before their own row less `shift`, or all if that is None."""
+    queries, douts = tiles["query"], tiles["dout"]
+    shape = (_BLOCK, queries.shape[0])
     scores = products.scores(own["key_smem"], queries, held)
-    column = functools.partial(_column, smem["column_smem"].at[slot], shape)
-    between = column(_COLUMN.coarse) - lax.broadcast_in_dim(key_coarse, shape, [0])
-    between += column(_COLUMN.fine) - lax.broadcast_in_dim(key_fine, shape, [0])
-    if diagonal:
-        row, position = (
-            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
-        )
-        # Zero in fact: without it the compiler would keep the whole mask in registers all along.
-        shift = (block - span.own) * _BLOCK
-        between = jnp.where(position >= row + shift, between, -1e4)
+    column = functools.partial(_column, tiles["column"], shape)
+    coarse, fine = (lax.broadcast_in_dim(decay, shape, [0]) for decay in decays)
+    between = column(_COLUMN.coarse) - coarse
+    between += column(_COLUMN.fine) - fine
+    if shift is not None:
+        between = _masked(between, shift)
     lower = scores * jnp.exp2(between) * column(_COLUMN.inverse)
     if power == 4:
         lower = lower * (scores * scores)
     # In straight-line code, products in flight keep the registers of their operands, where there are enough.
-    last = 0 if dkey.shape[1] + dvalue.shape[1] > 128 else 1
-    for part in products.split(lower * scores):
-        products.accumulate(dvalue, part, douts, held, wait=last)
-    slopes = products.scores(own["value_smem"], douts, held)
-    lower = lower * (slopes - column(_COLUMN.delta))
-    total = total + (lower * scores).sum(1)
-    for part in products.split(lower):
-        products.accumulate(dkey, part, queries, held, wait=1)
+    last = 0 if sum(x.shape[1] for x in (dkey, dvalue) if x is not None) > 128 else 1
+    if dvalue is not None:
+        for part in products.split(lower * scores):
+            products.accumulate(dvalue, part, douts, held, wait=last)
+    total = 0.0
+    if dkey is not None:
+        slopes = products.scores(own["value_smem"], douts, held)
+        lower = lower * (slopes - column(_COLUMN.delta))
+        total = (lower * scores).sum(1)
+        for part in products.split(lower):
+            products.accumulate(dkey, part, queries, held, wait=1)
     if held is None:
         plgpu.wgmma_wait(0)
-    plgpu.barrier_arrive(smem["query_free"].at[slot])
     return total
+
+
+def _masked(between, shift):
+    """between [64, N] where the query of a column is not before the key of its row plus `shift`, or else -1e4."""
+    shape = (_BLOCK, _EIGHT)
+    row, position = (
+        plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
+    )
+    distance = row - position + shift
+    tiles = [
+        jnp.where(distance <= begin, between[:, begin : begin + _EIGHT], -1e4)
+        for begin in range(0, between.shape[1], _EIGHT)
+    ]
+    return jnp.concatenate(tiles, 1)
 
 
 def _column(column_smem, shape, index):

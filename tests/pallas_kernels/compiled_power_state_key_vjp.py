@@ -1,6 +1,6 @@
 """Cases of the gradient of keys and values at p = 2, compiled for an H100, and the time predicted for them.
 
-A case is the head size, value size, chunk and type of states: "dkv-d64-e64-c768-float16".
+A case is one kernel for both gradients or one for each. Its name has the head size, value size, chunk and type of states: "dkv-d64-e64-c768-float16".
 """
 
 import functools
@@ -15,10 +15,8 @@ from tests.pallas_kernels import h100
 
 CASES = [
     "dkv-d32-e64-c384-float16",
-    "dkv-d32-e128-c384-float16",
     "dkv-d64-e64-c64-float16",
     "dkv-d64-e64-c768-float16",
-    "dkv-d64-e64-c768-bfloat16",
     "dkv-d64-e64-c768-float32",
     "dkv-d64-e128-c768-float16",
     "dkv-d128-e64-c1024-float16",
@@ -70,17 +68,19 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     """
     layout, value_dim, chunk, state_dtype = _parsed(case)
     config, terms, head_dim = _config(case), configs.operands(state_dtype)[1], layout.head_dim
-    count = config.key_vjp_blocks
+    count, parts = config.key_vjp_blocks, config.key_vjp_parts
+    # What the kernel computes.
+    key, value = "key" in kernel.name, config.key_vjp_together or "key" not in kernel.name
     loops = [loop for loop in kernel.loops if loop["HGMMA"]]
-    far = next(loop for loop in loops if loop["HMUL2"] and not loop["MUFU"])
-    tensor = 2 * layout.width // 16 * value_dim // 2 * terms
-    waits = config.key_vjp_parts * (1 + terms) * WAITING_CYCLES
+    far = [loop for loop in loops if loop["HMUL2" if value else "FFMA"] and not loop["MUFU"]][:parts]
+    far = {kind: sum(loop[kind] for loop in far) for kind in far[0]}
+    tensor = (key + value) * layout.width // 16 * value_dim // 2 * terms
+    waits = parts * (key + value * terms) * WAITING_CYCLES
     cached = 2 * value_dim * layout.width * terms / CACHE_BYTES
     row = layouts.TILE * max(count * tensor, tensor + far["instructions"] + waits, cached)
-    # Scores and slopes, then two products each for values and keys.
-    close = (head_dim + value_dim) // 16 * 32 + 2 * 4 * (head_dim + value_dim) // 2
-    wgmmas = (head_dim + value_dim) // 16 + 4 * 4
-    near = next(loop for loop in loops if loop["MUFU"] and loop["HGMMA"] == wgmmas)
+    # Scores; slopes; then two products each for values and keys.
+    close = 2 * (head_dim + key * value_dim) + 4 * (key * head_dim + value * value_dim)
+    near = next(loop for loop in loops if loop["MUFU"])
     block = max(count * close, close + near["instructions"] + 3 * WAITING_CYCLES)
     row += ((chunk // configs.BLOCK + count) / 2 + WINDOW // configs.BLOCK) * block
     cycles = PREDICTED_HEADS * PREDICTED_TIME / (configs.BLOCK * count) / h100.MULTIPROCESSORS * row

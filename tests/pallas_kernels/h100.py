@@ -226,23 +226,23 @@ class Loop:
 
 
 def _print_table(*names: str) -> None:
-    """Markdown: what the kernel of every case was compiled to, and what `predict` makes of it."""
+    """Markdown: what the kernels of every case were compiled to, and what `predict` makes of it."""
     columns = ["kernel", "case", "registers", "spills", "shared KB", "HGMMA", "main loops", "predicted"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name in names or KERNELS:
         for case in compiled(name).CASES:
-            (kernel,) = report(name, case)
-            loops, predicted = compiled(name).predict(case, kernel)
-            row = [
-                name,
-                case,
-                kernel.registers,
-                kernel.spill_bytes,
-                round(kernel.shared_bytes / 1024),
-                kernel.hgmma,
-            ]
-            row += [", ".join(map(str, loops)) or "-", predicted]
-            print(f"| {' | '.join(map(str, row))} |", flush=True)
+            for kernel in report(name, case):
+                loops, predicted = compiled(name).predict(case, kernel)
+                row = [
+                    name,
+                    case,
+                    kernel.registers,
+                    kernel.spill_bytes,
+                    round(kernel.shared_bytes / 1024),
+                    kernel.hgmma,
+                ]
+                row += [", ".join(map(str, loops)) or "-", predicted]
+                print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, l
     """dk [H, Y, D], dv [H, Y, E] and sums [H, 2, Y]; `decay` [H, n, 2, (W + C) / 64, 64] as the forward pass has it."""
     heads, length, head_dim = key.shape
     chunks, value_dim, group = dual.shape[1], value.shape[-1], len(query) // heads
+    dual_type = dual.dtype
     key, value, dual, dual_norm, query, dout = _exact(key, value, dual, dual_norm, query, dout)
     dual, dual_norm = (jnp.flip(whole(x, n), 1) for x, n in ((dual, value_dim), (dual_norm, head_dim)))
     seen = _seen(chunks, chunk, window)
@@ -53,6 +54,9 @@ def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, l
         gradient = row.far_key * _far(narrow, v * row.narrow_value, state, layout)
         gradient += row.far_norm * (k @ matrix)
         features = _features(narrow, layout) * layout.weights
+        if dual_type.itemsize == 2:
+            # Operands of a product are rounded to its type.
+            features = features.astype(dual_type).astype(jnp.float32)
         dvalue = row.far_value * jnp.einsum("xjp,jep->xe", features, state)
         return gradient, dvalue, jnp.stack([jnp.zeros(chunk), (k * gradient).sum(1) / 2])
 
