@@ -194,11 +194,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
 
 def _together(layout, count):
     """Scalars of a dual state at a time, as many as compile without spilling registers."""
-    if layout.value_dim == 16:
-        return 3
-    if layout.head_dim == 16:
-        return 1
-    return 3 if count > 1 else 2
+    return 2 if layout.value_dim == 32 and (layout.head_dim == 16 or count == 1) else 3
 
 
 def _placed(gmem, layout, count, chunk, window):

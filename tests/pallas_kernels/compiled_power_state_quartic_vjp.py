@@ -24,7 +24,10 @@ CASES = [
 ]
 _SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (16, 32) for value_dim in (16, 32)]
 RARE = [
-    f"{kernel}-{size}-c{chunk}" for kernel in ("query", "key") for size in _SIZES for chunk in (64, 128, 192, 256)
+    f"{kernel}-{size}-c{chunk}"
+    for kernel in ("query", "key")
+    for size in _SIZES
+    for chunk in (64, 128, 192, 256)
 ]
 _HEADS, _GROUP, _CHUNKS, _WINDOW = 2, 2, 4, 64
 # What a prediction is for: 65,536 tokens of 8 heads.
