@@ -194,7 +194,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
 
 def _together(layout, count):
     """Scalars of a dual state at a time, as many as compile without spilling registers."""
-    return 2 if layout.value_dim == 32 and (layout.head_dim == 16 or count == 1) else 3
+    return 2 if layout.value_dim == 32 and count == 1 else 3
 
 
 def _placed(gmem, layout, count, chunk, window):

@@ -13,12 +13,12 @@ from tests.pallas_kernels import h100
 
 # Kernel, head size, value size, chunk: multiples of 192, of 128 and of 64 allow three, two and one warpgroups.
 CASES = [
-    "query-d16-e16-c960",
+    "query-d16-e16-c1152",
     "query-d32-e32-c3072",
     "query-d32-e32-c64",
     "query-d16-e16-c1024",
     "key-d16-e16-c960",
-    "key-d16-e16-c1024",
+    "key-d16-e16-c1152",
     "key-d32-e32-c3072",
     "key-d32-e32-c64",
 ]

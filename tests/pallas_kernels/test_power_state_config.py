@@ -23,6 +23,7 @@ def test_a_chunk_for_any_row_is_one_that_the_kernels_take(power, size, time):
     assert chunk % (64 * config.query_blocks) == 0
     assert time <= chunk < time + 192 or chunk >= 384
     assert config.query_blocks >= 2 or time <= 384
+    assert config.key_vjp_blocks == 2 or power == 2 or time <= 700
 
 
 @pytest.mark.parametrize(
