@@ -223,8 +223,10 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
 
 def _quartic_vjp(layout, chunk, window):
     """Fields of the gradients at p = 4, whose kernels have about the same in shared memory."""
-    # Three warpgroups have 160 registers a thread, too few for values of 32, or for two gradients.
-    most = {"query": 3 if layout.value_dim == 16 else 2, "key": 2}
+    # Three warpgroups have 160 registers a thread, too few for values of 32, or for two gradients. Two have 240, too few
+    # for keys of 16 with values of 32 in chunks of some lengths.
+    alone = layout.head_dim < layout.value_dim
+    most = {"query": 3 if layout.value_dim == 16 else 2, "key": 1 if alone else 2}
     decays = {"query": 2 * (chunk + window), "key": 0}
     fields = {}
     for name in most:
@@ -286,10 +288,10 @@ def _chunk_for(power, head_dim, time):
     """A chunk for rows of that length whose own rows divide among all warpgroups, if they are not very few.
 
     Long enough for its exact part to cost about half its state's; at p = 4, about where writing and reading the states
-    takes as long as the keys of the chunk do.
+    takes as long as the keys of the chunk do in the forward pass, and a multiple of what two warpgroups take as well.
     """
     if power == 4:
-        longest = 960 if head_dim <= 16 else 3072
+        longest = 1152 if head_dim <= 16 else 3072
     else:
         longest = next(chunk for size, chunk in ((32, 384), (64, 768), (128, 1024)) if head_dim <= size)
     warpgroups = 1 if time <= 6 * BLOCK else 2 if head_dim > 64 else 3

@@ -194,8 +194,9 @@ def read(
 
         def walk(slopes):
             vector = smem["vector_smem"].at[block_slot, warpgroup]
-            if layout.value_dim == 16 or together < 3:
-                # Products with fewer values are too short to read it from shared memory each time.
+            if layout.value_dim == 16 or (layout.head_dim == 32 and together < 3):
+                # Fewer values make products too short to read it from shared memory each time. Where two scalars at a
+                # time leave registers for it, reading it there would need more for addresses.
                 vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
 
             @pl.loop(before, before + table[3 * block + 1])

@@ -62,8 +62,7 @@ def key_vjp(
     window,
     interpret=None,
 ):
-    """The gradient of every key but for the normaliser's share, float32 [H, Y, D], of values, bfloat16 [H, Y, E], and
-    float32 sums [H, 2, Y].
+    """float32: the gradients of keys but for the normaliser's share [H, Y, D], of values [H, Y, E], and sums [H, 2, Y].
 
     Positions are those of keys with the window in front, Y = m C of them, m the n chunks of queries or one more, whose
     keys meet no dual state. key: bfloat16 [H, Y, D]; value: bfloat16 [H, Y, E].
@@ -103,7 +102,7 @@ def key_vjp(
         body,
         out_type=(
             jax.ShapeDtypeStruct(key.shape, jnp.float32),
-            jax.ShapeDtypeStruct(value.shape, value.dtype),
+            jax.ShapeDtypeStruct(value.shape, jnp.float32),
             jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
         ),
         scratch_types=scratch,
@@ -186,10 +185,8 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             for n, total in enumerate((near_sum, far_sum)):
                 gmem["sums"][place["head"], n, time] = total
             gmem["dkey"][place["head"], time] = dkey[...] * _POWER
-            own["value_smem"][...] = dvalue[...].astype(gmem["dvalue"].dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(own["value_smem"], gmem["dvalue"].at[place["head"], time])
-            plgpu.wait_smem_to_gmem(0)
+            # Not by way of shared memory: the address of the value there would take a register that is missing.
+            gmem["dvalue"][place["head"], time] = dvalue[...]
 
         shapes = [own["key_smem"].shape, own["value_smem"].shape]
         products.with_accumulators(with_gradients, shapes, held and held["gradients"])
@@ -197,8 +194,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
 
 def _together(layout, count):
     """Scalars of a dual state at a time, as many as compile without spilling registers."""
-    # A warpgroup of its own has 255, and loops that are unrolled where it is all of a chunk.
-    return {16: 1, 32: 2}[layout.head_dim] if count == 1 and layout.value_dim == 32 else 3
+    return 2 if layout.value_dim == 32 and count == 1 else 3
 
 
 def _placed(gmem, layout, count, chunk, window):

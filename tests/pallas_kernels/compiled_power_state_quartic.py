@@ -15,7 +15,7 @@ CASES = [
     "update-d16-e16-c960",
     "update-d32-e32-c3072",
     "update-d32-e16-c3072",
-    "query-d16-e16-c960",
+    "query-d16-e16-c1152",
     "query-d16-e16-c1024",
     "query-d16-e16-c64",
     "query-d16-e32-c960",

@@ -13,18 +13,21 @@ from tests.pallas_kernels import h100
 
 # Kernel, head size, value size, chunk: multiples of 192, of 128 and of 64 allow three, two and one warpgroups.
 CASES = [
-    "query-d16-e16-c960",
+    "query-d16-e16-c1152",
     "query-d32-e32-c3072",
     "query-d32-e32-c64",
     "query-d16-e16-c1024",
     "key-d16-e16-c960",
-    "key-d16-e16-c1024",
+    "key-d16-e16-c1152",
     "key-d32-e32-c3072",
     "key-d32-e32-c64",
 ]
 _SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (16, 32) for value_dim in (16, 32)]
 RARE = [
-    f"{kernel}-{size}-c{chunk}" for kernel in ("query", "key") for size in _SIZES for chunk in (64, 128, 192)
+    f"{kernel}-{size}-c{chunk}"
+    for kernel in ("query", "key")
+    for size in _SIZES
+    for chunk in (64, 128, 192, 256)
 ]
 _HEADS, _GROUP, _CHUNKS, _WINDOW = 2, 2, 4, 64
 # What a prediction is for: 65,536 tokens of 8 heads.

@@ -77,10 +77,10 @@ class Drawn:
 def compare(kernel, expected, arguments, options, interpret):
     found = kernel(*arguments, **options, **interpret)
     for actual, wanted in zip(found, expected(*arguments, **options), strict=True):
-        # Operands are the same; a value's gradient is rounded to bfloat16.
-        bound = 2**-8 if actual.dtype == jnp.bfloat16 else 2**-15
-        assert np.isfinite(np.asarray(actual, np.float32)).all()
-        assert cases.error(actual, wanted) <= bound
+        # Operands are the same.
+        assert actual.dtype == jnp.float32
+        assert np.isfinite(actual).all()
+        assert cases.error(actual, wanted) <= 2**-15
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "chunk"), CASES)
