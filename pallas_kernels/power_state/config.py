@@ -135,7 +135,7 @@ def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 4 * blocks * BLOCK)
     stages = _stages(left // (2 * height * (layout.width // parts)), 6, chunk)
-    groups = 1 if head_dim == 128 else 4
+    groups = 1 if head_dim == 128 else 4 // terms
     if head_dim < 128:
         # A number that divides the steps of a round, so that slots are known when the kernel is compiled.
         stages = next(number for number in range(stages, 1, -1) if groups * terms % number == 0)
