@@ -152,8 +152,10 @@ def _choose_square(head_dim, value_dim, dtype, chunk, window, state_dtype):
 def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     """Fields of the gradient of queries."""
     head_dim = layout.head_dim
-    # Two warpgroups have too few registers for two terms at the largest sizes.
-    most = 3 if head_dim == 32 else 1 if head_dim == value_dim == 128 and terms == 2 else 2
+    # At the largest sizes two warpgroups have too few registers for two terms, and for a chunk of one block of rows,
+    # whose loop over keys the compiler unrolls.
+    largest = head_dim == value_dim == 128
+    most = 3 if head_dim == 32 else 1 if largest and (terms == 2 or chunk == 2 * BLOCK) else 2
     blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
     parts = layout.sections
     height = BLOCK if head_dim == 128 else value_dim
@@ -161,7 +163,7 @@ def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 4 * blocks * BLOCK)
     stages = _stages(left // (2 * height * (layout.width // parts)), 6, chunk)
-    groups = 1 if head_dim == 128 else 4
+    groups = 1 if head_dim == 128 else 4 // terms
     if head_dim < 128:
         # A number that divides the steps of a round, so that slots are known when the kernel is compiled.
         stages = next(number for number in range(stages, 1, -1) if groups * terms % number == 0)

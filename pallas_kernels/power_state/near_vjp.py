@@ -26,11 +26,10 @@ def read_keys(acc, query, dout, smem, delta, block, end, config, window, interpr
     acc is thus dq den / power, and what is returned is the sum over j of the gradient with respect to the logarithm of
     gamma_ij, times den. `power` is at least 2.
 
-    query() [64, D] and dout [64, E]: bfloat16 operands, in shared memory or registers.
-    smem: `key_smem` and `value_smem`, operands of
-    `config.key_stages` blocks of 64, `key_full`, `key_free` and `decay_smem`, as in `query`. delta: float32 [64], in
-    the layout of sums over columns. `block`, `end` and `first` as in `near.fold`. interpreted: two float32 [64, 64] in
-    shared memory, or None.
+    query() [64, D] and dout [64, E]: bfloat16 operands, in shared memory or registers. smem: `key_smem` and
+    `value_smem`, operands of `config.key_stages` blocks of 64, `key_full`, `key_free` and `decay_smem`, as in `query`.
+    delta: float32 [64], in the layout of sums over columns. `block`, `end` and `first` as in `near.fold`. interpreted:
+    two float32 [64, 64] in shared memory, or None.
     """
 
     def step(total, key_smem, value_smem, between):

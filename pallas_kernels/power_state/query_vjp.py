@@ -74,6 +74,8 @@ def query_vjp(
     value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
     width = layout.width // config.parts
     # At D = 128 memory is lacking for all values of a part.
+    # Registers for dO are lacking at E = 128.
+    narrows = value_dim == 128
     held_values = _BLOCK if head_dim == 128 else value_dim
     # Registers for queries are lacking at D = 128: tiles are read as they are needed.
     tile = layouts.TILE if head_dim == 128 else None
@@ -85,14 +87,14 @@ def query_vjp(
         "state_smem": products.operand((stages,), held_values, width, states.dtype),
         "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
         "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
-        "ready": plgpu.Barrier(num_arrivals=(2 if value_dim == 128 else 3) * count + 2),
+        "ready": plgpu.Barrier(num_arrivals=(2 if narrows else 3) * count + 2),
         "state_full": plgpu.Barrier(num_barriers=stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
         "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
     }
-    if value_dim == 128:
-        # Registers for dO are lacking while states are read: it is an operand like them.
+    if narrows:
+        # While states are read, dO is an operand like them.
         scratch["narrow_smem"] = products.operand((count,), _BLOCK, value_dim, states.dtype, width)
     else:
         scratch["dout_smem"] = products.operand((count,), _BLOCK, value_dim, dout.dtype)
@@ -160,7 +162,9 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
         narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
-        query = _query_of(own["query_smem"])
+        # Where registers are short: for large queries, two terms, and a chunk whose loop over keys is unrolled.
+        short = layout.head_dim == 128 or terms == 2 or chunk == config.query_blocks * _BLOCK
+        query = _query_of(own["query_smem"], short)
         start = _read_norm(query(), smem, layout, config, held and held[2:3])
         start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
         narrowed = _narrowed(dout(), narrow, own, gmem["states"].dtype)
@@ -326,9 +330,12 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
     return jnp.concatenate(gradients[-2 * layout.sections :] + gradients[: -2 * layout.sections], 1)
 
 
-def _query_of(query_smem):
-    """A function that gives the query as an operand, in registers at D = 128: descriptors would take as many longer."""
-    if query_smem.shape[1] == 128:
+def _query_of(query_smem, in_registers):
+    """A function that gives the query as an operand.
+
+    Of one in shared memory the compiler keeps the descriptors from one use to the next.
+    """
+    if in_registers:
         return lambda: plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
     return lambda: query_smem
 
