@@ -37,10 +37,8 @@ _INPUTS = ("key", "scalars", "value", "dual", "norm", "query", "dout", "rows", "
 _GRADIENTS = ("dkey", "dvalue")
 # Rows of the norm that each copy brings: as many copies as a block of queries takes.
 _NORM_COPIES = ((0, 32), (32, 16), (48, 16))
-# Columns of a tile of R that are multiplied by values at a time, alone and with those multiplied by features: few
-# enough for registers.
-_SLICE = 96
-_SLICE_TOGETHER = 64
+# Columns of a tile of R that are multiplied at a time, few enough for registers: all of a narrow one, or slices.
+_NARROW, _SLICE = 96, 64
 
 
 class Rows(NamedTuple):
@@ -312,7 +310,7 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
         plgpu.commit_smem()
         narrow = own["narrow_smem"]
 
-    most = _SLICE_TOGETHER if with_value else _SLICE
+    most = columns if columns <= _NARROW else _SLICE
 
     def read(part, group, tiles):
         gradient = _Gradient(group, tiles, narrow) if with_key else None

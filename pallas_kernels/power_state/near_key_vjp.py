@@ -199,10 +199,14 @@ def _add_queries(dkey, dvalue, own, tiles, held, decays, shift, power):
 
 def _masked(between, shift):
     """between [64, N] where the query of a column is not before the key of its row plus `shift`, or else -1e4."""
-    shape = (_BLOCK, _EIGHT)
+    whole = between.shape[1] == _BLOCK
+    shape = between.shape if whole else (_BLOCK, _EIGHT)
     row, position = (
         plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
     )
+    if whole:
+        return jnp.where(position >= row + shift, between, -1e4)
+    # Where registers are lacking, from the distance alone: positions of all columns would stay in registers.
     distance = row - position + shift
     tiles = [
         jnp.where(distance <= begin, between[:, begin : begin + _EIGHT], -1e4)

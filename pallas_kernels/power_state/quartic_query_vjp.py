@@ -167,7 +167,8 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             far_sum = (_load(own["query_smem"]) * gradient[...]).sum(1)
             near_sum = near_vjp.read_keys(
                 gradient,
-                own,
+                lambda: own["query_smem"],
+                own["dout_smem"],
                 smem,
                 _row(own, Rows().delta),
                 place["block"] + warpgroup,

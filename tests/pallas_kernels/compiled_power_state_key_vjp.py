@@ -1,7 +1,7 @@
 """Cases of the gradient of keys and values at p = 2, compiled for an H100, and the time predicted for them.
 
-A case is one kernel for both gradients or one for each: "dkv-d64-e64-c768-float16" has head size, value size, chunk and
-type of states.
+A case is the head size, value size, chunk and type of states: "dkv-d64-e64-c768-float16". It has one kernel for both
+gradients, or one for each.
 """
 
 import functools

@@ -146,8 +146,9 @@ def _assemble(path: pathlib.Path) -> Kernel:
     )
     assert ptxas.returncode == 0, ptxas.stderr
     sass = subprocess.run([_tool("nvdisasm"), str(cubin)], capture_output=True, text=True, check=True).stdout
-    resources = path.with_name(path.stem + ".resources.txt")
-    shared = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources.exists() else None
+    # Of several kernels, what each dump is numbered by differs.
+    resources = next(path.parent.glob(f"{path.stem.rpartition('_')[0]}_*.resources.txt"), None)
+    shared = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources else None
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)
     code = _instructions(sass)
     return Kernel(

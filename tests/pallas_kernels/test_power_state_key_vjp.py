@@ -123,6 +123,7 @@ def draw(sizes, layout):
     "sizes",
     [
         Sizes(32, 64),
+        Sizes(32, 128),
         Sizes(64, 64),
         Sizes(64, 64, extra=False),
         Sizes(64, 64, dtype="bfloat16"),
