@@ -225,10 +225,10 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
 
 def _quartic_vjp(layout, chunk, window):
     """Fields of the gradients at p = 4, whose kernels have about the same in shared memory."""
-    # Three warpgroups have 160 registers a thread, too few for values of 32, or for two gradients. Two have 240, too
-    # few for keys of 16 with values of 32 in chunks of some lengths.
-    alone = layout.head_dim < layout.value_dim
-    most = {"query": 3 if layout.value_dim == 16 else 2, "key": 1 if alone else 2}
+    # Three warpgroups have 160 registers a thread, too few for sizes of 32, or for two gradients. Two have 240, too few
+    # for heads of 16 with values of 32 in chunks of some lengths.
+    pair = 1 if layout.head_dim < layout.value_dim else 2
+    most = {"query": 3 if layout.head_dim == layout.value_dim == 16 else pair, "key": pair}
     decays = {"query": 2 * (chunk + window), "key": 0}
     fields = {}
     for name in most:
