@@ -155,7 +155,13 @@ def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     # Three warpgroups have registers for the smallest sizes. At the largest, two have too few for two terms, and for a
     # chunk of one block of rows, whose loop over keys the compiler unrolls.
     largest = head_dim == value_dim == 128
-    most = 3 if (head_dim, value_dim) == (32, BLOCK) else 1 if largest and (terms == 2 or chunk == 2 * BLOCK) else 2
+    most = (
+        3
+        if (head_dim, value_dim) == (32, BLOCK)
+        else 1
+        if largest and (terms == 2 or chunk == 2 * BLOCK)
+        else 2
+    )
     blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
     parts = layout.sections
     height = BLOCK if head_dim == 128 else value_dim

@@ -24,7 +24,10 @@ def _without_kernels():
 CASES = [
     cases.Case(head_dim=32, value_dim=24, time=330, decay="mixed", segments="padded", group=2),
     cases.Case(head_dim=20, value_dim=64, time=260, decay="gentle", scale=1e3),
-    cases.Case(head_dim=64, value_dim=32, time=256, decay="none", segments="edges", scale=1e-3),
+    pytest.param(
+        cases.Case(head_dim=64, value_dim=32, time=256, decay="none", segments="edges", scale=1e-3),
+        marks=pytest.mark.slow,
+    ),
     cases.Case(power=4, time=200, decay="mixed", segments="padded", group=2),
     pytest.param(
         cases.Case(power=4, head_dim=12, value_dim=24, time=260, decay="gentle", scale=1e-3),
