@@ -152,17 +152,11 @@ def _choose_square(head_dim, value_dim, dtype, chunk, window, state_dtype):
 def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     """Fields of the gradient of queries."""
     head_dim = layout.head_dim
-    # Three warpgroups have registers for the smallest sizes. At the largest, two have too few for two terms, and for a
-    # chunk of one block of rows, whose loop over keys the compiler unrolls.
+    # Three warpgroups have too few registers. At the largest sizes so have two for two terms, and for a chunk of one
+    # block of rows, whose loop over keys the compiler unrolls.
     largest = head_dim == value_dim == 128
-    most = (
-        3
-        if (head_dim, value_dim) == (32, BLOCK)
-        else 1
-        if largest and (terms == 2 or chunk == 2 * BLOCK)
-        else 2
-    )
-    blocks = next(count for count in (3, 2, 1) if count <= most and chunk % (count * BLOCK) == 0)
+    most = 1 if largest and (terms == 2 or chunk == 2 * BLOCK) else 2
+    blocks = next(count for count in (2, 1) if count <= most and chunk % (count * BLOCK) == 0)
     parts = layout.sections
     height = BLOCK if head_dim == 128 else value_dim
     rows = blocks * BLOCK * (2 * head_dim + value_dim)

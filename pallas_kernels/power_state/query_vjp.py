@@ -136,7 +136,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     @pl.when(warpgroup == config.query_blocks)
     def _produce():
         if config.query_blocks > 1:
-            plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
         far.copy_norms(gmem, smem, place, config)
         steps = far.copy_states(
@@ -149,7 +149,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     @pl.when(warpgroup < config.query_blocks)
     def _consume():
         if config.query_blocks > 1:
-            plgpu.set_max_registers({2: 232, 3: 160}[config.query_blocks], action="increase")
+            plgpu.set_max_registers(232, action="increase")
         names = ("query_smem", "dout_smem", "narrow_smem", "scalar_smem")
         own = {name: smem[name].at[warpgroup] for name in names if name in smem}
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
