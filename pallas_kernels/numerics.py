@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["exponent", "running_sums", "scaled"]
+__all__ = ["exponent", "running_sums", "scaled", "sums_behind"]
 
 # Two factors of at most 2^126 each.
 _LARGEST_EXPONENT = 252
@@ -36,6 +36,11 @@ def running_sums(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
     grid = 2.0 ** (bits - np.finfo(np.float32).nmant - 1)
     coarse = jnp.round(x / grid) * grid
     return jnp.cumsum(coarse, -1), jnp.cumsum(x - coarse, -1)
+
+
+def sums_behind(x: jax.Array) -> jax.Array:
+    """Sums along the last axis, of each entry and those behind it."""
+    return jnp.flip(jnp.cumsum(jnp.flip(x, -1), -1), -1)
 
 
 def _power_of_two(exponent):

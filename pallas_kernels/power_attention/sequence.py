@@ -91,7 +91,7 @@ class Decay:
 
     def __init__(self, log_decay):
         behind = jnp.pad(log_decay[..., 1:], [(0, 0)] * 3 + [(0, 1)])
-        self.after = jnp.cumsum(behind[..., ::-1], -1)[..., ::-1]
+        self.after = numerics.sums_behind(behind)
         self.total = log_decay.sum(-1)
         self.coarse, self.fine = numerics.running_sums(log_decay, -_FORGET)
 

@@ -71,8 +71,7 @@ def fold_vjp(
         query, key, value, log_decay, folds, out, denominator, dout, power=power, chunk=chunk, window=window
     )
     if power == 4:
-        dual, dinitial = quartic_vjp.fold_vjp(prepared, key, value, dfinal, config, interpret)
-        return forward.Saved(*dual), dinitial
+        return quartic_vjp.fold_vjp(prepared, key, value, dfinal, config, interpret)
     of, unit, _, mean = prepared
     batch, _, kv_heads, head_dim = key.shape
     operand, terms = configs.operands(state_dtype)
@@ -90,9 +89,9 @@ def fold_vjp(
     )
     strength = dual.carried.strength * dual.dnorm
     norm, shift = preparation.square_norms(dual.query, strength, dual.carried, end_norm), dual.carried.shift
-    saved = (x.reshape(batch, kv_heads, *x.shape[1:]) for x in (duals, norm[:, :-1], shift[:, :-1]))
     sizes = batch, kv_heads, head_dim, value.shape[-1]
-    return forward.Saved(*saved), forward.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
+    saved = preparation.Saved.of(duals, norm, shift, batch)
+    return saved, forward.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
 
 
 def attend_vjp(
@@ -120,7 +119,7 @@ def attend_vjp(
         query, key, value, log_decay, folds, out, denominator, dout, power=power, chunk=chunk, window=window
     )
     of, _, exponent, _ = prepared
-    saved, dual = (forward.Saved(*(x.reshape(-1, *x.shape[2:]) for x in states)) for states in (saved, dual))
+    saved, dual = saved.by_head(), dual.by_head()
     # Whole chunks of the window in front and all keys.
     length = -(-(time + window) // chunk) * chunk
     compute = quartic_vjp.attend_vjp if power == 4 else _attend_vjp
@@ -132,7 +131,7 @@ def attend_vjp(
     dquery = numerics.scaled(dquery, -exponent)[:, :time, :head_dim]
     dkey, dvalue = dkey[:, own, :head_dim], dvalue[:, own, : value.shape[-1]]
     gradients = (dquery, query), (dkey, key), (dvalue, value), (ddecay[:, own], log_decay)
-    return Gradients(*(preparation_vjp.tokens_second(g, batch).astype(x.dtype) for g, x in gradients))
+    return Gradients(*(preparation.tokens_second(g, batch).astype(x.dtype) for g, x in gradients))
 
 
 def _attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpret):
@@ -148,7 +147,7 @@ def _attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpr
         jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
         mean.dout,
         saved.states,
-        forward.split(saved.norms, jnp.bfloat16, 2),
+        preparation.split(saved.norms, jnp.bfloat16, 2),
         of.key,
         of.value,
         of.decay,
@@ -160,7 +159,7 @@ def _attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpr
         _scalars_of_keys(of, length).astype(dual.states.dtype),
         preparation_vjp.lengthened(of.value, length),
         dual.states,
-        forward.split(dual.norms, jnp.bfloat16, 2),
+        preparation.split(dual.norms, jnp.bfloat16, 2),
         unit,
         mean.dout,
         _rows_of_keys(of, dual.shifts, length // chunk),
@@ -173,8 +172,8 @@ def _attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpr
 def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, power, chunk, window):
     """Tokens, queries with largest entries in [1/2, 1) and what they were divided by, and the mean's cotangent."""
     width, value_width = configs.filled(key.shape[-1], value.shape[-1], power)
-    query, key = (forward.fill(x, width) for x in (query, key))
-    value, out, dout = (forward.fill(x, value_width) for x in (value, out, dout))
+    query, key = (preparation.fill(x, width) for x in (query, key))
+    value, out, dout = (preparation.fill(x, value_width) for x in (value, out, dout))
     of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
     unit, exponent = preparation.queries(query, chunk)
     return of, unit, exponent, preparation_vjp.mean_of(out, denominator, dout, unit.shape[1])
@@ -228,7 +227,7 @@ def _rows_of_keys(of, dual_shift, chunks):
 def _inner(of, saved, dual, layout):
     """The state before each chunk, decayed over it, times the gradient with respect to the one after it, [H, n]."""
     terms = saved.states.shape[3] // of.value.shape[-1]
-    dual = forward.Saved(*(jnp.flip(x, 1) for x in dual))
+    dual = preparation.Saved(*(jnp.flip(x, 1) for x in dual))
     inner = forward.whole(saved.states, terms) * forward.whole(dual.states, terms) * layout.weights
     inner = inner.sum((2, 3, 4))
     inner += (saved.norms * dual.norms).sum((2, 3))

@@ -1,10 +1,7 @@
 """Power attention through states, on Hopper GPUs: update, then query."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
@@ -15,31 +12,17 @@ from pallas_kernels.power_state import query as query_kernel
 from pallas_kernels.power_state import update as update_kernel
 
 __all__ = [
-    "Saved",
     "attend",
     "chosen",
-    "fill",
     "fold",
     "power_state",
     "power_state_fwd",
     "returned",
-    "split",
     "start_of",
     "stored_start",
     "walk",
     "whole",
 ]
-
-
-class Saved(NamedTuple):
-    """States before each chunk, which its queries and the backward pass read: 2 F E bytes a chunk and head in 16 bits.
-
-    F is that of the kernels' layout: 2,560 for 2,080 distinct features at p = 2 and D = 64.
-    """
-
-    states: jax.Array  # 16-bit [B, K, n, ...] in the order of the layout, divided by 2^shift
-    norms: jax.Array  # float32 [B, K, n, D, D], the normalisers Z, divided likewise
-    shifts: jax.Array  # int32 [B, K, n]
 
 
 def power_state(
@@ -114,13 +97,17 @@ def fold(key, value, log_decay, folds, initial_state=None, *, power, chunk, wind
     config = chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
     if power == 4:
         arguments = key, value, log_decay, folds, initial_state, config, chunk, window, interpret
-        saved, final = quartic.fold(*arguments)
-        return Saved(*saved), final
+        return quartic.fold(*arguments)
     batch, _, kv_heads, head_dim = key.shape
     operand, terms = configs.operands(state_dtype)
     layout, start, start_norm = start_of(initial_state, key, value)
     of = preparation.tokens(
-        fill(key, layout.head_dim), fill(value, start.shape[2]), log_decay, folds, chunk=chunk, window=window
+        preparation.fill(key, layout.head_dim),
+        preparation.fill(value, start.shape[2]),
+        log_decay,
+        folds,
+        chunk=chunk,
+        window=window,
     )
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), power)
     states, final = walk(
@@ -134,9 +121,7 @@ def fold(key, value, log_decay, folds, initial_state=None, *, power, chunk, wind
         interpret=interpret,
     )
     norm = preparation.square_norms(of.old_key, carried.strength, carried, start_norm)
-    saved = Saved(
-        *(x.reshape(batch, kv_heads, *x.shape[1:]) for x in (states, norm[:, :-1], carried.shift[:, :-1]))
-    )
+    saved = preparation.Saved.of(states, norm, carried.shift, batch)
     sizes = batch, kv_heads, head_dim, value.shape[-1]
     return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
 
@@ -146,19 +131,24 @@ def attend(query, key, value, log_decay, folds, saved, *, power, chunk, window, 
     config = chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
     if power == 4:
         return quartic.attend(query, key, value, log_decay, folds, saved, config, chunk, window, interpret)
-    batch, time, heads, _ = query.shape
+    batch, time, *_ = query.shape
     value_dim = value.shape[-1]
     width, value_width = configs.filled(query.shape[-1], value_dim)
     of = preparation.tokens(
-        fill(key, width), fill(value, value_width), log_decay, folds, chunk=chunk, window=window
+        preparation.fill(key, width),
+        preparation.fill(value, value_width),
+        log_decay,
+        folds,
+        chunk=chunk,
+        window=window,
     )
-    unit, _ = preparation.queries(fill(query, width), chunk)
-    states, norm, shift = (x.reshape(-1, *x.shape[2:]) for x in saved)
+    unit, _ = preparation.queries(preparation.fill(query, width), chunk)
+    states, norm, shift = saved.by_head()
     out, denominator = query_kernel.query_states(
         unit,
         jnp.swapaxes(unit, 1, 2).astype(states.dtype),
         states,
-        split(norm, jnp.bfloat16, 2),
+        preparation.split(norm, jnp.bfloat16, 2),
         of.key,
         of.value,
         of.decay,
@@ -169,8 +159,8 @@ def attend(query, key, value, log_decay, folds, saved, *, power, chunk, window, 
         window=window,
         interpret=interpret,
     )
-    out = jnp.swapaxes(out.reshape(batch, heads, *out.shape[1:])[:, :, :time, :value_dim], 1, 2)
-    return out, jnp.swapaxes(denominator.reshape(batch, heads, -1)[:, :, :time], 1, 2)
+    out, denominator = (preparation.tokens_second(x, batch)[:, :time] for x in (out, denominator))
+    return out[..., :value_dim], denominator
 
 
 def chosen(key, value, **options):
@@ -201,7 +191,7 @@ def start_of(initial_state, key, value):
         start = jnp.zeros((heads, layouts.TILE, value_width, layout.width), jnp.float32)
         return layout, start, jnp.zeros((heads, width, width), jnp.float32)
     kv, norm = (x.reshape(heads, *x.shape[2:]) for x in initial_state)
-    start = layouts.from_canonical(fill(kv, value_width), layout, head_dim)
+    start = layouts.from_canonical(preparation.fill(kv, value_width), layout, head_dim)
     norm = layouts.norm_from_canonical(norm, head_dim)
     return layout, start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
 
@@ -243,20 +233,4 @@ def walk(key, value, carried, start, *, layout, config, chunk, terms, interpret)
     if count == 1 or terms == 1:
         return segments.join(states, finals, carried.log2_carry)
     joined, final = segments.join(whole(states, terms), finals, carried.log2_carry)
-    return split(joined, states.dtype, terms), final
-
-
-def split(x, dtype, terms):
-    """x [..., A, B] as what rounding takes and leaves, terms on top of each other, [..., terms A, B]."""
-    parts = []
-    for _ in range(terms - 1):
-        # A conversion there and back is one that the compiler may leave out.
-        rounded = lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
-        parts.append(rounded.astype(dtype))
-        x = x - rounded
-    return jnp.concatenate([*parts, x.astype(dtype)], -2)
-
-
-def fill(x, size):
-    """Zeros behind the last axis."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+    return preparation.split(joined, states.dtype, terms), final

@@ -16,7 +16,7 @@ __all__ = ["add_incoming"]
 
 
 def add_incoming(
-    saved: forward.Saved,
+    saved: preparation.Saved,
     final: tuple[jax.Array, jax.Array],
     incoming: tuple[jax.Array, jax.Array],
     key: jax.Array,
@@ -29,7 +29,7 @@ def add_incoming(
     window: int,
     state_dtype,
     reverse: bool = False,
-) -> tuple[forward.Saved, tuple[jax.Array, jax.Array]]:
+) -> tuple[preparation.Saved, tuple[jax.Array, jax.Array]]:
     """What `forward.fold` would have returned with `incoming` for the initial state, from what it did without one.
 
     reverse: the same for `backward.fold_vjp`, with `incoming` for the gradient of the final state.
@@ -38,7 +38,7 @@ def add_incoming(
     over = jnp.flip(over, 1) if reverse else over
     since = jnp.cumsum(jnp.pad(over, [(0, 0), (1, 0)]), 1)
     start, norm = forward.stored_start(incoming, key, value, power)
-    states, norms, shifts = (x.reshape(-1, *x.shape[2:]) for x in saved)
+    states, norms, shifts = saved.by_head()
 
     # A scale for both: entries stay below 2^HEADROOM.
     size = jnp.log2(jnp.maximum(jnp.abs(start).max((1, 2, 3)), jnp.finfo(jnp.float32).tiny))[:, None]
@@ -50,8 +50,10 @@ def add_incoming(
     whole = forward.whole(states, terms)
     whole = kept[..., None, None, None] * whole + added[..., None, None, None] * start[:, None]
     norms = kept[..., None, None] * norms + added[..., None, None] * norm[:, None]
-    states = forward.split(whole, operand, terms)
-    saved = forward.Saved(*(x.reshape(*y.shape) for x, y in zip((states, norms, scale), saved, strict=True)))
+    states = preparation.split(whole, operand, terms)
+    saved = preparation.Saved(
+        *(x.reshape(*y.shape) for x, y in zip((states, norms, scale), saved, strict=True))
+    )
     decay = jnp.exp2(since[:, -1]).reshape(final[1].shape[:2])[..., None]
     kv, norm = final[0] + decay[..., None] * incoming[0], final[1] + decay * incoming[1]
     return saved, (kv, norm)

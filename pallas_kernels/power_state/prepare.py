@@ -18,10 +18,12 @@ from pallas_kernels.power_state import config as configs
 __all__ = [
     "HEADROOM",
     "Carried",
+    "Saved",
     "Tokens",
     "carried_keys",
     "carry_along",
     "exponent_of",
+    "fill",
     "heads_first",
     "norms",
     "over_chunks",
@@ -29,9 +31,11 @@ __all__ = [
     "scale_of",
     "scaled_decay",
     "size_of",
+    "split",
     "square_norms",
     "time_last",
     "tokens",
+    "tokens_second",
     "update_operands",
 ]
 
@@ -46,6 +50,27 @@ HEADROOM = 13
 _NOTHING = -1e4
 # That of a decay to zero: no difference of two scales makes up for it.
 _NEVER = -1e5
+
+
+class Saved(NamedTuple):
+    """States before each chunk, which its queries and the backward pass read: 2 F E bytes a chunk and head in 16 bits.
+
+    F is that of the kernels' layout: 2,560 for 2,080 distinct features at p = 2 and D = 64.
+    """
+
+    states: jax.Array  # 16-bit [B, K, n, ...] in the order of the layout, divided by 2^shift
+    norms: jax.Array  # float32 [B, K, n, D, D], the normalisers Z, divided likewise
+    shifts: jax.Array  # int32 [B, K, n]
+
+    @classmethod
+    def of(cls, states, norms, shifts, batch):
+        """From heads in front, B and K in one; of the norms and shifts all but those after the last chunk."""
+        arrays = states, norms[:, :-1], shifts[:, :-1]
+        return cls(*(x.reshape(batch, -1, *x.shape[1:]) for x in arrays))
+
+    def by_head(self):
+        """With B and K in one axis."""
+        return Saved(*(x.reshape(-1, *x.shape[2:]) for x in self))
 
 
 class Tokens(NamedTuple):
@@ -90,16 +115,9 @@ def square_norms(key, strength, carried, start):
     """
     peak = jnp.abs(strength).max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
-    weighted = relative[..., None] * key
-    high = jax.lax.reduce_precision(weighted, jnp.finfo(jnp.float16).nexp, jnp.finfo(jnp.float16).nmant)
+    key, weighted = key.astype(jnp.float16), _terms(relative[..., None] * key, jnp.float16, 2)
     new = sum(
-        jnp.einsum(
-            "hnxd,hnxe->hnde",
-            key.astype(jnp.float16),
-            term.astype(jnp.float16),
-            preferred_element_type=jnp.float32,
-        )
-        for term in (high, weighted - high)
+        jnp.einsum("hnxd,hnxe->hnde", key, term, preferred_element_type=jnp.float32) for term in weighted
     )
     start = numerics.scaled(start, -carried.shift[:, :1, None])
     return norms(carried.log2_carry, new * peak[..., None], start)
@@ -140,7 +158,7 @@ def tokens(key, value, log_decay, folds, *, chunk, window) -> Tokens:
     block, folded = _decays(log_decay, folds, chunk, window)
     coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
     block = jnp.where(folded, block[..., :chunk], 0)
-    after = jnp.flip(jnp.cumsum(jnp.flip(block, -1), -1), -1)
+    after = numerics.sums_behind(block)
     to_state = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
     return Tokens(
         key=key,
@@ -280,3 +298,29 @@ def heads_first(x):
 def _pad(x, front, back):
     """Zeros before and after the second axis."""
     return jnp.pad(x, [(0, 0), (front, back)] + [(0, 0)] * (x.ndim - 2))
+
+
+def tokens_second(x, batch):
+    """[B N, T, ...] -> [B, T, N, ...], the inverse of `heads_first`."""
+    return jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 1, 2)
+
+
+def fill(x, size):
+    """Zeros behind the last axis."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+
+def split(x, dtype, terms):
+    """x [..., A, B] as what rounding takes and leaves, terms on top of each other, [..., terms A, B]."""
+    return jnp.concatenate(_terms(x, dtype, terms), -2)
+
+
+def _terms(x, dtype, count):
+    """Arrays of that type that add up to x, each what rounding took of what was left."""
+    parts = []
+    for _ in range(count - 1):
+        # A conversion there and back is one that the compiler may leave out.
+        rounded = jax.lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+        parts.append(rounded.astype(dtype))
+        x = x - rounded
+    return [*parts, x.astype(dtype)]

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
 
@@ -19,7 +20,6 @@ __all__ = [
     "lengthened",
     "mean_of",
     "sums_of",
-    "tokens_second",
     "vectors",
 ]
 
@@ -117,11 +117,6 @@ def vectors(*rows):
     return jnp.stack([x.reshape(len(x), -1, configs.BLOCK) for x in rows], 2)
 
 
-def tokens_second(x, batch):
-    """[B N, T, ...] -> [B, T, N, ...]."""
-    return jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 1, 2)
-
-
 def sums_of(of, of_queries, of_keys, inner, window) -> Sums:
     """From the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], near and far."""
     heads, chunks, chunk, _ = of.old_key.shape
@@ -148,17 +143,12 @@ def decay_gradient(of: preparation.Tokens, sums: Sums, window) -> jax.Array:
     reads = jnp.pad(sums.far_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (window, 0)])
     before = jnp.cumsum(sums.far_key, -1) - sums.far_key + sums.inner[..., None]
     folded = jnp.where(of.folded, before, 0)
-    seen = _from_each_on(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, window)])
+    seen = numerics.sums_behind(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, window)])
     # The last positions of what a chunk sees are the first of the next.
     own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - window)])
     own, next_one = own.reshape(heads, -1), next_one.reshape(heads, -1)
     total = jnp.pad(own, [(0, 0), (0, chunk)]) + jnp.pad(next_one, [(0, 0), (chunk, 0)])
-    return _from_each_on(near) + total[:, : near.shape[1]]
-
-
-def _from_each_on(x):
-    """Sums along the last axis, of each entry and those behind it."""
-    return jnp.flip(jnp.cumsum(jnp.flip(x, -1), -1), -1)
+    return numerics.sums_behind(near) + total[:, : near.shape[1]]
 
 
 def _frames(of):

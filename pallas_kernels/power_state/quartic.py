@@ -15,7 +15,6 @@ from pallas_kernels.power_state import segments
 
 __all__ = [
     "attend",
-    "fill",
     "fold",
     "norm_products",
     "norms",
@@ -34,7 +33,7 @@ def fold(key, value, log_decay, folds, initial_state, config, chunk, window, int
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
     start, start_norm = start_of(initial_state, batch * kv_heads, head_dim, layout)
-    key, value = fill(key, layout.head_dim), fill(value, layout.value_dim)
+    key, value = preparation.fill(key, layout.head_dim), preparation.fill(value, layout.value_dim)
     of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 4)
     vector, scalars = pair_products(preparation.time_last(of.old_key), layout)
@@ -42,9 +41,9 @@ def fold(key, value, log_decay, folds, initial_state, config, chunk, window, int
     value = preparation.time_last((of.old_value * carried.strength[..., None]).astype(vector.dtype))
     states, final = states_of(vector, scalars, value, carried, start, layout, config, chunk, interpret)
 
-    saved = (x.reshape(batch, kv_heads, *x.shape[1:]) for x in (states, norm[:, :-1], carried.shift[:, :-1]))
     sizes = batch, kv_heads, head_dim, value_dim
-    return tuple(saved), returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
+    saved = preparation.Saved.of(states, norm, carried.shift, batch)
+    return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
 
 
 def attend(query, key, value, log_decay, folds, saved, config, chunk, window, interpret):
@@ -52,10 +51,10 @@ def attend(query, key, value, log_decay, folds, saved, config, chunk, window, in
     batch, time, _, head_dim = query.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
-    key, value = fill(key, layout.head_dim), fill(value, layout.value_dim)
+    key, value = preparation.fill(key, layout.head_dim), preparation.fill(value, layout.value_dim)
     of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
-    unit, _ = preparation.queries(fill(query, layout.head_dim), chunk)
-    states, norm, shift = (x.reshape(-1, *x.shape[2:]) for x in saved)
+    unit, _ = preparation.queries(preparation.fill(query, layout.head_dim), chunk)
+    states, norm, shift = saved.by_head()
     scale = preparation.scale_of(of, shift)
     vector, scalars = pair_products(jnp.swapaxes(unit, 1, 2).astype(jnp.float32), layout)
     vector = jnp.swapaxes(vector, 1, 2)
@@ -75,8 +74,8 @@ def attend(query, key, value, log_decay, folds, saved, config, chunk, window, in
         window=window,
         interpret=interpret,
     )
-    out = jnp.swapaxes(out.reshape(batch, -1, *out.shape[1:])[:, :, :time, :value_dim], 1, 2)
-    return out, jnp.swapaxes(total.reshape(batch, -1, total.shape[-1])[:, :, :time], 1, 2)
+    out, total = (preparation.tokens_second(x, batch)[:, :time] for x in (out, total))
+    return out[..., :value_dim], total
 
 
 def start_of(initial_state, heads, head_dim, layout):
@@ -86,7 +85,7 @@ def start_of(initial_state, heads, head_dim, layout):
         return start, jnp.zeros((heads, layout.rows, layout.rows), jnp.float32)
     filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
     kv, norm = (_scattered(x.reshape(heads, *x.shape[2:]), filled, layout) for x in initial_state)
-    start = layouts.from_canonical(fill(kv, layout.value_dim), layout)
+    start = layouts.from_canonical(preparation.fill(kv, layout.value_dim), layout)
     return start, layouts.norm_from_canonical(norm, layout)
 
 
@@ -110,11 +109,6 @@ def _weights(layout):
     """What states are multiplied by when they are stored, float32 [U, 64, 48]; a row of a stack for each value."""
     # Repeated here, since a program holds its constants.
     return jnp.repeat(jnp.asarray(layout.weights) / 2**layouts.WEIGHT_BITS, layout.value_dim, 1)
-
-
-def fill(x, size):
-    """Zeros behind the last axis."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
 def _scattered(x, positions, layout):

@@ -40,9 +40,9 @@ def fold_vjp(prepared, key, value, dfinal, config, interpret):
         interpret,
     )
     norm, shift = quartic.norms(vector, strength * dual.dnorm, dual.carried, end_norm), dual.carried.shift
-    saved = (x.reshape(batch, kv_heads, *x.shape[1:]) for x in (duals, norm[:, :-1], shift[:, :-1]))
     sizes = batch, kv_heads, head_dim, value.shape[-1]
-    return tuple(saved), quartic.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
+    saved = preparation.Saved.of(duals, norm, shift, batch)
+    return saved, quartic.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
 
 
 def attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpret):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels.power_state import backward, forward
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import prepare as preparation
 from tests.pallas_kernels import state_vjp
 
 __all__ = ["kernels", "query_states", "query_vjp", "update"]
@@ -42,7 +43,7 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms, interpre
     for segment in range(segments):
         state = initial[:, segment]
         for c in range(segment * each, min((segment + 1) * each, chunks)):
-            states.append(forward.split(state, key.dtype, terms))
+            states.append(preparation.split(state, key.dtype, terms))
             # [H, 16, P, C] times [H, E, C], each product of the two entries rounded once.
             scalar, vector = key[:, c, layout.indices[..., 0]], key[:, c, layout.indices[..., 1]]
             scaled = (value[:, c, None, None] * scalar[:, :, :, None]).astype(key.dtype)
