@@ -178,7 +178,7 @@ def _body(*refs, wanted, layout, config, chunk, window, groups, interpreted=None
     @pl.when(warpgroup == count)
     def _produce():
         if count > 1:
-            plgpu.set_max_registers({2: 40, 3: 32}[count], action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
         _copy_keys(gmem, smem, place, count, _operands(wanted))
         steps = _copy_dual(gmem, smem, place, config)
         norms = _copy_norms(gmem, smem, place) if "dkey" in wanted else 0
@@ -188,7 +188,7 @@ def _body(*refs, wanted, layout, config, chunk, window, groups, interpreted=None
     @pl.when(warpgroup < count)
     def _consume():
         if count > 1:
-            plgpu.set_max_registers({2: 232, 3: 160}[count], action="increase")
+            plgpu.set_max_registers(232, action="increase")
         names = ("key_smem", "value_smem", "scalar_smem", "row_smem", "narrow_smem")
         own = {name: smem[name].at[warpgroup] for name in names if name in smem}
         own["decay_smem"] = own["row_smem"].at[pl.ds(Rows().coarse, 4)]

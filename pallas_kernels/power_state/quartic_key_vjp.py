@@ -141,7 +141,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     @pl.when(warpgroup == count)
     def _produce():
         if count > 1:
-            plgpu.set_max_registers({2: 24, 3: 32}[count], action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
         place, span = placed()
         _copy_inputs(gmem, smem, place, count)
         far.copy(gmem, smem, place, layout, count, stages)
@@ -152,7 +152,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
     @pl.when(warpgroup < count)
     def _consume():
         if count > 1:
-            plgpu.set_max_registers({2: 240, 3: 160}[count], action="increase")
+            plgpu.set_max_registers(240, action="increase")
         own = {name: smem[name].at[warpgroup] for name in ("key_smem", "value_smem", "rows_smem")}
         own["decay_smem"] = own["rows_smem"].at[pl.ds(Rows().coarse, 4)]
         held = far.of_warpgroup(interpreted, warpgroup)

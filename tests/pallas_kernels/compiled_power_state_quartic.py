@@ -33,7 +33,7 @@ _TOKENS = 8 * 65_536
 
 def build(case: str):
     """The kernel, and the shapes of what plain JAX gives it."""
-    kernel, layout, chunk, config = _parsed(case)
+    kernel, layout, chunk, config = parsed(case)
     options = {"layout": layout, "config": config, "chunk": chunk}
     if kernel == "update":
         return functools.partial(quartic_update.update, dtype=jnp.float16, **options), _update(layout, chunk)
@@ -47,7 +47,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     longer of its tensor cycles and the instructions of one of its four schedulers, which have a warp of every
     warpgroup each. So too for a query's blocks of 64 keys.
     """
-    kind, layout, chunk, _ = _parsed(case)
+    kind, layout, chunk, _ = parsed(case)
     found = [loop for loop in kernel.loops if loop["HGMMA"]]
     # A stack is 48 columns of 64 tokens, N / 2 cycles for each of four m64nNk16, or as many for 64 queries.
     stack = 2 * layouts.COLUMNS
@@ -71,7 +71,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     return loops, f"{milliseconds:.2f} ms"
 
 
-def _parsed(case):
+def parsed(case):
     kernel, *sizes = case.split("-")
     head_dim, value_dim, chunk = (int(size[1:]) for size in sizes)
     config = configs.choose(
@@ -88,23 +88,23 @@ def _parsed(case):
     return kernel, layouts.Layout(head_dim, value_dim), chunk, config
 
 
-def _half(*sizes):
+def half(*sizes):
     return jax.ShapeDtypeStruct(sizes, jnp.float16)
 
 
-def _single(*sizes):
+def single(*sizes):
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
 def _update(layout, chunk):
     time, stack = chunk * _CHUNKS, (layout.stacks, configs.BLOCK, layouts.COLUMNS)
     return [
-        _half(_HEADS, layout.rows, time),
-        _half(_HEADS, layout.scalar_rows, time),
-        _half(_HEADS, configs.BLOCK, time),
-        _single(_HEADS, _CHUNKS),
-        _single(_HEADS, _SEGMENTS, *stack),
-        _single(*stack),
+        half(_HEADS, layout.rows, time),
+        half(_HEADS, layout.scalar_rows, time),
+        half(_HEADS, configs.BLOCK, time),
+        single(_HEADS, _CHUNKS),
+        single(_HEADS, _SEGMENTS, *stack),
+        single(*stack),
     ]
 
 
@@ -112,12 +112,12 @@ def _query(layout, chunk):
     time, heads = chunk * _CHUNKS, _HEADS * _GROUP
     return [
         jax.ShapeDtypeStruct((heads, time, layout.head_dim), jnp.bfloat16),
-        _half(heads, time, layout.rows),
-        _half(heads, layout.scalar_rows, time),
-        _half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
-        _single(heads, time // configs.BLOCK, configs.BLOCK),
+        half(heads, time, layout.rows),
+        half(heads, layout.scalar_rows, time),
+        half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
+        single(heads, time // configs.BLOCK, configs.BLOCK),
         jax.ShapeDtypeStruct((_HEADS, _WINDOW + time, layout.head_dim), jnp.bfloat16),
         jax.ShapeDtypeStruct((_HEADS, _WINDOW + time, layout.value_dim), jnp.bfloat16),
-        _single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
-        _single(_HEADS, time // configs.BLOCK, configs.BLOCK),
+        single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
+        single(_HEADS, time // configs.BLOCK, configs.BLOCK),
     ]

@@ -9,6 +9,7 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import near_key_vjp, quartic_key_vjp, quartic_query_vjp
 from pallas_kernels.power_state import quartic_far_vjp as far
 from pallas_kernels.power_state import quartic_layout as layouts
+from tests.pallas_kernels import compiled_power_state_quartic as forward
 from tests.pallas_kernels import h100
 
 # Kernel, head size, value size, chunk: multiples of 192, of 128 and of 64 allow three, two and one warpgroups.
@@ -36,7 +37,7 @@ _TOKENS = 8 * 65_536
 
 def build(case: str):
     """The kernel, and the shapes of what plain JAX gives it."""
-    kernel, layout, chunk, config = _parsed(case)
+    kernel, layout, chunk, config = forward.parsed(case)
     options = {"layout": layout, "config": config, "chunk": chunk, "window": _WINDOW}
     if kernel == "query":
         return functools.partial(quartic_query_vjp.query_vjp, **options), _query(layout, chunk)
@@ -49,7 +50,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     A step is 12 scalars and 64 rows, or 64 queries or keys that these meet exactly. A multiprocessor takes the longer
     of its tensor cycles and the instructions of one of its four schedulers, which have a warp of every warpgroup each.
     """
-    kind, layout, chunk, _ = _parsed(case)
+    kind, layout, chunk, _ = forward.parsed(case)
     found = [loop for loop in kernel.loops if loop["HGMMA"]]
     head_dim, value_dim = layout.head_dim, layout.value_dim
     # m64nNk16 takes N / 2 cycles: slopes and means of a block of 48, then selections and their transposes.
@@ -71,47 +72,22 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     return loops, f"{milliseconds:.2f} ms"
 
 
-def _parsed(case):
-    kernel, *sizes = case.split("-")
-    head_dim, value_dim, chunk = (int(size[1:]) for size in sizes)
-    config = configs.choose(
-        power=4,
-        time=65_536,
-        heads=8,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=jnp.bfloat16,
-        chunk=chunk,
-        window=_WINDOW,
-        state_dtype=jnp.float16,
-    )
-    return kernel, layouts.Layout(head_dim, value_dim), chunk, config
-
-
-def _half(*sizes):
-    return jax.ShapeDtypeStruct(sizes, jnp.float16)
-
-
 def _brain(*sizes):
     return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-
-
-def _single(*sizes):
-    return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
 def _query(layout, chunk):
     time, heads = chunk * _CHUNKS, _HEADS * _GROUP
     return [
         _brain(heads, time, layout.head_dim),
-        _half(heads, time, layout.rows),
-        _half(heads, layout.scalar_rows, time),
+        forward.half(heads, time, layout.rows),
+        forward.half(heads, layout.scalar_rows, time),
         _brain(heads, time, layout.value_dim),
-        _half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
+        forward.half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
         _brain(_HEADS, _WINDOW + time, layout.head_dim),
         _brain(_HEADS, _WINDOW + time, layout.value_dim),
-        _single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
-        _single(heads, time // configs.BLOCK, len(quartic_query_vjp.Rows()), configs.BLOCK),
+        forward.single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
+        forward.single(heads, time // configs.BLOCK, len(quartic_query_vjp.Rows()), configs.BLOCK),
     ]
 
 
@@ -120,12 +96,12 @@ def _key(layout, chunk):
     padded, blocks = time + chunk, time // configs.BLOCK
     return [
         _brain(_HEADS, padded, layout.head_dim),
-        _half(_HEADS, padded, layout.rows),
-        _half(_HEADS, layout.scalar_rows, padded),
+        forward.half(_HEADS, padded, layout.rows),
+        forward.half(_HEADS, layout.scalar_rows, padded),
         _brain(_HEADS, padded, layout.value_dim),
-        _half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
+        forward.half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
         _brain(heads, time, layout.head_dim),
         _brain(heads, time, layout.value_dim),
-        _single(_HEADS, padded // configs.BLOCK, len(quartic_key_vjp.Rows()), configs.BLOCK),
-        _single(heads, blocks, len(near_key_vjp.Columns()), configs.BLOCK),
+        forward.single(_HEADS, padded // configs.BLOCK, len(quartic_key_vjp.Rows()), configs.BLOCK),
+        forward.single(heads, blocks, len(near_key_vjp.Columns()), configs.BLOCK),
     ]
