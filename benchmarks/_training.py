@@ -76,7 +76,9 @@ def measure(run: Run, emit: Callable[[dict], None]) -> dict:
     rows = np.random.default_rng(0).integers(
         settings.model.vocab_size, size=(settings.data.batch_size, run.context + 1), dtype=np.int32
     )
-    batch = sharding.place_batch({"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh)
+    batch = sharding.place_batch(
+        {"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh, settings.data.batch_size
+    )
     begin = time.perf_counter()
     jitted: Any = step.make_update(settings, mesh)
     update = jitted.lower(step.abstract_state(settings, mesh), batch).compile()

@@ -52,11 +52,6 @@ class StopSignals:
     def __exit__(self, *_) -> None:
         self._restore()
 
-    @property
-    def exit_code(self) -> int:
-        """128 + the signal's number, as a shell reports it; 0 without a signal."""
-        return 0 if self.received is None else 128 + self.received
-
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         del frame
         self.received = signal.Signals(number)

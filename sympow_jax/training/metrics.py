@@ -22,13 +22,22 @@ class Reporter:
     """
 
     def __init__(
-        self, workdir: pathlib.Path, *, start: int, steps: int, log_every: int, tokens_per_step: int
+        self,
+        workdir: pathlib.Path,
+        *,
+        start: int,
+        steps: int,
+        log_every: int,
+        tokens_per_step: int,
+        writes: bool = True,
     ):
         """Continues the reports in `workdir` after step `start`; what was written of later steps is cut."""
         path = workdir / "metrics.jsonl"
-        _cut(path, start)
-        self._file = path.open("a")
-        self._board = tensorboardX.SummaryWriter(str(workdir), purge_step=start + 1)
+        self._writes = writes
+        if writes:
+            _cut(path, start)
+            self._file = path.open("a")
+            self._board = tensorboardX.SummaryWriter(str(workdir), purge_step=start + 1)
         self._start, self._steps = start, steps
         self._log_every, self._tokens_per_step = log_every, tokens_per_step
         self._console = rich.console.Console()
@@ -37,7 +46,7 @@ class Reporter:
             rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.description}"),
             console=self._console,
-            disable=not self._console.is_terminal,
+            disable=not (self._console.is_terminal and writes),
         )
         self._task = self._bar.add_task("compiling", total=steps, completed=start)
         self._began = self._first = self._last = time.perf_counter()
@@ -49,8 +58,9 @@ class Reporter:
 
     def __exit__(self, *_) -> None:
         self._bar.stop()
-        self._board.close()
-        self._file.close()
+        if self._writes:
+            self._board.close()
+            self._file.close()
 
     def report(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Waits for the metrics of the update that made `step` and writes them down.
@@ -70,6 +80,8 @@ class Reporter:
                     f"{name} is {values[name]} at step {step}; the last checkpoint is kept; a lower "
                     f"optimizer.learning_rate, optimizer.clip_norm or more optimizer.warmup_steps may help"
                 )
+        if not self._writes:
+            return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         if step % self._log_every == 0 or step == self._steps:

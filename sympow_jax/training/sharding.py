@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-__all__ = ["DATA_AXIS", "batch_sharding", "make_mesh", "place_batch", "replicated"]
+__all__ = ["DATA_AXIS", "batch_sharding", "batch_share", "make_mesh", "place_batch", "replicated"]
 
 DATA_AXIS = "data"
 
@@ -35,6 +35,18 @@ def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
-def place_batch(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """Copies a batch of the data pipeline to the devices."""
-    return jax.device_put(dict(batch), batch_sharding(mesh))
+def batch_share(mesh: jax.sharding.Mesh, batch_size: int) -> tuple[int, int]:
+    """Which of how many equal, contiguous parts of a batch's rows this process reads."""
+    return jax.process_index(), jax.process_count()
+
+
+def place_batch(
+    batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh, batch_size: int
+) -> dict[str, jax.Array]:
+    """Global arrays from this process's rows of a batch."""
+    return {
+        name: jax.make_array_from_process_local_data(
+            batch_sharding(mesh), rows, (batch_size, *rows.shape[1:])
+        )
+        for name, rows in batch.items()
+    }

@@ -24,7 +24,7 @@ settings = config.Config(
 )
 mesh = sharding.make_mesh(2)
 tokens = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.int32)
-batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh, 4)
 state, metrics = step.make_update(settings, mesh)(step.init_state(settings, mesh), batch)
 print(json.dumps({
     "devices": len(batch["inputs"].sharding.device_set),

@@ -36,9 +36,9 @@ def batches(monkeypatch) -> list[dict[str, np.ndarray]]:
     seen = []
     place = sharding.place_batch
 
-    def record(batch, mesh):
+    def record(batch, mesh, batch_size):
         seen.append({name: array.copy() for name, array in batch.items()})
-        return place(batch, mesh)
+        return place(batch, mesh, batch_size)
 
     monkeypatch.setattr(sharding, "place_batch", record)
     return seen
