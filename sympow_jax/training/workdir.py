@@ -28,6 +28,8 @@ _FREE = (
     "training.checkpoint_every",
     "training.keep_checkpoints",
     "evaluation.",
+    "sharding.",
+    "model.remat",
 )
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
