@@ -25,22 +25,22 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     """
     # Data, model and workdir first: their errors should not wait for a compilation, nor for the end of training.
     with hosts.all_or_none():
-        mesh = sharding.make_mesh(settings.data.batch_size // settings.optimizer.accumulate)
         rows = data.train_dataset(settings.data, vocab_size=settings.model.vocab_size)
         evaluation.check_settings(settings)
-        step.check_model(settings)
+        mesh = sharding.make_mesh(settings)
+        share, shares = sharding.batch_share(mesh)
+        step.check_model(settings, mesh)
         description = data.describe(settings.data)
     workdir.open_run(folder, settings, description)
+    mine = data.batches(rows, settings.data.batch_size, share=share, shares=shares)
+    batches = iter(mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)))
 
-    size = settings.data.batch_size
-    share, shares = sharding.batch_share(mesh, size)
-    reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)
-    batches = iter(data.batches(rows, size, share=share, shares=shares).to_iter_dataset(reading))
+    abstract = step.abstract_state(settings, mesh)
     update = step.make_update(settings, mesh)
     steps, every = settings.training.steps, settings.training.checkpoint_every
 
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
-        restored = checkpoints.restore(step.abstract_state(settings, mesh))
+        restored = checkpoints.restore(abstract)
         if restored is None:
             state = step.init_state(settings, mesh)
         else:
@@ -49,6 +49,7 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
         start = int(state.step)
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
+        hosts.say(sharding.describe(mesh, abstract))
         hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps} in {folder}")
 
         with (
@@ -65,7 +66,7 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
             stop, votes = 0, hosts.Vote()
             pending = None  # the update whose metrics are not on the host yet
             for number in range(start + 1, steps + 1):
-                batch = sharding.place_batch(next(batches), mesh, size)
+                batch = sharding.place_batch(next(batches), mesh)
                 state, scalars = update(state, batch)
                 if pending:
                     reporter.report(*pending)
