@@ -139,12 +139,13 @@ def join(launch: Launch | None) -> None:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Around all that a process does: if it fails while the others go on, it leaves without waiting for them.
+    """Around all that a process does: it waits for the others, unless it fails while they go on.
 
-    They end too: as soon as they miss it in a collective, or `_HEARTBEAT` seconds later.
+    Then they end too: as soon as they miss it in a collective, or `_HEARTBEAT` seconds later.
     """
     try:
         yield
+        jax.distributed.shutdown()
     except BaseException as error:
         if not jax.distributed.is_initialized() or (isinstance(error, SystemExit) and not error.code):
             raise
