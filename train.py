@@ -27,6 +27,7 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     rows = data.train_dataset(settings.data, vocab_size=settings.model.vocab_size)
     evaluation.check_settings(settings)
     step.check_model(settings)
+    metrics.check_settings(settings)
     workdir.open_workdir(folder, settings)
     workdir.record_data(folder, data.describe(settings.data))
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)
@@ -51,18 +52,13 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
         )
 
         with (
-            metrics.Reporter(
-                folder,
-                start=start,
-                steps=steps,
-                log_every=settings.training.log_every,
-                tokens_per_step=settings.data.batch_tokens,
-            ) as reporter,
+            metrics.Reporter(folder, settings, start=start, devices=mesh.devices.flat) as reporter,
             cli.StopSignals() as stop,
         ):
             pending = None  # the update whose metrics are not on the host yet
             for number in range(start + 1, steps + 1):
-                batch = sharding.place_batch(next(batches), mesh)
+                with reporter.reading(number):
+                    batch = sharding.place_batch(next(batches), mesh)
                 state, scalars = update(state, batch)
                 if pending:
                     reporter.report(*pending)

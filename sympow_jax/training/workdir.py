@@ -27,6 +27,8 @@ _FREE = (
     "training.log_every",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.profile_steps",
+    "training.wandb_project",
     "evaluation.",
 )
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
