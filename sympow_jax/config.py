@@ -147,13 +147,14 @@ class ModelConfig:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")
 
 
-# GPT-2's shapes; 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes.
+# GPT-2's shapes and GPT-3 XL's; 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes.
 MODEL_SIZES = {
     "quickstart": {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"},
     "gpt2_124m": {"vocab_size": 50_304, "layers": 12, "width": 768, "heads": 12},
     "gpt2_335m": {"vocab_size": 50_304, "layers": 24, "width": 1024, "heads": 16},
     "gpt2_774m": {"vocab_size": 50_304, "layers": 36, "width": 1280, "heads": 20},
     "gpt2_1558m": {"vocab_size": 50_304, "layers": 48, "width": 1600, "heads": 25},
+    "gpt3_1311m": {"vocab_size": 50_304, "layers": 24, "width": 2048, "heads": 32},
 }
 
 
