@@ -87,7 +87,7 @@ uv run python -m benchmarks.scaling --out=docs/scaling.md
 
 The models are conformal at p = 2. For each number of GPUs, all products of powers of two over the four mesh axes \
 were compared, with each `model.remat` and both forms of attention. A row is the one that divides over fewest axes \
-among those that fit in memory and whose step is within 2 % of the shortest. On 512 GPUs a second row has eight times \
+among those that fit in memory and whose step is within 2% of the shortest. On 512 GPUs a second row has eight times \
 the batch."""
 
 _SENT = "GB a GPU sends in a step, by NVLink and by InfiniBand (IB):"
@@ -160,7 +160,8 @@ def _title(name: str) -> str:
     sizes: Any = config.MODEL_SIZES[name]
     return (
         f"## {name}\n\n{sizes['layers']} layers of width {sizes['width']:,}, {sizes['heads']} heads of 64, "
-        f"{MODELS[name]:,} tokens a batch or one row. Ranges run from everything hidden to nothing hidden."
+        f"{MODELS[name]:,} tokens a batch or one row. Ranges run from all that can be hidden to nothing hidden; the "
+        f"last column is of the latter."
     )
 
 
@@ -170,11 +171,11 @@ def _steps(rows: Sequence[_scaling.Prediction]) -> str:
         "GPUs",
         "tokens a batch",
         "arrangement",
-        "form, remat",
-        "tokens a GPU",
+        "form",
+        "remat",
         "step, ms",
         "million tokens/s",
-        "MFU, %",
+        "MFU",
         "GB a GPU",
         "takes most",
     )
@@ -184,8 +185,8 @@ def _steps(rows: Sequence[_scaling.Prediction]) -> str:
             (
                 *_job_cells(row),
                 _arrangement(row.plan),
-                f"{row.plan.form}, {row.plan.remat}",
-                f"{row.job.batch_tokens * row.plan.tensor // row.plan.gpus:,}",
+                row.plan.form,
+                row.plan.remat,
                 *_timing_cells(row),
                 f"{row.memory / 1e9:.0f}",
                 _largest(row),
@@ -224,7 +225,7 @@ def _comparison(cluster: _scaling.Cluster) -> str:
         timing = _timing_cells(row)
         cells = (_arrangement(row.plan), row.plan.remat, timing[0], timing[2], f"{row.memory / 1e9:.0f}")
         rows.append((*cells, *sent, note or _largest(row)))
-    header = ("arrangement", "remat", "step, ms", "MFU, %", "GB a GPU", *_scaling.AXES, "takes most")
+    header = ("arrangement", "remat", "step, ms", "MFU", "GB a GPU", *_scaling.AXES, "takes most")
     return (
         f"## The same job by other arrangements\n\n{name} at {context:,} tokens on {gpus} GPUs, "
         f"{job.rows} rows a batch, in the chunked form.\n\n{_table(header, rows)}"
@@ -245,21 +246,25 @@ def _findings(cluster: _scaling.Cluster) -> str:
         ).traffic["context"]
         for form in ("chunked", "attention")
     )
+    gathered, whole = (
+        _scaling.predict(job_of("gpt3_1311m", 65_536), plan, cluster)
+        for plan in (_scaling.Plan(fsdp=8, context=8), _scaling.Plan(data=8, context=8))
+    )
     return f"""\
 ## What stands out
 
 * **124M parameters are too few for {most} GPUs at 524,288 tokens a batch.** A GPU has \
 {strained.job.batch_tokens * strained.plan.tensor // most:,} tokens ({_arrangement(strained.plan)}), computes for \
 {1e3 * strained.compute_seconds:.1f} ms of a step of {1e3 * strained.step_seconds:.1f} ms, and waits for gradients \
-for {1e3 * strained.sent_seconds("data"):.1f} ms, {1e3 * rounds:.1f} of them for rounds of messages, more than can \
-hide. \
-MFU falls from {_percent(small.mfu(small.step_seconds))} % on {few} GPUs to \
-{_percent(strained.mfu(strained.step_seconds))} %, unhidden. With eight times the batch it is \
-{_percent(larger.mfu(larger.step_seconds))} to {_percent(larger.mfu(larger.hidden_step_seconds))} %.
+for {1e3 * strained.sent_seconds("data"):.1f} ms, {1e3 * rounds:.1f} of them for rounds of messages, which its \
+backward pass is too short to hide. \
+MFU falls from {_percent(small.mfu(small.step_seconds))}% on {few} GPUs to \
+{_percent(strained.mfu(strained.step_seconds))}%, unhidden. With eight times the batch it is \
+{_percent(larger.mfu(larger.step_seconds))} to {_percent(larger.mfu(larger.hidden_step_seconds))}%.
 * **At width 768 memory bandwidth takes as long as products**: on {few} GPUs, \
 {1e3 * small.computation["memory"]:.0f} ms a step for what lies between products and for logits, \
 {1e3 * small.computation["products"]:.0f} ms for products. That bounds MFU near \
-{_percent(small.mfu(small.hidden_step_seconds))} % whatever the number of GPUs; the 1.3B model, of width 2,048, \
+{_percent(small.mfu(small.hidden_step_seconds))}% whatever the number of GPUs; the 1.3B model, of width 2,048, \
 comes further.
 * **Within a node, dividing the sequence is nearly free; between nodes, its states are not.** A row of 1,048,576 \
 tokens on {near.plan.context} GPUs sends {near.traffic["context"].total / 1e9:.2f} GB a GPU and step over `context`, \
@@ -268,15 +273,15 @@ tokens on {near.plan.context} GPUs sends {near.traffic["context"].total / 1e9:.2
 rest of the step computes for {1e3 * far.compute_seconds:.0f} ms. Rows on `data` between nodes and `context` within \
 them is the better arrangement where a batch has enough rows.
 * **The chunked form's traffic over `context` does not grow with the context**: states and windows have one size. \
-For the 1.3B model at 65,536 tokens over 8 GPUs it is {chunked.total / 1e9:.2f} GB a step and GPU for each \
-{_rows_text(job_of("gpt3_1311m", 65_536), 8)}, {attention.total / 1e9:.2f} GB in the attention form.
-* **`tensor` is for few rows.** It sends activations in every block, which cannot hide; it is chosen only where rows \
-and time are used up, and stays within a node."""
-
-
-def _rows_text(job: _scaling.Job, shares: int) -> str:
-    rows = job.rows // shares
-    return "row" if rows == 1 else f"{rows} rows"
+For the 1.3B model at 65,536 tokens over 8 GPUs it is {chunked.total / 1e9:.2f} GB a step and GPU, and \
+{attention.total / 1e9:.2f} GB in the attention form.
+* **Beside a `context` that fills the node, `fsdp` gathers between nodes.** For the 1.3B model at 65,536 tokens on 64 \
+GPUs, fsdp 8 x context 8 takes {_number(1e3 * gathered.hidden_step_seconds)} to \
+{_number(1e3 * gathered.step_seconds)} ms a step and data 8 x context 8 {_number(1e3 * whole.hidden_step_seconds)} to \
+{_number(1e3 * whole.step_seconds)} ms: where parameters and moments fit on every GPU, `data` depends less on what \
+hides.
+* **`tensor` is for few rows.** It sends activations in every block, which cannot hide; it is chosen only where a \
+batch has fewer rows than there are GPUs, and stays within a node."""
 
 
 def _job_cells(row: _scaling.Prediction) -> tuple[str, str, str]:
@@ -289,12 +294,12 @@ def _timing_cells(row: _scaling.Prediction) -> tuple[str, str, str]:
     return (
         _range([_number(1e3 * seconds) for seconds in both]),
         _range([_number(row.job.batch_tokens / seconds / 1e6) for seconds in both]),
-        _range([_percent(row.mfu(seconds)) for seconds in both]),
+        _range([_percent(row.mfu(seconds)) for seconds in both]) + "%",
     )
 
 
 def _range(texts: Sequence[str]) -> str:
-    return texts[0] if len(set(texts)) == 1 else " to ".join(texts)
+    return texts[0] if len(set(texts)) == 1 else "–".join(texts)
 
 
 def _number(value: float) -> str:
@@ -313,7 +318,7 @@ def _arrangement(plan: _scaling.Plan) -> str:
 
 def _largest(row: _scaling.Prediction) -> str:
     name, part = row.largest
-    return f"{name}, {_percent(part)} %"
+    return f"{name} {_percent(part)}%"
 
 
 def _bytes(traffic: _scaling.Traffic) -> str:
@@ -326,7 +331,8 @@ def _bytes(traffic: _scaling.Traffic) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Numbers to the right."""
-    ends = ["---:" if all(row[n][:1].isdigit() for row in rows) else "---" for n in range(len(header))]
+    numbers = [all(set(row[n]) <= set("0123456789.,–%") for row in rows) for n in range(len(header))]
+    ends = ["---:" if number else "---" for number in numbers]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ends, *rows))
 
 

@@ -245,5 +245,5 @@ def test_numbers_of_the_page():
     ]
     assert scaling._bytes(_scaling.Traffic()) == "-"
     assert scaling._bytes(_scaling.Traffic(1.5e9, 2e7)) == "1.50 NVLink + 0.02 IB"
-    table = scaling._table(("a", "b"), [("1", "x"), ("2 to 3", "-")])
+    table = scaling._table(("a", "b"), [("1", "x"), ("2–3%", "-")])
     assert table.splitlines()[1] == "| ---: | --- |"
