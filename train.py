@@ -26,19 +26,20 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     # Data, model and workdir first: their errors should not wait for a compilation, nor for the end of training.
     rows = data.train_dataset(settings.data, vocab_size=settings.model.vocab_size)
     evaluation.check_settings(settings)
-    step.check_model(settings)
     metrics.check_settings(settings)
+    mesh = sharding.make_mesh(settings)
+    step.check_model(settings, mesh)
     workdir.open_workdir(folder, settings)
     workdir.record_data(folder, data.describe(settings.data))
     reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)
     batches = iter(data.batches(rows, settings.data.batch_size).to_iter_dataset(reading))
 
-    mesh = sharding.make_mesh(settings.data.batch_size // settings.optimizer.accumulate)
+    abstract = step.abstract_state(settings, mesh)
     update = step.make_update(settings, mesh)
     steps, every = settings.training.steps, settings.training.checkpoint_every
 
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
-        restored = checkpoints.restore(step.abstract_state(settings, mesh))
+        restored = checkpoints.restore(abstract)
         if restored is None:
             state = step.init_state(settings, mesh)
         else:
@@ -47,6 +48,7 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
         start = int(state.step)
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
+        print(sharding.describe(mesh, abstract), flush=True)
         print(
             f"{'training' if start < steps else 'trained'}: step {start} of {steps} in {folder}", flush=True
         )

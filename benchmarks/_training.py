@@ -70,9 +70,7 @@ def measure(run: Run, emit: Callable[[dict], None]) -> dict:
     """
     settings = run.settings()
     device = jax.devices()[0]
-    mesh = jax.make_mesh(
-        (1,), (sharding.DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,), devices=[device]
-    )
+    mesh = sharding.whole_mesh([device])
     rows = np.random.default_rng(0).integers(
         settings.model.vocab_size, size=(settings.data.batch_size, run.context + 1), dtype=np.int32
     )

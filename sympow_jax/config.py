@@ -15,6 +15,7 @@ __all__ = [
     "EvaluationConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ShardingConfig",
     "TrainingConfig",
     "preset",
 ]
@@ -30,6 +31,7 @@ SOURCES = ("text", "tokens", "longcrawl64")
 PACKINGS = ("windows", "documents")
 SCHEDULES = ("constant", "cosine", "inverse_sqrt")
 OPTIMIZERS = ("adam", "adamw", "sgd")
+REMATS = ("none", "attention", "full")
 
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -107,7 +109,12 @@ def preset(name: str, **changes) -> AttentionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm decoder with tied output; `dtype` is that of the matrix products, parameters are float32."""
+    """A pre-norm decoder with tied output; `dtype` is that of the matrix products, parameters are float32.
+
+    `remat` is what the backward pass finds of each block: `none`, all that the forward pass computed; `attention`, its
+    input and the output of its attention, from which the rest is computed again but not attention itself; `full`, its
+    input alone. It changes memory and time, not the model.
+    """
 
     vocab_size: int
     layers: int
@@ -117,12 +124,14 @@ class ModelConfig:
     head_dim: int | None = None  # None: width // heads
     mlp_ratio: int = 4
     dtype: str = "bfloat16"
+    remat: str = "none"
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
 
     def __post_init__(self):
         sizes = ("vocab_size", "layers", "width", "heads", "mlp_ratio")
         _require_at_least(1, **{f"model.{name}": getattr(self, name) for name in sizes})
         _require_choice("model.dtype", self.dtype, DTYPES)
+        _require_choice("model.remat", self.remat, REMATS)
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         if self.kv_heads < 1 or self.heads % self.kv_heads:
@@ -271,6 +280,25 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """How devices share the work: the sizes of the axes of the mesh, whose product is the number of devices.
+
+    `data` divides the rows of a batch; None is what the other axes leave of the devices. `fsdp` divides rows too, and
+    parameters and optimizer state, which are gathered layer by layer. `tensor` divides heads, the hidden units of
+    feed-forward layers and the vocabulary; `context` divides the sequence.
+    """
+
+    data: int | None = None
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self):
+        sizes = {name: size for name, size in dataclasses.asdict(self).items() if size is not None}
+        _require_at_least(1, **{f"sharding.{name}": size for name, size in sizes.items()})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """The context-length evaluation that ends a training run; no lengths, no evaluation."""
 
@@ -293,6 +321,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
 
     def __post_init__(self):
@@ -300,4 +329,34 @@ class Config:
             raise ValueError(
                 f"optimizer.accumulate is {self.optimizer.accumulate} and does not divide the "
                 f"{self.data.batch_size} rows of a batch"
+            )
+        self._check_tensor()
+        self._check_context()
+
+    def _check_tensor(self):
+        tensor, model = self.sharding.tensor, self.model
+        divided = {
+            "model.kv_heads": model.kv_heads,
+            "model.heads": model.heads,
+            "the feed-forward width model.mlp_ratio * model.width": model.mlp_ratio * model.width,
+            "model.vocab_size": model.vocab_size,
+        }
+        for name, size in divided.items():
+            if size % tensor:
+                raise ValueError(
+                    f"sharding.tensor is {tensor} and does not divide {name}, {size}; use a divisor of it"
+                )
+
+    def _check_context(self):
+        context, length = self.sharding.context, self.data.context_length
+        attention = self.model.attention
+        if length % context:
+            raise ValueError(
+                f"sharding.context is {context} and does not divide data.context_length {length}; "
+                f"use a divisor of it"
+            )
+        if context > 1 and attention.implementation == "reference":
+            raise ValueError(
+                "attention.implementation 'reference' cannot divide the sequence over devices; "
+                "leave it unset or set sharding.context=1"
             )

@@ -12,7 +12,7 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.layers import initializers
+from sympow_jax.layers import initializers, partitioning
 from sympow_jax.ops import documents, rotary
 
 __all__ = ["Attention", "AttentionState"]
@@ -91,17 +91,13 @@ class Attention(nnx.Module):
         if return_state and state is None:
             state = self._first_state(x.shape[0])
         batch, time, _ = x.shape
-        query, key, value = (
-            project(x).reshape(batch, time, -1, self.head_dim)
-            for project in (self.query, self.key, self.value)
-        )
-        turns, position = self._angles(x, segment_ids, None if state is None else state.position)
-        if turns is not None:
-            query, key = rotary.rotate(query, turns), rotary.rotate(key, turns)
-        memory = None if state is None else state.memory
-        mixed, memory = self._mix(query, key, value, self._log_decay(x), segment_ids, memory)
-        out = self.out(mixed.reshape(batch, time, -1))
-        return (out, AttentionState(memory=memory, position=position)) if return_state else out
+        arrays = self._project(x) | {"segment_ids": segment_ids}
+        if state is None:
+            mixed = self._over_devices(arrays)
+        else:
+            mixed, state = self._mix(**arrays, state=state, axis_name=None)
+        (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
+        return out if state is None or not return_state else (out, state)
 
     def init_state(self, batch: int, *, max_length: int) -> AttentionState:
         """The state before any token, for up to `max_length` positions.
@@ -158,36 +154,83 @@ class Attention(nnx.Module):
                 return rotary.RotaryState.zeros(batch, self.kv_heads)
         return None
 
-    def _angles(self, x, segment_ids, state):
+    def _project(self, x) -> dict[str, Array | None]:
+        """Queries, keys and values by head, and what decays and moves positions on, by key/value head."""
+        attention = self.config.attention
+        learned = {"decay": attention.decay == "learned", "rate": attention.position == "learned_rope"}
+        names = ["query", "key", "value", *(name for name, is_learned in learned.items() if is_learned)]
+        found = dict(zip(names, initializers.project(x, *(getattr(self, name) for name in names))))
+        heads = {name: found[name].reshape(*x.shape[:2], -1, self.head_dim) for name in names[:3]}
+        return heads | {
+            "rate": self._rate(found.get("rate")),
+            "log_decay": self._log_decay(x, found.get("decay")),
+        }
+
+    def _over_devices(self, arrays):
+        """The kernel's output [B, T, N, E] without a state, each device having its rows, heads and times."""
+        names = list(arrays)
+        axis_name = partitioning.CONTEXT if partitioning.size(partitioning.CONTEXT) > 1 else None
+
+        def mix(*arrays):
+            return self._mix(**dict(zip(names, arrays)), state=None, axis_name=axis_name)[0]
+
+        specs = (partitioning.TOKENS if name == "segment_ids" else partitioning.HEADS for name in names)
+        out = partitioning.fit(partitioning.HEADS, arrays["query"].shape)
+        return partitioning.over_devices(mix, tuple(arrays.values()), tuple(specs), out)
+
+    def _mix(self, query, key, value, rate, log_decay, segment_ids, state, axis_name):
+        """The kernel's output [B, T, N, E], and the state behind it if there was one to begin with.
+
+        `axis_name` is the mesh axis over which time is divided, if it is.
+        """
+        position = None if state is None else state.position
+        turns, position = self._angles(query, rate, segment_ids, position, axis_name)
+        if turns is not None:
+            query, key = rotary.rotate(query, turns), rotary.rotate(key, turns)
+        if state is None:
+            form = self.config.attention.form
+            return self._attend(query, key, value, log_decay, segment_ids, form, axis_name), None
+        mixed, memory = self._remember(query, key, value, log_decay, segment_ids, state.memory)
+        return mixed, AttentionState(memory=memory, position=position)
+
+    def _rate(self, projected) -> Float[Array, "B T K"] | None:
+        """By how much each token moves the position on, in [0, 2]; None unless the data says so."""
+        return None if projected is None else 1 + jnp.tanh(projected)
+
+    def _angles(self, query, rate, segment_ids, state, axis_name):
         """The angles that turn queries and keys, and the position reached; None where nothing turns them."""
         head_dim, longest = self.head_dim, self.config.attention.max_document_length
-        position = self.config.attention.position
-        if position == "learned_rope":
-            rate = 1 + jnp.tanh(self.rate(x))
+        if rate is not None:
             return rotary.learned_angles(
-                rate, head_dim, max_document_length=longest, segment_ids=segment_ids, state=state
+                rate,
+                head_dim,
+                max_document_length=longest,
+                segment_ids=segment_ids,
+                state=state,
+                **({"axis_name": axis_name} if axis_name else {}),
             )
-        if position != "rope":
+        if self.config.attention.position != "rope":
             return None, None
         if segment_ids is None:
-            segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
-        places, state = documents.positions(segment_ids, state or self._first_position(x.shape[0]))
+            segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
+        state = state or self._first_position(query.shape[0])
+        places, state = documents.positions(
+            segment_ids, state, **({"axis_name": axis_name} if axis_name else {})
+        )
         return rotary.rope_angles(places, head_dim, max_document_length=longest), state
 
-    def _log_decay(self, x) -> Float[Array, "B T K"] | None:
+    def _log_decay(self, x, projected) -> Float[Array, "B T K"] | None:
         """The logarithm of gamma, finite where sigmoid itself rounds to 0."""
         match self.config.attention.decay:
             case "learned":
-                return jax.nn.log_sigmoid(self.decay(x))
+                return jax.nn.log_sigmoid(projected)
             case "alibi":
                 slopes = -jnp.array(ops.alibi_slopes(self.kv_heads), jnp.float32)
                 return jnp.broadcast_to(slopes, (*x.shape[:2], len(slopes)))
         return None
 
-    def _mix(self, query, key, value, log_decay, segment_ids, memory):
-        """The kernel's output [B, T, N, E], and what it remembers if it was given a memory to begin with."""
-        if memory is None:
-            return self._attend(query, key, value, log_decay, segment_ids, self.config.attention.form), None
+    def _remember(self, query, key, value, log_decay, segment_ids, memory):
+        """The kernel's output [B, T, N, E] and what it remembers, from what it remembered before."""
         if not isinstance(memory, ops.KeyValueState):
             return self._recur(query, key, value, log_decay, segment_ids, memory)
         capacity = memory.key.shape[1]
@@ -196,20 +239,17 @@ class Attention(nnx.Module):
         out = self._attend(query, joined.key, joined.value, log_decay, joined.segment_ids, "attention")
         return jnp.where(missing[..., None, None], jnp.nan, out), joined.newest(capacity)
 
-    def _attend(self, query, key, value, log_decay, segment_ids, form):
+    def _attend(self, query, key, value, log_decay, segment_ids, form, axis_name=None):
         """The kernel without a recurrent state; in the attention form there may be more keys than queries."""
+        tokens = {"log_decay": log_decay, "segment_ids": segment_ids} | (
+            {"axis_name": axis_name} if axis_name else {}
+        )
         if self.config.attention.kernel == "softmax":
             kept = key.shape[1] > query.shape[1]
-            return ops.softmax_attention(
-                query,
-                key,
-                value,
-                log_decay=log_decay,
-                segment_ids=segment_ids,
-                implementation="xla" if kept else self.config.attention.implementation,
-            )
+            implementation = "xla" if kept else self.config.attention.implementation
+            return ops.softmax_attention(query, key, value, **tokens, implementation=implementation)
         attend, _ = self._kernel(form)
-        return attend(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
+        return attend(query, key, value, **tokens)
 
     def _recur(self, query, key, value, log_decay, segment_ids, memory):
         attend, step = self._kernel(self.config.attention.form)

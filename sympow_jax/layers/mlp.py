@@ -18,4 +18,6 @@ class MLP(nnx.Module):
         self.down = initializers.linear(config, hidden, config.width, residual=True, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        return self.down(nnx.gelu(self.up(x)))
+        (hidden,) = initializers.project(x, self.up)
+        (out,) = initializers.project(nnx.gelu(hidden), self.down)
+        return out

@@ -1,7 +1,8 @@
 """A decoder-only language model: GPT-2's shape with the attention of this family."""
 
 import dataclasses
-from typing import Literal, overload
+import functools
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,17 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.layers import initializers
+from sympow_jax.layers import initializers, parallel, partitioning
 from sympow_jax.ops import documents, rotary
 
-__all__ = ["Block", "DecoderLM", "DecoderState"]
+__all__ = ["Block", "DecoderLM", "DecoderState", "parameter_specs"]
 
 _NORM_EPSILON = 1e-5  # GPT-2's
+# What the backward pass finds of a block, by `config.remat`, beside its input.
+_KEPT = {
+    "attention": jax.checkpoint_policies.save_only_these_names("power_attention_out"),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -115,14 +121,18 @@ class DecoderLM(nnx.Module):
         return_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
         """As a call of the model, but the final normalised hidden states that `unembed` turns into logits."""
-        x = self.embedding_norm(self.embedding[tokens])
+        x = self.embedding_norm(parallel.lookup(self.embedding[...], tokens))
         position = None
         if self.config.attention.position == "sinusoidal":
             places, position = self._places(tokens, segment_ids, None if state is None else state.position)
             # After the norm, so that tokens and positions are of one scale.
             x += rotary.sinusoidal(places, self.config.width)
         layer_states = []
+        x = _divided(x)
         for index, block in enumerate(self.blocks):
+            if state is None and not return_state:
+                x = _divided(_rematerialised(block, x, segment_ids, self.config.remat))
+                continue
             layer_state = None if state is None else state.layers[index]
             x, layer_state = block(x, segment_ids=segment_ids, state=layer_state, return_state=return_state)
             if layer_state is not None:
@@ -186,3 +196,33 @@ class Block(nnx.Module):
 
 def _norm(config: configs.ModelConfig, dtype, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(config.width, epsilon=_NORM_EPSILON, dtype=dtype, rngs=rngs)
+
+
+def parameter_specs(config: configs.ModelConfig) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:
+    """How the model's matrices are divided over a mesh, by path; all other parameters are on every device."""
+    model = nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0)))
+    specs: dict[tuple[Any, ...], jax.sharding.PartitionSpec] = {("embedding",): partitioning.ROWS}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, initializers.Linear):
+            specs[*path, "kernel"] = module.spec
+    return specs
+
+
+def _divided(x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    return partitioning.constrain(x, partitioning.TOKENS)
+
+
+def _rematerialised(
+    block: Block, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None, remat: str
+) -> Float[Array, "B T M"]:
+    """The block's new residual stream, the backward pass computing again what `remat` says."""
+    if remat == "none":
+        return block(x, segment_ids=segment_ids, state=None, return_state=False)[0]
+    graph, params = nnx.split(block)
+
+    @functools.partial(jax.checkpoint, policy=_KEPT[remat])
+    def call(params: nnx.State, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+        layer = nnx.merge(graph, params)
+        return layer(x, segment_ids=segment_ids, state=None, return_state=False)[0]
+
+    return call(params, x)

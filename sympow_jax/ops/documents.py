@@ -5,12 +5,14 @@ document and passes state through, so the same id before and after padding is on
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
+from sympow_jax.ops import _time_axis
 
 __all__ = [
     "NO_SEGMENT",
@@ -19,6 +21,8 @@ __all__ = [
     "before_document",
     "boundaries",
     "positions",
+    "segment_before",
+    "state_before",
     "sums_to_end",
 ]
 
@@ -62,14 +66,69 @@ class PositionState:
         return cls(position=jnp.zeros(batch, jnp.int32), segment=jnp.full(batch, NO_SEGMENT, jnp.int32))
 
 
+def segment_before(segment_ids: Int[Array, "B T"], axis_name: str) -> Int[Array, " B"]:
+    """The segment id of the last token on the devices before this one; -1 where there is none."""
+    nothing = jnp.full_like(segment_ids[:, 0], NO_SEGMENT)
+    last = boundaries(segment_ids, nothing).last
+    return _time_axis.carried(lambda carry, own: jnp.where(own < 0, carry, own), nothing, last, axis_name)
+
+
 def positions(
-    segment_ids: Int[Array, "B T"], state: PositionState
+    segment_ids: Int[Array, "B T"], state: PositionState, *, axis_name: str | None = None
 ) -> tuple[Int[Array, "B T"], PositionState]:
-    """The place of every token in its document, counted from 1; padding repeats the place before it."""
-    starts, valid, last = boundaries(segment_ids, state.segment)
-    count = state.position[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)
-    place = count - before_document(count[..., None], starts, state.position[:, None])[..., 0]
-    return place, PositionState(position=place[:, -1], segment=last)
+    """The place of every token in its document, counted from 1, and the state behind the last token.
+
+    Padding repeats the place before it. `axis_name` is a manual mesh axis over which time is divided, in order: then
+    `state` is what came before the first device's tokens, and the state returned is behind those of this one.
+    """
+
+    def count(state):
+        starts, valid, last = boundaries(segment_ids, state.segment)
+        count = state.position[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)
+        place = count - before_document(count[..., None], starts, state.position[:, None])[..., 0]
+        return place, PositionState(position=place[:, -1], segment=last)
+
+    def add(before, own):
+        return PositionState(position=before.position + own.position, segment=own.segment)
+
+    if axis_name is not None:
+        state = state_before(lambda state: count(state)[1], add, segment_ids, state, axis_name)
+    return count(state)
+
+
+def state_before[State](
+    count: Callable[[State], State],
+    add: Callable[[State, State], State],
+    segment_ids: Int[Array, "B T"],
+    state: State,
+    axis_name: str,
+) -> State:
+    """The state before this device's share of the time, from `state` before the first one's.
+
+    States have a `segment`. `count` takes one before the share to the one behind it, restarting with every document;
+    `add` is of one before a document's tokens and one that counts these alone.
+    """
+    first = _first_segment(segment_ids)
+    own = count(dataclasses.replace(jax.tree.map(jnp.zeros_like, state), segment=first))
+    restarts = boundaries(segment_ids, first).starts.any(axis=1)
+
+    def step(before, share):
+        own, first, restarts = share
+        continues = ~restarts & ((first < 0) | (first == before.segment))
+        total = jax.tree.map(
+            lambda both, alone: jnp.where(continues.reshape(-1, *[1] * (alone.ndim - 1)), both, alone),
+            add(before, own),
+            own,
+        )
+        return dataclasses.replace(total, segment=jnp.where(first < 0, before.segment, own.segment))
+
+    return _time_axis.carried(step, state, (own, first, restarts), axis_name)
+
+
+def _first_segment(segment_ids):
+    """The segment id of the first token, -1 where all is padding."""
+    first = jnp.argmax(segment_ids >= 0, axis=1)[:, None]
+    return jnp.maximum(jnp.take_along_axis(segment_ids, first, axis=1)[:, 0], NO_SEGMENT)
 
 
 def before_document(
@@ -85,8 +144,20 @@ def before_document(
     return jnp.where(start < 0, 0, jnp.take_along_axis(earlier, jnp.maximum(start, 0), axis=1))
 
 
-def sums_to_end(x: Float[Array, "B T K"], starts: Bool[Array, "B T"]) -> Float[Array, "B T K"]:
-    """The sum over the tokens of the same document from each token on."""
+def sums_to_end(
+    x: Float[Array, "B T K"], starts: Bool[Array, "B T"], axis_name: str | None = None
+) -> Float[Array, "B T K"]:
+    """The sum over the tokens of the same document from each token on; `axis_name` as in `positions`."""
+    if axis_name is not None:
+        begun = jnp.cumsum(starts, axis=1)[..., None]
+        share = jnp.where(begun == 0, x, 0).sum(1), begun[:, -1] > 0
+
+        def step(behind, share):
+            before_start, starts = share
+            return before_start + jnp.where(starts, 0, behind)
+
+        behind = _time_axis.carried(step, jnp.zeros_like(x[:, 0]), share, axis_name, reverse=True)
+        x = x.at[:, -1].add(behind)
     ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=True)
     total = jnp.cumsum(x[:, ::-1], axis=1)
     return (total - before_document(total, ends[:, ::-1], jnp.zeros_like(x[:, 0])))[:, ::-1]

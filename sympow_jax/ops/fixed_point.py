@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int, UInt32
 
-__all__ = ["multiply_high", "running_sum", "subtract"]
+__all__ = ["add", "multiply_high", "running_sum", "subtract"]
 
 
 def running_sum(
@@ -26,6 +26,13 @@ def running_sum(
     # Unsigned sums wrap around; one that became smaller by a step has carried.
     carried = (total < fraction).astype(jnp.int32)
     return jnp.cumsum(whole + carried, axis=1, dtype=jnp.int32), total
+
+
+def add(a, b) -> tuple[Int[Array, "*shape"], UInt32[Array, "*shape"]]:
+    """The sum of two numbers, each a whole part and a fraction."""
+    (whole_a, fraction_a), (whole_b, fraction_b) = a, b
+    fraction = fraction_a + fraction_b
+    return whole_a + whole_b + (fraction < fraction_b), fraction
 
 
 def subtract(a, b) -> tuple[Int[Array, "*shape"], UInt32[Array, "*shape"]]:

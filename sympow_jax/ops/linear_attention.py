@@ -28,6 +28,7 @@ def linear_attention(
     window: int = 64,
     initial_state: power_state.PowerState | None = None,
     return_state: bool = False,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], power_state.PowerState]:
     """Causal linear attention, weights exp(G_i - G_j) phi(q_i) . phi(k_j); the rest as `power_attention`.
 
@@ -47,6 +48,7 @@ def linear_attention(
         window=window,
         initial_state=initial_state,
         return_state=return_state,
+        axis_name=axis_name,
     )
 
 

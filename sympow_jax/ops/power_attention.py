@@ -27,6 +27,7 @@ def power_attention(
     window: int = 64,
     initial_state: PowerState | None = None,
     return_state: bool = False,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], PowerState]:
     """Causal attention with weights exp(G_i - G_j) (q_i . k_j)^p for j <= i, G the running sum of log_decay.
 
@@ -51,12 +52,19 @@ def power_attention(
             batch and heads for them. None takes a kernel where there is a Hopper GPU and one that can do it, else
             `xla`; it never fails. In the chunked form the kernels keep their states for the backward pass, unless a
             policy of `jax.checkpoint` keeps `power_attention_out` without `power_attention_states`: then they are
-            computed again. That of the step is `xla`'s.
+            computed again. That of the step is `xla`'s. Outputs and denominators have the first of these names in
+            every form.
         chunk_size: tokens of a chunk, or of a block of the attention form; None chooses. Changes speed alone.
         window: every query sees at least this many of its last keys exactly, and only older ones through features,
             whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the state.
         initial_state: what came before; running a and then b from a's state equals running a and b together.
         return_state: return (output, state after the last token).
+        axis_name: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
+            arguments and output are this device's share, of equal length on all, and documents and windows go on
+            from one to the next. In the chunked and recurrent forms devices send each other the tokens of a window
+            and one state a head, 1 + ceil(log2(P - 1)) times; shares must be as long as the window. In the
+            attention form each has all of the time of a share of the heads meanwhile. Not with states, more keys
+            than queries, or `reference`.
 
     Raises:
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
@@ -76,6 +84,7 @@ def power_attention(
         window=window,
         initial_state=initial_state,
         return_state=return_state,
+        axis_name=axis_name,
     )
 
 

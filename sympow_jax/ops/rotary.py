@@ -10,6 +10,7 @@ split.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,7 @@ def learned_angles(
     max_document_length: int = 65_536,
     segment_ids: Int[Array, "B T"] | None = None,
     state: RotaryState | None = None,
+    axis_name: str | None = None,
 ) -> tuple[Float[Array, "B T K {head_dim//2}"], RotaryState]:
     """mu_i = mu_{i-1} + beta_i theta in radians, reduced to [-pi, pi], and the position reached.
 
@@ -72,7 +74,9 @@ def learned_angles(
     a multiple of 2^-32 and summed in integers, restarting with every document, so the angles are the same
     to the bit for any split of a sequence, and those of `rope` at positions from 1 where beta is 1. The
     gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i; none flows through the
-    state, which is integers. Raises ValueError for an odd head size.
+    state, which is integers. `axis_name` is a manual mesh axis over which time is divided, in order: then
+    `state` is what came before the first device's tokens, and the position returned is behind those of this
+    one. Raises ValueError for an odd head size.
     """
     rates = _rates(head_dim, max_document_length)
     batch, time, kv_heads = rate.shape
@@ -80,15 +84,22 @@ def learned_angles(
         state = RotaryState.zeros(batch, kv_heads)
     if segment_ids is None:
         segment_ids = jnp.zeros((batch, time), jnp.int32)
-    starts, valid, last = documents.boundaries(segment_ids, state.segment)
-    rate = jnp.where(valid[..., None], rate.astype(jnp.float32), 0)
-    reached = state.whole, state.fraction
-    sums = fixed_point.running_sum(jax.lax.stop_gradient(rate), reached)
-    before = (documents.before_document(x, starts, first) for x, first in zip(sums, reached, strict=True))
-    whole, fraction = fixed_point.subtract(sums, tuple(before))
-    angles = _angles(whole, fraction, rates)
-    angles = _with_gradient(angles, rate, starts, jnp.asarray(2 * np.pi * rates, jnp.float32))
-    return angles, RotaryState(whole=whole[:, -1], fraction=fraction[:, -1], segment=last)
+    rate = jnp.where((segment_ids >= 0)[..., None], rate.astype(jnp.float32), 0)
+    steps = jax.lax.stop_gradient(rate)
+
+    def reach(state):
+        starts, _, last = documents.boundaries(segment_ids, state.segment)
+        reached = state.whole, state.fraction
+        sums = fixed_point.running_sum(steps, reached)
+        before = (documents.before_document(x, starts, first) for x, first in zip(sums, reached, strict=True))
+        whole, fraction = fixed_point.subtract(sums, tuple(before))
+        return whole, fraction, starts, RotaryState(whole[:, -1], fraction[:, -1], last)
+
+    if axis_name is not None:
+        state = documents.state_before(lambda state: reach(state)[-1], _add, segment_ids, state, axis_name)
+    whole, fraction, starts, state = reach(state)
+    theta = jnp.asarray(2 * np.pi * rates, jnp.float32)
+    return _with_gradient(axis_name, _angles(whole, fraction, rates), rate, starts, theta), state
 
 
 def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Float[Array, "B T N D"]:
@@ -148,22 +159,28 @@ def _fixed_point(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return high, np.array([number & (2**32 - 1) for number in fixed], np.uint32)
 
 
-@jax.custom_vjp
-def _with_gradient(angles, rate, starts, theta):
+def _add(a: RotaryState, b: RotaryState) -> RotaryState:
+    """The place of b in its document where that goes on from a."""
+    whole, fraction = fixed_point.add((a.whole, a.fraction), (b.whole, b.fraction))
+    return RotaryState(whole, fraction, b.segment)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradient(axis_name, angles, rate, starts, theta):
     """`angles`, differentiable as theta times the running sum of `rate` from which integers were made."""
-    del rate, starts, theta
+    del axis_name, rate, starts, theta
     return angles
 
 
-def _with_gradient_forward(angles, rate, starts, theta):
-    del rate
+def _with_gradient_forward(axis_name, angles, rate, starts, theta):
+    del axis_name, rate
     return angles, (starts, theta)
 
 
-def _with_gradient_backward(residuals, gradient):
+def _with_gradient_backward(axis_name, residuals, gradient):
     starts, theta = residuals
     by_position = jnp.matmul(gradient, theta, precision=jax.lax.Precision.HIGHEST)
-    return None, documents.sums_to_end(by_position, starts), None, None
+    return None, documents.sums_to_end(by_position, starts, axis_name), None, None
 
 
 _with_gradient.defvjp(_with_gradient_forward, _with_gradient_backward)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import documents, fixed_point
+from sympow_jax.ops import _time_axis, documents, fixed_point
 from sympow_jax.ops._power import target
 
 __all__ = ["alibi_slopes", "softmax_attention"]
@@ -32,6 +32,7 @@ def softmax_attention(
     scale: float | None = None,
     implementation: str | None = None,
     block_size: int = 512,
+    axis_name: str | None = None,
 ) -> Float[Array, "B T N E"]:
     """Causal attention: Y_i = sum_j A_ij V_j, A_i = softmax_j(scale Q_i . K_j + G_i - G_j), j <= i.
 
@@ -50,12 +51,40 @@ def softmax_attention(
     gradients differ from run to run in the last bits unless XLA is told --xla_gpu_deterministic_ops=true.
     None: cudnn where it can do it, else xla.
 
+    `axis_name`: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
+    arguments and output are this device's share, of equal length on all. Each device attends over all of the time
+    for a share of the heads; there are as many keys as queries.
+
     Raises ValueError for shapes that do not fit each other, and NotImplementedError, naming the constraint,
     where cudnn is asked for and cannot do it.
     """
     _validate(query, key, value, log_decay, segment_ids)
     if implementation not in (None, *_IMPLEMENTATIONS):
         raise ValueError(f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn'")
+    if axis_name is not None:
+        if key.shape[1] > query.shape[1]:
+            raise NotImplementedError(
+                f"time is divided over the mesh axis {axis_name!r}, which needs as many keys as queries, not "
+                f"{key.shape[1]} and {query.shape[1]}; leave out kept keys, or axis_name"
+            )
+        attend = functools.partial(
+            _attend_all, scale=scale, implementation=implementation, block_size=block_size
+        )
+        return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
+    return _attend_all(
+        query,
+        key,
+        value,
+        log_decay,
+        segment_ids,
+        scale=scale,
+        implementation=implementation,
+        block_size=block_size,
+    )
+
+
+def _attend_all(query, key, value, log_decay, segment_ids, *, scale, implementation, block_size):
+    """`softmax_attention` where one device has all of the time."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     dtype, value_dim = value.dtype, value.shape[-1]
     query, key, value = _same_last_size(query.astype(dtype), key.astype(dtype), value)

@@ -94,8 +94,7 @@ def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Dec
     folder = pathlib.Path(folder).absolute()
     settings = workdir.read_config(folder)
     require_checkpoint(folder)
-    mesh = sharding.make_mesh(rows=jax.device_count())
-    abstract = step.abstract_state(settings, mesh)
+    abstract = step.abstract_state(settings, sharding.whole_mesh())
     with contextlib.closing(_open(folder, keep=None)) as orbax:
 
         def load(number: int) -> tuple[config.Config, models.DecoderLM, int]:

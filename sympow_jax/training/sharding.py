@@ -1,40 +1,129 @@
-"""Where arrays live: rows of a batch over the devices, everything else on each of them."""
+"""The mesh of a run's devices, and the batches on it."""
 
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-__all__ = ["DATA_AXIS", "batch_sharding", "make_mesh", "place_batch", "replicated"]
+from sympow_jax import config
+from sympow_jax.layers import partitioning
 
-DATA_AXIS = "data"
+__all__ = [
+    "batch_sharding",
+    "batch_share",
+    "describe",
+    "make_mesh",
+    "place_batch",
+    "replicated",
+    "whole_mesh",
+]
 
 
-def make_mesh(rows: int) -> jax.sharding.Mesh:
-    """All devices along one axis, over which the `rows` of a (micro-)batch are divided.
+def make_mesh(settings: config.Config) -> jax.sharding.Mesh:
+    """All devices along the axes of `settings.sharding`, the first varying slowest: `data` crosses hosts first.
 
     Raises:
-      ValueError: the devices do not divide the rows.
+      ValueError: the sizes do not multiply to the number of devices, or do not divide the rows of a micro-batch.
     """
+    sizes = dataclasses.asdict(settings.sharding)
     count = jax.device_count()
-    if rows % count:
+    others = math.prod(size for size in sizes.values() if size is not None)
+    if count % others or (sizes["data"] is not None and others != count):
+        arrangement = " x ".join(f"{name} {size or '?'}" for name, size in sizes.items())
         raise ValueError(
-            f"a micro-batch has {rows} rows, which {count} devices do not divide; "
-            f"change data.batch_tokens or optimizer.accumulate"
+            f"sharding {arrangement} does not multiply to the {count} devices there are; change a size, or leave "
+            f"sharding.data unset to take what the others leave"
         )
-    return jax.make_mesh((count,), (DATA_AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    sizes["data"] = sizes["data"] or count // others
+    rows = settings.data.batch_size // settings.optimizer.accumulate
+    shares = math.prod(sizes[axis] for axis in partitioning.BATCH)
+    if rows % shares:
+        raise ValueError(
+            f"a micro-batch has {rows} rows, which sharding.data {sizes['data']} x sharding.fsdp {sizes['fsdp']} "
+            f"do not divide; change data.batch_tokens or optimizer.accumulate, or move devices to sharding.context "
+            f"or sharding.tensor"
+        )
+    return _mesh({axis: sizes[axis] for axis in partitioning.AXES})
+
+
+def whole_mesh(devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """These devices, or all, along `data`: parameters are whole on each of them."""
+    devices = jax.devices() if devices is None else devices
+    return _mesh(
+        {axis: len(devices) if axis == partitioning.DATA else 1 for axis in partitioning.AXES}, devices
+    )
+
+
+def _mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    """The leading axis, rows, over the devices."""
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(DATA_AXIS))
+    """Rows over `data` and `fsdp`, time over `context`."""
+    return jax.sharding.NamedSharding(mesh, partitioning.TOKENS)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
     """A copy on every device."""
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.sharding.NamedSharding(mesh, partitioning.REPLICATED)
+
+
+def batch_share(mesh: jax.sharding.Mesh) -> tuple[int, int]:
+    """(share, shares): this process reads the `share`-th of `shares` equal ranges of a batch's rows.
+
+    Processes whose devices hold different times or parts of a model for the same rows read the same rows.
+
+    Raises:
+      ValueError: the rows of this process' devices are no such range.
+    """
+    # The axes of the batch come first.
+    parts = mesh.devices.reshape(math.prod(mesh.shape[axis] for axis in partitioning.BATCH), -1)
+    here = jax.process_index()
+    held = [number for number, part in enumerate(parts) if any(x.process_index == here for x in part)]
+    shards = len(parts)
+    first, count = held[0], len(held)
+    if held[-1] - first != count - 1 or shards % count or first % count:
+        raise ValueError(
+            f"the devices of a process hold parts {held} of the {shards} that sharding.data x sharding.fsdp make of a "
+            f"batch, which is no equal range; choose a multiple or a divisor of the {jax.process_count()} processes"
+        )
+    return first // count, shards // count
 
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """Copies a batch of the data pipeline to the devices."""
-    return jax.device_put(dict(batch), batch_sharding(mesh))
+    """A batch on the devices of all processes, from the rows that `batch_share` has this process read."""
+    placed = batch_sharding(mesh)
+    if jax.process_count() == 1:
+        return jax.device_put(dict(batch), placed)
+    share, shares = batch_share(mesh)
+
+    def place(x: np.ndarray) -> jax.Array:
+        rows = len(x) * shares
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(rows)
+            return x[start - share * len(x) : stop - share * len(x), index[1]]
+
+        return jax.make_array_from_callback((rows, *x.shape[1:]), placed, part)
+
+    return {name: place(x) for name, x in batch.items()}
+
+
+def describe(mesh: jax.sharding.Mesh, state: Any) -> str:
+    """One line: how the devices are arranged and what the abstract `state` takes on each."""
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
+    kind = mesh.devices.flat[0].device_kind
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    held = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
+    arrangement = f": {axes}" if axes else ""
+    return (
+        f"{mesh.size} x {kind}{processes}{arrangement}; parameters and optimizer state take {held / 1e9:.3f} GB a "
+        f"device"
+    )

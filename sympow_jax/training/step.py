@@ -11,7 +11,8 @@ from flax import nnx
 
 from sympow_jax import config, models
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.training import optimizer, sharding
+from sympow_jax.layers import partitioning
+from sympow_jax.training import loss, optimizer, sharding
 
 __all__ = [
     "Params",
@@ -26,9 +27,6 @@ __all__ = [
 ]
 
 Params = dict[str, Any]
-
-# At most so many bytes of float32 logits exist at once, in each of forward and backward.
-_LOGITS_BYTES = 1 << 28
 
 
 @jax.tree_util.register_dataclass
@@ -47,29 +45,45 @@ Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Float[Array, 
 
 def init_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:
     """The state before the first update, a function of the settings alone."""
-    return jax.jit(lambda: _init(settings), out_shardings=sharding.replicated(mesh))()
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(settings, mesh))
+    return jax.jit(lambda: _init(settings), out_shardings=shardings)()
 
 
 def abstract_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the state."""
-    replicated = sharding.replicated(mesh)
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
-        jax.eval_shape(lambda: _init(settings)),
+    """Shapes, dtypes and shardings of the state: what belongs to a parameter is divided as the parameter is."""
+    state = jax.eval_shape(lambda: _init(settings))
+    specs = models.parameter_specs(settings.model)
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = specs.get(tuple(key.key for key in path), partitioning.REPLICATED)
+        return _placed(leaf, spec, mesh)
+
+    params = jax.tree_util.tree_map_with_path(place, state.params)
+    tx = optimizer.make_optimizer(settings.optimizer, settings.training.steps)
+    opt_state = optax.tree_map_params(
+        tx,
+        lambda _, param: param,
+        state.opt_state,
+        params,
+        transform_non_params=lambda leaf: _placed(leaf, partitioning.REPLICATED, mesh),
     )
+    at: Any = _placed(state.step, partitioning.REPLICATED, mesh)
+    return TrainState(step=at, params=params, opt_state=opt_state)
 
 
-def check_model(settings: config.Config) -> None:
-    """Raises, before anything is compiled, what the model raises: NotImplementedError for an implementation that the
-    settings name and that cannot do it on these devices.
+def check_model(settings: config.Config, mesh: jax.sharding.Mesh) -> None:
+    """Raises, before anything is compiled, what the model raises: ValueError for sizes that do not fit each other or
+    the mesh, NotImplementedError for an implementation that the settings name and that cannot do it on these devices.
     """
 
-    def loss() -> Float[Array, ""]:
-        tokens = jnp.zeros((1, settings.data.context_length), jnp.int32)
+    def total() -> Float[Array, ""]:
+        rows = settings.data.batch_size // settings.optimizer.accumulate
+        tokens = jnp.zeros((rows, settings.data.context_length), jnp.int32)
         model = merge(settings.model, _init(settings).params)
         return loss_sum(model, {"inputs": tokens, "targets": tokens})
 
-    jax.eval_shape(loss)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jax.eval_shape(total)
 
 
 def merge(settings: config.ModelConfig, params: Params) -> models.DecoderLM:
@@ -108,39 +122,15 @@ def make_update(settings: config.Config, mesh: jax.sharding.Mesh) -> Update:
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
-    return jax.jit(update, donate_argnums=0, out_shardings=sharding.replicated(mesh))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(settings, mesh))
+    return jax.jit(update, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)))
 
 
 def loss_sum(model: models.DecoderLM, batch: Batch) -> Float[Array, ""]:
-    """The cross-entropies in nats of the targets >= 0, summed in float32.
-
-    Logits exist for one slice of time at once, in the backward pass too, which computes them again.
-    """
+    """The cross-entropies in nats of the targets >= 0, summed in float32."""
     hidden = model.hidden(batch["inputs"], segment_ids=batch.get("segment_ids"))
-    targets = batch["targets"]
-    rows, time, _ = hidden.shape
-    width = max(1, _LOGITS_BYTES // (4 * rows * model.config.vocab_size))
-    if width >= time:
-        return _slice_loss(model, hidden, targets)
-    slices = -(-time // width)
-    width = -(-time // slices)
-    padding = slices * width - time
-    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
-
-    @jax.checkpoint
-    def add(total: Float[Array, ""], start: Int[Array, ""]) -> tuple[Float[Array, ""], None]:
-        part = (jax.lax.dynamic_slice_in_dim(leaf, start, width, axis=1) for leaf in (hidden, targets))
-        return total + _slice_loss(model, *part), None
-
-    return jax.lax.scan(add, jnp.float32(0), jnp.arange(slices) * width)[0]
-
-
-def _slice_loss(
-    model: models.DecoderLM, hidden: Float[Array, "B T M"], targets: Int[Array, "B T"]
-) -> Float[Array, ""]:
-    losses = optax.softmax_cross_entropy_with_integer_labels(model.unembed(hidden), jnp.maximum(targets, 0))
-    return jnp.sum(jnp.where(targets >= 0, losses, 0))
+    dtype = jnp.dtype(model.config.dtype)
+    return loss.cross_entropy_sum(hidden, model.embedding[...], batch["targets"], dtype)
 
 
 def _accumulate(
@@ -174,3 +164,8 @@ def _graphdef(settings: config.ModelConfig) -> nnx.GraphDef:
     # Every variable must be a parameter: nnx.split fails on one of another kind.
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: models.DecoderLM(settings, rngs=nnx.Rngs(0))), nnx.Param)
     return graphdef
+
+
+def _placed(leaf: Any, spec: jax.sharding.PartitionSpec, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
+    spec = partitioning.fitted(spec, leaf.shape, mesh.shape)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))

@@ -30,6 +30,8 @@ _FREE = (
     "training.profile_steps",
     "training.wandb_project",
     "evaluation.",
+    "sharding.",
+    "model.remat",
 )
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 

@@ -38,7 +38,7 @@ def _advance(state: step.TrainState) -> step.TrainState:
 
 def _states(count: int):
     """The states after 0, 1, ... updates, each donated to the next."""
-    state = jax.device_put(_first(), sharding.replicated(sharding.make_mesh(rows=1)))
+    state = jax.device_put(_first(), sharding.replicated(sharding.whole_mesh()))
     for _ in range(count):
         yield state
         state = _advance(state)
@@ -57,7 +57,7 @@ def _save(folder: pathlib.Path, settings: config.Config, numbers=(1, 2)) -> dict
 
 
 def _restore(folder: pathlib.Path, settings: config.Config):
-    replicated = sharding.replicated(sharding.make_mesh(rows=1))
+    replicated = sharding.replicated(sharding.whole_mesh())
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), _abstract()
     )
@@ -97,7 +97,7 @@ def test_states_are_restored_to_the_bit_though_donated(tmp_path, settings, with_
         assert position == {"next_index": number}
         _assert_same(state, copies[number])
         assert {leaf.sharding for leaf in jax.tree.leaves(state)} == {
-            sharding.replicated(sharding.make_mesh(rows=1))
+            sharding.replicated(sharding.whole_mesh())
         }
         shutil.rmtree(folder / "checkpoints" / str(number))
 
@@ -175,7 +175,7 @@ def test_a_failed_save_surfaces(tmp_path, settings):
 
 def _save_model(folder: pathlib.Path, settings: config.Config, numbers=(1,)) -> step.TrainState:
     workdir.open_workdir(folder, settings)
-    state = step.init_state(settings, sharding.make_mesh(4))
+    state = step.init_state(settings, sharding.whole_mesh())
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
         for number in numbers:
             checkpoints.save(number, state, {"next_index": number})

@@ -22,7 +22,7 @@ settings = config.Config(
     data=config.DataConfig(context_length=16, batch_tokens=64),
     optimizer=config.OptimizerConfig(accumulate=2),
 )
-mesh = sharding.make_mesh(2)
+mesh = sharding.make_mesh(settings)
 tokens = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.int32)
 batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
 state, metrics = step.make_update(settings, mesh)(step.init_state(settings, mesh), batch)
@@ -53,7 +53,9 @@ def test_two_devices_equal_one(capsys):
     assert two["replicated"]
 
 
-def test_devices_that_do_not_divide_the_rows(monkeypatch):
+def test_devices_that_do_not_divide_the_rows(monkeypatch, settings):
     monkeypatch.setattr(sharding.jax, "device_count", lambda: 3)
-    with pytest.raises(ValueError, match="4 rows, which 3 devices do not divide; change"):
-        sharding.make_mesh(4)
+    with pytest.raises(
+        ValueError, match=r"4 rows, which sharding.data 3 x sharding.fsdp 1 do not divide; change"
+    ):
+        sharding.make_mesh(settings)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from sympow_jax import config
-from sympow_jax.training import sharding, step
+from sympow_jax.training import loss, sharding, step
 
 
 def _batch(settings: config.Config, *, seed: int = 0) -> dict[str, jnp.ndarray]:
@@ -23,7 +23,7 @@ def _batch(settings: config.Config, *, seed: int = 0) -> dict[str, jnp.ndarray]:
 
 
 def _update(settings: config.Config, batch) -> tuple[step.TrainState, dict[str, float]]:
-    mesh = sharding.make_mesh(settings.data.batch_size // settings.optimizer.accumulate)
+    mesh = sharding.make_mesh(settings)
     state, metrics = step.make_update(settings, mesh)(step.init_state(settings, mesh), batch)
     return state, {name: float(value) for name, value in metrics.items()}
 
@@ -37,7 +37,7 @@ def _mean_loss(settings: config.Config, params, batch) -> jnp.ndarray:
 
 def test_loss_and_gradient_of_the_mean_over_targets(settings):
     batch = _batch(settings)
-    params = step.init_state(settings, sharding.make_mesh(4)).params
+    params = step.init_state(settings, sharding.whole_mesh()).params
     loss, grads = jax.jit(jax.value_and_grad(lambda tree: _mean_loss(settings, tree, batch)))(params)
     state, metrics = _update(settings, batch)
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
@@ -49,7 +49,7 @@ def test_loss_and_gradient_of_the_mean_over_targets(settings):
 
 def test_update_norm_is_of_what_was_added(settings):
     batch = _batch(settings)
-    before = step.init_state(settings, sharding.make_mesh(4)).params
+    before = step.init_state(settings, sharding.make_mesh(settings)).params
     state, metrics = _update(settings, batch)
     moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, before))
     assert metrics["update_norm"] == pytest.approx(float(moved), rel=1e-4)
@@ -69,21 +69,21 @@ def test_micro_batches_equal_the_batch(settings):
 @pytest.mark.parametrize("width", [1, 5])
 def test_slices_of_time_do_not_change_the_loss(settings, monkeypatch, width):
     batch = _batch(settings)
-    params = step.init_state(settings, sharding.make_mesh(4)).params
+    params = step.init_state(settings, sharding.whole_mesh()).params
 
-    def loss(tree):
+    def total(tree):
         return step.loss_sum(step.merge(settings.model, tree), batch)
 
-    expected = jax.jit(jax.value_and_grad(loss))(params)
-    monkeypatch.setattr(step, "_LOGITS_BYTES", 4 * 4 * 256 * width)
-    actual = jax.jit(jax.value_and_grad(lambda tree: loss(tree)))(params)
+    expected = jax.jit(jax.value_and_grad(total))(params)
+    monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * 4 * 256 * width)
+    actual = jax.jit(jax.value_and_grad(lambda tree: total(tree)))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected)
 
 
 def test_no_array_of_all_logits_exists(settings, monkeypatch):
     batch = _batch(settings)
-    params = step.init_state(settings, sharding.make_mesh(4)).params
-    monkeypatch.setattr(step, "_LOGITS_BYTES", 4 * 4 * 256 * 2)
+    params = step.init_state(settings, sharding.whole_mesh()).params
+    monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * 4 * 256 * 2)
     differentiate = jax.grad(lambda tree: step.loss_sum(step.merge(settings.model, tree), batch))
     lowered = jax.jit(differentiate).lower(params).as_text()
     assert "4x2x256xf32" in lowered
@@ -93,7 +93,7 @@ def test_no_array_of_all_logits_exists(settings, monkeypatch):
 def test_documents_do_not_see_each_other(settings):
     batch = _batch(settings)
     segments = jnp.asarray(np.repeat([[0, 1]], 8, axis=1).repeat(4, axis=0), jnp.int32)
-    model = step.merge(settings.model, step.init_state(settings, sharding.make_mesh(4)).params)
+    model = step.merge(settings.model, step.init_state(settings, sharding.whole_mesh()).params)
     batch["targets"] = batch["targets"].at[:, :8].set(-1)
     loss = jax.jit(lambda rows: step.loss_sum(model, rows))
     apart = float(loss({**batch, "segment_ids": segments}))
@@ -103,14 +103,14 @@ def test_documents_do_not_see_each_other(settings):
 
 
 def test_the_state_is_donated(settings):
-    mesh = sharding.make_mesh(4)
+    mesh = sharding.whole_mesh()
     state = step.init_state(settings, mesh)
     step.make_update(settings, mesh)(state, _batch(settings))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
 def test_abstract_state_is_that_of_the_state(settings):
-    mesh = sharding.make_mesh(4)
+    mesh = sharding.whole_mesh()
     state, abstract = step.init_state(settings, mesh), step.abstract_state(settings, mesh)
     assert jax.tree.structure(state) == jax.tree.structure(abstract)
     for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(abstract)):
@@ -120,7 +120,7 @@ def test_abstract_state_is_that_of_the_state(settings):
 def test_a_batch_without_targets_moves_nothing(settings):
     batch = _batch(settings)
     batch["targets"] = jnp.full_like(batch["targets"], -1)
-    before = step.init_state(settings, sharding.make_mesh(4)).params
+    before = step.init_state(settings, sharding.whole_mesh()).params
     state, metrics = _update(settings, batch)
     assert metrics["loss"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.params, before)

@@ -225,7 +225,8 @@ def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     code, out, err = start_and_send(signal.SIGINT, 60)
     assert code == 130
     assert err == ""
-    first, *_, last = out.splitlines()
+    devices, first, *_, last = out.splitlines()
+    assert devices.startswith("1 x cpu; parameters and optimizer state take 0.0")
     assert int(first.split()[2]) >= 20
     assert last.startswith("stopped after step ")
     stopped = int(last.split()[3].rstrip(","))
@@ -240,7 +241,7 @@ def test_a_mistake_is_one_line(tmp_path, settings):
     assert done.stdout == ""
     assert done.stderr == (
         "error: there is no setting --config.model.layer; model has vocab_size, layers, width, heads, "
-        "kv_heads, head_dim, mlp_ratio, dtype, attention\n"
+        "kv_heads, head_dim, mlp_ratio, dtype, remat, attention\n"
     )
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops._power import decay as decays
@@ -21,12 +22,16 @@ __all__ = ["Settings", "chunked"]
 
 
 class Settings(NamedTuple):
-    """What is static: the power, chunk C and window W in positions, and the precision of products."""
+    """What is static: the power, chunk C and window W in positions, and the precision of products.
+
+    divide: whether the output is the mean of values, or else the sums of weighted values and, last, of weights.
+    """
 
     power: int
     chunk: int
     window: int
     precision: jax.lax.Precision
+    divide: bool = True
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -41,14 +46,16 @@ def chunked(
 ) -> tuple[Float[Array, "G E X"], features.Groups]:
     """The weighted mean of values for the G query heads of one key head, and the state after the last fold.
 
+    Without `settings.divide` float sums [G, E + 1, X] in place of the mean, to which others may be added.
+
     X is a multiple of the chunk. `log_decay` is `decay.bounded`; None is no decay and no boundary. Positions where
     `folds` is False never enter the state. `state` is that of `features`; the last column is the normaliser.
 
     Differentiable in query, key, value, log_decay and state. Saved for the backward pass: the arguments, the output,
-    one denominator a query and the final state; states and features between are computed again.
+    one denominator a query and the final state; states and features between are computed again. Of sums, neither.
     """
-    out, _, final = _forward(settings, query, key, value, log_decay, folds, state)
-    return out, final
+    results, final = _forward(settings, query, key, value, log_decay, folds, state)
+    return results[0], final
 
 
 def _forward(settings, query, key, value, log_decay, folds, state):
@@ -62,23 +69,31 @@ def _forward(settings, query, key, value, log_decay, folds, state):
             blocks.weighted(state), _columns(block.query), settings.power, settings.precision
         )
         sums += block.to_query * _groups(far, len(query))
+        state = _folded(settings, state, block)
+        if not settings.divide:
+            return state, (sums,)
         denominator = sums[:, -1:]
         out = means.mean(sums[:, :-1], denominator, 1)
-        return _folded(settings, state, block), (out.astype(value.dtype), denominator)
+        return state, (out.astype(value.dtype), denominator)
 
-    final, (out, denominator) = jax.lax.scan(step, state, blocks.indices)
-    return _joined(out), _joined(denominator), final
+    final, results = jax.lax.scan(step, state, blocks.indices)
+    return tuple(map(_joined, results)), final
 
 
 def _chunked_fwd(settings, query, key, value, log_decay, folds, state):
-    out, denominator, final = _forward(settings, query, key, value, log_decay, folds, state)
-    return (out, final), (query, key, value, log_decay, folds, state, out, denominator, final)
+    results, final = _forward(settings, query, key, value, log_decay, folds, state)
+    if settings.divide:
+        results = tuple(ad_checkpoint.checkpoint_name(x, means.SAVED_AS) for x in results)
+    divided = results if settings.divide else None
+    return (results[0], final), (query, key, value, log_decay, folds, state, divided, final)
 
 
 def _chunked_bwd(settings, residuals, cotangents):
-    query, key, value, log_decay, folds, state, out, denominator, final = residuals
-    dout, dfinal = cotangents
-    dsums = jnp.concatenate(means.mean_vjp(out, denominator, dout.astype(denominator.dtype), 1), 1)
+    query, key, value, log_decay, folds, state, divided, final = residuals
+    dsums, dfinal = cotangents
+    if settings.divide:
+        out, denominator = divided
+        dsums = jnp.concatenate(means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 1), 1)
 
     blocks = _Blocks(settings, query, key, value, log_decay, folds, state[0].dtype)
     dquery_far, reads = _read_states(settings, blocks, dsums, state)

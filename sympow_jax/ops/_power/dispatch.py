@@ -1,11 +1,12 @@
 """Checks the arguments of an attention with a state, chooses form and implementation, and calls it."""
 
+import functools
 import importlib
 
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops import feature_maps
+from sympow_jax.ops import _time_axis, feature_maps
 from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import step as xla_step
 
@@ -29,6 +30,7 @@ def attend(
     window,
     initial_state,
     return_state,
+    axis_name,
 ):
     """`power_attention` for any power >= 1; see there."""
     sizes = _check(query, key, value, log_decay, segment_ids, lead="B, T")
@@ -53,27 +55,36 @@ def attend(
             f"form without an initial state"
         )
     stateless = initial_state is None and not return_state
+    if axis_name is not None:
+        _require_divisible(axis_name, implementation, kept_keys=kept_keys, stateless=stateless)
     needs = {"power": power, "window": window, "chunk_size": chunk_size, "stateless": stateless}
     if form is None:
-        form = "attention" if kept_keys else _cheapest_form(implementation, query, value, sizes, **needs)
+        time = query.shape[1] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+        form = (
+            "attention" if kept_keys else _cheapest_form(implementation, query, value, time, sizes, **needs)
+        )
     if form != "attention" or return_state:
         costs.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
     name, compute = _compute(implementation, form, query, value, **needs)
+    compute = functools.partial(
+        compute, power=power, state=initial_state, window=window, chunk=chunk_size, return_state=return_state
+    )
     # Profiles and compiled programs say by this what ran.
     with jax.named_scope(f"{form}_{name}"):
-        out, final = compute(
-            query,
-            key,
-            value,
-            power=power,
-            log_decay=log_decay,
-            segment_ids=segment_ids,
-            state=initial_state,
-            window=window,
-            chunk=chunk_size,
-            return_state=return_state,
-        )
+        if axis_name is not None and form == "attention":
+            return _attention_by_heads(compute, query, key, value, log_decay, segment_ids, axis_name)
+        if axis_name is not None:
+            compute = functools.partial(compute, axis_name=axis_name)
+        out, final = compute(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
     return (out, final) if return_state else out
+
+
+def _attention_by_heads(compute, query, key, value, log_decay, segment_ids, axis_name):
+    def attend(query, key, value, log_decay, segment_ids):
+        out, _ = compute(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
+        return out
+
+    return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
 
 
 def attend_step(query, key, value, state, *, power, log_decay, segment_ids, implementation):
@@ -90,7 +101,7 @@ def attend_step(query, key, value, state, *, power, log_decay, segment_ids, impl
     return compute(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
 
 
-def _cheapest_form(implementation, query, value, sizes, *, power, window, chunk_size, stateless):
+def _cheapest_form(implementation, query, value, time, sizes, *, power, window, chunk_size, stateless):
     needs = {"power": power, "window": window, "chunk_size": chunk_size, "stateless": stateless}
     kernels = ()
     if implementation in (None, "mosaic_gpu"):
@@ -100,7 +111,7 @@ def _cheapest_form(implementation, query, value, sizes, *, power, window, chunk_
     if len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):
         return kernels[0]
     return costs.cheapest_form(
-        time=query.shape[1],
+        time=time,
         heads=query.shape[2],
         power=power,
         chunk=chunk_size,
@@ -141,6 +152,23 @@ def _kernels(implementation, module, *arrays, **needs):
             raise
         return None
     return kernels
+
+
+def _require_divisible(axis_name, implementation, *, kept_keys, stateless) -> None:
+    """Raises NotImplementedError, naming the constraint, for what needs all of the time on one device."""
+    divided = f"time is divided over the mesh axis {axis_name!r}, which"
+    if not stateless:
+        raise NotImplementedError(
+            f"{divided} goes without states; leave out initial_state and return_state, or axis_name"
+        )
+    if kept_keys:
+        raise NotImplementedError(
+            f"{divided} needs as many keys as queries; leave out kept keys, or axis_name"
+        )
+    if implementation == "reference":
+        raise NotImplementedError(
+            f"{divided} implementation 'reference' cannot; use implementation='xla', or leave out axis_name"
+        )
 
 
 def _check(query, key, value, log_decay, segment_ids, *, lead):

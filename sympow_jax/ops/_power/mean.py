@@ -4,10 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Float
 
-__all__ = ["mean", "mean_vjp"]
+__all__ = ["SAVED_AS", "mean", "mean_vjp"]
+
+# What policies of `jax.checkpoint` know means and denominators by, which the backward pass reads.
+SAVED_AS = "power_attention_out"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -30,7 +34,8 @@ def mean_vjp(out, denominator, dout, axis):
 
 
 def _mean_fwd(numerator, denominator, axis):
-    out = mean(numerator, denominator, axis)
+    results = mean(numerator, denominator, axis), denominator
+    out, denominator = (ad_checkpoint.checkpoint_name(x, SAVED_AS) for x in results)
     return out, (out, denominator)
 
 

@@ -12,8 +12,9 @@ from jax import ad_checkpoint
 
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
+from sympow_jax.ops import _time_axis
 from sympow_jax.ops._power import mean as means
-from sympow_jax.ops._power import target, xla
+from sympow_jax.ops._power import shares, target, xla
 
 __all__ = ["attention", "chunked", "per_device", "require_supported"]
 
@@ -21,9 +22,9 @@ __all__ = ["attention", "chunked", "per_device", "require_supported"]
 _HEAD_AXES = ("model", "tensor", "heads")
 # Chunks and windows of the state kernels are whole blocks of the tensor core.
 _BLOCK = 64
-# What policies of `jax.checkpoint` know the results by that the backward pass of the chunked form reads.
+# What policies of `jax.checkpoint` know the results by that the backward pass reads.
 _SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, "power_attention_states") | dict.fromkeys(
-    ("out", "denominator"), "power_attention_out"
+    ("out", "denominator", "exponent"), means.SAVED_AS
 )
 _DIFFERENTIABLE = ("query", "key", "value", "log_decay")
 
@@ -72,7 +73,7 @@ def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
         return {"out": out, "denominator": denominator, "exponent": exponent}
 
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
-    results = per_device(compute, arrays, ("out", "denominator", "exponent"))
+    results = _named(per_device(compute, arrays, ("out", "denominator", "exponent")))
     return results["out"].astype(value.dtype), (arrays, results)
 
 
@@ -91,9 +92,14 @@ def _attention_bwd(power, interpret, residuals, dout):
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def chunked(query, key, value, *, power, state, window, chunk, **arguments):
+def _named(results):
+    return {name: ad_checkpoint.checkpoint_name(x, _SAVED_AS[name]) for name, x in results.items()}
+
+
+def chunked(query, key, value, *, power, state, window, chunk, axis_name=None, **arguments):
     """The chunked form; arguments as in `xla.chunked`. `chunk` None is what the kernels do best."""
-    length = query.shape[1] + (0 if state is None else 2 * window)
+    before = 2 * window if state is not None else window if axis_name is not None else 0
+    length = query.shape[1] + before
     if chunk is not None:
         # A key is seen exactly from two chunks at most.
         chunk = max(min(chunk, -(-length // _BLOCK) * _BLOCK), window)
@@ -108,23 +114,23 @@ def chunked(query, key, value, *, power, state, window, chunk, **arguments):
         chunk=chunk,
     ).chunk
     core = functools.partial(_core, dtype=query.dtype)
-    arguments |= {"power": power, "state": state, "window": window, "chunk": chunk}
+    arguments |= {"power": power, "state": state, "window": window, "chunk": chunk, "axis_name": axis_name}
     return xla.chunked(query, key, value, core=core, **arguments)
 
 
-def _core(settings, rows, return_state, *, dtype):
+def _core(settings, rows, return_state, axis_name, *, dtype):
     # The window of a state holds float32, of inputs of 16 bits.
     rows = rows._replace(**{name: getattr(rows, name).astype(dtype) for name in ("query", "key", "value")})
-    results = _chunked(settings, target.interpret(), return_state, rows)
+    results = _chunked(settings, target.interpret(), return_state, axis_name, rows)
     return results if return_state else (*results, None, None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chunked(settings, interpret, return_state, rows):
-    return _chunked_fwd(settings, interpret, return_state, rows)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _chunked(settings, interpret, return_state, axis_name, rows):
+    return _chunked_fwd(settings, interpret, return_state, axis_name, rows)[0]
 
 
-def _chunked_fwd(settings, interpret, return_state, rows):
+def _chunked_fwd(settings, interpret, return_state, axis_name, rows):
     """Saves the arguments, the output, the denominators and the states before each chunk.
 
     By the names of `checkpoint_name`, a policy of `jax.checkpoint` may have the states computed again instead.
@@ -132,32 +138,34 @@ def _chunked_fwd(settings, interpret, return_state, rows):
 
     def compute(arrays):
         initial = (arrays["kv"], arrays["norm"]) if "kv" in arrays else None
-        results, saved = state_kernel.power_state_fwd(
-            *_arguments(arrays), initial, **_options(settings, interpret)
-        )
-        out, denominator, (kv, norm) = results
+        query, *others = _arguments(arrays)
+        options = _options(settings, interpret)
+        saved, final = state_kernel.fold(*others, initial, **options)
+        if axis_name is not None:
+            saved, final = _met(saved, final, others, options, axis_name)
+        out, denominator = state_kernel.attend(query, *others, saved, **options)
+        kv, norm = final
         return {"out": out, "denominator": denominator, "kv": kv, "norm": norm} | saved._asdict()
 
     names = ("out", "denominator", "kv", "norm", *state_kernel.Saved._fields)
     results = per_device(compute, rows._asdict(), names)
-    out, kv, norm = results["out"], results.pop("kv"), results.pop("norm")
-    saved = {name: ad_checkpoint.checkpoint_name(x, _SAVED_AS[name]) for name, x in results.items()}
-    return (out, kv, norm) if return_state else (out,), (rows, saved)
+    kv, norm = results.pop("kv"), results.pop("norm")
+    saved = _named(results)
+    return (saved["out"], kv, norm) if return_state else (saved["out"],), (rows, saved)
 
 
-def _chunked_bwd(settings, interpret, return_state, residuals, cotangents):
+def _chunked_bwd(settings, interpret, return_state, axis_name, residuals, cotangents):
     rows, saved = residuals
 
     def compute(arrays):
-        gradients, initial = state_kernel.power_state_vjp(
-            *_arguments(arrays),
-            arrays["out"],
-            arrays["denominator"],
-            state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields)),
-            arrays["dout"],
-            (arrays["final_kv"], arrays["final_norm"]) if return_state else None,
-            **_options(settings, interpret),
-        )
+        options = _options(settings, interpret)
+        arguments, results = _arguments(arrays), (arrays["out"], arrays["denominator"])
+        states = state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields))
+        dfinal = (arrays["final_kv"], arrays["final_norm"]) if return_state else None
+        dual, initial = state_kernel.fold_vjp(*arguments, *results, arrays["dout"], dfinal, **options)
+        if axis_name is not None:
+            dual, initial = _met(dual, initial, arguments[1:], options, axis_name, reverse=True)
+        gradients = state_kernel.attend_vjp(*arguments, *results, states, dual, arrays["dout"], **options)
         gradients = gradients._asdict() | dict(zip(("kv", "norm"), initial))
         return {name: gradients[name] for name in wanted}
 
@@ -167,6 +175,18 @@ def _chunked_bwd(settings, interpret, return_state, residuals, cotangents):
 
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
+
+
+def _met(saved, final, arguments, options, axis_name, reverse=False):
+    """States and the last one, folded from nothing, with what arrives from the devices before this one.
+
+    reverse: dual states and the first one, from the devices behind.
+    """
+    key, _, log_decay, folds = arguments
+    decay = shares.log_decay_over(log_decay, folds, key.shape[2])
+    _, incoming = _time_axis.exclusive_prefix(shares.combined, (decay, final), axis_name, reverse=reverse)
+    options = {name: x for name, x in options.items() if name != "interpret"}
+    return state_kernel.add_incoming(saved, final, incoming, *arguments, **options, reverse=reverse)
 
 
 def _arguments(arrays):

@@ -83,8 +83,11 @@ class Sequence:
     segment: Int[Array, " B"]
 
     @classmethod
-    def join(cls, key, value, log_decay, segment_ids, state: PowerState | None, dtype):
-        """Puts the window of `state`, if any, in front of the new tokens; decays come out in `dtype`."""
+    def join(cls, key, value, log_decay, segment_ids, state: PowerState | None, dtype, axis_name=None):
+        """Puts the window of `state`, if any, in front of the new tokens; decays come out in `dtype`.
+
+        axis_name: the manual mesh axis over which time is divided. A document may then have begun on another device.
+        """
         batch, time, kv_heads, _ = key.shape
         if state is None:
             window = {
@@ -102,6 +105,8 @@ class Sequence:
             segment = jnp.where(previous == documents.NO_SEGMENT, 0, previous)
             valid, start = jnp.ones((batch, time), bool), jnp.zeros((batch, time), bool)
         else:
+            if axis_name is not None:
+                previous = documents.segment_before(segment_ids, axis_name)
             start, valid, segment = documents.boundaries(segment_ids, previous)
         held = jnp.arange(window["keys"].shape[1]) < length[:, None]
         valid = jnp.concatenate([held, valid], 1)

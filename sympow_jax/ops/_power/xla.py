@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
+from sympow_jax.ops import _time_axis
 from sympow_jax.ops._power import chunked as chunked_core
 from sympow_jax.ops._power import decay as decays
-from sympow_jax.ops._power import features, quadratic
+from sympow_jax.ops._power import features, quadratic, shares
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
 
@@ -54,14 +55,16 @@ def chunked(
     window,
     chunk,
     return_state,
+    axis_name=None,
     core=None,
 ):
     """The chunked form; with a chunk of 1, the recurrence. Returns the output and the state or None.
 
-    core: what computes (out [B, X, N, E], kv, norm) from (settings, rows, return_state); by default plain JAX.
+    core: what computes (out [B, X, N, E], kv, norm) from (settings, rows, return_state, axis_name); by default plain
+    JAX. With an axis name the rows are those of `shares`, and there are no states.
     """
     dtype, time = jnp.promote_types(query.dtype, jnp.float32), query.shape[1]
-    sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype)
+    sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype, axis_name)
     ragged = state is not None or segment_ids is not None
     arrays = {
         "query": _masked_queries(query, sequence),
@@ -71,23 +74,28 @@ def chunked(
     }
     if ragged or log_decay is not None:
         arrays["log_decay"] = decays.bounded(sequence.log_decay, sequence.start[..., None])
+    valid = sequence.valid
+    if axis_name is not None:
+        arrays, valid = shares.with_halo(arrays, valid, window=window, ragged=ragged, axis_name=axis_name)
     if ragged:
         # Padding and empty slots go to the end, so that windows and chunks count tokens only.
-        order = jnp.argsort(~sequence.valid, axis=1, stable=True)
+        order = jnp.argsort(~valid, axis=1, stable=True)
         back = jnp.argsort(order, axis=1)
         arrays = {name: _permuted(x, order, back) for name, x in arrays.items()}
     first = {"kv": None, "norm": None} if state is None else {"kv": state.kv, "norm": state.norm}
     rows = Rows(**{"log_decay": None} | arrays | first)
 
     settings = chunked_core.Settings(power, chunk, window, precision_of(key.dtype))
-    out, kv, norm = (core or _core)(settings, rows, return_state)
+    out, kv, norm = (core or _core)(settings, rows, return_state, axis_name)
     if ragged:
         out = _permuted(out, back, order)
     out = out[:, -time:].astype(value.dtype)
     return out, _state_of(kv, norm, sequence, window, dtype) if return_state else None
 
 
-def _core(settings, rows, return_state):
+def _core(settings, rows, return_state, axis_name):
+    if axis_name is not None:
+        return _core_of_share(settings, rows, axis_name), None, None
     length = rows.query.shape[1]
     settings, rows = _in_whole_chunks(settings, rows)
     out, final = _over_heads(chunked_core.chunked, settings, rows)(*_by_head(rows, settings.power))
@@ -95,6 +103,21 @@ def _core(settings, rows, return_state):
     if not return_state:
         return out, None, None
     return out, *kv_and_norm(final, rows.key.shape[-1], settings.power).values()
+
+
+def _core_of_share(settings, rows, axis_name):
+    length, kv_heads = rows.query.shape[1], rows.key.shape[2]
+    decay = shares.log_decay_over(rows.log_decay, rows.folds, kv_heads)
+    settings, rows = _in_whole_chunks(settings._replace(divide=False), rows)
+    arguments = _by_head(rows, settings.power)
+    sums, final = _over_heads(chunked_core.chunked, settings, rows)(*arguments)
+    _, before = _time_axis.exclusive_prefix(shares.combined, (decay.astype(sums.dtype), final), axis_name)
+    add = functools.partial(shares.arriving_sums, settings.power, settings.precision)
+    axes = (0, 0, None if rows.log_decay is None else 0)
+    query, log_decay = arguments[0], arguments[3]
+    sums += jax.vmap(jax.vmap(add, in_axes=axes), in_axes=axes)(before, query, log_decay)
+    out = means.mean(sums[..., :-1, :], sums[..., -1:, :], -2)
+    return _time_second(out)[:, :length]
 
 
 def _in_whole_chunks(settings, rows):

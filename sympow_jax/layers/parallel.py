@@ -1,0 +1,149 @@
+"""Products with parameters that are divided over the mesh in scope: each collective is written out, once a pass.
+
+Parameters are gathered over `fsdp` where they are used, in the dtype of the product, and again in the backward pass,
+which saves arguments alone. Their gradients are summed over rows and times; over `fsdp` they are scattered to where
+the parameters are.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers import partitioning
+
+__all__ = ["gather", "lookup", "products", "scatter"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def products(
+    x: Float[Array, "B T I"],
+    matrices: tuple[Float[Array, "I _"], ...],
+    spec: jax.sharding.PartitionSpec,
+    kinds: tuple[tuple[Any, Any], ...],
+) -> tuple[Float[Array, "B T _"], ...]:
+    """x times each of the matrices, which `spec` divides; `kinds` are the dtype and the precision of each product.
+
+    COLUMNS: results are divided over `tensor`; the gradient of x is summed over it, once for all matrices. ROWS: x is
+    divided over `tensor`, and results are summed over it.
+    """
+    return _products_fwd(x, matrices, spec, kinds)[0]
+
+
+def _products_fwd(x, matrices, spec, kinds):
+    before, after, shapes = _around(x, matrices, spec)
+    divided = [_axes_of(spec, matrix) for matrix in matrices]
+    partial = partitioning.TENSOR in partitioning.dividing(before, x.shape)
+
+    def local(x, matrices):
+        results = []
+        for matrix, axes, (dtype, precision) in zip(matrices, divided, kinds):
+            whole = gather(matrix.astype(dtype), axes, partitioning.FSDP)
+            result = jnp.matmul(x.astype(dtype), whole, precision=precision)
+            results.append(jax.lax.psum(result, partitioning.TENSOR) if partial else result)
+        return tuple(results)
+
+    out = tuple(partitioning.fit(after, shape) for shape in shapes)
+    return partitioning.over_devices(local, (x, matrices), (before, spec), out), (x, matrices)
+
+
+def _products_bwd(spec, kinds, residuals, dresults):
+    x, matrices = residuals
+    before, after, _ = _around(x, matrices, spec)
+    divided = [_axes_of(spec, matrix) for matrix in matrices]
+    partial = partitioning.TENSOR in partitioning.dividing(after, dresults[0].shape)
+    tokens = partitioning.dividing(partitioning.TOKENS, x.shape)
+
+    def local(x, matrices, dresults):
+        dx, gradients = 0, []
+        for matrix, dresult, axes, (dtype, precision) in zip(matrices, dresults, divided, kinds):
+            whole = gather(matrix.astype(dtype), axes, partitioning.FSDP)
+            dx += jnp.matmul(dresult, whole.T, precision=precision)
+            gradient = jnp.einsum("bti,bto->io", x.astype(dtype), dresult, precision=precision)
+            gradients.append(scatter(gradient, axes, tokens).astype(matrix.dtype))
+        dx = dx.astype(x.dtype)
+        return jax.lax.psum(dx, partitioning.TENSOR) if partial else dx, tuple(gradients)
+
+    # Without a barrier XLA would keep what the forward pass gathered.
+    matrices = jax.lax.optimization_barrier(matrices)
+    out = (partitioning.fit(before, x.shape), tuple(partitioning.fit(spec, m.shape) for m in matrices))
+    return partitioning.over_devices(local, (x, matrices, dresults), (before, spec, after), out)
+
+
+products.defvjp(_products_fwd, _products_bwd)
+
+
+@jax.custom_vjp
+def lookup(table: Float[Array, "V M"], tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+    """Rows of a table that ROWS divides, gathered whole: it is smaller than the rows of a training step's tokens."""
+    return _lookup_fwd(table, tokens)[0]
+
+
+def _lookup_fwd(table, tokens):
+    axes = _axes_of(partitioning.ROWS, table)
+
+    def local(table, tokens):
+        for name in (partitioning.TENSOR, partitioning.FSDP):
+            table = gather(table, axes, name)
+        return table[tokens]
+
+    out = partitioning.fit(partitioning.TOKENS, tokens.shape)
+    specs = partitioning.ROWS, partitioning.TOKENS
+    return partitioning.over_devices(local, (table, tokens), specs, out), (table, tokens)
+
+
+def _lookup_bwd(residuals, drows):
+    table, tokens = residuals
+    axes, summed = (
+        _axes_of(partitioning.ROWS, table),
+        partitioning.dividing(partitioning.TOKENS, tokens.shape),
+    )
+
+    def local(table, tokens, drows):
+        rows = len(table)
+        if partitioning.TENSOR in axes:
+            # The rows of other devices fall outside, where nothing is added.
+            tokens = tokens - rows * jax.lax.axis_index(partitioning.TENSOR)
+            tokens = jnp.where(tokens < 0, rows, tokens)
+        gradient = jnp.zeros((rows, drows.shape[-1]), drows.dtype).at[tokens].add(drows, mode="drop")
+        return scatter(gradient, axes, summed).astype(table.dtype)
+
+    specs = partitioning.ROWS, partitioning.TOKENS, partitioning.TOKENS
+    out = partitioning.fit(partitioning.ROWS, table.shape)
+    return partitioning.over_devices(local, (table, tokens, drows), specs, out), None
+
+
+lookup.defvjp(_lookup_fwd, _lookup_bwd)
+
+
+def gather(part: Float[Array, "_ _"], axes: tuple[str | None, ...], name: str) -> Float[Array, "_ _"]:
+    """A parameter gathered over the axis `name`, if that is one of the `axes` which divide its dimensions."""
+    if name not in axes:
+        return part
+    return jax.lax.all_gather(part, name, axis=axes.index(name), tiled=True)
+
+
+def scatter(
+    gradient: Float[Array, "_ _"], axes: tuple[str | None, ...], summed: tuple[str, ...]
+) -> Float[Array, "_ _"]:
+    """A gradient summed over the axes `summed`, and left divided over `fsdp` if the parameter is."""
+    if partitioning.FSDP in axes and partitioning.FSDP in summed:
+        summed = tuple(name for name in summed if name != partitioning.FSDP)
+        where = axes.index(partitioning.FSDP)
+        gradient = jax.lax.psum_scatter(gradient, partitioning.FSDP, scatter_dimension=where, tiled=True)
+    return jax.lax.psum(gradient, summed) if summed else gradient
+
+
+def _axes_of(spec, matrix) -> tuple[str | None, ...]:
+    """Which axis divides each dimension."""
+    return tuple(partitioning.fit(spec, matrix.shape))
+
+
+def _around(x, matrices, spec):
+    """How x and the results are divided, and the shapes of these."""
+    before, after = partitioning.TOKENS, partitioning.HEADS
+    if spec == partitioning.ROWS:
+        before, after = after, before
+    return before, after, [(*x.shape[:-1], matrix.shape[-1]) for matrix in matrices]

@@ -1,0 +1,169 @@
+"""The chunked form where devices hold shares of the time: what each is given by those before it.
+
+A device's rows are its left neighbour's last W tokens, which it asks nothing for, and its own. It folds all of them but
+its own last W, which the next device folds: all devices together fold every token once, from nothing, at the same
+time. The states that come out are combined over the devices before each, and what arrives is added to the sums of its
+queries, or by the kernels to the states before its chunks.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Bool, Float
+from sympow_jax.ops import _time_axis
+from sympow_jax.ops._power import decay as decays
+from sympow_jax.ops._power import features
+
+__all__ = ["arriving_sums", "combined", "log_decay_over", "with_halo"]
+
+# Positions queried at once.
+_CHUNK = 128
+
+
+def with_halo(
+    arrays: dict[str, Array], valid: Bool[Array, "B T"], *, window: int, ragged: bool, axis_name: str
+) -> tuple[dict[str, Array], Bool[Array, "B W+T"]]:
+    """The arrays of xla.Rows over time [B, T, ...] with the last W tokens before this share in front; what is valid.
+
+    ragged: whether anything is not valid. Then the W tokens may come from several devices, and are last among W
+    positions; positions that are not valid hold zeros. Raises ValueError where a share is shorter than a window.
+    """
+    batch, time = valid.shape
+    if time < window:
+        devices = jax.lax.axis_size(axis_name)
+        raise ValueError(
+            f"each of {devices} devices along {axis_name!r} holds {time} of {devices * time} positions, fewer than the "
+            f"window of {window}; use a longer sequence, fewer devices along that axis or a smaller window"
+        )
+    tokens = {name: x for name, x in arrays.items() if name in ("key", "value", "log_decay")}
+    if ragged:
+        halo, held = _tokens_before(tokens, valid, window, axis_name)
+        valid = jnp.concatenate([held, valid], 1)
+        behind = jnp.cumsum(valid[:, ::-1], 1)[:, ::-1] - valid
+        folds = behind >= window
+    else:
+        # The first device's are zeros, which weigh nothing.
+        halo = _time_axis.from_left({name: x[:, time - window :] for name, x in tokens.items()}, axis_name)
+        valid = jnp.ones((batch, window + time), bool)
+        folds = jnp.broadcast_to(jnp.arange(window + time) < time, valid.shape)
+    nothing = jnp.zeros_like(arrays["query"], shape=(batch, window, *arrays["query"].shape[2:]))
+    joined = {name: jnp.concatenate([x, arrays[name]], 1) for name, x in ({"query": nothing} | halo).items()}
+    return joined | {"folds": folds}, valid
+
+
+def _tokens_before(tokens, valid, window, axis_name):
+    """The last W valid tokens before this share, zeros in front of fewer, and which of the W there are.
+
+    A prefix over devices of what is the last W of two runs of tokens, since a share may hold fewer.
+    """
+    newest = jnp.argsort(valid, axis=1, stable=True)[:, valid.shape[1] - window :]
+
+    def at(x, index):
+        return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
+
+    def last_of_both(far, near):
+        """Both are last among W positions: what is far moves up to what is near."""
+        count = near["held"].sum(1, dtype=jnp.int32)[:, None]
+        steps = jnp.arange(window, dtype=jnp.int32)
+        kept = steps >= window - count
+        moved = jnp.minimum(steps + count, window - 1)
+        return {
+            name: jnp.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, at(far[name], moved))
+            for name, x in near.items()
+        }
+
+    own = {name: at(x, newest) for name, x in (tokens | {"held": valid}).items()}
+    halo = _time_axis.exclusive_prefix(last_of_both, own, axis_name)
+    held = halo.pop("held")
+    return halo, held
+
+
+def log_decay_over(log_decay: Float[Array, "B X K"] | None, folds: Bool[Array, "B X"], kv_heads: int):
+    """The sum of the decays of what is folded, [B, K]."""
+    if log_decay is None:
+        return jnp.zeros((len(folds), kv_heads))
+    return jnp.where(folds[..., None], log_decay, 0).sum(1)
+
+
+def combined(far, near):
+    """(sum of log decays [B, K], state) of one run of tokens and of another that follows it; arrays begin [B, K].
+
+    Equally of the gradients of states before two runs, `near` then being the earlier one.
+    """
+    (far_decay, far_state), (near_decay, near_state) = far, near
+    decay = decays.exp(near_decay)
+    state = jax.tree.map(
+        lambda x, y: decay.reshape(decay.shape + (1,) * (x.ndim - 2)) * x + y, far_state, near_state
+    )
+    return far_decay + near_decay, state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def arriving_sums(
+    power: int,
+    precision: jax.lax.Precision,
+    state: features.Groups,
+    query: Float[Array, "G D X"],
+    log_decay: Float[Array, " X"] | None,
+) -> Float[Array, "G E+1 X"]:
+    """What a state from before the rows adds to the sums of a head's queries; log_decay is that of the rows, bounded.
+
+    Differentiable in all three; only the arguments are saved, and neither pass computes a product twice.
+    """
+    weighted = _weighted(state, query, power)
+    parts = _in_chunks(query.astype(state[0].dtype))
+    sums = jax.lax.map(lambda q: features.query(weighted, q, power, precision), parts)
+    return _since_start(log_decay) * _joined(sums, query.shape)
+
+
+def _arriving_fwd(power, precision, state, query, log_decay):
+    return arriving_sums(power, precision, state, query, log_decay), (state, query, log_decay)
+
+
+def _arriving_bwd(power, precision, residuals, dsums):
+    """As in `chunked`, q . dq / p sums the gradients with respect to the logarithms of a query's weights."""
+    state, query, log_decay = residuals
+    weighted = _weighted(state, query, power)
+    wide = query.astype(state[0].dtype)
+
+    def step(dstate, inputs):
+        q, cotangent = inputs
+        dquery = features.query_vjp(weighted, q, cotangent, power, precision)
+        new = features.fold(cotangent, q, power, precision)
+        return tuple(s + n for s, n in zip(dstate, new, strict=True)), dquery
+
+    inputs = _in_chunks(wide), _in_chunks(_since_start(log_decay) * dsums)
+    dstate, dquery = jax.lax.scan(step, tuple(map(jnp.zeros_like, state)), inputs)
+    dquery = _joined(dquery, query.shape)
+    dlog = jax.lax.cumsum((wide * dquery).sum((0, 1)) / power, reverse=True)
+    return _weighted(dstate, query, power), dquery.astype(query.dtype), None if log_decay is None else dlog
+
+
+arriving_sums.defvjp(_arriving_fwd, _arriving_bwd)
+
+
+def _weighted(state, query, power):
+    """The state times the weights of its features."""
+    weights = features.weights(query.shape[1], power, state[0].dtype)
+    return tuple(s * w for s, w in zip(state, weights, strict=True))
+
+
+def _since_start(log_decay):
+    """The decay from before the rows to each position."""
+    return 1 if log_decay is None else decays.exp(jnp.cumsum(log_decay))
+
+
+def _in_chunks(x):
+    """[G, A, X] -> [n, A, C], all positions of all heads side by side, zeros behind the last."""
+    x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % _CHUNK)])
+    return jnp.moveaxis(x.reshape(len(x), -1, _CHUNK), 1, 0)
+
+
+def _joined(chunks, shape):
+    """The inverse of `_in_chunks`, for as many heads and positions as `shape` has first and last."""
+    groups, time = shape[0], shape[-1]
+    x = jnp.moveaxis(chunks, 0, 1).reshape(chunks.shape[1], -1)[:, : groups * time]
+    return jnp.moveaxis(x.reshape(-1, groups, time), 1, 0)

@@ -1,0 +1,85 @@
+"""The cross-entropy of a language model, whose logits never exist all at once."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers import parallel, partitioning
+
+__all__ = ["cross_entropy_sum"]
+
+# At most so many bytes of float32 logits exist on a device at once, in each of forward and backward.
+_LOGITS_BYTES = 1 << 28
+
+
+def cross_entropy_sum(
+    hidden: Float[Array, "B T M"], embedding: Float[Array, "V M"], targets: Int[Array, "B T"], dtype: Any
+) -> Float[Array, ""]:
+    """The cross-entropies in nats of the targets >= 0 under logits hidden . embedding^T, summed in float32.
+
+    The product is in `dtype`, its sums in float32. Logits exist for one slice of time at once, in the backward pass
+    too, which computes them again. Over the mesh in scope each device has its rows, its times and its part of the
+    vocabulary; the embedding is gathered over `fsdp` and its gradient scattered again.
+    """
+    summed = partitioning.dividing(partitioning.TOKENS, targets.shape)
+    axes = tuple(partitioning.fit(partitioning.ROWS, embedding.shape))
+    vocabulary = partitioning.TENSOR if partitioning.TENSOR in axes else None
+
+    def local(hidden, embedding, targets):
+        embedding = parallel.gather(embedding, axes, partitioning.FSDP)
+        loss = functools.partial(_slice_loss, embedding=embedding, dtype=dtype, axis_name=vocabulary)
+        total = _over_slices(loss, hidden, targets, len(embedding))
+        return jax.lax.psum(total, summed) if summed else total
+
+    specs = partitioning.TOKENS, partitioning.ROWS, partitioning.TOKENS
+    return partitioning.over_devices(local, (hidden, embedding, targets), specs, partitioning.REPLICATED)
+
+
+def _over_slices(loss, hidden, targets, vocabulary):
+    """The sum of loss(hidden, targets) over slices of time whose logits are few enough."""
+    rows, time = targets.shape
+    width = max(1, _LOGITS_BYTES // (4 * rows * vocabulary))
+    if width >= time:
+        return loss(hidden, targets)
+    slices = -(-time // width)
+    width = -(-time // slices)
+    padding = slices * width - time
+    hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
+    targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
+
+    @jax.checkpoint
+    def add(total, start):
+        part = (jax.lax.dynamic_slice_in_dim(leaf, start, width, axis=1) for leaf in (hidden, targets))
+        return total + loss(*part), None
+
+    return jax.lax.scan(add, jnp.float32(0), jnp.arange(slices) * width)[0]
+
+
+def _slice_loss(hidden, targets, *, embedding, dtype, axis_name):
+    """The sum for one slice; `axis_name` is the axis that the vocabulary is divided over, if any."""
+    logits = jnp.einsum(
+        "btm,vm->btv",
+        hidden.astype(dtype),
+        embedding.astype(dtype),
+        preferred_element_type=jnp.float32,
+    )
+    counts = targets >= 0
+    if axis_name is None:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
+    else:
+        losses = _divided_cross_entropy(logits, targets, axis_name)
+    return jnp.sum(jnp.where(counts, losses, 0))
+
+
+def _divided_cross_entropy(logits, targets, axis_name):
+    size = logits.shape[-1]
+    highest = jax.lax.pmax(jax.lax.stop_gradient(logits).max(-1), axis_name)
+    weights = jax.lax.psum(jnp.exp(logits - highest[..., None]).sum(-1), axis_name)
+    label = targets - jax.lax.axis_index(axis_name) * size
+    here = (label >= 0) & (label < size)
+    picked = jnp.take_along_axis(logits, jnp.clip(label, 0, size - 1)[..., None], axis=-1)[..., 0]
+    return jnp.log(weights) + highest - jax.lax.psum(jnp.where(here, picked, 0), axis_name)
