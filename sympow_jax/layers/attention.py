@@ -207,16 +207,14 @@ class Attention(nnx.Module):
                 max_document_length=longest,
                 segment_ids=segment_ids,
                 state=state,
-                **({"axis_name": axis_name} if axis_name else {}),
+                axis_name=axis_name,
             )
         if self.config.attention.position != "rope":
             return None, None
         if segment_ids is None:
             segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
         state = state or self._first_position(query.shape[0])
-        places, state = documents.positions(
-            segment_ids, state, **({"axis_name": axis_name} if axis_name else {})
-        )
+        places, state = documents.positions(segment_ids, state, axis_name=axis_name)
         return rotary.rope_angles(places, head_dim, max_document_length=longest), state
 
     def _log_decay(self, x, projected) -> Float[Array, "B T K"] | None:
@@ -241,9 +239,7 @@ class Attention(nnx.Module):
 
     def _attend(self, query, key, value, log_decay, segment_ids, form, axis_name=None):
         """The kernel without a recurrent state; in the attention form there may be more keys than queries."""
-        tokens = {"log_decay": log_decay, "segment_ids": segment_ids} | (
-            {"axis_name": axis_name} if axis_name else {}
-        )
+        tokens = {"log_decay": log_decay, "segment_ids": segment_ids, "axis_name": axis_name}
         if self.config.attention.kernel == "softmax":
             kept = key.shape[1] > query.shape[1]
             implementation = "xla" if kept else self.config.attention.implementation
