@@ -96,6 +96,11 @@ def test_a_refusal_says_what_to_do(tmp_path, wandb):
     assert not (tmp_path / "wandb.json").exists()
 
 
+def test_a_project_has_a_name(with_training):
+    with pytest.raises(ValueError, match="wandb_project is empty; name a project, or none"):
+        with_training(wandb_project="")
+
+
 def test_not_installed_is_said_before_anything_is_written(tmp_path, with_training, monkeypatch):
     # A folder of that name, which wandb leaves behind, is no package.
     (tmp_path / "wandb").mkdir()
