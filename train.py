@@ -26,6 +26,7 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     # Data, model and workdir first: their errors should not wait for a compilation, nor for the end of training.
     rows = data.train_dataset(settings.data, vocab_size=settings.model.vocab_size)
     evaluation.check_settings(settings)
+    metrics.check_settings(settings)
     mesh = sharding.make_mesh(settings)
     step.check_model(settings, mesh)
     workdir.open_workdir(folder, settings)
@@ -53,18 +54,13 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
         )
 
         with (
-            metrics.Reporter(
-                folder,
-                start=start,
-                steps=steps,
-                log_every=settings.training.log_every,
-                tokens_per_step=settings.data.batch_tokens,
-            ) as reporter,
+            metrics.Reporter(folder, settings, start=start, devices=mesh.devices.flat) as reporter,
             cli.StopSignals() as stop,
         ):
             pending = None  # the update whose metrics are not on the host yet
             for number in range(start + 1, steps + 1):
-                batch = sharding.place_batch(next(batches), mesh)
+                with reporter.reading(number):
+                    batch = sharding.place_batch(next(batches), mesh)
                 state, scalars = update(state, batch)
                 if pending:
                     reporter.report(*pending)
