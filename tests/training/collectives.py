@@ -48,6 +48,8 @@ def collectives(program: str, mesh: jax.sharding.Mesh) -> list[Collective]:
 
 def _axes(line: str, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
     """The axes of the mesh along which devices of one group differ."""
+    if named := re.search(r"replica_groups=mesh\[[^\]]*\] \{(.*?)\}", line):
+        return tuple(name for name in mesh.axis_names if f"'{name}'" in named[1])
     places = np.arange(mesh.size).reshape(mesh.devices.shape)
     differ = set()
     for group in _groups(line, mesh.size):
