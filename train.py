@@ -27,13 +27,14 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     with hosts.all_or_none():
         rows = data.train_dataset(settings.data, vocab_size=settings.model.vocab_size)
         evaluation.check_settings(settings)
+        metrics.check_settings(settings)
         mesh = sharding.make_mesh(settings)
         share, shares = sharding.batch_share(mesh)
         step.check_model(settings, mesh)
         description = data.describe(settings.data)
     workdir.open_run(folder, settings, description)
-    mine = data.batches(rows, settings.data.batch_size, share=share, shares=shares)
-    batches = iter(mine.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)))
+    read = data.batches(rows, settings.data.batch_size, share=share, shares=shares)
+    batches = iter(read.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)))
 
     abstract = step.abstract_state(settings, mesh)
     update = step.make_update(settings, mesh)
@@ -54,19 +55,15 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
 
         with (
             metrics.Reporter(
-                folder,
-                start=start,
-                steps=steps,
-                log_every=settings.training.log_every,
-                tokens_per_step=settings.data.batch_tokens,
-                writes=hosts.is_first(),
+                folder, settings, start=start, devices=mesh.devices.flat, writes=hosts.is_first()
             ) as reporter,
             cli.StopSignals() as signals,
         ):
             stop, votes = 0, hosts.Vote()
             pending = None  # the update whose metrics are not on the host yet
             for number in range(start + 1, steps + 1):
-                batch = sharding.place_batch(next(batches), mesh)
+                with reporter.reading(number):
+                    batch = sharding.place_batch(next(batches), mesh)
                 state, scalars = update(state, batch)
                 if pending:
                     reporter.report(*pending)

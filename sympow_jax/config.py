@@ -251,17 +251,32 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long to train and what to write down."""
+    """How long to train and what to write down.
+
+    `profile_steps`: first and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`.
+    `wandb_project`: the project on Weights & Biases that metrics are also sent to; needs the extra `wandb`.
+    """
 
     steps: int = 100_000
     seed: int = 0
     log_every: int = 10
     checkpoint_every: int = 1000
     keep_checkpoints: int = 3
+    profile_steps: tuple[int, ...] = ()
+    wandb_project: str | None = None
 
     def __post_init__(self):
         names = ("steps", "log_every", "checkpoint_every", "keep_checkpoints")
         _require_at_least(1, **{f"training.{name}": getattr(self, name) for name in names})
+        object.__setattr__(self, "profile_steps", tuple(self.profile_steps))
+        steps = self.profile_steps
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ValueError(
+                f"training.profile_steps is {steps}; it must be the first and the last step to trace, counted from 1, "
+                f"such as 11,13, or empty"
+            )
+        if self.wandb_project == "":
+            raise ValueError("training.wandb_project is empty; name a project, or none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,45 +1,91 @@
-"""What a run reports: `metrics.jsonl` and TensorBoard in the workdir, progress on the terminal."""
+"""What a run reports of its steps: to the workdir, to Weights & Biases if asked, and on the terminal."""
 
-import json
+import contextlib
+import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 import rich.console
 import rich.progress
-import tensorboardX
 
-__all__ = ["Reporter"]
+from sympow_jax import config
+from sympow_jax.training import flops, profile, writers
+
+__all__ = ["Reporter", "check_settings"]
+
+# The terminal shows the wait for data from this part of a step on.
+_SHOWN_WAIT = 0.03
+
+
+def check_settings(settings: config.Config) -> None:
+    """Raises, before anything is compiled, ValueError for a writer that is not installed."""
+    if settings.training.wandb_project is not None:
+        writers.require_wandb()
 
 
 class Reporter:
     """Reports every update; a context manager.
 
-    `metrics.jsonl` gets an object a step. The terminal and TensorBoard get every `log_every`-th and the last:
-    a progress bar where there is a terminal, else plain lines.
+    `metrics.jsonl` gets an object a step. The terminal, TensorBoard and Weights & Biases get every `log_every`-th
+    and the last: on the terminal a progress bar where there is one, else plain lines. To the metrics of the update
+    are added
+
+    * step_seconds: since the metrics of the step before were there, so that a save, a compilation and whatever else
+      the loop does counts; tokens_per_second from it.
+    * data_wait_seconds: how long the loop waited for this step's batch to be read and sent to the devices, which may
+      still have computed the step before meanwhile.
+    * model_flops_per_second, of all devices together (`flops.model_flops_per_token`), and mfu, their fraction of the
+      devices' peak (`flops.peak_flops`); no mfu where a peak is not known.
+    * memory_bytes and peak_memory_bytes, in use and at most so far, each of the local device that has most; absent
+      where devices do not say. The peak is of the allocator, from the start of the process.
+
+    The steps `training.profile_steps` are traced into the workdir's folder `profile`.
     """
 
     def __init__(
         self,
         workdir: pathlib.Path,
+        settings: config.Config,
         *,
         start: int,
-        steps: int,
-        log_every: int,
-        tokens_per_step: int,
+        devices: Iterable[jax.Device],
         writes: bool = True,
     ):
-        """Continues the reports in `workdir` after step `start`; what was written of later steps is cut."""
-        path = workdir / "metrics.jsonl"
+        """Continues the reports in `workdir` after step `start`; what was written of later steps is cut.
+
+        `devices` are those of all processes. One process of them `writes`; the others only wait for metrics and raise
+        what it raises.
+
+        Raises:
+          ValueError: Weights & Biases is asked for and refuses, or is not installed.
+        """
+        training, devices = settings.training, list(devices)
+        self._start, self._steps, self._log_every = start, training.steps, training.log_every
+        self._tokens_per_step = settings.data.batch_tokens
+        self._flops_per_step = self._tokens_per_step * flops.model_flops_per_token(
+            settings.model, settings.data.context_length
+        )
+        peaks = [peak for device in devices if (peak := flops.peak_flops(device)) is not None]
+        self._peak_flops = sum(peaks) if len(peaks) == len(devices) else None
+        self._local_devices = [device for device in devices if device.process_index == jax.process_index()]
+        self._waits: dict[int, float] = {}
+        self._shown_wait = 0.0
+
         self._writes = writes
+        self._each: list[writers.Writer] = []
+        self._every: list[writers.Writer] = []
         if writes:
-            _cut(path, start)
-            self._file = path.open("a")
-            self._board = tensorboardX.SummaryWriter(str(workdir), purge_step=start + 1)
-        self._start, self._steps = start, steps
-        self._log_every, self._tokens_per_step = log_every, tokens_per_step
+            self._each = [writers.JsonLines(workdir / "metrics.jsonl", start=start)]
+            self._every = [writers.TensorBoard(workdir, start=start)]
+            if training.wandb_project is not None:
+                flat = dataclasses.asdict(settings)
+                self._every.append(writers.Wandb(training.wandb_project, workdir, flat))
+        self._trace = profile.StepTrace(
+            workdir / "profile", training.profile_steps if writes else (), start=start
+        )
         self._console = rich.console.Console()
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.completed}/{task.total}"),
@@ -48,19 +94,28 @@ class Reporter:
             console=self._console,
             disable=not (self._console.is_terminal and writes),
         )
-        self._task = self._bar.add_task("compiling", total=steps, completed=start)
-        self._began = self._first = self._last = time.perf_counter()
+        self._task = self._bar.add_task("compiling", total=self._steps, completed=start)
+        self._began = self._first = self._last = self._shown = time.perf_counter()
 
     def __enter__(self) -> "Reporter":
         self._bar.start()
-        self._began = self._first = self._last = time.perf_counter()
+        self._began = self._first = self._last = self._shown = time.perf_counter()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        self._trace.stop()
         self._bar.stop()
-        if self._writes:
-            self._board.close()
-            self._file.close()
+        for writer in (*self._each, *self._every):
+            writer.close(failed=kind is not None)
+
+    @contextlib.contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """Within it the loop waits for the batch of `step`, its next one; the steps to be traced begin here."""
+        self._trace.before(step)
+        began = time.perf_counter()
+        yield
+        self._waits[step] = time.perf_counter() - began
+        self._shown_wait += self._waits[step]
 
     def report(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Waits for the metrics of the update that made `step` and writes them down.
@@ -70,8 +125,8 @@ class Reporter:
         """
         values = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
-        values["tokens_per_second"] = self._tokens_per_step / (now - self._last)
-        self._last = now
+        self._trace.after(step)
+        seconds, self._last = now - self._last, now
         if step == self._start + 1:
             self._first = now
         for name in ("loss", "grad_norm", "parameter_norm"):
@@ -80,42 +135,52 @@ class Reporter:
                     f"{name} is {values[name]} at step {step}; the last checkpoint is kept; a lower "
                     f"optimizer.learning_rate, optimizer.clip_norm or more optimizer.warmup_steps may help"
                 )
+        values |= {"step_seconds": seconds, **self._rates(seconds), **self._memory()}
+        values["data_wait_seconds"] = self._waits.pop(step)
         if not self._writes:
             return
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        for writer in self._each:
+            writer.write(step, values)
         if step % self._log_every == 0 or step == self._steps:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+            for writer in self._every:
+                writer.write(step, values)
             self._show(step, values["loss"], now)
+
+    def _rates(self, seconds: float) -> dict[str, float]:
+        """What is done a second if a step takes so long."""
+        per_second = self._flops_per_step / seconds
+        rates = {
+            "tokens_per_second": self._tokens_per_step / seconds,
+            "model_flops_per_second": per_second,
+        }
+        return rates if self._peak_flops is None else rates | {"mfu": per_second / self._peak_flops}
+
+    def _memory(self) -> dict[str, float]:
+        stats = [found for device in self._local_devices if (found := device.memory_stats())]
+        names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
+        return {
+            name: max(found[key] for found in stats)
+            for name, key in names.items()
+            if stats and all(key in found for found in stats)
+        }
 
     def _show(self, step: int, loss: float, now: float) -> None:
         # The first update, which is compiled first, says nothing about the others.
         since = step - self._start - 1
         seconds = (now - self._first) / since if since else now - self._began
-        left = _clock(seconds * (self._steps - step))
-        text = f"loss {loss:.4f}  {self._tokens_per_step / seconds:,.0f} tokens/s  {left} left"
+        rates = self._rates(seconds)
+        parts = [f"loss {loss:.4f}", f"{rates['tokens_per_second']:,.0f} tokens/s"]
+        if "mfu" in rates:
+            parts.append(f"{rates['mfu']:.1%} MFU")
+        waited = self._shown_wait / (now - self._shown)
+        if waited >= _SHOWN_WAIT:
+            parts.append(f"{waited:.0%} waiting for data")
+        self._shown, self._shown_wait = now, 0.0
+        text = "  ".join([*parts, f"{_clock(seconds * (self._steps - step))} left"])
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step, description=text)
         else:
             print(f"step {step}/{self._steps}  {text}", flush=True)
-
-
-def _cut(path: pathlib.Path, last_step: int) -> None:
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text().splitlines() if _step(line) <= last_step]
-    draft = path.with_suffix(".jsonl.tmp")
-    draft.write_text("".join(f"{line}\n" for line in kept))
-    draft.replace(path)
-
-
-def _step(line: str) -> float:
-    # A killed run can leave half a line, which belongs to a step after the last checkpoint.
-    try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
-        return math.inf
 
 
 def _clock(seconds: float) -> str:

@@ -96,7 +96,8 @@ def make_update(settings: config.Config, mesh: jax.sharding.Mesh) -> Update:
 
     The loss is the mean cross-entropy in nats over the targets >= 0 of the whole batch, whatever the number
     of micro-batches. The metrics are `loss`, `grad_norm` (before clipping), `parameter_norm` (after the
-    update: finite only where every parameter is) and `learning_rate`.
+    update: finite only where every parameter is), `update_norm` (of what the optimizer added to the
+    parameters) and `learning_rate`.
     """
     graphdef = _graphdef(settings.model)
     tx = optimizer.make_optimizer(settings.optimizer, settings.training.steps)
@@ -116,6 +117,7 @@ def make_update(settings: config.Config, mesh: jax.sharding.Mesh) -> Update:
             "loss": total / count,
             "grad_norm": optax.tree.norm(grads),
             "parameter_norm": optax.tree.norm(params),
+            "update_norm": optax.tree.norm(changes),
             "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics

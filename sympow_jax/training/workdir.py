@@ -32,6 +32,8 @@ _FREE = (
     "training.log_every",
     "training.checkpoint_every",
     "training.keep_checkpoints",
+    "training.profile_steps",
+    "training.wandb_project",
     "evaluation.",
     "sharding.",
     "model.remat",

@@ -47,6 +47,14 @@ def test_loss_and_gradient_of_the_mean_over_targets(settings):
     assert int(state.step) == 1
 
 
+def test_update_norm_is_of_what_was_added(settings):
+    batch = _batch(settings)
+    before = step.init_state(settings, sharding.make_mesh(settings)).params
+    state, metrics = _update(settings, batch)
+    moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, before))
+    assert metrics["update_norm"] == pytest.approx(float(moved), rel=1e-4)
+
+
 def test_micro_batches_equal_the_batch(settings):
     # SGD moves by the gradient itself; Adam's first step would hide its size.
     settings = dataclasses.replace(settings, optimizer=config.OptimizerConfig(name="sgd", learning_rate=1.0))

@@ -141,6 +141,20 @@ def test_a_second_signal_stops_at_once():
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_chosen_steps_are_traced(tmp_path, with_training):
+    assert train.train(with_training(steps=2, profile_steps=(2, 3)), tmp_path) == 0
+    (first,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
+    assert "PjitFunction(update)" in _host_events(first)
+    # The run that goes on is in the middle of what was to be traced, and may also be asked for other steps.
+    assert train.train(with_training(steps=4, profile_steps=(1, 2)), tmp_path) == 0
+    assert list(tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")) == [first]
+
+
+def _host_events(path: pathlib.Path) -> set[str]:
+    planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    return {event.name for plane in planes for line in plane.lines for event in line.events}
+
+
 def test_packed_documents_accumulation_and_evaluation(tmp_path, settings, capsys):
     settings = dataclasses.replace(
         settings,

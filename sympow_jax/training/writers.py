@@ -1,0 +1,136 @@
+"""Where metrics go: `metrics.jsonl`, TensorBoard, Weights & Biases."""
+
+import importlib.util
+import json
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import tensorboardX
+
+__all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "require_wandb"]
+
+
+class Writer(Protocol):
+    """Takes the metrics of steps in increasing order."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes down the metrics of a step."""
+
+    def close(self, *, failed: bool) -> None:
+        """Writes what is left; `failed` says that the run ends by an error."""
+
+
+class JsonLines:
+    """An object a step in a file of lines."""
+
+    def __init__(self, path: pathlib.Path, *, start: int):
+        """Goes on behind step `start`; what the file holds of later steps is cut."""
+        _cut(path, start)
+        self._file = path.open("a")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a line; a run killed later does not lose it."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._file.flush()
+
+    def close(self, *, failed: bool) -> None:
+        """Closes the file."""
+        del failed
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files in a folder."""
+
+    def __init__(self, folder: pathlib.Path, *, start: int):
+        """Goes on behind step `start`; TensorBoard hides what it has of later steps."""
+        self._board = tensorboardX.SummaryWriter(str(folder), purge_step=start + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a point to the curve of every metric."""
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def close(self, *, failed: bool) -> None:
+        """Closes the file."""
+        del failed
+        self._board.close()
+
+
+class Wandb:
+    """A run on Weights & Biases, one and the same for all starts in a workdir, whose `wandb.json` keeps its id.
+
+    The environment variables of wandb count: with WANDB_MODE=offline all is written to the workdir, for `wandb sync`.
+    Metrics are drawn over the metric `step`, not over wandb's own counter, which drops the steps that a run does
+    again after it was killed.
+    """
+
+    def __init__(self, project: str, workdir: pathlib.Path, settings: Mapping[str, Any]):
+        """Begins the run or goes on with it.
+
+        Raises:
+          ValueError: wandb is not installed, or refuses.
+        """
+        require_wandb()
+        import wandb
+
+        path = workdir / "wandb.json"
+        run_id = json.loads(path.read_text())["id"] if path.exists() else None
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=workdir.name,
+                id=run_id,
+                resume="allow",
+                dir=str(workdir),
+                config=dict(settings),
+                allow_val_change=True,
+            )
+        except wandb.Error as error:
+            raise ValueError(
+                f"wandb refuses training.wandb_project={project!r}: {error}; use `wandb login`, WANDB_MODE=offline "
+                f"or no project"
+            ) from error
+        if run_id != self._run.id:
+            draft = path.with_suffix(".json.tmp")
+            draft.write_text(json.dumps({"id": self._run.id}) + "\n")
+            draft.replace(path)
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Sends the metrics, in the background."""
+        self._run.log({"step": step, **values})
+
+    def close(self, *, failed: bool) -> None:
+        """Waits until all is sent."""
+        self._run.finish(exit_code=int(failed))
+
+
+def require_wandb() -> None:
+    """Raises ValueError where wandb is not installed."""
+    spec = importlib.util.find_spec("wandb")
+    # A folder `wandb`, such as wandb itself leaves behind, is a package without an origin.
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            "training.wandb_project is set but wandb is not installed: pip install 'sympow-jax[wandb]', or leave "
+            "the project out"
+        )
+
+
+def _cut(path: pathlib.Path, last_step: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text().splitlines() if _step(line) <= last_step]
+    draft = path.with_suffix(".jsonl.tmp")
+    draft.write_text("".join(f"{line}\n" for line in kept))
+    draft.replace(path)
+
+
+def _step(line: str) -> float:
+    # A killed run can leave half a line, which belongs to a step after the last checkpoint.
+    try:
+        return json.loads(line)["step"]
+    except json.JSONDecodeError:
+        return math.inf

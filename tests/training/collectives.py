@@ -1,0 +1,70 @@
+"""What devices exchange in a compiled program."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import numpy as np
+
+__all__ = ["Collective", "collectives"]
+
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u8": 1, "s8": 1}
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Collective:
+    """One array of a collective: its kind, the mesh axes it goes over, and its dtype and shape behind it."""
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result on each device."""
+        return math.prod(self.shape) * _BYTES[self.dtype]
+
+
+def collectives(program: str, mesh: jax.sharding.Mesh) -> list[Collective]:
+    """Those of a compiled program's text for this mesh, an entry for each array that is exchanged."""
+    found = []
+    for line in program.splitlines():
+        called = re.search(rf"= (\S.*?) ({'|'.join(_KINDS)})(-start)?\(", line)
+        if not called:
+            continue
+        types, kind, started = called.groups()
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", types)
+        if started:
+            # The type of an asynchronous one has its operands in front of its results.
+            arrays = arrays[len(arrays) // 2 :] if len(arrays) > 1 else arrays
+        for dtype, dimensions in arrays:
+            shape = tuple(int(size) for size in dimensions.split(",") if size)
+            found.append(Collective(kind, _axes(line, mesh), dtype, shape))
+    return found
+
+
+def _axes(line: str, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+    """The axes of the mesh along which devices of one group differ."""
+    if named := re.search(r"replica_groups=mesh\[[^\]]*\] \{(.*?)\}", line):
+        return tuple(name for name in mesh.axis_names if f"'{name}'" in named[1])
+    places = np.arange(mesh.size).reshape(mesh.devices.shape)
+    differ = set()
+    for group in _groups(line, mesh.size):
+        positions = np.array([np.argwhere(places == device)[0] for device in group])
+        differ |= {name for name, of in zip(mesh.axis_names, positions.T) if len(set(of)) > 1}
+    return tuple(name for name in mesh.axis_names if name in differ)
+
+
+def _groups(line: str, devices: int) -> list[list[int]]:
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+        return [[int(x) for x in pair.split(",")] for pair in re.findall(r"\{?(\d+,\d+)", pairs[1])]
+    if listed := re.search(r"replica_groups=\{(\{.*?\})\}", line):
+        return [[int(x) for x in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        shape, dimensions, order = ([int(x) for x in (part or "").split(",") if x] for part in iota.groups())
+        numbers = np.arange(math.prod(dimensions)).reshape(dimensions)
+        return (numbers.transpose(order) if order else numbers).reshape(shape).tolist()
+    return [list(range(devices))]

@@ -1,0 +1,140 @@
+"""Trains a small model over simulated devices, for tests: three updates, or the collectives of one.
+
+    python -m tests.training.sharded train PRESET '{"data": 2, "context": 4}' ...
+    python -m tests.training.sharded collectives PRESET '{...}'
+
+Prints a line of JSON for each arrangement. A process of its own, since it needs more devices than the others have.
+"""
+
+import dataclasses
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sympow_jax import config
+from sympow_jax.training import sharding, step
+from tests.training import collectives
+
+ROWS, CONTEXT, WINDOW = 8, 64, 8
+
+
+def settings(preset: str, arrangement: dict) -> config.Config:
+    """Two layers of width 64 in float32 on `arrangement`, which may also name `remat` and `accumulate`.
+
+    Keys' heads are shared where every axis allows it, and power attention is of the form that has a state.
+    """
+    sizes = {axis: 1 for axis in ("data", "fsdp", "tensor", "context")} | arrangement
+    remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
+    recurrent = preset not in ("softmax", "softmax_alibi", "even_power")
+    form = {"form": "chunked", "chunk_size": 16, "window": WINDOW} if recurrent else {}
+    return config.Config(
+        model=config.ModelConfig(
+            vocab_size=256,
+            layers=2,
+            width=64,
+            heads=8,
+            kv_heads=8 if sizes["tensor"] > 4 else 4,
+            head_dim=8,
+            dtype="float32",
+            remat=remat,
+            attention=config.preset(preset, **form),
+        ),
+        data=config.DataConfig(context_length=CONTEXT, batch_tokens=ROWS * CONTEXT, packing="documents"),
+        # After one update, what this optimizer remembers is the gradient.
+        optimizer=config.OptimizerConfig(name="sgd", learning_rate=0.1, accumulate=accumulate),
+        sharding=config.ShardingConfig(**sizes),
+    )
+
+
+def batch() -> dict[str, np.ndarray]:
+    """Rows of several documents, which begin at and within the shares of devices, some of padding behind them."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, 256, (ROWS, CONTEXT + 1)).astype(np.int32)
+    segments = np.zeros((ROWS, CONTEXT), np.int32)
+    for row, starts in enumerate(([], [32], [5, 48], [16, 20], [63], [], [1], [40])):
+        for start in starts:
+            segments[row, start:] += 1
+    segments[5, 44:] = -1
+    targets = np.where(segments < 0, -1, tokens[:, 1:])
+    return {"inputs": tokens[:, :-1], "targets": targets, "segment_ids": segments}
+
+
+def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
+    """Gates near 0.98, so that a token counts for many others, on other devices too."""
+    state = step.init_state(of, mesh)
+    for block in state.params["blocks"].values():
+        if "decay" in block["attention"]:
+            norm, kernel = block["attention_norm"]["bias"], block["attention"]["decay"]["kernel"]
+            block["attention_norm"]["bias"] = jnp.ones_like(norm)
+            block["attention"]["decay"]["kernel"] = kernel + 4 / of.model.width
+    return state
+
+
+def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
+    """The losses of three updates and the gradients of the first."""
+    state, update = first_state(of, mesh), step.make_update(of, mesh)
+    placed = sharding.place_batch(batch(), mesh)
+    losses, gradients = [], []
+    for _ in range(3):
+        state, metrics = update(state, placed)
+        losses.append(float(metrics["loss"]))
+        # Copied: the state is donated to the next update.
+        gradients = gradients or [np.array(x) for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    return losses, gradients
+
+
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The RMS of the difference over that of what is expected."""
+    return float(np.sqrt(np.mean((actual - expected) ** 2)) / np.sqrt(np.mean(expected**2)))
+
+
+def compare(preset: str, arrangements: list[dict]) -> None:
+    """Prints how far each arrangement is from one device: of losses relative, of gradients the worst parameter's."""
+    expected = {}
+    for arrangement in arrangements:
+        of = settings(preset, arrangement)
+        if of.model.kv_heads not in expected:
+            one = dataclasses.replace(of, sharding=config.ShardingConfig(), optimizer=_whole(of.optimizer))
+            one = dataclasses.replace(one, model=dataclasses.replace(of.model, remat="none"))
+            expected[of.model.kv_heads] = train(one, sharding.whole_mesh(jax.devices()[:1]))
+        losses, gradients = train(of, sharding.make_mesh(of))
+        wanted, wanted_gradients = expected[of.model.kv_heads]
+        print(
+            json.dumps(
+                {
+                    "loss": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),
+                    "gradient": max(map(error, gradients, wanted_gradients)),
+                    "falls": losses[2] < losses[0],
+                }
+            ),
+            flush=True,
+        )
+
+
+def _whole(optimizer: config.OptimizerConfig) -> config.OptimizerConfig:
+    return dataclasses.replace(optimizer, accumulate=1)
+
+
+def exchanged(preset: str, arrangements: list[dict]) -> None:
+    """Prints the collectives of an update."""
+    for arrangement in arrangements:
+        of = settings(preset, arrangement)
+        mesh = sharding.make_mesh(of)
+        shapes = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.batch_sharding(mesh))
+            for name, x in batch().items()
+        }
+        compiled = step.make_update(of, mesh).lower(step.abstract_state(of, mesh), shapes).compile()
+        found = collectives.collectives(compiled.as_text(), mesh)
+        print(json.dumps([dataclasses.astuple(x) for x in found]), flush=True)
+
+
+if __name__ == "__main__":
+    chosen = [json.loads(text) for text in sys.argv[3:]]
+    names = ("data", "fsdp", "tensor", "context")
+    jax.config.update("jax_num_cpu_devices", max(math.prod(x.get(name, 1) for name in names) for x in chosen))
+    {"train": compare, "collectives": exchanged}[sys.argv[1]](sys.argv[2], chosen)

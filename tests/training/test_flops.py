@@ -1,0 +1,132 @@
+"""Model FLOPs against counts by hand and XLA's own, and the peaks that MFU is relative to."""
+
+import dataclasses
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from sympow_jax import config, models
+from sympow_jax.training import flops
+
+# 12 layers of 12 heads of 64: features at p = 2.
+FEATURES = 64 * 65 // 2
+
+
+def _gpt2(name: str, **changes) -> config.ModelConfig:
+    return config.ModelConfig(**config.MODEL_SIZES["gpt2_124m"], attention=config.preset(name, **changes))
+
+
+def _matrices(model: config.ModelConfig) -> int:
+    """Numbers in parameters of two axes: all but the scales and shifts of norms."""
+    params = nnx.state(nnx.eval_shape(lambda: models.DecoderLM(model, rngs=nnx.Rngs(0))), nnx.Param)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params) if leaf.ndim == 2)
+
+
+@pytest.mark.parametrize("name", config.PRESETS)
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 3}, {"head_dim": 32, "mlp_ratio": 3}])
+def test_products_with_weights_are_6_flops_a_weight(name, changes):
+    model = dataclasses.replace(_gpt2(name), **changes)
+    # Attention over a context of nothing costs nothing.
+    model = dataclasses.replace(
+        model, attention=dataclasses.replace(model.attention, form="attention", window=0)
+    )
+    assert flops.model_flops_per_token(model, 0) == 6 * _matrices(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "context", "per_head"),
+    [
+        # Half of the pairs are causal, and each costs 2 (64 + 64).
+        ("softmax", {}, 4096, 256 * 2048),
+        ("softmax_alibi", {}, 65_536, 256 * 32_768),
+        ("even_power", {"power": 4}, 4096, 256 * 2048),
+        ("conformal", {}, 1024, 256 * 512),
+        # 4,096 tokens cost 524,288 by pairs, and 532,480 by features with 32,768 by the pairs of a chunk.
+        ("conformal", {}, 4096, 256 * 2048),
+        ("conformal", {}, 65_536, 4 * FEATURES * 64 + 256 * (64 + 64)),
+        ("sympow", {"chunk_size": 1024, "window": 128}, 65_536, 4 * FEATURES * 64 + 256 * (512 + 128)),
+        ("conformal", {"form": "chunked"}, 1024, 4 * FEATURES * 64 + 256 * (64 + 64)),
+        ("conformal", {"form": "recurrent", "window": 0}, 1024, 4 * FEATURES * 64 + 128),
+        # 766,480 features are dearer than 2^20 pairs.
+        ("conformal", {"power": 4}, 2**20, 256 * 2**19),
+        ("linear", {}, 4096, 4 * 64 * 64 + 256 * (64 + 64)),
+    ],
+)
+def test_attention_by_hand(name, changes, context, per_head):
+    model = _gpt2(name, **changes)
+    attention = flops.model_flops_per_token(model, context) - 6 * _matrices(model)
+    assert attention == 3 * 12 * 12 * per_head
+
+
+def test_shared_keys_update_one_state():
+    model = dataclasses.replace(_gpt2("sympow"), kv_heads=3)
+    attention = flops.model_flops_per_token(model, 65_536) - 6 * _matrices(model)
+    assert attention == 3 * 12 * ((12 + 3) * 2 * FEATURES * 64 + 12 * 256 * (64 + 64))
+
+
+def test_gpt2_at_1024_tokens():
+    # 6 N with N = 123.6M weights, and 12 layers x width x context by causal pairs (Chowdhery et al. 2022: twice that).
+    expected = 6 * (12 * 12 * 768**2 + 50_304 * 768) + 6 * 12 * 768 * 1024
+    assert flops.model_flops_per_token(_gpt2("softmax"), 1024) == expected == pytest.approx(7.98e8, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "chunk", "context"),
+    [
+        ("softmax", None, None, 128),
+        ("even_power", "attention", None, 128),
+        ("conformal", "attention", None, 128),
+        ("linear", "attention", None, 128),
+        ("conformal", "chunked", 256, 256),
+        ("linear", "chunked", 128, 128),
+    ],
+)
+def test_xla_counts_as_many(name, form, chunk, context):
+    """Within a tenth of the forward pass XLA compiles, whose masked pairs are added and whose other operations, on
+    single elements, are not.
+    """
+    changes = {} if form is None else {"form": form, "chunk_size": chunk}
+    model = config.ModelConfig(
+        vocab_size=512,
+        layers=2,
+        width=128,
+        heads=4,
+        dtype="float32",
+        attention=config.preset(name, **changes),
+    )
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: models.DecoderLM(model, rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((2, context), jnp.int32)
+    compiled = jax.jit(lambda tree, rows: nnx.merge(graphdef, tree)(rows)).lower(params, tokens).compile()
+    counted = compiled.cost_analysis()["flops"] / (2 * context)
+    expected = flops.model_flops_per_token(model, context) / 3
+    if form != "chunked":
+        expected += 2 * 4 * 128 * context / 2
+    assert counted == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce GTX 1080", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks(kind, peak):
+    assert flops.peak_flops(types.SimpleNamespace(device_kind=kind)) == peak
