@@ -1,10 +1,11 @@
 """Ops over simulated devices that divide time, against one device; prints JSON.
 
-    python -m tests.ops.time_axis power|others|kernels|programs|long
+    python -m tests.ops.time_axis ops|all-ops|kernels|all-kernels|programs|all-programs|long
 
 A process of its own, since a process has its devices from its start.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -72,84 +73,108 @@ def outputs_and_gradients(f, arrays, dout):
     return jax.device_get(run(varied))
 
 
-def compare(op, drawn, sizes, dtype):
-    """RMS errors by number of devices, 1 among them, against one device in float64."""
+def compare(drawn, formula, runs):
+    """RMS errors of runs, {name: (op, devices, dtype)}, against the formula on one device in float64.
 
-    def call(axis_name, arrays):
-        return op(**arrays, axis_name=axis_name)
+    Those of the formula in float32 are among them: gradients all but cancel behind extreme gates.
+    """
 
-    def run(devices, dtype):
-        arrays = {
-            name: x if name == "segment_ids" else jnp.asarray(x, dtype)
-            for name, x in drawn.items()
-            if x is not None
-        }
-        dout = arrays.pop("dout")
+    def run(op, devices, dtype):
+        arrays = {name: x if name == "segment_ids" else jnp.asarray(x, dtype) for name, x in present.items()}
+
+        def call(axis_name, arrays):
+            return op(**arrays, axis_name=axis_name)
+
         f = functools.partial(call, None) if devices == 1 else over_time(call, devices, arrays)
-        return outputs_and_gradients(f, arrays, dout)
+        return outputs_and_gradients(f, arrays, jnp.asarray(drawn["dout"], dtype))
 
+    present = {name: x for name, x in drawn.items() if x is not None and name != "dout"}
     with jax.enable_x64(True):
-        expected = run(1, "float64")
-
-    def errors(devices):
-        with jax.enable_x64(dtype == "float64"):
-            actual = run(devices, dtype)
-        return {
-            name: cases.error(actual[name], x, cases.natural_size(name, drawn))
-            for name, x in expected.items()
-        }
-
-    # In float64 one device is what is compared with.
-    return {devices: errors(devices) for devices in (*sizes, *([1] if dtype == "float32" else []))}
-
-
-def power():
-    """The forms of power attention, two heads of keys for six of queries."""
-    ids = segment_ids()
-
-    def drawn(with_documents=True, **options):
-        arrays = cases.arrays(cases.Case(**SHARED | options), batch=len(ids), kv_heads=2)
-        return arrays | {"segment_ids": ids if with_documents else None}
-
-    op = functools.partial(ops.power_attention, implementation="xla", **SHORT)
-    chunked, attention = functools.partial(op, form="chunked"), functools.partial(op, form="attention")
-    quartic = functools.partial(ops.power_attention, power=4, form="chunked", window=32, chunk_size=64)
+        expected = run(formula, 1, "float64")
     results = {}
-    for dtype in ("float64", "float32"):
-        results |= {
-            f"chunked {dtype}": compare(chunked, drawn(), (2, 4, 8), dtype),
-            f"attention {dtype}": compare(attention, drawn(), (4, 8), dtype),
+    for name, (op, devices, dtype) in (runs | {"formula": (formula, 1, "float32")}).items():
+        with jax.enable_x64(dtype == "float64"):
+            found = run(op, devices, dtype)
+        results[name] = {
+            of: cases.error(found[of], x, cases.natural_size(of, drawn)) for of, x in expected.items()
         }
-    gentle = drawn(decay="gentle")
-    return results | {
-        "gentle": compare(chunked, gentle, (8,), "float32"),
-        "scaled": compare(chunked, drawn(decay="gentle", scale=1e3), (8,), "float32"),
-        "no documents": compare(quartic, drawn(False, decay="gentle", power=4), (8,), "float32"),
-        "no decay": compare(chunked, drawn(False, decay="none"), (4,), "float32"),
-        "no window": compare(
-            functools.partial(ops.power_attention, form="chunked", window=0), gentle, (2,), "float64"
-        ),
-        "recurrent": compare(functools.partial(op, form="recurrent"), gentle, (2,), "float64"),
-        "no form": compare(functools.partial(ops.power_attention, window=32), gentle, (2,), "float32"),
-    }
+    return results
 
 
-def others():
-    """Linear and softmax attention, and positions."""
+def drawn_for(ids=None, **options):
+    """Two heads of keys and six of queries."""
+    arrays = cases.arrays(cases.Case(**SHARED | options), batch=3, kv_heads=2)
+    return arrays | {"segment_ids": ids}
+
+
+def check_ops(everything):
+    """Errors by case and run, and what positions, angles and errors are."""
     ids = segment_ids()
-    drawn = cases.arrays(cases.Case(**SHARED), batch=len(ids), kv_heads=2) | {"segment_ids": ids}
-    slopes = -np.array(ops.alibi_slopes(2))
-    alibi = drawn | {"log_decay": np.broadcast_to(slopes, drawn["log_decay"].shape)}
+    formula = functools.partial(ops.power_attention, implementation="reference")
+    chunked, attention, recurrent = (
+        functools.partial(ops.power_attention, form=form, **SHORT)
+        for form in ("chunked", "attention", "recurrent")
+    )
+    extreme, gentle = drawn_for(ids), drawn_for(ids, decay="gentle")
     linear = functools.partial(ops.linear_attention, form="chunked", **SHORT)
-    return {
-        "linear": compare(linear, drawn, (8,), "float32"),
-        "softmax": compare(ops.softmax_attention, alibi, (2, 4, 8), "float32"),
-        "softmax without documents": compare(
-            ops.softmax_attention, drawn | {"log_decay": None, "segment_ids": None}, (4,), "float32"
+    of_linear = functools.partial(ops.linear_attention, implementation="reference")
+    alibi = extreme | {
+        "log_decay": np.broadcast_to(-np.array(ops.alibi_slopes(2)), extreme["log_decay"].shape)
+    }
+    softmax, single = ops.softmax_attention, "float32"
+    results = {
+        "extreme": compare(extreme, formula, {"chunked 8": (chunked, 8, "float64")}),
+        "gentle": compare(
+            gentle, formula, {"chunked 4": (chunked, 4, single), "attention 4": (attention, 4, single)}
         ),
-        "angles": {devices: angles(ids, devices) for devices in (2, 4, 8)},
-        "angles without documents": {devices: angles(None, devices) for devices in (2, 8)},
+        "linear": compare(drawn_for(), of_linear, {"chunked 2": (linear, 2, single)}),
+        "softmax": compare(alibi, softmax, {"8": (softmax, 8, single)}),
+        "angles": {8: angles(ids, 8)},
         "refused": refused(),
+    }
+    if not everything:
+        return results
+    grid = [(n, dtype) for n in (2, 4, 8) for dtype in ("float64", "float32")]
+    both = {
+        f"{name} {devices} {dtype}": (op, devices, dtype)
+        for name, op in {"chunked": chunked, "attention": attention}.items()
+        for devices, dtype in grid
+    }
+    single_runs = {f"chunked {devices}": (chunked, devices, single) for devices in (2, 4, 8)}
+    quartic = functools.partial(ops.power_attention, power=4, form="chunked", window=32, chunk_size=64)
+    # A few keys before a share of padding: behind it they are still seen exactly.
+    few = drawn_for(np.repeat([[1, 2, -1, 2]], [91, 5, 64, 96], axis=1).repeat(3, axis=0), decay="gentle")
+    sextic = functools.partial(chunked, power=6)
+    no_window = functools.partial(ops.power_attention, form="chunked", window=0)
+    no_form = functools.partial(ops.power_attention, window=32)
+    return results | {
+        "all extreme": compare(extreme, formula, both),
+        "all gentle": compare(gentle, formula, both),
+        "long keys": compare(drawn_for(ids, decay="gentle", scale=1e3), formula, single_runs),
+        "short keys": compare(drawn_for(ids, scale=1e-3), formula, single_runs),
+        "no decay": compare(drawn_for(decay="none"), formula, single_runs),
+        "quartic": compare(
+            drawn_for(decay="gentle"),
+            functools.partial(formula, power=4),
+            {str(n): (quartic, n, single) for n in (2, 4, 8)},
+        ),
+        "few keys": compare(few, functools.partial(formula, power=6), {"8": (sextic, 8, single)}),
+        "settings": compare(
+            gentle,
+            formula,
+            {
+                "recurrent": (recurrent, 2, "float64"),
+                "no window": (no_window, 4, "float64"),
+                "no form": (no_form, 8, "float64"),
+            },
+        ),
+        "all linear": compare(extreme, of_linear, {f"{n} {dtype}": (linear, n, dtype) for n, dtype in grid}),
+        "all softmax": compare(alibi, softmax, {str(n): (softmax, n, single) for n in (2, 4)}),
+        "plain softmax": compare(
+            drawn_for(decay="none"), softmax, {str(n): (softmax, n, single) for n in (2, 4, 8)}
+        ),
+        "all angles": {n: angles(ids, n) for n in (2, 4)},
+        "angles of one document": {n: angles(None, n) for n in (2, 4, 8)},
     }
 
 
@@ -210,81 +235,76 @@ def refused():
     return messages
 
 
-def kernels():
-    """The chunked form by the kernels, plain JAX in their place, and by xla; both against float64."""
-    from tests.pallas_kernels import plain
+def check_kernels(everything):
+    """Errors of the chunked form by the kernels, plain JAX in their place, and by xla, in bfloat16."""
+    from tests.pallas_kernels import plain, plain_quartic
 
+    ids = np.repeat(segment_ids()[:2], 2, axis=1)
+    settings = {"documents": (cases.Case(head_dim=32, value_dim=24, decay="gentle", group=2), ids, 4)}
+    if everything:
+        settings |= {
+            "gates": (cases.Case(head_dim=32, value_dim=24, decay="mixed", group=2), ids, 4),
+            "one document": (cases.Case(head_dim=64, value_dim=32, decay="gentle", scale=1e3), None, 2),
+            "quartic": (cases.Case(power=4, decay="gentle", group=2), ids, 2),
+        }
     results = {}
-    for decay, devices in (("gentle", 2), ("mixed", 4)):
-        case = cases.Case(head_dim=32, value_dim=24, time=512, decay=decay, group=2)
-        drawn = cases.arrays(case, batch=2, dtype="bfloat16")
-        if decay == "mixed":
-            ids = np.repeat(segment_ids()[:2], 2, axis=1)
-            drawn["segment_ids"] = ids
-        with jax.enable_x64(True):
-            arrays = {
-                name: x if name == "segment_ids" else jnp.asarray(x)
-                for name, x in drawn.items()
-                if x is not None
-            }
-            dout = arrays.pop("dout")
-            expected = outputs_and_gradients(
-                lambda a: ops.power_attention(**a, implementation="reference"), arrays, dout
-            )
-        wide = ("log_decay", "segment_ids")
-        short = {name: jnp.asarray(x, None if name in wide else "bfloat16") for name, x in arrays.items()}
-        short["log_decay"] = short["log_decay"].astype("float32")
-
-        def errors(implementation, short=short, devices=devices, expected=expected, dout=dout, drawn=drawn):
-            def f(axis_name, arrays):
-                return ops.power_attention(
-                    **arrays,
-                    form="chunked",
-                    chunk_size=64,
-                    implementation=implementation,
-                    axis_name=axis_name,
-                )
-
-            actual = outputs_and_gradients(over_time(f, devices, short), short, dout.astype("bfloat16"))
-            return {
-                name: cases.error(actual[name], x, cases.natural_size(name, drawn))
-                for name, x in expected.items()
-            }
-
-        with target.interpreted(object()), plain.kernels():
-            results[f"{decay} {devices}"] = {"kernel": errors("mosaic_gpu"), "plain": errors("xla")}
+    with target.interpreted(object()), plain.kernels(), plain_quartic.kernels():
+        for name, (case, segments, devices) in settings.items():
+            case = dataclasses.replace(case, time=2 * TIME)
+            drawn = cases.arrays(case, batch=2, dtype="bfloat16") | {"segment_ids": segments}
+            results[name] = _kernel_errors(drawn, case.power, devices)
     return results
 
 
-def programs():
-    """What is exchanged by forward and backward pass on eight devices: kinds of collectives with their bytes."""
-    batch, heads, size = 2, 8, 16
-    x = jax.ShapeDtypeStruct((batch, 8 * 128, heads, size), jnp.float32)
-    decay = jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)
-    ids = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
+def _kernel_errors(drawn, power, devices):
+    present = {name: x for name, x in drawn.items() if x is not None and name != "dout"}
+    short = {
+        name: jnp.asarray(x, {"log_decay": "float32", "segment_ids": "int32"}.get(name, "bfloat16"))
+        for name, x in present.items()
+    }
 
-    def exchanged(op, with_ids):
-        arrays = {"query": x, "key": x, "value": x, "log_decay": decay} | (
-            {"segment_ids": ids} if with_ids else {}
-        )
-        mapped = over_time(lambda axis_name, arrays: op(**arrays, axis_name=axis_name), 8, arrays)
+    def run(arrays, devices, **options):
+        def f(axis_name, arrays):
+            return ops.power_attention(**arrays, power=power, axis_name=axis_name, **options)
 
-        def loss(varied, fixed):
-            return mapped(varied | fixed).sum()
+        f = functools.partial(f, None) if devices == 1 else over_time(f, devices, arrays)
+        return outputs_and_gradients(f, arrays, jnp.asarray(drawn["dout"], arrays["query"].dtype))
 
-        varied = {name: a for name, a in arrays.items() if name != "segment_ids"}
-        fixed = {"segment_ids": ids} if with_ids else {}
-        text = jax.jit(jax.grad(loss)).lower(varied, fixed).compile().as_text()
-        return collectives(text)
+    with jax.enable_x64(True):
+        expected = run(present, 1, implementation="reference")
+    found = {
+        "kernel": run(short, devices, implementation="mosaic_gpu", form="chunked", chunk_size=64),
+        "plain": run(short, 1, implementation="xla", form="chunked", chunk_size=64),
+    }
+    return {
+        by: {
+            name: cases.error(results[name], x, cases.natural_size(name, drawn))
+            for name, x in expected.items()
+        }
+        for by, results in found.items()
+    }
+
+
+def check_programs(everything):
+    """What forward and backward pass exchange on eight devices: kinds of collectives with their bytes."""
+    x = jax.ShapeDtypeStruct((2, 8 * 128, 8, 16), jnp.float32)
+    arrays = {"query": x, "key": x, "value": x, "log_decay": jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)}
+    ids = {"segment_ids": jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)}
+
+    def exchanged(op, fixed):
+        mapped = over_time(lambda axis_name, arrays: op(**arrays, axis_name=axis_name), 8, arrays | fixed)
+
+        def loss(arrays, fixed):
+            return mapped(arrays | fixed).sum()
+
+        return collectives(jax.jit(jax.grad(loss)).lower(arrays, fixed).compile().as_text())
 
     chunked = functools.partial(ops.power_attention, form="chunked")
     attention = functools.partial(ops.power_attention, form="attention")
-    return {
-        "chunked": exchanged(chunked, False),
-        "chunked with documents": exchanged(chunked, True),
-        "attention": exchanged(attention, True),
-        "softmax": exchanged(ops.softmax_attention, True),
-    }
+    results = {"chunked with documents": exchanged(chunked, ids), "attention": exchanged(attention, ids)}
+    if everything:
+        results |= {"chunked": exchanged(chunked, {}), "softmax": exchanged(ops.softmax_attention, ids)}
+    return results
 
 
 def collectives(text):
@@ -310,7 +330,9 @@ def long():
     shape = (1, 65_536, 2)
     arrays = {name: random.standard_normal((*shape, 32)) for name in ("query", "key", "value")}
     arrays["rate"] = 1 + np.tanh(random.standard_normal(shape))
-    arrays["log_decay"] = np.array(jax.nn.log_sigmoid(8 + 2 * random.standard_normal(shape)))
+    # One head remembers most of the sequence, the other about 2,000 tokens.
+    gates = np.array([12, 8]) + random.standard_normal(shape)
+    arrays["log_decay"] = -np.log1p(np.exp(-gates))
     arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
     dout = jnp.asarray(random.standard_normal((*shape, 32)), jnp.float32)
 
@@ -329,5 +351,6 @@ def long():
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    groups = {"power": power, "others": others, "kernels": kernels, "programs": programs, "long": long}
-    print(json.dumps(groups[sys.argv[1]]()))
+    checks = {"ops": check_ops, "kernels": check_kernels, "programs": check_programs}
+    name = sys.argv[1].removeprefix("all-")
+    print(json.dumps(long() if name == "long" else checks[name](name != sys.argv[1])))
