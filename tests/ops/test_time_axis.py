@@ -10,7 +10,10 @@ import pytest
 from tests.pallas_kernels import test_op as interpreted
 
 
-def results(group, **environment):
+def results(group):
+    # What runs by default runs once: LLVM's optimisations would take longer than they save.
+    hasty = group in ("ops", "kernels", "programs") and "XLA_FLAGS" in os.environ
+    environment = {"XLA_FLAGS": "--xla_backend_optimization_level=0"} if hasty else {}
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.time_axis", group],
         env=os.environ | environment,

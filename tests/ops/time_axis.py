@@ -295,7 +295,7 @@ def check_programs(everything):
         mapped = over_time(lambda axis_name, arrays: op(**arrays, axis_name=axis_name), 8, arrays | fixed)
 
         def loss(arrays, fixed):
-            return mapped(arrays | fixed).sum()
+            return jnp.square(mapped(arrays | fixed)).sum()
 
         return collectives(jax.jit(jax.grad(loss)).lower(arrays, fixed).compile().as_text())
 
