@@ -1,15 +1,20 @@
 """Training over simulated devices is training on one, and devices exchange what the design says."""
 
 import collections
+import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import types
 
+import numpy as np
 import pytest
 
 from sympow_jax import config
+from sympow_jax.training import sharding
 from tests.training import collectives, sharded
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -67,6 +72,83 @@ def test_conformal_over_devices(compilation_cache):
 
 def test_softmax_over_devices(compilation_cache):
     check("softmax_alibi", [{"data": 2, "context": 2, "tensor": 2}], compilation_cache)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"data": 3},
+            r"sharding data 3 x fsdp 1 x tensor 1 x context 1 does not multiply to the 8 devices there are",
+        ),
+        (
+            {"context": 3},
+            r"data \? x fsdp 1 x tensor 1 x context 3 does not multiply to the 8 devices there are",
+        ),
+        ({"data": 1}, "leave sharding.data unset to take what the others leave"),
+        (
+            {"fsdp": 2},
+            r"4 rows, which sharding.data 4 x sharding.fsdp 2 do not divide; change data.batch_tokens",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit(monkeypatch, settings, sizes, message):
+    monkeypatch.setattr(sharding.jax, "device_count", lambda: 8)
+    settings = dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, context_length=18, batch_tokens=72),
+        sharding=config.ShardingConfig(**sizes),
+    )
+    with pytest.raises(ValueError, match=message):
+        sharding.make_mesh(settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "message"),
+    [
+        (
+            {"tensor": 4},
+            {},
+            "sharding.tensor is 4 and does not divide model.kv_heads, 2; use a divisor of it",
+        ),
+        ({"tensor": 2}, {"vocab_size": 255}, "does not divide model.vocab_size, 255"),
+        (
+            {"context": 3},
+            {},
+            "sharding.context is 3 and does not divide data.context_length 16; use a divisor",
+        ),
+        (
+            {"context": 2},
+            {"attention": config.preset("conformal", implementation="reference")},
+            "'reference' cannot divide the sequence over devices; leave it unset or set sharding.context=1",
+        ),
+        ({"fsdp": 0}, {}, "sharding.fsdp is 0; it must be at least 1"),
+    ],
+)
+def test_sizes_that_an_axis_does_not_divide(settings, sizes, model, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(
+            settings,
+            model=dataclasses.replace(settings.model, **model),
+            sharding=config.ShardingConfig(**sizes),
+        )
+
+
+def test_the_parts_of_a_batch_that_a_process_reads(monkeypatch):
+    """Processes of two devices: rows over four of eight devices, time over the other two."""
+    devices = np.array([types.SimpleNamespace(process_index=number // 2) for number in range(8)])
+
+    def share(devices, **shape):
+        sizes = dict.fromkeys(AXES, 1) | shape
+        return sharding.batch_share(types.SimpleNamespace(shape=sizes, devices=devices))
+
+    monkeypatch.setattr(sharding.jax, "process_index", lambda: 2)
+    assert share(devices, data=4, context=2) == (2, 4)
+    # Time over all: the same rows for every process.
+    assert share(devices, context=8) == (0, 1)
+    # Neighbours in rows are in different processes.
+    with pytest.raises(ValueError, match=r"parts \[2, 6\] of the 8 .* which is no equal range"):
+        share(devices[[0, 2, 4, 6, 1, 3, 5, 7]], data=8)
 
 
 @pytest.mark.slow
