@@ -1,8 +1,8 @@
 """Products with parameters that are divided over the mesh in scope: each collective is written out, once a pass.
 
 Parameters are gathered over `fsdp` where they are used, in the dtype of the product, and again in the backward pass,
-which saves arguments alone. Their gradients are summed over rows and times; over `fsdp` they are scattered to where
-the parameters are.
+which saves arguments alone. Their gradients are summed over rows and times in their own dtype; over `fsdp` they are
+scattered to where the parameters are.
 """
 
 import functools
@@ -61,8 +61,14 @@ def _products_bwd(spec, kinds, residuals, dresults):
         for matrix, dresult, axes, (dtype, precision) in zip(matrices, dresults, divided, kinds):
             whole = gather(matrix.astype(dtype), axes, partitioning.FSDP)
             dx += jnp.matmul(dresult, whole.T, precision=precision)
-            gradient = jnp.einsum("bti,bto->io", x.astype(dtype), dresult, precision=precision)
-            gradients.append(scatter(gradient, axes, tokens).astype(matrix.dtype))
+            gradient = jnp.einsum(
+                "bti,bto->io",
+                x.astype(dtype),
+                dresult,
+                precision=precision,
+                preferred_element_type=matrix.dtype,
+            )
+            gradients.append(scatter(gradient, axes, tokens))
         dx = dx.astype(x.dtype)
         return jax.lax.psum(dx, partitioning.TENSOR) if partial else dx, tuple(gradients)
 
