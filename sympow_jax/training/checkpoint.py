@@ -52,11 +52,17 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # what a killed save left
         )
         self._saving: ocp.AsyncResponse[bool] | None = None
+        self._failure = _Failure()
 
     def __enter__(self) -> "Checkpoints":
+        logging.getLogger("absl").addHandler(self._failure)
         return self
 
     def __exit__(self, *_) -> None:
+        try:
+            self.check(wait=True)
+        finally:
+            logging.getLogger("absl").removeHandler(self._failure)
         with self._explained():
             self._orbax.close()
 
@@ -97,17 +103,24 @@ class Checkpoints:
         """
         arrays = {"params": state.params, "opt_state": state.opt_state}
         metadata = {"config": self._settings, "data": position, "fingerprints": _fingerprints(arrays)}
+        self.check(wait=True)
         with self._explained():
             self._saving = self._orbax.save_checkpointables_async(
                 number, arrays, force=True, custom_metadata=metadata
             )
 
-    def check(self) -> None:
-        """Raises ValueError if the save begun last has failed; does not wait for it."""
-        if self._saving is not None and not self._orbax.is_saving_in_progress():
-            saving, self._saving = self._saving, None
-            with self._explained():
-                saving.result()
+    def check(self, *, wait: bool = False) -> None:
+        """Raises ValueError if the save begun last has failed; whether it will is not known until it is done.
+
+        `wait` until then, else what is known now counts.
+        """
+        with self._explained():
+            while wait and self._saving is not None and self._failure.error is None:
+                with contextlib.suppress(TimeoutError):
+                    self._saving.result(timeout=0.1)
+                    self._saving = None
+            if self._failure.error is not None:
+                raise self._failure.error
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -118,6 +131,20 @@ class Checkpoints:
                 f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; those before it are kept: "
                 f"make room or mend the folder, and the same command goes on"
             ) from error
+
+
+class _Failure(logging.Handler):
+    """The first error that Orbax logs while it saves.
+
+    It raises the error later too; with several processes much later, since its threads first wait for those of
+    processes that do not know of it.
+    """
+
+    error: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.error is None and record.exc_info:
+            self.error = record.exc_info[1]
 
 
 def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.DecoderLM, int]:

@@ -19,9 +19,10 @@ def user_errors() -> Iterator[None]:
     `python -X dev` keeps the traceback, for those who change the code.
     """
     if not sys.flags.dev_mode:
-        # Orbax logs, with tracebacks, errors that it also raises.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        # Orbax logs, with tracebacks, errors that it also raises. Nobody is shown them, but handlers may hear of them.
+        logging.getLogger("absl").propagate = False
+        logging.getLogger("absl").addHandler(logging.NullHandler())
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
