@@ -61,7 +61,14 @@ def _products_bwd(spec, kinds, residuals, dresults):
         for matrix, dresult, axes, (dtype, precision) in zip(matrices, dresults, divided, kinds):
             whole = gather(matrix.astype(dtype), axes, partitioning.FSDP)
             dx += jnp.matmul(dresult, whole.T, precision=precision)
-            gradient = jnp.einsum("bti,bto->io", x.astype(dtype), dresult, precision=precision)
+            # In float32, as it is summed over devices.
+            gradient = jnp.einsum(
+                "bti,bto->io",
+                x.astype(dtype),
+                dresult,
+                precision=precision,
+                preferred_element_type=jnp.float32,
+            )
             gradients.append(scatter(gradient, axes, tokens).astype(matrix.dtype))
         dx = dx.astype(x.dtype)
         return jax.lax.psum(dx, partitioning.TENSOR) if partial else dx, tuple(gradients)
