@@ -145,7 +145,9 @@ def report(name: str) -> Report:
     return Report(**found)
 
 
-def exchanges(found: list[collectives.Collective], mesh: jax.sharding.Mesh) -> list[Exchange]:
+def exchanges(
+    found: list[collectives.Collective], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+) -> list[Exchange]:
     """Summed up by kind and axes."""
     groups = collections.defaultdict(list)
     for collective in found:
@@ -156,7 +158,7 @@ def exchanges(found: list[collectives.Collective], mesh: jax.sharding.Mesh) -> l
     ]
 
 
-def _sent(collective: collectives.Collective, mesh: jax.sharding.Mesh) -> float:
+def _sent(collective: collectives.Collective, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> float:
     devices = math.prod(mesh.shape[axis] for axis in collective.axes)
     times = {
         "all-reduce": 2 * (devices - 1) / devices,
