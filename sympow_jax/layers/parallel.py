@@ -53,14 +53,17 @@ def _products_bwd(spec, kinds, residuals, dresults):
     x, matrices = residuals
     before, after, _ = _around(x, matrices, spec)
     divided = [_axes_of(spec, matrix) for matrix in matrices]
-    partial = partitioning.TENSOR in partitioning.dividing(after, dresults[0].shape)
+    # Of results that are divided, a device has its part of the gradient of x.
+    partial = [partitioning.TENSOR in partitioning.dividing(after, d.shape) for d in dresults]
     tokens = partitioning.dividing(partitioning.TOKENS, x.shape)
 
     def local(x, matrices, dresults):
-        dx, gradients = 0, []
-        for matrix, dresult, axes, (dtype, precision) in zip(matrices, dresults, divided, kinds):
+        nothing = jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
+        dx, gradients = {True: nothing, False: nothing}, []
+        for matrix, dresult, axes, kind, part in zip(matrices, dresults, divided, kinds, partial):
+            dtype, precision = kind
             whole = gather(matrix.astype(dtype), axes, partitioning.FSDP)
-            dx += jnp.matmul(dresult, whole.T, precision=precision)
+            dx[part] += jnp.matmul(dresult, whole.T, precision=precision)
             gradient = jnp.einsum(
                 "bti,bto->io",
                 x.astype(dtype),
@@ -69,8 +72,9 @@ def _products_bwd(spec, kinds, residuals, dresults):
                 preferred_element_type=matrix.dtype,
             )
             gradients.append(scatter(gradient, axes, tokens))
-        dx = dx.astype(x.dtype)
-        return jax.lax.psum(dx, partitioning.TENSOR) if partial else dx, tuple(gradients)
+        if any(partial):
+            dx[True] = jax.lax.psum(dx[True].astype(x.dtype), partitioning.TENSOR)
+        return (dx[True] + dx[False]).astype(x.dtype), tuple(gradients)
 
     # Without a barrier XLA would keep what the forward pass gathered.
     matrices = jax.lax.optimization_barrier(matrices)

@@ -81,16 +81,16 @@ def compiled(name: str):
 
 def report(name: str, case: str) -> list[Kernel]:
     """The kernels of a case."""
-    return [Kernel(**kernel) for kernel in json.loads(run("h100", "report", name, case))]
+    return [Kernel(**kernel) for kernel in json.loads(run("tests.pallas_kernels.h100", "report", name, case))]
 
 
-def run(module: str, *arguments: str) -> str:
-    """What `python -m tests.pallas_kernels.MODULE` prints, from a process of its own."""
+def run(module: str, *arguments: str, timeout: float = TIMEOUT) -> str:
+    """What `python -m MODULE` prints, from a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", f"tests.pallas_kernels.{module}", *arguments],
+        [sys.executable, "-m", module, *arguments],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT,
+        timeout=timeout,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
         cwd=pathlib.Path(__file__).parents[2],
     )

@@ -39,7 +39,7 @@ def test_compiled(name, case):
 @pytest.mark.parametrize("what", ["attention", "chunked", "training-attention", "training-chunked"])
 def test_nothing_is_gathered_on_eight_devices(what):
     """Batch and heads divided over a mesh: no kernel and no backward pass needs another device's share."""
-    text = h100.run("sharded", what)
+    text = h100.run("tests.pallas_kernels.sharded", what)
     assert ("power_attention" if what.endswith("attention") else "power_state") + "_" in text
     assert "mosaic_gpu" in text
     assert "all-gather" not in text
@@ -53,7 +53,7 @@ def test_states_are_kept_or_computed_again():
     counts = {
         what: collections.Counter(re.findall(r"custom-call\S*\(.*(power_state_\w+)_mosaic_gpu", program))
         for what in ("chunked", "again")
-        for program in [h100.run("sharded", what)]
+        for program in [h100.run("tests.pallas_kernels.sharded", what)]
     }
     once = {"power_state_query": 1, "power_state_query_vjp": 1, "power_state_key_vjp": 1}
     assert counts["chunked"] == once | {"power_state_update": 2}

@@ -153,7 +153,7 @@ def test_named_implementation_needs_a_hopper_gpu():
 @pytest.mark.parametrize("segments", [False, True])
 def test_a_donated_state_is_not_copied(segments):
     """Neither where W tokens are folded nor, at all other tokens, around it."""
-    text = h100.run("donated", "segments" if segments else "plain")
+    text = h100.run("tests.pallas_kernels.donated", "segments" if segments else "plain")
     assert text.count('custom_call_target="mosaic_gpu') == 2
     state = r"= \(?f32\[64,8,2080,64\]\S* "
     assert not re.search(state + "copy", text)
@@ -164,7 +164,7 @@ def test_a_donated_state_is_not_copied(segments):
 @pytest.mark.h100
 @h100.needs_packages
 def test_no_gather_around_the_kernels_on_eight_devices():
-    text = h100.run("donated", "divided")
+    text = h100.run("tests.pallas_kernels.donated", "divided")
     assert text.count('custom_call_target="mosaic_gpu') == 2
     assert "f32[16,4,2080,64]" in text
     assert "all-gather" not in text

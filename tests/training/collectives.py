@@ -1,5 +1,6 @@
 """What devices exchange in a compiled program."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -7,7 +8,7 @@ import re
 import jax
 import numpy as np
 
-__all__ = ["Collective", "collectives"]
+__all__ = ["Collective", "collectives", "instructions"]
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u8": 1, "s8": 1}
@@ -28,10 +29,10 @@ class Collective:
         return math.prod(self.shape) * _BYTES[self.dtype]
 
 
-def collectives(program: str, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """Those of a compiled program's text for this mesh, an entry for each array that is exchanged."""
+def collectives(program: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[Collective]:
+    """Those of a compiled program's text for this mesh, an entry for each array and time that it is exchanged."""
     found = []
-    for line in program.splitlines():
+    for line, times in instructions(program):
         called = re.search(rf"= (\S.*?) ({'|'.join(_KINDS)})(-start)?\(", line)
         if not called:
             continue
@@ -42,15 +43,36 @@ def collectives(program: str, mesh: jax.sharding.Mesh) -> list[Collective]:
             arrays = arrays[len(arrays) // 2 :] if len(arrays) > 1 else arrays
         for dtype, dimensions in arrays:
             shape = tuple(int(size) for size in dimensions.split(",") if size)
-            found.append(Collective(kind, _axes(line, mesh), dtype, shape))
+            found += [Collective(kind, _axes(line, mesh), dtype, shape)] * times
     return found
 
 
-def _axes(line: str, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
+def instructions(program: str) -> list[tuple[str, int]]:
+    """Each line of a compiled program, and how many times it is run: in loops, as often as these are known to turn."""
+    name, bodies = "", {"": []}
+    for line in program.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            name = opened[1]
+        bodies.setdefault(name, []).append(line)
+    # What is called comes before its callers, and the entry last.
+    times = collections.Counter({name: 1})
+    for caller in reversed(bodies):
+        for line in bodies[caller]:
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            listed = re.search(r"branch_computations=\{(.*?)\}", line)
+            called = re.findall(r"(\w+)=%([\w.-]+)", line)
+            called += [("", branch) for branch in re.findall(r"%([\w.-]+)", listed[1] if listed else "")]
+            for role, callee in called:
+                if callee in bodies:
+                    times[callee] += times[caller] * (int(trips[1]) if trips and role == "body" else 1)
+    return [(line, times[body]) for body, lines in bodies.items() for line in lines]
+
+
+def _axes(line: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[str, ...]:
     """The axes of the mesh along which devices of one group differ."""
     if named := re.search(r"replica_groups=mesh\[[^\]]*\] \{(.*?)\}", line):
         return tuple(name for name in mesh.axis_names if f"'{name}'" in named[1])
-    places = np.arange(mesh.size).reshape(mesh.devices.shape)
+    places = np.arange(mesh.size).reshape(mesh.axis_sizes)
     differ = set()
     for group in _groups(line, mesh.size):
         positions = np.array([np.argwhere(places == device)[0] for device in group])

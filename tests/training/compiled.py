@@ -1,0 +1,220 @@
+"""Compiles whole training steps for eight H100s of one node, and reads what they need and exchange.
+
+    python -m tests.training.compiled report 124m-p2-4096-data8
+    python -m tests.training.compiled table [CASE ...]
+
+Nothing is run, and no GPU is needed. A process for each case, since LLVM may end it; minutes each. Needs the packages
+of the dependency group `h100`.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax import config
+from sympow_jax.layers import partitioning
+from sympow_jax.training import sharding, step
+from tests.pallas_kernels import h100
+from tests.training import collectives
+
+DEVICES = 8
+MEMORY = 80e9  # bytes of an H100
+TIMEOUT = 1500  # seconds for a case on two busy cores
+# What the table leaves out: sums of norms' gradients, scalars, what documents and positions need.
+SMALL = 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its batch and the arrangement of the devices."""
+
+    size: str
+    power: int
+    context: int
+    sharding: dict[str, int]
+    tokens: int = 524_288
+    remat: str = "none"
+    accumulate: int = 1
+    layers: int | None = None
+
+    def settings(self) -> config.Config:
+        """Those of a run of the conformal model."""
+        model = config.MODEL_SIZES[self.size] | ({"layers": self.layers} if self.layers else {})
+        return config.Config(
+            model=config.ModelConfig(
+                **model, remat=self.remat, attention=config.preset("conformal", power=self.power)
+            ),
+            data=config.DataConfig(context_length=self.context, batch_tokens=self.tokens),
+            optimizer=config.OptimizerConfig(accumulate=self.accumulate),
+            sharding=config.ShardingConfig(**self.sharding),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Collectives of one kind over the same axes in a step: how many arrays, what a device sends, the largest result.
+
+    Bytes are those of rings: of an array of n devices, each sends (n - 1) / n where it is gathered, exchanged all to
+    all or scattered, and twice that where it is summed everywhere.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    arrays: int
+    sent: float
+    largest: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Bytes on each device, what is exchanged, and how many of which kernels a step takes."""
+
+    peak: int
+    arguments: int
+    temporaries: int
+    exchanges: list[Exchange]
+    forms: list[str]
+    kernels: dict[str, int]
+    seconds: float
+
+
+_SMALL_MODEL = {
+    f"124m-p{power}-{context}-data8": Case("gpt2_124m", power, context, {"data": 8})
+    for power in (2, 4)
+    for context in (4096, 16384, 65536)
+}
+CASES = {
+    # The cheapest to compile: layers are alike.
+    "124m-p2-4096-data8-2layers": Case("gpt2_124m", 2, 4096, {"data": 8}, layers=2),
+    **_SMALL_MODEL,
+    "124m-p2-65536-fsdp8": Case("gpt2_124m", 2, 65536, {"fsdp": 8}),
+    "124m-p2-65536-context8": Case("gpt2_124m", 2, 65536, {"context": 8}),
+    "124m-p4-65536-context8": Case("gpt2_124m", 4, 65536, {"context": 8}),
+    "124m-p2-1048576-context8": Case("gpt2_124m", 2, 1048576, {"context": 8}, tokens=1048576),
+    "1311m-p2-4096-fsdp8": Case("gpt3_1311m", 2, 4096, {"fsdp": 8}, remat="attention"),
+    "1311m-p2-4096-fsdp8-1m": Case("gpt3_1311m", 2, 4096, {"fsdp": 8}, tokens=1048576, remat="attention"),
+    "1311m-p2-4096-tensor8": Case("gpt3_1311m", 2, 4096, {"tensor": 8}, remat="attention", accumulate=8),
+    "1311m-p2-65536-fsdp8": Case("gpt3_1311m", 2, 65536, {"fsdp": 8}, remat="attention"),
+    "1311m-p2-65536-context8": Case("gpt3_1311m", 2, 65536, {"context": 8}, remat="attention"),
+    "1311m-p4-16384-fsdp8": Case("gpt3_1311m", 4, 16384, {"fsdp": 8}, remat="attention"),
+}
+
+
+def compile_step(case: Case):
+    """An update of the case, compiled."""
+    settings = case.settings()
+    sizes = {axis: case.sharding.get(axis, 1) for axis in partitioning.AXES}
+    mesh = h100.mesh(tuple(sizes.values()), tuple(sizes))
+    tokens = jax.ShapeDtypeStruct(
+        (settings.data.batch_size, case.context), jnp.int32, sharding=sharding.batch_sharding(mesh)
+    )
+    state, batch = step.abstract_state(settings, mesh), {"inputs": tokens, "targets": tokens}
+    return step.make_update(settings, mesh).trace(state, batch).lower().compile(), mesh
+
+
+def read(case: Case) -> Report:
+    """Compiled in this process."""
+    begin = time.monotonic()
+    compiled, mesh = compile_step(case)
+    seconds = time.monotonic() - begin
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    return Report(
+        peak=memory.peak_memory_in_bytes,
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        exchanges=exchanges(collectives.collectives(program, mesh), mesh),
+        forms=sorted(
+            set(re.findall(r"\b(?:attention|chunked|recurrent)_(?:reference|xla|mosaic_gpu)\b", program))
+        ),
+        kernels=dict(collections.Counter(re.findall(r"(power_[a-z_]+?)_mosaic_gpu", program))),
+        seconds=seconds,
+    )
+
+
+def report(name: str) -> Report:
+    """Of a case, compiled in a process of its own."""
+    found = json.loads(h100.run("tests.training.compiled", "report", name, timeout=TIMEOUT))
+    found["exchanges"] = [Exchange(**x | {"axes": tuple(x["axes"])}) for x in found["exchanges"]]
+    return Report(**found)
+
+
+def exchanges(
+    found: list[collectives.Collective], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
+) -> list[Exchange]:
+    """Summed up by kind and axes."""
+    groups = collections.defaultdict(list)
+    for collective in found:
+        groups[collective.kind, collective.axes].append(collective)
+    return [
+        Exchange(kind, axes, len(of), sum(_sent(x, mesh) for x in of), max(x.nbytes for x in of))
+        for (kind, axes), of in sorted(groups.items())
+    ]
+
+
+def _sent(collective: collectives.Collective, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> float:
+    devices = math.prod(mesh.shape[axis] for axis in collective.axes)
+    times = {
+        "all-reduce": 2 * (devices - 1) / devices,
+        # The result is one of as many parts.
+        "reduce-scatter": devices - 1,
+        "collective-permute": 1,
+    }
+    return times.get(collective.kind, (devices - 1) / devices) * collective.nbytes
+
+
+def _print_report(name: str) -> None:
+    print(json.dumps(dataclasses.asdict(read(CASES[name]))))
+
+
+def _print_table(*names: str) -> None:
+    """Markdown, a row for each case as it is done."""
+    columns = {
+        "model": "---",
+        "p": "---:",
+        "context": "---:",
+        "tokens a batch": "---:",
+        "devices": "---",
+        "remat": "---",
+        "form": "---",
+        "state, GB": "---:",
+        "peak, GB": "---:",
+        "GB a device sends in a step": "---",
+        "compiled in": "---:",
+    }
+    print(f"| {' | '.join(columns)} |\n| {' | '.join(columns.values())} |", flush=True)
+    for name in names or [name for name, case in CASES.items() if not case.layers]:
+        print(_row(CASES[name], report(name)), flush=True)
+
+
+def _row(case: Case, found: Report) -> str:
+    sent = [
+        f"{x.kind} over {' and '.join(x.axes)}: {x.sent / 1e9:.2f} in {x.arrays}"
+        for x in found.exchanges
+        if x.sent > SMALL
+    ]
+    cells = [
+        case.size,
+        case.power,
+        f"{case.context:,}",
+        f"{case.tokens:,}",
+        " x ".join(f"{axis} {size}" for axis, size in case.sharding.items()),
+        case.remat,
+        ", ".join(form.removesuffix("_mosaic_gpu") for form in found.forms),
+        f"{found.arguments / 1e9:.2f}",
+        f"{found.peak / 1e9:.1f}",
+        "; ".join(sent),
+        f"{found.seconds:.0f} s",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    {"table": _print_table, "report": _print_report}[sys.argv[1]](*sys.argv[2:])
