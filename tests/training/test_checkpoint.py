@@ -139,6 +139,18 @@ def test_a_step_can_be_damaged_again(tmp_path, settings):
     assert len(list((tmp_path / "damaged_checkpoints").iterdir())) == 2
 
 
+def test_another_position_in_the_data_falls_back(tmp_path, settings):
+    # One bit makes a 2 a 3, and what is read is sound.
+    copies = _save(tmp_path, settings)
+    (path,) = _files(tmp_path, 2, "_CHECKPOINT_METADATA")
+    text = path.read_text()
+    assert text.count('"next_index": 2') == 1
+    path.write_text(text.replace('"next_index": 2', '"next_index": 3'))
+    state, position = _restore(tmp_path, settings)
+    _assert_same(state, copies[1])
+    assert position == {"next_index": 1}
+
+
 def test_an_emptied_step_falls_back(tmp_path, settings):
     copies = _save(tmp_path, settings)
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
