@@ -13,6 +13,8 @@ import jax
 
 import train
 
+# What a killed process leaves is removed at the end, which is no news.
+sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 _SERVER = multiprocessing.get_context("forkserver")
 # Imported here too, but not by the server: it preloads by name, in the folder of the repository.
 _SERVER.set_forkserver_preload(["train"])
