@@ -2,7 +2,7 @@
 
 A step `checkpoints/N` holds the state after N updates. It appears whole or not at all, so that a run killed
 at any instant loses the updates since the last save at most. Orbax does not notice a flipped bit, so each
-step also carries a fingerprint of its arrays.
+step also carries a fingerprint of its arrays and a digest of its metadata.
 
 With several processes all save, each what its devices hold; Orbax makes them wait for each other. They load alone, and
 agree on what is damaged, because a process that cannot read its part would leave the others waiting.
@@ -11,13 +11,14 @@ agree on what is damaged, because a process that cannot read its part would leav
 import contextlib
 import dataclasses
 import gc
+import hashlib
 import json
 import logging
 import math
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +104,7 @@ class Checkpoints:
         """
         arrays = {"params": state.params, "opt_state": state.opt_state}
         metadata = {"config": self._settings, "data": position, "fingerprints": _fingerprints(arrays)}
+        metadata["digest"] = _digest(metadata)
         self.check(wait=True)
         with self._explained():
             self._saving = self._orbax.save_checkpointables_async(
@@ -210,6 +212,8 @@ def _load(path: pathlib.Path, abstract: dict[str, Any]) -> tuple[dict[str, Any],
         metadata = ocp.checkpointables_metadata(path).custom_metadata
         if missing := {"config", "data", "fingerprints"} - set(metadata):
             raise ValueError(f"its metadata lacks {', '.join(sorted(missing))}")
+        if "digest" in metadata and metadata["digest"] != _digest(metadata):
+            raise ValueError("its metadata is not what was saved")
         return ocp.load_checkpointables(path, abstract), metadata
 
 
@@ -217,6 +221,11 @@ def _check(loaded: dict[str, Any], metadata: dict[str, Any]) -> None:
     for name, value in _fingerprints(loaded).items():
         if value != metadata["fingerprints"][name]:
             raise ValueError(f"its {name} are not what was saved")
+
+
+def _digest(metadata: Mapping[str, Any]) -> str:
+    others = {name: value for name, value in metadata.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
 
 
 def _put_aside(path: pathlib.Path) -> None:

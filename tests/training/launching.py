@@ -56,11 +56,11 @@ def start(
     devices: int = 1,
     cache: pathlib.Path | None = None,
     more: Sequence[Sequence[str]] | None = None,
-    prepare: Callable[[], None] | None = None,
+    prepare: Callable[[], None] | Sequence[Callable[[], None] | None] | None = None,
 ) -> list[Started]:
     """Starts the processes of one run, each with so many devices; what they say goes to `folder`.
 
-    `more` are arguments of one process each; `prepare` is called in each before it begins.
+    `more` are arguments of one process each; `prepare` is called in each before it begins, or one of several in one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begun = len(list(folder.glob("*.out")))
@@ -73,7 +73,8 @@ def start(
         mine = [*arguments, *(more[index] if more else ())]
         if processes > 1:
             mine += [*launch, f"--process_id={index}"]
-        process = _SERVER.Process(target=_run, args=(mine, out, err, devices, cache, prepare), daemon=True)
+        before = prepare[index] if isinstance(prepare, Sequence) else prepare
+        process = _SERVER.Process(target=_run, args=(mine, out, err, devices, cache, before), daemon=True)
         process.start()
         started.append(Started(process, out, err))
     return started

@@ -7,6 +7,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,18 @@ def test_a_step_can_be_damaged_again(tmp_path, settings):
     assert len(list((tmp_path / "damaged_checkpoints").iterdir())) == 2
 
 
+def test_another_position_in_the_data_falls_back(tmp_path, settings):
+    # One bit makes a 2 a 3, and what is read is sound.
+    copies = _save(tmp_path, settings)
+    (path,) = _files(tmp_path, 2, "_CHECKPOINT_METADATA")
+    text = path.read_text()
+    assert text.count('"next_index": 2') == 1
+    path.write_text(text.replace('"next_index": 2', '"next_index": 3'))
+    state, position = _restore(tmp_path, settings)
+    _assert_same(state, copies[1])
+    assert position == {"next_index": 1}
+
+
 def test_an_emptied_step_falls_back(tmp_path, settings):
     copies = _save(tmp_path, settings)
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
@@ -154,23 +167,45 @@ def test_all_damaged_is_an_error(tmp_path, settings):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
-def test_a_failed_save_surfaces(tmp_path, settings):
-    state = next(_states(1))
-    large = dataclasses.replace(state, params={"noise": jax.random.normal(jax.random.key(0), (256, 256))})
+@pytest.fixture
+def small_files():
+    """As a full disk: no file may grow beyond 64 KiB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        # As a full disk: no file may grow beyond 64 KiB.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-        with (
-            pytest.raises(Exception, match="File too large"),
-            checkpoint.Checkpoints(tmp_path, settings) as checkpoints,
-        ):
-            checkpoints.save(0, large, {"next_index": 0})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, previous)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, previous)
+
+
+def _large() -> step.TrainState:
+    params = {"noise": jax.random.normal(jax.random.key(0), (256, 256))}
+    return dataclasses.replace(next(_states(1)), params=params)
+
+
+_NOT_SAVED = r"a checkpoint could not be saved in .*File too large.*; those before it are kept"
+
+
+def test_a_failed_save_surfaces(tmp_path, settings, small_files):
+    with (
+        pytest.raises(ValueError, match=_NOT_SAVED),
+        checkpoint.Checkpoints(tmp_path, settings) as checkpoints,
+    ):
+        checkpoints.save(0, _large(), {"next_index": 0})
     assert _restore(tmp_path, settings) is None
+
+
+def test_a_failed_save_is_noticed_before_the_next(tmp_path, settings, small_files):
+    with (  # noqa: PT012
+        pytest.raises(ValueError, match=_NOT_SAVED),
+        checkpoint.Checkpoints(tmp_path, settings) as checkpoints,
+    ):
+        checkpoints.save(0, _large(), {"next_index": 0})
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            checkpoints.check()
+            time.sleep(0.01)
+        pytest.fail("the save has not failed")
 
 
 def _save_model(folder: pathlib.Path, settings: config.Config, numbers=(1,)) -> step.TrainState:

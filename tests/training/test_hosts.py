@@ -4,6 +4,7 @@ import csv
 import functools
 import json
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -200,6 +201,22 @@ def test_a_mistake_in_one_process_ends_both(start, tmp_path):
     assert codes[0] != 0
     assert "error: row 7 cannot be read" in started[1].errors()
     assert _saved(tmp_path / "run") == [4]
+
+
+def _small_files() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_in_one_process_ends_both(start, tmp_path):
+    # Two processes each write their half of parameters that are too large for one; one of them cannot.
+    wide = ("--config.model.width=128", "--config.training.steps=1000000")
+    started = start(*wide, processes=2, cache=None, prepare=[_small_files, None])
+    assert started[0].wait() == 1
+    (line,) = started[0].errors()
+    assert line.startswith(f"error: a checkpoint could not be saved in {tmp_path / 'run' / 'checkpoints'}: ")
+    assert started[1].wait() != 0
 
 
 def test_a_checkpoint_that_one_process_cannot_read(start, alone, tmp_path):

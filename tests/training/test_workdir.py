@@ -39,12 +39,17 @@ def test_environment_is_recorded(tmp_path):
     assert set(recorded) >= {"python", "git_revision", "command", "backend"}
 
 
-def test_steps_and_intervals_may_change(tmp_path):
+def test_what_does_not_change_the_run_may_change(tmp_path):
     workdir.open_workdir(tmp_path, _settings(steps=5))
     _pretend_a_checkpoint(tmp_path)
     reporting = {"profile_steps": (7, 8), "wandb_project": "papers"}
     after = _settings(steps=10, log_every=1, checkpoint_every=2, keep_checkpoints=1, **reporting)
-    after = dataclasses.replace(after, evaluation=config.EvaluationConfig(context_lengths=(16,)))
+    after = dataclasses.replace(
+        after,
+        evaluation=config.EvaluationConfig(context_lengths=(16,)),
+        sharding=config.ShardingConfig(fsdp=2),
+        model=dataclasses.replace(after.model, remat="full"),
+    )
     workdir.open_workdir(tmp_path, after)
     assert workdir.read_config(tmp_path) == after
 
