@@ -195,7 +195,6 @@ def _print_table(*names: str) -> None:
         "state, GB": "---:",
         "peak, GB": "---:",
         "GB a device sends in a step": "---",
-        "compiled in": "---:",
     }
     print(f"| {' | '.join(columns)} |\n| {' | '.join(columns.values())} |", flush=True)
     for name in names or CASES:
@@ -219,7 +218,6 @@ def _row(case: Case, found: Report) -> str:
         f"{found.arguments / 1e9:.2f}",
         f"{found.peak / 1e9:.1f}",
         "; ".join(sent),
-        f"{found.seconds:.0f} s",
     ]
     return f"| {' | '.join(map(str, cells))} |"
 
