@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import grain
 
 from sympow_jax import config, data, evaluation
-from sympow_jax.training import checkpoint, cli, flags, metrics, sharding, step, workdir
+from sympow_jax.training import checkpoint, cli, flags, hosts, metrics, sharding, step, workdir
 
 # Batches read ahead of the step under way.
 PREFETCH = 4
@@ -24,15 +24,17 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
       NotImplementedError: a named implementation cannot do it on these devices.
     """
     # Data, model and workdir first: their errors should not wait for a compilation, nor for the end of training.
-    rows = data.train_dataset(settings.data, vocab_size=settings.model.vocab_size)
-    evaluation.check_settings(settings)
-    metrics.check_settings(settings)
-    mesh = sharding.make_mesh(settings)
-    step.check_model(settings, mesh)
-    workdir.open_workdir(folder, settings)
-    workdir.record_data(folder, data.describe(settings.data))
-    reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)
-    batches = iter(data.batches(rows, settings.data.batch_size).to_iter_dataset(reading))
+    with hosts.all_or_none():
+        rows = data.train_dataset(settings.data, vocab_size=settings.model.vocab_size)
+        evaluation.check_settings(settings)
+        metrics.check_settings(settings)
+        mesh = sharding.make_mesh(settings)
+        share, shares = sharding.batch_share(mesh)
+        step.check_model(settings, mesh)
+        description = data.describe(settings.data)
+    workdir.open_run(folder, settings, description)
+    read = data.batches(rows, settings.data.batch_size, share=share, shares=shares)
+    batches = iter(read.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)))
 
     abstract = step.abstract_state(settings, mesh)
     update = step.make_update(settings, mesh)
@@ -48,15 +50,16 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
         start = int(state.step)
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
-        print(sharding.describe(mesh, abstract), flush=True)
-        print(
-            f"{'training' if start < steps else 'trained'}: step {start} of {steps} in {folder}", flush=True
-        )
+        hosts.say(sharding.describe(mesh, abstract))
+        hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps} in {folder}")
 
         with (
-            metrics.Reporter(folder, settings, start=start, devices=mesh.devices.flat) as reporter,
-            cli.StopSignals() as stop,
+            metrics.Reporter(
+                folder, settings, start=start, devices=mesh.devices.flat, writes=hosts.is_first()
+            ) as reporter,
+            cli.StopSignals() as signals,
         ):
+            stop, votes = 0, hosts.Vote()
             pending = None  # the update whose metrics are not on the host yet
             for number in range(start + 1, steps + 1):
                 with reporter.reading(number):
@@ -65,17 +68,19 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
                 if pending:
                     reporter.report(*pending)
                 pending = (number, scalars)
-                if number % every == 0 or number == steps or stop.received:
+                checkpoints.check()
+                stop = votes.cast(signals.received or 0, now=number == steps)
+                if number % every == 0 or number == steps or stop:
                     # A state is saved only once its update is known to be finite.
                     reporter.report(*pending)
                     pending = None
                     checkpoints.save(number, state, batches.get_state())
-                if stop.received:
+                if stop:
                     break
 
-    if stop.received:
-        print(f"stopped after step {number}, which is saved; the same command again goes on", flush=True)
-        return stop.exit_code
+    if stop:
+        hosts.say(f"stopped after step {number}, which is saved; the same command again goes on")
+        return 128 + stop  # as a shell reports a signal
     if settings.evaluation.context_lengths:
         evaluation.evaluate_runs([folder], settings.evaluation.context_lengths, out=folder)
     return 0
@@ -83,8 +88,10 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
-        return train(*flags.parse(arguments))
+    with hosts.ending(), cli.user_errors():
+        settings, folder, launch = flags.parse(arguments)
+        hosts.join(launch)
+        return train(settings, folder)
 
 
 if __name__ == "__main__":

@@ -232,8 +232,9 @@ def traffic(job: Job, plan: Plan, node: int) -> dict[str, Traffic]:
         "data": dataclasses.replace(gradients, rounds=gradients.rounds * layers),
         "fsdp": dataclasses.replace(gathered + scattered, rounds=(gathered + scattered).rounds * layers),
         "context": _context(job, plan, inside["context"]).times(model.layers),
-        # Two sums of a block in each pass, and of embeddings and of what comes back from logits, in float32.
-        "tensor": _ring(plan.tensor, inside["tensor"], stream, rounds=2).times(sums + 2 * 2),
+        # Two sums of a block in each pass, and what comes back from logits; the embedding for the lookup, in float32.
+        "tensor": _ring(plan.tensor, inside["tensor"], stream, rounds=2).times(sums + 1)
+        + _ring(plan.tensor, inside["tensor"], 4 * _embedding(model) / plan.fsdp, rounds=1),
     }
 
 

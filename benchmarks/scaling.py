@@ -135,14 +135,15 @@ Of the traffic in a step, P being parameters, n the GPUs along an axis, and a GP
 | `data` | all-reduce of gradients in float32, over `data` and `context`, since these hold the same parameters | \
 2 (n - 1) / n x 4 P / (fsdp tensor) |
 | `fsdp` | all-gather of parameters in bfloat16, in the forward and the backward pass (and where a block is computed \
-again), reduce-scatter of gradients in float32 | (n - 1) / n x (2 x 2 P + 4 P) / tensor |
+again; the embedding once in float32), reduce-scatter of gradients in float32 | (n - 1) / n x (2 x 2 P + 4 P) / tensor |
 | `context`, chunked form | to the next device the last W = 64 keys and values in bfloat16, then 1 + ceil(log2(n - 1)) \
 times its states in float32, in each layer; in the backward pass as much | 2 x (2 x 64 K (D + E) + (1 + ceil(log2(n - \
 1))) x 4 K F (E + 1)) a row and layer, F = 2,080 |
 | `context`, attention form | all-to-alls of query, key, value and output in bfloat16, in each layer; in the backward \
 pass as many | 2 x (n - 1) / n x 2 B T (2 N D + 2 K D) a layer |
 | `tensor` | two all-reduces of activations in bfloat16 in each block and pass (and as many as a pass where it is \
-computed again), and of embeddings and logits in float32 | 2 (n - 1) / n x 2 B T M, four times a layer |
+computed again), and one before the logits; the embedding in float32 for the lookup | 2 (n - 1) / n x 2 B T M, four \
+times a layer and once more, and (n - 1) / n x 4 V M / fsdp |
 
 Gathers, scatters and all-reduces go first through NVLink within a node, then each GPU sends its part between nodes \
 on its own link; the sum of bytes is the same. There is one collective a layer, of ceil(log2 n) rounds of messages, \

@@ -42,22 +42,22 @@ def train_dataset(config: config_lib.DataConfig, *, vocab_size: int) -> grain.Ma
 
 
 def batches(
-    dataset: grain.MapDataset, batch_size: int, *, process_index: int = 0, process_count: int = 1
+    dataset: grain.MapDataset, batch_size: int, *, share: int = 0, shares: int = 1
 ) -> grain.MapDataset:
-    """Element i is what one process reads of the i-th batch, its rows stacked.
+    """Element i is one of the equal `shares`, in order, of the i-th batch, its rows stacked.
 
-    The i-th batch is rows i * batch_size onwards whatever the number of processes, which share it in order,
-    so that a run may be resumed with another number of them. The state of an iterator is i.
+    The i-th batch is rows i * batch_size onwards however it is shared, so that a run may be resumed on another
+    number of processes. The state of an iterator is i.
 
     Raises:
-      ValueError: `process_count` does not divide `batch_size`.
+      ValueError: `shares` does not divide `batch_size`.
     """
-    if batch_size % process_count:
+    if batch_size % shares:
         raise ValueError(
-            f"a batch has {batch_size} rows, which {process_count} processes cannot share evenly; "
+            f"a batch has {batch_size} rows, which cannot be divided into {shares} equal shares; "
             f"change data.batch_tokens or data.context_length"
         )
-    return dataset.batch(batch_size // process_count)[process_index::process_count]
+    return dataset.batch(batch_size // shares)[share::shares]
 
 
 def heldout_documents(config: config_lib.DataConfig, *, vocab_size: int) -> documents.HeldoutDocuments:

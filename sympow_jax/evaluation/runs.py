@@ -20,7 +20,7 @@ from jaxtyping import Int
 from sympow_jax import config as config_lib
 from sympow_jax import data, models
 from sympow_jax.evaluation import buckets, plot, report, streaming
-from sympow_jax.training import checkpoint, workdir
+from sympow_jax.training import checkpoint, hosts, workdir
 
 __all__ = ["check_settings", "context_loss", "evaluate_runs"]
 
@@ -96,10 +96,11 @@ def evaluate_runs(
 
     `lengths` and `documents` (at most so many) default to the first run's `evaluation` settings. All runs see
     the same held-out documents, chosen by `buckets.select_documents`. Prints a table and, below 20 documents,
-    a warning. Returns the rows of the CSV. Raises `ValueError` where a workdir holds no run or no checkpoint, the
+    a warning. Of several processes each evaluates by itself; the first alone writes and prints. Returns the rows of
+    the CSV. Raises `ValueError` where a workdir holds no run or no checkpoint, the
     runs' data or vocabularies differ, a length exceeds every document, or `out` cannot be written.
     """
-    console = console or report.make_console()
+    console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     paths = [pathlib.Path(path) for path in workdirs]
     folder = _writable_folder(out)
     configs = [workdir.read_config(path) for path in paths]
@@ -129,7 +130,8 @@ def evaluate_runs(
     diverged = sorted({row.run for row in rows if not math.isfinite(row.loss)})
     if diverged:
         _warn(console, f"losses of {', '.join(diverged)} are not finite; they are null in the JSON")
-    _write(folder, rows, chosen, runs)
+    if hosts.is_first():
+        _write(folder, rows, chosen, runs)
     report.print_table(rows, console)
     return rows
 

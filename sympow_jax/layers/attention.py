@@ -37,6 +37,7 @@ class Attention(nnx.Module):
     Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head,
     are those of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section
     3). They, the rotation angles, the state and the normaliser are in float32 whatever `config.dtype`.
+    Over a mesh in scope each device has its rows, times and heads, as `layers.partitioning` names the axes.
     `sinusoidal` positions belong to the model, which adds them to the embedding.
     """
 
@@ -168,15 +169,19 @@ class Attention(nnx.Module):
 
     def _over_devices(self, arrays):
         """The kernel's output [B, T, N, E] without a state, each device having its rows, heads and times."""
-        names = list(arrays)
-        axis_name = partitioning.CONTEXT if partitioning.size(partitioning.CONTEXT) > 1 else None
+        names, shape = list(arrays), arrays["query"].shape
+        divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
+        heads = partitioning.HEADS if divisible else partitioning.TOKENS
+        divided = partitioning.CONTEXT in partitioning.dividing(heads, shape)
 
         def mix(*arrays):
-            return self._mix(**dict(zip(names, arrays)), state=None, axis_name=axis_name)[0]
+            arguments = dict(zip(names, arrays))
+            return self._mix(**arguments, state=None, axis_name=partitioning.CONTEXT if divided else None)[0]
 
-        specs = (partitioning.TOKENS if name == "segment_ids" else partitioning.HEADS for name in names)
-        out = partitioning.fit(partitioning.HEADS, arrays["query"].shape)
-        return partitioning.over_devices(mix, tuple(arrays.values()), tuple(specs), out)
+        specs = (partitioning.TOKENS if name == "segment_ids" else heads for name in names)
+        return partitioning.over_devices(
+            mix, tuple(arrays.values()), tuple(specs), partitioning.fit(heads, shape)
+        )
 
     def _mix(self, query, key, value, rate, log_decay, segment_ids, state, axis_name):
         """The kernel's output [B, T, N, E], and the state behind it if there was one to begin with.

@@ -1,8 +1,8 @@
 """Products with parameters that are divided over the mesh in scope: each collective is written out, once a pass.
 
 Parameters are gathered over `fsdp` where they are used, in the dtype of the product, and again in the backward pass,
-which saves arguments alone. Their gradients are summed over rows and times; over `fsdp` they are scattered to where
-the parameters are.
+which saves arguments alone. Their gradients are summed over rows and times in their own dtype; over `fsdp` they are
+scattered to where the parameters are.
 """
 
 import functools
@@ -53,25 +53,28 @@ def _products_bwd(spec, kinds, residuals, dresults):
     x, matrices = residuals
     before, after, _ = _around(x, matrices, spec)
     divided = [_axes_of(spec, matrix) for matrix in matrices]
-    partial = partitioning.TENSOR in partitioning.dividing(after, dresults[0].shape)
+    # Of results that are divided, a device has its part of the gradient of x.
+    partial = [partitioning.TENSOR in partitioning.dividing(after, d.shape) for d in dresults]
     tokens = partitioning.dividing(partitioning.TOKENS, x.shape)
 
     def local(x, matrices, dresults):
-        dx, gradients = 0, []
-        for matrix, dresult, axes, (dtype, precision) in zip(matrices, dresults, divided, kinds):
+        nothing = jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
+        dx, gradients = {True: nothing, False: nothing}, []
+        for matrix, dresult, axes, kind, part in zip(matrices, dresults, divided, kinds, partial):
+            dtype, precision = kind
             whole = gather(matrix.astype(dtype), axes, partitioning.FSDP)
-            dx += jnp.matmul(dresult, whole.T, precision=precision)
-            # In float32, as it is summed over devices.
+            dx[part] += jnp.matmul(dresult, whole.T, precision=precision)
             gradient = jnp.einsum(
                 "bti,bto->io",
                 x.astype(dtype),
                 dresult,
                 precision=precision,
-                preferred_element_type=jnp.float32,
+                preferred_element_type=matrix.dtype,
             )
-            gradients.append(scatter(gradient, axes, tokens).astype(matrix.dtype))
-        dx = dx.astype(x.dtype)
-        return jax.lax.psum(dx, partitioning.TENSOR) if partial else dx, tuple(gradients)
+            gradients.append(scatter(gradient, axes, tokens))
+        if any(partial):
+            dx[True] = jax.lax.psum(dx[True].astype(x.dtype), partitioning.TENSOR)
+        return (dx[True] + dx[False]).astype(x.dtype), tuple(gradients)
 
     # Without a barrier XLA would keep what the forward pass gathered.
     matrices = jax.lax.optimization_barrier(matrices)

@@ -53,7 +53,7 @@ def power_attention(
             `xla`; it never fails. In the chunked form the kernels keep their states for the backward pass, unless a
             policy of `jax.checkpoint` keeps `power_attention_out` without `power_attention_states`: then they are
             computed again. That of the step is `xla`'s. Outputs and denominators have the first of these names in
-            every form.
+            every form, and the final state of the plain chunked form the second.
         chunk_size: tokens of a chunk, or of a block of the attention form; None chooses. Changes speed alone.
         window: every query sees at least this many of its last keys exactly, and only older ones through features,
             whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the state.

@@ -3,25 +3,31 @@
 A step `checkpoints/N` holds the state after N updates. It appears whole or not at all, so that a run killed
 at any instant loses the updates since the last save at most. Orbax does not notice a flipped bit, so each
 step also carries a fingerprint of its arrays.
+
+With several processes all save, each what its devices hold; Orbax makes them wait for each other. They load alone, and
+agree on what is damaged, because a process that cannot read its part would leave the others waiting.
 """
 
 import contextlib
 import dataclasses
 import gc
+import json
 import logging
+import math
 import pathlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from sympow_jax import config, models
 from sympow_jax.array_types import Array, Int
-from sympow_jax.training import sharding, step, workdir
+from sympow_jax.training import hosts, sharding, step, workdir
 
 __all__ = ["Checkpoints", "require_checkpoint", "restore_model"]
 
@@ -36,15 +42,29 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, settings: config.Config):
         """Keeps the newest `settings.training.keep_checkpoints` steps in `folder`, a run's workdir."""
-        self._workdir = folder.absolute()
+        self._folder = folder.absolute() / workdir.CHECKPOINTS
         self._settings = dataclasses.asdict(settings)
-        self._orbax = _open(self._workdir, keep=settings.training.keep_checkpoints)
+        self._orbax = ocp.training.Checkpointer(
+            self._folder,
+            preservation_policy=ocp.training.preservation_policies.LatestN(
+                settings.training.keep_checkpoints
+            ),
+            cleanup_tmp_directories=True,  # what a killed save left
+        )
+        self._saving: ocp.AsyncResponse[bool] | None = None
+        self._failure = _Failure()
 
     def __enter__(self) -> "Checkpoints":
+        logging.getLogger("absl").addHandler(self._failure)
         return self
 
     def __exit__(self, *_) -> None:
-        self._orbax.close()
+        try:
+            self.check(wait=True)
+        finally:
+            logging.getLogger("absl").removeHandler(self._failure)
+        with self._explained():
+            self._orbax.close()
 
     def restore(self, abstract: step.TrainState) -> tuple[step.TrainState, Any] | None:
         """The newest good state, placed as `abstract` asks, and the position in the data; None at the start.
@@ -57,36 +77,80 @@ class Checkpoints:
 
         def load(number: int) -> tuple[step.TrainState, Any]:
             arrays = {"params": abstract.params, "opt_state": abstract.opt_state}
-            loaded, metadata = _load_checked(self._orbax, number, arrays)
-            at = jax.device_put(jnp.int32(number), abstract.step.sharding)
+            with hosts.all_or_none():
+                loaded, metadata = _load(self._folder / str(number), arrays)
+            _check(loaded, metadata)
+            at = jax.make_array_from_callback((), abstract.step.sharding, lambda _: np.int32(number))
             return step.TrainState(step=at, **loaded), metadata["data"]
 
-        found, damaged = _newest_good(self._orbax, load)
+        # Process 0 says which there are: a network file system can show them to each at another time.
+        numbers = json.loads(hosts.gather(json.dumps(_steps(self._folder)))[0])
+        found, damaged = _newest_good(self._folder, numbers, load)
         for number in damaged:
-            self._put_aside(number)
+            with hosts.all_or_none():
+                if hosts.is_first():
+                    _put_aside(self._folder / str(number))
+        self._orbax.reload()
         return found
 
     def save(self, number: int, state: step.TrainState, position: Any) -> None:
         """Begins to save the state after `number` updates; `position` is that of the data's iterator.
 
         The arrays of `state` may be donated as soon as this returns.
+
+        Raises:
+          ValueError: this save cannot begin, or the one before it failed.
         """
         arrays = {"params": state.params, "opt_state": state.opt_state}
         metadata = {"config": self._settings, "data": position, "fingerprints": _fingerprints(arrays)}
-        self._orbax.save_checkpointables_async(number, arrays, force=True, custom_metadata=metadata)
+        self.check(wait=True)
+        with self._explained():
+            self._saving = self._orbax.save_checkpointables_async(
+                number, arrays, force=True, custom_metadata=metadata
+            )
 
-    def _put_aside(self, number: int) -> None:
-        folder = self._workdir / _DAMAGED
-        folder.mkdir(exist_ok=True)
-        taken = sum(1 for _ in folder.glob(f"{number}*"))
-        target = folder / (f"{number}.{taken}" if taken else str(number))
-        (self._workdir / workdir.CHECKPOINTS / str(number)).rename(target)
-        print(f"moved the damaged checkpoint of step {number} to {target}", file=sys.stderr, flush=True)
-        self._orbax.reload()
+    def check(self, *, wait: bool = False) -> None:
+        """Raises ValueError if the save begun last has failed; whether it will is not known until it is done.
+
+        `wait` until then, else what is known now counts.
+        """
+        with self._explained():
+            while wait and self._saving is not None and self._failure.error is None:
+                with contextlib.suppress(TimeoutError):
+                    self._saving.result(timeout=0.1)
+                    self._saving = None
+            if self._failure.error is not None:
+                raise self._failure.error
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # Orbax and TensorStore raise errors of many kinds when they cannot write
+            raise ValueError(
+                f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; those before it are kept: "
+                f"make room or mend the folder, and the same command goes on"
+            ) from error
+
+
+class _Failure(logging.Handler):
+    """The first error that Orbax logs while it saves.
+
+    It raises the error later too; with several processes much later, since its threads first wait for those of
+    processes that do not know of it.
+    """
+
+    error: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.error is None and record.exc_info:
+            self.error = record.exc_info[1]
 
 
 def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.DecoderLM, int]:
     """The settings, the model and the step of the newest good checkpoint of the run in a workdir.
+
+    Each process gets the whole model on its own devices.
 
     Raises:
       ValueError: the folder holds no run, or a run without a good checkpoint.
@@ -94,69 +158,80 @@ def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Dec
     folder = pathlib.Path(folder).absolute()
     settings = workdir.read_config(folder)
     require_checkpoint(folder)
-    abstract = step.abstract_state(settings, sharding.whole_mesh())
-    with contextlib.closing(_open(folder, keep=None)) as orbax:
+    abstract = step.abstract_state(settings, sharding.whole_mesh(jax.local_devices()))
+    checkpoints = folder / workdir.CHECKPOINTS
 
-        def load(number: int) -> tuple[config.Config, models.DecoderLM, int]:
-            loaded, metadata = _load_checked(orbax, number, {"params": abstract.params})
-            saved = workdir.from_dict(config.Config, metadata["config"])
-            return saved, step.merge(saved.model, loaded["params"]), number
+    def load(number: int) -> tuple[config.Config, models.DecoderLM, int]:
+        loaded, metadata = _load(checkpoints / str(number), {"params": abstract.params})
+        _check(loaded, metadata)
+        saved = workdir.from_dict(config.Config, metadata["config"])
+        return saved, step.merge(saved.model, loaded["params"]), number
 
-        found, _ = _newest_good(orbax, load)
+    found, _ = _newest_good(checkpoints, _steps(checkpoints), load)
     assert found is not None  # there is a checkpoint, and a damaged one raises
     return found
 
 
 def require_checkpoint(folder: str | pathlib.Path) -> None:
     """Raises ValueError where the run in a workdir has no checkpoint, good or damaged; loads nothing."""
-    folder = pathlib.Path(folder).absolute()
-    if (folder / workdir.CHECKPOINTS).is_dir():
-        with contextlib.closing(_open(folder, keep=None)) as orbax:
-            if orbax.checkpoints:
-                return
-    raise ValueError(f"{folder} has no checkpoint yet")
+    if not _steps(pathlib.Path(folder) / workdir.CHECKPOINTS):
+        raise ValueError(f"{pathlib.Path(folder).absolute()} has no checkpoint yet")
 
 
-def _open(folder: pathlib.Path, *, keep: int | None) -> ocp.training.Checkpointer:
-    policies = ocp.training.preservation_policies
-    return ocp.training.Checkpointer(
-        folder / workdir.CHECKPOINTS,
-        preservation_policy=policies.PreserveAll() if keep is None else policies.LatestN(keep),
-        cleanup_tmp_directories=keep is not None,  # what a killed save left; never from under a running one
-    )
+def _steps(folder: pathlib.Path) -> list[int]:
+    # Orbax gives a step its final name when all of it is written.
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
 
 
-def _newest_good[T](orbax: ocp.training.Checkpointer, load: Callable[[int], T]) -> tuple[T | None, list[int]]:
+def _newest_good[T](
+    folder: pathlib.Path, numbers: Sequence[int], load: Callable[[int], T]
+) -> tuple[T | None, list[int]]:
     damaged: list[int] = []
-    for checkpoint in reversed(orbax.checkpoints):
+    for number in reversed(numbers):
         try:
             with _quiet():
-                return load(checkpoint.step), damaged
+                return load(number), damaged
         except Exception as error:  # Orbax raises errors of many kinds for a damaged file
-            reason = " ".join(str(error).split())[:100]
-            print(
-                f"the checkpoint of step {checkpoint.step} in {orbax.directory} is damaged, trying the one "
-                f"before it: {reason}",
-                file=sys.stderr,
-                flush=True,
+            hosts.say(
+                f"the checkpoint of step {number} in {folder} is damaged, trying the one before it: {_reason(error)}",
+                error=True,
             )
-            damaged.append(checkpoint.step)
+            damaged.append(number)
     if damaged:
-        raise ValueError(f"every checkpoint in {orbax.directory} is damaged; use another --workdir")
+        raise ValueError(f"every checkpoint in {folder} is damaged; use another --workdir")
     return None, []
 
 
-def _load_checked(
-    orbax: ocp.training.Checkpointer, number: int, abstract: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    metadata = orbax.checkpointables_metadata(number).custom_metadata
-    if missing := {"config", "data", "fingerprints"} - set(metadata):
-        raise ValueError(f"its metadata lacks {', '.join(sorted(missing))}")
-    loaded = orbax.load_checkpointables(number, abstract)
+def _load(path: pathlib.Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays as `abstract` asks and the metadata of a step, read by this process without the others."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    with ocp.Context(multiprocessing_options=alone):
+        metadata = ocp.checkpointables_metadata(path).custom_metadata
+        if missing := {"config", "data", "fingerprints"} - set(metadata):
+            raise ValueError(f"its metadata lacks {', '.join(sorted(missing))}")
+        return ocp.load_checkpointables(path, abstract), metadata
+
+
+def _check(loaded: dict[str, Any], metadata: dict[str, Any]) -> None:
     for name, value in _fingerprints(loaded).items():
         if value != metadata["fingerprints"][name]:
             raise ValueError(f"its {name} are not what was saved")
-    return loaded, metadata
+
+
+def _put_aside(path: pathlib.Path) -> None:
+    folder = path.parent.with_name(_DAMAGED)
+    folder.mkdir(exist_ok=True)
+    taken = sum(1 for _ in folder.glob(f"{path.name}*"))
+    target = folder / (f"{path.name}.{taken}" if taken else path.name)
+    path.rename(target)
+    hosts.say(f"moved the damaged checkpoint of step {path.name} to {target}", error=True)
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    # What failed is said first, and why last, with long paths between.
+    return text if len(text) <= 240 else f"{text[:80]} ... {text[-140:]}"
 
 
 def _fingerprints(arrays: dict[str, Any]) -> dict[str, int]:
@@ -170,12 +245,24 @@ def _fingerprint_each(arrays: dict[str, Any]) -> dict[str, Int[Array, ""]]:
     for name, tree in arrays.items():
         total = jnp.uint32(0)
         for leaf in jax.tree.leaves(tree):
-            bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}")).ravel()
-            weights = 2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1
+            bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+            weights = 2 * _flat_indices(leaf.shape) + 1
             # An odd factor, so that trees whose leaves changed places differ too.
             total = 1_000_003 * total + jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
         sums[name] = total
     return sums
+
+
+def _flat_indices(shape: tuple[int, ...]) -> Int[Array, "..."]:
+    # Not by a reshape of the array, for which devices that share it would exchange it.
+    return sum(
+        (
+            jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+            * jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
+            for axis in range(len(shape))
+        ),
+        start=jnp.zeros(shape, jnp.uint32),
+    )
 
 
 @contextlib.contextmanager

@@ -19,9 +19,10 @@ def user_errors() -> Iterator[None]:
     `python -X dev` keeps the traceback, for those who change the code.
     """
     if not sys.flags.dev_mode:
-        # Orbax logs, with tracebacks, errors that it also raises.
-        for name in ("absl", "asyncio"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        # Orbax logs, with tracebacks, errors that it also raises. Nobody is shown them, but handlers may hear of them.
+        logging.getLogger("absl").propagate = False
+        logging.getLogger("absl").addHandler(logging.NullHandler())
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
@@ -51,11 +52,6 @@ class StopSignals:
 
     def __exit__(self, *_) -> None:
         self._restore()
-
-    @property
-    def exit_code(self) -> int:
-        """128 + the signal's number, as a shell reports it; 0 without a signal."""
-        return 0 if self.received is None else 128 + self.received
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         del frame

@@ -6,6 +6,7 @@
 
 import argparse
 import dataclasses
+import os
 import pathlib
 import runpy
 import types
@@ -18,6 +19,7 @@ from absl import flags as absl_flags
 from ml_collections import config_flags
 
 from sympow_jax import config
+from sympow_jax.training import hosts
 
 __all__ = ["load_config", "override", "parse"]
 
@@ -29,8 +31,10 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see --help")
 
 
-def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path]:
-    """Reads the settings and the workdir from the arguments after the program's name.
+def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
+    """Reads the settings, the workdir and how this process meets others from the arguments after the program's name.
+
+    Without flags about processes it meets those that SLURM has started; None is a run of one process.
 
     Raises:
       ValueError: an unknown flag or setting, a value of the wrong type, no such config file, or settings that
@@ -55,8 +59,38 @@ def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path]:
         metavar="DIR",
         help="where settings, metrics and checkpoints are written",
     )
+    _add_launch(parser)
     known, rest = parser.parse_known_args(arguments)
-    return override(load_config(known.config), _read_overrides(rest)), known.workdir
+    return override(load_config(known.config), _read_overrides(rest)), known.workdir, _read_launch(known)
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several processes (see docs/many_hosts.md); SLURM needs none of these")
+    group.add_argument("--coordinator_address", metavar="HOST:PORT", help="where process 0 listens")
+    group.add_argument("--process_count", type=int, metavar="N", help="how many processes there are")
+    group.add_argument("--process_id", type=int, metavar="I", help="which of them this is, from 0")
+    group.add_argument(
+        "--coordinator_timeout",
+        type=int,
+        metavar="SECONDS",
+        default=hosts.TIMEOUT,
+        help="end if the processes have not met by then (default: %(default)s)",
+    )
+
+
+def _read_launch(known: argparse.Namespace) -> hosts.Launch | None:
+    names = ("coordinator_address", "process_count", "process_id")
+    missing = [f"--{name}" for name in names if getattr(known, name) is None]
+    if len(missing) == len(names):
+        return hosts.from_slurm(os.environ, timeout=known.coordinator_timeout)
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} must be given too; see --help")
+    return hosts.Launch(
+        coordinator=known.coordinator_address,
+        count=known.process_count,
+        index=known.process_id,
+        timeout=known.coordinator_timeout,
+    )
 
 
 def load_config(spec: str) -> config.Config:

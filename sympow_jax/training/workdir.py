@@ -2,23 +2,28 @@
 
 import dataclasses
 import datetime
+import errno
+import fcntl
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
 import shlex
+import socket
 import subprocess
 import sys
+import time
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 import jax
 
 from sympow_jax import config
+from sympow_jax.training import hosts
 
-__all__ = ["CHECKPOINTS", "from_dict", "open_workdir", "read_config", "record_data"]
+__all__ = ["CHECKPOINTS", "from_dict", "open_run", "open_workdir", "read_config", "record_data"]
 
 CHECKPOINTS = "checkpoints"
 # What may change when a run goes on; the prefixes of dotted paths.
@@ -35,18 +40,53 @@ _FREE = (
 )
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
+# Who trains in the folder: locked as long as the process lives.
+_LOCK = "lock"
+_held: dict[pathlib.Path, IO[str]] = {}
+# Seconds for what process 0 writes to appear on other hosts; network file systems remember that a file was missing.
+_VISIBLE_SECONDS = 60
+
+
+def open_run(workdir: pathlib.Path, settings: config.Config, data: Mapping[str, Any]) -> None:
+    """`open_workdir` and `record_data` by the first of the processes, all of which call this alike.
+
+    Raises:
+      ValueError: what those raise; settings, data or packages differ between processes; they do not share the folder.
+    """
+    packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    hosts.check_same("settings or packages", packages | _flatten(dataclasses.asdict(settings)))
+    hosts.check_same("data", data)
+    with hosts.all_or_none():
+        if hosts.is_first():
+            open_workdir(workdir, settings)
+            record_data(workdir, data)
+    lock = workdir / _LOCK
+    written = hosts.gather(lock.read_text() if hosts.is_first() else "")[0]
+    with hosts.all_or_none():
+        deadline = time.monotonic() + _VISIBLE_SECONDS
+        while not (lock.is_file() and lock.read_text() == written):
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"{workdir} on {socket.gethostname()} is not the folder that process 0 writes to; "
+                    f"--workdir must be one that all hosts share"
+                )
+            time.sleep(1)
+
 
 def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
     """Makes the folder, or checks that it belongs to these settings, and writes settings and environment.
 
-    A folder without a checkpoint belongs to nobody yet: settings may be corrected.
+    A folder without a checkpoint belongs to nobody yet: settings may be corrected. This process alone may train in it
+    until it ends.
 
     Raises:
-      ValueError: the folder cannot be written, or holds a run with other settings; the message lists them.
+      ValueError: the folder cannot be written, another process trains in it, or it holds a run with other settings;
+        the message lists them.
     """
     path = workdir / "config.json"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        _hold(workdir)
         if _holds_run(workdir):
             _check_same_run(workdir, settings)
         _write_json(path, dataclasses.asdict(settings))
@@ -103,6 +143,35 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
             for name, value in values.items()
         }
     )
+
+
+def _hold(workdir: pathlib.Path) -> None:
+    path = (workdir / _LOCK).resolve()
+    if path in _held:
+        return
+    file = path.open("a+")
+    try:
+        # The kernel releases it however the process ends.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise ValueError(
+            f"{workdir} is in use by {file.read().strip() or 'another process'}; wait until it ends, stop it, or use "
+            f"another --workdir"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        print(
+            f"warning: {workdir} is on a file system without locks; nothing keeps a second run out of it",
+            file=sys.stderr,
+            flush=True,
+        )
+    file.truncate(0)
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
+    file.flush()
+    _held[path] = file
 
 
 def _holds_run(workdir: pathlib.Path) -> bool:

@@ -79,9 +79,11 @@ def test_fsdp_gathers_in_every_pass_and_scatters_once(remat, gathers):
 
 def test_tensor_sums_activations_twice_a_block_and_pass():
     job = _job(tokens=16 * 4096)
-    sent = _traffic(job, tensor=4)["tensor"]
-    assert sent.total == pytest.approx(2 * 3 / 4 * (4 * 12 + 4) * 2 * 16 * 4096 * WIDTH)
-    assert _traffic(job, tensor=4, remat="full")["tensor"].total == pytest.approx(sent.total * (72 + 4) / 52)
+    sums = 2 * 3 / 4 * 2 * 16 * 4096 * WIDTH
+    embedding = 3 / 4 * 4 * 50_304 * WIDTH
+    assert _traffic(job, tensor=4)["tensor"].total == pytest.approx((4 * 12 + 1) * sums + embedding)
+    again = _traffic(job, tensor=4, remat="full")["tensor"].total
+    assert again == pytest.approx((6 * 12 + 1) * sums + embedding)
 
 
 @pytest.mark.parametrize(("size", "states"), [(2, 1), (3, 2), (4, 3), (8, 4), (16, 5), (64, 7)])

@@ -74,7 +74,7 @@ def test_an_iterator_resumes_from_one_integer(config, start):
 def test_processes_share_the_same_batches(config, processes):
     dataset = data.train_dataset(config, vocab_size=256)
     whole = data.batches(dataset, 4)
-    parts = [data.batches(dataset, 4, process_index=p, process_count=processes) for p in range(processes)]
+    parts = [data.batches(dataset, 4, share=p, shares=processes) for p in range(processes)]
     for i in range(10):
         shares = [part[i] for part in parts]
         assert all(len(share["inputs"]) == 4 // processes for share in shares)
@@ -82,8 +82,8 @@ def test_processes_share_the_same_batches(config, processes):
 
 
 def test_processes_that_cannot_share_a_batch(config):
-    with pytest.raises(ValueError, match="a batch has 4 rows, which 3 processes cannot share evenly"):
-        data.batches(data.train_dataset(config, vocab_size=256), 4, process_count=3)
+    with pytest.raises(ValueError, match="a batch has 4 rows, which cannot be divided into 3 equal shares"):
+        data.batches(data.train_dataset(config, vocab_size=256), 4, shares=3)
 
 
 def test_seed_changes_the_order_only(tmp_path):

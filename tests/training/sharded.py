@@ -23,18 +23,19 @@ ROWS, CONTEXT, WINDOW = 8, 64, 8
 
 
 def settings(preset: str, arrangement: dict) -> config.Config:
-    """Two layers of width 64 in float32 on `arrangement`, which may also name `remat` and `accumulate`.
+    """A layer of width 64 in float32 on `arrangement`, which may also name `layers`, `remat` and `accumulate`.
 
     Keys' heads are shared where every axis allows it, and power attention is of the form that has a state.
     """
     sizes = {axis: 1 for axis in ("data", "fsdp", "tensor", "context")} | arrangement
     remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
+    layers = sizes.pop("layers", 1)
     recurrent = preset not in ("softmax", "softmax_alibi", "even_power")
     form = {"form": "chunked", "chunk_size": 16, "window": WINDOW} if recurrent else {}
     return config.Config(
         model=config.ModelConfig(
             vocab_size=256,
-            layers=2,
+            layers=layers,
             width=64,
             heads=8,
             kv_heads=8 if sizes["tensor"] > 4 else 4,
@@ -136,7 +137,5 @@ def exchanged(preset: str, arrangements: list[dict]) -> None:
 if __name__ == "__main__":
     chosen = [json.loads(text) for text in sys.argv[3:]]
     names = ("data", "fsdp", "tensor", "context")
-    jax.config.update(
-        "jax_num_cpu_devices", max(math.prod(x.get(name, 1) for name in names) for x in chosen)
-    )
+    jax.config.update("jax_num_cpu_devices", max(math.prod(x.get(name, 1) for name in names) for x in chosen))
     {"train": compare, "collectives": exchanged}[sys.argv[1]](sys.argv[2], chosen)

@@ -17,9 +17,10 @@ def _parse(*arguments: str) -> config.Config:
 
 
 def test_without_overrides_the_file_decides():
-    parsed, workdir = flags.parse([QUICKSTART, "--workdir", "runs/a"])
+    parsed, workdir, launch = flags.parse([QUICKSTART, "--workdir", "runs/a"])
     assert parsed == flags.load_config("configs/quickstart.py")
     assert workdir == pathlib.Path("runs/a")
+    assert launch is None
 
 
 @pytest.mark.parametrize(

@@ -1,61 +1,241 @@
-"""A batch over several devices is the same batch."""
+"""Training over simulated devices is training on one, and devices exchange what the design says."""
 
+import collections
+import dataclasses
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
+import types
 
+import numpy as np
 import pytest
 
-from sympow_jax.training import sharding
-
-PROGRAM = """
-import json
-import jax, numpy as np
 from sympow_jax import config
-from sympow_jax.training import sharding, step
+from sympow_jax.training import sharding
+from tests.training import collectives, sharded
 
-settings = config.Config(
-    model=config.ModelConfig(
-        vocab_size=256, layers=1, width=16, heads=2, dtype="float32", attention=config.preset("softmax")
-    ),
-    data=config.DataConfig(context_length=16, batch_tokens=64),
-    optimizer=config.OptimizerConfig(accumulate=2),
-)
-mesh = sharding.make_mesh(settings)
-tokens = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.int32)
-batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
-state, metrics = step.make_update(settings, mesh)(step.init_state(settings, mesh), batch)
-print(json.dumps({
-    "devices": len(batch["inputs"].sharding.device_set),
-    "rows": batch["inputs"].addressable_shards[0].data.shape[0],
-    "replicated": all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(state)),
-    **{name: float(value) for name, value in metrics.items()},
-}))
-"""
+ROOT = pathlib.Path(__file__).parents[2]
+AXES = ("data", "fsdp", "context", "tensor")
+# Every product of four sizes that makes 8.
+FACTORISATIONS = [
+    {"data": data, "fsdp": fsdp, "context": context, "tensor": 8 // (data * fsdp * context)}
+    for data in (1, 2, 4, 8)
+    for fsdp in (1, 2, 4, 8)
+    for context in (1, 2, 4, 8)
+    if 8 % (data * fsdp * context) == 0
+]
+PURE = [{axis: 8} for axis in AXES]
+MIXES = [
+    {"data": 2, "context": 2, "tensor": 2},
+    {"fsdp": 2, "context": 4, "remat": "attention", "accumulate": 2},
+]
+LOSS_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
 
 
-def test_two_devices_equal_one(capsys):
-    exec(PROGRAM, {})
-    one = json.loads(capsys.readouterr().out)
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "JAX_PLATFORMS": "cpu",
-    }
+def run(what: str, preset: str, arrangements: list[dict], cache: pathlib.Path) -> list:
+    """What `sharded` prints, an entry for each arrangement."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "tests.training.sharded", what, preset, *map(json.dumps, arrangements)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
     )
-    two = json.loads(done.stdout)
-    assert (one.pop("devices"), one.pop("rows")) == (1, 4)
-    assert (two.pop("devices"), two.pop("rows")) == (2, 2)
-    assert two == pytest.approx(one, rel=1e-5)
-    assert two["replicated"]
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_devices_that_do_not_divide_the_rows(monkeypatch, settings):
-    monkeypatch.setattr(sharding.jax, "device_count", lambda: 3)
-    with pytest.raises(
-        ValueError, match=r"4 rows, which sharding.data 3 x sharding.fsdp 1 do not divide; change"
-    ):
+def check(preset: str, arrangements: list[dict], cache: pathlib.Path) -> None:
+    results = run("train", preset, arrangements, cache)
+    assert len(results) == len(arrangements)
+    for arrangement, result in zip(arrangements, results):
+        assert result["loss"] <= LOSS_BOUND, (arrangement, result)
+        assert result["gradient"] <= GRADIENT_BOUND, (arrangement, result)
+        assert result["falls"], (arrangement, result)
+
+
+def test_there_are_twenty_factorisations():
+    assert len({tuple(x.items()) for x in FACTORISATIONS}) == 20
+
+
+def test_conformal_over_devices(compilation_cache):
+    check(
+        "conformal",
+        [{"context": 8}, {"fsdp": 2, "context": 2, "tensor": 2, "remat": "full"}],
+        compilation_cache,
+    )
+
+
+def test_softmax_over_devices(compilation_cache):
+    check("softmax_alibi", [{"data": 2, "context": 2, "tensor": 2}], compilation_cache)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"data": 3},
+            r"sharding data 3 x fsdp 1 x tensor 1 x context 1 does not multiply to the 8 devices there are",
+        ),
+        (
+            {"context": 3},
+            r"data \? x fsdp 1 x tensor 1 x context 3 does not multiply to the 8 devices there are",
+        ),
+        ({"data": 1}, "leave sharding.data unset to take what the others leave"),
+        (
+            {"fsdp": 2},
+            r"4 rows, which sharding.data 4 x sharding.fsdp 2 do not divide; change data.batch_tokens",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit(monkeypatch, settings, sizes, message):
+    monkeypatch.setattr(sharding.jax, "device_count", lambda: 8)
+    settings = dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, context_length=18, batch_tokens=72),
+        sharding=config.ShardingConfig(**sizes),
+    )
+    with pytest.raises(ValueError, match=message):
         sharding.make_mesh(settings)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "message"),
+    [
+        (
+            {"tensor": 4},
+            {},
+            "sharding.tensor is 4 and does not divide model.kv_heads, 2; use a divisor of it",
+        ),
+        ({"tensor": 2}, {"vocab_size": 255}, "does not divide model.vocab_size, 255"),
+        (
+            {"context": 3},
+            {},
+            "sharding.context is 3 and does not divide data.context_length 16; use a divisor",
+        ),
+        (
+            {"context": 2},
+            {"attention": config.preset("conformal", implementation="reference")},
+            "'reference' cannot divide the sequence over devices; leave it unset or set sharding.context=1",
+        ),
+        ({"fsdp": 0}, {}, "sharding.fsdp is 0; it must be at least 1"),
+    ],
+)
+def test_sizes_that_an_axis_does_not_divide(settings, sizes, model, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dataclasses.replace(
+            settings,
+            model=dataclasses.replace(settings.model, **model),
+            sharding=config.ShardingConfig(**sizes),
+        )
+
+
+def test_the_parts_of_a_batch_that_a_process_reads(monkeypatch):
+    """Processes of two devices: rows over four of eight devices, time over the other two."""
+    devices = np.array([types.SimpleNamespace(process_index=number // 2) for number in range(8)])
+
+    def share(devices, **shape):
+        sizes = dict.fromkeys(AXES, 1) | shape
+        return sharding.batch_share(types.SimpleNamespace(shape=sizes, devices=devices))
+
+    monkeypatch.setattr(sharding.jax, "process_index", lambda: 2)
+    assert share(devices, data=4, context=2) == (2, 4)
+    # Time over all: the same rows for every process.
+    assert share(devices, context=8) == (0, 1)
+    # Neighbours in rows are in different processes.
+    with pytest.raises(ValueError, match=r"parts \[2, 6\] of the 8 .* which is no equal range"):
+        share(devices[[0, 2, 4, 6, 1, 3, 5, 7]], data=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_conformal_over_every_factorisation(compilation_cache):
+    check("conformal", [{"layers": 2} | x for x in FACTORISATIONS + MIXES[1:]], compilation_cache)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("preset", [name for name in config.PRESETS if name != "conformal"])
+def test_presets_over_devices(preset, compilation_cache):
+    check(preset, [{"layers": 2} | x for x in PURE + MIXES], compilation_cache)
+
+
+@pytest.fixture(scope="module")
+def exchanged(compilation_cache):
+    """The collectives of an update with two devices along every axis."""
+
+    def of(preset: str) -> list[collectives.Collective]:
+        arrangement = dict.fromkeys(AXES, 2)
+        (found,) = run("collectives", preset, [arrangement], compilation_cache)
+        return [
+            collectives.Collective(kind, tuple(axes), dtype, tuple(shape))
+            for kind, axes, dtype, shape in found
+        ]
+
+    return of
+
+
+LAYERS = 1
+# Of a device, with two along every axis: rows, times, width.
+ACTIVATIONS = (sharded.ROWS // 4, sharded.CONTEXT // 2, 64)
+# Kernels of a layer: a device's part, and what it is gathered to over fsdp.
+QUERY, OUT, KEY = ((32, 32), (64, 32)), ((32, 32), (32, 64)), ((32, 16), (64, 16))
+UP, DOWN, PER_HEAD = ((32, 128), (64, 128)), ((128, 32), (128, 64)), ((32, 2), (64, 2))
+KERNELS = {"softmax": [QUERY, KEY, KEY, OUT, UP, DOWN]}
+KERNELS["conformal"] = [*KERNELS["softmax"], PER_HEAD, PER_HEAD]
+EMBEDDING = (128, 32)
+SMALL = 256  # bytes: summaries of documents, positions and gradients by head
+
+
+def over(found, kind, *axes):
+    """The shapes and how many there are of collectives of that kind over just these axes, without scalars."""
+    return collections.Counter(x.shape for x in found if x.kind == kind and x.axes == axes and x.shape)
+
+
+@pytest.mark.parametrize("preset", ["conformal", "softmax"])
+def test_what_devices_exchange(exchanged, preset):
+    found = exchanged(preset)
+    parts, wholes = (LAYERS * list(shapes) for shapes in zip(*KERNELS[preset]))
+    # fsdp: parameters are gathered once a pass; the embedding once, for the lookup and for the logits' part of it.
+    assert over(found, "all-gather", "fsdp") == collections.Counter(2 * wholes + [(256, 64), (128, 64)])
+    assert over(found, "reduce-scatter", "fsdp") == collections.Counter([*parts, EMBEDDING, EMBEDDING])
+    assert not over(found, "all-reduce", "fsdp")
+    # data and context: gradients of parameters, which fsdp has scattered before.
+    assert over(found, "all-reduce", "data", "context") == collections.Counter([*parts, EMBEDDING, EMBEDDING])
+    # tensor: activations twice a layer and pass, and those that the logits are made of; the embedding for the lookup.
+    sums = over(found, "all-reduce", "tensor")
+    assert sums[ACTIVATIONS] == 4 * LAYERS + 1
+    assert set(sums) <= {ACTIVATIONS, ACTIVATIONS[:2]}
+    assert over(found, "all-gather", "tensor") == collections.Counter([(256, 32)])
+    check_context(found, preset)
+    # Nothing else is gathered, and nothing goes over other axes but norms' gradients and scalars.
+    known = {("fsdp",), ("tensor",), ("context",), ("data", "context")}
+    others = [x for x in found if x.axes not in known and x.shape]
+    assert {x.shape for x in others} == {(64,)}
+    assert {x.kind for x in others} == {"all-reduce"}
+
+
+def check_context(found, preset):
+    """Exact summaries are gathered, states and windows go from neighbour to neighbour, heads are exchanged for time."""
+    assert not over(found, "all-gather", "data")
+    gathered = [x for x in found if x.kind == "all-gather" and x.axes == ("context",)]
+    moved = over(found, "collective-permute", "context")
+    exchanged = over(found, "all-to-all", "context")
+    rows = ACTIVATIONS[0]
+    if preset == "conformal":
+        assert max(x.nbytes for x in gathered) <= SMALL
+        state, window = (rows, 2, 40, 9), (rows, sharded.WINDOW, 2, 8)
+        # Both passes of each layer: one state, keys and values of one window.
+        assert moved[state] == 2 * LAYERS
+        assert moved[window] == 4 * LAYERS
+        assert set(moved) == {state, window, window[:3], window[:2]}
+        assert not exchanged
+    else:
+        ids = rows * sharded.CONTEXT * 4
+        assert max(x.nbytes for x in gathered) <= ids
+        assert not moved
+        assert sum(exchanged.values()) >= 2 * 4 * LAYERS

@@ -124,3 +124,27 @@ def test_a_batch_without_targets_moves_nothing(settings):
     state, metrics = _update(settings, batch)
     assert metrics["loss"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
+
+
+def test_rematerialisation_keeps_less_for_the_backward_pass(settings):
+    """`full` keeps a block's input, `attention` the output of attention and its denominators beside that."""
+    layers, batch = 3, {name: jnp.tile(x, (1, 16)) for name, x in _batch(settings).items()}
+    rows, time = batch["inputs"].shape
+    kept = {}
+    for remat in ("none", "attention", "full"):
+        attention = config.preset("conformal", form="chunked", chunk_size=64)
+        model = dataclasses.replace(settings.model, layers=layers, attention=attention, remat=remat)
+        changed = dataclasses.replace(settings, model=model)
+        params = step.abstract_state(changed, sharding.whole_mesh()).params
+
+        def residuals(params, model=model):
+            return jax.vjp(lambda tree: step.loss_sum(step.merge(model, tree), batch), params)[1]
+
+        # Of tokens: parameters and constants are kept by all.
+        shapes = jax.tree.leaves(jax.eval_shape(residuals, params))
+        leaves = [x for x in shapes if x.shape[:1] == (rows,) and time in x.shape]
+        kept[remat] = sum(x.size * x.dtype.itemsize for x in leaves)
+    heads, head_dim = settings.model.heads, settings.model.head_dim
+    of_attention = layers * rows * time * heads * (head_dim + 1) * 4
+    assert kept["attention"] - kept["full"] == of_attention
+    assert kept["none"] > 3 * kept["attention"]

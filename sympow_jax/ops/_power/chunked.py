@@ -82,6 +82,7 @@ def _forward(settings, query, key, value, log_decay, folds, state):
 
 def _chunked_fwd(settings, query, key, value, log_decay, folds, state):
     results, final = _forward(settings, query, key, value, log_decay, folds, state)
+    final = tuple(ad_checkpoint.checkpoint_name(x, means.STATES_SAVED_AS) for x in final)
     if settings.divide:
         results = tuple(ad_checkpoint.checkpoint_name(x, means.SAVED_AS) for x in results)
     divided = results if settings.divide else None

@@ -8,10 +8,11 @@ from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Float
 
-__all__ = ["SAVED_AS", "mean", "mean_vjp"]
+__all__ = ["SAVED_AS", "STATES_SAVED_AS", "mean", "mean_vjp"]
 
-# What policies of `jax.checkpoint` know means and denominators by, which the backward pass reads.
+# What policies of `jax.checkpoint` know by that the backward pass reads: means and denominators, and states.
 SAVED_AS = "power_attention_out"
+STATES_SAVED_AS = "power_attention_states"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -23,7 +23,7 @@ _HEAD_AXES = ("model", "tensor", "heads")
 # Chunks and windows of the state kernels are whole blocks of the tensor core.
 _BLOCK = 64
 # What policies of `jax.checkpoint` know the results by that the backward pass reads.
-_SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, "power_attention_states") | dict.fromkeys(
+_SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, means.STATES_SAVED_AS) | dict.fromkeys(
     ("out", "denominator", "exponent"), means.SAVED_AS
 )
 _DIFFERENTIABLE = ("query", "key", "value", "log_decay")

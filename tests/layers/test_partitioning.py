@@ -1,0 +1,62 @@
+"""A layer under a caller's mesh is the layer alone, also where the mesh does not divide all of its sizes."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+PROGRAM = """
+import json
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from sympow_jax import config, layers
+from sympow_jax.layers import partitioning
+
+# Three heads of keys, which tensor = 2 does not divide.
+settings = config.ModelConfig(
+    vocab_size=64, layers=1, width=48, heads=6, kv_heads=3, head_dim=8, dtype="float32",
+    attention=config.preset("conformal", window=4, form="chunked"),
+)
+graph, params = nnx.split(layers.Attention(settings, rngs=nnx.Rngs(0)))
+auto = (jax.sharding.AxisType.Auto,) * 4
+mesh = jax.make_mesh((2, 1, 2, 2), partitioning.AXES, axis_types=auto)
+
+@jax.jit
+def run(params, x):
+    def loss(params, x):
+        out = nnx.merge(graph, params)(x)
+        return (out * jnp.cos(out)).sum(), out
+    (_, out), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
+    return out, gradients
+
+def worst(actual, expected):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in map(jax.device_get, pairs))
+
+# Rows and times that the mesh divides, and some that it does not.
+for shape in ((4, 32), (3, 31)):
+    x = jax.random.normal(jax.random.key(1), (*shape, 48))
+    alone = run(params, x)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        divided = run(jax.device_put(params, everywhere), jax.device_put(x, everywhere))
+    print(json.dumps(worst(divided, alone)))
+"""
+
+
+def test_a_mesh_that_does_not_divide_every_size():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=pathlib.Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    errors = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(errors) == 2
+    assert max(errors) <= 2e-5

@@ -1,0 +1,125 @@
+"""Ops over devices that divide time are the ops of one device; each group of checks has a process with eight."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.pallas_kernels import test_op as interpreted
+
+
+def results(group):
+    # What runs by default runs once: LLVM's optimisations would take longer than they save.
+    hasty = group in ("ops", "kernels", "programs") and "XLA_FLAGS" in os.environ
+    environment = {"XLA_FLAGS": "--xla_backend_optimization_level=0"} if hasty else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.time_axis", group],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def check_ops(found):
+    for way in ("angles", "all angles", "angles of one document"):
+        for devices, angles in found.pop(way, {}).items():
+            assert angles["identical"], (way, devices)
+            assert angles["rate"] <= 1e-5, (way, devices, angles)
+    for case, runs in found.items():
+        formula = runs.pop("formula")
+        for run, errors in runs.items():
+            for name, error in errors.items():
+                if "float64" in run or case == "settings":
+                    bound = 1e-10
+                else:
+                    # As everywhere: gradients that all but cancel are as exact as the formula's are in float32.
+                    bound = max(2e-6 if name == "out" else 1e-5, 4 * formula[name])
+                assert error <= bound, (case, run, name, error, bound)
+
+
+def check_refused(messages):
+    expected = {
+        "states": ("NotImplementedError: ", "without states; leave out initial_state and return_state"),
+        "state": ("NotImplementedError: ", "without states; leave out initial_state and return_state"),
+        "reference": ("NotImplementedError: ", "'reference' cannot; use implementation='xla'"),
+        "kept": ("NotImplementedError: ", "as many keys as queries"),
+        "kept by softmax": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),
+        "window": ("ValueError: ", "holds 8 of 16 positions, fewer than the window of 9; use a longer"),
+    }
+    assert messages.keys() == expected.keys()
+    for name, (kind, words) in expected.items():
+        assert messages[name].startswith(kind), messages[name]
+        assert words in messages[name], messages[name]
+
+
+def check_programs(found):
+    # Two rows of documents' summaries, and of segment ids, in int32.
+    summaries, ids = 8 * 2 * 4, 8 * 128 * 2 * 4
+    # Two rows of 8 heads, D = E = 16: a window's keys, and states with their normalisers, of up to 160 features.
+    window, state = 64 * 2 * 8 * 16 * 4, 160 * 17 * 2 * 8 * 4
+    for case, collectives in found.items():
+        kinds = {kind for kind, _ in collectives}
+        gathered = [size for kind, size in collectives if kind == "all-gather"]
+        if case.startswith("chunked"):
+            assert kinds <= {"collective-permute", "all-gather"}, (case, kinds)
+            assert all(size <= summaries for size in gathered), (case, gathered)
+            largest = max(size for kind, size in collectives if kind == "collective-permute")
+            assert window <= largest <= state, (case, largest)
+            # Of states, a shift and three rounds, forward and backward.
+            assert sum(size > window for _, size in collectives) == 2 * 4, (case, collectives)
+        else:
+            # Queries, keys, values, decays and outputs, and the gradients of each.
+            assert sum(kind == "all-to-all" for kind, _ in collectives) == 2 * 5, (case, collectives)
+            assert kinds == {"all-to-all", "all-gather"}, (case, kinds)
+            assert gathered == [ids], (case, gathered)
+
+
+def check_kernels(found):
+    for errors in found.values():
+        interpreted.check(errors["kernel"], errors["plain"])
+
+
+def test_ops_over_devices_are_those_of_one():
+    found = results("ops")
+    check_refused(found.pop("refused"))
+    check_ops(found)
+
+
+def test_kernels_over_devices_are_as_exact_as_plain_jax_on_one():
+    check_kernels(results("kernels"))
+
+
+def test_what_is_exchanged():
+    check_programs(results("programs"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_ops_over_devices():
+    found = results("all-ops")
+    check_refused(found.pop("refused"))
+    check_ops(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_all_kernels_over_devices():
+    check_kernels(results("all-kernels"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_that_is_exchanged():
+    check_programs(results("all-programs"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_conformal_attention_over_65536_tokens():
+    for name, error in results("long").items():
+        assert error <= 2e-5, (name, error)

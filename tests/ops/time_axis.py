@@ -1,0 +1,356 @@
+"""Ops over simulated devices that divide time, against one device; prints JSON.
+
+    python -m tests.ops.time_axis ops|all-ops|kernels|all-kernels|programs|all-programs|long
+
+A process of its own, since a process has its devices from its start.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sympow_jax import ops
+from sympow_jax.ops import documents, rotary
+from sympow_jax.ops._power import target
+from tests.ops import cases
+
+AXIS = "context"
+TIME = 256
+SHARED = {"time": TIME, "head_dim": 8, "value_dim": 5, "group": 3}
+# Queries see what was folded, and shares of 32 positions are longer than the window.
+SHORT = {"window": 12, "chunk_size": 20}
+
+
+def segment_ids():
+    """Three rows of documents, for shares of 32, 64 and 128 positions.
+
+    A document over six shares of 32, one of them all padding, and boundaries on edges and beside them; boundaries on
+    every second edge and padding at the end; boundaries and padding anywhere.
+    """
+    first = np.full(TIME, 5)
+    first[40:45] = first[100:170] = -1
+    first[192:223], first[223:224], first[224:] = 1, 2, 3
+    second = np.arange(TIME) // 64 % 2
+    second[230:] = -1
+    third = cases.arrays(cases.Case(time=TIME, segments="padded"), batch=1)["segment_ids"][0]
+    return np.stack([first, second, third]).astype(np.int32)
+
+
+def over_time(f, devices, arrays, out=None):
+    """f(axis name, arrays) with every array divided over time; `out` for other results than one such array."""
+    mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec(None, AXIS)
+    specs = jax.tree.map(lambda _: spec, arrays)
+    return jax.shard_map(
+        functools.partial(f, AXIS),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=spec if out is None else out,
+        check_vma=False,
+    )
+
+
+def outputs_and_gradients(f, arrays, dout):
+    """f's output and gradients with respect to all arrays but segment ids."""
+    fixed = {name: x for name, x in arrays.items() if name == "segment_ids"}
+
+    @jax.jit
+    def run(varied):
+        def loss(varied):
+            out = f(varied | fixed)
+            return (out * dout).sum(dtype=jnp.promote_types(out.dtype, jnp.float32)), out
+
+        gradients, out = jax.grad(loss, has_aux=True)(varied)
+        return {"out": out} | gradients
+
+    varied = {name: x for name, x in arrays.items() if name not in fixed and x is not None}
+    return jax.device_get(run(varied))
+
+
+def compare(drawn, formula, runs):
+    """RMS errors of runs, {name: (op, devices, dtype)}, against the formula on one device in float64.
+
+    Those of the formula in float32 are among them: gradients all but cancel behind extreme gates.
+    """
+
+    def run(op, devices, dtype):
+        arrays = {name: x if name == "segment_ids" else jnp.asarray(x, dtype) for name, x in present.items()}
+
+        def call(axis_name, arrays):
+            return op(**arrays, axis_name=axis_name)
+
+        f = functools.partial(call, None) if devices == 1 else over_time(call, devices, arrays)
+        return outputs_and_gradients(f, arrays, jnp.asarray(drawn["dout"], dtype))
+
+    present = {name: x for name, x in drawn.items() if x is not None and name != "dout"}
+    with jax.enable_x64(True):
+        expected = run(formula, 1, "float64")
+    results = {}
+    for name, (op, devices, dtype) in (runs | {"formula": (formula, 1, "float32")}).items():
+        with jax.enable_x64(dtype == "float64"):
+            found = run(op, devices, dtype)
+        results[name] = {
+            of: cases.error(found[of], x, cases.natural_size(of, drawn)) for of, x in expected.items()
+        }
+    return results
+
+
+def drawn_for(ids=None, **options):
+    """Two heads of keys and six of queries."""
+    arrays = cases.arrays(cases.Case(**SHARED | options), batch=3, kv_heads=2)
+    return arrays | {"segment_ids": ids}
+
+
+def check_ops(everything):
+    """Errors by case and run, and what positions, angles and errors are."""
+    ids = segment_ids()
+    formula = functools.partial(ops.power_attention, implementation="reference")
+    chunked, attention, recurrent = (
+        functools.partial(ops.power_attention, form=form, **SHORT)
+        for form in ("chunked", "attention", "recurrent")
+    )
+    extreme, gentle = drawn_for(ids), drawn_for(ids, decay="gentle")
+    linear = functools.partial(ops.linear_attention, form="chunked", **SHORT)
+    of_linear = functools.partial(ops.linear_attention, implementation="reference")
+    alibi = extreme | {
+        "log_decay": np.broadcast_to(-np.array(ops.alibi_slopes(2)), extreme["log_decay"].shape)
+    }
+    softmax, single = ops.softmax_attention, "float32"
+    results = {
+        "extreme": compare(extreme, formula, {"chunked 8": (chunked, 8, "float64")}),
+        "gentle": compare(
+            gentle, formula, {"chunked 4": (chunked, 4, single), "attention 4": (attention, 4, single)}
+        ),
+        "linear": compare(drawn_for(), of_linear, {"chunked 2": (linear, 2, single)}),
+        "softmax": compare(alibi, softmax, {"8": (softmax, 8, single)}),
+        "angles": {8: angles(ids, 8)},
+        "refused": refused(),
+    }
+    if not everything:
+        return results
+    grid = [(n, dtype) for n in (2, 4, 8) for dtype in ("float64", "float32")]
+    both = {
+        f"{name} {devices} {dtype}": (op, devices, dtype)
+        for name, op in {"chunked": chunked, "attention": attention}.items()
+        for devices, dtype in grid
+    }
+    single_runs = {f"chunked {devices}": (chunked, devices, single) for devices in (2, 4, 8)}
+    quartic = functools.partial(ops.power_attention, power=4, form="chunked", window=32, chunk_size=64)
+    # A few keys before a share of padding: behind it they are still seen exactly.
+    few = drawn_for(np.repeat([[1, 2, -1, 2]], [91, 5, 64, 96], axis=1).repeat(3, axis=0), decay="gentle")
+    sextic = functools.partial(chunked, power=6)
+    no_window = functools.partial(ops.power_attention, form="chunked", window=0)
+    no_form = functools.partial(ops.power_attention, window=32)
+    return results | {
+        "all extreme": compare(extreme, formula, both),
+        "all gentle": compare(gentle, formula, both),
+        "long keys": compare(drawn_for(ids, decay="gentle", scale=1e3), formula, single_runs),
+        "short keys": compare(drawn_for(ids, scale=1e-3), formula, single_runs),
+        "no decay": compare(drawn_for(decay="none"), formula, single_runs),
+        "quartic": compare(
+            drawn_for(decay="gentle"),
+            functools.partial(formula, power=4),
+            {str(n): (quartic, n, single) for n in (2, 4, 8)},
+        ),
+        "few keys": compare(few, functools.partial(formula, power=6), {"8": (sextic, 8, single)}),
+        "settings": compare(
+            gentle,
+            formula,
+            {
+                "recurrent": (recurrent, 2, "float64"),
+                "no window": (no_window, 4, "float64"),
+                "no form": (no_form, 8, "float64"),
+            },
+        ),
+        "all linear": compare(extreme, of_linear, {f"{n} {dtype}": (linear, n, dtype) for n, dtype in grid}),
+        "all softmax": compare(alibi, softmax, {str(n): (softmax, n, single) for n in (2, 4)}),
+        "plain softmax": compare(
+            drawn_for(decay="none"), softmax, {str(n): (softmax, n, single) for n in (2, 4, 8)}
+        ),
+        "all angles": {n: angles(ids, n) for n in (2, 4)},
+        "angles of one document": {n: angles(None, n) for n in (2, 4, 8)},
+    }
+
+
+def angles(ids, devices):
+    """Whether positions and angles are those of one device to the bit, and the error of the gradient of rates."""
+    random = np.random.default_rng(0)
+    rate = (1 + np.tanh(random.standard_normal((3, TIME, 2)))).astype(np.float32)
+    weight = random.standard_normal((3, TIME, 2, 4)).astype(np.float32)
+    arrays = {"rate": rate, "weight": weight} | ({} if ids is None else {"segment_ids": ids})
+    state = rotary.RotaryState(jnp.full((3, 2), 7), jnp.full((3, 2), 2**31, jnp.uint32), jnp.array([5, 1, 0]))
+
+    def f(axis_name, arrays):
+        segments = arrays.get("segment_ids")
+
+        def loss(rate):
+            found, end = rotary.learned_angles(
+                rate, 8, segment_ids=segments, state=state, axis_name=axis_name
+            )
+            return (found * arrays["weight"]).sum(), (found, end)
+
+        gradient, (found, end) = jax.grad(loss, has_aux=True)(arrays["rate"])
+        segments = jnp.zeros(rate.shape[:2], jnp.int32) if segments is None else segments
+        begun = documents.PositionState(jnp.full(3, 11), state.segment)
+        places, last = documents.positions(segments[:, : arrays["rate"].shape[1]], begun, axis_name=axis_name)
+        ends = jax.tree.map(lambda x: x[:, None], (end, last))
+        return gradient, (found, places, ends)
+
+    one = jax.device_get(jax.jit(functools.partial(f, None))(arrays))
+    spec = jax.sharding.PartitionSpec(None, AXIS)
+    many = jax.device_get(jax.jit(over_time(f, devices, arrays, (spec, spec)))(arrays))
+    *_, ends = many[1]
+    identical = all(
+        np.array_equal(x[:, -1:] if x.shape != y.shape else x, y)
+        for x, y in zip(jax.tree.leaves(many[1]), jax.tree.leaves(one[1]), strict=True)
+    )
+    assert jax.tree.leaves(ends)[0].shape[1] == devices
+    return {"identical": identical, "rate": cases.error(many[0], one[0])}
+
+
+def refused():
+    """The first words of errors about what does not go with divided time."""
+    x = jnp.ones((1, 16, 1, 8))
+    state = ops.PowerState.zeros(1, 1, 8, 8, power=2, window=4)
+    attempts = {
+        "states": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, return_state=True),
+        "state": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, initial_state=state, window=4),
+        "reference": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, implementation="reference"),
+        "kept": lambda x, axis: ops.power_attention(x[:, 1:], x, x, axis_name=axis),
+        "kept by softmax": lambda x, axis: ops.softmax_attention(x[:, 1:], x, x, axis_name=axis),
+        "window": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, form="chunked", window=9),
+    }
+    messages = {}
+    for name, attempt in attempts.items():
+        try:
+            jax.eval_shape(over_time(lambda axis, x, attempt=attempt: attempt(x, axis), 2, x), x)
+        except (ValueError, NotImplementedError) as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
+
+
+def check_kernels(everything):
+    """Errors of the chunked form by the kernels, plain JAX in their place, and by xla, in bfloat16."""
+    from tests.pallas_kernels import plain, plain_quartic
+
+    ids = np.repeat(segment_ids()[:2], 2, axis=1)
+    settings = {"documents": (cases.Case(head_dim=32, value_dim=24, decay="gentle", group=2), ids, 4)}
+    if everything:
+        settings |= {
+            "gates": (cases.Case(head_dim=32, value_dim=24, decay="mixed", group=2), ids, 4),
+            "one document": (cases.Case(head_dim=64, value_dim=32, decay="gentle", scale=1e3), None, 2),
+            "quartic": (cases.Case(power=4, decay="gentle", group=2), ids, 2),
+        }
+    results = {}
+    with target.interpreted(object()), plain.kernels(), plain_quartic.kernels():
+        for name, (case, segments, devices) in settings.items():
+            case = dataclasses.replace(case, time=2 * TIME)
+            drawn = cases.arrays(case, batch=2, dtype="bfloat16") | {"segment_ids": segments}
+            results[name] = _kernel_errors(drawn, case.power, devices)
+    return results
+
+
+def _kernel_errors(drawn, power, devices):
+    present = {name: x for name, x in drawn.items() if x is not None and name != "dout"}
+    short = {
+        name: jnp.asarray(x, {"log_decay": "float32", "segment_ids": "int32"}.get(name, "bfloat16"))
+        for name, x in present.items()
+    }
+
+    def run(arrays, devices, **options):
+        def f(axis_name, arrays):
+            return ops.power_attention(**arrays, power=power, axis_name=axis_name, **options)
+
+        f = functools.partial(f, None) if devices == 1 else over_time(f, devices, arrays)
+        return outputs_and_gradients(f, arrays, jnp.asarray(drawn["dout"], arrays["query"].dtype))
+
+    with jax.enable_x64(True):
+        expected = run(present, 1, implementation="reference")
+    found = {
+        "kernel": run(short, devices, implementation="mosaic_gpu", form="chunked", chunk_size=64),
+        "plain": run(short, 1, implementation="xla", form="chunked", chunk_size=64),
+    }
+    return {
+        by: {
+            name: cases.error(results[name], x, cases.natural_size(name, drawn))
+            for name, x in expected.items()
+        }
+        for by, results in found.items()
+    }
+
+
+def check_programs(everything):
+    """What forward and backward pass exchange on eight devices: kinds of collectives with their bytes."""
+    x = jax.ShapeDtypeStruct((2, 8 * 128, 8, 16), jnp.float32)
+    arrays = {"query": x, "key": x, "value": x, "log_decay": jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)}
+    ids = {"segment_ids": jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)}
+
+    def exchanged(op, fixed):
+        mapped = over_time(lambda axis_name, arrays: op(**arrays, axis_name=axis_name), 8, arrays | fixed)
+
+        def loss(arrays, fixed):
+            return jnp.square(mapped(arrays | fixed)).sum()
+
+        return collectives(jax.jit(jax.grad(loss)).lower(arrays, fixed).compile().as_text())
+
+    chunked = functools.partial(ops.power_attention, form="chunked")
+    attention = functools.partial(ops.power_attention, form="attention")
+    results = {"chunked with documents": exchanged(chunked, ids), "attention": exchanged(attention, ids)}
+    if everything:
+        results |= {"chunked": exchanged(chunked, {}), "softmax": exchanged(ops.softmax_attention, ids)}
+    return results
+
+
+def collectives(text):
+    """[kind, bytes of the result] of every collective in a compiled program."""
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    found = []
+    for line in text.splitlines():
+        if match := re.search(rf"= (.*?) ({kinds})(-start)?\(", line):
+            shapes = re.findall(r"(pred|[suf]\d+|bf16)\[([\d,]*)\]", match[1])
+            width = {"pred": 1, "bf16": 2}
+            sizes = [
+                width.get(kind, int(re.sub(r"\D", "", kind) or 8) // 8)
+                * int(np.prod([int(n) for n in shape.split(",") if n]))
+                for kind, shape in shapes
+            ]
+            found.append([match[2], sum(sizes)])
+    return found
+
+
+def long():
+    """65,536 tokens of conformal attention, eight devices against one, in float32."""
+    random = np.random.default_rng(0)
+    shape = (1, 65_536, 2)
+    arrays = {name: random.standard_normal((*shape, 32)) for name in ("query", "key", "value")}
+    arrays["rate"] = 1 + np.tanh(random.standard_normal(shape))
+    # One head remembers most of the sequence, the other about 2,000 tokens.
+    gates = np.array([12, 8]) + random.standard_normal(shape)
+    arrays["log_decay"] = -np.log1p(np.exp(-gates))
+    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+    dout = jnp.asarray(random.standard_normal((*shape, 32)), jnp.float32)
+
+    def f(axis_name, arrays):
+        turns, _ = rotary.learned_angles(arrays["rate"], 32, axis_name=axis_name)
+        query, key = (rotary.rotate(arrays[name], turns) for name in ("query", "key"))
+        return ops.power_attention(
+            query, key, arrays["value"], log_decay=arrays["log_decay"], form="chunked", axis_name=axis_name
+        )
+
+    one = outputs_and_gradients(functools.partial(f, None), arrays, dout)
+    many = outputs_and_gradients(over_time(f, 8, arrays), arrays, dout)
+    return {name: cases.error(many[name], x) for name, x in one.items()}
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    checks = {"ops": check_ops, "kernels": check_kernels, "programs": check_programs}
+    name = sys.argv[1].removeprefix("all-")
+    print(json.dumps(long() if name == "long" else checks[name](name != sys.argv[1])))

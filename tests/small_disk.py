@@ -1,0 +1,70 @@
+"""A disk of a few MiB that can be filled: a tmpfs in a user namespace, for which no rights are needed."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import subprocess
+from collections.abc import Callable, Iterator
+
+_BALLAST = "ballast"
+# Left free by `fill`: room for lines of metrics, not for a checkpoint.
+_LEFT = 1 << 15
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallDisk:
+    """A mounted disk: `path` for processes that `enter` was called in, `seen` for all others."""
+
+    path: pathlib.Path
+    seen: pathlib.Path
+    enter: Callable[[], None]
+
+    def fill(self) -> None:
+        """Takes all but a little of the space."""
+        with (self.seen / _BALLAST).open("wb") as file:
+            file.write(bytes(max(0, self._free() - _LEFT)))
+        # What was written meanwhile has made the disk fuller than meant, or what was deleted emptier.
+        assert self._free() <= 2 * _LEFT
+
+    def free(self) -> None:
+        """Gives it back."""
+        (self.seen / _BALLAST).unlink()
+
+    def _free(self) -> int:
+        stats = os.statvfs(self.seen)
+        return stats.f_bavail * stats.f_frsize
+
+
+def permitted() -> bool:
+    """Whether this system lets users mount in a namespace of their own."""
+    mount = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/tmp"]
+    with contextlib.suppress(FileNotFoundError):
+        return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    return False
+
+
+@contextlib.contextmanager
+def mounted(path: pathlib.Path, *, mebibytes: int) -> Iterator[SmallDisk]:
+    """Mounts a disk at the folder `path`."""
+    mount = 'mount -t tmpfs -o size="$2" none "$1" && echo && exec sleep infinity'
+    with subprocess.Popen(
+        ["unshare", "-rm", "sh", "-c", mount, "sh", path, f"{mebibytes}m"], stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        try:
+            assert holder.stdout.readline() == b"\n"
+            seen = pathlib.Path(f"/proc/{holder.pid}/root{path}")
+            yield SmallDisk(path, seen, functools.partial(_enter, holder.pid))
+        finally:
+            holder.kill()
+
+
+def _enter(pid: int) -> None:
+    folder = os.getcwd()
+    kinds = (("user", os.CLONE_NEWUSER), ("mnt", os.CLONE_NEWNS))
+    files = [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name, _ in kinds]
+    for file, (_, kind) in zip(files, kinds):
+        os.setns(file, kind)
+    os.chdir(folder)

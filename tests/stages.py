@@ -1,0 +1,125 @@
+"""Runs of a tiny model for `tests.faults`, and whether they ended as undisturbed ones do."""
+
+import json
+import pathlib
+import random
+import tempfile
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from sympow_jax.training import checkpoint
+from tests.training import launching
+
+# Losses of runs on other numbers of devices: sums in another order.
+_CLOSE = 1e-5
+_SETTINGS = {
+    "model.layers": 1,
+    "model.width": 32,
+    "model.heads": 2,
+    "model.attention.kernel": "softmax",
+    "model.attention.decay": "none",
+    "model.attention.position": "rope",
+    "data.context_length": 32,
+    "data.batch_tokens": 256,
+    "data.heldout_fraction": 0.3,
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+    "training.log_every": 1000,
+}
+
+
+class NotSurvived(Exception):
+    """Why a try was not survived."""
+
+
+class Stage:
+    """Where runs take place: a corpus, a cache of compiled programs and a folder for each run."""
+
+    def __init__(self, folder: pathlib.Path, seed: int):
+        self.random = random.Random(seed)
+        self.folder = folder
+        self.half_written = 0  # checkpoints that a SIGKILL left so
+        corpus = folder / "corpus"
+        corpus.mkdir()
+        for index in range(40):
+            words = self.random.choices(("quick", "brown", "fox", "jumps", "over", "lazy", "dog"), k=60)
+            (corpus / f"{index}.txt").write_text(" ".join(words))
+        self._config = f"--config=configs/text.py:{corpus}/*.txt"
+        self._undisturbed: dict[tuple[object, ...], pathlib.Path] = {}
+
+    def new(self, name: str) -> pathlib.Path:
+        """A workdir that no run has used."""
+        return pathlib.Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
+
+    def start(self, run: pathlib.Path, *, processes=1, devices=1, prepare=None, **changes):
+        """Starts the run in a workdir; `changes` are settings, `__` for a dot."""
+        changed = {name.replace("__", "."): value for name, value in changes.items()}
+        arguments = [f"--config.{name}={value}" for name, value in (_SETTINGS | changed).items()]
+        return launching.start(
+            [self._config, f"--workdir={run}", *arguments],
+            self.folder / "says",
+            processes=processes,
+            devices=devices,
+            cache=self.folder / "cache",
+            prepare=prepare,
+        )
+
+    def finish(self, run: pathlib.Path, **options) -> list[launching.Started]:
+        """Starts the run and waits for its end, which must be a good one."""
+        started = self.start(run, **options)
+        codes = [one.wait() for one in started]
+        if any(codes):
+            raise NotSurvived(f"going on ended with {codes}: {[one.errors()[-3:] for one in started]}")
+        return started
+
+    def undisturbed(self, **options) -> pathlib.Path:
+        """The workdir of such a run that nothing disturbed."""
+        key = tuple(sorted(options.items()))
+        if key not in self._undisturbed:
+            self._undisturbed[key] = self.new("undisturbed")
+            self.finish(self._undisturbed[key], **options)
+        return self._undisturbed[key]
+
+
+def losses(run: pathlib.Path) -> list[tuple[int, float]]:
+    """The steps that a run has reported, with their losses."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+
+def steps(run: pathlib.Path) -> list[int]:
+    """The steps that a run has checkpoints of."""
+    return sorted(int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit())
+
+
+def began(started: Sequence[launching.Started]) -> int:
+    """The step from which a run went on."""
+    (line,) = [line for line in started[0].said() if line.startswith(("training: step", "trained: step"))]
+    return int(line.split()[2])
+
+
+def check_same(run: pathlib.Path, expected: pathlib.Path) -> None:
+    """Raises NotSurvived unless losses and parameters are those of the other run, to the bit."""
+    if losses(run) != losses(expected):
+        raise NotSurvived("the losses are not those of the undisturbed run")
+    (_, model, step), (_, other, at) = map(checkpoint.restore_model, (run, expected))
+    same = map(np.array_equal, jax.tree.leaves(model), jax.tree.leaves(other))
+    if step != at or not all(same):
+        raise NotSurvived("the parameters are not those of the undisturbed run")
+
+
+def check_close(run: pathlib.Path, expected: pathlib.Path) -> None:
+    """Raises NotSurvived unless the run's losses are those of the other but for rounding."""
+    found, other = (np.array(losses(folder)) for folder in (run, expected))
+    if found.shape != other.shape or not np.allclose(found, other, rtol=_CLOSE, atol=0):
+        raise NotSurvived("the losses are not those of the undisturbed run")
+
+
+def check_error(one: launching.Started, code: int, words: str) -> None:
+    """Raises NotSurvived unless a process ended with the exit code 1 and one line that has the words."""
+    lines = one.errors()
+    if code != 1 or len(lines) != 1 or words not in lines[0]:
+        raise NotSurvived(f"it ended with {code} and said {lines[-3:]}")

@@ -1,0 +1,119 @@
+"""Runs of train.py in processes of their own, which start in a second: a server that has imported it forks them."""
+
+import dataclasses
+import multiprocessing
+import os
+import pathlib
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+import train
+
+_SERVER = multiprocessing.get_context("forkserver")
+# Imported here too, but not by the server: it preloads by name, in the folder of the repository.
+_SERVER.set_forkserver_preload(["train"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A process of a run and the files of what it says."""
+
+    process: multiprocessing.process.BaseProcess
+    out: pathlib.Path
+    err: pathlib.Path
+
+    def send(self, number: int) -> None:
+        """Sends a signal."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self, timeout: float = 120) -> int:
+        """The exit code, or minus the number of the signal that ended it; TimeoutError if it goes on."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise TimeoutError(f"still running after {timeout} s; it said {self.errors()} {self.said()}")
+        return self.process.exitcode
+
+    def said(self) -> list[str]:
+        """Lines on stdout so far, but for those of XLA's Gloo."""
+        return [line for line in self.out.read_text().splitlines() if "[Gloo]" not in line]
+
+    def errors(self) -> list[str]:
+        """Lines on stderr so far."""
+        return self.err.read_text().splitlines()
+
+
+def start(
+    arguments: Sequence[str],
+    folder: pathlib.Path,
+    *,
+    processes: int = 1,
+    devices: int = 1,
+    cache: pathlib.Path | None = None,
+    more: Sequence[Sequence[str]] | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> list[Started]:
+    """Starts the processes of one run, each with so many devices; what they say goes to `folder`.
+
+    `more` are arguments of one process each; `prepare` is called in each before it begins.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = len(list(folder.glob("*.out")))
+    launch = [f"--coordinator_address=localhost:{free_port()}", f"--process_count={processes}"]
+    started = []
+    for index in range(processes):
+        out, err = (folder / f"{begun + index}.{kind}" for kind in ("out", "err"))
+        out.touch()
+        err.touch()
+        mine = [*arguments, *(more[index] if more else ())]
+        if processes > 1:
+            mine += [*launch, f"--process_id={index}"]
+        process = _SERVER.Process(target=_run, args=(mine, out, err, devices, cache, prepare), daemon=True)
+        process.start()
+        started.append(Started(process, out, err))
+    return started
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(condition: Callable[[], bool], started: Sequence[Started], *, timeout: float = 120) -> None:
+    """Waits for the condition while the processes run; TimeoutError, with what they said, if it does not come."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        ended = [one for one in started if one.process.exitcode is not None]
+        if ended or time.monotonic() > deadline:
+            words = [line for one in ended or started for line in one.errors()[-5:]]
+            for one in started:
+                one.process.kill()
+            raise TimeoutError(f"it did not come to that; the processes said: {' '.join(words)}")
+        time.sleep(0.01)
+
+
+def _run(
+    arguments: Sequence[str],
+    out: pathlib.Path,
+    err: pathlib.Path,
+    devices: int,
+    cache: pathlib.Path | None,
+    prepare: Callable[[], None] | None,
+) -> None:
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    if cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    if prepare is not None:
+        prepare()
+    sys.exit(train.main(arguments))

@@ -1,0 +1,327 @@
+"""Runs of several processes: the same training as one process, and an end that all come to."""
+
+import csv
+import functools
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from sympow_jax import data, evaluation
+from sympow_jax.training import flags, hosts, sharding, workdir
+from tests.training import launching
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for index in range(20):
+        (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(corpus) -> list[str]:
+    """Ten steps of a layer of width 16."""
+    return [
+        f"--config=configs/text.py:{corpus}/*.txt",
+        "--config.model.layers=1",
+        "--config.model.width=16",
+        "--config.model.heads=2",
+        "--config.model.attention.kernel=softmax",
+        "--config.model.attention.decay=none",
+        "--config.model.attention.position=rope",
+        "--config.data.context_length=16",
+        "--config.data.batch_tokens=64",
+        "--config.data.heldout_fraction=0.3",
+        "--config.optimizer.learning_rate=1e-2",
+        "--config.optimizer.warmup_steps=0",
+        "--config.optimizer.schedule=constant",
+        "--config.training.checkpoint_every=4",
+        "--config.training.steps=10",
+    ]
+
+
+EVALUATION = "--config.evaluation.context_lengths=8,32"
+
+
+@pytest.fixture
+def start(tmp_path, arguments, compilation_cache):
+    """Starts a run in the test's workdir, or another one."""
+
+    def begin(*more: str, folder: pathlib.Path = tmp_path / "run", **options) -> list[launching.Started]:
+        return launching.start(
+            [*arguments, f"--workdir={folder}", *more],
+            tmp_path / "says",
+            **{"cache": compilation_cache, **options},
+        )
+
+    return begin
+
+
+@pytest.fixture(scope="module")
+def alone(arguments, compilation_cache, tmp_path_factory) -> pathlib.Path:
+    """The workdir of the run by one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    (one,) = launching.start(
+        [*arguments, EVALUATION, f"--workdir={folder / 'run'}"], folder / "says", cache=compilation_cache
+    )
+    assert one.wait() == 0, one.errors()
+    return folder / "run"
+
+
+def _losses(folder: pathlib.Path) -> dict[int, float]:
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def _saved(folder: pathlib.Path) -> list[int]:
+    return sorted(int(path.name) for path in folder.glob("checkpoints/*") if path.name.isdigit())
+
+
+def _evaluated(folder: pathlib.Path) -> list[float]:
+    with (folder / "context_loss.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+def _record_rows(folder: pathlib.Path) -> None:
+    """Has this process write what it reads of each batch."""
+    place = sharding.place_batch
+
+    def record(batch, mesh):
+        index = hosts.jax.process_index()
+        np.save(folder / f"{index}.{len(list(folder.glob(f'{index}.*')))}.npy", batch["inputs"])
+        return place(batch, mesh)
+
+    sharding.place_batch = record
+
+
+def _assert_same_run(folder: pathlib.Path, alone: pathlib.Path) -> None:
+    expected = _losses(alone)
+    assert _losses(folder) == pytest.approx(expected, rel=1e-5)
+    assert list(_losses(folder)) == list(expected)
+    assert expected[10] < 0.9 * expected[1]
+
+
+def test_two_processes_equal_one(start, alone, arguments, tmp_path):
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    started = start(EVALUATION, processes=2, prepare=functools.partial(_record_rows, rows))
+    assert [one.wait() for one in started] == [0, 0]
+    _assert_same_run(tmp_path / "run", alone)
+    assert _evaluated(tmp_path / "run") == pytest.approx(_evaluated(alone), rel=1e-5)
+    assert _saved(tmp_path / "run") == [4, 8, 10]
+    assert started[0].said()[-1].startswith("Each line is the mean over")  # under the evaluation's table
+    assert started[1].said() == []
+
+    settings, _, _ = flags.parse([*arguments, "--workdir=unused"])
+    whole = data.batches(data.train_dataset(settings.data, vocab_size=256), 4)
+    for process in range(2):
+        for number in range(10):
+            read = np.load(rows / f"{process}.{number}.npy")
+            np.testing.assert_array_equal(read, whole[number]["inputs"][2 * process : 2 * process + 2])
+
+
+def test_processes_may_be_more_or_fewer_when_a_run_goes_on(start, alone, tmp_path):
+    for steps, processes in ((3, 2), (6, 1), (10, 2)):
+        started = start(f"--config.training.steps={steps}", processes=processes)
+        assert [one.wait() for one in started] == [0] * processes
+    _assert_same_run(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
+def test_four_processes_of_two_devices(start, alone, tmp_path):
+    sharded = ("--config.sharding.fsdp=2", "--config.sharding.tensor=2")
+    started = start("--config.training.steps=6", *sharded, processes=4, devices=2)
+    assert [one.wait() for one in started] == [0] * 4
+    started = start(processes=2, devices=2)
+    assert [one.wait() for one in started] == [0] * 2
+    _assert_same_run(tmp_path / "run", alone)
+
+
+def test_a_signal_to_one_of_two_and_a_second_run(start, tmp_path, arguments):
+    folder = tmp_path / "run"
+    started = start("--config.training.steps=1000000", processes=2)
+    launching.wait_until(lambda: bool(_saved(folder)), started)
+
+    (second,) = start("--config.training.steps=1000000")
+    assert second.wait() == 1
+    (line,) = second.errors()
+    assert line.startswith(f"error: {folder} is in use by process {started[0].process.pid} on ")
+    assert _losses(folder)
+    assert evaluation.evaluate_runs([folder], [8], out=tmp_path / "out")
+
+    started[1].send(signal.SIGTERM)
+    assert [one.wait() for one in started] == [143, 143]
+    said = started[0].said()[-1]
+    assert said.startswith("stopped after step ")
+    stopped = int(said.split()[3].rstrip(","))
+    assert _saved(folder)[-1] == stopped
+    assert list(_losses(folder)) == list(range(1, stopped + 1))
+    assert [one.errors() for one in started] == [[], []]
+
+
+def test_settings_that_differ(start, tmp_path):
+    started = start(processes=2, more=[[], ["--config.optimizer.learning_rate=0.5"]])
+    assert [one.wait() for one in started] == [1, 1]
+    for one in started:
+        (line,) = one.errors()[:1]
+        assert line == (
+            "error: process 1 has other settings or packages than process 0: optimizer.learning_rate is 0.5 not "
+            "0.01; they must be the same"
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def _fail_in_process_1() -> None:
+    place = sharding.place_batch
+    placed = []
+
+    def fail(batch, mesh):
+        placed.append(batch)
+        if hosts.jax.process_index() == 1 and len(placed) == 6:
+            raise ValueError("row 7 cannot be read")
+        return place(batch, mesh)
+
+    sharding.place_batch = fail
+
+
+def test_a_mistake_in_one_process_ends_both(start, tmp_path):
+    started = start(processes=2, prepare=_fail_in_process_1)
+    codes = [one.wait() for one in started]
+    assert codes[1] == 1
+    assert codes[0] != 0
+    assert "error: row 7 cannot be read" in started[1].errors()
+    assert _saved(tmp_path / "run") == [4]
+
+
+def test_a_checkpoint_that_one_process_cannot_read(start, alone, tmp_path):
+    folder, sharded = tmp_path / "run", "--config.sharding.fsdp=2"
+    started = start(sharded, "--config.training.steps=8", processes=2)
+    assert [one.wait() for one in started] == [0, 0]
+    (path,) = folder.glob("checkpoints/8/params/ocdbt.process_1/d/*")
+    path.write_bytes(path.read_bytes()[:10])
+    started = start(sharded, processes=2)
+    assert [one.wait() for one in started] == [0, 0]
+    first, second = (one.errors() for one in started)
+    assert "the checkpoint of step 8" in first[0]
+    assert "moved the damaged checkpoint of step 8" in first[1]
+    assert second == []
+    assert any(line.startswith("training: step 4 of 10") for line in started[0].said())
+    _assert_same_run(folder, alone)
+
+
+def test_a_coordinator_that_does_not_answer(start):
+    port = launching.free_port()
+    count = f"--coordinator_address=localhost:{port}", "--process_count=2", "--coordinator_timeout=2"
+    began = time.monotonic()
+    (late,) = start(*count, "--process_id=1")
+    assert late.wait() == 1
+    assert time.monotonic() - began < 20  # the timeout, and the start of Python on a busy machine
+    (line,) = late.errors()
+    assert line.startswith(
+        f"error: the coordinator, process 0, does not answer at localhost:{port} within 2 s"
+    )
+
+    (lonely,) = start(*count, "--process_id=0")
+    with launching.socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        taken = f"--coordinator_address=localhost:{other.getsockname()[1]}"
+        (blocked,) = start(*count, "--process_id=0", taken)
+        assert blocked.wait() == 1
+    assert "port" in blocked.errors()[0]
+    assert "end what listens there or choose another port" in blocked.errors()[0]
+    assert lonely.wait() == 1
+    (line,) = lonely.errors()
+    assert line.startswith(f"error: not all of the 2 processes have come to localhost:{port} within 2 s")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--process_count=2"], "--coordinator_address and --process_id must be given too"),
+        (["--coordinator_address=a:1", "--process_count=2", "--process_id=2"], "ids count from 0 to 1"),
+        (["--coordinator_address=a", "--process_count=2", "--process_id=0"], "it must be HOST:PORT"),
+        (["--coordinator_address=a:99999", "--process_count=2", "--process_id=0"], "it must be HOST:PORT"),
+    ],
+)
+def test_flags_that_say_too_little(more, message):
+    with pytest.raises(ValueError, match=message):
+        flags.parse(["--config=configs/quickstart.py", "--workdir=unused", *more])
+
+
+def test_flags_of_a_process():
+    _, _, launch = flags.parse(
+        [
+            "--config=configs/quickstart.py",
+            "--workdir=unused",
+            "--coordinator_address=[::1]:1234",
+            "--process_count=2",
+            "--process_id=1",
+        ]
+    )
+    assert launch == hosts.Launch(coordinator="[::1]:1234", count=2, index=1, timeout=60)
+    assert launch.endpoint == ("::1", 1234)
+
+
+def _slurm(**changes: str) -> dict[str, str]:
+    step = {"SLURM_JOB_ID": "5000", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_STEP_NUM_TASKS": "2"}
+    return {**step, "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"coordinator": "node07:64631"}),
+        ({"SLURM_STEP_NODELIST": "a-1,a-2"}, {"coordinator": "a-1:64631"}),
+        ({"SLURM_STEP_NODELIST": "a,b[3,7-9]"}, {"coordinator": "a:64631"}),
+        ({"SLURM_STEP_NODELIST": "a-b[3,7-9],c"}, {"coordinator": "a-b3:64631"}),
+        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "1"}, {"devices": (1,)}),
+        (
+            {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0,1"},
+            {"devices": (1,)},
+        ),
+        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "1"}, {"devices": None}),
+    ],
+)
+def test_slurm(changes, expected):
+    fields = {"coordinator": "node07:64631", "count": 2, "index": 1, "timeout": 9, **expected}
+    assert hosts.from_slurm(_slurm(**changes), timeout=9) == hosts.Launch(**fields)
+
+
+def test_without_srun_a_run_is_one_process():
+    assert hosts.from_slurm({"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "2"}) is None
+    assert hosts.from_slurm(_slurm(SLURM_STEP_NUM_TASKS="1")) is None
+
+
+def test_one_process_agrees_with_itself():
+    assert hosts.gather("a line") == ["a line"]
+    hosts.check_same("settings", {"a": 1})
+    assert hosts.Vote().cast(15) == 15
+    with pytest.raises(KeyError), hosts.all_or_none():
+        raise KeyError("as it is")
+
+
+def test_a_workdir_in_use(tmp_path):
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(); input()"
+    )
+    path = tmp_path / "lock"
+    path.write_text("process 7 on node3, started at noon\n")
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout.readline() == b"\n"
+        with pytest.raises(ValueError, match="is in use by process 7 on node3, started at noon; wait until"):
+            workdir.open_workdir(tmp_path, flags.load_config("configs/quickstart.py"))
+        holder.kill()
+    workdir.open_workdir(tmp_path, flags.load_config("configs/quickstart.py"))
+    assert path.read_text().startswith(f"process {hosts.os.getpid()} on ")
