@@ -40,7 +40,10 @@ def add_incoming(
     start, norm = forward.stored_start(incoming, key, value, power)
     states, norms, shifts = saved.by_head()
 
-    # A scale for both: entries stay below 2^HEADROOM.
+    # A scale for both: entries stay below 2^HEADROOM. The shift of an empty state means nothing: what arrives may be
+    # so small that it would vanish in float16, or so large that it would not fit.
+    least = jnp.finfo(jnp.float32).minexp
+    shifts = jnp.where((states != 0).any((2, 3, 4)) | (norms != 0).any((2, 3)), shifts, least)
     size = jnp.log2(jnp.maximum(jnp.abs(start).max((1, 2, 3)), jnp.finfo(jnp.float32).tiny))[:, None]
     bound = jnp.logaddexp2(shifts + float(preparation.HEADROOM), since[:, :-1] + size)
     scale = jnp.maximum(jnp.ceil(bound).astype(jnp.int32) - preparation.HEADROOM, shifts)

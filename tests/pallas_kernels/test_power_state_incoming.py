@@ -18,12 +18,12 @@ def part(x, begin, end):
     return x[:, begin:end]
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1e3])
-def test_halves_are_the_whole(scale):
-    """Outputs and gradients, the first half's keys being `scale` times as long as the second's."""
+@pytest.mark.parametrize(("scale", "end"), [(1e-3, CUT), (1e3, CUT), (1e-4, TIME), (1e4, TIME)])
+def test_halves_are_the_whole(scale, end):
+    """Outputs and gradients, keys of the first half, or of all, being `scale` times as long as drawn."""
     case = cases.Case(head_dim=32, value_dim=24, time=TIME, decay="gentle", group=2)
     drawn = cases.arrays(case, batch=1, kv_heads=2, dtype="bfloat16")
-    drawn["key"][:, :CUT] *= scale
+    drawn["key"][:, :end] *= scale
     drawn["log_decay"][:, 20] = -100.0
     query, key, value, dout = (
         jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value", "dout")
@@ -46,7 +46,8 @@ def test_halves_are_the_whole(scale):
     with plain.kernels():
         all_fold = jnp.arange(TIME)[None] < TIME - WINDOW
         (out, denominator, final), saved = power_state.power_state_fwd(*arrays, all_fold, **run)
-        dfinal = tuple(jnp.ones_like(x) / 8 for x in final)
+        # As large as those that come from queries, which have the size of 1 / key^2.
+        dfinal = tuple(jnp.full_like(x, (1 if end == CUT else scale**-2) / 8) for x in final)
         expected, initial = power_state.power_state_vjp(
             *arrays, all_fold, out, denominator, saved, dout, dfinal, **run
         )

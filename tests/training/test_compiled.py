@@ -1,0 +1,91 @@
+"""Whole training steps, compiled for a node of eight H100s, fit and exchange what they are designed to."""
+
+import math
+
+import jax
+import pytest
+
+from sympow_jax import ops
+from sympow_jax.training import sharding, step
+from tests.pallas_kernels import h100
+from tests.training import compiled
+
+pytestmark = [pytest.mark.h100, h100.needs_packages, pytest.mark.timeout(compiled.TIMEOUT)]
+
+FIRST = "124m-p2-4096-data8"
+# Of what positions and documents gather over `context`: a number a row, head and device, no activations.
+SUMMARY = 8192
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FIRST)) for name in compiled.CASES]
+)
+def test_a_training_step(name):
+    case, found = compiled.CASES[name], compiled.report(name)
+    assert found.peak < compiled.MEMORY
+    check_kernels(case, found)
+    sent = {(x.kind, x.axes): x for x in found.exchanges if x.sent > compiled.SMALL}
+    expected = exchanged(case)
+    assert set(sent) == set(expected)
+    for key, nbytes in expected.items():
+        assert sent[key].sent == pytest.approx(nbytes, rel=2e-3), key
+    for x in found.exchanges:
+        if x.kind == "all-gather" and x.axes != ("fsdp",):
+            assert x.axes == ("context",)
+            assert x.largest <= SUMMARY
+
+
+def is_chunked(case):
+    """Where states cost less than pairs: the fewer features the earlier."""
+    return case.power == 2 and case.context > 4096
+
+
+def check_kernels(case, found):
+    layers = case.settings().model.layers
+    if is_chunked(case):
+        # The states before chunks are kept for the backward pass, or else computed again.
+        once = {"query": 1, "query_vjp": 1, "key_vjp": 1, "update": 2 if case.remat == "none" else 3}
+        form, prefix = "chunked", "power_state"
+    else:
+        once = {"forward": 1, "query_vjp": 1, "key_vjp": 1}
+        form, prefix = "attention", "power_attention"
+    assert found.forms == [f"{form}_mosaic_gpu"]
+    assert found.kernels == {f"{prefix}_{name}": times * layers for name, times in once.items()}
+
+
+def exchanged(case):
+    """What a device sends by kind and axes, from the shapes of the model alone."""
+    settings = case.settings()
+    ((axis, devices),) = case.sharding.items()
+    share = (devices - 1) / devices
+    params = step.abstract_state(settings, sharding.whole_mesh(jax.devices()[:1])).params
+    matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if len(x.shape) == 2)
+    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    if axis == "fsdp":
+        return {
+            ("all-gather", (axis,)): share * gathered(settings.model),
+            ("reduce-scatter", (axis,)): share * 4 * matrices,
+        }
+    sums = {("all-reduce", (axis,)): 2 * share * 4 * parameters}
+    if axis == "data":
+        return sums
+    return sums | {("collective-permute", (axis,)): moved(settings, devices)}
+
+
+def gathered(model):
+    """Bytes of parameters over all passes: of products in bfloat16, of decays, rates and the embedding in float32."""
+    width, heads = model.width, model.heads
+    again = model.remat != "none"
+    # Nothing reads what a block would compute again by the last of its matrices.
+    products = 2 * 12 * width**2 + again * 8 * width**2
+    exact = (2 + again) * 2 * width * heads
+    return model.layers * (2 * products + 4 * exact) + 4 * model.vocab_size * width
+
+
+def moved(settings, devices):
+    """Bytes of states and windows that pass a device in both passes."""
+    model, rows = settings.model, settings.data.batch_size
+    size, window = model.head_dim, model.attention.window
+    rounds = 1 + math.ceil(math.log2(devices - 1))
+    state = 4 * ops.symmetric_power_dim(size, model.attention.power) * (size + 1)
+    return 2 * model.layers * rows * model.heads * (rounds * state + window * 2 * 2 * size)
