@@ -95,7 +95,6 @@ CASES = {
         "gpt2_124m", 2, 1048576, {"context": 8}, tokens=1048576, remat="attention"
     ),
     "1311m-p2-4096-fsdp8": Case("gpt3_1311m", 2, 4096, {"fsdp": 8}, remat="attention"),
-    "1311m-p2-65536-context8": Case("gpt3_1311m", 2, 65536, {"context": 8}, remat="attention"),
 }
 
 
