@@ -41,7 +41,6 @@ class Case:
     sharding: dict[str, int]
     tokens: int = 524_288
     remat: str = "none"
-    accumulate: int = 1
 
     def settings(self) -> config.Config:
         """Those of a run of the conformal model."""
@@ -52,7 +51,6 @@ class Case:
                 attention=config.preset("conformal", power=self.power),
             ),
             data=config.DataConfig(context_length=self.context, batch_tokens=self.tokens),
-            optimizer=config.OptimizerConfig(accumulate=self.accumulate),
             sharding=config.ShardingConfig(**self.sharding),
         )
 
@@ -91,17 +89,12 @@ CASES = {
         for power in (2, 4)
         for context in (4096, 16384, 65536)
     },
-    "124m-p2-65536-fsdp8": Case("gpt2_124m", 2, 65536, {"fsdp": 8}),
     "124m-p2-65536-context8": Case("gpt2_124m", 2, 65536, {"context": 8}),
-    # Twelve heads are exchanged for time in thirds.
-    "124m-p4-65536-data2-context4": Case("gpt2_124m", 4, 65536, {"data": 2, "context": 4}),
-    "124m-p2-1048576-context8": Case("gpt2_124m", 2, 1048576, {"context": 8}, tokens=1048576),
+    # A row that no device holds.
+    "124m-p2-1048576-context8": Case(
+        "gpt2_124m", 2, 1048576, {"context": 8}, tokens=1048576, remat="attention"
+    ),
     "1311m-p2-4096-fsdp8": Case("gpt3_1311m", 2, 4096, {"fsdp": 8}, remat="attention"),
-    "1311m-p2-4096-fsdp8-1m": Case("gpt3_1311m", 2, 4096, {"fsdp": 8}, tokens=1048576, remat="attention"),
-    "1311m-p2-4096-tensor8": Case("gpt3_1311m", 2, 4096, {"tensor": 8}, remat="attention", accumulate=8),
-    "1311m-p2-65536-fsdp8": Case("gpt3_1311m", 2, 65536, {"fsdp": 8}, remat="attention"),
-    "1311m-p2-65536-context8": Case("gpt3_1311m", 2, 65536, {"context": 8}, remat="attention"),
-    "1311m-p4-16384-fsdp8": Case("gpt3_1311m", 4, 16384, {"fsdp": 8}, remat="attention"),
 }
 
 
