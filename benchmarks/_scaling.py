@@ -32,6 +32,10 @@ _LOGIT_BYTES = 32
 _OPTIMIZER_BYTES = 40
 # Kept of a parameter: itself, its gradient and two moments in float32.
 _STATE_BYTES = 16
+# Kept for the backward pass of a token and channel of a head, by form: the output and rotated queries and keys in
+# float32, queries, keys and values in bfloat16, and of the chunked form states and padded copies. It is what compiled
+# steps of gpt2_124m take (docs/memory.md), divided by tokens, layers and channels.
+_KEPT_BY_HEAD = {"attention": 24, "chunked": 39}
 # A step that is longer by so much is taken for as good: predictions are not that exact.
 _ALIKE = 0.02
 
@@ -324,11 +328,11 @@ def _memory(job: Job, plan: Plan) -> float:
     """Bytes a GPU needs at least: parameters, moments, gradients, and what is kept of blocks for the backward pass."""
     model = job.model
     width, out = model.width, model.heads * _size(model)
-    # A block's input and the stream behind attention in float32, both normalised; and divided over `tensor` query, key,
-    # value and output of attention, and the feed-forward's hidden units before and behind the activation.
-    divided = 2 * (2 * out + 2 * (model.kv_heads or 0) * _size(model)) + 4 * model.mlp_ratio * width
+    # A block's input and the stream behind attention in float32, both normalised; and divided over `tensor` what
+    # attention keeps of each channel of a head, and hidden units with two functions of them.
+    divided = _KEPT_BY_HEAD[plan.form] * out + 3 * 2 * model.mlp_ratio * width
     all_of_it = 12 * width + divided / plan.tensor
-    kept = {"none": all_of_it, "attention": 4 * width + 2 * out / plan.tensor, "full": 4 * width}[plan.remat]
+    kept = {"none": all_of_it, "attention": 4 * width + 4 * out / plan.tensor, "full": 4 * width}[plan.remat]
     # The block under way is whole.
     blocks = model.layers * kept + (0 if plan.remat == "none" else all_of_it)
     return _STATE_BYTES * _parameters(model) / (plan.fsdp * plan.tensor) + _tokens(job, plan) * blocks

@@ -124,7 +124,7 @@ much in the backward pass; {_scaling._LOGIT_BYTES} bytes a token and entry of th
 fuses better or worse than that is not known.
 * The optimizer reads and writes {_scaling._OPTIMIZER_BYTES} bytes a parameter that the GPU holds.
 * Memory is parameters, gradients and Adam's two moments in float32 ({_scaling._STATE_BYTES} bytes a parameter), and \
-what the forward pass keeps for the backward pass. The compiler's own needs are left out."""
+what the forward pass keeps for the backward pass, by what compiled steps take ([memory](memory.md))."""
 
 
 _OF_TRAFFIC = """\

@@ -146,15 +146,32 @@ def test_memory_and_optimizer_by_hand():
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
-        # 36 bytes a token and channel of every block; of its input and attention 6; of its input 4, and a whole block.
-        ({"data": 8}, 16 * PARAMETERS + 65_536 * 12 * 36 * WIDTH),
-        ({"data": 8, "remat": "attention"}, 16 * PARAMETERS + 65_536 * (12 * 6 + 36) * WIDTH),
-        ({"fsdp": 8, "remat": "full"}, 2 * PARAMETERS + 65_536 * (12 * 4 + 36) * WIDTH),
-        ({"data": 2, "tensor": 4}, 4 * PARAMETERS + 262_144 * 12 * (12 + 6) * WIDTH),
+        # Bytes of every block: 60 a token and channel, 75 with states; of its input and attention 8, of its input 4, and
+        # of one whole block.
+        ({"data": 8, "form": "attention"}, 16 * PARAMETERS + 65_536 * 12 * 60 * WIDTH),
+        (
+            {"data": 8, "remat": "attention", "form": "attention"},
+            16 * PARAMETERS + 65_536 * (12 * 8 + 60) * WIDTH,
+        ),
+        ({"fsdp": 8, "remat": "full"}, 2 * PARAMETERS + 65_536 * (12 * 4 + 75) * WIDTH),
+        ({"data": 2, "tensor": 4, "form": "attention"}, 4 * PARAMETERS + 262_144 * 12 * (12 + 12) * WIDTH),
     ],
 )
 def test_memory_of_a_gpu_by_hand(plan, expected):
     assert _scaling.predict(_job(), _scaling.Plan(**plan)).memory == pytest.approx(expected)
+
+
+def test_memory_is_near_what_was_compiled():
+    """Rows of docs/memory.md, in GB."""
+    attention, chunked = _job(), _job(65_536)
+    large = _job(**config.MODEL_SIZES["gpt3_1311m"])
+    for job, plan, compiled in (
+        (attention, {"data": 8, "form": "attention"}, 38.0),
+        (chunked, {"data": 8, "form": "chunked"}, 46.9),
+        (large, {"fsdp": 8, "remat": "attention", "form": "attention"}, 36.5),
+    ):
+        found = _scaling.predict(job, _scaling.Plan(**plan)).memory
+        assert found == pytest.approx(compiled * 1e9, rel=0.03), (plan, found)
 
 
 def test_what_is_hidden_and_what_is_not():

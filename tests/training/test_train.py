@@ -113,6 +113,15 @@ def test_a_loss_that_is_not_finite(tmp_path, settings):
         assert all(np.isfinite(leaf).all() for leaf in _leaves(checkpoint.restore_model(tmp_path)[1]))
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT as in a shell's foreground; in its background it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, capsys, number):
     report = metrics.Reporter.report
@@ -135,6 +144,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, c
     assert _losses(tmp_path / "stopped") == _losses(tmp_path / "whole")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_signal_stops_at_once():
     with pytest.raises(KeyboardInterrupt), cli.StopSignals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
