@@ -146,8 +146,8 @@ def test_memory_and_optimizer_by_hand():
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
-        # Bytes of every block: 60 a token and channel, 75 with states; of its input and attention 8, of its input 4, and
-        # of one whole block.
+        # Bytes a token and channel: of every block 60, or 75 with states; of its input and attention 8, of its input 4,
+        # and then of one whole block.
         ({"data": 8, "form": "attention"}, 16 * PARAMETERS + 65_536 * 12 * 60 * WIDTH),
         (
             {"data": 8, "remat": "attention", "form": "attention"},
