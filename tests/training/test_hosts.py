@@ -130,6 +130,7 @@ def test_two_processes_equal_one(start, alone, arguments, tmp_path):
             np.testing.assert_array_equal(read, whole[number]["inputs"][2 * process : 2 * process + 2])
 
 
+@pytest.mark.slow
 def test_processes_may_be_more_or_fewer_when_a_run_goes_on(start, alone, tmp_path):
     for steps, processes in ((3, 2), (6, 1), (10, 2)):
         started = start(f"--config.training.steps={steps}", processes=processes)
@@ -219,6 +220,7 @@ def test_a_save_that_fails_in_one_process_ends_both(start, tmp_path):
     assert started[1].wait() != 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_one_process_cannot_read(start, alone, tmp_path):
     folder, sharded = tmp_path / "run", "--config.sharding.fsdp=2"
     started = start(sharded, "--config.training.steps=8", processes=2)
