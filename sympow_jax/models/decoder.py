@@ -14,7 +14,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, parallel, partitioning
 from sympow_jax.ops import documents, rotary
 
-__all__ = ["Block", "DecoderLM", "DecoderState", "parameter_specs"]
+__all__ = ["Block", "DecoderLM", "DecoderState", "logits", "parameter_specs"]
 
 _NORM_EPSILON = 1e-5  # GPT-2's
 # What the backward pass finds of a block, by `config.remat`, beside its input.
@@ -142,10 +142,7 @@ class DecoderLM(nnx.Module):
 
     def unembed(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Logits in float32: hidden states times the embedding's transpose."""
-        embedding = self.embedding[...].astype(self.config.dtype)
-        return jnp.einsum(
-            "btm,vm->btv", hidden.astype(embedding.dtype), embedding, preferred_element_type=jnp.float32
-        )
+        return logits(hidden, self.embedding[...], jnp.dtype(self.config.dtype))
 
     def init_state(self, batch: int, *, max_length: int) -> DecoderState:
         """The state before any token, for documents streamed in calls of up to `max_length` tokens in all.
@@ -196,6 +193,15 @@ class Block(nnx.Module):
 
 def _norm(config: configs.ModelConfig, dtype, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(config.width, epsilon=_NORM_EPSILON, dtype=dtype, rngs=rngs)
+
+
+def logits(
+    hidden: Float[Array, "B T M"], embedding: Float[Array, "V M"], dtype: Any
+) -> Float[Array, "B T V"]:
+    """hidden . embedding^T, a product in `dtype` whose sums and result are float32."""
+    return jnp.einsum(
+        "btm,vm->btv", hidden.astype(dtype), embedding.astype(dtype), preferred_element_type=jnp.float32
+    )
 
 
 def parameter_specs(config: configs.ModelConfig) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sympow_jax import models
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import parallel, partitioning
 
@@ -61,12 +62,7 @@ def _over_slices(loss, hidden, targets, vocabulary):
 
 def _slice_loss(hidden, targets, *, embedding, dtype, axis_name):
     """The sum for one slice; `axis_name` is the axis that the vocabulary is divided over, if any."""
-    logits = jnp.einsum(
-        "btm,vm->btv",
-        hidden.astype(dtype),
-        embedding.astype(dtype),
-        preferred_element_type=jnp.float32,
-    )
+    logits = models.logits(hidden, embedding, dtype)
     counts = targets >= 0
     if axis_name is None:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))

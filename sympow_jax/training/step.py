@@ -45,8 +45,7 @@ Update = Callable[[TrainState, Batch], tuple[TrainState, dict[str, Float[Array, 
 
 def init_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:
     """The state before the first update, a function of the settings alone."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(settings, mesh))
-    return jax.jit(lambda: _init(settings), out_shardings=shardings)()
+    return jax.jit(lambda: _init(settings), out_shardings=_shardings(settings, mesh))()
 
 
 def abstract_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:
@@ -122,8 +121,8 @@ def make_update(settings: config.Config, mesh: jax.sharding.Mesh) -> Update:
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(settings, mesh))
-    return jax.jit(update, donate_argnums=0, out_shardings=(shardings, sharding.replicated(mesh)))
+    shardings = _shardings(settings, mesh), sharding.replicated(mesh)
+    return jax.jit(update, donate_argnums=0, out_shardings=shardings)
 
 
 def loss_sum(model: models.DecoderLM, batch: Batch) -> Float[Array, ""]:
@@ -164,6 +163,10 @@ def _graphdef(settings: config.ModelConfig) -> nnx.GraphDef:
     # Every variable must be a parameter: nnx.split fails on one of another kind.
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: models.DecoderLM(settings, rngs=nnx.Rngs(0))), nnx.Param)
     return graphdef
+
+
+def _shardings(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract_state(settings, mesh))
 
 
 def _placed(leaf: Any, spec: jax.sharding.PartitionSpec, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:

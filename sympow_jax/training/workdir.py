@@ -23,7 +23,7 @@ import jax
 from sympow_jax import config
 from sympow_jax.training import hosts
 
-__all__ = ["CHECKPOINTS", "from_dict", "open_run", "open_workdir", "read_config", "record_data"]
+__all__ = ["CHECKPOINTS", "from_dict", "open_run", "open_workdir", "read_config", "record_data", "write_json"]
 
 CHECKPOINTS = "checkpoints"
 # What may change when a run goes on; the prefixes of dotted paths.
@@ -89,8 +89,8 @@ def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
         _hold(workdir)
         if _holds_run(workdir):
             _check_same_run(workdir, settings)
-        _write_json(path, dataclasses.asdict(settings))
-        _write_json(workdir / "environment.json", _environment())
+        write_json(path, dataclasses.asdict(settings))
+        write_json(workdir / "environment.json", _environment())
     except OSError as error:
         raise ValueError(f"cannot write to --workdir {workdir}: {error.strerror or error}") from error
 
@@ -110,7 +110,7 @@ def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
                 f"the data is no longer what the run in {workdir} began with: {changed}; "
                 f"restore it or use another --workdir"
             )
-    _write_json(path, description)
+    write_json(path, description)
 
 
 def read_config(workdir: pathlib.Path) -> config.Config:
@@ -237,8 +237,8 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _write_json(path: pathlib.Path, value: Any) -> None:
-    # Replaced in one go: a run killed here leaves the file as it was.
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes the value as JSON, replacing the file in one go: a run killed here leaves it as it was."""
     draft = path.with_suffix(".json.tmp")
     draft.write_text(json.dumps(value, indent=2) + "\n")
     draft.replace(path)

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import tensorboardX
 
+from sympow_jax.training import workdir as workdir_lib
+
 __all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "require_wandb"]
 
 
@@ -94,9 +96,7 @@ class Wandb:
                 f"or no project"
             ) from error
         if run_id != self._run.id:
-            draft = path.with_suffix(".json.tmp")
-            draft.write_text(json.dumps({"id": self._run.id}) + "\n")
-            draft.replace(path)
+            workdir_lib.write_json(path, {"id": self._run.id})
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -8,7 +8,6 @@ A process of its own, since a process has its devices from its start.
 import dataclasses
 import functools
 import json
-import re
 import sys
 
 import jax
@@ -19,6 +18,7 @@ from sympow_jax import ops
 from sympow_jax.ops import documents, rotary
 from sympow_jax.ops._power import target
 from tests.ops import cases
+from tests.training import collectives
 
 AXIS = "context"
 TIME = 256
@@ -294,7 +294,7 @@ def check_programs(everything):
         def loss(arrays, fixed):
             return jnp.square(mapped(arrays | fixed)).sum()
 
-        return collectives(jax.jit(jax.grad(loss)).lower(arrays, fixed).compile().as_text())
+        return exchanges(jax.jit(jax.grad(loss)).lower(arrays, fixed).compile().as_text())
 
     chunked = functools.partial(ops.power_attention, form="chunked")
     attention = functools.partial(ops.power_attention, form="attention")
@@ -304,20 +304,13 @@ def check_programs(everything):
     return results
 
 
-def collectives(text):
+def exchanges(program):
     """[kind, bytes of the result] of every collective in a compiled program."""
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     found = []
-    for line in text.splitlines():
-        if match := re.search(rf"= (.*?) ({kinds})(-start)?\(", line):
-            shapes = re.findall(r"(pred|[suf]\d+|bf16)\[([\d,]*)\]", match[1])
-            width = {"pred": 1, "bf16": 2}
-            sizes = [
-                width.get(kind, int(re.sub(r"\D", "", kind) or 8) // 8)
-                * int(np.prod([int(n) for n in shape.split(",") if n]))
-                for kind, shape in shapes
-            ]
-            found.append([match[2], sum(sizes)])
+    for line in program.splitlines():
+        kind, arrays = collectives.called(line)
+        if arrays:
+            found.append([kind, sum(collectives.Collective(kind, (), *array).nbytes for array in arrays)])
     return found
 
 

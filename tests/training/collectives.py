@@ -8,7 +8,7 @@ import re
 import jax
 import numpy as np
 
-__all__ = ["Collective", "collectives", "instructions"]
+__all__ = ["Collective", "called", "collectives", "instructions"]
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u8": 1, "s8": 1}
@@ -33,18 +33,24 @@ def collectives(program: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMes
     """Those of a compiled program's text for this mesh, an entry for each array and time that it is exchanged."""
     found = []
     for line, times in instructions(program):
-        called = re.search(rf"= (\S.*?) ({'|'.join(_KINDS)})(-start)?\(", line)
-        if not called:
-            continue
-        types, kind, started = called.groups()
-        arrays = re.findall(r"(\w+)\[([\d,]*)\]", types)
-        if started:
-            # The type of an asynchronous one has its operands in front of its results.
-            arrays = arrays[len(arrays) // 2 :] if len(arrays) > 1 else arrays
-        for dtype, dimensions in arrays:
-            shape = tuple(int(size) for size in dimensions.split(",") if size)
-            found += [Collective(kind, _axes(line, mesh), dtype, shape)] * times
+        kind, arrays = called(line)
+        axes = _axes(line, mesh) if arrays else ()
+        for dtype, shape in arrays:
+            found += [Collective(kind, axes, dtype, shape)] * times
     return found
+
+
+def called(line: str) -> tuple[str, list[tuple[str, tuple[int, ...]]]]:
+    """The kind of the collective in a line of a program, with the dtypes and shapes of its results; none in others."""
+    match = re.search(rf"= (\S.*?) ({'|'.join(_KINDS)})(-start)?\(", line)
+    if not match:
+        return "", []
+    types, kind, started = match.groups()
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", types)
+    if started:
+        # The type of an asynchronous one has its operands in front of its results.
+        arrays = arrays[len(arrays) // 2 :] if len(arrays) > 1 else arrays
+    return kind, [(dtype, tuple(int(n) for n in shape.split(",") if n)) for dtype, shape in arrays]
 
 
 def instructions(program: str) -> list[tuple[str, int]]:

@@ -18,6 +18,18 @@ sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 _SERVER = multiprocessing.get_context("forkserver")
 # Imported here too, but not by the server: it preloads by name, in the folder of the repository.
 _SERVER.set_forkserver_preload(["train"])
+# The smallest run of configs/text.py: a layer of width 16 on 4 rows of 16 bytes.
+SMALLEST = (
+    "--config.model.layers=1",
+    "--config.model.width=16",
+    "--config.model.heads=2",
+    "--config.model.attention.kernel=softmax",
+    "--config.model.attention.decay=none",
+    "--config.model.attention.position=rope",
+    "--config.data.context_length=16",
+    "--config.data.batch_tokens=64",
+    "--config.data.heldout_fraction=0.3",
+)
 
 
 @dataclasses.dataclass(frozen=True)

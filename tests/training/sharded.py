@@ -17,6 +17,7 @@ import numpy as np
 
 from sympow_jax import config
 from sympow_jax.training import sharding, step
+from tests.ops import cases
 from tests.training import collectives
 
 ROWS, CONTEXT, WINDOW = 8, 64, 8
@@ -98,11 +99,6 @@ def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list
     return losses, gradients
 
 
-def error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """The RMS of the difference over that of what is expected."""
-    return float(np.sqrt(np.mean((actual - expected) ** 2)) / np.sqrt(np.mean(expected**2)))
-
-
 def compare(preset: str, arrangements: list[dict]) -> None:
     """Prints how far each arrangement is from one device: of losses relative, of gradients the worst parameter's."""
     expected = {}
@@ -118,7 +114,7 @@ def compare(preset: str, arrangements: list[dict]) -> None:
             json.dumps(
                 {
                     "loss": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),
-                    "gradient": max(map(error, gradients, wanted_gradients)),
+                    "gradient": max(map(cases.error, gradients, wanted_gradients)),
                     "falls": losses[2] < losses[0],
                 }
             ),

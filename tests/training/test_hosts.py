@@ -31,15 +31,7 @@ def arguments(corpus) -> list[str]:
     """Ten steps of a layer of width 16."""
     return [
         f"--config=configs/text.py:{corpus}/*.txt",
-        "--config.model.layers=1",
-        "--config.model.width=16",
-        "--config.model.heads=2",
-        "--config.model.attention.kernel=softmax",
-        "--config.model.attention.decay=none",
-        "--config.model.attention.position=rope",
-        "--config.data.context_length=16",
-        "--config.data.batch_tokens=64",
-        "--config.data.heldout_fraction=0.3",
+        *launching.SMALLEST,
         "--config.optimizer.learning_rate=1e-2",
         "--config.optimizer.warmup_steps=0",
         "--config.optimizer.schedule=constant",

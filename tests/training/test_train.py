@@ -16,6 +16,7 @@ import pytest
 import train
 from sympow_jax import config
 from sympow_jax.training import checkpoint, cli, metrics, sharding
+from tests.training import launching
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -186,15 +187,7 @@ def _command(settings: config.Config, workdir: pathlib.Path, *more: str) -> list
     arguments = [
         f"--config=configs/text.py:{settings.data.paths[0]}",
         f"--workdir={workdir}",
-        "--config.model.layers=1",
-        "--config.model.width=16",
-        "--config.model.heads=2",
-        "--config.model.attention.kernel=softmax",
-        "--config.model.attention.decay=none",
-        "--config.model.attention.position=rope",
-        "--config.data.context_length=16",
-        "--config.data.batch_tokens=64",
-        "--config.data.heldout_fraction=0.3",
+        *launching.SMALLEST,
         *more,
     ]
     return [sys.executable, "train.py", *arguments]
