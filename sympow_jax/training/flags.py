@@ -214,7 +214,16 @@ def _finite(text: str) -> float:
     return value
 
 
-_READERS: Mapping[type, Callable[[str], Any]] = {int: int, float: _finite, str: str}
+def _truth(text: str) -> bool:
+    """True or False, as Python and shells write them."""
+    values = {"true": True, "1": True, "false": False, "0": False}
+    try:
+        return values[text.strip().lower()]
+    except KeyError:
+        raise ValueError(f"{text!r} is neither true nor false") from None
+
+
+_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: int, float: _finite, str: str}
 
 
 def _unknown_setting(path: str) -> str:

@@ -14,14 +14,18 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     """The rate of the update that follows `count` others.
 
     For update u = count + 1 and w warm-up steps the rate is `learning_rate * u / w` up to u = w, then
-    constant, a half cosine that reaches `final_fraction * learning_rate` at update `steps`, or
-    `learning_rate * sqrt(w / u)` (with w at least 1).
+    constant, a half cosine or a straight line (`polynomial`, of degree 1) that reaches `final_fraction *
+    learning_rate` at update `steps`, or `learning_rate * sqrt(w / u)` (with w at least 1).
     """
     peak, warmup = settings.learning_rate, settings.warmup_steps
     if settings.schedule == "constant":
         decay = optax.constant_schedule(peak)
     elif settings.schedule == "cosine":
         decay = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=settings.final_fraction)
+    elif settings.schedule == "polynomial":
+        decay = optax.polynomial_schedule(
+            peak, settings.final_fraction * peak, power=1, transition_steps=max(steps - warmup, 1)
+        )
     else:
         decay = functools.partial(_inverse_sqrt, peak, warmup)
     if not warmup:
@@ -34,10 +38,15 @@ def make_optimizer(settings: config.OptimizerConfig, steps: int) -> optax.Gradie
     """Adam, AdamW (decay on matrices only) or SGD with momentum `b1`, after clipping by the global norm."""
     rate = learning_rate(settings, steps)
     if settings.name == "adam":
-        update = optax.adam(rate, settings.b1, settings.b2)
+        update = optax.adam(rate, settings.b1, settings.b2, settings.epsilon)
     elif settings.name == "adamw":
         update = optax.adamw(
-            rate, settings.b1, settings.b2, weight_decay=settings.weight_decay, mask=_matrices
+            rate,
+            settings.b1,
+            settings.b2,
+            settings.epsilon,
+            weight_decay=settings.weight_decay,
+            mask=_matrices,
         )
     else:
         update = optax.sgd(rate, momentum=settings.b1)

@@ -1,0 +1,28 @@
+"""Every setting of a run as frozen dataclasses, validated on construction.
+
+A file in `configs/` returns a `Config`; `train.py` overrides fields of it with `--config.a.b=value`. The presets
+are the names the papers use; each is a choice of kernel, decay and position.
+"""
+
+from sympow_jax.config.attention import PRESETS, AttentionConfig, LrpeConfig, SpeConfig, preset
+from sympow_jax.config.data import DataConfig
+from sympow_jax.config.model import MODEL_SIZES, ModelConfig
+from sympow_jax.config.run import Config, EvaluationConfig, OptimizerConfig, ShardingConfig, TrainingConfig
+from sympow_jax.config.task import TaskConfig
+
+__all__ = [
+    "MODEL_SIZES",
+    "PRESETS",
+    "AttentionConfig",
+    "Config",
+    "DataConfig",
+    "EvaluationConfig",
+    "LrpeConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ShardingConfig",
+    "SpeConfig",
+    "TaskConfig",
+    "TrainingConfig",
+    "preset",
+]

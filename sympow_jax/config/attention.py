@@ -1,0 +1,174 @@
+"""Attention as a kernel, a decay and a position encoding, and the papers' names for their combinations."""
+
+import dataclasses
+
+from sympow_jax.config import _checks as checks
+
+__all__ = ["PRESETS", "AttentionConfig", "LrpeConfig", "SpeConfig", "preset"]
+
+KERNELS = ("softmax", "power", "linear", "expressive")
+DECAYS = ("none", "alibi", "learned", "channel_fixed", "channel_constant", "channel_learned")
+POSITIONS = ("none", "sinusoidal", "rope", "learned_rope", "learned_rope_pairs", "lrpe", "spe")
+FEATURE_MAPS = ("elu", "relu", "identity", "symmetric", "tensor")
+NORMALISERS = ("unrotated", "rotated")
+FORMS = ("attention", "chunked", "recurrent")
+IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
+SOFTMAX_IMPLEMENTATIONS = ("xla", "cudnn")
+LRPE_CORES = ("orthogonal", "unitary", "permutation", "mixed")
+LRPE_BASES = ("identity", "householder", "odd_even", "fourier")
+LRPE_RATES = ("a", "b", "c", "rope")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LrpeConfig:
+    """Linearized relative positional encoding, W_s = P^H Lambda^(s) P ("Linearized Relative Positional Encoding",
+    Qin et al. 2023, section 3).
+
+    `core` is Lambda: `orthogonal` rotates pairs (solution 2) but the last `identity_dim` dimensions, `unitary` turns
+    each dimension in the complex plane (solution 1), which doubles the head size of what is compared, `permutation`
+    permutes dimensions (solution 3), `mixed` rotates half of them. `basis` is P. `rates` says how fast: `a` is
+    10000^(-2 t / d), `b` and `c` are linear and harmonic in t and divide by `reference_length` in place of the current
+    one, `rope` is that of position `rope`. `learned_rates` and `learned_basis` (a Householder vector) are trained.
+    """
+
+    core: str = "orthogonal"
+    basis: str = "identity"
+    rates: str = "a"
+    learned_rates: bool = False
+    learned_basis: bool = False
+    identity_dim: int = 0
+    reference_length: int = 1024
+
+    def __post_init__(self):
+        checks.require_choice("attention.lrpe.core", self.core, LRPE_CORES)
+        checks.require_choice("attention.lrpe.basis", self.basis, LRPE_BASES)
+        checks.require_choice("attention.lrpe.rates", self.rates, LRPE_RATES)
+        checks.require_at_least(0, **{"attention.lrpe.identity_dim": self.identity_dim})
+        checks.require_at_least(1, **{"attention.lrpe.reference_length": self.reference_length})
+        if self.learned_basis and self.basis != "householder":
+            raise ValueError(
+                f"attention.lrpe.learned_basis is set but basis is {self.basis!r}; only 'householder' can be learned"
+            )
+        if self.learned_rates and self.core == "permutation":
+            raise ValueError("attention.lrpe.learned_rates is set, but core 'permutation' has no rates")
+        if self.identity_dim and self.core != "orthogonal":
+            raise ValueError(
+                f"attention.lrpe.identity_dim is {self.identity_dim}, but only core 'orthogonal' has an identity part, "
+                f"not {self.core!r}"
+            )
+
+    def check_head(self, head_dim: int) -> None:
+        """Raises ValueError for a head size that the encoding cannot divide."""
+        if self.identity_dim > head_dim:
+            raise ValueError(
+                f"attention.lrpe.identity_dim is {self.identity_dim}, larger than model.head_dim {head_dim}"
+            )
+        if self.core == "orthogonal" and (head_dim - self.identity_dim) % 2:
+            raise ValueError(
+                f"model.head_dim is {head_dim} and attention.lrpe.identity_dim {self.identity_dim}; core 'orthogonal' "
+                f"rotates pairs of the other dimensions, whose number must be even"
+            )
+        if self.core == "mixed" and head_dim < 3:
+            raise ValueError(f"model.head_dim is {head_dim}; attention.lrpe.core 'mixed' needs at least 3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeConfig:
+    """Stochastic positional encoding by sines ("Relative Positional Encoding for Transformers with Linear Complexity",
+    Liutkus et al. 2021): `sines` frequencies a dimension, and `realizations` of the noise, which become the head size
+    of what is compared.
+    """
+
+    sines: int = 5
+    realizations: int = 64
+
+    def __post_init__(self):
+        values = {f"attention.spe.{name}": value for name, value in dataclasses.asdict(self).items()}
+        checks.require_at_least(1, **values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention as a kernel, a decay and a position encoding.
+
+    `form`, `implementation`, `chunk_size` and `window` are those of `ops.power_attention`; None lets the op
+    choose. The kernel `softmax` has the implementations of `ops.softmax_attention`; kept keys take its `xla`.
+    `max_document_length` is M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes.
+
+    `power` is the degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel
+    `linear`. Positions turn queries and keys, for the kernel `linear` behind the feature map; `normaliser` says which
+    of its features its denominator is made of. `causal=False` sees the whole document.
+    """
+
+    kernel: str = "power"
+    decay: str = "learned"
+    position: str = "learned_rope"
+    causal: bool = True
+    power: int = 2
+    feature_map: str = "elu"
+    normaliser: str = "unrotated"
+    form: str | None = None
+    implementation: str | None = None
+    chunk_size: int | None = None
+    window: int = 64
+    max_document_length: int = 65_536
+    lrpe: LrpeConfig = dataclasses.field(default_factory=LrpeConfig)
+    spe: SpeConfig = dataclasses.field(default_factory=SpeConfig)
+
+    def __post_init__(self):
+        checks.require_choice("attention.kernel", self.kernel, KERNELS)
+        checks.require_choice("attention.decay", self.decay, DECAYS)
+        checks.require_choice("attention.position", self.position, POSITIONS)
+        checks.require_choice("attention.feature_map", self.feature_map, FEATURE_MAPS)
+        checks.require_choice("attention.normaliser", self.normaliser, NORMALISERS)
+        if self.form is not None:
+            checks.require_choice("attention.form", self.form, FORMS)
+        if self.implementation is not None:
+            choices = SOFTMAX_IMPLEMENTATIONS if self.kernel == "softmax" else IMPLEMENTATIONS
+            checks.require_choice("attention.implementation", self.implementation, choices)
+        if self.kernel == "power" and (self.power <= 0 or self.power % 2):
+            raise ValueError(
+                f"attention.power is {self.power}; it must be positive and even, so that weights are >= 0"
+            )
+        checks.require_at_least(1, **{"attention.power": self.power})
+        if self.chunk_size is not None:
+            checks.require_at_least(1, **{"attention.chunk_size": self.chunk_size})
+        checks.require_at_least(0, **{"attention.window": self.window})
+        checks.require_at_least(2, **{"attention.max_document_length": self.max_document_length})
+        self._check_composition()
+
+    def _check_composition(self):
+        if self.decay.startswith("channel") and self.kernel != "power":
+            raise ValueError(
+                f"attention.decay is {self.decay!r}, which the kernel 'power' has and {self.kernel!r} has not; "
+                f"use 'learned'"
+            )
+        if not self.causal and self.kernel == "power":
+            raise ValueError(
+                "attention.causal is False, which the kernel 'power' has not; use kernel 'linear' with feature_map "
+                "'symmetric'"
+            )
+        if not self.causal and self.decay != "none":
+            raise ValueError(
+                f"attention.causal is False and attention.decay {self.decay!r}; decays run in one direction: use 'none'"
+            )
+
+
+PRESETS = {
+    "softmax": {"kernel": "softmax", "decay": "none", "position": "rope"},
+    "softmax_alibi": {"kernel": "softmax", "decay": "alibi", "position": "none"},
+    "linear": {"kernel": "linear", "decay": "none", "position": "sinusoidal"},
+    "linear_lrpe": {"kernel": "linear", "decay": "none", "position": "lrpe"},
+    "expressive": {"kernel": "expressive", "decay": "none", "position": "rope"},
+    "even_power": {"kernel": "power", "decay": "none", "position": "rope", "form": "attention"},
+    "sympow": {"kernel": "power", "decay": "none", "position": "rope"},
+    "sympow_gated": {"kernel": "power", "decay": "learned", "position": "rope"},
+    "sympow_learned_rope": {"kernel": "power", "decay": "none", "position": "learned_rope"},
+    "conformal": {"kernel": "power", "decay": "learned", "position": "learned_rope"},
+}
+
+
+def preset(name: str, **changes) -> AttentionConfig:
+    """The attention the papers call `name`, with `changes` to its fields."""
+    checks.require_choice("preset", name, tuple(PRESETS))
+    return AttentionConfig(**{**PRESETS[name], **changes})

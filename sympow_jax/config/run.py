@@ -1,0 +1,174 @@
+"""How a run trains, and all of its settings together."""
+
+import dataclasses
+
+from sympow_jax.config import _checks as checks
+from sympow_jax.config import data as data_lib
+from sympow_jax.config import model as model_lib
+from sympow_jax.config import task as task_lib
+
+__all__ = ["Config", "EvaluationConfig", "OptimizerConfig", "ShardingConfig", "TrainingConfig"]
+
+SCHEDULES = ("constant", "cosine", "inverse_sqrt", "polynomial")
+OPTIMIZERS = ("adam", "adamw", "sgd")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """An optax optimizer; the default is the papers': Adam at 6e-4 with no schedule."""
+
+    name: str = "adam"
+    learning_rate: float = 6e-4
+    b1: float = 0.9
+    b2: float = 0.999
+    epsilon: float = 1e-8
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    final_fraction: float = 0.1  # of learning_rate, where `cosine` and `polynomial` end
+    weight_decay: float = 0.0  # adamw, on matrices only
+    clip_norm: float | None = None
+    accumulate: int = 1  # micro-batches per update; data.batch_tokens is what an update sees
+
+    def __post_init__(self):
+        checks.require_choice("optimizer.name", self.name, OPTIMIZERS)
+        checks.require_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        checks.require_at_least(
+            0,
+            **{
+                f"optimizer.{name}": getattr(self, name)
+                for name in ("learning_rate", "warmup_steps", "weight_decay", "epsilon")
+            },
+        )
+        checks.require_at_least(1, **{"optimizer.accumulate": self.accumulate})
+        checks.require_fraction(**{"optimizer.b1": self.b1, "optimizer.b2": self.b2})
+        if not 0 <= self.final_fraction <= 1:
+            raise ValueError(f"optimizer.final_fraction is {self.final_fraction}; it must lie in [0, 1]")
+        if self.weight_decay and self.name != "adamw":
+            raise ValueError(
+                f"optimizer.weight_decay is {self.weight_decay} but optimizer.name is {self.name!r}; use adamw"
+            )
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"optimizer.clip_norm is {self.clip_norm}; it must be positive")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long to train and what to write down.
+
+    `profile_steps`: first and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`.
+    `wandb_project`: the project on Weights & Biases that metrics are also sent to; needs the extra `wandb`.
+    """
+
+    steps: int = 100_000
+    seed: int = 0
+    log_every: int = 10
+    checkpoint_every: int = 1000
+    keep_checkpoints: int = 3
+    profile_steps: tuple[int, ...] = ()
+    wandb_project: str | None = None
+
+    def __post_init__(self):
+        names = ("steps", "log_every", "checkpoint_every", "keep_checkpoints")
+        checks.require_at_least(1, **{f"training.{name}": getattr(self, name) for name in names})
+        object.__setattr__(self, "profile_steps", tuple(self.profile_steps))
+        steps = self.profile_steps
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ValueError(
+                f"training.profile_steps is {steps}; it must be the first and the last step to trace, counted from 1, "
+                f"such as 11,13, or empty"
+            )
+        if self.wandb_project == "":
+            raise ValueError("training.wandb_project is empty; name a project, or none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingConfig:
+    """How devices share the work: the sizes of the axes of the mesh, whose product is the number of devices.
+
+    `data` divides the rows of a batch; None is what the other axes leave of the devices. `fsdp` divides rows too, and
+    parameters and optimizer state, which are gathered layer by layer. `tensor` divides heads, the hidden units of
+    feed-forward layers and the vocabulary; `context` divides the sequence.
+    """
+
+    data: int | None = None
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+
+    def __post_init__(self):
+        sizes = {name: size for name, size in dataclasses.asdict(self).items() if size is not None}
+        checks.require_at_least(1, **{f"sharding.{name}": size for name, size in sizes.items()})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """The context-length evaluation that ends a training run; no lengths, no evaluation."""
+
+    context_lengths: tuple[int, ...] = ()
+    documents: int = 64  # at most so many held-out documents, the same at every length
+
+    def __post_init__(self):
+        object.__setattr__(self, "context_lengths", tuple(self.context_lengths))
+        lengths = self.context_lengths
+        if any(length < 1 for length in lengths) or list(lengths) != sorted(set(lengths)):
+            raise ValueError(f"evaluation.context_lengths is {lengths}; it must be positive and increasing")
+        checks.require_at_least(1, **{"evaluation.documents": self.documents})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run."""
+
+    model: model_lib.ModelConfig
+    task: task_lib.TaskConfig = dataclasses.field(default_factory=task_lib.TaskConfig)
+    data: data_lib.DataConfig = dataclasses.field(default_factory=data_lib.DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
+    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+
+    def __post_init__(self):
+        if self.data.batch_size % self.optimizer.accumulate:
+            raise ValueError(
+                f"optimizer.accumulate is {self.optimizer.accumulate} and does not divide the "
+                f"{self.data.batch_size} rows of a batch"
+            )
+        self._check_task()
+        self._check_tensor()
+        self._check_context()
+
+    def _check_task(self):
+        causal, needed = self.model.attention.causal, self.task.name == "next_token"
+        if causal != needed:
+            raise ValueError(
+                f"model.attention.causal is {causal} and task.name {self.task.name!r}; to predict the next token "
+                f"attention must be causal, for any other task it must not"
+            )
+
+    def _check_tensor(self):
+        tensor, model = self.sharding.tensor, self.model
+        divided = {
+            "model.kv_heads": model.kv_heads,
+            "model.heads": model.heads,
+            "the feed-forward width model.mlp_ratio * model.width": model.mlp_ratio * model.width,
+            "model.vocab_size": model.vocab_size,
+        }
+        for name, size in divided.items():
+            if size % tensor:
+                raise ValueError(
+                    f"sharding.tensor is {tensor} and does not divide {name}, {size}; use a divisor of it"
+                )
+
+    def _check_context(self):
+        context, length = self.sharding.context, self.data.context_length
+        attention = self.model.attention
+        if length % context:
+            raise ValueError(
+                f"sharding.context is {context} and does not divide data.context_length {length}; "
+                f"use a divisor of it"
+            )
+        if context > 1 and attention.implementation == "reference":
+            raise ValueError(
+                "attention.implementation 'reference' cannot divide the sequence over devices; "
+                "leave it unset or set sharding.context=1"
+            )
