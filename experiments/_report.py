@@ -1,0 +1,127 @@
+"""What an experiment leaves: a CSV, a JSON with settings, versions and command, and a table on the terminal."""
+
+import csv
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import pathlib
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import rich.box
+import rich.table
+import rich.text
+
+from experiments import _command
+from sympow_jax.evaluation import report
+from sympow_jax.training import workdir
+
+__all__ = ["medians", "print_table", "write"]
+
+_PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "numpy")
+
+Row = Mapping[str, Any]
+
+
+def write(
+    options: _command.Options, rows: Sequence[Row], folders: Mapping[str, pathlib.Path], **more: Any
+) -> pathlib.Path:
+    """Writes the rows to `results`.csv and, with what they were made by and `more`, to .json in the results folder.
+
+    Returns the path of the plot to draw beside them.
+
+    Raises:
+      ValueError: the folder cannot be written.
+    """
+    folder = options.results
+    path = folder / folder.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        content = _about(options, folders) | more | {"rows": [_without_nan(row) for row in rows]}
+        path.with_suffix(".json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ValueError(f"cannot write the results to {folder}: {error.strerror}") from error
+    return path.with_suffix(".png")
+
+
+def print_table(
+    options: _command.Options, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
+) -> None:
+    """Prints the rows, floats with four digits behind the point, and where the files are."""
+    console = report.make_console()
+    table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*(rich.text.Text(_cell(value)) for value in row))
+    console.print(title, style="bold", highlight=False)
+    console.print(table, crop=False)
+    console.print(f"written to {options.results}", style="dim", highlight=False, soft_wrap=True)
+
+
+def medians(
+    rows: Iterable[Row], by: Sequence[str], value: str
+) -> dict[tuple[Any, ...], tuple[float, float, float]]:
+    """The median, least and largest `value` of the rows that agree in the columns `by`."""
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in by), []).append(row[value])
+    return {key: (statistics.median(found), min(found), max(found)) for key, found in groups.items()}
+
+
+def _about(options: _command.Options, folders: Mapping[str, pathlib.Path]) -> dict[str, Any]:
+    about = {
+        "command": options.command,
+        "scale": options.scale,
+        "plan": dataclasses.asdict(options.plan),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "devices": [device.device_kind for device in jax.devices()],
+        "cpus": os.cpu_count(),
+    }
+    if folders:
+        about |= {"data": json.loads((next(iter(folders.values())) / "data.json").read_text())}
+        about |= _settings(folders)
+    return about
+
+
+def _settings(folders: Mapping[str, pathlib.Path]) -> dict[str, Any]:
+    """The settings of the first run in full, and of each run what differs from them."""
+    flat = {
+        name: _flatten(dataclasses.asdict(workdir.read_config(folder))) for name, folder in folders.items()
+    }
+    first = next(iter(flat.values()))
+    differences = {
+        name: {path: value for path, value in values.items() if value != first.get(path)}
+        for name, values in flat.items()
+    }
+    return {"settings": first, "runs": differences}
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def _without_nan(row: Row) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

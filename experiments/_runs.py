@@ -1,0 +1,146 @@
+"""Trained runs: the settings of each scale, and folders in which runs end, go on and are found again."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+import train
+from experiments import _command
+from sympow_jax import config
+from sympow_jax.training import flags, workdir
+
+__all__ = ["curve", "evaluation", "final_loss", "name", "power_variants", "settings", "train_all"]
+
+_CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+# Of an update; small, so that the few updates of fifteen minutes are many.
+_TOY_TOKENS = 2048
+# The smallest model, which tests train.
+_TINY = {"vocab_size": 256, "layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
+
+
+def power_variants(power: int) -> dict[str, config.AttentionConfig]:
+    """Softmax and the symmetric-power models of the conformal paper."""
+    presets = {"sympow": "sympow", "gated": "sympow_gated", "conformal": "conformal"}
+    return {
+        "softmax": config.preset("softmax"),
+        **{name: config.preset(preset, power=power) for name, preset in presets.items()},
+    }
+
+
+def name(variant: str, attention: config.AttentionConfig, context: int, steps: int, seed: int) -> str:
+    """The name of a run's folder, the same in every experiment that has this run."""
+    power = f"_p{attention.power}" if attention.kernel == "power" else ""
+    return f"{variant}{power}_context{context}_steps{steps}_seed{seed}"
+
+
+def settings(
+    options: _command.Options,
+    attention: config.AttentionConfig,
+    *,
+    context: int,
+    seed: int,
+    evaluated: bool = False,
+) -> config.Config:
+    """The run of a model with this attention at a training context; `evaluated` at the plan's lengths in the end.
+
+    At toy scale `configs/quickstart.py`'s model of bytes and its optimizer, at the paper's `configs/gpt2_124m.py`.
+    The seed decides parameters and the order of the data, alike for every attention.
+
+    Raises:
+      ValueError: the settings contradict each other.
+    """
+    plan = options.plan
+    if options.scale == "paper":
+        base = flags.load_config(f"{_CONFIGS}/gpt2_124m.py:softmax,context={context}")
+        data = dataclasses.replace(base.data, paths=options.data, heldout_paths=options.heldout)
+        training = base.training
+    else:
+        base = flags.load_config(f"{_CONFIGS}/quickstart.py:softmax")
+        tokens = _TOY_TOKENS if options.scale == "toy" else 2 * context
+        data = dataclasses.replace(
+            base.data,
+            context_length=context,
+            batch_tokens=tokens,
+            paths=options.data,
+            heldout_paths=options.heldout,
+        )
+        training = dataclasses.replace(base.training, checkpoint_every=100, keep_checkpoints=1, log_every=100)
+    sizes = _TINY if options.scale == "tiny" else dataclasses.asdict(base.model) | {"attention": None}
+    return dataclasses.replace(
+        base,
+        model=config.ModelConfig(**(sizes | {"attention": attention})),
+        data=dataclasses.replace(data, seed=seed),
+        training=dataclasses.replace(training, steps=plan.steps, seed=seed),
+        evaluation=config.EvaluationConfig(
+            context_lengths=plan.lengths if evaluated else (), documents=plan.documents
+        ),
+    )
+
+
+def train_all(options: _command.Options, runs: Mapping[str, config.Config]) -> dict[str, pathlib.Path]:
+    """Trains and evaluates every run in a folder of its name below `options.runs`; returns the folders.
+
+    A run that is there is not repeated, one that was stopped goes on. Ctrl-C saves the run under way and ends the
+    program.
+
+    Raises:
+      ValueError: what `train.train` raises, or folders hold runs on different data.
+    """
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]  # a flag that JAX defines
+        # Seeds differ in numbers, not in programs.
+        jax.config.update("jax_compilation_cache_dir", str(options.runs / "compilation_cache"))
+    folders = {}
+    for number, (name, wanted) in enumerate(runs.items(), start=1):
+        folder = folders[name] = options.runs / name
+        done = _is_done(folder, wanted)
+        print(f"run {number} of {len(runs)}: {name}{', done before' if done else ''}", flush=True)
+        if not done and (code := train.train(wanted, folder)):
+            raise SystemExit(code)
+    digests = {_read_json(folder / "data.json")["digest"] for folder in folders.values()}
+    if len(digests) > 1:
+        raise ValueError(f"the runs in {options.runs} were trained on different data; use another --out")
+    return folders
+
+
+def curve(folder: pathlib.Path) -> Float[np.ndarray, " steps"]:
+    """The training loss of every update, in nats a token."""
+    with (folder / "metrics.jsonl").open() as file:
+        return np.array([json.loads(line)["loss"] for line in file])
+
+
+def final_loss(folder: pathlib.Path) -> float:
+    """The mean training loss of the last tenth of the updates, as the papers' figures are read."""
+    losses = curve(folder)
+    return float(losses[-max(1, len(losses) // 10) :].mean())
+
+
+def evaluation(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of the held-out loss by position (`sympow_jax.evaluation.Row`) of an evaluated run."""
+    return _read_json(folder / "context_loss.json")["rows"]
+
+
+def _is_done(folder: pathlib.Path, wanted: config.Config) -> bool:
+    steps, lengths = wanted.training.steps, wanted.evaluation.context_lengths
+    if not (folder / workdir.CHECKPOINTS / str(steps)).is_dir():
+        return False
+    found = workdir.read_config(folder)
+    if dataclasses.replace(found, evaluation=wanted.evaluation) != wanted:
+        return False  # which train.train refuses, with the differences
+    evaluated = folder / "context_loss.json"
+    if not lengths:
+        return True
+    return (
+        found.evaluation == wanted.evaluation
+        and evaluated.is_file()
+        and tuple(row["context_length"] for row in evaluation(folder)) == lengths
+    )
+
+
+def _read_json(path: pathlib.Path) -> Any:
+    return json.loads(path.read_text())
