@@ -100,13 +100,12 @@ def parse(
         raise ValueError(f"--scale is {known.scale!r}; it must be one of toy, paper")
     plan = plans[known.scale]
     if known.seeds is not None:
-        plan = dataclasses.replace(plan, seeds=_read_numbers("--seeds", known.seeds, least=0))
+        plan = dataclasses.replace(plan, seeds=_read_numbers("--seeds", known.seeds))
     if known.steps is not None:
-        (steps,) = _read_numbers("--steps", known.steps, least=1, most=1)
-        plan = dataclasses.replace(plan, steps=steps)
+        plan = dataclasses.replace(plan, steps=_read_number("--steps", known.steps))
     power = int(powers[0])
     if len(powers) > 1:
-        (power,) = _read_numbers("--power", known.power, least=1, most=1)
+        power = _read_number("--power", known.power)
         if power not in powers:
             raise ValueError(f"--power is {power}; it must be one of {_join(powers)}")
     data, heldout = (_read_paths(getattr(known, flag, None)) for flag in ("data", "heldout"))
@@ -127,16 +126,17 @@ def parse(
     )
 
 
-def _read_numbers(flag: str, text: str, *, least: int, most: int | None = None) -> tuple[int, ...]:
+def _read_number(flag: str, text: str) -> int:
+    numbers = _read_numbers(flag, text)
+    if len(numbers) > 1 or not numbers[0]:
+        raise ValueError(f"{flag} is {text!r}; it must be one number of at least 1")
+    return numbers[0]
+
+
+def _read_numbers(flag: str, text: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
-    good = all(word.isascii() and word.isdigit() and int(word) >= least for word in words)
-    if not good or len(set(words)) < len(words) or (most is not None and len(words) > most):
-        wanted = (
-            f"a number of at least {least}"
-            if most == 1
-            else f"different numbers of at least {least}, such as 0,1,2"
-        )
-        raise ValueError(f"{flag} is {text!r}; it must be {wanted}")
+    if not all(word.isascii() and word.isdigit() for word in words) or len(set(words)) < len(words):
+        raise ValueError(f"{flag} is {text!r}; it must be whole numbers that differ, such as 0,1,2")
     return tuple(int(word) for word in words)
 
 

@@ -4,13 +4,14 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.axes
 import numpy as np
 
 from sympow_jax.evaluation import figures
 
-__all__ = ["Line", "Panel", "colour", "draw_lines", "draw_values"]
+__all__ = ["Line", "Panel", "colour", "curves_panel", "draw_lines", "draw_values"]
 
 # A variant has its colour in every plot.
 _INDEX = {"softmax": 6, "sympow": 1, "gated": 2, "conformal": 0}
@@ -29,13 +30,15 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Lines over one axis; `ticks` makes it logarithmic; `marks` are dashed verticals and their names."""
+    """Lines over one axis, which `ticks` make logarithmic; `marks` are dashed verticals and their names."""
 
     lines: Sequence[Line]
     x_label: str
     y_label: str
     title: str = ""
     ticks: Sequence[int] | None = None
+    places: Sequence[int] | None = None  # ticks of an axis that stays linear
+    log_y: bool = False
     marks: Sequence[tuple[float, str]] = ()
     level: float | None = None  # a grey horizontal line
     limits: tuple[float, float] | None = None  # of the heights shown
@@ -47,6 +50,21 @@ def colour(name: str, index: int) -> tuple[str, str]:
     free = [place for place in range(len(figures.COLOURS)) if place not in taken]
     place = _INDEX.get(name, free[index % len(free)])
     return figures.COLOURS[place], figures.MARKERS[place]
+
+
+def curves_panel(lines: Sequence[Line], *, title: str = "") -> Panel:
+    """Training losses over updates; what the first eighth of them has above the rest is cut off."""
+    lowest = min(min(line.y) for line in lines)
+    # From the loss of a uniform guess on, the rest would be pressed together.
+    highest = max(line.y[len(line.y) // 8] for line in lines)
+    margin = 0.05 * (highest - lowest)
+    return Panel(
+        lines=lines,
+        x_label="updates",
+        y_label="training loss (nats per token)",
+        title=title,
+        limits=(lowest - margin, highest + margin),
+    )
 
 
 def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about: str) -> None:
@@ -66,6 +84,10 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about
             ends.append((line.name, tint, finite[-1] if finite else math.nan))
         if panel.ticks:
             figures.set_log2_ticks(axes, panel.ticks)
+        if panel.places:
+            axes.set_xticks(panel.places)
+        if panel.log_y:
+            axes.set_yscale("log")
         if panel.level is not None:
             axes.axhline(panel.level, color="#999999", linewidth=1.0, zorder=1)
         above = {"title": panel.title} if many else {"title": title, "about": about}
@@ -96,7 +118,9 @@ def _draw(axes: matplotlib.axes.Axes, line: Line, tint: str, marker: str):
     y = np.array([value if math.isfinite(value) else np.nan for value in line.y])
     if line.low is not None and line.high is not None:
         axes.fill_between(line.x, line.low, line.high, color=tint, alpha=0.13, linewidth=0)
-    marks = {"marker": marker, "markersize": 5, "markeredgecolor": "white"} if len(y) <= 20 else {}
+    marks: dict[str, Any] = (
+        {"marker": marker, "markersize": 5, "markeredgecolor": "white"} if len(y) <= 20 else {}
+    )
     return axes.plot(line.x, y, color=tint, linewidth=1.8 if marks else 1.3, **marks)[0]
 
 

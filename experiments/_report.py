@@ -21,7 +21,7 @@ from experiments import _command
 from sympow_jax.evaluation import report
 from sympow_jax.training import workdir
 
-__all__ = ["medians", "print_table", "write"]
+__all__ = ["medians", "nested", "print_place", "print_table", "write"]
 
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -53,10 +53,8 @@ def write(
     return path.with_suffix(".png")
 
 
-def print_table(
-    options: _command.Options, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
-) -> None:
-    """Prints the rows, floats with four digits behind the point, and where the files are."""
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Prints the rows, floats with four digits behind the point."""
     console = report.make_console()
     table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
     for index, column in enumerate(columns):
@@ -65,6 +63,11 @@ def print_table(
         table.add_row(*(rich.text.Text(_cell(value)) for value in row))
     console.print(title, style="bold", highlight=False)
     console.print(table, crop=False)
+
+
+def print_place(options: _command.Options) -> None:
+    """Prints where the results are."""
+    console = report.make_console()
     console.print(f"written to {options.results}", style="dim", highlight=False, soft_wrap=True)
 
 
@@ -76,6 +79,14 @@ def medians(
     for row in rows:
         groups.setdefault(tuple(row[name] for name in by), []).append(row[value])
     return {key: (statistics.median(found), min(found), max(found)) for key, found in groups.items()}
+
+
+def nested(medians: Mapping[tuple[Any, ...], tuple[float, float, float]]) -> dict[Any, Any]:
+    """The medians alone, for JSON: by their first key, then by their second."""
+    found: dict[Any, Any] = {}
+    for (first, second), (median, _, _) in medians.items():
+        found.setdefault(first, {})[second] = median
+    return found
 
 
 def _about(options: _command.Options, folders: Mapping[str, pathlib.Path]) -> dict[str, Any]:

@@ -8,20 +8,33 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jaxtyping import Float
 
 import train
 from experiments import _command
-from sympow_jax import config
+from sympow_jax import config, models
 from sympow_jax.training import flags, workdir
 
-__all__ = ["curve", "evaluation", "final_loss", "name", "power_variants", "settings", "train_all"]
+__all__ = [
+    "curve",
+    "evaluation",
+    "final_loss",
+    "labelled",
+    "name",
+    "parameters",
+    "power_variants",
+    "settings",
+    "thinned",
+    "train_all",
+]
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # Of an update; small, so that the few updates of fifteen minutes are many.
 _TOY_TOKENS = 2048
+_POINTS = 60
 # The smallest model, which tests train.
-_TINY = {"vocab_size": 256, "layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
+_TINY = config.ModelConfig(vocab_size=256, layers=1, width=16, heads=2, dtype="float32")
 
 
 def power_variants(power: int) -> dict[str, config.AttentionConfig]:
@@ -33,10 +46,14 @@ def power_variants(power: int) -> dict[str, config.AttentionConfig]:
     }
 
 
-def name(variant: str, attention: config.AttentionConfig, context: int, steps: int, seed: int) -> str:
+def labelled(variant: str, power: int) -> str:
+    """The name of a power model and its power; softmax has none."""
+    return variant if variant == "softmax" else f"{variant}_p{power}"
+
+
+def name(variant: str, context: int, steps: int, seed: int) -> str:
     """The name of a run's folder, the same in every experiment that has this run."""
-    power = f"_p{attention.power}" if attention.kernel == "power" else ""
-    return f"{variant}{power}_context{context}_steps{steps}_seed{seed}"
+    return f"{variant.replace(' ', '_')}_context{context}_steps{steps}_seed{seed}"
 
 
 def settings(
@@ -71,10 +88,10 @@ def settings(
             heldout_paths=options.heldout,
         )
         training = dataclasses.replace(base.training, checkpoint_every=100, keep_checkpoints=1, log_every=100)
-    sizes = _TINY if options.scale == "tiny" else dataclasses.asdict(base.model) | {"attention": None}
+    shape = _TINY if options.scale == "tiny" else base.model
     return dataclasses.replace(
         base,
-        model=config.ModelConfig(**(sizes | {"attention": attention})),
+        model=dataclasses.replace(shape, attention=attention),
         data=dataclasses.replace(data, seed=seed),
         training=dataclasses.replace(training, steps=plan.steps, seed=seed),
         evaluation=config.EvaluationConfig(
@@ -108,10 +125,28 @@ def train_all(options: _command.Options, runs: Mapping[str, config.Config]) -> d
     return folders
 
 
+def model(size: str, attention: config.AttentionConfig) -> config.ModelConfig:
+    """A model of one of `config.MODEL_SIZES` with this attention."""
+    sizes: Any = config.MODEL_SIZES[size]
+    return config.ModelConfig(**sizes, attention=attention)
+
+
+def parameters(shape: config.ModelConfig) -> int:
+    """How many numbers a model learns; nothing is allocated."""
+    abstract = nnx.eval_shape(lambda: models.DecoderLM(shape, rngs=nnx.Rngs(0)))
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+
+
 def curve(folder: pathlib.Path) -> Float[np.ndarray, " steps"]:
     """The training loss of every update, in nats a token."""
     with (folder / "metrics.jsonl").open() as file:
         return np.array([json.loads(line)["loss"] for line in file])
+
+
+def thinned(losses: Float[np.ndarray, " steps"]) -> list[tuple[int, float]]:
+    """At most 60 points of a curve: an update, and the mean since the point before."""
+    parts = np.array_split(np.arange(len(losses)), min(_POINTS, len(losses)))
+    return [(int(part[-1]) + 1, float(losses[part].mean())) for part in parts]
 
 
 def final_loss(folder: pathlib.Path) -> float:
