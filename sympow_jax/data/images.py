@@ -205,6 +205,8 @@ def open_examples(
         pixels a vocabulary that is too small or images of mixed size; on reading, a file that is no image.
     """
     classes = _classes(config)
+    # Before the classes are counted: a folder too many is most often an empty one.
+    found = _sides(config, classes)[heldout]
     if task.name != "classification" or task.classes != len(classes):
         raise ValueError(
             f"task.name is {task.name!r} and task.classes {task.classes}, but {config.paths[0]} holds folders of "
@@ -215,7 +217,7 @@ def open_examples(
             f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it to at least that"
         )
     vary = config.augment and not heldout and not config.image_tokens
-    return Images(_sides(config, classes)[heldout], config, vary=vary)
+    return Images(found, config, vary=vary)
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
