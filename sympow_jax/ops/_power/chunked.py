@@ -235,7 +235,7 @@ class _Blocks:
         return _Block(
             query=self.of_queries(self.query, index),
             key=self._cut(self.key, index, chunk + window),
-            value=jnp.concatenate([value, jnp.ones_like(value[:1])]),
+            value=jnp.concatenate([value, jnp.ones_like(value, shape=(1, chunk + window))]),
             near=near,
             to_query=to_query,
             to_state=to_state,

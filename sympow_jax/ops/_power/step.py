@@ -113,7 +113,7 @@ def _fold(state, tokens, rows, power, precision):
     """kv and norm after S <- gamma S + phi(k) v^T for each of `tokens`, fields of a window, in the chosen rows."""
     log_decay = jnp.moveaxis(tokens["log_decays"], 1, 2)
     keys, values = jnp.moveaxis(tokens["keys"], 1, 3), jnp.moveaxis(tokens["values"], 1, 3)
-    values = jnp.concatenate([values, jnp.ones_like(values[..., :1, :])], 2)
+    values = jnp.pad(values, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     values *= decays.exp(decays.suffix_sums(log_decay))[:, :, None]
     fold = functools.partial(features.fold, power=power, precision=precision)
     new = xla.kv_and_norm(jax.vmap(jax.vmap(fold))(values, keys), keys.shape[2], power)

@@ -22,8 +22,12 @@ __all__ = [
     "Rows",
     "attention",
     "chunked",
+    "fold_all",
     "kv_and_norm",
     "precision_of",
+    "read_all",
+    "time_last",
+    "time_second",
     "unit_scale",
 ]
 
@@ -101,7 +105,7 @@ def _core(settings, rows, return_state, axis_name):
     length = rows.query.shape[1]
     settings, rows = _in_whole_chunks(settings, rows)
     out, final = _over_heads(chunked_core.chunked, settings, rows)(*_by_head(rows, settings.power))
-    out = _time_second(out)[:, :length]
+    out = time_second(out)[:, :length]
     if not return_state:
         return out, None, None
     return out, *kv_and_norm(final, rows.key.shape[-1], settings.power).values()
@@ -119,7 +123,7 @@ def _core_of_share(settings, rows, axis_name):
     axes = (0, 0, None if rows.log_decay is None else 0)
     query, log_decay = arguments[0], arguments[3]
     sums += jax.vmap(jax.vmap(add, in_axes=axes), in_axes=axes)(before, query, log_decay)
-    return _time_second(means.of_sums(sums, -2, division))[:, :length]
+    return time_second(means.of_sums(sums, -2, division))[:, :length]
 
 
 def _in_whole_chunks(settings, rows):
@@ -142,7 +146,7 @@ def _by_head(rows, power):
     else:
         state = _groups_of(rows.kv, rows.norm, head_dim, power)
     return (
-        _time_last(rows.query, kv_heads),
+        time_last(rows.query, kv_heads),
         jnp.moveaxis(rows.key, 1, 3),
         jnp.moveaxis(rows.value, 1, 3),
         None if rows.log_decay is None else jnp.moveaxis(rows.log_decay, 1, 2),
@@ -177,7 +181,7 @@ def attention(
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype)
     query = _masked_queries(query, sequence, division)[:, -query.shape[1] :]
     sums = _sums(query, sequence, power=power, state=state, chunk=chunk, precision=precision_of(key.dtype))
-    out = _result(_time_second(means.of_sums(sums, -2, division)), value, division)
+    out = _result(time_second(means.of_sums(sums, -2, division)), value, division)
     if not return_state:
         return out, None
     final = _folded(sequence, power=power, state=state, window=window, precision=precision_of(key.dtype))
@@ -188,7 +192,7 @@ def _sums(query, sequence, *, power, state, chunk, precision):
     """Weighted sums of values and, last, of weights for every query, [B, K, G, E+1, T]."""
     time = query.shape[1]
     key, value, decay = _keys_time_last(sequence)
-    query = _time_last(query, key.shape[1])
+    query = time_last(query, key.shape[1])
 
     block = min(chunk, time)
     front = -(key.shape[-1] - time) % block
@@ -205,7 +209,7 @@ def _sums(query, sequence, *, power, state, chunk, precision):
     if state is None:
         return sums
     from_start = decays.exp(jnp.cumsum(decay, -1))[..., -time:]
-    far = functools.partial(_far, power=power, precision=precision)
+    far = functools.partial(read_all, power=power, precision=precision)
     groups = _groups_of(state.kv, state.norm, key.shape[2], power)
     return sums + from_start[:, :, None, None] * jax.vmap(jax.vmap(far))(groups, query)
 
@@ -217,7 +221,7 @@ def _folded(sequence, *, power, state, window, precision):
     folded_decay = jnp.where(folds, decay, 0)
     behind = jnp.cumsum(folded_decay[..., ::-1], -1)[..., ::-1]
     weight = jnp.where(folds, decays.exp(jnp.pad(behind[..., 1:], [(0, 0), (0, 0), (0, 1)])), 0)
-    fold = functools.partial(_fold_all, power=power, precision=precision)
+    fold = functools.partial(fold_all, power=power, precision=precision)
     final = jax.vmap(jax.vmap(fold))(value * weight[:, :, None], key)
     if state is not None:
         carry = decays.exp(behind[..., 0])[..., None, None]
@@ -229,7 +233,7 @@ def _folded(sequence, *, power, state, window, precision):
 def _keys_time_last(sequence):
     """Keys [B, K, D, X], values with a row of ones [B, K, E+1, X], and decays [B, K, X]."""
     value = jnp.moveaxis(sequence.value, 1, 3)
-    value = jnp.concatenate([value, jnp.ones_like(value[..., :1, :])], -2)
+    value = jnp.pad(value, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     decay = decays.bounded(sequence.log_decay, sequence.start[..., None])
     return jnp.moveaxis(sequence.key, 1, 3), value, jnp.moveaxis(decay, 1, 2)
 
@@ -279,7 +283,7 @@ _permuted.defvjp(
 )
 
 
-def _far(state, query, *, power, precision):
+def read_all(state, query, *, power, precision):
     """Sums over the folded tokens for all queries of a head: state, [G, D, T] -> [G, E+1, T]."""
     dtype = state[0].dtype
     weighted = tuple(s * w for s, w in zip(state, features.weights(query.shape[1], power, dtype)))
@@ -294,7 +298,7 @@ def _far(state, query, *, power, precision):
     return jnp.moveaxis(out[:, : groups * time].reshape(-1, groups, time), 1, 0)
 
 
-def _fold_all(value, key, *, power, precision):
+def fold_all(value, key, *, power, precision):
     """The state of all keys of a head: [E+1, X], [D, X] -> state."""
 
     @jax.checkpoint
@@ -331,13 +335,13 @@ def _state_of(kv, norm, sequence, window, dtype):
     )
 
 
-def _time_last(query, kv_heads):
+def time_last(query, kv_heads):
     """[B, X, N, D] -> [B, K, G, D, X]."""
     batch, time, heads, head_dim = query.shape
     return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 4)
 
 
-def _time_second(out):
+def time_second(out):
     """[B, K, G, E, X] -> [B, X, N, E]."""
     batch, kv_heads, group, value_dim, time = out.shape
     return jnp.moveaxis(out, 4, 1).reshape(batch, time, kv_heads * group, value_dim)
