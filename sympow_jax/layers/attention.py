@@ -27,7 +27,7 @@ class AttentionState:
     position: where the document has got to; None where the layer needs no position.
     """
 
-    memory: ops.PowerState | ops.KeyValueState
+    memory: ops.PowerState | ops.LinearState | ops.KeyValueState
     position: rotary.RotaryState | documents.PositionState | None
 
 
@@ -137,14 +137,12 @@ class Attention(nnx.Module):
 
     def _recurrent_state(self, batch: int) -> AttentionState:
         attention = self.config.attention
-        memory = ops.PowerState.zeros(
-            batch,
-            self.kv_heads,
-            self.head_dim,
-            self.head_dim,
-            power=attention.power if attention.kernel == "power" else 1,
-            window=attention.window,
-        )
+        sizes = (batch, self.kv_heads, self.head_dim, self.head_dim)
+        memory: ops.PowerState | ops.LinearState
+        if attention.kernel == "power":
+            memory = ops.PowerState.zeros(*sizes, power=attention.power, window=attention.window)
+        else:
+            memory = ops.LinearState.zeros(*sizes, window=attention.window)
         return AttentionState(memory=memory, position=self._first_position(batch))
 
     def _first_position(self, batch: int) -> rotary.RotaryState | documents.PositionState | None:

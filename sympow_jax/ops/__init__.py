@@ -10,12 +10,13 @@ from sympow_jax.ops.feature_maps import (
     tensor_power,
 )
 from sympow_jax.ops.key_value_state import KeyValueState
-from sympow_jax.ops.linear_attention import linear_attention, linear_attention_step
+from sympow_jax.ops.linear_attention import LinearState, linear_attention, linear_attention_step
 from sympow_jax.ops.power_attention import PowerState, power_attention, power_attention_step
 from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
 
 __all__ = [
     "KeyValueState",
+    "LinearState",
     "PowerState",
     "alibi_slopes",
     "elu_plus_one",
