@@ -1,7 +1,9 @@
 """Pure functions of arrays: attention, feature maps and position encodings. No Flax."""
 
 from sympow_jax.ops import feature_maps as feature_maps
+from sympow_jax.ops import lrpe as lrpe
 from sympow_jax.ops import rotary as rotary
+from sympow_jax.ops import spe as spe
 from sympow_jax.ops.feature_maps import (
     elu_plus_one,
     symmetric_power,
@@ -23,10 +25,12 @@ __all__ = [
     "feature_maps",
     "linear_attention",
     "linear_attention_step",
+    "lrpe",
     "power_attention",
     "power_attention_step",
     "rotary",
     "softmax_attention",
+    "spe",
     "symmetric_power",
     "symmetric_power_dim",
     "symmetric_power_rotation",
