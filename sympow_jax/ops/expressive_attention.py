@@ -40,10 +40,11 @@ def expressive_attention(
     whole document, later keys too, and has no decays. A row whose weights are all zero gives zero, with zero
     gradients. Computed in float32, or in float64 for such queries; the output has the dtype of `value`.
 
-    Any z that the dtype holds is a good one: weights are those of the formula for |z| up to 3e38 and gradients stay
-    finite, and rows whose weights are all tiny are still means, as long as the largest |z| exp((G_i - G_j) / 2) of the
-    row is above 1.2e-38 (float64: 2e-308); below, the row counts as zero. Weights smaller than 1e-38 of the row's
-    largest count as zero, and so does a decay of more than 174 nats.
+    Scores may have any size. In float32 weights are those of the formula for all finite z, and their derivatives,
+    2 z / (1 + z^2)^2, up to |z| = 1e11, beyond which they vanish. A row whose weights are all tiny is a mean like any
+    other, as long as the largest |z| exp((G_i - G_j) / 2) is above 1.2e-38; below, it counts as zero, and so do
+    weights below 1e-38 of the row's largest and decays of more than 174 nats. Rounding of z counts by what it is of
+    z: at large z gradients are those of the smallest scores, which may be sums that cancel.
 
     Only parts of it have a recurrent form. For |z| < 1, z^2 / (1 + z^2) = z^2 - z^4 + z^6 - ..., and each of these
     even powers has a finite state, that of `power_attention` with p = 2, 4, 6, ...; the sum, which diverges from
@@ -124,7 +125,11 @@ def _reference(causal, scale, query, key, value, log_decay, segment_ids):
         seen = seen & (document[:, before:, None] == document[:, None]) & valid[:, None]
         log_decay = None if log_decay is None else jnp.where(valid[..., None], log_decay, 0)
     z = scale * jnp.einsum("btnd,bsnd->bnts", query, keys, precision="highest")
-    weights = jnp.where(seen if segment_ids is None else seen[:, None], z**2 / (1 + z**2), 0)
+    # Both are z^2 / (1 + z^2); the derivative of the second cancels at large z, and the first is undefined at zero.
+    large = jnp.abs(z) > 1
+    small_z, large_z = jnp.where(large, 0, z), jnp.where(large, z, 1)
+    weights = jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
+    weights = jnp.where(seen if segment_ids is None else seen[:, None], weights, 0)
     if log_decay is not None:
         # Each pair's decay summed from its own key on: [B, K, S, S] at (i, j).
         later = steps[:, None] > steps

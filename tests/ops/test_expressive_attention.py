@@ -21,7 +21,7 @@ OPTIONS = {
     "decays": {"decay": "mixed", "group": 2},
     "gentle decays": {"decay": "gentle", "value_dim": 7},
     "decays, documents, kept keys": {"decay": "mixed", "segments": "padded", "kept": 70, "group": 2},
-    "one query": {"decay": "gentle", "segments": "edges", "kept": 128},
+    "one query": {"decay": "gentle", "segments": "edges", "time": 121, "kept": 120},
 }
 
 
@@ -107,33 +107,39 @@ def test_reference_is_equation_2():
     assert cases.error(out, expected) <= 1e-13
 
 
-@pytest.mark.parametrize("size", [1e-25, 1e-12, 1e-3, 1e4, 1e9])
-def test_scores_of_any_size(size):
+@pytest.mark.parametrize("size", [1e-25, 1e-12, 1e-3])
+def test_small_scores(size):
     """z^2 vanishes in float32 below 1e-19; the rows are means of the same values nevertheless."""
     arrays, _ = drawn(time=70, segments="padded")
-    # The query's gradient is of the size of its inverse: shared out so that both it and the key's can be held.
-    arrays["query"], arrays["key"] = arrays["query"] * np.sqrt(size), arrays["key"] * np.sqrt(size)
-    arrays = {name: x if x is None or x.dtype == np.int32 else np.float32(x) for name, x in arrays.items()}
-    expected = outputs_and_gradients(arrays, "float64", implementation="reference")
-    found = outputs_and_gradients(arrays, "float32", block_size=32)
-    check(found, expected, 2e-6, 1e-5)
+    check_sizes(arrays, np.sqrt(size), np.sqrt(size))
 
 
-def test_rows_of_any_size_side_by_side():
-    """Keys of a row may differ as much; larger ones come first, last and between."""
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e11])
+def test_large_scores(size):
+    """The gradient goes as z^-3: scores of one product of numbers from 1 to 2, so that rounding does not grow."""
+    arrays, _ = drawn(time=70, segments="padded", head_dim=1)
+    for name in ("query", "key"):
+        arrays[name] = np.sign(arrays[name]) * (1 + np.abs(arrays[name]) % 1)
+    check_sizes(arrays, np.sqrt(size), np.sqrt(size))
+
+
+def test_rows_of_many_sizes():
+    """Queries and keys of all sizes side by side: larger scores come first, last and between."""
     arrays, _ = drawn(time=96)
     rng = np.random.default_rng(0)
-    arrays["query"] = arrays["query"] * 10.0 ** rng.integers(-30, 18, (2, 96, 1, 1))
-    arrays["key"] = arrays["key"] * 10.0 ** rng.integers(-4, 2, (2, 96, 1, 1))
-    arrays["query"], arrays["key"] = np.float32(arrays["query"]), np.float32(arrays["key"])
-    found = outputs_and_gradients(arrays, "float32", block_size=16)
+    lengths = 10.0 ** rng.integers(-30, 0, (2, 96, 1, 1))
+    arrays["dout"] = arrays["dout"] * lengths  # so that gradients of queries are of one size
+    check_sizes(arrays, lengths, 10.0 ** rng.integers(-2, 2, (2, 96, 1, 1)))
+
+
+def check_sizes(arrays, query_size, key_size):
+    arrays["query"], arrays["key"] = (
+        np.float32(arrays["query"] * query_size),
+        np.float32(arrays["key"] * key_size),
+    )
+    arrays["dout"] = np.float32(arrays["dout"])
     expected = outputs_and_gradients(arrays, "float64", implementation="reference")
-    assert cases.error(found["out"], expected["out"]) <= 2e-6
-    # Of each query by its own size, since they differ by 10^48; the least are below what float32 holds.
-    held = np.abs(expected["query"]).max(-1) > 1e-30
-    assert held.mean() > 0.5
-    own = np.linalg.norm((found["query"] - expected["query"])[held], axis=-1)
-    assert (own / np.linalg.norm(expected["query"][held], axis=-1)).max() <= 1e-4
+    check(outputs_and_gradients(arrays, "float32", block_size=32), expected, 2e-6, 1e-5)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e20, 1e37])
