@@ -4,6 +4,7 @@ from sympow_jax.ops import feature_maps as feature_maps
 from sympow_jax.ops import lrpe as lrpe
 from sympow_jax.ops import rotary as rotary
 from sympow_jax.ops import spe as spe
+from sympow_jax.ops.expressive_attention import expressive_attention
 from sympow_jax.ops.feature_maps import (
     elu_plus_one,
     symmetric_power,
@@ -22,6 +23,7 @@ __all__ = [
     "PowerState",
     "alibi_slopes",
     "elu_plus_one",
+    "expressive_attention",
     "feature_maps",
     "linear_attention",
     "linear_attention_step",
