@@ -2,6 +2,11 @@
 
 from sympow_jax.ops import feature_maps as feature_maps
 from sympow_jax.ops import rotary as rotary
+from sympow_jax.ops.channel_gated_attention import (
+    ChannelGatedState,
+    channel_gated_attention,
+    channel_gated_attention_step,
+)
 from sympow_jax.ops.feature_maps import (
     elu_plus_one,
     symmetric_power,
@@ -15,9 +20,12 @@ from sympow_jax.ops.power_attention import PowerState, power_attention, power_at
 from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
 
 __all__ = [
+    "ChannelGatedState",
     "KeyValueState",
     "PowerState",
     "alibi_slopes",
+    "channel_gated_attention",
+    "channel_gated_attention_step",
     "elu_plus_one",
     "feature_maps",
     "linear_attention",

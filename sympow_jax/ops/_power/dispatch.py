@@ -10,7 +10,7 @@ from sympow_jax.ops import _time_axis, feature_maps
 from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import step as xla_step
 
-__all__ = ["attend", "attend_step"]
+__all__ = ["attend", "attend_step", "check", "require_choice", "require_even"]
 
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
@@ -33,9 +33,9 @@ def attend(
     axis_name,
 ):
     """`power_attention` for any power >= 1; see there."""
-    sizes = _check(query, key, value, log_decay, segment_ids, lead="B, T")
-    _require_choice("form", form, (None, *FORMS))
-    _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    sizes = check(query, key, value, log_decay, segment_ids, lead="B, T")
+    require_choice("form", form, (None, *FORMS))
+    require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     if window < 0:
         raise ValueError(f"window is {window}; it must be at least 0")
     if chunk_size is not None and chunk_size < 1:
@@ -89,8 +89,8 @@ def _attention_by_heads(compute, query, key, value, log_decay, segment_ids, axis
 
 def attend_step(query, key, value, state, *, power, log_decay, segment_ids, implementation):
     """`power_attention_step` for any power >= 1; see there."""
-    sizes = _check(query, key, value, log_decay, segment_ids, lead="B")
-    _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    sizes = check(query, key, value, log_decay, segment_ids, lead="B")
+    require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     _check_state(state, jnp.promote_types(query.dtype, jnp.float32), power=power, **sizes)
     if implementation == "reference":
         raise NotImplementedError(
@@ -171,7 +171,7 @@ def _require_divisible(axis_name, implementation, *, kept_keys, stateless) -> No
         )
 
 
-def _check(query, key, value, log_decay, segment_ids, *, lead):
+def check(query, key, value, log_decay, segment_ids, *, lead):
     """Raises ValueError for shapes or dtypes that do not fit together; returns the sizes of a state."""
     axes = {"query": f"[{lead}, N, D]", "key": f"[{lead}, K, D]", "value": f"[{lead}, K, E]"}
     rank = len(lead.split(", "))
@@ -222,6 +222,13 @@ def _check_state(state, dtype, *, batch, kv_heads, head_dim, value_dim, power):
         raise ValueError(f"the state has dtype {state.kv.dtype}; inputs of this dtype accumulate in {dtype}")
 
 
-def _require_choice(name, value, choices):
+def require_choice(name, value, choices):
+    """Raises ValueError unless value is one of choices."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def require_even(power: int) -> None:
+    """Raises ValueError unless power is positive and even."""
+    if power <= 0 or power % 2:
+        raise ValueError(f"power is {power}; it must be positive and even, so that no weight is negative")
