@@ -4,6 +4,11 @@ from sympow_jax.ops import feature_maps as feature_maps
 from sympow_jax.ops import lrpe as lrpe
 from sympow_jax.ops import rotary as rotary
 from sympow_jax.ops import spe as spe
+from sympow_jax.ops.channel_gated_attention import (
+    ChannelGatedState,
+    channel_gated_attention,
+    channel_gated_attention_step,
+)
 from sympow_jax.ops.expressive_attention import expressive_attention
 from sympow_jax.ops.feature_maps import (
     elu_plus_one,
@@ -18,10 +23,13 @@ from sympow_jax.ops.power_attention import PowerState, power_attention, power_at
 from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
 
 __all__ = [
+    "ChannelGatedState",
     "KeyValueState",
     "LinearState",
     "PowerState",
     "alibi_slopes",
+    "channel_gated_attention",
+    "channel_gated_attention_step",
     "elu_plus_one",
     "expressive_attention",
     "feature_maps",

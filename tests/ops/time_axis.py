@@ -175,16 +175,18 @@ def check_ops(everything):
         ),
         "all angles": {n: angles(ids, n) for n in (2, 4)},
         "angles of one document": {n: angles(None, n) for n in (2, 4, 8)},
+        "angles of pairs": {4: angles(ids, 4, pairs=(4,))},
     }
 
 
-def angles(ids, devices):
+def angles(ids, devices, pairs=()):
     """Whether positions and angles are those of one device to the bit, and the error of the gradient of rates."""
     random = np.random.default_rng(0)
-    rate = (1 + np.tanh(random.standard_normal((3, TIME, 2)))).astype(np.float32)
+    rate = (1 + np.tanh(random.standard_normal((3, TIME, 2, *pairs)))).astype(np.float32)
     weight = random.standard_normal((3, TIME, 2, 4)).astype(np.float32)
     arrays = {"rate": rate, "weight": weight} | ({} if ids is None else {"segment_ids": ids})
-    state = rotary.RotaryState(jnp.full((3, 2), 7), jnp.full((3, 2), 2**31, jnp.uint32), jnp.array([5, 1, 0]))
+    whole = jnp.full((3, 2, *pairs), 7)
+    state = rotary.RotaryState(whole, jnp.full(whole.shape, 2**31, jnp.uint32), jnp.array([5, 1, 0]))
 
     def f(axis_name, arrays):
         segments = arrays.get("segment_ids")
