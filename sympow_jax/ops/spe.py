@@ -35,8 +35,9 @@ def encode(
     `noise` is independent and standard normal, the cosines' share first and the sines' behind it, the same for queries
     and keys and at every position: one draw for as long as a state lives. The paper draws anew for every batch; a
     caller who keeps one draw trains and evaluates with one fixed random kernel near P. Head n uses the parameters and
-    noise of key head n // (N / K). Phases are right at any position from 0 to 2^31 (`ops.phase`). The paper's gate,
-    which mixes in an unencoded share, is left out.
+    noise of key head n // (N / K). Phases are right at any position from 0 to 2^31 (`ops.phase`); the
+    gradient by a frequency is a difference of terms as large as the positions, and its float32 error grows with them.
+    The paper's gate, which mixes in an unencoded share, is left out.
 
     `key_positions` are those of the queries unless given. Computed in float32 or wider, returned in the dtypes of
     `query` and `key`. Raises ValueError for shapes that do not fit.
