@@ -158,7 +158,12 @@ PRESETS = {
     "softmax": {"kernel": "softmax", "decay": "none", "position": "rope"},
     "softmax_alibi": {"kernel": "softmax", "decay": "alibi", "position": "none"},
     "linear": {"kernel": "linear", "decay": "none", "position": "sinusoidal"},
-    "linear_lrpe": {"kernel": "linear", "decay": "none", "position": "lrpe"},
+    "linear_lrpe": {
+        "kernel": "linear",
+        "decay": "none",
+        "position": "lrpe",
+        "lrpe": LrpeConfig(basis="householder", learned_rates=True),
+    },
     "expressive": {"kernel": "expressive", "decay": "none", "position": "rope"},
     "even_power": {"kernel": "power", "decay": "none", "position": "rope", "form": "attention"},
     "sympow": {"kernel": "power", "decay": "none", "position": "rope"},

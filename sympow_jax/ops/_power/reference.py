@@ -13,7 +13,7 @@ from sympow_jax.ops import feature_maps
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
 
-__all__ = ["attention", "recurrent"]
+__all__ = ["attention", "group_heads", "recurrent", "sums_between", "ungroup_heads"]
 
 
 def attention(query, key, value, *, power, log_decay, segment_ids, state, window, return_state, division):
@@ -25,7 +25,7 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     time = query.shape[1]
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype)
-    q_BKGTD = _group_heads(query.astype(dtype), key.shape[2])
+    q_BKGTD = group_heads(query.astype(dtype), key.shape[2])
     key, value = sequence.key.astype(dtype), sequence.value.astype(dtype)
 
     document = sequence.document
@@ -33,7 +33,7 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
     seen &= sequence.valid[:, -time:, None] & sequence.valid[:, None, :]
     steps = jnp.arange(key.shape[1])
     seen &= steps[-time:, None] >= steps
-    decay_BKTX = jnp.where(seen[:, None], jnp.exp(_sums_between(sequence.log_decay)[:, :, -time:]), 0)
+    decay_BKTX = jnp.where(seen[:, None], jnp.exp(sums_between(sequence.log_decay)[:, :, -time:]), 0)
 
     scores = jnp.einsum("bkgtd,bxkd->bkgtx", q_BKGTD, key, precision="highest")
     weights = decay_BKTX[:, :, None] * scores**power
@@ -49,8 +49,13 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
             "bkgtf,bkfe->bkgte", features, state.kv, precision="highest"
         )
         denominator += decay * jnp.einsum("bkgtf,bkf->bkgt", features, state.norm, precision="highest")
+<<<<<<< HEAD
     out = _result(numerator, denominator, value.dtype, division)
     return _ungroup_heads(out), _final_state(sequence, state, power, window, dtype) if return_state else None
+=======
+    out = ungroup_heads(means.mean(numerator, denominator[..., None], -1)).astype(value.dtype)
+    return out, _final_state(sequence, state, power, window, dtype) if return_state else None
+>>>>>>> channel
 
 
 def _final_state(sequence, state, power, window, dtype):
@@ -81,7 +86,7 @@ def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype)
     slots = sequence.key.shape[1] - time
     query = jnp.pad(query.astype(dtype), [(0, 0), (slots, 0), (0, 0), (0, 0)])
-    q_BKGXD = _group_heads(query, key.shape[2])
+    q_BKGXD = group_heads(query, key.shape[2])
 
     def step(carry, inputs):
         kv, norm = carry
@@ -113,12 +118,17 @@ def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window
     )
     start = empty if state is None else state
     (kv, norm), out = jax.lax.scan(step, (start.kv, start.norm), by_time)
+<<<<<<< HEAD
     out = _ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :])
+=======
+    out = ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :]).astype(value.dtype)
+>>>>>>> channel
     if not return_state:
         return out, None
     return out, dataclasses.replace(empty, kv=kv, norm=norm, segment=sequence.segment)
 
 
+<<<<<<< HEAD
 def _result(numerator, denominator, dtype, division):
     """The mean in the dtype of values; without division the sums, those of weights last, in their own."""
     if division is means.Division.NONE:
@@ -128,6 +138,10 @@ def _result(numerator, denominator, dtype, division):
 
 def _sums_between(log_decay):
     """[B, K, X, X]: the sum of log_decay over j < m <= i at (i, j), each column summed from its own start."""
+=======
+def sums_between(log_decay):
+    """[B, X, K] -> [B, K, X, X]: sums of log_decay over j < m <= i at (i, j), each column from its own start."""
+>>>>>>> channel
     length = log_decay.shape[1]
     steps = jnp.arange(length)
     later = steps[:, None] > steps
@@ -135,11 +149,13 @@ def _sums_between(log_decay):
     return jnp.cumsum(column, -2)
 
 
-def _group_heads(query, kv_heads):
+def group_heads(query, kv_heads):
+    """[B, X, N, D] -> [B, K, G, X, D]."""
     batch, time, heads, head_dim = query.shape
     return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 3)
 
 
-def _ungroup_heads(out):
+def ungroup_heads(out):
+    """[B, K, G, X, E] -> [B, X, N, E]."""
     batch, kv_heads, group, time, value_dim = out.shape
     return jnp.moveaxis(out, 3, 1).reshape(batch, time, kv_heads * group, value_dim)

@@ -24,6 +24,7 @@ __all__ = [
     "chunked",
     "fold_all",
     "kv_and_norm",
+    "padded",
     "precision_of",
     "read_all",
     "time_last",
@@ -41,10 +42,10 @@ class Rows(NamedTuple):
     query: Float[Array, "B X N D"]  # of unit scale, unless sums are wanted; zero where there is no token
     key: Float[Array, "B X K D"]
     value: Float[Array, "B X K E"]
-    log_decay: Float[Array, "B X K"] | None  # `decay.bounded`; None is no decay and no boundary
+    log_decay: Float[Array, "B X K *channels"] | None  # `decay.bounded`; None is no decay and no boundary
     folds: Bool[Array, "B X"] | None  # False where a position never enters the state; None among gradients
     kv: Float[Array, "B K F E"] | None  # the state before the first position; None is nothing
-    norm: Float[Array, "B K F"] | None
+    norm: Float[Array, "B K F *channels"] | None
 
 
 def chunked(
@@ -61,12 +62,17 @@ def chunked(
     return_state,
     axis_name=None,
     core=None,
+<<<<<<< HEAD
     division=means.Division.POSITIVE,
+=======
+    state_type=power_state.PowerState,
+>>>>>>> channel
 ):
     """The chunked form; with a chunk of 1, the recurrence. Returns the output and the state or None.
 
     core: what computes (out [B, X, N, E], kv, norm) from (settings, rows, return_state, axis_name); by default plain
     JAX. With an axis name the rows are those of `shares`, and there are no states.
+    state_type: the state's class, which has the fields of `PowerState`.
     """
     dtype, time = jnp.promote_types(query.dtype, jnp.float32), query.shape[1]
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype, axis_name)
@@ -78,7 +84,9 @@ def chunked(
         "folds": (sequence.after >= window) if return_state else jnp.ones_like(sequence.valid),
     }
     if ragged or log_decay is not None:
-        arrays["log_decay"] = decays.bounded(sequence.log_decay, sequence.start[..., None])
+        arrays["log_decay"] = decays.bounded(
+            sequence.log_decay, _with_rank(sequence.start, sequence.log_decay.ndim)
+        )
     valid = sequence.valid
     if axis_name is not None:
         arrays, valid = shares.with_halo(arrays, valid, window=window, ragged=ragged, axis_name=axis_name)
@@ -94,9 +102,14 @@ def chunked(
     out, kv, norm = (core or _core)(settings, rows, return_state, axis_name)
     if ragged:
         out = _permuted(out, back, order)
+<<<<<<< HEAD
     return _result(out[:, -time:], value, division), _state_of(
         kv, norm, sequence, window, dtype
     ) if return_state else None
+=======
+    out = out[:, -time:].astype(value.dtype)
+    return out, _state_of(state_type, kv, norm, sequence, window, dtype) if return_state else None
+>>>>>>> channel
 
 
 def _core(settings, rows, return_state, axis_name):
@@ -129,12 +142,17 @@ def _core_of_share(settings, rows, axis_name):
 def _in_whole_chunks(settings, rows):
     """Rows as long as a number of chunks, and chunks no longer than the rows."""
     settings = settings._replace(chunk=min(settings.chunk, rows.query.shape[1]))
+    return settings, padded(rows, settings.chunk)
+
+
+def padded(rows: Rows, multiple: int) -> Rows:
+    """Rows with positions without a token behind them, up to a multiple of positions."""
     tokens = {
-        name: _pad_end(x, settings.chunk)
+        name: _pad_end(x, multiple)
         for name, x in rows._asdict().items()
         if x is not None and name not in ("kv", "norm")
     }
-    return settings, rows._replace(**tokens)
+    return rows._replace(**tokens)
 
 
 def _by_head(rows, power):
@@ -185,7 +203,7 @@ def attention(
     if not return_state:
         return out, None
     final = _folded(sequence, power=power, state=state, window=window, precision=precision_of(key.dtype))
-    return out, _state_of(*final, sequence, window, dtype)
+    return out, _state_of(power_state.PowerState, *final, sequence, window, dtype)
 
 
 def _sums(query, sequence, *, power, state, chunk, precision):
@@ -274,7 +292,7 @@ def precision_of(dtype) -> jax.lax.Precision:
 @jax.custom_vjp
 def _permuted(x: Float[Array, "B X *rest"], order: Int[Array, "B X"], back: Int[Array, "B X"]):
     """x in the given order of positions; its gradient is a gather too, not a scatter."""
-    return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+    return jnp.take_along_axis(x, _with_rank(order, x.ndim), axis=1)
 
 
 _permuted.defvjp(
@@ -324,13 +342,13 @@ def kv_and_norm(sums: features.Groups, head_dim: int, power: int) -> dict[str, A
     return {"kv": both[..., :-1], "norm": both[..., -1]}
 
 
-def _state_of(kv, norm, sequence, window, dtype):
+def _state_of(state_type, kv, norm, sequence, window, dtype):
     # A document that is all within the window has folded nothing: what was folded belongs to others.
     last = sequence.after < jnp.iinfo(jnp.int32).max
     keeps = (sequence.document[:, -1] == 0) | (last.sum(1) > window)
-    return power_state.PowerState(
-        kv=jnp.where(keeps[:, None, None, None], kv, 0),
-        norm=jnp.where(keeps[:, None, None], norm, 0),
+    return state_type(
+        kv=jnp.where(_with_rank(keeps, kv.ndim), kv, 0),
+        norm=jnp.where(_with_rank(keeps, norm.ndim), norm, 0),
         **power_state.window_of(sequence, window, dtype),
     )
 
@@ -345,6 +363,11 @@ def time_second(out):
     """[B, K, G, E, X] -> [B, X, N, E]."""
     batch, kv_heads, group, value_dim, time = out.shape
     return jnp.moveaxis(out, 4, 1).reshape(batch, time, kv_heads * group, value_dim)
+
+
+def _with_rank(x, rank):
+    """x with axes of size 1 behind it."""
+    return x.reshape(x.shape + (1,) * (rank - x.ndim))
 
 
 def _pad_end(x, multiple):
