@@ -25,13 +25,8 @@ class AttentionState:
     position: where the document has got to; None where the layer needs no position.
     """
 
-<<<<<<< HEAD
-    memory: ops.PowerState | ops.LinearState | ops.KeyValueState
-    position: rotary.RotaryState | documents.PositionState | None
-=======
     memory: kernels.Memory
     position: positions.PositionState | None
->>>>>>> layer
 
 
 class Attention(nnx.Module):
@@ -137,18 +132,7 @@ class Attention(nnx.Module):
         return self._recurrent_state(batch)
 
     def _recurrent_state(self, batch: int) -> AttentionState:
-<<<<<<< HEAD
-        attention = self.config.attention
-        sizes = (batch, self.kv_heads, self.head_dim, self.head_dim)
-        memory: ops.PowerState | ops.LinearState
-        if attention.kernel == "power":
-            memory = ops.PowerState.zeros(*sizes, power=attention.power, window=attention.window)
-        else:
-            memory = ops.LinearState.zeros(*sizes, window=attention.window)
-        return AttentionState(memory=memory, position=self._first_position(batch))
-=======
         return AttentionState(memory=self._kernel.zeros(batch), position=self.positions.zeros(batch))
->>>>>>> layer
 
     @property
     def _kernel(self) -> kernels.Kernel:

@@ -11,11 +11,7 @@ from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import step as xla_step
 
-<<<<<<< HEAD
-__all__ = ["attend", "attend_step", "check", "require_choice"]
-=======
 __all__ = ["attend", "attend_step", "check", "require_choice", "require_even"]
->>>>>>> channel
 
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
@@ -38,16 +34,11 @@ def attend(
     axis_name,
     division=means.Division.POSITIVE,
 ):
-<<<<<<< HEAD
     """`power_attention` for any power >= 1 and any division of its sums; see there and `mean.Division`.
 
     Without division the result is sums [B, T, N, E + 1] in the dtype of states, those of weights last; E may be 0.
     """
     sizes = check(query, key, value, log_decay, segment_ids, lead="B, T", division=division)
-=======
-    """`power_attention` for any power >= 1; see there."""
-    sizes = check(query, key, value, log_decay, segment_ids, lead="B, T")
->>>>>>> channel
     require_choice("form", form, (None, *FORMS))
     require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     if window < 0:
@@ -102,7 +93,6 @@ def _attention_by_heads(compute, query, key, value, log_decay, segment_ids, axis
     return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
 
 
-<<<<<<< HEAD
 def attend_step(
     query,
     key,
@@ -117,11 +107,6 @@ def attend_step(
 ):
     """`power_attention_step` for any power >= 1 and any division, as `attend`; see there."""
     sizes = check(query, key, value, log_decay, segment_ids, lead="B", division=division)
-=======
-def attend_step(query, key, value, state, *, power, log_decay, segment_ids, implementation):
-    """`power_attention_step` for any power >= 1; see there."""
-    sizes = check(query, key, value, log_decay, segment_ids, lead="B")
->>>>>>> channel
     require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     _check_state(state, jnp.promote_types(query.dtype, jnp.float32), power=power, **sizes)
     if implementation == "reference":
@@ -210,11 +195,7 @@ def _require_divisible(axis_name, implementation, *, kept_keys, stateless) -> No
         )
 
 
-<<<<<<< HEAD
 def check(query, key, value, log_decay, segment_ids, *, lead, division=means.Division.POSITIVE):
-=======
-def check(query, key, value, log_decay, segment_ids, *, lead):
->>>>>>> channel
     """Raises ValueError for shapes or dtypes that do not fit together; returns the sizes of a state."""
     axes = {"query": f"[{lead}, N, D]", "key": f"[{lead}, K, D]", "value": f"[{lead}, K, E]"}
     rank = len(lead.split(", "))
@@ -267,10 +248,7 @@ def _check_state(state, dtype, *, batch, kv_heads, head_dim, value_dim, power):
 
 
 def require_choice(name, value, choices):
-<<<<<<< HEAD
-=======
     """Raises ValueError unless value is one of choices."""
->>>>>>> channel
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
 

@@ -49,13 +49,8 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
             "bkgtf,bkfe->bkgte", features, state.kv, precision="highest"
         )
         denominator += decay * jnp.einsum("bkgtf,bkf->bkgt", features, state.norm, precision="highest")
-<<<<<<< HEAD
     out = _result(numerator, denominator, value.dtype, division)
-    return _ungroup_heads(out), _final_state(sequence, state, power, window, dtype) if return_state else None
-=======
-    out = ungroup_heads(means.mean(numerator, denominator[..., None], -1)).astype(value.dtype)
-    return out, _final_state(sequence, state, power, window, dtype) if return_state else None
->>>>>>> channel
+    return ungroup_heads(out), _final_state(sequence, state, power, window, dtype) if return_state else None
 
 
 def _final_state(sequence, state, power, window, dtype):
@@ -118,17 +113,12 @@ def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window
     )
     start = empty if state is None else state
     (kv, norm), out = jax.lax.scan(step, (start.kv, start.norm), by_time)
-<<<<<<< HEAD
-    out = _ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :])
-=======
-    out = ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :]).astype(value.dtype)
->>>>>>> channel
+    out = ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :])
     if not return_state:
         return out, None
     return out, dataclasses.replace(empty, kv=kv, norm=norm, segment=sequence.segment)
 
 
-<<<<<<< HEAD
 def _result(numerator, denominator, dtype, division):
     """The mean in the dtype of values; without division the sums, those of weights last, in their own."""
     if division is means.Division.NONE:
@@ -136,12 +126,8 @@ def _result(numerator, denominator, dtype, division):
     return means.mean(numerator, denominator[..., None], -1, division).astype(dtype)
 
 
-def _sums_between(log_decay):
-    """[B, K, X, X]: the sum of log_decay over j < m <= i at (i, j), each column summed from its own start."""
-=======
 def sums_between(log_decay):
     """[B, X, K] -> [B, K, X, X]: sums of log_decay over j < m <= i at (i, j), each column from its own start."""
->>>>>>> channel
     length = log_decay.shape[1]
     steps = jnp.arange(length)
     later = steps[:, None] > steps

@@ -62,11 +62,8 @@ def chunked(
     return_state,
     axis_name=None,
     core=None,
-<<<<<<< HEAD
     division=means.Division.POSITIVE,
-=======
     state_type=power_state.PowerState,
->>>>>>> channel
 ):
     """The chunked form; with a chunk of 1, the recurrence. Returns the output and the state or None.
 
@@ -102,14 +99,8 @@ def chunked(
     out, kv, norm = (core or _core)(settings, rows, return_state, axis_name)
     if ragged:
         out = _permuted(out, back, order)
-<<<<<<< HEAD
-    return _result(out[:, -time:], value, division), _state_of(
-        kv, norm, sequence, window, dtype
-    ) if return_state else None
-=======
-    out = out[:, -time:].astype(value.dtype)
+    out = _result(out[:, -time:], value, division)
     return out, _state_of(state_type, kv, norm, sequence, window, dtype) if return_state else None
->>>>>>> channel
 
 
 def _core(settings, rows, return_state, axis_name):
