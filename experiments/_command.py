@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import pathlib
 import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -61,7 +62,8 @@ def parse(
     `powers` are the degrees that --power offers; one that does not train has no flags about data.
 
     Raises:
-      ValueError: an unknown flag, scale or variant, a number that is none, or the paper's scale without its data.
+      ValueError: an unknown flag, scale or variant, a number that is none, the paper's scale without its data, or
+        a folder that cannot be written.
     """
     parser = _Parser(
         prog=f"python -m experiments.{name}",
@@ -113,17 +115,28 @@ def parse(
         raise ValueError(
             "--scale=paper reads the paper's data: say where with --data=PATH and --heldout=PATH"
         )
+    results = _writable_folder(known.out / name)
     return Options(
         scale=known.scale,
         plan=plan,
         variants=_read_variants(known.variants, variants),
         power=power,
-        results=known.out / name,
+        results=results,
         runs=known.out / "runs" / known.scale,
         data=data,
         heldout=heldout,
         command=shlex.join(["python", "-m", f"experiments.{name}", *arguments]),
     )
+
+
+def _writable_folder(path: pathlib.Path) -> pathlib.Path:
+    """The path as a folder that exists; found out before the work, not after it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"cannot write to {path}: {error.strerror}; use another --out") from error
+    return path
 
 
 def _read_number(flag: str, text: str) -> int:

@@ -63,7 +63,7 @@ def curves_panel(lines: Sequence[Line], *, title: str = "") -> Panel:
         x_label="updates",
         y_label="training loss (nats per token)",
         title=title,
-        limits=(lowest - margin, highest + margin),
+        limits=(lowest - margin, highest + margin) if margin > 0 else None,
     )
 
 

@@ -34,22 +34,14 @@ def write(
     """Writes the rows to `results`.csv and, with what they were made by and `more`, to .json in the results folder.
 
     Returns the path of the plot to draw beside them.
-
-    Raises:
-      ValueError: the folder cannot be written.
     """
-    folder = options.results
-    path = folder / folder.name
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        content = _about(options, folders) | more | {"rows": [_without_nan(row) for row in rows]}
-        path.with_suffix(".json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise ValueError(f"cannot write the results to {folder}: {error.strerror}") from error
+    path = options.results / options.results.name
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    content = _about(options, folders) | more | {"rows": [_without_nan(row) for row in rows]}
+    path.with_suffix(".json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     return path.with_suffix(".png")
 
 

@@ -7,6 +7,7 @@ by tensor and by symmetric powers, for the 124M model at 2 bytes an element; and
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from experiments import _command, _figures, _report, _runs
 from sympow_jax import config, models
@@ -59,10 +60,10 @@ def state_sizes() -> list[dict[str, int]]:
     return rows
 
 
-def linear_states() -> list[dict[str, str | int | float]]:
+def linear_states(sizes: Sequence[str] = _LINEAR_SIZES) -> list[dict[str, Any]]:
     """Numbers in the state of vanilla linear attention and in its weights; without a normaliser."""
-    rows: list[dict[str, str | int | float]] = []
-    for name in _LINEAR_SIZES:
+    rows: list[dict[str, Any]] = []
+    for name in sizes:
         model = _runs.model(name, config.preset("linear"))
         weights = _runs.parameters(model)
         state = models.state_bytes(model, bytes_per_element=1, normaliser=False)
