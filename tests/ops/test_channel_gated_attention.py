@@ -12,11 +12,10 @@ from sympow_jax import ops
 from tests.ops import cases
 
 STEPS = np.array([0, -1e-4, -0.3, -20, -1e4], np.float32)
-CASES = (
-    cases.Case(time=129, value_dim=5, segments="padded", group=2),
-    cases.Case(time=70, head_dim=8, scale=1e3, power=4, segments="edges"),
-)
+CASE = cases.Case(time=129, value_dim=5, segments="padded", group=2)
+QUARTIC = cases.Case(time=70, head_dim=8, scale=1e3, power=4, segments="edges")
 MORE_CASES = (
+    QUARTIC,
     cases.Case(time=63, head_dim=8, scale=1e-3, power=6),
     cases.Case(time=300, value_dim=24, decay="gentle"),
     cases.Case(time=1),
@@ -61,7 +60,7 @@ def errors(actual, expected, drawn):
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
+    "case", [CASE, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_CASES)], ids=str
 )
 def test_values_and_gradients(case):
     drawn = arrays(case)
@@ -84,12 +83,22 @@ def test_values_and_gradients(case):
         assert value <= bound, (name, value, plain[name])
 
 
+def test_outputs_of_a_higher_power():
+    drawn = arrays(QUARTIC)
+    drawn.pop("dout")
+    with jax.enable_x64(True):
+        expected = np.asarray(attend(**cast(drawn, "float64"), power=4, implementation="reference"))
+    actual = attend(**cast(drawn, "float32"), power=4, chunk_size=24, window=16)
+    assert cases.error(actual, expected) <= 2e-6
+
+
 def test_equal_channels_are_power_attention():
     drawn = cases.arrays(STATEFUL, kv_heads=2)
     channels = np.repeat(drawn["log_decay"][..., None], 5, -1)
     arguments = {name: drawn[name] for name in ("query", "key", "value", "segment_ids")}
     with jax.enable_x64(True):
-        expected = ops.power_attention(**arguments, log_decay=drawn["log_decay"], form="attention")
+        scalar = jax.jit(ops.power_attention, static_argnames="implementation", compiler_options=HASTY)
+        expected = scalar(**arguments, log_decay=drawn["log_decay"], implementation="reference")
         actual = attend(**arguments, log_decay=channels, chunk_size=32, window=16)
     assert cases.error(actual, expected) <= 1e-10
 
@@ -119,7 +128,13 @@ def by_steps(drawn, *, window, begin=0, state=None):
     return jnp.moveaxis(out, 0, 1), state
 
 
-@pytest.mark.parametrize(("window", "lengths"), [(6, (50, 50, 50)), (0, (1, 49, 100))])
+steps = jax.jit(by_steps, static_argnames="window", compiler_options=HASTY)
+
+
+@pytest.mark.parametrize(
+    ("window", "lengths"),
+    [(6, (50, 50, 50)), (0, (75, 75)), pytest.param(64, (1, 49, 100), marks=pytest.mark.slow)],
+)
 def test_any_split_is_the_whole(window, lengths):
     drawn = arrays(STATEFUL)
     with jax.enable_x64(True):
@@ -142,13 +157,13 @@ def test_any_split_is_the_whole(window, lengths):
 def test_steps_are_the_whole(window):
     drawn = arrays(STATEFUL)
     with jax.enable_x64(True):
-        actual, state = by_steps(cast(drawn, "float64"), window=window)
+        actual, state = steps(cast(drawn, "float64"), window=window)
     assert cases.error(actual, whole()["out"]) <= 1e-10
     assert state.length.max() <= max(2 * window - 1, 0)
 
 
 def test_steps_in_float32():
-    actual, state = by_steps(cast(arrays(STATEFUL), "float32"), window=64)
+    actual, state = steps(cast(arrays(STATEFUL), "float32"), window=64)
     assert actual.dtype == state.norm.dtype == jnp.float32
     assert cases.error(actual, whole()["out"]) <= 2e-6
 
@@ -174,20 +189,21 @@ def test_gradients_through_states():
 
 
 def test_padding_passes_the_state_through():
-    drawn = cast(arrays(STATEFUL), "float32")
+    drawn = arrays(STATEFUL)
     call = functools.partial(attend, window=6, chunk_size=16, return_state=True)
-    state = ops.ChannelGatedState.zeros(*SIZES, power=2, window=6)
-    _, before = call(**part(drawn, 0, 50), initial_state=state)
-    padding = part(drawn, 0, 50) | {"segment_ids": jnp.full((2, 50), -1)}
-    out, after = call(**padding, initial_state=before)
+    with jax.enable_x64(True):
+        state = ops.ChannelGatedState.zeros(*SIZES, power=2, window=6, dtype=float)
+        _, before = call(**part(drawn, 0, 50), initial_state=state)
+        padding = part(drawn, 0, 50) | {"segment_ids": jnp.full((2, 50), -1, jnp.int32)}
+        out, after = call(**padding, initial_state=before)
     assert not np.asarray(out).any()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), after, before)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-14), after, before)
 
 
 def test_no_weight_is_zero_with_finite_gradients():
-    drawn = cast(arrays(CASES[1]), "float32")
+    drawn = cast(arrays(CASE), "float32")
     drawn |= {"query": drawn["query"].at[:, 40:60].set(0)}
-    results = outputs_and_gradients(drawn, power=4, window=16, chunk_size=24)
+    results = outputs_and_gradients(drawn, power=2, window=16, chunk_size=24)
     assert not np.asarray(results["out"][:, 40:60]).any()
     assert all(np.isfinite(x).all() for x in results.values())
 
@@ -197,22 +213,22 @@ def test_bfloat16_is_summed_in_float32():
     half = {name: jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value")}
     decay = jnp.asarray(drawn["log_decay"], jnp.float32)
     out = attend(**half, log_decay=decay)
-    exact = attend(**jax.tree.map(lambda x: x.astype(jnp.float32), half), log_decay=decay)
+    exact = {name: x.astype(jnp.float32) for name, x in half.items()}
+    expected = attend(**exact, log_decay=decay, implementation="reference")
     assert out.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
+    # Rounded once, at the end.
+    assert cases.error(out, expected) <= 2**-9
 
 
 def test_memory_is_linear_in_time():
-    def bytes_of(time):
-        x = jax.ShapeDtypeStruct((1, time, 1, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, 2**16, 1, 8), jnp.float32)
 
-        def loss(*arrays):
-            return ops.channel_gated_attention(*arrays, chunk_size=64).sum()
+    def loss(*arrays):
+        return ops.channel_gated_attention(*arrays).sum()
 
-        compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3)), compiler_options=HASTY).lower(x, x, x, x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert bytes_of(8192) <= 2.1 * bytes_of(4096)
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3)), compiler_options=HASTY).lower(x, x, x, x).compile()
+    # Arguments, copies and gradients of 2 MiB each, and states and windows; one T x T array would be 16 GiB.
+    assert compiled.memory_analysis().temp_size_in_bytes <= 64 * 2**20
 
 
 def test_errors_name_the_numbers_and_the_remedy():
