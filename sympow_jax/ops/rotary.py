@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int, UInt32
-from sympow_jax.ops import documents, fixed_point
+from sympow_jax.ops import documents, fixed_point, phase
 
 __all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rotate", "sinusoidal"]
 
@@ -188,10 +188,9 @@ def _angles(
 
 
 def _fixed_point(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rates in (0, 1] as 64-bit fractions of a turn, in two uint32; 1 becomes 1 - 2^-64."""
-    fixed = [min(int(rate * 2.0**64), 2**64 - 1) for rate in rates]
-    high = np.array([number >> 32 for number in fixed], np.uint32)
-    return high, np.array([number & (2**32 - 1) for number in fixed], np.uint32)
+    """Rates in (0, 1] as 64-bit fractions of a turn, in two uint32: those of their float64 in radians."""
+    high, low = phase.words(2 * np.pi * rates, 2)
+    return high, low
 
 
 def _add(a: RotaryState, b: RotaryState) -> RotaryState:

@@ -45,6 +45,7 @@ def check_refused(messages):
         "reference": ("NotImplementedError: ", "'reference' cannot; use implementation='xla'"),
         "kept": ("NotImplementedError: ", "as many keys as queries"),
         "kept by softmax": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),
+        "kept by expressive": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),
         "window": ("ValueError: ", "holds 8 of 16 positions, fewer than the window of 9; use a longer"),
     }
     assert messages.keys() == expected.keys()

@@ -119,6 +119,8 @@ def check_ops(everything):
         "log_decay": np.broadcast_to(-np.array(ops.alibi_slopes(2)), extreme["log_decay"].shape)
     }
     softmax, single = ops.softmax_attention, "float32"
+    expressive = functools.partial(ops.expressive_attention, block_size=48)
+    of_expressive = functools.partial(ops.expressive_attention, implementation="reference")
     results = {
         "extreme": compare(extreme, formula, {"chunked 8 float64": (chunked, 8, "float64")}),
         "gentle": compare(
@@ -126,6 +128,7 @@ def check_ops(everything):
         ),
         "linear": compare(drawn_for(), of_linear, {"chunked 2": (linear, 2, single)}),
         "softmax": compare(alibi, softmax, {"8": (softmax, 8, single)}),
+        "expressive": compare(extreme, of_expressive, {"4": (expressive, 4, single)}),
         "angles": {8: angles(ids, 8)},
         "refused": refused(),
     }
@@ -223,6 +226,7 @@ def refused():
         "reference": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, implementation="reference"),
         "kept": lambda x, axis: ops.power_attention(x[:, 1:], x, x, axis_name=axis),
         "kept by softmax": lambda x, axis: ops.softmax_attention(x[:, 1:], x, x, axis_name=axis),
+        "kept by expressive": lambda x, axis: ops.expressive_attention(x[:, 1:], x, x, axis_name=axis),
         "window": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, form="chunked", window=9),
     }
     messages = {}

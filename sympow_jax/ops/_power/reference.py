@@ -16,7 +16,7 @@ from sympow_jax.ops._power import state as power_state
 __all__ = ["attention", "group_heads", "recurrent", "sums_between", "ungroup_heads"]
 
 
-def attention(query, key, value, *, power, log_decay, segment_ids, state, window, return_state):
+def attention(query, key, value, *, power, log_decay, segment_ids, state, window, return_state, division):
     """Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p and b_ij = prod_{j < m <= i} gamma_m.
 
     (Section 3.1, the attention formulation.) Keys that were folded into `state` count through their features.
@@ -49,8 +49,8 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
             "bkgtf,bkfe->bkgte", features, state.kv, precision="highest"
         )
         denominator += decay * jnp.einsum("bkgtf,bkf->bkgt", features, state.norm, precision="highest")
-    out = ungroup_heads(means.mean(numerator, denominator[..., None], -1)).astype(value.dtype)
-    return out, _final_state(sequence, state, power, window, dtype) if return_state else None
+    out = _result(numerator, denominator, value.dtype, division)
+    return ungroup_heads(out), _final_state(sequence, state, power, window, dtype) if return_state else None
 
 
 def _final_state(sequence, state, power, window, dtype):
@@ -71,7 +71,7 @@ def _final_state(sequence, state, power, window, dtype):
     return power_state.PowerState(kv=kv, norm=norm, **power_state.window_of(sequence, window, dtype))
 
 
-def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window, return_state):
+def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window, return_state, division):
     """Equation (2): S_i = gamma_i S_{i-1} + V_i phi(K_i)^T, Z_i likewise, Y_i = S_i phi(Q_i) / Z_i phi(Q_i).
 
     Everything is folded: no window, and none in the state that comes out.
@@ -93,7 +93,7 @@ def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window
         features = jnp.where(valid[:, None, None, None], feature_maps.symmetric_power(q, power), 0)
         numerator = jnp.einsum("bkgf,bkfe->bkge", features, kv, precision="highest")
         denominator = jnp.einsum("bkgf,bkf->bkg", features, norm, precision="highest")
-        return (kv, norm), means.mean(numerator, denominator[..., None], -1)
+        return (kv, norm), _result(numerator, denominator, value.dtype, division)
 
     by_time = (
         jnp.moveaxis(q_BKGXD, 3, 0),
@@ -113,10 +113,17 @@ def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window
     )
     start = empty if state is None else state
     (kv, norm), out = jax.lax.scan(step, (start.kv, start.norm), by_time)
-    out = ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :]).astype(value.dtype)
+    out = ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :])
     if not return_state:
         return out, None
     return out, dataclasses.replace(empty, kv=kv, norm=norm, segment=sequence.segment)
+
+
+def _result(numerator, denominator, dtype, division):
+    """The mean in the dtype of values; without division the sums, those of weights last, in their own."""
+    if division is means.Division.NONE:
+        return jnp.concatenate([numerator, denominator[..., None]], -1)
+    return means.mean(numerator, denominator[..., None], -1, division).astype(dtype)
 
 
 def sums_between(log_decay):
