@@ -19,7 +19,7 @@ __all__ = ["ChannelGatedState", "channel_gated_attention", "channel_gated_attent
 
 ChannelGatedState = channel_state.ChannelGatedState
 
-# Tokens of a chunk: what measured fastest on two cores at T = 1,024.
+# Tokens of a chunk: measured as fast as 64 on two cores at T = 1,024, with half the states saved.
 DEFAULT_CHUNK = 128
 
 
@@ -44,7 +44,8 @@ def channel_gated_attention(
     value's dtype, zero where every weight is zero. With equal channels it is `power_attention`, whose arguments,
     numerics and errors these are; there is no scale argument, since a scale cancels.
 
-    Cost: normalisers are as many as values, so states, and products with them, are twice those of `power_attention`;
+    Cost: about three times that of `power_attention` in the chunked form, forward and backward, on a CPU (D = E = 32,
+    p = 2). Normalisers are as many as values, so states, and products with them, are twice those of one decay a head;
     decays take (W + C) / 16 + 16 exponentials a token and channel, for windows W and chunks C. The backward pass holds
     memory linear in T: the arguments, and a state and a window for each chunk.
 
