@@ -78,7 +78,7 @@ class LrpeConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeConfig:
     """Stochastic positional encoding by sines ("Relative Positional Encoding for Transformers with Linear Complexity",
-    Liutkus et al. 2021, its sineSPE without the gate): `sines` frequencies a dimension, and `realizations` of the noise,
+    Liutkus et al. 2021, without its gate): `sines` frequencies a dimension, and `realizations` of the noise,
     which become the head size of what is compared. `ops.spe` has the formula.
     """
 
