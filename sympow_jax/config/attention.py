@@ -1,6 +1,7 @@
 """Attention as a kernel, a decay and a position encoding, and the papers' names for their combinations."""
 
 import dataclasses
+from typing import Any
 
 from sympow_jax.config import _checks as checks
 
@@ -154,7 +155,7 @@ class AttentionConfig:
             )
 
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "softmax": {"kernel": "softmax", "decay": "none", "position": "rope"},
     "softmax_alibi": {"kernel": "softmax", "decay": "alibi", "position": "none"},
     "linear": {"kernel": "linear", "decay": "none", "position": "sinusoidal"},

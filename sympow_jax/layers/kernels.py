@@ -113,21 +113,23 @@ class Kernel:
     def _recurrent_ops(self, turn) -> tuple[Callable, Callable]:
         """The op of the kernel and its step for one token, with the config's settings."""
         attention = self.config.attention
-        shared = {"power": attention.power, "implementation": attention.implementation}
+        shared: dict[str, Any] = {"power": attention.power}
         settings: dict[str, Any] = {"chunk_size": attention.chunk_size, "window": attention.window}
+        op: Callable = ops.power_attention
+        step: Callable = ops.power_attention_step
         if self._gates_channels:
             op, step = ops.channel_gated_attention, ops.channel_gated_attention_step
-            return functools.partial(op, **shared, **settings), functools.partial(step, **shared)
-        settings["form"] = attention.form
-        if attention.kernel == "power":
-            op, step = ops.power_attention, ops.power_attention_step
-            return functools.partial(op, **shared, **settings), functools.partial(step, **shared)
-        shared |= {
-            "feature_map": attention.feature_map,
-            "turn": turn,
-            "normaliser": attention.normaliser,
-        }
-        op, step = ops.linear_attention, ops.linear_attention_step
+            settings["implementation"] = attention.implementation
+        else:
+            shared["implementation"] = attention.implementation
+            settings["form"] = attention.form
+        if attention.kernel == "linear":
+            op, step = ops.linear_attention, ops.linear_attention_step
+            shared |= {
+                "feature_map": attention.feature_map,
+                "turn": turn,
+                "normaliser": attention.normaliser,
+            }
         return functools.partial(op, **shared, **settings), functools.partial(step, **shared)
 
     @property

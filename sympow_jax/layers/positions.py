@@ -74,9 +74,11 @@ class Positions(nnx.Module):
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        attention, kv_heads = config.attention, config.kv_heads
+        attention, kv_heads, head_dim = config.attention, config.kv_heads, config.head_dim
+        assert kv_heads is not None  # ModelConfig derives what is not given
+        assert head_dim is not None
         if attention.position == "spe":
-            shape = (kv_heads, config.head_dim, attention.spe.sines)
+            shape = (kv_heads, head_dim, attention.spe.sines)
             normal = jax.random.normal
             gains = normal(rngs.params(), shape)
             self.frequencies = nnx.Param(normal(rngs.params(), shape) - _LOW_FREQUENCIES)
@@ -128,11 +130,14 @@ class Positions(nnx.Module):
             return query, key, None, None
         if segment_ids is None:
             segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
-        where = {"segment_ids": segment_ids, "axis_name": axis_name}
         if rate is not None:
-            longest = self.config.attention.max_document_length
             angles, state = rotary.learned_angles(
-                rate, self._turned_size, max_document_length=longest, state=state, **where
+                rate,
+                self._turned_size,
+                max_document_length=self.config.attention.max_document_length,
+                segment_ids=segment_ids,
+                state=state if isinstance(state, rotary.RotaryState) else None,
+                axis_name=axis_name,
             )
             turn: Turn = functools.partial(rotary.rotate, angles=angles)
         else:
