@@ -19,8 +19,6 @@ __all__ = ["ChannelGatedState", "channel_gated_attention", "channel_gated_attent
 
 ChannelGatedState = channel_state.ChannelGatedState
 
-IMPLEMENTATIONS = (None, "reference", "xla")
-
 # Tokens of a chunk: what measured fastest on two cores at T = 1,024.
 DEFAULT_CHUNK = 128
 
@@ -71,11 +69,11 @@ def channel_gated_attention(
 
     Raises:
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
-        NotImplementedError: for `axis_name`, and for states with `reference`.
+        NotImplementedError: for `axis_name`, for `mosaic_gpu`, and for states with `reference`.
     """
     dispatch.require_even(power)
     sizes = dispatch.check(query, key, value, None, segment_ids, lead="B, T")
-    dispatch.require_choice("implementation", implementation, IMPLEMENTATIONS)
+    dispatch.require_choice("implementation", implementation, (None, *dispatch.IMPLEMENTATIONS))
     if key.shape[1] != query.shape[1]:
         raise ValueError(f"key has {key.shape[1]} tokens and query {query.shape[1]}; these must be as many")
     _require_channels(log_decay, value)
@@ -83,6 +81,10 @@ def channel_gated_attention(
         raise ValueError(f"window is {window}; it must be at least 0")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(
+            "implementation 'mosaic_gpu' has one decay a head; use implementation='xla' for one a value channel"
+        )
     if axis_name is not None:
         raise NotImplementedError(
             f"channel_gated_attention cannot divide time over the mesh axis {axis_name!r}; leave out axis_name, or use "
