@@ -30,7 +30,7 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
         metrics.check_settings(settings)
         mesh = sharding.make_mesh(settings)
         share, shares = sharding.batch_share(mesh)
-        step.check_model(settings, mesh)
+        step.check_model(settings, mesh, rows[0])
         description = data.describe(settings.data)
     workdir.open_run(folder, settings, description)
     read = data.batches(rows, settings.data.batch_size, share=share, shares=shares)

@@ -102,7 +102,10 @@ class ShardingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The context-length evaluation that ends a training run; no lengths, no evaluation."""
+    """The context-length evaluation that ends the training of a decoder; no lengths, no evaluation.
+
+    Other tasks end with their held-out rows, whatever is set here.
+    """
 
     context_lengths: tuple[int, ...] = ()
     documents: int = 64  # at most so many held-out documents, the same at every length
@@ -138,11 +141,35 @@ class Config:
         self._check_context()
 
     def _check_task(self):
-        causal, needed = self.model.attention.causal, self.task.name == "next_token"
-        if causal != needed:
+        task, model = self.task.name, self.model
+        if model.attention.causal != (task == "next_token"):
             raise ValueError(
-                f"model.attention.causal is {causal} and task.name {self.task.name!r}; to predict the next token "
+                f"model.attention.causal is {model.attention.causal} and task.name {task!r}; to predict the next token "
                 f"attention must be causal, for any other task it must not"
+            )
+        if task == "next_token" and model.norm == "batch":
+            raise ValueError(
+                "model.norm is 'batch' and task.name 'next_token'; means over a batch show a position those that "
+                "follow it: use 'layer'"
+            )
+        if (self.data.source == "images") != (model.patch_size is not None):
+            raise ValueError(
+                f"data.source is {self.data.source!r} and model.patch_size {model.patch_size}; images need patches, "
+                f"and tokens have none"
+            )
+        if model.patch_size is not None and self.task.outputs is None:
+            raise ValueError(
+                f"data.source is 'images' and task.name {task!r}; images have classes or numbers, not tokens"
+            )
+        if task != "next_token" and self.evaluation.context_lengths:
+            raise ValueError(
+                f"evaluation.context_lengths is {self.evaluation.context_lengths} and task.name {task!r}; losses by "
+                f"position are of the task 'next_token': leave them out"
+            )
+        if task == "next_token" and self.task.initial_run is not None:
+            raise ValueError(
+                f"task.initial_run is {self.task.initial_run!r} and task.name 'next_token'; a decoder starts from "
+                f"nothing"
             )
 
     def _check_tensor(self):
@@ -162,6 +189,11 @@ class Config:
     def _check_context(self):
         context, length = self.sharding.context, self.data.context_length
         attention = self.model.attention
+        if context > 1 and self.task.name != "next_token":
+            raise ValueError(
+                f"sharding.context is {context} and task.name {self.task.name!r}; the sequence is divided for causal "
+                f"attention alone: use sharding.data, sharding.fsdp or sharding.tensor"
+            )
         if length % context:
             raise ValueError(
                 f"sharding.context is {context} and does not divide data.context_length {length}; "

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import rich.console
@@ -145,7 +146,8 @@ def _evaluate(
 ) -> tuple[list[buckets.Bucket], int]:
     """The buckets and the step of one run, whose model lives no longer than this call."""
     started = time.perf_counter()
-    _, model, step = checkpoint.restore_model(path)
+    _, restored, step = checkpoint.restore_model(path)
+    model = cast(models.DecoderLM, restored)  # of the task 'next_token'
     count = len(chosen.tokens)
     with _progress(console, name, count * lengths[-1]) as advance:
         means = context_loss(

@@ -81,7 +81,10 @@ def test_a_field_that_the_file_sets_is_kept():
     ("arguments", "message"),
     [
         (["--config.model.layer=3"], "no setting --config.model.layer; model has vocab_size, layers, width"),
-        (["--config.modle.layers=3"], "groups are model, task, data, optimizer, training, sharding, evaluation"),
+        (
+            ["--config.modle.layers=3"],
+            "groups are model, task, data, optimizer, training, sharding, evaluation",
+        ),
         (["--config.model.attention.p", "4"], "model.attention has kernel, decay, position, causal, power"),
         (["--config.model=3"], "no setting --config.model;"),
         (["--config.model.layers.x=3"], "no setting --config.model.layers.x; model has vocab_size"),
