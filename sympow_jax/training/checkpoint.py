@@ -30,7 +30,7 @@ from sympow_jax import config, models
 from sympow_jax.array_types import Array, Int
 from sympow_jax.training import hosts, sharding, step, workdir
 
-__all__ = ["Checkpoints", "require_checkpoint", "restore_model"]
+__all__ = ["Checkpoints", "require_checkpoint", "restore_arrays", "restore_model"]
 
 _DAMAGED = "damaged_checkpoints"
 
@@ -149,29 +149,33 @@ class _Failure(logging.Handler):
             self.error = record.exc_info[1]
 
 
-def restore_model(
-    folder: str | pathlib.Path, mesh: jax.sharding.Mesh | None = None
-) -> tuple[config.Config, models.Model, int]:
+def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Model, int]:
     """The settings, the model and the step of the newest good checkpoint of the run in a workdir.
 
-    The model is divided over the mesh; without one each process gets the whole model on its own devices.
+    Each process gets the whole model on its own devices.
 
     Raises:
       ValueError: the folder holds no run, or a run without a good checkpoint.
     """
+    saved, arrays, number = restore_arrays(folder, sharding.whole_mesh(jax.local_devices()))
+    return saved, step.merge(saved, **arrays), number
+
+
+def restore_arrays(
+    folder: str | pathlib.Path, mesh: jax.sharding.Mesh
+) -> tuple[config.Config, dict[str, step.Params], int]:
+    """As `restore_model`, but in place of the model its `params`, and `statistics` if it has any, over a mesh."""
     folder = pathlib.Path(folder).absolute()
     settings = workdir.read_config(folder)
     require_checkpoint(folder)
-    abstract = step.abstract_state(settings, mesh or sharding.whole_mesh(jax.local_devices()))
-    wanted = _arrays(abstract)
+    wanted = _arrays(step.abstract_state(settings, mesh))
     del wanted["opt_state"]
     checkpoints = folder / workdir.CHECKPOINTS
 
-    def load(number: int) -> tuple[config.Config, models.Model, int]:
+    def load(number: int) -> tuple[config.Config, dict[str, step.Params], int]:
         loaded, metadata = _load(checkpoints / str(number), wanted)
         _check(loaded, metadata)
-        saved = workdir.from_dict(config.Config, metadata["config"])
-        return saved, step.merge(saved, **loaded), number
+        return workdir.from_dict(config.Config, metadata["config"]), loaded, number
 
     found, _ = _newest_good(checkpoints, _steps(checkpoints), load)
     assert found is not None  # there is a checkpoint, and a damaged one raises

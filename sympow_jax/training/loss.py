@@ -12,7 +12,7 @@ from sympow_jax import models
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import parallel, partitioning
 
-__all__ = ["Batch", "Sums", "count", "cross_entropy_sum", "predict", "sums"]
+__all__ = ["Batch", "Sums", "count", "cross_entropy_sum", "label_sums", "predict", "sums"]
 
 Batch = Mapping[str, Array]
 
@@ -43,7 +43,12 @@ def sums(model: models.Model, batch: Batch) -> Sums:
         hidden = model.hidden(inputs, segment_ids=segment_ids)
         dtype = jnp.dtype(model.config.dtype)
         return Sums(cross_entropy_sum(hidden, model.embedding[...], batch["targets"], dtype), jnp.float32(0))
-    labels, counts, outputs = batch["labels"], _counts(batch), predict(model, batch)
+    return label_sums(predict(model, batch), batch["labels"])
+
+
+def label_sums(outputs: Float[Array, "B outputs"], labels: Array) -> Sums:
+    """The sums over the labels that count, from what `predict` returns."""
+    counts = _counts(labels)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         errors = outputs[:, 0] - jnp.where(counts, labels, 0)
         return Sums(jnp.sum(jnp.square(errors), where=counts), jnp.float32(0))
@@ -62,11 +67,10 @@ def predict(model: models.Model, batch: Batch) -> Float[Array, "B outputs"]:
 
 def count(batch: Batch) -> Int[Array, ""]:
     """How many targets or labels count; at least 1, so that the mean over none is 0 and not NaN."""
-    return jnp.maximum(jnp.sum(_counts(batch)), 1)
+    return jnp.maximum(jnp.sum(_counts(batch["targets" if "targets" in batch else "labels"])), 1)
 
 
-def _counts(batch: Batch) -> Bool[Array, "..."]:
-    wanted = batch["targets"] if "targets" in batch else batch["labels"]
+def _counts(wanted: Array) -> Bool[Array, "..."]:
     return ~jnp.isnan(wanted) if jnp.issubdtype(wanted.dtype, jnp.floating) else wanted >= 0
 
 
