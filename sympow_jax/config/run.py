@@ -137,6 +137,7 @@ class Config:
                 f"{self.data.batch_size} rows of a batch"
             )
         self._check_task()
+        self._check_images()
         self._check_tensor()
         self._check_context()
 
@@ -152,15 +153,6 @@ class Config:
                 "model.norm is 'batch' and task.name 'next_token'; means over a batch show a position those that "
                 "follow it: use 'layer'"
             )
-        if (self.data.source == "images") != (model.patch_size is not None):
-            raise ValueError(
-                f"data.source is {self.data.source!r} and model.patch_size {model.patch_size}; images need patches, "
-                f"and tokens have none"
-            )
-        if model.patch_size is not None and self.task.outputs is None:
-            raise ValueError(
-                f"data.source is 'images' and task.name {task!r}; images have classes or numbers, not tokens"
-            )
         if task != "next_token" and self.evaluation.context_lengths:
             raise ValueError(
                 f"evaluation.context_lengths is {self.evaluation.context_lengths} and task.name {task!r}; losses by "
@@ -170,6 +162,34 @@ class Config:
             raise ValueError(
                 f"task.initial_run is {self.task.initial_run!r} and task.name 'next_token'; a decoder starts from "
                 f"nothing"
+            )
+
+    def _check_images(self):
+        data, model = self.data, self.model
+        side = model.patch_size
+        are_arrays = data.source == "images" and not data.image_tokens
+        if are_arrays != (side is not None):
+            raise ValueError(
+                f"data.source is {data.source!r}, data.image_tokens {data.image_tokens} and model.patch_size {side}; "
+                f"arrays of images have patches, and tokens have none"
+            )
+        if side is None:
+            return
+        if self.task.outputs is None:
+            raise ValueError(
+                f"model.patch_size is {side} and task.name {self.task.name!r}; images have classes or numbers, not "
+                f"tokens"
+            )
+        patches = (data.image_size // side) ** 2
+        if data.image_size % side or data.context_length != patches:
+            raise ValueError(
+                f"data.image_size is {data.image_size}, model.patch_size {side} and data.context_length "
+                f"{data.context_length}; the patches must divide the image, and their number be the context length"
+            )
+        channels = {"rgb": 3, "gray": 1}[data.image_mode]
+        if model.channels != channels:
+            raise ValueError(
+                f"model.channels is {model.channels}, but images of data.image_mode {data.image_mode!r} have {channels}"
             )
 
     def _check_tensor(self):
