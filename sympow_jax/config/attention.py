@@ -1,6 +1,7 @@
 """Attention as a kernel, a decay and a position encoding, and the papers' names for their combinations."""
 
 import dataclasses
+from typing import Any
 
 from sympow_jax.config import _checks as checks
 
@@ -154,11 +155,16 @@ class AttentionConfig:
             )
 
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "softmax": {"kernel": "softmax", "decay": "none", "position": "rope"},
     "softmax_alibi": {"kernel": "softmax", "decay": "alibi", "position": "none"},
     "linear": {"kernel": "linear", "decay": "none", "position": "sinusoidal"},
-    "linear_lrpe": {"kernel": "linear", "decay": "none", "position": "lrpe"},
+    "linear_lrpe": {
+        "kernel": "linear",
+        "decay": "none",
+        "position": "lrpe",
+        "lrpe": LrpeConfig(basis="householder", learned_rates=True),
+    },
     "expressive": {"kernel": "expressive", "decay": "none", "position": "rope"},
     "even_power": {"kernel": "power", "decay": "none", "position": "rope", "form": "attention"},
     "sympow": {"kernel": "power", "decay": "none", "position": "rope"},

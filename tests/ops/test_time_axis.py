@@ -26,7 +26,7 @@ def results(group):
 
 
 def check_ops(found):
-    for way in ("angles", "all angles", "angles of one document"):
+    for way in ("angles", "all angles", "angles of one document", "angles of pairs"):
         for devices, angles in found.pop(way, {}).items():
             assert angles["identical"], (way, devices)
             assert angles["rate"] <= 1e-5, (way, devices, angles)
@@ -45,6 +45,7 @@ def check_refused(messages):
         "reference": ("NotImplementedError: ", "'reference' cannot; use implementation='xla'"),
         "kept": ("NotImplementedError: ", "as many keys as queries"),
         "kept by softmax": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),
+        "kept by expressive": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),
         "window": ("ValueError: ", "holds 8 of 16 positions, fewer than the window of 9; use a longer"),
     }
     assert messages.keys() == expected.keys()

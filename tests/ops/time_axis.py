@@ -119,6 +119,8 @@ def check_ops(everything):
         "log_decay": np.broadcast_to(-np.array(ops.alibi_slopes(2)), extreme["log_decay"].shape)
     }
     softmax, single = ops.softmax_attention, "float32"
+    expressive = functools.partial(ops.expressive_attention, block_size=48)
+    of_expressive = functools.partial(ops.expressive_attention, implementation="reference")
     results = {
         "extreme": compare(extreme, formula, {"chunked 8 float64": (chunked, 8, "float64")}),
         "gentle": compare(
@@ -126,6 +128,7 @@ def check_ops(everything):
         ),
         "linear": compare(drawn_for(), of_linear, {"chunked 2": (linear, 2, single)}),
         "softmax": compare(alibi, softmax, {"8": (softmax, 8, single)}),
+        "expressive": compare(extreme, of_expressive, {"4": (expressive, 4, single)}),
         "angles": {8: angles(ids, 8)},
         "refused": refused(),
     }
@@ -172,16 +175,18 @@ def check_ops(everything):
         ),
         "all angles": {n: angles(ids, n) for n in (2, 4)},
         "angles of one document": {n: angles(None, n) for n in (2, 4, 8)},
+        "angles of pairs": {4: angles(ids, 4, pairs=(4,))},
     }
 
 
-def angles(ids, devices):
+def angles(ids, devices, pairs=()):
     """Whether positions and angles are those of one device to the bit, and the error of the gradient of rates."""
     random = np.random.default_rng(0)
-    rate = (1 + np.tanh(random.standard_normal((3, TIME, 2)))).astype(np.float32)
+    rate = (1 + np.tanh(random.standard_normal((3, TIME, 2, *pairs)))).astype(np.float32)
     weight = random.standard_normal((3, TIME, 2, 4)).astype(np.float32)
     arrays = {"rate": rate, "weight": weight} | ({} if ids is None else {"segment_ids": ids})
-    state = rotary.RotaryState(jnp.full((3, 2), 7), jnp.full((3, 2), 2**31, jnp.uint32), jnp.array([5, 1, 0]))
+    whole = jnp.full((3, 2, *pairs), 7)
+    state = rotary.RotaryState(whole, jnp.full(whole.shape, 2**31, jnp.uint32), jnp.array([5, 1, 0]))
 
     def f(axis_name, arrays):
         segments = arrays.get("segment_ids")
@@ -221,6 +226,7 @@ def refused():
         "reference": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, implementation="reference"),
         "kept": lambda x, axis: ops.power_attention(x[:, 1:], x, x, axis_name=axis),
         "kept by softmax": lambda x, axis: ops.softmax_attention(x[:, 1:], x, x, axis_name=axis),
+        "kept by expressive": lambda x, axis: ops.expressive_attention(x[:, 1:], x, x, axis_name=axis),
         "window": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, form="chunked", window=9),
     }
     messages = {}

@@ -1,0 +1,221 @@
+"""Expressive attention block by block, never a T x T array, with its own gradient.
+
+Time is cut into blocks of C positions, the first axis of every array; H is batch times key/value heads, G the query
+heads of each. A pair's weight is u^2 / (1 + z^2) with u = s z / m: z the score, s^2 the decay between the two, and m
+the row's largest s min(|z|, 1) so far. That is the weight over m^2, which the division by the sum cancels, so that a
+row's largest weight is between 1/2 and 1 however small its scores are: s |z| >= 2^-126 is enough in float32, where
+z^2 alone would vanish below 2^-63.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.ops._power import decay as decays
+
+__all__ = ["Blocks", "Settings", "attend"]
+
+
+class Settings(NamedTuple):
+    """What is static: whether a query sees no later keys, and the precision of products."""
+
+    causal: bool
+    precision: jax.lax.Precision
+
+
+class Blocks(NamedTuple):
+    """J blocks of keys, I of queries, which are the last positions. All of one dtype but documents and ranges.
+
+    half_decay: halves of the log decays, `decay.bounded`; None decays nothing. None among gradients elsewhere.
+    query_document, key_document: a pair sees each other where they are equal; None where all do.
+    ranges: for each block of queries the blocks of keys from the first that is seen up to, not including, the last
+    one; where causal, up to the diagonal, which is always taken.
+    """
+
+    query: Float[Array, "I H D G C"]
+    key: Float[Array, "J H D C"]
+    value: Float[Array, "J H E C"]
+    half_decay: Float[Array, "J H C"] | None
+    query_document: Int[Array, "I H C"] | None
+    key_document: Int[Array, "J H C"] | None
+    ranges: Int[Array, "I 2"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G C"]:
+    """Means of values, zero where all weights are zero.
+
+    Saved for the backward pass beside the arguments: the output, and m and the sum of weights of every row.
+    """
+    return _attend(settings, blocks)[0]
+
+
+def _attend(settings, blocks):
+    pairs = _Pairs(settings, blocks)
+    tiny = np.finfo(pairs.dtype).tiny
+
+    def row(_, i):
+        rows = pairs.rows(i)
+
+        def add(carry, j, between, diagonal):
+            numerator, denominator, largest = carry
+            z, s = pairs.scores(rows, j, between, diagonal)
+            size = jnp.minimum(jnp.abs(z), pairs.bound)
+            reach = jnp.minimum(size, 1)
+            new = jnp.maximum(largest, (reach if s is None else reach * s).max(1, keepdims=True))
+            u = size * _over(s, new)
+            weights = u * u / (1 + size * size)
+            # 1 for all but a row's first blocks.
+            shrink = jnp.square(largest / new)
+            numerator = numerator * shrink + pairs.product("hek,hkgq->hegq", pairs.value(j), weights)
+            return numerator, denominator * shrink + weights.sum(1, keepdims=True), new
+
+        _, heads, _, group, block = blocks.query.shape
+        empty = jnp.zeros((heads, 1, group, block), pairs.dtype)
+        wide = jnp.zeros((heads, blocks.value.shape[2], group, block), pairs.dtype)
+        numerator, denominator, largest = pairs.over_keys(i, add, (wide, empty, empty + tiny))
+        some = denominator > 0
+        out = jnp.where(some, numerator / jnp.where(some, denominator, 1), 0)
+        return None, (out, denominator, largest)
+
+    return jax.lax.scan(row, None, jnp.arange(len(blocks.query), dtype=jnp.int32))[1]
+
+
+def _attend_fwd(settings, blocks):
+    out, denominator, largest = _attend(settings, blocks)
+    return out, (blocks, out, denominator, largest)
+
+
+def _attend_bwd(settings, residuals, dout):
+    blocks, out, denominator, largest = residuals
+    pairs = _Pairs(settings, blocks)
+
+    def row(carry, i):
+        rows = pairs.rows(i)
+        some = denominator[i] > 0
+        d = jnp.where(some, dout[i] / jnp.where(some, denominator[i], 1), 0)
+        mean = (d * out[i]).sum(1, keepdims=True)
+
+        def add(carry, j, between, diagonal):
+            dquery, dkeys, dvalues, drow, dcolumns = carry
+            z, s = pairs.scores(rows, j, between, diagonal)
+            z = jnp.clip(z, -pairs.bound, pairs.bound)
+            factor = _over(s, largest[i])
+            u, h = z * factor, 1 / (1 + z * z)
+            weights = u * u * h
+            dweights = pairs.product("hek,hegq->hkgq", pairs.value(j), d) - mean
+            dz = dweights * (2 * u * h) * (h * factor)
+            dquery += pairs.product("hdk,hkgq->hdgq", pairs.key(j), dz)
+            dkeys = _add(dkeys, j, pairs.product("hdgq,hkgq->hdk", rows.query, dz))
+            dvalues = _add(dvalues, j, pairs.product("hegq,hkgq->hek", d, weights))
+            if dcolumns is not None:
+                dlog = dweights * weights
+                drow += dlog.sum((1, 2))
+                dcolumns = _add(dcolumns, j, dlog.sum((2, 3)))
+            return dquery, dkeys, dvalues, drow, dcolumns
+
+        drow = None if blocks.half_decay is None else jnp.zeros_like(blocks.half_decay[0])
+        start = (jnp.zeros_like(blocks.query[i]), *carry[:2], drow, carry[2])
+        dquery, dkeys, dvalues, drow, dcolumns = pairs.over_keys(i, add, start)
+        return (dkeys, dvalues, dcolumns), (dquery, drow)
+
+    arrays = (blocks.key, blocks.value, blocks.half_decay)
+    start = jax.tree.map(jnp.zeros_like, arrays)
+    (dkey, dvalue, dcolumns), (dquery, drows) = jax.lax.scan(
+        row, start, jnp.arange(len(blocks.query), dtype=jnp.int32)
+    )
+    dhalf = None
+    if dcolumns is not None:
+        dsums = jnp.pad(drows, [(len(dcolumns) - len(drows), 0), (0, 0), (0, 0)]) - dcolumns
+        totals = dsums.sum(-1)
+        behind = jnp.cumsum(totals[::-1], 0)[::-1] - totals
+        dhalf = 2 * (decays.suffix_sums(dsums) + dsums + behind[..., None])
+    return (Blocks(dquery, dkey, dvalue, dhalf, None, None, None),)
+
+
+attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+class _Rows(NamedTuple):
+    """One block of queries; `from_start` is the root of the decay from before the block."""
+
+    query: Float[Array, "H D G C"]
+    document: Int[Array, "H C"] | None
+    from_start: Float[Array, "H C"] | None
+
+
+class _Pairs:
+    """Scores and decays of pairs by the indices of their blocks."""
+
+    def __init__(self, settings, blocks):
+        self._settings, self._blocks, self.dtype = settings, blocks, blocks.query.dtype
+        # From here on z^2 / (1 + z^2) is 1 in this dtype, and z^2 does not overflow.
+        self.bound = 2.0 ** (np.finfo(self.dtype).maxexp // 2 - 1)
+        self._offset = len(blocks.key) - len(blocks.query)
+        self._earlier = np.triu(np.ones((blocks.key.shape[-1],) * 2, bool))[:, None, :]
+        if (half := blocks.half_decay) is not None:
+            self._coarse, self._fine = decays.split(half)
+            self._after, self._totals = decays.suffix_sums(half), half.sum(-1)
+
+    def key(self, j):
+        return self._blocks.key[j]
+
+    def value(self, j):
+        return self._blocks.value[j]
+
+    def rows(self, i):
+        blocks, start = self._blocks, None
+        if blocks.half_decay is not None:
+            start = decays.exp(self._coarse[i + self._offset] + self._fine[i + self._offset])
+        document = None if blocks.query_document is None else blocks.query_document[i]
+        return _Rows(blocks.query[i], document, start)
+
+    def product(self, equation, left, right):
+        return jnp.einsum(equation, left, right, precision=self._settings.precision)
+
+    def over_keys(self, i, add, carry):
+        """`carry = add(carry, j, between, diagonal)` over the blocks j that block i of the queries sees.
+
+        `between` is the sum of halved decays over the blocks between the two.
+        """
+        start, stop = self._blocks.ranges[i]
+        if not self._settings.causal:
+            return jax.lax.fori_loop(start, stop, lambda j, carry: add(carry, j, None, False), carry)
+        carry = add(carry, stop, None, True)
+        between = None if self._blocks.half_decay is None else jnp.zeros_like(self._totals[0])
+
+        def left(n, carry):
+            carry, between = carry
+            j = stop - 1 - n
+            carry = add(carry, j, between, False)
+            return carry, None if between is None else between + self._totals[j]
+
+        return jax.lax.fori_loop(0, stop - start, left, (carry, between))[0]
+
+    def scores(self, rows, j, between, diagonal):
+        """[H, C, G, C], keys before queries: scores, zero where nothing is seen, and roots of decays or None."""
+        z = self.product("hdk,hdgq->hkgq", self.key(j), rows.query)
+        if rows.document is not None:
+            same = self._blocks.key_document[j][:, :, None] == rows.document[:, None, :]
+            z = jnp.where(same[:, :, None], z, 0)
+        if diagonal:
+            z = jnp.where(self._earlier, z, 0)
+        if self._blocks.half_decay is None:
+            return z, None
+        if not diagonal:
+            to_end = decays.exp(self._after[j] + between[:, None])
+            return z, to_end[:, :, None, None] * rows.from_start[:, None, None]
+        differences = (x[:, None, None, :] - x[:, :, None, None] for x in (self._coarse[j], self._fine[j]))
+        return z, decays.exp(jnp.where(self._earlier, sum(differences), 0))
+
+
+def _over(s, largest):
+    return 1 / largest if s is None else s * (1 / largest)
+
+
+def _add(total, index, part):
+    return total.at[index].add(part)

@@ -1,0 +1,204 @@
+"""Expressive attention: weights z^2 / (1 + z^2) of scores z, which orthogonal queries and keys make zero.
+
+"Reorganizing attention-space geometry with expressive attention" (Gros 2024), equation 2.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.ops import _expressive_blocks, _time_axis, documents
+from sympow_jax.ops._power import decay as decays
+from sympow_jax.ops._power import xla as power_xla
+
+__all__ = ["expressive_attention"]
+
+_IMPLEMENTATIONS = ("reference", "xla")
+_UNSEEN = -2  # the document of a key that nothing sees; that of a padding query is -1
+
+
+def expressive_attention(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B S K D"],
+    value: Float[Array, "B S K E"],
+    *,
+    log_decay: Float[Array, "B S K"] | None = None,
+    segment_ids: Int[Array, "B S"] | None = None,
+    causal: bool = True,
+    scale: float = 1.0,
+    implementation: str | None = None,
+    block_size: int = 256,
+    axis_name: str | None = None,
+) -> Float[Array, "B T N E"]:
+    """Y_i = sum_j A_ij V_j / sum_j A_ij, A_ij = exp(G_i - G_j) z_ij^2 / (1 + z_ij^2), z_ij = scale Q_i . K_j, j <= i.
+
+    The queries are the last T of S positions; N is a multiple of K. G is the running sum of `log_decay` <= 0; a
+    token's own decay does not discount its own key. Documents are those of `segment_ids`, as in `ops.documents`:
+    nothing is seen across a boundary, and padding gives zero, is not seen and does not decay. `causal=False` sees the
+    whole document, later keys too, and has no decays. A row whose weights are all zero gives zero, with zero
+    gradients. Computed in float32, or in float64 for such queries; the output has the dtype of `value`.
+
+    Scores may have any size. In float32 weights are those of the formula for all finite z, and their derivatives,
+    2 z / (1 + z^2)^2, up to |z| = 1e11, beyond which they vanish. A row whose weights are all tiny is a mean like any
+    other, as long as the largest |z| exp((G_i - G_j) / 2) is above 1.2e-38; below, it counts as zero, and so do
+    weights below 1e-38 of the row's largest and decays of more than 174 nats. Rounding of z counts by what it is of
+    z: at large z gradients are those of the smallest scores, which may be sums that cancel.
+
+    Only parts of it have a recurrent form. For |z| < 1, z^2 / (1 + z^2) = z^2 - z^4 + z^6 - ..., and each of these
+    even powers has a finite state, that of `power_attention` with p = 2, 4, 6, ...; the sum, which diverges from
+    |z| = 1 on, has none: keys and values are kept. For small z the first term remains, `power_attention` with p = 2;
+    for large z every key counts the same.
+
+    `implementation`: `reference` is the formula as it stands, with all T x S pairs at once; `xla` (None) takes blocks
+    of `block_size` queries and keys, of which it skips those behind the diagonal and those of other documents, and
+    recomputes them in the backward pass: memory is linear in S.
+
+    `axis_name`: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
+    arguments and output are this device's share, of equal length on all. Each device attends over all of the time
+    for a share of the heads; there are as many keys as queries.
+
+    Raises ValueError for shapes or options that do not fit each other, and NotImplementedError for kept keys where
+    time is divided.
+    """
+    _validate(query, key, value, log_decay, segment_ids, causal, implementation, block_size)
+    compute = _reference if implementation == "reference" else functools.partial(_blockwise, block_size)
+    attend = functools.partial(compute, causal, scale)
+    with jax.named_scope(f"expressive_{implementation or 'xla'}"):
+        if axis_name is None:
+            return attend(query, key, value, log_decay, segment_ids)
+        if key.shape[1] > query.shape[1]:
+            raise NotImplementedError(
+                f"time is divided over the mesh axis {axis_name!r}, which needs as many keys as queries, not "
+                f"{key.shape[1]} and {query.shape[1]}; leave out kept keys, or axis_name"
+            )
+        return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
+
+
+def _validate(query, key, value, log_decay, segment_ids, causal, implementation, block_size) -> None:
+    batch, time, heads, head_dim = query.shape
+    key_time, kv_heads = key.shape[1:3]
+    if key.shape != (batch, key_time, kv_heads, head_dim) or value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(
+            f"query is {query.shape}, key {key.shape} and value {value.shape}; they must be "
+            f"[B, T, N, D], [B, S, K, D] and [B, S, K, E]"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"query has {heads} heads and key {kv_heads}; the second must divide the first")
+    if not 1 <= time <= key_time:
+        raise ValueError(
+            f"query has {time} positions and key {key_time}; pass at least 1 and at most as many"
+        )
+    if log_decay is not None and log_decay.shape != (batch, key_time, kv_heads):
+        raise ValueError(f"log_decay is {log_decay.shape}; it must be {(batch, key_time, kv_heads)}")
+    if log_decay is not None and not causal:
+        raise ValueError(
+            "log_decay is given and causal is False; decays run in one direction: leave one of them out"
+        )
+    if segment_ids is not None and segment_ids.shape != (batch, key_time):
+        raise ValueError(f"segment_ids is {segment_ids.shape}; it must be {(batch, key_time)}")
+    if implementation not in (None, *_IMPLEMENTATIONS):
+        raise ValueError(f"implementation is {implementation!r}; it must be None, 'reference' or 'xla'")
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1")
+
+
+def _documents(segment_ids) -> Int[Array, "B S"]:
+    """Documents counted from 1 in the row; -1 for padding."""
+    nothing = jnp.full(segment_ids.shape[0], documents.NO_SEGMENT, segment_ids.dtype)
+    starts, valid, _ = documents.boundaries(segment_ids, nothing)
+    return jnp.where(valid, jnp.cumsum(starts, axis=1, dtype=jnp.int32), -1)
+
+
+def _reference(causal, scale, query, key, value, log_decay, segment_ids):
+    """Equation 2, with decays, in the dtype of the query or float32."""
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    group, before = query.shape[2] // key.shape[2], key.shape[1] - query.shape[1]
+    query, keys, values = (x.astype(dtype) for x in (query, key, value))
+    keys, values = jnp.repeat(keys, group, axis=2), jnp.repeat(values, group, axis=2)
+    steps = jnp.arange(key.shape[1])
+    seen = (steps[before:, None] >= steps) | (not causal)
+    if segment_ids is not None:
+        document = _documents(segment_ids)
+        valid = document >= 0
+        seen = seen & (document[:, before:, None] == document[:, None]) & valid[:, None]
+        log_decay = None if log_decay is None else jnp.where(valid[..., None], log_decay, 0)
+    z = scale * jnp.einsum("btnd,bsnd->bnts", query, keys, precision="highest")
+    # Both are z^2 / (1 + z^2); the derivative of the second cancels at large z, and the first is undefined at zero.
+    large = jnp.abs(z) > 1
+    small_z, large_z = jnp.where(large, 0, z), jnp.where(large, z, 1)
+    weights = jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
+    weights = jnp.where(seen if segment_ids is None else seen[:, None], weights, 0)
+    if log_decay is not None:
+        # Each pair's decay summed from its own key on: [B, K, S, S] at (i, j).
+        later = steps[:, None] > steps
+        steps_between = jnp.where(later, jnp.moveaxis(log_decay.astype(dtype), 1, 2)[..., :, None], 0)
+        between = jnp.cumsum(steps_between, -2)[:, :, before:]
+        weights *= jnp.repeat(jnp.exp(between), group, axis=1)
+    total = weights.sum(-1, keepdims=True)
+    weights /= jnp.where(total == 0, 1, total)
+    return jnp.einsum("bnts,bsne->btne", weights, values, precision="highest").astype(value.dtype)
+
+
+def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_ids):
+    batch, time, heads, _ = query.shape
+    key_time, kv_heads = key.shape[1:3]
+    dtype, out_dtype = jnp.promote_types(query.dtype, jnp.float32), value.dtype
+    settings = _expressive_blocks.Settings(causal, power_xla.precision_of(key.dtype))
+    # Queries fill up at their end; keys before their begin too, so that blocks of both meet on the diagonal.
+    block = min(block_size, key_time)
+    behind = -time % block
+    front = -(key_time - time) % block
+
+    def blocks(x, front):
+        x = jnp.pad(x, [(0, 0), (front, behind)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(batch, -1, block, *x.shape[2:]), 1, 0)  # [J, B, C, ...]
+
+    def by_head(x, front):
+        x = blocks(x, front)
+        return jnp.moveaxis(x, 2, -1).reshape(len(x), batch * kv_heads, -1, block)
+
+    queries = blocks((scale * query.astype(dtype)).reshape(batch, time, kv_heads, heads // kv_heads, -1), 0)
+    queries = queries.transpose(0, 1, 3, 5, 4, 2).reshape(
+        len(queries), batch * kv_heads, -1, heads // kv_heads, block
+    )
+    keys, values = (by_head(x.astype(dtype), front) for x in (key, value))
+    half_decay = query_document = key_document = document = None
+    if segment_ids is not None:
+        document = _documents(segment_ids)
+        repeated = jnp.broadcast_to(document[..., None], (batch, key_time, kv_heads))
+        of_head = by_head(repeated, front)[:, :, 0]
+        query_document = of_head[-len(queries) :]
+        key_document = jnp.where(of_head < 0, _UNSEEN, of_head)
+    if log_decay is not None:
+        if segment_ids is not None:
+            log_decay = jnp.where(document[..., None] >= 0, log_decay, 0)
+        half_decay = by_head(decays.bounded(log_decay.astype(dtype) / 2, False), front)[:, :, 0]
+    ranges = _ranges(causal, None if document is None else blocks(document, front), len(queries), len(keys))
+    out = _expressive_blocks.attend(
+        settings,
+        _expressive_blocks.Blocks(queries, keys, values, half_decay, query_document, key_document, ranges),
+    )
+    out = out.reshape(len(out), batch, kv_heads, -1, heads // kv_heads, block).transpose(1, 0, 5, 2, 4, 3)
+    return out.reshape(batch, len(queries) * block, heads, -1)[:, :time].astype(out_dtype)
+
+
+def _ranges(causal, document: Int[Array, "J B C"] | None, rows: int, columns: int) -> Int[Array, "I 2"]:
+    """The blocks of keys that each block of queries sees, as `_expressive_blocks.Blocks` has them."""
+    diagonal = jnp.arange(columns - rows, columns, dtype=jnp.int32)
+    start, stop = jnp.zeros_like(diagonal), diagonal if causal else jnp.full_like(diagonal, columns)
+    if document is not None:
+        _, batch, block = document.shape
+        queries = document[-rows:]
+        first = jnp.where(queries > 0, queries, jnp.iinfo(jnp.int32).max).min(2)
+        # Documents are numbered in order; padding has the number of the document before it.
+        number = jax.lax.cummax(jnp.moveaxis(document, 1, 0).reshape(batch, -1), axis=1)
+        begin = jax.vmap(jnp.searchsorted, (0, 1), 1)(number, first)
+        start = begin.min(1).astype(jnp.int32) // block
+        if not causal:
+            end = jax.vmap(functools.partial(jnp.searchsorted, side="right"), (0, 1), 1)(
+                number, queries.max(2)
+            )
+            stop = -(-end.max(1).astype(jnp.int32) // block)
+    return jnp.stack([jnp.minimum(start, stop), stop], axis=1)

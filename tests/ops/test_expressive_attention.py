@@ -1,0 +1,230 @@
+"""Expressive attention against equation 2 in float64: every option, every gradient, and scores of any size."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax.ops.expressive_attention import expressive_attention
+from sympow_jax.ops.power_attention import power_attention
+from tests.ops import cases
+
+OPTIONS = {
+    "plain": {},
+    "not causal": {"causal": False},
+    "documents": {"segments": "padded", "group": 3, "value_dim": 5},
+    "documents, not causal": {"segments": "padded", "group": 2, "causal": False},
+    "documents at edges, kept keys": {"segments": "edges", "kept": 70},
+    "not causal, kept keys": {"segments": "padded", "causal": False, "kept": 31},
+    "decays": {"decay": "mixed", "group": 2},
+    "gentle decays": {"decay": "gentle", "value_dim": 7},
+    "decays, documents, kept keys": {"decay": "mixed", "segments": "padded", "kept": 70, "group": 2},
+    "one query": {"decay": "gentle", "segments": "edges", "time": 121, "kept": 120},
+}
+
+
+def drawn(kept=0, causal=True, **options):
+    """Arrays in float64 and static options; queries and their cotangent are those of the last positions."""
+    arrays = cases.arrays(cases.Case(**({"decay": "none"} | options)), kv_heads=2)
+    for name in ("query", "dout"):
+        arrays[name] = arrays[name][:, kept:]
+    return arrays, {"causal": causal}
+
+
+def outputs_and_gradients(arrays, dtype, **options):
+    """The output and its gradients, as float64."""
+    names = [name for name in cases.GRADIENTS if arrays[name] is not None]
+    with jax.enable_x64(True):
+        cast = {name: jnp.asarray(arrays[name], dtype) for name in (*names, "dout")}
+
+        @jax.jit
+        def run(varied, dout):
+            def attend(varied):
+                return expressive_attention(**varied, segment_ids=arrays["segment_ids"], **options)
+
+            out, pull_back = jax.vjp(attend, varied)
+            return {"out": out} | pull_back(dout)[0]
+
+        found = run({name: cast[name] for name in names}, cast["dout"])
+        return {name: np.asarray(x, np.float64) for name, x in found.items()}
+
+
+@functools.cache
+def expected_of(name):
+    arrays, options = drawn(**OPTIONS[name])
+    return outputs_and_gradients(arrays, "float64", implementation="reference", **options)
+
+
+def check(found, expected, value_bound, gradient_bound):
+    assert found.keys() == expected.keys()
+    for name, x in found.items():
+        error = cases.error(x, expected[name])
+        assert error <= (value_bound if name == "out" else gradient_bound), (name, error)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "block_size"),
+    [
+        *((name, "float32", 32) for name in OPTIONS),
+        ("decays, documents, kept keys", "float64", 24),
+        ("documents, not causal", "float64", 24),
+        ("decays, documents, kept keys", "float32", 512),
+    ],
+)
+def test_blocks_are_the_formula(name, dtype, block_size):
+    arrays, options = drawn(**OPTIONS[name])
+    found = outputs_and_gradients(arrays, dtype, block_size=block_size, **options)
+    check(found, expected_of(name), *((1e-10, 1e-10) if dtype == "float64" else (2e-6, 1e-5)))
+    if arrays["segment_ids"] is not None:
+        padding = arrays["segment_ids"][:, -found["out"].shape[1] :] < 0
+        assert padding.any() == (OPTIONS[name]["segments"] == "padded")
+        assert not found["out"][padding].any()
+
+
+def test_reference_is_equation_2():
+    """With loops, so that it can be right by inspection: decays, documents, grouped heads and kept keys."""
+    arrays, _ = drawn(time=14, segments="padded", decay="gentle", group=2, kept=4)
+    out = outputs_and_gradients(arrays, "float64", implementation="reference", scale=0.7)["out"]
+    query, key, value, ids = (arrays[name] for name in ("query", "key", "value", "segment_ids"))
+    expected = np.zeros_like(out)
+    for b, t, n in np.ndindex(out.shape[:3]):
+        i, kv_head, decay, total = t + 4, n // 2, 0.0, 0.0
+        if ids[b, i] < 0:
+            continue
+        for j in range(i, -1, -1):
+            if ids[b, j] < 0:
+                continue
+            if ids[b, j] != ids[b, i]:
+                break
+            z = 0.7 * query[b, t, n] @ key[b, j, kv_head]
+            weight = np.exp(decay) * z**2 / (1 + z**2)
+            expected[b, t, n] += weight * value[b, j, kv_head]
+            total += weight
+            decay += arrays["log_decay"][b, j, kv_head]
+        expected[b, t, n] /= total
+    assert cases.error(out, expected) <= 1e-13
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-12, 1e-3])
+def test_small_scores(size):
+    """z^2 vanishes in float32 below 1e-19; the rows are means of the same values nevertheless."""
+    arrays, _ = drawn(time=70, segments="padded")
+    check_sizes(arrays, np.sqrt(size), np.sqrt(size))
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e11])
+def test_large_scores(size):
+    """The gradient goes as z^-3: scores of one product of numbers from 1 to 2, so that rounding does not grow."""
+    arrays, _ = drawn(time=70, segments="padded", head_dim=1)
+    for name in ("query", "key"):
+        arrays[name] = np.sign(arrays[name]) * (1 + np.abs(arrays[name]) % 1)
+    check_sizes(arrays, np.sqrt(size), np.sqrt(size))
+
+
+def test_rows_of_many_sizes():
+    """Queries and keys of all sizes side by side: larger scores come first, last and between."""
+    arrays, _ = drawn(time=96)
+    rng = np.random.default_rng(0)
+    lengths = 10.0 ** rng.integers(-30, 0, (2, 96, 1, 1))
+    arrays["dout"] = arrays["dout"] * lengths  # so that gradients of queries are of one size
+    check_sizes(arrays, lengths, 10.0 ** rng.integers(-2, 2, (2, 96, 1, 1)))
+
+
+def check_sizes(arrays, query_size, key_size):
+    arrays["query"], arrays["key"] = (
+        np.float32(arrays["query"] * query_size),
+        np.float32(arrays["key"] * key_size),
+    )
+    arrays["dout"] = np.float32(arrays["dout"])
+    expected = outputs_and_gradients(arrays, "float64", implementation="reference")
+    check(outputs_and_gradients(arrays, "float32", block_size=32), expected, 2e-6, 1e-5)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e20, 1e37])
+def test_gradients_stay_finite(size):
+    arrays, _ = drawn(time=40, decay="mixed")
+    arrays["query"] = arrays["query"] * size
+    found = outputs_and_gradients(arrays, "float32", block_size=16)
+    assert all(np.isfinite(x).all() for x in found.values())
+    if size < 1:
+        assert not any(x.any() for x in found.values())
+    else:
+        ones = arrays | {"query": np.ones_like(arrays["query"]), "key": np.full_like(arrays["key"], 1e3)}
+        expected = outputs_and_gradients(ones, "float64", implementation="reference")
+        assert cases.error(found["out"], expected["out"]) <= 2e-6  # all keys count the same
+
+
+def test_a_row_without_weights_is_zero():
+    arrays, _ = drawn(time=40, decay="mixed", group=2)
+    arrays["query"][:, 7] = arrays["key"][:, :3] = 0
+    found = outputs_and_gradients(arrays, "float32", block_size=16)
+    assert all(np.isfinite(x).all() for x in found.values())
+    assert not found["out"][:, [0, 1, 2, 7]].any()
+    assert not found["query"][:, [0, 1, 2, 7]].any()
+    assert found["out"][:, 8].all()
+
+
+def test_far_keys_count_where_near_ones_are_orthogonal():
+    """Decays to them cancel in the division, across blocks and within one, up to 174 nats."""
+    arrays, _ = drawn(time=48)
+    arrays["key"][:, 1:] = 0
+    arrays["log_decay"] = np.full((2, 48, 2), -3.5)
+    found = outputs_and_gradients(arrays, "float32", block_size=16)
+    np.testing.assert_allclose(
+        found["out"], np.broadcast_to(arrays["value"][:, :1], found["out"].shape), rtol=1e-5
+    )
+
+
+def test_small_scores_are_power_attention():
+    """For small z the weights are z^2: power attention with p = 2."""
+    arrays, _ = drawn(decay="gentle", segments="padded")
+    inputs = [jnp.asarray(arrays[name], jnp.float32) for name in ("query", "key", "value")]
+    options = {"log_decay": jnp.float32(arrays["log_decay"]), "segment_ids": arrays["segment_ids"]}
+    found = expressive_attention(*inputs, **options, scale=1e-8, block_size=32)
+    assert cases.error(found, power_attention(*inputs, power=2, **options)) <= 2e-6
+
+
+def test_bfloat16():
+    arrays = cases.arrays(cases.Case(decay="gentle"), kv_heads=2, dtype="bfloat16")
+    arrays["log_decay"] = np.asarray(jnp.asarray(arrays["log_decay"], jnp.bfloat16), np.float64)
+    found = outputs_and_gradients(arrays, "bfloat16", block_size=32)
+    check(found, outputs_and_gradients(arrays, "float64", implementation="reference"), 1e-2, 1e-2)
+
+
+def test_memory_is_linear():
+    """In the backward pass too: one block's pairs are 1/4096 of all of them."""
+    time = 4096
+    shapes = [jax.ShapeDtypeStruct((1, time, 1, 8), jnp.float32)] * 3 + [
+        jax.ShapeDtypeStruct((1, time, 1), jnp.float32)
+    ]
+
+    def loss(query, key, value, log_decay):
+        return expressive_attention(query, key, value, log_decay=log_decay, block_size=64).sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * time * time / 32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": (2, 33, 3, 8)}, r"they must be \[B, T, N, D\]"),
+        (
+            {"key": (2, 33, 3, 8), "value": (2, 33, 3, 8)},
+            "4 heads and key 3; the second must divide the first",
+        ),
+        ({"query": (2, 34, 4, 8)}, "34 positions and key 33"),
+        ({"log_decay": (2, 33)}, r"log_decay is \(2, 33\); it must be \(2, 33, 2\)"),
+        ({"log_decay": (2, 33, 2), "causal": False}, "causal is False; decays run in one direction"),
+        ({"segment_ids": (2, 32)}, r"segment_ids is \(2, 32\); it must be \(2, 33\)"),
+        ({"implementation": "cudnn"}, "implementation is 'cudnn'; it must be None, 'reference' or 'xla'"),
+        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, message):
+    given = {"query": (2, 33, 4, 8), "key": (2, 33, 2, 8), "value": (2, 33, 2, 8)} | change
+    given = {name: jnp.zeros(x) if isinstance(x, tuple) else x for name, x in given.items()}
+    with pytest.raises(ValueError, match=message):
+        expressive_attention(**given)
