@@ -11,15 +11,12 @@ from jaxtyping import Float32, Int32, UInt8
 from sympow_jax import config as config_lib
 from sympow_jax.data import examples, files
 
-__all__ = ["describe", "open_examples"]
+__all__ = ["Images", "describe", "open_examples"]
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _MODES = {"rgb": "RGB", "gray": "L"}
 # Mean and standard deviation of each channel: of ImageNet, as is usual; a gray image goes to [-1, 1].
-_STATISTICS = {
-    "rgb": (np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])),
-    "gray": (np.array([0.5]), np.array([0.5])),
-}
+_STATISTICS = {"rgb": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "gray": ((0.5,), (0.5,))}
 # Held-out images: the part of the shorter side that the square in the middle takes, as is usual.
 _CENTRE = 0.875
 # The random crop of Szegedy et al. 2015, as DeiT trains: part of the area, width over height, and how often one is
@@ -186,8 +183,8 @@ class Images:
             _random_crop(image, side, np.random.default_rng(key)) if self._vary else _centre_crop(image, side)
         )
         pixels: UInt8[np.ndarray, "H W C"] = np.asarray(crop).reshape(side, side, -1)
-        mean, deviation = _STATISTICS[self._config.image_mode]
-        return ((pixels / 255 - mean) / deviation).astype(np.float32)
+        mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS[self._config.image_mode])
+        return (pixels - mean) / deviation
 
 
 def open_examples(
@@ -205,6 +202,8 @@ def open_examples(
         pixels a vocabulary that is too small or images of mixed size; on reading, a file that is no image.
     """
     classes = _classes(config)
+    # Before the classes are counted: a folder too many is most often an empty one.
+    found = _sides(config, classes)[heldout]
     if task.name != "classification" or task.classes != len(classes):
         raise ValueError(
             f"task.name is {task.name!r} and task.classes {task.classes}, but {config.paths[0]} holds folders of "
@@ -215,7 +214,7 @@ def open_examples(
             f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it to at least that"
         )
     vary = config.augment and not heldout and not config.image_tokens
-    return Images(_sides(config, classes)[heldout], config, vary=vary)
+    return Images(found, config, vary=vary)
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

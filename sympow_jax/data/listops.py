@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int64
 from sympow_jax import config as config_lib
 from sympow_jax.data import examples
 
-__all__ = ["CLASSES", "SYMBOLS", "describe", "generate", "open_examples"]
+__all__ = ["CLASSES", "SYMBOLS", "ListOps", "describe", "generate", "open_examples"]
 
 CLASSES = 10
 SYMBOLS = ("", *"0123456789", "[MAX", "[MIN", "[MED", "[SM", "]")  # by id

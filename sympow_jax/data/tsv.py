@@ -13,7 +13,7 @@ from sympow_jax import config as config_lib
 from sympow_jax.data import documents, examples, files
 from sympow_jax.data import tokenizer as tokenizer_lib
 
-__all__ = ["describe", "open_examples"]
+__all__ = ["Table", "TsvExamples", "describe", "open_examples"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -41,7 +41,7 @@ class _File(NamedTuple):
         if len(found) != self.columns.width:
             raise ValueError(
                 f"{self.name(line)} has {len(found)} columns, but the file's first line has {self.columns.width}; "
-                f"columns are divided by single tabs, and a text holds neither a tab nor a line break"
+                f"columns are divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
             )
         return found
 

@@ -6,6 +6,7 @@ carried forward, and what later ones hold by a state that is carried backward.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def attend(
     implementation: str | None,
     chunk_size: int | None,
 ) -> Float[Array, "B T N L"]:
-    """Means, L = E, or sums, L = E + 1, with the weights (q . k)^p of the tokens of a document; as `dispatch.attend`."""
+    """Means, L = E, or sums, L = E + 1, with weights (q . k)^p of the tokens of a document; as `dispatch.attend`."""
     dtype, kv_heads = jnp.promote_types(query.dtype, jnp.float32), key.shape[2]
     if division is not means.Division.NONE:
         query = xla.unit_scale(query)
@@ -64,13 +65,15 @@ def attend(
         jnp.moveaxis(key, 1, 3).astype(dtype),
         jnp.moveaxis(weighed, 1, 3).astype(dtype),
     )
-    options = {"power": power, "precision": xla.precision_of(value.dtype)}
-    compute = functools.partial(_all_pairs, **options)
-    if implementation != "reference":
+    compute: Callable
+    if implementation == "reference":
+        compute = _all_pairs
+    elif document is None:
+        compute = _whole
+    else:
         chunk = min(chunk_size or costs.default_chunk("chunked"), query.shape[1])
-        compute = functools.partial(_whole, **options)
-        if document is not None:
-            compute = functools.partial(_by_document, chunk=chunk, **options)
+        compute = functools.partial(_by_document, chunk=chunk)
+    compute = functools.partial(compute, power=power, precision=xla.precision_of(value.dtype))
     by_head = jax.vmap(compute, in_axes=(0, 0, 0, None))
     sums = jax.vmap(by_head, in_axes=(0, 0, 0, None if document is None else 0))(*arrays, document)
     out = means.of_sums(xla.time_second(sums), -1, division)

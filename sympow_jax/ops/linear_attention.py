@@ -104,10 +104,9 @@ def linear_attention(
     b_ij = exp(G_i - G_j) for j <= i, G the running sum of log_decay. Where weights have one sign the output is zero
     if all are zero, as in `power_attention`. The feature maps `identity`, odd powers, and turned features in the
     denominator give weights of both signs, whose sum may be negative or all but vanish: the division then is by the
-    sum as it is, without an epsilon, and the output is zero only where the sum is exactly zero. Arguments that are
-    not named here are those of `power_attention`.
+    sum as it is, without an epsilon, and the output is zero only where the sum is exactly zero.
 
-    Args:
+    Arguments, where they are not those of `power_attention`:
         feature_map: phi: `elu` is elu(x) + 1, `relu`, `identity`, or the `symmetric` or `tensor` power of degree
             `power`, with phi(q) . phi(k) = (q . k)^power. Unturned, powers are computed as in `power_attention`.
         power: used by these two alone; any degree from 1.
@@ -268,7 +267,7 @@ def _require_state(state, kernel, query, key, value, turned_dim, *, separate):
     """Raises ValueError for a state of other sizes or another kernel than the arguments'."""
     if state is None:
         return
-    batch, kv_heads, head_dim, value_dim = query.shape[0], *key.shape[-2:], value.shape[-1]
+    batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
     made = f"make it with LinearState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, turned_dim={turned_dim}, ...)"
     if not isinstance(state, LinearState):
         raise ValueError(f"the state is a {type(state).__name__}; {made}")

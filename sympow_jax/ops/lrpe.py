@@ -103,7 +103,7 @@ def rates(
     if kind == "a":
         return 10_000.0 ** (-2 * index / turned)
     if kind == "b":
-        return np.pi / 2 / reference_length / count * (index + 1)
+        return np.pi / 2 / reference_length * (index + 1) / max(1, count)
     if kind == "c":
         return np.pi / 2 / reference_length / (index + 1)
     return 2 * np.pi * float(max_document_length) ** (-2 * index / turned)

@@ -30,6 +30,7 @@ def fixed(
 
     Positions are >= 0. A rate counts as the exact value of its float64.
     """
+    dtype = np.dtype(dtype)
     return _angles(positions, words(rates, _word_count(dtype)), dtype)
 
 
@@ -46,7 +47,7 @@ def learned(
     the exact value of its float32, or float64 where `dtype` is that. The derivative by a rate is the position (for
     turns, 2 pi of it). A rate that is not finite makes its angles nan.
     """
-    return _learned(unit, np.dtype(dtype), positions, rates)
+    return _learned(unit, np.dtype(dtype), jnp.asarray(positions), jnp.asarray(rates))
 
 
 def words(rates: Float[np.ndarray, "*rates"], count: int) -> list[UInt32[np.ndarray, "*rates"]]:

@@ -35,31 +35,41 @@ def encode(
     `noise` is independent and standard normal, the cosines' share first and the sines' behind it, the same for queries
     and keys and at every position: one draw for as long as a state lives. The paper draws anew for every batch; a
     caller who keeps one draw trains and evaluates with one fixed random kernel near P. Head n uses the parameters and
-    noise of key head n // (N / K). Phases are right at any position from 0 to 2^31 (`ops.phase`). The paper's gate,
-    which mixes in an unencoded share, is left out.
+    noise of key head n // (N / K). Phases are right at any position from 0 to 2^31 (`ops.phase`); the
+    gradient by a frequency is a difference of terms as large as the positions, and its float32 error grows with them.
+    The paper's gate, which mixes in an unencoded share, is left out.
 
     `key_positions` are those of the queries unless given. Computed in float32 or wider, returned in the dtypes of
     `query` and `key`. Raises ValueError for shapes that do not fit.
     """
     _require_shapes(query, key, frequencies, phases, gains, noise)
-    width, realizations = noise.shape[2:]
     dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), jnp.float32)
-    gains = jnp.concatenate([gains, gains], axis=-1).astype(dtype)
-    mixing = (noise.astype(dtype) * gains[..., None] * realizations**-0.5).reshape(
-        key.shape[2], -1, realizations
-    )
+    # The phases turn the noise of queries, so that cosines and sines are those of keys.
+    cos, sin = (wave(phases.astype(dtype))[..., None] for wave in (jnp.cos, jnp.sin))
+    even, odd = jnp.split(noise.astype(dtype), 2, axis=2)
+    turned = jnp.concatenate([even * cos + odd * sin, odd * cos - even * sin], axis=2)
+    scale = jnp.concatenate([gains, gains], axis=-1).astype(dtype)[..., None] * noise.shape[-1] ** -0.5
 
-    def encoded(x, positions, offset):
-        angles = phase.learned(positions, frequencies, unit="turns", dtype=dtype) + offset
-        waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-        groups = x.reshape(*x.shape[:2], key.shape[2], -1, x.shape[-1]).astype(dtype)
-        waving = (groups[..., None] * waves[:, :, :, None]).reshape(*groups.shape[:4], x.shape[-1] * width)
-        mixed = jnp.einsum("BTKGX,KXR->BTKGR", waving, mixing, precision=_HIGHEST)
-        return mixed.reshape(*x.shape[:3], realizations).astype(x.dtype)
+    waves = _waves(positions, frequencies, dtype)
+    key_waves = waves if key_positions is None else _waves(key_positions, frequencies, dtype)
+    return _mixed(query, waves, scale * turned), _mixed(key, key_waves, scale * noise.astype(dtype))
 
-    if key_positions is None:
-        key_positions = positions
-    return encoded(query, positions, phases.astype(dtype)), encoded(key, key_positions, 0)
+
+def _waves(positions, frequencies, dtype):
+    """Cosines and sines of 2 pi f s, [B, T, K, D, 2 * sines]."""
+    angles = phase.learned(positions, frequencies, unit="turns", dtype=dtype)
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def _mixed(x, waves, mixing):
+    """The sum over d and j of x_d waves_dj mixing_djr, [B, T, N, R]."""
+    batch, time, heads, head_dim = x.shape
+    kv_heads, _, width, realizations = mixing.shape
+    groups = x.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).astype(waves.dtype)
+    waving = (groups[..., None] * waves[:, :, :, None]).reshape(*groups.shape[:-1], head_dim * width)
+    mixing = mixing.reshape(kv_heads, head_dim * width, realizations)
+    mixed = jnp.einsum("BTKGX,KXR->BTKGR", waving, mixing, precision=_HIGHEST)
+    return mixed.reshape(batch, time, heads, realizations).astype(x.dtype)
 
 
 def _require_shapes(query, key, frequencies, phases, gains, noise):

@@ -123,7 +123,7 @@ def test_what_positions_make_of_sizes():
         )
     assert sizes == {
         "rope behind features": (8, 8, 8),
-        "unitary": (8, 16, 16),
+        "unitary": (8, 8, 16),
         "of symmetric features": (8, 36, 36),
         "of powers": (16, None, None),
         "stochastic": (8, 8, None),
