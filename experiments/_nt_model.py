@@ -87,5 +87,5 @@ def attention_weights(attention: str, scores: Float[Array, "T T"]) -> Float[Arra
 
 
 def _normalised(x):
-    """LayerNorm, whose gain and bias are those of the matrices behind it."""
+    """LayerNorm without gain and bias, for which the paper's count of parameters leaves no room."""
     return jax.nn.standardize(x, axis=-1)

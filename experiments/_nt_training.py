@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ __all__ = ["Progress", "Setting", "train"]
 _LEARNING_RATE, _MOMENTUM = 0.02, 0.8
 _PREDICTIONS = 40  # of an epoch's series, one update each
 _GREEDY = 50  # symbols of a test series that are predicted
-_TEST_BATCH = 100  # test series at once, and all of them while training
+_TEST_BATCH = 100  # test series at once: all of them while training
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,20 +47,18 @@ class Setting:
                 f"context is {self.context}; with delay {self.delay} the next symbol is determined by the last "
                 f"{self.delay + 1}: use at least as many"
             )
-        for name, choices in (("weights", (self.weights,)), ("attentions", self.attentions)):
+        for name, choice in [("weights", self.weights), *(("attention", x) for x in self.attentions)]:
             known = _nt_model.WEIGHTS if name == "weights" else _nt_model.ATTENTIONS
-            for choice in choices:
-                if choice not in known:
-                    raise ValueError(
-                        f"{name.rstrip('s')} is {choice!r}; it must be one of {', '.join(known)}"
-                    )
-        if self.test_series > _TEST_BATCH and self.test_series % _TEST_BATCH:
-            raise ValueError(
-                f"test_series is {self.test_series}; above {_TEST_BATCH} it must be a multiple of it"
-            )
-        for name in ("runs", "epochs", "evaluations", "test_series"):
+            if choice not in known:
+                raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(known)}")
+        for name in ("runs", "epochs", "evaluations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.test_series < 1 or self.test_series % _TEST_BATCH:
+            raise ValueError(
+                f"test_series is {self.test_series}; it must be a multiple of the {_TEST_BATCH} that are continued at "
+                f"once"
+            )
         if self.drop_after is not None and self.drop_after < 0:
             raise ValueError(f"drop_after is {self.drop_after}; it must be at least 0")
 
@@ -94,16 +92,14 @@ def train(setting: Setting) -> Iterator[Progress]:
     )
     state = jax.jit(lambda: {name: _initial(setting, name, keys) for name in setting.attentions})()
     advance = jax.jit(functools.partial(_advance, setting), donate_argnums=0)
+    test = jax.jit(functools.partial(_tested, setting))
     points = np.unique(np.linspace(0, setting.epochs, setting.evaluations + 1).round().astype(int))
     for start, stop in itertools.pairwise(points):
-        state, *measured = advance(state, keys, start, stop)
-        if stop == setting.epochs:
-            break
-        yield Progress(int(stop), _TEST_BATCH, *jax.device_get(measured))
-    loss = jax.device_get(measured[0])
-    test = jax.jit(functools.partial(_tested, setting, setting.test_series))
-    greedy, given = jax.device_get(test({name: of[0] for name, of in state.items()}, keys, setting.epochs))
-    yield Progress(setting.epochs, setting.test_series, loss, greedy, given)
+        state, loss = advance(state, keys, start, stop)
+        batches = setting.test_series // _TEST_BATCH if stop == setting.epochs else 1
+        accuracies = [jax.device_get(test(state, keys, stop, batch)) for batch in range(batches)]
+        greedy, given = jax.tree.map(lambda *x: np.mean(x, axis=0), *accuracies)
+        yield Progress(int(stop), batches * _TEST_BATCH, jax.device_get(loss), greedy, given)
 
 
 def _initial(setting, attention, keys):
@@ -112,7 +108,7 @@ def _initial(setting, attention, keys):
 
 
 def _advance(setting, state, keys, start, stop):
-    """The epochs from `start` up to `stop` of all runs; the state, losses and accuracies."""
+    """The epochs from `start` up to `stop` of all runs; the state and mean losses by attention."""
     losses = {}
     for name in setting.attentions:
 
@@ -126,8 +122,7 @@ def _advance(setting, state, keys, start, stop):
 
         state[name], total = jax.vmap(run)(state[name], keys)
         losses[name] = total / (stop - start)
-    parameters = {name: of[0] for name, of in state.items()}
-    return state, losses, *_tested(setting, _TEST_BATCH, parameters, keys, start)
+    return state, losses
 
 
 def _epoch(setting, model, key, state, epoch):
@@ -149,39 +144,35 @@ def _epoch(setting, model, key, state, epoch):
     return state, losses.mean()
 
 
-def _tested(setting, count, parameters, keys, epoch):
-    """Accuracies [runs, tasks] by attention, fed back and given, over `count` fresh series of each task."""
+def _tested(setting, state, keys, epoch, batch):
+    """Accuracies [runs, tasks] by attention, fed back and given, over 100 fresh series of each task."""
     greedy, given = {}, {}
-    batches = -(-count // _TEST_BATCH)
     for name in setting.attentions:
-        test = functools.partial(_tested_run, setting, setting.model(name), min(count, _TEST_BATCH), batches)
-        of_epoch = jax.vmap(lambda key: jax.random.fold_in(jax.random.fold_in(key, 1), epoch))(keys)
-        greedy[name], given[name] = jax.vmap(test)(parameters[name], of_epoch)
+
+        def run(parameters, key, name=name):
+            of_batch = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 1), epoch), batch)
+            return _tested_run(setting, setting.model(name), parameters, of_batch)
+
+        greedy[name], given[name] = jax.vmap(run)(state[name][0], keys)
     return greedy, given
 
 
-def _tested_run(setting, model, size, batches, parameters, key):
-    predict: Callable = lambda symbols: jnp.argmax(model.outputs(parameters, symbols)).astype(jnp.int32)  # noqa: E731
+def _tested_run(setting, model, parameters, key):
+    def predict(symbols):
+        return jnp.argmax(model.outputs(parameters, symbols)).astype(jnp.int32)
 
     def right(series):
         def step(seen, place):
-            truth = series[place]
-            own = predict(seen)
+            truth, own = series[place], predict(seen)
             window = jax.lax.dynamic_slice_in_dim(series, place - setting.context, setting.context)
             return jnp.append(seen[1:], own), (own == truth, predict(window) == truth)
 
         places = setting.context + jnp.arange(_GREEDY)
         return jax.lax.scan(step, series[: setting.context], places)[1]
 
-    def batch(index):
-        of_batch = jax.random.fold_in(key, index)
-        found = []
-        for task in setting.tasks:
-            series, _ = _series(setting, (task,), of_batch, (size,), _GREEDY)
-            found.append(jax.tree.map(jnp.mean, jax.vmap(right)(series)))
-        return jax.tree.map(lambda *x: jnp.stack(x), *found)
-
-    return jax.tree.map(lambda x: x.mean(0), jax.lax.map(batch, jnp.arange(batches)))
+    series = [_series(setting, (task,), key, (_TEST_BATCH,), _GREEDY)[0] for task in setting.tasks]
+    greedy, given = jax.vmap(jax.vmap(right))(jnp.stack(series))
+    return greedy.mean((1, 2)), given.mean((1, 2))
 
 
 def _series(setting, tasks, key, shape, behind):

@@ -27,6 +27,7 @@ _DEFAULTS = {
     "runs": 16,
     "epochs": 14_000,
     "drop_after": None,
+    "evaluations": 50,
     "test_series": 10_000,
 }
 # The paper gives tasks, contexts and 16 runs; the epochs are where its curves end or, where it names none, enough to
@@ -80,6 +81,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--drop_after", type=int, metavar="E", help="epochs after which the rate is a quarter (never)"
     )
     parser.add_argument("--test_series", type=int, metavar="S", help="series at the end (10000)")
+    parser.add_argument("--evaluations", type=int, metavar="E", help="points of the curves (50)")
     parser.add_argument("--seed", type=int, default=0, metavar="SEED")
     parser.add_argument(
         "--figure", choices=tuple(_FIGURES), help="the paper's settings; other flags change them"
@@ -110,6 +112,7 @@ def _settings(flags: argparse.Namespace) -> list[_nt_training.Setting]:
             runs=options["runs"],
             epochs=options["epochs"],
             drop_after=options["drop_after"],
+            evaluations=options["evaluations"],
             test_series=options["test_series"],
             seed=flags.seed,
         )
@@ -138,12 +141,17 @@ def main(arguments: Sequence[str]) -> int:
         settings = _settings(flags)
         out = pathlib.Path(flags.out)
         out.mkdir(parents=True, exist_ok=True)
-        results = []
+        results: list[_nt_report.Result] = []
         for setting in settings:
-            results.append(_nt_report.Result(setting, []))
-            for progress in _trained(setting):
-                results[-1].progress.append(progress)
-                _nt_report.write(out, "nt", results)  # so that curves can be watched
+            progress: list[_nt_training.Progress] = []
+            try:
+                for step in _trained(setting):
+                    progress.append(step)
+            finally:
+                # What was interrupted too.
+                if progress:
+                    results.append(_nt_report.Result(setting, progress))
+                    _nt_report.write(out, "nt", results)
         _nt_report.print_table(results)
         print(f"wrote {out / 'nt.csv'}, nt.json and nt.png")
         return 0
