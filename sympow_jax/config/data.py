@@ -8,16 +8,31 @@ __all__ = ["DataConfig"]
 
 SOURCES = ("text", "tokens", "longcrawl64", "tsv", "images", "listops")
 PACKINGS = ("windows", "documents")
+IMAGE_MODES = ("rgb", "gray")
+
+_PATHLESS = ("text", "listops")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from and how documents become rows of `context_length` tokens.
+    """Where rows of `context_length` tokens, or images, come from.
 
-    `source`: `text` reads files as bytes, `tokens` flat little-endian `.bin` files, `longcrawl64` a Zarr v2
-    array of one document a row. Without `paths`, `text` reads the interpreter's own standard library.
-    `packing`: `windows` cuts the concatenated documents into windows that cross documents (state and attention
-    run across the boundary); `documents` gives every document its own segment id, so that nothing does.
+    Documents, to predict tokens of: `text` reads files as bytes, `tokens` flat little-endian `.bin` files,
+    `longcrawl64` a Zarr v2 array of one document a row. Without `paths`, `text` reads the interpreter's own standard
+    library. `packing`: `windows` cuts the concatenated documents into windows that cross documents (state and
+    attention run across the boundary); `documents` gives every document its own segment id, so that nothing does.
+
+    Labelled examples, to classify or to predict a number of:
+
+    * `tsv`: lines of text files whose columns are divided by tabs, without quoting (GLUE's layout). The columns
+      `text_columns` (one, or two that are joined with a separator between) and `label_column` are named as in the
+      header or, of files without a header, all by their numbers from 1. `labels` are the classes in order; without
+      them a label is an integer from 0. `tokenizer` is `byte`, a `tokenizers` JSON file or tiktoken's; a text is cut
+      to the context, of two the longer first.
+    * `images`: a folder a class below every path. `image_tokens` reads the pixels of gray images of `image_size`
+      squared, row by row, as ids 0 .. 255 (the long-range tasks); otherwise rows are arrays
+      [image_size, image_size, channels], in training cropped and mirrored at random if `augment`.
+    * `listops`: generated, no file is read (`data/listops.py` says how and lists the ids).
     """
 
     source: str = "text"
@@ -25,8 +40,19 @@ class DataConfig:
     heldout_paths: tuple[str, ...] = ()  # if empty, heldout_fraction of the documents are held out, by hash
     heldout_fraction: float = 0.1
     token_dtype: str = "uint16"
-    # tokens: the id that ends a document; longcrawl64: the id in front of every row, 50,256 if None
+    # tokens: the id that ends a document; longcrawl64: the id in front of every row, 50,256 if None; tsv: the id
+    # between two texts, the tokenizer's end of text if None
     document_separator: int | None = None
+    text_columns: tuple[str, ...] = ()
+    label_column: str = "label"
+    labels: tuple[str, ...] = ()
+    tokenizer: str = "byte"
+    image_size: int = 224
+    image_mode: str = "rgb"
+    image_tokens: bool = False
+    augment: bool = True
+    listops_lengths: tuple[int, ...] = (500, 2000)  # shortest and longest example, in tokens
+    listops_examples: tuple[int, ...] = (96_000, 2000)  # to train on and held out
     context_length: int = 1024
     batch_tokens: int = 524_288
     packing: str = "windows"
@@ -36,18 +62,62 @@ class DataConfig:
         checks.require_choice("data.source", self.source, SOURCES)
         checks.require_choice("data.packing", self.packing, PACKINGS)
         checks.require_choice("data.token_dtype", self.token_dtype, ("uint16", "uint32"))
+        checks.require_choice("data.image_mode", self.image_mode, IMAGE_MODES)
         checks.require_fraction(**{"data.heldout_fraction": self.heldout_fraction})
-        checks.require_at_least(1, **{"data.context_length": self.context_length})
+        checks.require_at_least(
+            1, **{"data.context_length": self.context_length, "data.image_size": self.image_size}
+        )
         checks.require_at_least(0, **{"data.seed": self.seed})
         if self.batch_tokens < self.context_length or self.batch_tokens % self.context_length:
             raise ValueError(
                 f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of "
                 f"data.context_length {self.context_length}"
             )
-        object.__setattr__(self, "paths", tuple(self.paths))
-        object.__setattr__(self, "heldout_paths", tuple(self.heldout_paths))
-        if self.source != "text" and not self.paths:
+        for field in dataclasses.fields(self):
+            if isinstance(getattr(self, field.name), list):
+                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
+        if self.source not in _PATHLESS and not self.paths:
             raise ValueError(f"data.paths is empty; source {self.source!r} needs the path of its data")
+        if self.source == "tsv":
+            self._check_columns()
+        if self.source == "images" and self.image_tokens:
+            self._check_pixels()
+        if self.source == "listops":
+            self._check_listops()
+
+    def _check_columns(self):
+        if len(self.text_columns) not in (1, 2):
+            raise ValueError(
+                f"data.text_columns is {self.text_columns}; source 'tsv' needs the name of one column of text, or of "
+                f"two that are read together"
+            )
+        if len(set(self.labels)) != len(self.labels):
+            raise ValueError(f"data.labels is {self.labels}; every class must be named once")
+
+    def _check_pixels(self):
+        if self.image_mode != "gray":
+            raise ValueError("data.image_tokens reads gray pixels as ids; set data.image_mode=gray")
+        if self.image_size**2 != self.context_length:
+            raise ValueError(
+                f"data.context_length is {self.context_length}, but the pixels of data.image_size {self.image_size} "
+                f"squared are {self.image_size**2} tokens; make them equal"
+            )
+
+    def _check_listops(self):
+        if self.paths or self.heldout_paths:
+            raise ValueError(
+                "data.paths and data.heldout_paths must be empty; source 'listops' reads no file"
+            )
+        for name in ("listops_lengths", "listops_examples"):
+            if len(getattr(self, name)) != 2:
+                raise ValueError(f"data.{name} is {getattr(self, name)}; it must be two numbers")
+        checks.require_at_least(1, **{"data.listops_examples": min(self.listops_examples)})
+        shortest, longest = self.listops_lengths
+        if not 4 <= shortest <= longest <= self.context_length:
+            raise ValueError(
+                f"data.listops_lengths is {self.listops_lengths}; the shortest example must have at least 4 tokens "
+                f"and the longest at most data.context_length, {self.context_length}"
+            )
 
     @property
     def batch_size(self) -> int:

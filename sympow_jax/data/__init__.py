@@ -1,6 +1,13 @@
-"""Text, token files and Zarr arrays as training rows and held-out documents; knows nothing of models."""
+"""Text, token files, Zarr arrays and labelled texts and images as rows and held-out documents; knows no models."""
 
 from sympow_jax.data.documents import HeldoutDocuments
-from sympow_jax.data.pipeline import batches, describe, heldout_documents, train_dataset
+from sympow_jax.data.pipeline import batches, describe, heldout_documents, heldout_rows, train_dataset
 
-__all__ = ["HeldoutDocuments", "batches", "describe", "heldout_documents", "train_dataset"]
+__all__ = [
+    "HeldoutDocuments",
+    "batches",
+    "describe",
+    "heldout_documents",
+    "heldout_rows",
+    "train_dataset",
+]

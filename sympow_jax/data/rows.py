@@ -8,7 +8,7 @@ from jaxtyping import Int32, Int64
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents
 
-__all__ = ["NO_TARGET", "PADDING", "Rows"]
+__all__ = ["NO_TARGET", "PADDING", "Row", "Rows"]
 
 NO_TARGET = -1
 PADDING = -1  # segment id
@@ -69,6 +69,21 @@ class Rows:
             return len(self)
         return max(1, self._source.together * int(self._source.lengths[0]) // self._length)
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of all documents, those in front of rows not counted."""
+        return self._total
+
+    def row(self, index: int, key: tuple[int, ...]) -> Row:
+        """Row `index`, in which nothing is drawn at random."""
+        return self[index]
+
+    def own(self, row: int) -> Row:
+        """The tokens that the row holds as its `inputs`, with nothing in front and no targets."""
+        start = row * self._length
+        stretch = self._read(start, start + self._length)
+        return self._inputs(stretch.tokens, stretch.document)
+
     def __getitem__(self, row: int) -> Row:
         start = row * self._length
         if self._source.lead is None:
@@ -109,7 +124,10 @@ class Rows:
         targets: Int32[np.ndarray, " targets"],
         document: Int64[np.ndarray, " inputs"],
     ) -> Row:
-        row = {"inputs": self._padded(inputs, 0), "targets": self._padded(targets, NO_TARGET)}
+        return {**self._inputs(inputs, document), "targets": self._padded(targets, NO_TARGET)}
+
+    def _inputs(self, inputs: Int32[np.ndarray, " inputs"], document: Int64[np.ndarray, " inputs"]) -> Row:
+        row = {"inputs": self._padded(inputs, 0)}
         if self._segmented:
             row["segment_ids"] = self._padded(document - document[0], PADDING)
         return row

@@ -61,22 +61,22 @@ _TIKTOKEN_FILES = {
 }
 
 
-def _import(library: str, wanted: str) -> types.ModuleType:
+def _import(library: str, option: str) -> types.ModuleType:
     try:
         return importlib.import_module(library)
     except ImportError as error:
         raise ValueError(
-            f"--tokenizer={wanted} needs the package {library!r}, which is not installed; "
+            f"{option} needs the package {library!r}, which is not installed; "
             f"install the optional extra with pip install 'sympow-jax[tokenizers]'"
         ) from error
 
 
-def _from_json(path: pathlib.Path) -> Tokenizer:
-    library = _import("tokenizers", str(path))
+def _from_json(path: pathlib.Path, option: str) -> Tokenizer:
+    library = _import("tokenizers", option)
     try:
         loaded = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
-        raise ValueError(f"--tokenizer={path} is not a `tokenizers` file: {error}") from error
+        raise ValueError(f"{option} is not a `tokenizers` file: {error}") from error
     # Text that spells a special token is text.
     loaded.encode_special_tokens = True
     ends = (loaded.token_to_id(name) for name in _END_NAMES)
@@ -89,8 +89,8 @@ def _from_json(path: pathlib.Path) -> Tokenizer:
     return Tokenizer(path.name, vocab_size, next((end for end in ends if end is not None), None), encode)
 
 
-def _from_tiktoken(name: str) -> Tokenizer:
-    library = _import("tiktoken", name)
+def _from_tiktoken(name: str, option: str) -> Tokenizer:
+    library = _import("tiktoken", option)
     path = pathlib.Path(name)
     if path.suffix != ".tiktoken":
         try:
@@ -98,13 +98,13 @@ def _from_tiktoken(name: str) -> Tokenizer:
         except Exception as error:  # an unknown name, or whatever the download raises
             known = ", ".join(library.list_encoding_names())
             raise ValueError(
-                f"--tokenizer={name} is no file and cannot be had from tiktoken ({type(error).__name__}); "
+                f"{option} is no file and cannot be had from tiktoken ({type(error).__name__}); "
                 f"give byte, a file, or one of {known}"
             ) from error
     else:
         if path.stem not in _TIKTOKEN_FILES:
             raise ValueError(
-                f"--tokenizer={name}: a .tiktoken file does not say how to split text, so it must be named "
+                f"{option}: a .tiktoken file does not say how to split text, so it must be named "
                 f"after its encoding: one of {', '.join(_TIKTOKEN_FILES)}"
             )
         split, end = _TIKTOKEN_FILES[path.stem]
@@ -119,20 +119,21 @@ def _from_tiktoken(name: str) -> Tokenizer:
     return Tokenizer(loaded.name, loaded.max_token_value + 1, loaded.eot_token, encode)
 
 
-def load(name: str) -> Tokenizer:
+def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
     """The tokenizer that `name` says.
 
     It is `byte`, a `tokenizers` JSON file, a `.tiktoken` file named after its encoding, or an encoding that
-    tiktoken can download or has kept.
+    tiktoken can download or has kept. `setting` is what the user gave it as, for errors.
 
     Raises:
       ValueError: no such file or encoding, a file of another kind, or the library is not installed.
     """
     if name == "byte":
         return _BYTES
+    option = f"{setting}={name}"
     if os.path.sep in name or os.path.splitext(name)[1]:
         path = pathlib.Path(name).expanduser()
         if not path.is_file():
-            raise ValueError(f"--tokenizer={name}: there is no such file")
-        return _from_tiktoken(str(path)) if path.suffix == ".tiktoken" else _from_json(path)
-    return _from_tiktoken(name)
+            raise ValueError(f"{option}: there is no such file")
+        return _from_tiktoken(str(path), option) if path.suffix == ".tiktoken" else _from_json(path, option)
+    return _from_tiktoken(name, option)

@@ -1,8 +1,7 @@
 """Attention as a kernel, a decay and a position encoding."""
 
 import dataclasses
-import functools
-from collections.abc import Callable
+import math
 from typing import Literal, overload
 
 import jax
@@ -12,8 +11,7 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.layers import initializers, partitioning
-from sympow_jax.ops import documents, rotary
+from sympow_jax.layers import initializers, kernels, partitioning, positions
 
 __all__ = ["Attention", "AttentionState"]
 
@@ -27,16 +25,18 @@ class AttentionState:
     position: where the document has got to; None where the layer needs no position.
     """
 
-    memory: ops.PowerState | ops.KeyValueState
-    position: rotary.RotaryState | documents.PositionState | None
+    memory: kernels.Memory
+    position: positions.PositionState | None
 
 
 class Attention(nnx.Module):
-    """Causal attention over [B, T, M]; `config.attention` chooses kernel, decay and position.
+    """Attention over [B, T, M]; `config.attention` chooses kernel, decay and position.
 
     Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head,
     are those of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section
-    3). They, the rotation angles, the state and the normaliser are in float32 whatever `config.dtype`.
+    3). Decays `channel_...` are one per value channel: fixed, the slopes of ALiBi over all channels; constant, learned
+    from there; learned, sigmoid(W x). `learned_rope_pairs` has a rate per pair of dimensions. They, rotation angles,
+    the state and the normaliser are in float32 whatever `config.dtype`.
     Over a mesh in scope each device has its rows, times and heads, as `layers.partitioning` names the axes.
     `sinusoidal` positions belong to the model, which adds them to the embedding.
     """
@@ -51,10 +51,18 @@ class Attention(nnx.Module):
         self.key = initializers.linear(config, config.width, kv_heads * head_dim, rngs=rngs)
         self.value = initializers.linear(config, config.width, kv_heads * head_dim, rngs=rngs)
         self.out = initializers.linear(config, heads * head_dim, config.width, residual=True, rngs=rngs)
-        if config.attention.decay == "learned":
-            self.decay = initializers.linear(config, config.width, kv_heads, exact=True, rngs=rngs)
-        if config.attention.position == "learned_rope":
-            self.rate = initializers.linear(config, config.width, kv_heads, exact=True, rngs=rngs)
+        self.positions = positions.Positions(config, rngs=rngs)
+        decays = {"learned": kv_heads, "channel_learned": kv_heads * head_dim}.get(config.attention.decay)
+        if decays is not None:
+            self.decay = initializers.linear(config, config.width, decays, exact=True, rngs=rngs)
+        if config.attention.decay == "channel_constant":
+            fixed = jnp.exp(self._fixed_decays())
+            self.decay_logits = nnx.Param(jnp.log(fixed) - jnp.log1p(-fixed))
+        rates = {"learned_rope": kv_heads, "learned_rope_pairs": kv_heads * (head_dim // 2)}
+        if config.attention.position in rates:
+            self.rate = initializers.linear(
+                config, config.width, rates[config.attention.position], exact=True, rngs=rngs
+            )
 
     @overload
     def __call__(
@@ -87,8 +95,11 @@ class Attention(nnx.Module):
         """The layer's output, and with `return_state` the state behind x.
 
         Consecutive calls, each given the state of the one before, equal one call. Raises ValueError for
-        `return_state` without a state where keys are kept, as they need a capacity: start from `init_state`.
+        `return_state` without a state where keys are kept, as they need a capacity: start from `init_state`;
+        and for any state of attention that is not causal.
         """
+        if (return_state or state is not None) and not self.config.attention.causal:
+            raise ValueError("attention that is not causal has no state; leave out state and return_state")
         if return_state and state is None:
             state = self._first_state(x.shape[0])
         batch, time, _ = x.shape
@@ -96,7 +107,7 @@ class Attention(nnx.Module):
         if state is None:
             mixed = self._over_devices(arrays)
         else:
-            mixed, state = self._mix(**arrays, state=state, axis_name=None)
+            mixed, state = self._mix(**arrays, learned=self.positions.learned(), state=state, axis_name=None)
         (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
         return out if state is None or not return_state else (out, state)
 
@@ -106,29 +117,14 @@ class Attention(nnx.Module):
         Keys and values are kept, with that capacity, where attending to them costs less than the recurrent
         state or is what `form` asks for. Raises ValueError where the recurrent state would exceed memory.
         """
-        if not self._keeps_keys(max_length):
+        if not self._kernel.keeps_keys(max_length):
             return self._recurrent_state(batch)
-        memory = ops.KeyValueState.zeros(
-            batch,
-            max_length,
-            self.kv_heads,
-            self.head_dim,
-            self.head_dim,
-            dtype=jnp.dtype(self.config.dtype),
-        )
-        return AttentionState(memory=memory, position=self._first_position(batch))
-
-    def _keeps_keys(self, max_length: int) -> bool:
-        attention = self.config.attention
-        if attention.kernel != "power" or attention.form is not None:
-            return attention.kernel == "softmax" or attention.form == "attention"
-        # FLOPs a token and head: 4 F E to read and update a state, 2 (D + E) S to read kept keys.
-        features = ops.symmetric_power_dim(self.head_dim, attention.power)
-        return 2 * (2 * self.head_dim) * max_length <= 4 * features * self.head_dim
+        memory = self._kernel.kept_keys(batch, max_length)
+        return AttentionState(memory=memory, position=self.positions.zeros(batch))
 
     def _first_state(self, batch: int) -> AttentionState:
         attention = self.config.attention
-        if attention.kernel == "softmax" or attention.form == "attention":
+        if self._kernel.must_keep_keys():
             raise ValueError(
                 f"return_state is set without a state, but kernel {attention.kernel!r} in form "
                 f"{attention.form or 'attention'!r} keeps keys; pass state=init_state(batch, max_length=...)"
@@ -136,30 +132,15 @@ class Attention(nnx.Module):
         return self._recurrent_state(batch)
 
     def _recurrent_state(self, batch: int) -> AttentionState:
-        attention = self.config.attention
-        memory = ops.PowerState.zeros(
-            batch,
-            self.kv_heads,
-            self.head_dim,
-            self.head_dim,
-            power=attention.power if attention.kernel == "power" else 1,
-            window=attention.window,
-        )
-        return AttentionState(memory=memory, position=self._first_position(batch))
+        return AttentionState(memory=self._kernel.zeros(batch), position=self.positions.zeros(batch))
 
-    def _first_position(self, batch: int) -> rotary.RotaryState | documents.PositionState | None:
-        match self.config.attention.position:
-            case "rope":
-                return documents.PositionState.zeros(batch)
-            case "learned_rope":
-                return rotary.RotaryState.zeros(batch, self.kv_heads)
-        return None
+    @property
+    def _kernel(self) -> kernels.Kernel:
+        return kernels.Kernel(self.config)
 
     def _project(self, x) -> dict[str, Array | None]:
         """Queries, keys and values by head, and what decays and moves positions on, by key/value head."""
-        attention = self.config.attention
-        learned = {"decay": attention.decay == "learned", "rate": attention.position == "learned_rope"}
-        names = ["query", "key", "value", *(name for name, is_learned in learned.items() if is_learned)]
+        names = ["query", "key", "value", *(name for name in ("decay", "rate") if hasattr(self, name))]
         found = dict(zip(names, initializers.project(x, *(getattr(self, name) for name in names))))
         heads = {name: found[name].reshape(*x.shape[:2], -1, self.head_dim) for name in names[:3]}
         return heads | {
@@ -173,107 +154,85 @@ class Attention(nnx.Module):
         divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
         heads = partitioning.HEADS if divisible else partitioning.TOKENS
         divided = partitioning.CONTEXT in partitioning.dividing(heads, shape)
+        axis_name = partitioning.CONTEXT if divided else None
 
-        def mix(*arrays):
+        def mix(learned, *arrays):
             arguments = dict(zip(names, arrays))
-            return self._mix(**arguments, state=None, axis_name=partitioning.CONTEXT if divided else None)[0]
+            return self._mix(**arguments, learned=learned, state=None, axis_name=axis_name)[0]
 
+        # Key/value heads come first in what is learned.
+        of_heads = jax.sharding.PartitionSpec(partitioning.TENSOR if divisible else None)
         specs = (partitioning.TOKENS if name == "segment_ids" else heads for name in names)
         return partitioning.over_devices(
-            mix, tuple(arrays.values()), tuple(specs), partitioning.fit(heads, shape)
+            mix,
+            (self.positions.learned(), *arrays.values()),
+            (of_heads, *specs),
+            partitioning.fit(heads, shape),
         )
 
-    def _mix(self, query, key, value, rate, log_decay, segment_ids, state, axis_name):
+    def _mix(self, query, key, value, rate, log_decay, segment_ids, learned, state, axis_name):
         """The kernel's output [B, T, N, E], and the state behind it if there was one to begin with.
 
-        `axis_name` is the mesh axis over which time is divided, if it is.
+        `learned` is of the positions; `axis_name` is the mesh axis over which time is divided, if it is.
         """
-        position = None if state is None else state.position
-        turns, position = self._angles(query, rate, segment_ids, position, axis_name)
-        if turns is not None:
-            query, key = rotary.rotate(query, turns), rotary.rotate(key, turns)
+        query, key, turn, position = self.positions(
+            query,
+            key,
+            rate=rate,
+            learned=learned,
+            segment_ids=segment_ids,
+            state=None if state is None else state.position,
+            axis_name=axis_name,
+        )
+        tokens = {"turn": turn, "log_decay": log_decay, "segment_ids": segment_ids}
         if state is None:
-            form = self.config.attention.form
-            return self._attend(query, key, value, log_decay, segment_ids, form, axis_name), None
-        mixed, memory = self._remember(query, key, value, log_decay, segment_ids, state.memory)
+            return self._kernel.attend(query, key, value, **tokens, axis_name=axis_name), None
+        memory = state.memory
+        if isinstance(memory, ops.KeyValueState):
+            mixed, memory = self._extend(query, key, value, **tokens, memory=memory)
+        else:
+            mixed, memory = self._kernel.recur(query, key, value, **tokens, memory=memory)
         return mixed, AttentionState(memory=memory, position=position)
 
-    def _rate(self, projected) -> Float[Array, "B T K"] | None:
+    def _extend(self, query, key, value, turn, log_decay, segment_ids, memory):
+        """The kernel's output [B, T, N, E] and the kept keys, from those kept before."""
+        capacity = memory.key.shape[1]
+        joined, missing = memory.append(key, value, log_decay, segment_ids)
+        out = self._kernel.attend(
+            query,
+            joined.key,
+            joined.value,
+            turn=turn,
+            log_decay=None if log_decay is None else joined.log_decay,
+            segment_ids=joined.segment_ids,
+            kept=True,
+        )
+        return jnp.where(missing[..., None, None], jnp.nan, out), joined.newest(capacity)
+
+    def _rate(self, projected) -> Float[Array, "B T K ..."] | None:
         """By how much each token moves the position on, in [0, 2]; None unless the data says so."""
-        return None if projected is None else 1 + jnp.tanh(projected)
+        if projected is None:
+            return None
+        by_head = (self.kv_heads, -1) if self.config.attention.position == "learned_rope_pairs" else (-1,)
+        return 1 + jnp.tanh(projected.reshape(*projected.shape[:2], *by_head))
 
-    def _angles(self, query, rate, segment_ids, state, axis_name):
-        """The angles that turn queries and keys, and the position reached; None where nothing turns them."""
-        head_dim, longest = self.head_dim, self.config.attention.max_document_length
-        if rate is not None:
-            return rotary.learned_angles(
-                rate,
-                head_dim,
-                max_document_length=longest,
-                segment_ids=segment_ids,
-                state=state,
-                axis_name=axis_name,
-            )
-        if self.config.attention.position != "rope":
-            return None, None
-        if segment_ids is None:
-            segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
-        state = state or self._first_position(query.shape[0])
-        places, state = documents.positions(segment_ids, state, axis_name=axis_name)
-        return rotary.rope_angles(places, head_dim, max_document_length=longest), state
-
-    def _log_decay(self, x, projected) -> Float[Array, "B T K"] | None:
+    def _log_decay(self, x, projected) -> Float[Array, "B T K ..."] | None:
         """The logarithm of gamma, finite where sigmoid itself rounds to 0."""
         match self.config.attention.decay:
             case "learned":
                 return jax.nn.log_sigmoid(projected)
-            case "alibi":
-                slopes = -jnp.array(ops.alibi_slopes(self.kv_heads), jnp.float32)
-                return jnp.broadcast_to(slopes, (*x.shape[:2], len(slopes)))
-        return None
+            case "channel_learned":
+                return jax.nn.log_sigmoid(projected.reshape(*x.shape[:2], self.kv_heads, self.head_dim))
+            case "channel_constant":
+                fixed = jax.nn.log_sigmoid(self.decay_logits[...])
+            case "alibi" | "channel_fixed":
+                fixed = self._fixed_decays()
+            case _:
+                return None
+        return jnp.broadcast_to(fixed, (*x.shape[:2], *fixed.shape))
 
-    def _remember(self, query, key, value, log_decay, segment_ids, memory):
-        """The kernel's output [B, T, N, E] and what it remembers, from what it remembered before."""
-        if not isinstance(memory, ops.KeyValueState):
-            return self._recur(query, key, value, log_decay, segment_ids, memory)
-        capacity = memory.key.shape[1]
-        joined, missing = memory.append(key, value, log_decay, segment_ids)
-        log_decay = None if log_decay is None else joined.log_decay
-        out = self._attend(query, joined.key, joined.value, log_decay, joined.segment_ids, "attention")
-        return jnp.where(missing[..., None, None], jnp.nan, out), joined.newest(capacity)
-
-    def _attend(self, query, key, value, log_decay, segment_ids, form, axis_name=None):
-        """The kernel without a recurrent state; in the attention form there may be more keys than queries."""
-        tokens = {"log_decay": log_decay, "segment_ids": segment_ids, "axis_name": axis_name}
-        if self.config.attention.kernel == "softmax":
-            kept = key.shape[1] > query.shape[1]
-            implementation = "xla" if kept else self.config.attention.implementation
-            return ops.softmax_attention(query, key, value, **tokens, implementation=implementation)
-        attend, _ = self._kernel(form)
-        return attend(query, key, value, **tokens)
-
-    def _recur(self, query, key, value, log_decay, segment_ids, memory):
-        attend, step = self._kernel(self.config.attention.form)
-        tokens = {"log_decay": log_decay, "segment_ids": segment_ids}
-        if query.shape[1] > 1:
-            return attend(query, key, value, **tokens, initial_state=memory, return_state=True)
-        token = {name: None if x is None else x[:, 0] for name, x in tokens.items()}
-        out, memory = step(query[:, 0], key[:, 0], value[:, 0], memory, **token)
-        return out[:, None], memory
-
-    def _kernel(self, form: str | None) -> tuple[Callable, Callable]:
-        """The op of the kernel and its step for one token, with the config's settings."""
-        attention = self.config.attention
-        attend: Callable = ops.linear_attention
-        step: Callable = ops.linear_attention_step
-        if attention.kernel == "power":
-            attend = functools.partial(ops.power_attention, power=attention.power)
-            step = functools.partial(ops.power_attention_step, power=attention.power)
-        attend = functools.partial(
-            attend,
-            form=form,
-            implementation=attention.implementation,
-            chunk_size=attention.chunk_size,
-            window=attention.window,
-        )
-        return attend, functools.partial(step, implementation=attention.implementation)
+    def _fixed_decays(self) -> Float[Array, "K ..."]:
+        """The logarithms of decays that do not depend on the data, by head or by value channel."""
+        by_channel = self.config.attention.decay.startswith("channel")
+        shape = (self.kv_heads, self.head_dim) if by_channel else (self.kv_heads,)
+        return -jnp.array(ops.alibi_slopes(math.prod(shape)), jnp.float32).reshape(shape)

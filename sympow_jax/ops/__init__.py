@@ -1,7 +1,14 @@
 """Pure functions of arrays: attention, feature maps and position encodings. No Flax."""
 
 from sympow_jax.ops import feature_maps as feature_maps
+from sympow_jax.ops import lrpe as lrpe
 from sympow_jax.ops import rotary as rotary
+from sympow_jax.ops import spe as spe
+from sympow_jax.ops.channel_gated_attention import (
+    ChannelGatedState,
+    channel_gated_attention,
+    channel_gated_attention_step,
+)
 from sympow_jax.ops.expressive_attention import expressive_attention
 from sympow_jax.ops.feature_maps import (
     elu_plus_one,
@@ -11,23 +18,29 @@ from sympow_jax.ops.feature_maps import (
     tensor_power,
 )
 from sympow_jax.ops.key_value_state import KeyValueState
-from sympow_jax.ops.linear_attention import linear_attention, linear_attention_step
+from sympow_jax.ops.linear_attention import LinearState, linear_attention, linear_attention_step
 from sympow_jax.ops.power_attention import PowerState, power_attention, power_attention_step
 from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
 
 __all__ = [
+    "ChannelGatedState",
     "KeyValueState",
+    "LinearState",
     "PowerState",
     "alibi_slopes",
+    "channel_gated_attention",
+    "channel_gated_attention_step",
     "elu_plus_one",
     "expressive_attention",
     "feature_maps",
     "linear_attention",
     "linear_attention_step",
+    "lrpe",
     "power_attention",
     "power_attention_step",
     "rotary",
     "softmax_attention",
+    "spe",
     "symmetric_power",
     "symmetric_power_dim",
     "symmetric_power_rotation",

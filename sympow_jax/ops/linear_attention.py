@@ -1,17 +1,82 @@
-"""Linear attention with a positive feature map: the weight of key j for query i is phi(q_i) . phi(k_j).
+"""Linear attention: the weight of key j for query i is phi(q_i) . phi(k_j), of features that a position may turn.
 
-"Transformers are RNNs" (Katharopoulos et al. 2020). It is power attention of mapped queries and keys with power 1,
-and shares its forms, windows and states; the state's features are phi's.
+"Transformers are RNNs" (Katharopoulos et al. 2020); turned features as in "RoFormer" (Su et al. 2021, equation 19) and
+"Linearized Relative Positional Encoding" (Qin et al. 2023). It is power attention of mapped queries and keys, with
+power 1 or, where phi is a power, that power: it shares forms, windows and states with `power_attention`.
 """
 
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import feature_maps
-from sympow_jax.ops._power import dispatch
+from sympow_jax.ops import _linear_bidirectional, feature_maps
+from sympow_jax.ops._power import dispatch, xla
+from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
 
-__all__ = ["linear_attention", "linear_attention_step"]
+__all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
-FEATURE_MAPS = {"elu": feature_maps.elu_plus_one}
+_ELEMENTWISE = {"elu": feature_maps.elu_plus_one, "relu": jax.nn.relu, "identity": lambda x: x}
+_POWERS = {"symmetric": feature_maps.symmetric_power, "tensor": feature_maps.tensor_power}
+_NORMALISERS = ("unrotated", "rotated")
+
+Turn = Callable[[Float[Array, "B T H F"]], Float[Array, "B T H L"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LinearState:
+    """What linear attention remembers of the document so far; a pytree that the caller owns.
+
+    numerator: the state of the weighted values, over features as they are turned.
+    denominator: that of the weights, over unturned features and without values; None where the normaliser of
+        `numerator` is the denominator.
+    """
+
+    numerator: power_state.PowerState
+    denominator: power_state.PowerState | None
+
+    @classmethod
+    def zeros(
+        cls,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        *,
+        feature_map: str = "elu",
+        power: int = 2,
+        turned_dim: int | None = None,
+        normaliser: str = "unrotated",
+        window: int = 64,
+        dtype=jnp.float32,
+    ) -> "LinearState":
+        """The state before any token. Raises ValueError where it would exceed the device's memory.
+
+        turned_dim: the length of turned features, twice that of phi where a turn is complex; None without a turn.
+            The feature map `tensor` has, unturned, the state of `symmetric`, which is the same kernel.
+        """
+        kernel = _Kernel.named(feature_map, power)
+        dispatch.require_choice("normaliser", normaliser, _NORMALISERS)
+        zeros = functools.partial(power_state.PowerState.zeros, batch, kv_heads, window=window, dtype=dtype)
+        if turned_dim is None:
+            return cls(zeros(head_dim, value_dim, power=kernel.power), None)
+        numerator = zeros(turned_dim, value_dim, power=1)
+        return cls(numerator, None if normaliser == "rotated" else zeros(head_dim, 0, power=kernel.power))
+
+    @property
+    def window(self) -> int:
+        """W: every query sees at least its last W keys exactly."""
+        return self.numerator.window
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored, windows included."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
 def linear_attention(
@@ -20,64 +85,200 @@ def linear_attention(
     value: Float[Array, "B S K E"],
     *,
     feature_map: str = "elu",
+    power: int = 2,
+    turn: Turn | None = None,
+    normaliser: str = "unrotated",
+    causal: bool = True,
     log_decay: Float[Array, "B S K"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     form: str | None = None,
     implementation: str | None = None,
     chunk_size: int | None = None,
     window: int = 64,
-    initial_state: power_state.PowerState | None = None,
+    initial_state: LinearState | None = None,
     return_state: bool = False,
     axis_name: str | None = None,
-) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], power_state.PowerState]:
-    """Causal linear attention, weights exp(G_i - G_j) phi(q_i) . phi(k_j); the rest as `power_attention`.
+) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], LinearState]:
+    """sum_j b_ij turn(phi(q_i)) . turn(phi(k_j)) v_j / sum_j b_ij phi(q_i) . phi(k_j), in value's dtype.
 
-    `feature_map`: `elu` is elu(x) + 1. States are made by `PowerState.zeros(..., power=1)`.
+    b_ij = exp(G_i - G_j) for j <= i, G the running sum of log_decay. Where weights have one sign the output is zero
+    if all are zero, as in `power_attention`. The feature maps `identity`, odd powers, and turned features in the
+    denominator give weights of both signs, whose sum may be negative or all but vanish: the division then is by the
+    sum as it is, without an epsilon, and the output is zero only where the sum is exactly zero.
+
+    Arguments, where they are not those of `power_attention`:
+        feature_map: phi: `elu` is elu(x) + 1, `relu`, `identity`, or the `symmetric` or `tensor` power of degree
+            `power`, with phi(q) . phi(k) = (q . k)^power. Unturned, powers are computed as in `power_attention`.
+        power: used by these two alone; any degree from 1.
+        turn: what position does to features, a linear map that may lengthen them: a function from [B, T, H, F] to
+            [B, T, H, L], called with the features of all queries (H = N), then of all keys (H = K). Where there are
+            more keys than queries it is given both lengths. It knows the positions of the tokens itself.
+        normaliser: `unrotated` is the denominator above, which cannot vanish for positive features (equation 19 of
+            RoFormer); `rotated` has the weights of the numerator. The same without a turn.
+        causal: False sees the whole document, before and behind, at a cost linear in T; its backward pass keeps a
+            state a chunk where there are segment ids. It has neither decays, states, forms, a window nor
+            `axis_name`, and as many keys as queries. `reference` is then the formula over T x T pairs.
+        initial_state: made by `LinearState.zeros` or returned by an earlier call.
+
+    Raises:
+        ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
+        NotImplementedError: where a named implementation, or `causal=False`, cannot do what is asked.
     """
-    phi = _feature_map(feature_map)
-    return dispatch.attend(
-        phi(query),
-        phi(key),
-        value,
-        power=1,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
-        form=form,
-        implementation=implementation,
-        chunk_size=chunk_size,
-        window=window,
-        initial_state=initial_state,
-        return_state=return_state,
-        axis_name=axis_name,
-    )
+    kernel = _Kernel.named(feature_map, power)
+    dispatch.require_choice("normaliser", normaliser, _NORMALISERS)
+    dispatch.check(query, key, value, log_decay, segment_ids, lead="B, T")
+    if not causal:
+        absent = {
+            "log_decay": log_decay,
+            "initial_state": initial_state,
+            "axis_name": axis_name,
+            "form": form,
+        }
+        _linear_bidirectional.require_supported(
+            query, key, implementation, absent | {"return_state": return_state or None}
+        )
+
+    def attend(*arrays, state, power, division):
+        if not causal:
+            options = {"segment_ids": segment_ids, "implementation": implementation, "chunk_size": chunk_size}
+            return _linear_bidirectional.attend(*arrays, power=power, division=division, **options), None
+        found = dispatch.attend(
+            *arrays,
+            power=power,
+            division=division,
+            log_decay=log_decay,
+            segment_ids=segment_ids,
+            form=form,
+            implementation=implementation,
+            chunk_size=chunk_size,
+            window=window,
+            initial_state=state,
+            return_state=return_state,
+            axis_name=axis_name,
+        )
+        return found if return_state else (found, None)
+
+    out, state = _mean(attend, kernel, query, key, value, turn, normaliser, initial_state)
+    return (out, state) if return_state else out
 
 
 def linear_attention_step(
     query: Float[Array, "B N D"],
     key: Float[Array, "B K D"],
     value: Float[Array, "B K E"],
-    state: power_state.PowerState,
+    state: LinearState,
     *,
     feature_map: str = "elu",
+    power: int = 2,
+    turn: Turn | None = None,
+    normaliser: str = "unrotated",
     log_decay: Float[Array, "B K"] | None = None,
     segment_ids: Int[Array, " B"] | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "B N E"], power_state.PowerState]:
-    """`linear_attention` for the next token of each row; returns its output and the state behind it."""
-    phi = _feature_map(feature_map)
-    return dispatch.attend_step(
-        phi(query),
-        phi(key),
-        value,
-        state,
-        power=1,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
-        implementation=implementation,
+) -> tuple[Float[Array, "B N E"], LinearState]:
+    """`linear_attention` for the next token of each row; returns its output and the state behind it.
+
+    `turn` is given features [B, 1, H, F].
+    """
+    kernel = _Kernel.named(feature_map, power)
+    dispatch.require_choice("normaliser", normaliser, _NORMALISERS)
+    dispatch.check(query, key, value, log_decay, segment_ids, lead="B")
+
+    def turn_token(features):
+        assert turn is not None  # else nothing calls this
+        return turn(features[:, None])[:, 0]
+
+    attend = functools.partial(
+        dispatch.attend_step, log_decay=log_decay, segment_ids=segment_ids, implementation=implementation
     )
+    return _mean(attend, kernel, query, key, value, turn and turn_token, normaliser, state)
 
 
-def _feature_map(name: str):
-    if name not in FEATURE_MAPS:
-        raise ValueError(f"feature_map is {name!r}; it must be one of {', '.join(FEATURE_MAPS)}")
-    return FEATURE_MAPS[name]
+@dataclasses.dataclass(frozen=True)
+class _Kernel:
+    """phi as `expand` after `map`, with phi(q) . phi(k) = (map(q) . map(k))^power.
+
+    division: whether all of these weights have one sign.
+    """
+
+    map: Callable
+    expand: Callable
+    power: int
+    division: means.Division
+
+    @classmethod
+    def named(cls, feature_map: str, power: int) -> "_Kernel":
+        """Raises ValueError for a name or a power that there is not."""
+        dispatch.require_choice("feature_map", feature_map, (*_ELEMENTWISE, *_POWERS))
+        signed, positive = means.Division.SIGNED, means.Division.POSITIVE
+        if feature_map in _ELEMENTWISE:
+            division = signed if feature_map == "identity" else positive
+            return cls(_ELEMENTWISE[feature_map], lambda x: x, 1, division)
+        if power < 1:
+            raise ValueError(f"power is {power}; the feature map {feature_map!r} needs at least 1")
+        expand = functools.partial(_POWERS[feature_map], power=power)
+        return cls(_ELEMENTWISE["identity"], expand, power, signed if power % 2 else positive)
+
+
+def _mean(attend, kernel, query, key, value, turn, normaliser, state):
+    """The output and the state behind it; `attend` computes means, or sums, of the weights of a power.
+
+    attend(query, key, value, state=, power=, division=) returns means or sums, and a PowerState or None.
+    """
+    query, key = kernel.map(query), kernel.map(key)
+    if turn is None:
+        _require_state(state, kernel, query, key, value, None, separate=False)
+        first = None if state is None else state.numerator
+        out, final = attend(query, key, value, state=first, power=kernel.power, division=kernel.division)
+        return out, LinearState(final, None)
+
+    # One scale for both sums, which the mean cancels.
+    query = xla.unit_scale(query)
+    turned = _turned(turn, kernel.expand(query)), _turned(turn, kernel.expand(key))
+    if turned[0].shape[-1] != turned[1].shape[-1]:
+        raise ValueError(
+            f"turn makes features of {turned[0].shape[-1]} of queries and of {turned[1].shape[-1]} of keys; their "
+            f"lengths must be equal"
+        )
+    separate = normaliser == "unrotated"
+    _require_state(state, kernel, query, key, value, turned[1].shape[-1], separate=separate)
+    first = (None, None) if state is None else (state.numerator, state.denominator)
+    if not separate:
+        out, final = attend(*turned, value, state=first[0], power=1, division=means.Division.SIGNED)
+        return out, LinearState(final, None)
+    sums = functools.partial(attend, division=means.Division.NONE)
+    values, numerator = sums(*turned, value, state=first[0], power=1)
+    weights, denominator = sums(query, key, value[..., :0], state=first[1], power=kernel.power)
+    out = means.mean(values[..., :-1], weights, -1, kernel.division)
+    return out.astype(value.dtype), LinearState(numerator, denominator)
+
+
+def _turned(turn, features):
+    turned = turn(features)
+    if turned.shape[:-1] != features.shape[:-1] or turned.dtype != features.dtype:
+        raise ValueError(
+            f"turn makes {turned.dtype} {turned.shape} of features {features.dtype} {features.shape}; only their "
+            f"length may change"
+        )
+    return turned
+
+
+def _require_state(state, kernel, query, key, value, turned_dim, *, separate):
+    """Raises ValueError for a state of other sizes or another kernel than the arguments'."""
+    if state is None:
+        return
+    batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
+    made = f"make it with LinearState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, turned_dim={turned_dim}, ...)"
+    if not isinstance(state, LinearState):
+        raise ValueError(f"the state is a {type(state).__name__}; {made}")
+    if separate != (state.denominator is not None):
+        has = "no" if separate else "a"
+        raise ValueError(
+            f"the state has {has} denominator of its own, unlike this turn and normaliser; {made}"
+        )
+    features = turned_dim or feature_maps.symmetric_power_dim(head_dim, kernel.power)
+    expected = (batch, kv_heads, features, value_dim)
+    if state.numerator.kv.shape != expected:
+        raise ValueError(
+            f"the state's kv has shape {state.numerator.kv.shape}; these inputs need {expected}: {made}"
+        )

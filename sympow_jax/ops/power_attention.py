@@ -70,7 +70,7 @@ def power_attention(
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: where a named implementation cannot do what is asked.
     """
-    require_even(power)
+    dispatch.require_even(power)
     return dispatch.attend(
         query,
         key,
@@ -105,7 +105,7 @@ def power_attention_step(
     steps cost a product with the state and no more. `mosaic_gpu` takes inputs of float32 or shorter and updates a
     state that is donated to `jax.jit` in place. Arguments and errors are those of `power_attention`.
     """
-    require_even(power)
+    dispatch.require_even(power)
     return dispatch.attend_step(
         query,
         key,
@@ -116,9 +116,3 @@ def power_attention_step(
         segment_ids=segment_ids,
         implementation=implementation,
     )
-
-
-def require_even(power: int) -> None:
-    """Raises ValueError unless power is positive and even."""
-    if power <= 0 or power % 2:
-        raise ValueError(f"power is {power}; it must be positive and even, so that no weight is negative")

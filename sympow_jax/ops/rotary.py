@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int, UInt32
-from sympow_jax.ops import documents, fixed_point
+from sympow_jax.ops import documents, fixed_point, phase
 
 __all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rotate", "sinusoidal"]
 
@@ -25,18 +25,22 @@ __all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rotate", "si
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RotaryState:
-    """The learned position that a document has reached, whole + fraction / 2^32, and its segment id."""
+    """The learned position that a document has reached, whole + fraction / 2^32, and its segment id.
 
-    whole: Int[Array, "B K"]
-    fraction: UInt32[Array, "B K"]
+    One position a head, or one for each of its D/2 pairs.
+    """
+
+    whole: Int[Array, "B K *pairs"]
+    fraction: UInt32[Array, "B K *pairs"]
     segment: Int[Array, " B"]
 
     @classmethod
-    def zeros(cls, batch: int, kv_heads: int) -> "RotaryState":
-        """The state before any token."""
+    def zeros(cls, batch: int, kv_heads: int, pairs: int | None = None) -> "RotaryState":
+        """The state before any token; `pairs` is D/2 where every pair has a rate of its own."""
+        shape = (batch, kv_heads) if pairs is None else (batch, kv_heads, pairs)
         return cls(
-            whole=jnp.zeros((batch, kv_heads), jnp.int32),
-            fraction=jnp.zeros((batch, kv_heads), jnp.uint32),
+            whole=jnp.zeros(shape, jnp.int32),
+            fraction=jnp.zeros(shape, jnp.uint32),
             segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
         )
 
@@ -55,12 +59,11 @@ def rope_angles(
 
     Raises ValueError for an odd head size.
     """
-    rates = _rates(head_dim, max_document_length)
-    return _angles(positions[..., None], None, rates)
+    return phase.fixed(positions[..., None], _rates(head_dim, max_document_length))
 
 
 def learned_angles(
-    rate: Float[Array, "B T K"],
+    rate: Float[Array, "B T K *pairs"],
     head_dim: int,
     *,
     max_document_length: int = 65_536,
@@ -70,36 +73,44 @@ def learned_angles(
 ) -> tuple[Float[Array, "B T K {head_dim//2}"], RotaryState]:
     """mu_i = mu_{i-1} + beta_i theta in radians, reduced to [-pi, pi], and the position reached.
 
-    (Section 3.2 of Kumar et al. 2025; `rate` is beta = 1 + tanh(W x), anything in [0, 2].) beta is taken as
-    a multiple of 2^-32 and summed in integers, restarting with every document, so the angles are the same
-    to the bit for any split of a sequence, and those of `rope` at positions from 1 where beta is 1. The
+    (Section 3.2 of Kumar et al. 2025; `rate` is beta = 1 + tanh(W x), anything in [0, 2].) `rate` is one
+    beta a head, [B, T, K], or one for each pair of its dimensions, [B, T, K, D/2]: mu_{i,m} = mu_{i-1,m} +
+    beta_{i,m} theta_m, rotations that are independent, which that paper leaves to future work. Where betas are
+    equal, so are the angles, to the bit.
+
+    beta is taken as a multiple of 2^-32 and summed in integers, restarting with every document, so the angles are
+    the same to the bit for any split of a sequence, and those of `rope` at positions from 1 where beta is 1. The
     gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i; none flows through the
     state, which is integers. `axis_name` is a manual mesh axis over which time is divided, in order: then
     `state` is what came before the first device's tokens, and the position returned is behind those of this
-    one. Raises ValueError for an odd head size.
+    one. Raises ValueError for an odd head size and for shapes that do not fit.
     """
     rates = _rates(head_dim, max_document_length)
-    batch, time, kv_heads = rate.shape
+    _require_heads_or_pairs(rate, len(rates), state)
+    batch, time, *heads = rate.shape
     if state is None:
-        state = RotaryState.zeros(batch, kv_heads)
+        state = RotaryState.zeros(batch, *heads)
     if segment_ids is None:
         segment_ids = jnp.zeros((batch, time), jnp.int32)
-    rate = jnp.where((segment_ids >= 0)[..., None], rate.astype(jnp.float32), 0)
-    steps = jax.lax.stop_gradient(rate)
+    valid = (segment_ids >= 0).reshape(batch, time, *[1] * len(heads))
+    rate = jnp.where(valid, rate.astype(jnp.float32), 0)
+    steps = _flat(jax.lax.stop_gradient(rate), 2)
 
     def reach(state):
         starts, _, last = documents.boundaries(segment_ids, state.segment)
-        reached = state.whole, state.fraction
+        reached = _flat(state.whole, 1), _flat(state.fraction, 1)
         sums = fixed_point.running_sum(steps, reached)
         before = (documents.before_document(x, starts, first) for x, first in zip(sums, reached, strict=True))
-        whole, fraction = fixed_point.subtract(sums, tuple(before))
+        whole, fraction = (x.reshape(rate.shape) for x in fixed_point.subtract(sums, tuple(before)))
         return whole, fraction, starts, RotaryState(whole[:, -1], fraction[:, -1], last)
 
     if axis_name is not None:
         state = documents.state_before(lambda state: reach(state)[-1], _add, segment_ids, state, axis_name)
     whole, fraction, starts, state = reach(state)
-    theta = jnp.asarray(2 * np.pi * rates, jnp.float32)
-    return _with_gradient(axis_name, _angles(whole, fraction, rates), rate, starts, theta), state
+    theta = jnp.asarray(rates, jnp.float32)
+    by_pair = len(heads) == 2
+    reached = (whole, fraction) if by_pair else (whole[..., None], fraction[..., None])
+    return _with_gradient(axis_name, by_pair, _angles(*reached, rates), rate, starts, theta), state
 
 
 def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Float[Array, "B T N D"]:
@@ -122,15 +133,14 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
     Raises ValueError for an odd width.
     """
     _require_even(width, "width")
-    rates = 10_000.0 ** (-2 * np.arange(width // 2) / width) / (2 * np.pi)
-    angles = _angles(positions, None, rates)
+    angles = phase.fixed(positions, 10_000.0 ** (-2 * np.arange(width // 2) / width))
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, width)
 
 
 def _rates(head_dim: int, max_document_length: int) -> np.ndarray:
-    """The rates theta / (2 pi), in turns per position, float64 [D/2]."""
+    """The rates theta, in radians a position, float64 [D/2]."""
     _require_even(head_dim, "head size")
-    return float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
+    return 2 * np.pi * float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
 
 
 def _require_even(size: int, name: str) -> None:
@@ -138,25 +148,37 @@ def _require_even(size: int, name: str) -> None:
         raise ValueError(f"{name} is {size}; it must be even, since positions turn pairs of dimensions")
 
 
+def _require_heads_or_pairs(rate, pairs: int, state: RotaryState | None) -> None:
+    if rate.ndim not in (3, 4) or rate.shape[3:] not in ((), (pairs,)):
+        raise ValueError(
+            f"rate has shape {rate.shape}; it must be [B, T, K], a rate a head, or [B, T, K, {pairs}], a rate a pair"
+        )
+    expected = (rate.shape[0], *rate.shape[2:])
+    if state is not None and state.whole.shape != expected:
+        raise ValueError(
+            f"rate has shape {rate.shape} and the state's positions {state.whole.shape}; make the state with "
+            f"RotaryState.zeros{expected}"
+        )
+
+
+def _flat(x, lead: int):
+    """All axes behind the first `lead` as one."""
+    return x.reshape(*x.shape[:lead], -1)
+
+
 def _angles(
-    whole: Int[Array, "*batch"], fraction: UInt32[Array, "*batch"] | None, rates: Float[np.ndarray, " R"]
+    whole: Int[Array, "*batch #R"], fraction: UInt32[Array, "*batch #R"], rates: Float[np.ndarray, " R"]
 ) -> Float[Array, "*batch R"]:
-    """2 pi * frac((whole + fraction / 2^32) * rates) in [-pi, pi], for rates in turns."""
-    high, low = _fixed_point(rates)
-    whole = whole.astype(jnp.uint32)[..., None]
+    """(whole + fraction / 2^32) * rates in radians, reduced to [-pi, pi], for rates up to a turn.
+
+    A position for all rates has a last axis of size 1.
+    """
+    high, low = phase.words(rates, 2)
+    whole = whole.astype(jnp.uint32)
     # In units of 2^-32 turns, modulo one turn because that is how uint32 wraps.
-    turn = whole * high + fixed_point.multiply_high(whole, low)
-    if fraction is not None:
-        turn += fixed_point.multiply_high(fraction[..., None], high)
+    turn = whole * high + fixed_point.multiply_high(whole, low) + fixed_point.multiply_high(fraction, high)
     signed = jax.lax.bitcast_convert_type(turn, jnp.int32)
     return signed.astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
-
-
-def _fixed_point(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rates in (0, 1] as 64-bit fractions of a turn, in two uint32; 1 becomes 1 - 2^-64."""
-    fixed = [min(int(rate * 2.0**64), 2**64 - 1) for rate in rates]
-    high = np.array([number >> 32 for number in fixed], np.uint32)
-    return high, np.array([number & (2**32 - 1) for number in fixed], np.uint32)
 
 
 def _add(a: RotaryState, b: RotaryState) -> RotaryState:
@@ -165,22 +187,26 @@ def _add(a: RotaryState, b: RotaryState) -> RotaryState:
     return RotaryState(whole, fraction, b.segment)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_gradient(axis_name, angles, rate, starts, theta):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _with_gradient(axis_name, by_pair, angles, rate, starts, theta):
     """`angles`, differentiable as theta times the running sum of `rate` from which integers were made."""
-    del axis_name, rate, starts, theta
+    del axis_name, by_pair, rate, starts, theta
     return angles
 
 
-def _with_gradient_forward(axis_name, angles, rate, starts, theta):
-    del axis_name, rate
+def _with_gradient_forward(axis_name, by_pair, angles, rate, starts, theta):
+    del axis_name, by_pair, rate
     return angles, (starts, theta)
 
 
-def _with_gradient_backward(axis_name, residuals, gradient):
+def _with_gradient_backward(axis_name, by_pair, residuals, gradient):
     starts, theta = residuals
-    by_position = jnp.matmul(gradient, theta, precision=jax.lax.Precision.HIGHEST)
-    return None, documents.sums_to_end(by_position, starts, axis_name), None, None
+    if by_pair:
+        drate = documents.sums_to_end(_flat(gradient * theta, 2), starts, axis_name).reshape(gradient.shape)
+    else:
+        by_position = jnp.matmul(gradient, theta, precision=jax.lax.Precision.HIGHEST)
+        drate = documents.sums_to_end(by_position, starts, axis_name)
+    return None, drate, None, None
 
 
 _with_gradient.defvjp(_with_gradient_forward, _with_gradient_backward)

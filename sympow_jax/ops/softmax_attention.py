@@ -1,4 +1,4 @@
-"""Causal softmax attention with decays and documents, on `jax.nn.dot_product_attention`."""
+"""Softmax attention, causal or not, with decays and documents, on `jax.nn.dot_product_attention`."""
 
 import contextlib
 import functools
@@ -29,6 +29,7 @@ def softmax_attention(
     *,
     log_decay: Float[Array, "B S K"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
+    causal: bool = True,
     scale: float | None = None,
     implementation: str | None = None,
     block_size: int = 512,
@@ -41,7 +42,8 @@ def softmax_attention(
     (appendix A.2 of "Conformal Transformations for Symmetric Power Transformers", Kumar et al. 2025). A
     token's own decay does not discount its own key. N is a multiple of K. `scale` is 1 / sqrt(D) unless
     given. Documents are those of `segment_ids`, as in `ops.documents`: nothing is seen across a boundary,
-    and padding gives zero, is not seen and does not decay.
+    and padding gives zero, is not seen and does not decay. Unless `causal`, a token sees the whole document, without
+    decays.
 
     The softmax is in float32, for float64 too; the output has the dtype of `value`. `implementation`:
 
@@ -59,6 +61,10 @@ def softmax_attention(
     where cudnn is asked for and cannot do it.
     """
     _validate(query, key, value, log_decay, segment_ids)
+    if not causal and log_decay is not None:
+        raise ValueError(
+            "log_decay is given and causal is False; decays run in one direction: leave them out"
+        )
     if implementation not in (None, *_IMPLEMENTATIONS):
         raise ValueError(f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn'")
     if axis_name is not None:
@@ -68,7 +74,7 @@ def softmax_attention(
                 f"{key.shape[1]} and {query.shape[1]}; leave out kept keys, or axis_name"
             )
         attend = functools.partial(
-            _attend_all, scale=scale, implementation=implementation, block_size=block_size
+            _attend_all, causal=causal, scale=scale, implementation=implementation, block_size=block_size
         )
         return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
     return _attend_all(
@@ -77,25 +83,26 @@ def softmax_attention(
         value,
         log_decay,
         segment_ids,
+        causal=causal,
         scale=scale,
         implementation=implementation,
         block_size=block_size,
     )
 
 
-def _attend_all(query, key, value, log_decay, segment_ids, *, scale, implementation, block_size):
+def _attend_all(query, key, value, log_decay, segment_ids, *, causal, scale, implementation, block_size):
     """`softmax_attention` where one device has all of the time."""
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     dtype, value_dim = value.dtype, value.shape[-1]
     query, key, value = _same_last_size(query.astype(dtype), key.astype(dtype), value)
     if implementation != "xla":
         try:
-            return _cudnn(query, key, value, log_decay, segment_ids, scale)[..., :value_dim]
+            return _cudnn(query, key, value, log_decay, segment_ids, causal, scale)[..., :value_dim]
         except NotImplementedError:
             if implementation == "cudnn":
                 raise
     with jax.named_scope("softmax_xla"):
-        return _xla(query, key, value, log_decay, segment_ids, scale, block_size)[..., :value_dim]
+        return _xla(query, key, value, log_decay, segment_ids, causal, scale, block_size)[..., :value_dim]
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -129,8 +136,8 @@ def _validate(query, key, value, log_decay, segment_ids) -> None:
         raise ValueError(f"segment_ids is {segment_ids.shape}; it must be {(batch, key_time)}")
 
 
-def _cudnn(query, key, value, log_decay, segment_ids, scale: float) -> Float[Array, "B T N E"]:
-    """Causal attention by cuDNN. Raises NotImplementedError, naming the constraint, where it cannot do it."""
+def _cudnn(query, key, value, log_decay, segment_ids, causal: bool, scale: float) -> Float[Array, "B T N E"]:
+    """Attention by cuDNN. Raises NotImplementedError, naming the constraint, where it cannot do it."""
     device = target.device()
     capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
     supported = {
@@ -145,7 +152,7 @@ def _cudnn(query, key, value, log_decay, segment_ids, scale: float) -> Float[Arr
         if not holds:
             raise NotImplementedError(f"implementation 'cudnn' needs {constraint}")
     attend = functools.partial(
-        jax.nn.dot_product_attention, scale=scale, is_causal=True, implementation="cudnn"
+        jax.nn.dot_product_attention, scale=scale, is_causal=causal, implementation="cudnn"
     )
     try:
         # Sizes of heads are for JAX to judge, by the version of cuDNN; a RuntimeError where there is none.
@@ -156,18 +163,20 @@ def _cudnn(query, key, value, log_decay, segment_ids, scale: float) -> Float[Arr
         return attend(query, key, value)
 
 
-def _xla(query, key, value, log_decay, segment_ids, scale: float, block_size: int) -> Float[Array, "B T N E"]:
+def _xla(
+    query, key, value, log_decay, segment_ids, causal: bool, scale: float, block_size: int
+) -> Float[Array, "B T N E"]:
     """Run by run, D = E."""
     rows, valid = _rows(log_decay, segment_ids)
     time, before = query.shape[1], key.shape[1] - query.shape[1]
     blocks = -(-time // block_size)
-    run_length = -(-blocks // _RUNS) * block_size
+    run_length = -(-blocks // (_RUNS if causal else 1)) * block_size
     runs = []
     for start in range(0, time, run_length):
         stop = min(start + run_length, time)
         queries = (query[:, start:stop], _between(rows, before + start, before + stop))
         keys = (key[:, : before + stop], value[:, : before + stop], _between(rows, 0, before + stop))
-        runs.append(_attend_run(queries, keys, scale, block_size))
+        runs.append(_attend_run(queries, keys, causal, scale, block_size))
     out = jnp.concatenate(runs, axis=1)
     return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
 
@@ -207,11 +216,11 @@ def _between(rows: _Rows, start: int, stop: int) -> _Rows:
     return jax.tree.map(lambda x: x[:, start:stop], rows)
 
 
-def _attend_run(queries, keys, scale: float, block_size: int) -> Float[Array, "B T N E"]:
+def _attend_run(queries, keys, causal: bool, scale: float, block_size: int) -> Float[Array, "B T N E"]:
     """The last T positions of `keys`, block by block; nothing but inputs and outputs outlives a block."""
     time, key_time = queries[0].shape[1], keys[0].shape[1]
     if time <= block_size:
-        return _attend(jnp.arange(key_time - time, key_time), queries, keys, scale)
+        return _attend(jnp.arange(key_time - time, key_time), queries, keys, causal, scale)
     blocks = -(-time // block_size)
 
     def split(x):
@@ -222,17 +231,18 @@ def _attend_run(queries, keys, scale: float, block_size: int) -> Float[Array, "B
     def attend(block):
         index, block_queries = block
         steps = key_time - time + index * block_size + jnp.arange(block_size)
-        return _attend(steps, block_queries, keys, scale)
+        return _attend(steps, block_queries, keys, causal, scale)
 
     out = jax.lax.map(attend, (jnp.arange(blocks), jax.tree.map(split, queries)))
     out = jnp.moveaxis(out, 0, 1)
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :time]
 
 
-def _attend(steps: Int[Array, " T"], queries, keys, scale: float) -> Float[Array, "B T N E"]:
+def _attend(steps: Int[Array, " T"], queries, keys, causal: bool, scale: float) -> Float[Array, "B T N E"]:
     """Queries at positions `steps` of the keys."""
     (query, query_rows), (key, value, key_rows) = queries, keys
-    mask = (steps[:, None] >= jnp.arange(key.shape[1]))[None, None]
+    last = steps if causal else jnp.full_like(steps, key.shape[1])
+    mask = (last[:, None] >= jnp.arange(key.shape[1]))[None, None]
     if key_rows.document is not None:
         same = query_rows.document[:, :, None] == key_rows.document[:, None, :]
         mask &= (same & (key_rows.document >= 0)[:, None, :])[:, None]

@@ -3,6 +3,7 @@
 import jax
 
 from sympow_jax import config
+from sympow_jax.layers import positions
 from sympow_jax.ops import feature_maps
 from sympow_jax.ops._power import costs
 
@@ -35,28 +36,38 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 )
 
 
-def model_flops_per_token(model: config.ModelConfig, context_length: int) -> float:
-    """FLOPs of training on one token of a full context, both passes, averaged over the context.
+def model_flops_per_token(
+    model: config.ModelConfig, context_length: int, task: config.TaskConfig | None = None
+) -> float:
+    """FLOPs of training on one token, or patch, of a full context, both passes, averaged over the context.
 
     "Model FLOPs" in the sense of PaLM (Chowdhery et al. 2022, appendix B): what the mathematics needs, whatever the
     device computes twice (rematerialisation, scores in the backward pass) or in vain (masked pairs). Conventions:
 
     * a multiplication with its addition is two; the backward pass is twice the forward pass;
-    * matrix products of the projections, of decays and rotation rates, of the feed-forward and of the tied
-      unembedding: 6 FLOPs a weight. Looking up embeddings is free, as are norms, activations, rotations, softmax and
-      the optimizer;
-    * attention by pairs: 2 (D + E) for each of T / 2 causal pairs of a query head, softmax and `form` "attention";
+    * matrix products of the projections, of decays and rotation rates, of the feed-forward, of the embedding of
+      patches and of the tied unembedding, of masked tokens where these alone are predicted: 6 FLOPs a weight. Looking
+      up embeddings is free, as are norms, activations, rotations, softmax, the head of a row and the optimizer;
+    * attention by pairs: 2 (D + E) for each of T / 2 causal pairs of a query head, or of T that see the whole context,
+      softmax and `form` "attention";
     * attention by features: 2 F E for every key head, which updates a state, and for every query head, which reads
-      one, and 2 (D + E) for each of C / 2 + W pairs; F features, the exact number without padding, C `chunk_size`, 128
-      unless given and 1 if recurrent, W `window`; no normaliser. A linear kernel has F = D;
+      one, and if causal 2 (D + E) for each of C / 2 + W pairs; F features, the exact number without padding, C
+      `chunk_size`, 128 unless given and 1 if recurrent, W `window`; no normaliser. A linear kernel has F = D; where
+      features are turned, pairs compare as many numbers as there are turned features; gates by channel have a
+      normaliser as large as the state;
     * where no form is named, the cheaper of the two, whatever the device would choose.
     """
     width, heads, kv_heads, size = model.width, model.heads, model.kv_heads, model.head_dim
     assert kv_heads is not None  # ModelConfig derives what is not given
     assert size is not None
-    gates = (model.attention.decay == "learned") + (model.attention.position == "learned_rope")
+    gates = {"learned": 1, "channel_learned": size}.get(model.attention.decay, 0)
+    gates += {"learned_rope": 1, "learned_rope_pairs": size // 2}.get(model.attention.position, 0)
     weights = 2 * (heads + kv_heads) * size + gates * kv_heads + 2 * model.mlp_ratio * width
-    dense = 2 * width * (model.layers * weights + model.vocab_size)
+    task = task or config.TaskConfig()
+    outside = {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0) * model.vocab_size
+    if model.patch_size is not None:
+        outside += model.patch_size**2 * model.channels
+    dense = 2 * width * (model.layers * weights + outside)
     return _PASSES * (dense + model.layers * _attention_flops(model, context_length))
 
 
@@ -77,24 +88,33 @@ def _attention_flops(model: config.ModelConfig, context_length: int) -> float:
     attention, heads, kv_heads, size = model.attention, model.heads, model.kv_heads, model.head_dim
     assert kv_heads is not None
     assert size is not None
-    power = attention.power if attention.kernel == "power" else 1
+    turned = positions.turned_dim(model)
+    compared = turned or positions.compared_dim(model)
+    powers = attention.kernel == "linear" and attention.feature_map in ("symmetric", "tensor")
+    power = attention.power if attention.kernel == "power" or (powers and turned is None) else 1
+    # The normaliser of a gate by channel is as large as the state; else it does not count.
+    columns = 2 * size if attention.decay.startswith("channel") else size
 
     def by(form: str) -> float:
         a_head = costs.flops_per_token(
             form,
             time=context_length,
-            head_dim=size,
-            value_dim=size,
+            head_dim=compared,
+            value_dim=columns,
             power=power,
             chunk=attention.chunk_size or costs.default_chunk(form),
             window=attention.window,
         )
         if form == "attention":
-            return heads * a_head
+            return heads * (a_head if attention.causal else 2 * a_head)
         # Query heads that share a key head share its state, which is updated once.
-        update = 2 * feature_maps.symmetric_power_dim(size, power) * size
+        update = 2 * feature_maps.symmetric_power_dim(compared, power) * columns
+        if not attention.causal:
+            return (heads + kv_heads) * update
         return heads * a_head - (heads - kv_heads) * update
 
-    if attention.kernel == "softmax":
+    if attention.kernel in ("softmax", "expressive"):
         return by("attention")
+    if attention.decay.startswith("channel"):
+        return by("chunked")
     return by(attention.form) if attention.form else min(by("attention"), by("chunked"))

@@ -6,6 +6,7 @@ import grain
 import numpy as np
 import pytest
 
+from sympow_jax import config as config_lib
 from sympow_jax import data
 from tests.data import builders
 
@@ -143,3 +144,115 @@ def test_standard_library_trains_and_evaluates():
     # The quickstart evaluates up to 4,096 and wants 20 documents.
     assert (held.lengths > 4096).sum() >= 20
     assert all(len(held[i]) == held.lengths[i] for i in range(5))
+
+
+@pytest.fixture(params=["masked_token", "classification", "regression"])
+def task_and_data(request, tmp_path):
+    """Thirteen rows of every kind that a task reads, three of them held out in a file of their own."""
+    lines = [f"line {i}\t{i % 2}\n" for i in range(13)]
+    builders.write_files(
+        tmp_path,
+        {
+            "train.tsv": "".join(["text\tlabel\n", *lines[:10]]).encode(),
+            "held.tsv": "".join(["text\tlabel\n", *lines[10:]]).encode(),
+        },
+    )
+    builders.write_bin(tmp_path / "train.bin", [range(80)])
+    builders.write_bin(tmp_path / "held.bin", [range(100, 124)])
+    task = config_lib.TaskConfig(name=request.param, classes=2 if request.param == "classification" else None)
+    suffix = "bin" if request.param == "masked_token" else "tsv"
+    return task, builders.data_config(
+        source="tokens" if suffix == "bin" else "tsv",
+        paths=(str(tmp_path / f"train.{suffix}"),),
+        heldout_paths=(str(tmp_path / f"held.{suffix}"),),
+        text_columns=("text",),
+    )
+
+
+def test_every_task_resumes_and_shares_its_batches(task_and_data):
+    task, config = task_and_data
+
+    def dataset():
+        return data.train_dataset(config, task=task, vocab_size=256)
+
+    rows = dataset()
+    whole = data.batches(rows, 4)
+    iterator = iter(whole.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)))
+    read = [next(iterator) for _ in range(8)]
+    for i, batch in enumerate(read):
+        assert_same(batch, stacked([rows[4 * i + k] for k in range(4)]))
+    resumed = iter(data.batches(dataset(), 4).to_iter_dataset())
+    resumed.set_state({"next_index": 5})
+    for batch in read[5:]:
+        assert_same(next(resumed), batch)
+    parts = [data.batches(rows, 4, share=share, shares=2) for share in range(2)]
+    for i in range(8):
+        shares = [part[i] for part in parts]
+        assert_same({name: np.concatenate([share[name] for share in shares]) for name in read[i]}, read[i])
+
+
+def test_every_task_has_its_held_out_rows_in_order(task_and_data):
+    task, config = task_and_data
+    once, again = (list(data.heldout_rows(config, task, vocab_size=256, batch_size=2)) for _ in range(2))
+    assert len(once) == len(again) == 2
+    for one, other in zip(once, again):
+        assert_same(one, other)
+    train = data.batches(data.train_dataset(config, task=task, vocab_size=256), 2)[0]
+    assert {name: (value.shape, value.dtype) for name, value in once[1].items()} == {
+        name: (value.shape, value.dtype) for name, value in train.items()
+    }
+    answers = np.concatenate([batch["labels" if "labels" in batch else "targets"] for batch in once])
+    answers = answers.reshape(4, -1)
+    counted = ~np.isnan(answers) if task.name == "regression" else answers != -1
+    assert counted.any(axis=1).tolist() == [True, True, True, False]
+    # One batch may hold them all.
+    (large,) = data.heldout_rows(config, task, vocab_size=256, batch_size=7)
+    rows = {name: np.concatenate([batch[name] for batch in once])[:3] for name in large}
+    assert_same({name: value[:3] for name, value in large.items()}, rows)
+
+
+@pytest.mark.parametrize(
+    ("source", "task", "message"),
+    [
+        (
+            "text",
+            "classification",
+            r"'classification', but data\.source 'text' is for next_token and masked_token",
+        ),
+        (
+            "tsv",
+            "masked_token",
+            r"'masked_token', but data\.source 'tsv' is for classification and regression",
+        ),
+        ("images", "regression", r"'regression', but data\.source 'images' is for classification; change"),
+        ("listops", "next_token", r"'next_token', but data\.source 'listops' is for classification; change"),
+    ],
+)
+def test_sources_that_are_not_for_the_task(source, task, message):
+    config = builders.data_config(
+        source=source,
+        paths=() if source in ("text", "listops") else ("a",),
+        text_columns=("text",),
+        context_length=2048,
+    )
+    settings = config_lib.TaskConfig(name=task, classes=2)
+    with pytest.raises(ValueError, match=message):
+        data.train_dataset(config, task=settings, vocab_size=256)
+    with pytest.raises(ValueError, match=message):
+        data.heldout_rows(config, settings, vocab_size=256, batch_size=2)
+
+
+def test_labelled_examples_are_no_documents():
+    config = builders.data_config(source="listops", context_length=2048)
+    with pytest.raises(
+        ValueError, match=r"data\.source 'listops' holds labelled examples, but documents are"
+    ):
+        data.heldout_documents(config, vocab_size=256)
+
+
+def test_no_example_is_held_out(tmp_path):
+    builders.write_files(tmp_path, {"a.tsv": b"text\tlabel\na\t1\n"})
+    config = builders.data_config(source="tsv", paths=(str(tmp_path / "a.tsv"),), text_columns=("text",))
+    task = config_lib.TaskConfig(name="regression")
+    with pytest.raises(ValueError, match=r"no example is held out: data\.heldout_paths is empty"):
+        data.heldout_rows(config, task, vocab_size=256, batch_size=2)

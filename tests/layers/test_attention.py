@@ -8,7 +8,6 @@ from flax import nnx
 
 from sympow_jax import config, layers
 from sympow_jax.ops import key_value_state
-from sympow_jax.ops.power_attention import PowerState
 
 WIDTH, TIME = 16, 24
 
@@ -112,8 +111,7 @@ def test_bfloat16_is_for_matrix_products_only(preset):
 )
 def test_state_is_what_costs_less(preset, max_length, changes, recurrent):
     state = make(preset, **changes).init_state(1, max_length=max_length)
-    kind = PowerState if recurrent else key_value_state.KeyValueState
-    assert isinstance(state.memory, kind)
+    assert isinstance(state.memory, key_value_state.KeyValueState) != recurrent
 
 
 def test_power_4_at_head_size_64_keeps_keys():

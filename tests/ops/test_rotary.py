@@ -101,6 +101,49 @@ def test_documents_restart_and_padding_does_not_turn():
         assert largest_error(angles[:, np.array(tokens)], exact_angles(rate[:, tokens], 8)) < 1e-6
 
 
+def test_equal_rates_of_pairs_are_rates_of_heads_to_the_bit():
+    rate = random_rates((2, 300, 3))
+    segment_ids = np.repeat([[0, -1, 0, 1], [5, 5, 5, 6]], 75, 1)
+    by_pair = np.repeat(rate[..., None], 4, -1)
+    angles, end = learned_angles(rate, 8, segment_ids=segment_ids)
+    actual, end_of_pairs = learned_angles(by_pair, 8, segment_ids=segment_ids)
+    np.testing.assert_array_equal(actual, angles)
+    for name in ("whole", "fraction"):
+        np.testing.assert_array_equal(
+            getattr(end_of_pairs, name), np.repeat(getattr(end, name)[..., None], 4, -1)
+        )
+
+
+def test_rates_of_pairs_after_a_million_tokens():
+    rate = random_rates((1, 2**20, 1, 2))
+    angles, _ = learned_angles(rate, 4)
+    reached = np.cumsum(rate.astype(np.float64), 1)[:, ::31]
+    assert largest_error(angles[:, ::31], 2 * np.pi * np.mod(reached * rates_in_turns(4), 1)) < 1e-6
+
+
+def test_a_split_of_pairs_is_identical_to_the_bit():
+    rate = random_rates((2, 200, 3, 4))
+    segment_ids = np.repeat([[0, -1, 0, 1], [5, 5, 5, 6]], 50, 1)
+    parts, state = [], rotary.RotaryState.zeros(2, 3, pairs=4)
+    for begin in (0, 100):
+        own = slice(begin, begin + 100)
+        part, state = learned_angles(rate[:, own], 8, segment_ids=segment_ids[:, own], state=state)
+        parts.append(part)
+    whole, end = learned_angles(rate, 8, segment_ids=segment_ids)
+    np.testing.assert_array_equal(jnp.concatenate(parts, 1), whole)
+    jax.tree.map(np.testing.assert_array_equal, state, end)
+
+
+def test_documents_restart_for_each_pair():
+    rate = random_rates((1, 9, 2, 4))
+    segment_ids = jnp.array([[3, 3, -1, -1, 3, 1, 1, 3, 3]])
+    angles, _ = learned_angles(rate, 8, segment_ids=segment_ids)
+    for tokens in ([0, 1, 4], [5, 6], [7, 8]):
+        reached = np.cumsum(rate[:, tokens].astype(np.float64), 1)
+        exact = 2 * np.pi * np.mod(reached * rates_in_turns(8), 1)
+        assert largest_error(angles[:, np.array(tokens)], exact) < 1e-6
+
+
 def test_turns_pairs_of_dimensions():
     x = jnp.array([1.0, 0.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
     turned = rotary.rotate(x, jnp.array([0.3, 0.5]).reshape(1, 1, 1, 2))
@@ -135,8 +178,9 @@ def test_bfloat16_is_turned_in_float32():
     np.testing.assert_array_equal(turned, expected)
 
 
-def test_gradient_is_that_of_the_unrounded_sum():
-    rate = random_rates((2, 33, 2))
+@pytest.mark.parametrize("pairs", [(), (4,)])
+def test_gradient_is_that_of_the_unrounded_sum(pairs):
+    rate = random_rates((2, 33, 2, *pairs))
     segment_ids = np.array([[0] * 10 + [-1] * 4 + [0] * 3 + [2] * 16, [1] * 33])
     x = np.random.default_rng(1).standard_normal((2, 33, 4, 8))
     weight = np.random.default_rng(2).standard_normal(x.shape)
@@ -150,8 +194,9 @@ def test_gradient_is_that_of_the_unrounded_sum():
     def exact_loss(rate, x):
         document = np.array([[0] * 17 + [1] * 16, [0] * 33])
         seen = np.tril(document[:, :, None] == document[:, None, :]) & (segment_ids >= 0)[:, None, :]
-        mu = jnp.einsum("bts,bsk->btk", seen.astype(np.float64), rate)
-        angles = jnp.repeat(2 * np.pi * mu[..., None] * rates_in_turns(8), 2, axis=2)
+        mu = jnp.einsum("bts,bs...->bt...", seen.astype(np.float64), rate)
+        mu = mu if pairs else mu[..., None]
+        angles = jnp.repeat(2 * np.pi * mu * rates_in_turns(8), 2, axis=2)
         even, odd = x[..., 0::2], x[..., 1::2]
         turned = [
             even * jnp.cos(angles) - odd * jnp.sin(angles),
@@ -179,3 +224,12 @@ def test_works_with_x64():
 def test_an_odd_head_size_is_an_error():
     with pytest.raises(ValueError, match="head size is 7; it must be even"):
         rotary.rope(jnp.ones((1, 2, 1, 7)), jnp.zeros((1, 2), jnp.int32))
+
+
+def test_rates_of_other_shapes_are_an_error():
+    with pytest.raises(ValueError, match=r"\(1, 2, 3, 5\); it must be \[B, T, K\].* or \[B, T, K, 4\]"):
+        rotary.learned_angles(jnp.ones((1, 2, 3, 5)), 8)
+    with pytest.raises(
+        ValueError, match=r"positions \(1, 3\); make the state with RotaryState.zeros\(1, 3, 4\)"
+    ):
+        rotary.learned_angles(jnp.ones((1, 2, 3, 4)), 8, state=rotary.RotaryState.zeros(1, 3))

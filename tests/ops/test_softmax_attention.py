@@ -36,13 +36,15 @@ def documents_of(segment_ids):
     return documents
 
 
-def exact(query, key, value, log_decay=None, segment_ids=None, xp=np):
+def exact(query, key, value, log_decay=None, segment_ids=None, causal=True, xp=np):
     """The formula, in the dtype of its inputs."""
     groups, before = query.shape[2] // key.shape[2], key.shape[1] - query.shape[1]
     key, value = (xp.repeat(x, groups, axis=2) for x in (key, value))
     scores = xp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1])
     steps = np.arange(key.shape[1])
-    seen = np.broadcast_to(steps[before:, None] >= steps, (len(query), query.shape[1], len(steps)))
+    seen = np.broadcast_to(
+        (steps[before:, None] >= steps) | (not causal), (len(query), query.shape[1], len(steps))
+    )
     if segment_ids is not None:
         document = documents_of(segment_ids)
         seen = seen & (document[:, before:, None] == document[:, None]) & (document >= 0)[:, None]
@@ -74,12 +76,14 @@ OPTIONS = {
     "one query": {"decay": "mixed", "segments": True, "time": 1},
     "wide values": {"decay": "mixed", "value_dim": 12, "kv_heads": 1},
     "narrow values": {"segments": True, "value_dim": 3},
+    "whole documents": {"segments": True, "causal": False},
+    "all of the row": {"causal": False},
 }
 
 
-def options_of(name, kv_heads=2, decay=None, segments=False, **sizes):
+def options_of(name, kv_heads=2, decay=None, segments=False, causal=True, **sizes):
     arrays = [np.asarray(x) for x in inputs(kv_heads=kv_heads, **sizes)]
-    options = {}
+    options = {"causal": causal}
     if decay == "alibi":
         slopes = -np.array(alibi_slopes(kv_heads), np.float32)
         options["log_decay"] = np.broadcast_to(slopes, (2, 33, kv_heads))
@@ -96,16 +100,15 @@ def options_of(name, kv_heads=2, decay=None, segments=False, **sizes):
 def test_values_and_gradients(name, block_size):
     arrays, options = options_of(name, **OPTIONS[name])
     weight = np.random.default_rng(2).standard_normal(exact(*arrays, **options).shape)
-    segment_ids = options.pop("segment_ids", None)
+    static = {"segment_ids": options.pop("segment_ids", None), "causal": options.pop("causal")}
+    segment_ids = static["segment_ids"]
     names = ("query", "key", "value", *options)
     arrays += options.values()
 
     @jax.jit
     def run(*arrays):
         def loss(*arrays):
-            out = softmax_attention(
-                **dict(zip(names, arrays, strict=True)), segment_ids=segment_ids, block_size=block_size
-            )
+            out = softmax_attention(**dict(zip(names, arrays, strict=True)), **static, block_size=block_size)
             return (out * weight.astype(np.float32)).sum(), out
 
         return jax.grad(loss, argnums=tuple(range(len(arrays))), has_aux=True)(*arrays)
@@ -115,7 +118,7 @@ def test_values_and_gradients(name, block_size):
         wide = [jnp.asarray(x, jnp.float64) for x in arrays]
 
         def exact_loss(*arrays):
-            out = exact(**dict(zip(names, arrays, strict=True)), segment_ids=segment_ids, xp=jnp)
+            out = exact(**dict(zip(names, arrays, strict=True)), **static, xp=jnp)
             return (out * weight).sum(), out
 
         exact_gradients = jax.jit(jax.grad(exact_loss, argnums=tuple(range(len(wide))), has_aux=True))
@@ -194,6 +197,12 @@ def test_no_array_is_as_large_as_all_scores():
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*shapes).compile()
     scores = 4 * time * time
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
+
+
+def test_decays_need_a_direction():
+    query, key, value = inputs()
+    with pytest.raises(ValueError, match="decays run in one direction"):
+        softmax_attention(query, key, value, log_decay=mixed_decays((2, 33, 2)), causal=False)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def results(group):
 
 
 def check_ops(found):
-    for way in ("angles", "all angles", "angles of one document"):
+    for way in ("angles", "all angles", "angles of one document", "angles of pairs"):
         for devices, angles in found.pop(way, {}).items():
             assert angles["identical"], (way, devices)
             assert angles["rate"] <= 1e-5, (way, devices, angles)

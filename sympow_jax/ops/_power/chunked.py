@@ -22,16 +22,13 @@ __all__ = ["Settings", "chunked"]
 
 
 class Settings(NamedTuple):
-    """What is static: the power, chunk C and window W in positions, and the precision of products.
-
-    divide: whether the output is the mean of values, or else the sums of weighted values and, last, of weights.
-    """
+    """What is static: the power, chunk C and window W in positions, the precision of products, and the division."""
 
     power: int
     chunk: int
     window: int
     precision: jax.lax.Precision
-    divide: bool = True
+    division: means.Division = means.Division.POSITIVE
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -46,7 +43,7 @@ def chunked(
 ) -> tuple[Float[Array, "G E X"], features.Groups]:
     """The weighted mean of values for the G query heads of one key head, and the state after the last fold.
 
-    Without `settings.divide` float sums [G, E + 1, X] in place of the mean, to which others may be added.
+    Without division float sums [G, E + 1, X] in place of the mean, to which others may be added.
 
     X is a multiple of the chunk. `log_decay` is `decay.bounded`; None is no decay and no boundary. Positions where
     `folds` is False never enter the state. `state` is that of `features`; the last column is the normaliser.
@@ -70,10 +67,10 @@ def _forward(settings, query, key, value, log_decay, folds, state):
         )
         sums += block.to_query * _groups(far, len(query))
         state = _folded(settings, state, block)
-        if not settings.divide:
+        if settings.division is means.Division.NONE:
             return state, (sums,)
         denominator = sums[:, -1:]
-        out = means.mean(sums[:, :-1], denominator, 1)
+        out = means.mean(sums[:, :-1], denominator, 1, settings.division)
         return state, (out.astype(value.dtype), denominator)
 
     final, results = jax.lax.scan(step, state, blocks.indices)
@@ -83,18 +80,19 @@ def _forward(settings, query, key, value, log_decay, folds, state):
 def _chunked_fwd(settings, query, key, value, log_decay, folds, state):
     results, final = _forward(settings, query, key, value, log_decay, folds, state)
     final = tuple(ad_checkpoint.checkpoint_name(x, means.STATES_SAVED_AS) for x in final)
-    if settings.divide:
-        results = tuple(ad_checkpoint.checkpoint_name(x, means.SAVED_AS) for x in results)
-    divided = results if settings.divide else None
+    divided = None
+    if settings.division is not means.Division.NONE:
+        divided = results = tuple(ad_checkpoint.checkpoint_name(x, means.SAVED_AS) for x in results)
     return (results[0], final), (query, key, value, log_decay, folds, state, divided, final)
 
 
 def _chunked_bwd(settings, residuals, cotangents):
     query, key, value, log_decay, folds, state, divided, final = residuals
     dsums, dfinal = cotangents
-    if settings.divide:
+    if divided is not None:
         out, denominator = divided
-        dsums = jnp.concatenate(means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 1), 1)
+        dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 1, settings.division)
+        dsums = jnp.concatenate(dsums, 1)
 
     blocks = _Blocks(settings, query, key, value, log_decay, folds, state[0].dtype)
     dquery_far, reads = _read_states(settings, blocks, dsums, state)
@@ -237,7 +235,7 @@ class _Blocks:
         return _Block(
             query=self.of_queries(self.query, index),
             key=self._cut(self.key, index, chunk + window),
-            value=jnp.concatenate([value, jnp.ones_like(value[:1])]),
+            value=jnp.concatenate([value, jnp.ones_like(value, shape=(1, chunk + window))]),
             near=near,
             to_query=to_query,
             to_state=to_state,
@@ -306,4 +304,6 @@ def _groups(x, count):
 def _joined(chunks):
     """[n, ..., C] -> [..., n * C]."""
     joined = jnp.moveaxis(chunks, 0, -2)
-    return joined.reshape(*joined.shape[:-2], -1)
+    return joined.reshape(
+        *joined.shape[:-2], joined.shape[-2] * joined.shape[-1]
+    )  # -1 fails where there is nothing

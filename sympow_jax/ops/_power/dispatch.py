@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from sympow_jax.ops import _time_axis, feature_maps
 from sympow_jax.ops._power import costs, reference, target, xla
+from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import step as xla_step
 
-__all__ = ["attend", "attend_step"]
+__all__ = ["attend", "attend_step", "check", "require_choice", "require_even"]
 
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
@@ -31,11 +32,15 @@ def attend(
     initial_state,
     return_state,
     axis_name,
+    division=means.Division.POSITIVE,
 ):
-    """`power_attention` for any power >= 1; see there."""
-    sizes = _check(query, key, value, log_decay, segment_ids, lead="B, T")
-    _require_choice("form", form, (None, *FORMS))
-    _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    """`power_attention` for any power >= 1 and any division of its sums; see there and `mean.Division`.
+
+    Without division the result is sums [B, T, N, E + 1] in the dtype of states, those of weights last; E may be 0.
+    """
+    sizes = check(query, key, value, log_decay, segment_ids, lead="B, T", division=division)
+    require_choice("form", form, (None, *FORMS))
+    require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     if window < 0:
         raise ValueError(f"window is {window}; it must be at least 0")
     if chunk_size is not None and chunk_size < 1:
@@ -58,6 +63,7 @@ def attend(
     if axis_name is not None:
         _require_divisible(axis_name, implementation, kept_keys=kept_keys, stateless=stateless)
     needs = {"power": power, "window": window, "chunk_size": chunk_size, "stateless": stateless}
+    needs["division"] = division
     if form is None:
         time = query.shape[1] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
         form = (
@@ -87,22 +93,33 @@ def _attention_by_heads(compute, query, key, value, log_decay, segment_ids, axis
     return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
 
 
-def attend_step(query, key, value, state, *, power, log_decay, segment_ids, implementation):
-    """`power_attention_step` for any power >= 1; see there."""
-    sizes = _check(query, key, value, log_decay, segment_ids, lead="B")
-    _require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+def attend_step(
+    query,
+    key,
+    value,
+    state,
+    *,
+    power,
+    log_decay,
+    segment_ids,
+    implementation,
+    division=means.Division.POSITIVE,
+):
+    """`power_attention_step` for any power >= 1 and any division, as `attend`; see there."""
+    sizes = check(query, key, value, log_decay, segment_ids, lead="B", division=division)
+    require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     _check_state(state, jnp.promote_types(query.dtype, jnp.float32), power=power, **sizes)
     if implementation == "reference":
         raise NotImplementedError(
-            "implementation 'reference' has no step; call power_attention with one token and implementation='reference'"
+            "implementation 'reference' has no step; call the op with one token and implementation='reference'"
         )
-    kernels = _kernels(implementation, "mosaic_step", query, state, power=power)
-    compute = kernels.step if kernels else xla_step.step
+    kernels = _kernels(implementation, "mosaic_step", query, state, power=power, division=division)
+    compute = kernels.step if kernels else functools.partial(xla_step.step, division=division)
     return compute(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
 
 
-def _cheapest_form(implementation, query, value, time, sizes, *, power, window, chunk_size, stateless):
-    needs = {"power": power, "window": window, "chunk_size": chunk_size, "stateless": stateless}
+def _cheapest_form(implementation, query, value, time, sizes, *, stateless, **needs):
+    needs["stateless"] = stateless
     kernels = ()
     if implementation in (None, "mosaic_gpu"):
         forms = ("attention", "chunked")
@@ -113,15 +130,15 @@ def _cheapest_form(implementation, query, value, time, sizes, *, power, window, 
     return costs.cheapest_form(
         time=time,
         heads=query.shape[2],
-        power=power,
-        chunk=chunk_size,
-        window=window,
+        power=needs["power"],
+        chunk=needs["chunk_size"],
+        window=needs["window"],
         kernels=kernels,
         **sizes,
     )
 
 
-def _compute(implementation, form, query, value, **needs):
+def _compute(implementation, form, query, value, *, division, **needs):
     """The implementation that is taken, and its function of that form; all functions take the same arguments."""
     if implementation == "reference":
         if form == "chunked":
@@ -129,21 +146,28 @@ def _compute(implementation, form, query, value, **needs):
                 "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
             )
         compute = reference.attention if form == "attention" else reference.recurrent
-        return "reference", lambda *arrays, chunk, **arguments: compute(*arrays, **arguments)
-    if kernels := _kernels(implementation, "mosaic", query, value, form=form, **needs):
+        return "reference", lambda *arrays, chunk, **arguments: compute(
+            *arrays, division=division, **arguments
+        )
+    if kernels := _kernels(implementation, "mosaic", query, value, form=form, division=division, **needs):
         return "mosaic_gpu", kernels.attention if form == "attention" else kernels.chunked
     compute = xla.attention if form == "attention" else xla.chunked
     return "xla", lambda *arrays, chunk, **arguments: compute(
-        *arrays, chunk=chunk or costs.default_chunk(form), **arguments
+        *arrays, chunk=chunk or costs.default_chunk(form), division=division, **arguments
     )
 
 
-def _kernels(implementation, module, *arrays, **needs):
+def _kernels(implementation, module, *arrays, division, **needs):
     """The module of that name if its kernels do it; else None, or NotImplementedError if they were asked for."""
     if implementation == "xla":
         return None
     try:
         target.require_hopper()
+        if division is not means.Division.POSITIVE:
+            raise NotImplementedError(
+                "implementation 'mosaic_gpu' has even powers of queries and keys, and no other denominator; use "
+                "implementation='xla'"
+            )
         # Pallas takes a second to import: only where a kernel may run.
         kernels = importlib.import_module(f"sympow_jax.ops._power.{module}")
         kernels.require_supported(*arrays, **needs)
@@ -171,7 +195,7 @@ def _require_divisible(axis_name, implementation, *, kept_keys, stateless) -> No
         )
 
 
-def _check(query, key, value, log_decay, segment_ids, *, lead):
+def check(query, key, value, log_decay, segment_ids, *, lead, division=means.Division.POSITIVE):
     """Raises ValueError for shapes or dtypes that do not fit together; returns the sizes of a state."""
     axes = {"query": f"[{lead}, N, D]", "key": f"[{lead}, K, D]", "value": f"[{lead}, K, E]"}
     rank = len(lead.split(", "))
@@ -185,7 +209,8 @@ def _check(query, key, value, log_decay, segment_ids, *, lead):
         raise ValueError(
             f"shapes do not fit: {shapes}; expected query {axes['query']}, key {axes['key']}, value {axes['value']}"
         )
-    if 0 in (*query.shape, *key.shape, *value.shape):
+    no_values = division is means.Division.NONE and not value.shape[-1]
+    if 0 in (*query.shape, *key.shape) or (0 in value.shape and not no_values):
         raise ValueError(f"nothing to attend to: {shapes}")
     if query.shape[-2] % kv_heads:
         raise ValueError(f"query has {query.shape[-2]} heads and key {kv_heads}; N must be a multiple of K")
@@ -222,6 +247,13 @@ def _check_state(state, dtype, *, batch, kv_heads, head_dim, value_dim, power):
         raise ValueError(f"the state has dtype {state.kv.dtype}; inputs of this dtype accumulate in {dtype}")
 
 
-def _require_choice(name, value, choices):
+def require_choice(name, value, choices):
+    """Raises ValueError unless value is one of choices."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def require_even(power: int) -> None:
+    """Raises ValueError unless power is positive and even."""
+    if power <= 0 or power % 2:
+        raise ValueError(f"power is {power}; it must be positive and even, so that no weight is negative")

@@ -1,5 +1,6 @@
 """The division of sums of weighted values by sums of weights."""
 
+import enum
 import functools
 
 import jax
@@ -8,40 +9,71 @@ from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Float
 
-__all__ = ["SAVED_AS", "STATES_SAVED_AS", "mean", "mean_vjp"]
+__all__ = ["SAVED_AS", "STATES_SAVED_AS", "Division", "mean", "mean_vjp", "of_sums"]
 
 # What policies of `jax.checkpoint` know by that the backward pass reads: means and denominators, and states.
 SAVED_AS = "power_attention_out"
 STATES_SAVED_AS = "power_attention_states"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+class Division(enum.Enum):
+    """What becomes of sums of weighted values and of weights.
+
+    POSITIVE: weights are not negative; a sum of them that is not positive is rounding's, and the mean is zero.
+    SIGNED: weights have signs; only where their sum is zero is the mean zero.
+    NONE: no mean; sums are results, of queries as they are.
+    """
+
+    POSITIVE = enum.auto()
+    SIGNED = enum.auto()
+    NONE = enum.auto()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def mean(
-    numerator: Float[Array, "*rest"], denominator: Float[Array, "*rest"], axis: int
+    numerator: Float[Array, "*rest"],
+    denominator: Float[Array, "*rest"],
+    axis: int,
+    division: Division = Division.POSITIVE,
 ) -> Float[Array, "*rest"]:
-    """numerator / denominator, zero where no weight is positive; the denominator has size 1 along `axis`.
+    """numerator / denominator, zero where `division` says so; the denominator has size 1 along `axis`.
 
     JAX's own gradient squares the denominator, which overflows where weights are p-th powers of small keys.
     """
-    some = denominator > 0
+    some = _some(denominator, division)
     return jnp.where(some, numerator / jnp.where(some, denominator, 1), 0)
 
 
-def mean_vjp(out, denominator, dout, axis):
+def of_sums(sums: Float[Array, "*rest"], axis: int, division: Division) -> Float[Array, "*rest"]:
+    """The mean, of sums of weighted values and, last along `axis`, of weights; without division the sums."""
+    if division is Division.NONE:
+        return sums
+    last = sums.shape[axis] - 1
+    numerator, denominator = (
+        jax.lax.slice_in_dim(sums, *ends, axis=axis) for ends in ((0, last), (last, last + 1))
+    )
+    return mean(numerator, denominator, axis, division)
+
+
+def mean_vjp(out, denominator, dout, axis, division=Division.POSITIVE):
     """With o = n / d: dn = do / d and dd = -(dn . o)."""
-    some = denominator > 0
+    some = _some(denominator, division)
     dnumerator = jnp.where(some, dout / jnp.where(some, denominator, 1), 0)
     return dnumerator, -(dnumerator * out).sum(axis, keepdims=True)
 
 
-def _mean_fwd(numerator, denominator, axis):
-    results = mean(numerator, denominator, axis), denominator
+def _some(denominator, division):
+    return denominator != 0 if division is Division.SIGNED else denominator > 0
+
+
+def _mean_fwd(numerator, denominator, axis, division):
+    results = mean(numerator, denominator, axis, division), denominator
     out, denominator = (ad_checkpoint.checkpoint_name(x, SAVED_AS) for x in results)
     return out, (out, denominator)
 
 
-def _mean_bwd(axis, residuals, dout):
-    return mean_vjp(*residuals, dout, axis)
+def _mean_bwd(axis, division, residuals, dout):
+    return mean_vjp(*residuals, dout, axis, division)
 
 
 mean.defvjp(_mean_fwd, _mean_bwd)

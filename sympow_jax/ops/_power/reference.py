@@ -13,10 +13,10 @@ from sympow_jax.ops import feature_maps
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
 
-__all__ = ["attention", "recurrent"]
+__all__ = ["attention", "group_heads", "recurrent", "sums_between", "ungroup_heads"]
 
 
-def attention(query, key, value, *, power, log_decay, segment_ids, state, window, return_state):
+def attention(query, key, value, *, power, log_decay, segment_ids, state, window, return_state, division):
     """Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p and b_ij = prod_{j < m <= i} gamma_m.
 
     (Section 3.1, the attention formulation.) Keys that were folded into `state` count through their features.
@@ -25,7 +25,7 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     time = query.shape[1]
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype)
-    q_BKGTD = _group_heads(query.astype(dtype), key.shape[2])
+    q_BKGTD = group_heads(query.astype(dtype), key.shape[2])
     key, value = sequence.key.astype(dtype), sequence.value.astype(dtype)
 
     document = sequence.document
@@ -33,7 +33,7 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
     seen &= sequence.valid[:, -time:, None] & sequence.valid[:, None, :]
     steps = jnp.arange(key.shape[1])
     seen &= steps[-time:, None] >= steps
-    decay_BKTX = jnp.where(seen[:, None], jnp.exp(_sums_between(sequence.log_decay)[:, :, -time:]), 0)
+    decay_BKTX = jnp.where(seen[:, None], jnp.exp(sums_between(sequence.log_decay)[:, :, -time:]), 0)
 
     scores = jnp.einsum("bkgtd,bxkd->bkgtx", q_BKGTD, key, precision="highest")
     weights = decay_BKTX[:, :, None] * scores**power
@@ -49,8 +49,8 @@ def attention(query, key, value, *, power, log_decay, segment_ids, state, window
             "bkgtf,bkfe->bkgte", features, state.kv, precision="highest"
         )
         denominator += decay * jnp.einsum("bkgtf,bkf->bkgt", features, state.norm, precision="highest")
-    out = _ungroup_heads(means.mean(numerator, denominator[..., None], -1)).astype(value.dtype)
-    return out, _final_state(sequence, state, power, window, dtype) if return_state else None
+    out = _result(numerator, denominator, value.dtype, division)
+    return ungroup_heads(out), _final_state(sequence, state, power, window, dtype) if return_state else None
 
 
 def _final_state(sequence, state, power, window, dtype):
@@ -71,7 +71,7 @@ def _final_state(sequence, state, power, window, dtype):
     return power_state.PowerState(kv=kv, norm=norm, **power_state.window_of(sequence, window, dtype))
 
 
-def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window, return_state):
+def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window, return_state, division):
     """Equation (2): S_i = gamma_i S_{i-1} + V_i phi(K_i)^T, Z_i likewise, Y_i = S_i phi(Q_i) / Z_i phi(Q_i).
 
     Everything is folded: no window, and none in the state that comes out.
@@ -81,7 +81,7 @@ def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype)
     slots = sequence.key.shape[1] - time
     query = jnp.pad(query.astype(dtype), [(0, 0), (slots, 0), (0, 0), (0, 0)])
-    q_BKGXD = _group_heads(query, key.shape[2])
+    q_BKGXD = group_heads(query, key.shape[2])
 
     def step(carry, inputs):
         kv, norm = carry
@@ -93,7 +93,7 @@ def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window
         features = jnp.where(valid[:, None, None, None], feature_maps.symmetric_power(q, power), 0)
         numerator = jnp.einsum("bkgf,bkfe->bkge", features, kv, precision="highest")
         denominator = jnp.einsum("bkgf,bkf->bkg", features, norm, precision="highest")
-        return (kv, norm), means.mean(numerator, denominator[..., None], -1)
+        return (kv, norm), _result(numerator, denominator, value.dtype, division)
 
     by_time = (
         jnp.moveaxis(q_BKGXD, 3, 0),
@@ -113,14 +113,21 @@ def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window
     )
     start = empty if state is None else state
     (kv, norm), out = jax.lax.scan(step, (start.kv, start.norm), by_time)
-    out = _ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :]).astype(value.dtype)
+    out = ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :])
     if not return_state:
         return out, None
     return out, dataclasses.replace(empty, kv=kv, norm=norm, segment=sequence.segment)
 
 
-def _sums_between(log_decay):
-    """[B, K, X, X]: the sum of log_decay over j < m <= i at (i, j), each column summed from its own start."""
+def _result(numerator, denominator, dtype, division):
+    """The mean in the dtype of values; without division the sums, those of weights last, in their own."""
+    if division is means.Division.NONE:
+        return jnp.concatenate([numerator, denominator[..., None]], -1)
+    return means.mean(numerator, denominator[..., None], -1, division).astype(dtype)
+
+
+def sums_between(log_decay):
+    """[B, X, K] -> [B, K, X, X]: sums of log_decay over j < m <= i at (i, j), each column from its own start."""
     length = log_decay.shape[1]
     steps = jnp.arange(length)
     later = steps[:, None] > steps
@@ -128,11 +135,13 @@ def _sums_between(log_decay):
     return jnp.cumsum(column, -2)
 
 
-def _group_heads(query, kv_heads):
+def group_heads(query, kv_heads):
+    """[B, X, N, D] -> [B, K, G, X, D]."""
     batch, time, heads, head_dim = query.shape
     return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 3)
 
 
-def _ungroup_heads(out):
+def ungroup_heads(out):
+    """[B, K, G, X, E] -> [B, X, N, E]."""
     batch, kv_heads, group, time, value_dim = out.shape
     return jnp.moveaxis(out, 3, 1).reshape(batch, time, kv_heads * group, value_dim)

@@ -72,12 +72,13 @@ class Sequence:
 
     `valid` is False for empty slots of the window and for padding; their keys and decays are zero.
     `start` is True for the first token of a document that begins among the new tokens.
+    `log_decay` is one a head, or one for each of its channels.
     `segment` is the id of the document that the sequence ends in.
     """
 
     key: Float[Array, "B X K D"]
     value: Float[Array, "B X K E"]
-    log_decay: Float[Array, "B X K"]
+    log_decay: Float[Array, "B X K *channels"]
     valid: Bool[Array, "B X"]
     start: Bool[Array, "B X"]
     segment: Int[Array, " B"]
@@ -89,18 +90,15 @@ class Sequence:
         axis_name: the manual mesh axis over which time is divided. A document may then have begun on another device.
         """
         batch, time, kv_heads, _ = key.shape
+        log_decay = (
+            jnp.zeros((batch, time, kv_heads), dtype) if log_decay is None else log_decay.astype(dtype)
+        )
         if state is None:
-            window = {
-                "keys": key[:, :0],
-                "values": value[:, :0],
-                "log_decays": jnp.zeros((batch, 0, kv_heads), dtype),
-            }
+            window = {"keys": key[:, :0], "values": value[:, :0], "log_decays": log_decay[:, :0]}
             length, previous = jnp.zeros(batch, jnp.int32), jnp.full(batch, documents.NO_SEGMENT, jnp.int32)
         else:
             window = {name: getattr(state, name) for name in ("keys", "values", "log_decays")}
             length, previous = state.length, state.segment
-        if log_decay is None:
-            log_decay = jnp.zeros((batch, time, kv_heads), dtype)
         if segment_ids is None:
             segment = jnp.where(previous == documents.NO_SEGMENT, 0, previous)
             valid, start = jnp.ones((batch, time), bool), jnp.zeros((batch, time), bool)
@@ -119,7 +117,7 @@ class Sequence:
         return cls(
             key=joined(window["keys"], key),
             value=joined(window["values"], value),
-            log_decay=joined(window["log_decays"], log_decay.astype(dtype)),
+            log_decay=joined(window["log_decays"], log_decay),
             valid=valid,
             start=start,
             segment=segment,

@@ -14,12 +14,25 @@ from sympow_jax.ops._power import mean as means
 __all__ = ["step"]
 
 
-def step(query, key, value, state, *, power, log_decay, segment_ids, read=None, fold=None, when=None):
+def step(
+    query,
+    key,
+    value,
+    state,
+    *,
+    power,
+    log_decay,
+    segment_ids,
+    division=means.Division.POSITIVE,
+    read=None,
+    fold=None,
+    when=None,
+):
     """Appends a token to the window and attends; W tokens are folded whenever 2W are held.
 
     `read`, `fold` and `when` take the place of the functions of those names below, which alone touch the folded state.
     """
-    read, fold, when = read or _read, fold or _fold, when or _when
+    read, fold, when = read or functools.partial(_read, division=division), fold or _fold, when or _when
     dtype, window = state.kv.dtype, state.window
     batch, kv_heads, head_dim = key.shape
     precision = xla.precision_of(key.dtype)
@@ -33,13 +46,16 @@ def step(query, key, value, state, *, power, log_decay, segment_ids, read=None, 
     else:
         state = _appended(state, token, valid)
 
-    query = xla.unit_scale(query.reshape(batch, kv_heads, -1, head_dim).astype(dtype))
+    query = query.reshape(batch, kv_heads, -1, head_dim).astype(dtype)
+    if division is not means.Division.NONE:
+        query = xla.unit_scale(query)
     out = jnp.where(valid[:, None, None, None], read(query, state, power, precision), 0)
     if window:
         full = state.length == 2 * window
         fold_window = functools.partial(_fold_window, full=full, fold=fold, power=power, precision=precision)
         state = when(full.any(), fold_window, state)
-    return out.reshape(batch, -1, value.shape[-1]).astype(value.dtype), state
+    out = out.reshape(batch, -1, out.shape[-1])
+    return out if division is means.Division.NONE else out.astype(value.dtype), state
 
 
 def _enter_document(state, segment_ids, when):
@@ -69,7 +85,7 @@ def _when(condition, f, state):
     return jax.lax.cond(condition, f, lambda held: held, state)
 
 
-def _read(query, state, power, precision):
+def _read(query, state, power, precision, *, division):
     """One query per head, [B, K, G, D] -> [B, K, G, E], against the window and the folded state."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 2)
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=precision)
@@ -78,7 +94,7 @@ def _read(query, state, power, precision):
     numerator = jnp.einsum("bkgw,bwke->bkge", weights, state.values, precision=precision)
     numerator += jnp.einsum("bkgf,bkfe->bkge", phi, state.kv, precision=precision)
     denominator = weights.sum(-1) + jnp.einsum("bkgf,bkf->bkg", phi, state.norm, precision=precision)
-    return means.mean(numerator, denominator[..., None], -1)
+    return means.of_sums(jnp.concatenate([numerator, denominator[..., None]], -1), -1, division)
 
 
 def _fold_window(state, *, full, fold, power, precision):
@@ -97,7 +113,7 @@ def _fold(state, tokens, rows, power, precision):
     """kv and norm after S <- gamma S + phi(k) v^T for each of `tokens`, fields of a window, in the chosen rows."""
     log_decay = jnp.moveaxis(tokens["log_decays"], 1, 2)
     keys, values = jnp.moveaxis(tokens["keys"], 1, 3), jnp.moveaxis(tokens["values"], 1, 3)
-    values = jnp.concatenate([values, jnp.ones_like(values[..., :1, :])], 2)
+    values = jnp.pad(values, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     values *= decays.exp(decays.suffix_sums(log_decay))[:, :, None]
     fold = functools.partial(features.fold, power=power, precision=precision)
     new = xla.kv_and_norm(jax.vmap(jax.vmap(fold))(values, keys), keys.shape[2], power)

@@ -22,8 +22,13 @@ __all__ = [
     "Rows",
     "attention",
     "chunked",
+    "fold_all",
     "kv_and_norm",
+    "padded",
     "precision_of",
+    "read_all",
+    "time_last",
+    "time_second",
     "unit_scale",
 ]
 
@@ -34,13 +39,13 @@ _STATE_CHUNK = 128
 class Rows(NamedTuple):
     """Whole rows, positions without a token last: what a core of the chunked form works on."""
 
-    query: Float[Array, "B X N D"]  # of unit scale, zero where there is no token
+    query: Float[Array, "B X N D"]  # of unit scale, unless sums are wanted; zero where there is no token
     key: Float[Array, "B X K D"]
     value: Float[Array, "B X K E"]
-    log_decay: Float[Array, "B X K"] | None  # `decay.bounded`; None is no decay and no boundary
+    log_decay: Float[Array, "B X K *channels"] | None  # `decay.bounded`; None is no decay and no boundary
     folds: Bool[Array, "B X"] | None  # False where a position never enters the state; None among gradients
     kv: Float[Array, "B K F E"] | None  # the state before the first position; None is nothing
-    norm: Float[Array, "B K F"] | None
+    norm: Float[Array, "B K F *channels"] | None
 
 
 def chunked(
@@ -57,23 +62,28 @@ def chunked(
     return_state,
     axis_name=None,
     core=None,
+    division=means.Division.POSITIVE,
+    state_type=power_state.PowerState,
 ):
     """The chunked form; with a chunk of 1, the recurrence. Returns the output and the state or None.
 
     core: what computes (out [B, X, N, E], kv, norm) from (settings, rows, return_state, axis_name); by default plain
     JAX. With an axis name the rows are those of `shares`, and there are no states.
+    state_type: the state's class, which has the fields of `PowerState`.
     """
     dtype, time = jnp.promote_types(query.dtype, jnp.float32), query.shape[1]
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype, axis_name)
     ragged = state is not None or segment_ids is not None
     arrays = {
-        "query": _masked_queries(query, sequence),
+        "query": _masked_queries(query, sequence, division),
         "key": sequence.key,
         "value": sequence.value,
         "folds": (sequence.after >= window) if return_state else jnp.ones_like(sequence.valid),
     }
     if ragged or log_decay is not None:
-        arrays["log_decay"] = decays.bounded(sequence.log_decay, sequence.start[..., None])
+        arrays["log_decay"] = decays.bounded(
+            sequence.log_decay, _with_rank(sequence.start, sequence.log_decay.ndim)
+        )
     valid = sequence.valid
     if axis_name is not None:
         arrays, valid = shares.with_halo(arrays, valid, window=window, ragged=ragged, axis_name=axis_name)
@@ -85,12 +95,12 @@ def chunked(
     first = {"kv": None, "norm": None} if state is None else {"kv": state.kv, "norm": state.norm}
     rows = Rows(**{"log_decay": None} | arrays | first)
 
-    settings = chunked_core.Settings(power, chunk, window, precision_of(key.dtype))
+    settings = chunked_core.Settings(power, chunk, window, precision_of(key.dtype), division)
     out, kv, norm = (core or _core)(settings, rows, return_state, axis_name)
     if ragged:
         out = _permuted(out, back, order)
-    out = out[:, -time:].astype(value.dtype)
-    return out, _state_of(kv, norm, sequence, window, dtype) if return_state else None
+    out = _result(out[:, -time:], value, division)
+    return out, _state_of(state_type, kv, norm, sequence, window, dtype) if return_state else None
 
 
 def _core(settings, rows, return_state, axis_name):
@@ -99,16 +109,17 @@ def _core(settings, rows, return_state, axis_name):
     length = rows.query.shape[1]
     settings, rows = _in_whole_chunks(settings, rows)
     out, final = _over_heads(chunked_core.chunked, settings, rows)(*_by_head(rows, settings.power))
-    out = _time_second(out)[:, :length]
+    out = time_second(out)[:, :length]
     if not return_state:
         return out, None, None
     return out, *kv_and_norm(final, rows.key.shape[-1], settings.power).values()
 
 
 def _core_of_share(settings, rows, axis_name):
+    division = settings.division
     length, kv_heads = rows.query.shape[1], rows.key.shape[2]
     decay = shares.log_decay_over(rows.log_decay, rows.folds, kv_heads)
-    settings, rows = _in_whole_chunks(settings._replace(divide=False), rows)
+    settings, rows = _in_whole_chunks(settings._replace(division=means.Division.NONE), rows)
     arguments = _by_head(rows, settings.power)
     sums, final = _over_heads(chunked_core.chunked, settings, rows)(*arguments)
     _, before = _time_axis.exclusive_prefix(shares.combined, (decay.astype(sums.dtype), final), axis_name)
@@ -116,19 +127,23 @@ def _core_of_share(settings, rows, axis_name):
     axes = (0, 0, None if rows.log_decay is None else 0)
     query, log_decay = arguments[0], arguments[3]
     sums += jax.vmap(jax.vmap(add, in_axes=axes), in_axes=axes)(before, query, log_decay)
-    out = means.mean(sums[..., :-1, :], sums[..., -1:, :], -2)
-    return _time_second(out)[:, :length]
+    return time_second(means.of_sums(sums, -2, division))[:, :length]
 
 
 def _in_whole_chunks(settings, rows):
     """Rows as long as a number of chunks, and chunks no longer than the rows."""
     settings = settings._replace(chunk=min(settings.chunk, rows.query.shape[1]))
+    return settings, padded(rows, settings.chunk)
+
+
+def padded(rows: Rows, multiple: int) -> Rows:
+    """Rows with positions without a token behind them, up to a multiple of positions."""
     tokens = {
-        name: _pad_end(x, settings.chunk)
+        name: _pad_end(x, multiple)
         for name, x in rows._asdict().items()
         if x is not None and name not in ("kv", "norm")
     }
-    return settings, rows._replace(**tokens)
+    return rows._replace(**tokens)
 
 
 def _by_head(rows, power):
@@ -140,7 +155,7 @@ def _by_head(rows, power):
     else:
         state = _groups_of(rows.kv, rows.norm, head_dim, power)
     return (
-        _time_last(rows.query, kv_heads),
+        time_last(rows.query, kv_heads),
         jnp.moveaxis(rows.key, 1, 3),
         jnp.moveaxis(rows.value, 1, 3),
         None if rows.log_decay is None else jnp.moveaxis(rows.log_decay, 1, 2),
@@ -156,24 +171,37 @@ def _over_heads(f, settings, rows):
     return jax.vmap(f, in_axes=(0, 0, 0, decay, 0, 0))
 
 
-def attention(query, key, value, *, power, log_decay, segment_ids, state, window, chunk, return_state):
+def attention(
+    query,
+    key,
+    value,
+    *,
+    power,
+    log_decay,
+    segment_ids,
+    state,
+    window,
+    chunk,
+    return_state,
+    division=means.Division.POSITIVE,
+):
     """The attention form. `key` may be longer than `query`; the queries are its last tokens."""
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     sequence = power_state.Sequence.join(key, value, log_decay, segment_ids, state, dtype)
+    query = _masked_queries(query, sequence, division)[:, -query.shape[1] :]
     sums = _sums(query, sequence, power=power, state=state, chunk=chunk, precision=precision_of(key.dtype))
-    out = means.mean(sums[..., :-1, :], sums[..., -1:, :], -2)
-    out = _time_second(out).astype(value.dtype)
+    out = _result(time_second(means.of_sums(sums, -2, division)), value, division)
     if not return_state:
         return out, None
     final = _folded(sequence, power=power, state=state, window=window, precision=precision_of(key.dtype))
-    return out, _state_of(*final, sequence, window, dtype)
+    return out, _state_of(power_state.PowerState, *final, sequence, window, dtype)
 
 
 def _sums(query, sequence, *, power, state, chunk, precision):
     """Weighted sums of values and, last, of weights for every query, [B, K, G, E+1, T]."""
     time = query.shape[1]
     key, value, decay = _keys_time_last(sequence)
-    query = _time_last(_masked_queries(query, sequence)[:, -time:], key.shape[1])
+    query = time_last(query, key.shape[1])
 
     block = min(chunk, time)
     front = -(key.shape[-1] - time) % block
@@ -190,7 +218,7 @@ def _sums(query, sequence, *, power, state, chunk, precision):
     if state is None:
         return sums
     from_start = decays.exp(jnp.cumsum(decay, -1))[..., -time:]
-    far = functools.partial(_far, power=power, precision=precision)
+    far = functools.partial(read_all, power=power, precision=precision)
     groups = _groups_of(state.kv, state.norm, key.shape[2], power)
     return sums + from_start[:, :, None, None] * jax.vmap(jax.vmap(far))(groups, query)
 
@@ -202,7 +230,7 @@ def _folded(sequence, *, power, state, window, precision):
     folded_decay = jnp.where(folds, decay, 0)
     behind = jnp.cumsum(folded_decay[..., ::-1], -1)[..., ::-1]
     weight = jnp.where(folds, decays.exp(jnp.pad(behind[..., 1:], [(0, 0), (0, 0), (0, 1)])), 0)
-    fold = functools.partial(_fold_all, power=power, precision=precision)
+    fold = functools.partial(fold_all, power=power, precision=precision)
     final = jax.vmap(jax.vmap(fold))(value * weight[:, :, None], key)
     if state is not None:
         carry = decays.exp(behind[..., 0])[..., None, None]
@@ -214,17 +242,24 @@ def _folded(sequence, *, power, state, window, precision):
 def _keys_time_last(sequence):
     """Keys [B, K, D, X], values with a row of ones [B, K, E+1, X], and decays [B, K, X]."""
     value = jnp.moveaxis(sequence.value, 1, 3)
-    value = jnp.concatenate([value, jnp.ones_like(value[..., :1, :])], -2)
+    value = jnp.pad(value, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     decay = decays.bounded(sequence.log_decay, sequence.start[..., None])
     return jnp.moveaxis(sequence.key, 1, 3), value, jnp.moveaxis(decay, 1, 2)
 
 
-def _masked_queries(query, sequence):
-    """Queries at every position of the sequence, of unit scale, and zero where there is no token."""
+def _masked_queries(query, sequence, division):
+    """Queries at every position of the sequence, zero where there is no token; of unit scale, if for a mean."""
     slots = sequence.valid.shape[1] - query.shape[1]
     if slots > 0:
         query = jnp.pad(query, [(0, 0), (slots, 0), (0, 0), (0, 0)])
-    return jnp.where(sequence.valid[:, -query.shape[1] :, None, None], unit_scale(query), 0)
+    if division is not means.Division.NONE:
+        query = unit_scale(query)
+    return jnp.where(sequence.valid[:, -query.shape[1] :, None, None], query, 0)
+
+
+def _result(out, value, division):
+    """Means are of the dtype of values, and sums of their own."""
+    return out if division is means.Division.NONE else out.astype(value.dtype)
 
 
 def unit_scale(query: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
@@ -248,7 +283,7 @@ def precision_of(dtype) -> jax.lax.Precision:
 @jax.custom_vjp
 def _permuted(x: Float[Array, "B X *rest"], order: Int[Array, "B X"], back: Int[Array, "B X"]):
     """x in the given order of positions; its gradient is a gather too, not a scatter."""
-    return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+    return jnp.take_along_axis(x, _with_rank(order, x.ndim), axis=1)
 
 
 _permuted.defvjp(
@@ -257,7 +292,7 @@ _permuted.defvjp(
 )
 
 
-def _far(state, query, *, power, precision):
+def read_all(state, query, *, power, precision):
     """Sums over the folded tokens for all queries of a head: state, [G, D, T] -> [G, E+1, T]."""
     dtype = state[0].dtype
     weighted = tuple(s * w for s, w in zip(state, features.weights(query.shape[1], power, dtype)))
@@ -272,7 +307,7 @@ def _far(state, query, *, power, precision):
     return jnp.moveaxis(out[:, : groups * time].reshape(-1, groups, time), 1, 0)
 
 
-def _fold_all(value, key, *, power, precision):
+def fold_all(value, key, *, power, precision):
     """The state of all keys of a head: [E+1, X], [D, X] -> state."""
 
     @jax.checkpoint
@@ -298,27 +333,32 @@ def kv_and_norm(sums: features.Groups, head_dim: int, power: int) -> dict[str, A
     return {"kv": both[..., :-1], "norm": both[..., -1]}
 
 
-def _state_of(kv, norm, sequence, window, dtype):
+def _state_of(state_type, kv, norm, sequence, window, dtype):
     # A document that is all within the window has folded nothing: what was folded belongs to others.
     last = sequence.after < jnp.iinfo(jnp.int32).max
     keeps = (sequence.document[:, -1] == 0) | (last.sum(1) > window)
-    return power_state.PowerState(
-        kv=jnp.where(keeps[:, None, None, None], kv, 0),
-        norm=jnp.where(keeps[:, None, None], norm, 0),
+    return state_type(
+        kv=jnp.where(_with_rank(keeps, kv.ndim), kv, 0),
+        norm=jnp.where(_with_rank(keeps, norm.ndim), norm, 0),
         **power_state.window_of(sequence, window, dtype),
     )
 
 
-def _time_last(query, kv_heads):
+def time_last(query, kv_heads):
     """[B, X, N, D] -> [B, K, G, D, X]."""
     batch, time, heads, head_dim = query.shape
     return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 4)
 
 
-def _time_second(out):
+def time_second(out):
     """[B, K, G, E, X] -> [B, X, N, E]."""
     batch, kv_heads, group, value_dim, time = out.shape
     return jnp.moveaxis(out, 4, 1).reshape(batch, time, kv_heads * group, value_dim)
+
+
+def _with_rank(x, rank):
+    """x with axes of size 1 behind it."""
+    return x.reshape(x.shape + (1,) * (rank - x.ndim))
 
 
 def _pad_end(x, multiple):

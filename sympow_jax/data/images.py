@@ -1,0 +1,235 @@
+"""Images in a folder a class, as arrays for a model of patches or as sequences of gray pixels."""
+
+import hashlib
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+from jaxtyping import Float32, Int32, UInt8
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import examples, files
+
+__all__ = ["Images", "describe", "open_examples"]
+
+_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_MODES = {"rgb": "RGB", "gray": "L"}
+# Mean and standard deviation of each channel: of ImageNet, as is usual; a gray image goes to [-1, 1].
+_STATISTICS = {"rgb": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "gray": ((0.5,), (0.5,))}
+# Held-out images: the part of the shorter side that the square in the middle takes, as is usual.
+_CENTRE = 0.875
+# The random crop of Szegedy et al. 2015, as DeiT trains: part of the area, width over height, and how often one is
+# drawn until it lies in the image.
+_AREA, _RATIO, _CROPS = (0.08, 1.0), (3 / 4, 4 / 3), 10
+
+
+class _Image(NamedTuple):
+    path: str
+    key: str  # class/name
+    size: int
+    label: int
+
+
+def _class_folders(setting: str, root: str) -> list[str]:
+    if not os.path.isdir(root):
+        raise ValueError(f"{setting}: there is no folder {root!r}; name one that holds a folder a class")
+    with os.scandir(root) as entries:
+        found = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if len(found) < 2:
+        raise ValueError(
+            f"{setting}: {root} holds {len(found)} folders; it must hold a folder of images for each of two or more "
+            f"classes"
+        )
+    return found
+
+
+def _classes(config: config_lib.DataConfig) -> list[str]:
+    """The names of the class folders, which every path has."""
+    roots = [("data.paths", root) for root in config.paths]
+    roots += [("data.heldout_paths", root) for root in config.heldout_paths]
+    expected = None
+    for setting, root in roots:
+        found = _class_folders(setting, os.path.expanduser(root))
+        expected = expected or found
+        if found != expected:
+            name = sorted(set(found) ^ set(expected))[0]
+            where = (root, config.paths[0]) if name in found else (config.paths[0], root)
+            raise ValueError(
+                f"{setting}: class {name!r} is in {where[0]} but not in {where[1]}; classes must agree"
+            )
+    return expected or []
+
+
+def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Image]:
+    found = []
+    for root in map(os.path.expanduser, paths):
+        for label, name in enumerate(classes):
+            folder = os.path.join(root, name)
+            inside = [file for file in files.below(folder) if file.path.suffix.lower() in _SUFFIXES]
+            if not inside:
+                raise ValueError(
+                    f"{setting}: the class folder {folder} holds no image ({', '.join(_SUFFIXES)}); fill or remove it"
+                )
+            found += [_Image(str(file.path), f"{name}/{file.key}", file.size, label) for file in inside]
+    return found
+
+
+def _sides(config: config_lib.DataConfig, classes: list[str]) -> tuple[list[_Image], list[_Image]]:
+    """The images to train on and those held out."""
+    found = _below("data.paths", config.paths, classes)
+    if config.heldout_paths:
+        return found, _below("data.heldout_paths", config.heldout_paths, classes)
+    mask = files.held_out(files.key_hashes([image.key for image in found]), config.heldout_fraction)
+    return [i for i, out in zip(found, mask) if not out], [i for i, out in zip(found, mask) if out]
+
+
+def _unreadable(path: str, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return ValueError(f"{path} cannot be read as an image ({reason}); replace or remove it")
+
+
+def _size(path: str) -> tuple[int, int]:
+    """Width and height, from the header alone."""
+    try:
+        with PIL.Image.open(path) as image:
+            return image.size
+    except Exception as error:  # Pillow's decoders raise errors of many kinds
+        raise _unreadable(path, error) from error
+
+
+def _decode(path: str, mode: str) -> PIL.Image.Image:
+    try:
+        with PIL.Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise ValueError("it has more than 8 bits a channel")
+            return image.convert(mode)
+    except Exception as error:  # Pillow's decoders raise errors of many kinds
+        raise _unreadable(path, error) from error
+
+
+def _check_sizes(images: list[_Image], side: int) -> None:
+    first = _size(images[0].path)
+    for image in images:
+        size = _size(image.path)
+        if size != first:
+            raise ValueError(
+                f"images of mixed size: {images[0].path} is {first[0]} x {first[1]} and {image.path} {size[0]} x "
+                f"{size[1]}; data.image_tokens reads pixels as they are, so make all {side} x {side}"
+            )
+    if first != (side, side):
+        raise ValueError(
+            f"{images[0].path} is {first[0]} x {first[1]}, but data.image_size is {side}; data.image_tokens reads "
+            f"pixels as they are, so set it to the size of the images, which must be square"
+        )
+
+
+def _random_crop(image: PIL.Image.Image, side: int, rng: np.random.Generator) -> PIL.Image.Image:
+    """A part of the image of random area and shape, brought to side x side; mirrored every other time."""
+    width, height = image.size
+    for _ in range(_CROPS):
+        area = width * height * rng.uniform(*_AREA)
+        ratio = np.exp(rng.uniform(*np.log(_RATIO)))
+        w, h = round(np.sqrt(area * ratio)), round(np.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, top = rng.integers(width - w, endpoint=True), rng.integers(height - h, endpoint=True)
+            break
+    else:
+        w, h = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
+        left, top = (width - w) // 2, (height - h) // 2
+    image = image.resize((side, side), PIL.Image.Resampling.BICUBIC, box=(left, top, left + w, top + h))
+    return image.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image
+
+
+def _centre_crop(image: PIL.Image.Image, side: int) -> PIL.Image.Image:
+    """The square in the middle, brought to side x side; an image of that size is left as it is."""
+    width, height = image.size
+    if (width, height) == (side, side):
+        return image
+    cropped = min(width, height) * _CENTRE
+    left, top = (width - cropped) / 2, (height - cropped) / 2
+    return image.resize(
+        (side, side), PIL.Image.Resampling.BICUBIC, box=(left, top, left + cropped, top + cropped)
+    )
+
+
+class Images:
+    """The images of one side, decoded when they are read."""
+
+    def __init__(self, images: list[_Image], config: config_lib.DataConfig, *, vary: bool):
+        self._paths = [image.path for image in images]
+        self._labels = np.array([image.label for image in images], np.int32)
+        self._config, self._vary = config, vary
+        if config.image_tokens and images:
+            _check_sizes(images, config.image_size)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    together = property(__len__)
+
+    def row(self, index: int, key: tuple[int, ...]) -> examples.Row:
+        """Image `index`, in training cropped and mirrored as `key` says."""
+        image = _decode(self._paths[index], _MODES[self._config.image_mode])
+        read = self._pixels(image) if self._config.image_tokens else self._array(image, key)
+        return {"inputs": read, "labels": np.array(self._labels[index])}
+
+    def _pixels(self, image: PIL.Image.Image) -> Int32[np.ndarray, " T"]:
+        return np.asarray(image, np.int32).reshape(-1)
+
+    def _array(self, image: PIL.Image.Image, key: tuple[int, ...]) -> Float32[np.ndarray, "H W C"]:
+        side = self._config.image_size
+        crop = (
+            _random_crop(image, side, np.random.default_rng(key)) if self._vary else _centre_crop(image, side)
+        )
+        pixels: UInt8[np.ndarray, "H W C"] = np.asarray(crop).reshape(side, side, -1)
+        mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS[self._config.image_mode])
+        return (pixels - mean) / deviation
+
+
+def open_examples(
+    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
+) -> Images:
+    """The images of one side, their labels the ranks of their folders by name.
+
+    Rows are `inputs [H, W, C]`, float32 with the mean and deviation of ImageNet (gray: 0.5 and 0.5) taken out, or with
+    `data.image_tokens` `inputs [H * W]`, int32, from 0 to 255. With `data.augment` a training image is a random part
+    of 8 to 100 % of its area, its shape changed by up to 4/3, mirrored every other time; otherwise, and held out, the
+    square in the middle, 7/8 of its shorter side. Both are bicubic.
+
+    Raises:
+      ValueError: no such folder, an empty class, classes that differ between folders or from `task.classes`, or of
+        pixels a vocabulary that is too small or images of mixed size; on reading, a file that is no image.
+    """
+    classes = _classes(config)
+    # Before the classes are counted: a folder too many is most often an empty one.
+    found = _sides(config, classes)[heldout]
+    if task.name != "classification" or task.classes != len(classes):
+        raise ValueError(
+            f"task.name is {task.name!r} and task.classes {task.classes}, but {config.paths[0]} holds folders of "
+            f"{len(classes)} classes; make them agree"
+        )
+    if config.image_tokens and vocab_size < 256:
+        raise ValueError(
+            f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it to at least that"
+        )
+    vary = config.augment and not heldout and not config.image_tokens
+    return Images(found, config, vary=vary)
+
+
+def describe(config: config_lib.DataConfig) -> dict[str, Any]:
+    """Classes, counts and bytes, and the SHA-256 of names and sizes: contents would delay the start."""
+    classes = _classes(config)
+    train, held = _sides(config, classes)
+    digest = hashlib.sha256()
+    for image in [*train, *held]:
+        digest.update(f"{image.key}\0{image.size}\0".encode("utf-8", "surrogateescape"))
+    return {
+        "classes": len(classes),
+        "files": len(train) + len(held),
+        "bytes": sum(image.size for image in [*train, *held]),
+        "examples": len(train),
+        "heldout_examples": len(held),
+        "digest": digest.hexdigest(),
+        "digest_of": "names and sizes",
+    }

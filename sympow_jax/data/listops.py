@@ -1,0 +1,173 @@
+"""ListOps: nested operations on lists of digits, whose value is the class.
+
+Nangia and Bowman, "ListOps: A diagnostic dataset for latent tree learning" (2018), in the settings of Long-Range
+Arena (Tay et al. 2020): `[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. A node is an operation with probability 1/4 and a digit
+otherwise; an operation has 2 to 10 arguments, its own arguments are at most at depth 10 (the root is at 1), and an
+expression that is too short or too long is drawn again. MED is the median, of an even number of arguments the mean of
+the middle two rounded down; SM is the sum modulo 10.
+
+The ids are: 0 padding, 1 to 10 the digits 0 to 9, 11 to 14 `[MAX`, `[MIN`, `[MED` and `[SM`, 15 `]`.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import examples
+
+__all__ = ["CLASSES", "SYMBOLS", "ListOps", "describe", "generate", "open_examples"]
+
+CLASSES = 10
+SYMBOLS = ("", *"0123456789", "[MAX", "[MIN", "[MED", "[SM", "]")  # by id
+
+_DEPTH = 10
+_ARGUMENTS = (2, 10)
+_OPERATION_PROBABILITY = 0.25
+_DIGIT, _OPERATION, _END = 1, 11, 15
+
+# One draw of three is of the default lengths; lengths that so many miss are practically never met.
+_DRAWS = 50_000
+_DESCRIBED = 16  # examples of each side
+
+
+def _median(values: list[int]) -> int:
+    ordered = sorted(values)
+    return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) // 2
+
+
+_OPERATIONS: dict[int, Callable[[list[int]], int]] = {
+    _OPERATION: max,
+    _OPERATION + 1: min,
+    _OPERATION + 2: _median,
+    _OPERATION + 3: lambda values: sum(values) % 10,
+}
+
+
+class _Level(NamedTuple):
+    """The nodes of one depth, those of one parent next to each other: how many arguments each has."""
+
+    operation: Bool[np.ndarray, " nodes"]
+    arguments: Int64[np.ndarray, " nodes"]
+
+
+def _draw_shape(rng: np.random.Generator, longest: int) -> tuple[list[_Level], int]:
+    """A tree and its tokens; one of more than `longest` is not finished."""
+    levels, length, nodes = [], 0, 1
+    for depth in range(1, _DEPTH + 1):
+        # A root that is a digit would be drawn again.
+        chance = 1.0 if depth == 1 else _OPERATION_PROBABILITY * (depth < _DEPTH)
+        operation = rng.random(nodes) < chance
+        arguments = np.where(operation, rng.integers(*_ARGUMENTS, nodes, endpoint=True), 0)
+        levels.append(_Level(operation, arguments))
+        length += nodes + int(operation.sum())
+        nodes = int(arguments.sum())
+        if not nodes or length + nodes > longest:
+            return levels, length + nodes
+    raise AssertionError("the last level has no operations")
+
+
+def generate(key: tuple[int, ...], shortest: int, longest: int) -> tuple[Int64[np.ndarray, " tokens"], int]:
+    """The ids and the value of an expression of `shortest` to `longest` tokens, a function of the arguments alone.
+
+    Raises:
+      ValueError: expressions of these lengths are too rare.
+    """
+    rng = np.random.default_rng(key)
+    for _ in range(_DRAWS):
+        levels, length = _draw_shape(rng, longest)
+        if shortest <= length <= longest:
+            break
+    else:
+        raise ValueError(
+            f"data.listops_lengths is {(shortest, longest)}; of {_DRAWS} expressions none has such a length; widen "
+            f"them, or start below 2,000"
+        )
+    symbols = [
+        np.where(
+            level.operation,
+            _OPERATION + rng.integers(len(_OPERATIONS), size=len(level.operation)),
+            _DIGIT + rng.integers(10, size=len(level.operation)),
+        ).tolist()
+        for level in levels
+    ]
+    ends = [np.cumsum(level.arguments).tolist() for level in levels]
+    counts = [level.arguments.tolist() for level in levels]
+    tokens: list[int] = []
+
+    def write(depth: int, node: int) -> int:
+        symbol, count = symbols[depth][node], counts[depth][node]
+        tokens.append(symbol)
+        if not count:
+            return symbol - _DIGIT
+        first = ends[depth][node] - count
+        values = [write(depth + 1, first + argument) for argument in range(count)]
+        tokens.append(_END)
+        return _OPERATIONS[symbol](values)
+
+    value = write(0, 0)
+    return np.array(tokens), value
+
+
+class ListOps:
+    """The examples of one side, generated when they are read: example i is a function of i and the seed alone."""
+
+    def __init__(self, config: config_lib.DataConfig, *, heldout: bool):
+        self._config, self._heldout = config, heldout
+
+    def __len__(self) -> int:
+        return self._config.listops_examples[self._heldout]
+
+    together = property(__len__)
+
+    def example(self, index: int) -> tuple[Int64[np.ndarray, " tokens"], int]:
+        """The ids and the value of an example."""
+        # The sides differ in a number that is not 0: a key that ends in 0 equals the shorter key in SeedSequence.
+        key = (self._config.seed, index, 1 + self._heldout)
+        return generate(key, *self._config.listops_lengths)
+
+    def row(self, index: int, key: tuple[int, ...]) -> examples.Row:
+        """Example `index`."""
+        tokens, value = self.example(index)
+        return {**examples.padded(tokens, self._config.context_length), "labels": np.array(value, np.int32)}
+
+
+def open_examples(
+    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
+) -> ListOps:
+    """The generated examples of one side.
+
+    Raises:
+      ValueError: the task has not ten classes, the vocabulary is too small, or the lengths are practically never met.
+    """
+    if task.name != "classification" or task.classes != CLASSES:
+        raise ValueError(
+            f"task.name is {task.name!r} and task.classes {task.classes}; source 'listops' is a classification into "
+            f"{CLASSES} classes"
+        )
+    if vocab_size < len(SYMBOLS):
+        raise ValueError(
+            f"model.vocab_size is {vocab_size}, but listops has {len(SYMBOLS)} ids; raise it to at least that"
+        )
+    found = ListOps(config, heldout=heldout)
+    found.example(0)
+    return found
+
+
+def describe(config: config_lib.DataConfig) -> dict[str, Any]:
+    """Counts of examples on both sides, and the SHA-256 of the first of each."""
+    digest = hashlib.sha256()
+    sides = [ListOps(config, heldout=heldout) for heldout in (False, True)]
+    for side in sides:
+        for index in range(min(_DESCRIBED, len(side))):
+            tokens, value = side.example(index)
+            digest.update(bytes([*tokens, value]))
+    return {
+        "examples": len(sides[0]),
+        "heldout_examples": len(sides[1]),
+        "digest": digest.hexdigest(),
+        "digest_of": f"the first {_DESCRIBED} examples of each side",
+    }

@@ -1,0 +1,291 @@
+"""Labelled texts in columns divided by tabs, one example a line, as GLUE's files are: no quoting, no escapes."""
+
+import hashlib
+import math
+import mmap
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Integer, Shaped
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import documents, examples, files
+from sympow_jax.data import tokenizer as tokenizer_lib
+
+__all__ = ["Table", "TsvExamples", "describe", "open_examples"]
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class _Columns(NamedTuple):
+    """Where the columns of a file are; `width` is how many a line has."""
+
+    texts: list[int]
+    label: int
+    width: int
+
+
+class _File(NamedTuple):
+    """A memory-mapped file, and where each of its examples is, without the end of the line."""
+
+    path: str
+    content: mmap.mmap
+    columns: _Columns
+    starts: Int64[np.ndarray, " lines"]
+    stops: Int64[np.ndarray, " lines"]
+    first_line: int  # of the examples, counted from 1
+
+    def fields(self, line: int) -> list[bytes]:
+        found = self.content[self.starts[line] : self.stops[line]].removesuffix(b"\r").split(b"\t")
+        if len(found) != self.columns.width:
+            raise ValueError(
+                f"{self.name(line)} has {len(found)} columns, but the file's first line has {self.columns.width}; "
+                f"columns are divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
+            )
+        return found
+
+    def name(self, line: int) -> str:
+        return f"{self.path} (line {self.first_line + line})"
+
+
+def _map(file: files.File) -> mmap.mmap:
+    if not file.size:
+        raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
+    try:
+        with file.path.open("rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ValueError(f"data.paths: cannot read {file.path}: {error.strerror}") from error
+
+
+def _line_starts(content: mmap.mmap, start: int) -> Iterator[int]:
+    while start < len(content):
+        yield start
+        start = content.find(b"\n", start) + 1 or len(content) + 1
+    yield start  # where one more line would start
+
+
+def _find_columns(first: bytes, config: config_lib.DataConfig, path: str) -> tuple[_Columns, bool]:
+    """The columns, and whether the first line is a header that names them."""
+    names = [field.decode("utf-8", "replace") for field in first.split(b"\t")]
+    wanted = [*config.text_columns, config.label_column]
+    numbered = all(name.isdecimal() for name in wanted)
+    if numbered:
+        names = [str(1 + column) for column in range(len(names))]
+    for name in wanted:
+        if name not in names:
+            there = f"columns 1 to {len(names)}" if numbered else ", ".join(map(repr, names))
+            raise ValueError(
+                f"{path} has no column {name!r}: there are {there}; correct data.text_columns and data.label_column, "
+                f"or, where the first line is no header, give the numbers of all columns"
+            )
+    *texts, label = (names.index(name) for name in wanted)
+    return _Columns(texts, label, len(names)), not numbered
+
+
+def _open(file: files.File, config: config_lib.DataConfig) -> _File:
+    content = _map(file)
+    begin = len(_BYTE_ORDER_MARK) if content[:3] == _BYTE_ORDER_MARK else 0
+    starts = np.fromiter(_line_starts(content, begin), np.int64)
+    first = content[begin : starts[1] - 1].removesuffix(b"\r") if len(starts) > 1 else b""
+    columns, header = _find_columns(first, config, str(file.path))
+    starts = starts[int(header) :]
+    if len(starts) < 2:
+        raise ValueError(f"{file.path} has no examples, only a header; name a file that has some")
+    return _File(str(file.path), content, columns, starts[:-1], starts[1:] - 1, 1 + header)
+
+
+def _label_reader(
+    config: config_lib.DataConfig, task: config_lib.TaskConfig
+) -> Callable[[bytes], int | float]:
+    """A function from a label's text to its value, which raises ValueError with what labels there are."""
+    if task.name == "regression":
+
+        def number(text: bytes) -> float:
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            if not math.isfinite(value):
+                raise ValueError("is not a finite number, as task 'regression' predicts")
+            return value
+
+        return number
+
+    classes = task.classes or 0
+    if config.labels and len(config.labels) != classes:
+        raise ValueError(
+            f"data.labels names {len(config.labels)} classes, but task.classes is {classes}; make them agree"
+        )
+    named = {name.encode(): index for index, name in enumerate(config.labels or map(str, range(classes)))}
+    known = (
+        f"one of data.labels {', '.join(map(repr, config.labels))}"
+        if config.labels
+        else f"an integer from 0 to {classes - 1} (task.classes is {classes}, data.labels names none)"
+    )
+
+    def index(text: bytes) -> int:
+        if text not in named:
+            raise ValueError(f"is not {known}")
+        return named[text]
+
+    return index
+
+
+class Table:
+    """Labelled lines of one or several files."""
+
+    def __init__(self, setting: str, paths: tuple[str, ...], config: config_lib.DataConfig):
+        self._files = [_open(file, config) for file in files.find(setting, paths, suffix=".tsv")]
+        counts = [len(file.starts) for file in self._files]
+        self._file = np.repeat(np.arange(len(counts)), counts)
+        self._line = np.concatenate([np.arange(count) for count in counts])
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def name(self, line: int) -> str:
+        """The file and the number of a line."""
+        return self._files[self._file[line]].name(self._line[line])
+
+    def read(self, line: int) -> tuple[list[bytes], bytes]:
+        """The texts and the label of a line."""
+        file = self._files[self._file[line]]
+        fields = file.fields(self._line[line])
+        return [fields[column] for column in file.columns.texts], fields[file.columns.label]
+
+
+def _sides(
+    config: config_lib.DataConfig,
+) -> tuple[tuple[Table, Int64[np.ndarray, " n"]], tuple[Table, Int64[np.ndarray, " n"]]]:
+    """The lines to train on and those held out."""
+    table = Table("data.paths", config.paths, config)
+    if config.heldout_paths:
+        other = Table("data.heldout_paths", config.heldout_paths, config)
+        return (table, np.arange(len(table))), (other, np.arange(len(other)))
+    mask = files.held_out(files.index_hashes(len(table)), config.heldout_fraction)
+    return (table, np.flatnonzero(~mask)), (table, np.flatnonzero(mask))
+
+
+class TsvExamples:
+    """The lines of one side, tokenised when they are read; labels are checked at once."""
+
+    def __init__(
+        self,
+        table: Table,
+        lines: Int64[np.ndarray, " n"],
+        config: config_lib.DataConfig,
+        task: config_lib.TaskConfig,
+        *,
+        vocab_size: int,
+    ):
+        self._table, self._lines, self._length = table, lines, config.context_length
+        self._tokenizer = tokenizer_lib.load(config.tokenizer, setting="data.tokenizer")
+        self._separator = config.document_separator
+        if self._separator is None:
+            self._separator = self._tokenizer.separator
+        self._check_separator(config, vocab_size)
+        self._vocab_size = vocab_size
+        self._labels = self._read_labels(config, task)
+
+    def _check_separator(self, config: config_lib.DataConfig, vocab_size: int):
+        if len(config.text_columns) < 2:
+            return
+        if self._separator is None:
+            raise ValueError(
+                f"data.tokenizer={config.tokenizer} names no end of text; set data.document_separator to the id to "
+                f"put between two texts"
+            )
+        if not 0 <= self._separator < vocab_size:
+            raise ValueError(
+                f"the id between two texts is {self._separator}, but model.vocab_size is {vocab_size}; raise it, or "
+                f"set data.document_separator"
+            )
+        if self._length < 3:
+            raise ValueError(
+                f"data.context_length is {self._length}; two texts and a separator need at least 3"
+            )
+
+    def _read_labels(
+        self, config: config_lib.DataConfig, task: config_lib.TaskConfig
+    ) -> Shaped[np.ndarray, " n"]:
+        read = _label_reader(config, task)
+        labels = np.empty(len(self._lines), examples.label_dtype(task))
+        for index, line in enumerate(self._lines):
+            texts, label = self._table.read(line)
+            try:
+                labels[index] = read(label)
+            except ValueError as error:
+                shown = label.decode("utf-8", "replace")
+                raise ValueError(f"{self._table.name(line)}: label {shown!r} {error}") from None
+            if not any(texts):
+                raise ValueError(f"{self._table.name(line)} has an empty text; leave the line out")
+        return labels
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    together = property(__len__)
+
+    def row(self, index: int, key: tuple[int, ...]) -> examples.Row:
+        """The tokens and the label of line `index` of this side."""
+        line = self._lines[index]
+        texts = [self._encode(text, line) for text in self._table.read(line)[0]]
+        tokens = self._cut(texts)
+        if not len(tokens):
+            raise ValueError(
+                f"{self._table.name(line)}: the tokenizer finds no token in the text; leave the line out"
+            )
+        documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=self._table.name(line))
+        return {**examples.padded(tokens, self._length), "labels": np.array(self._labels[index])}
+
+    def _encode(self, text: bytes, line: int) -> Integer[np.ndarray, " tokens"]:
+        try:
+            return self._tokenizer.encode(text)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{self._table.name(line)} is not UTF-8; correct it, or use data.tokenizer=byte"
+            ) from error
+
+    def _cut(self, texts: list[Integer[np.ndarray, " tokens"]]) -> Integer[np.ndarray, " tokens"]:
+        """One row of tokens; of two texts that do not fit the longer loses its end first."""
+        if len(texts) == 1:
+            return texts[0][: self._length]
+        one, two = texts
+        room = self._length - 1
+        first = min(len(one), max(room - len(two), room - room // 2))
+        return np.concatenate([one[:first], [self._separator], two[: room - first]])
+
+
+def open_examples(
+    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
+) -> TsvExamples:
+    """The labelled lines of one side's files; a folder stands for its `.tsv` files.
+
+    Raises:
+      ValueError: nothing matches; a file is empty, lacks a column or has a line with more or fewer columns; a label
+        is none of the classes or not a number; there is no such tokenizer.
+    """
+    table, lines = _sides(config)[heldout]
+    return TsvExamples(table, lines, config, task, vocab_size=vocab_size)
+
+
+def describe(config: config_lib.DataConfig) -> dict[str, Any]:
+    """Counts of files, bytes and examples, and the SHA-256 of every file's key, size and bytes in order."""
+    (_, train), (_, held) = _sides(config)
+    found = files.find("data.paths", config.paths, suffix=".tsv")
+    if config.heldout_paths:
+        found += files.find("data.heldout_paths", config.heldout_paths, suffix=".tsv")
+    digest = hashlib.sha256()
+    for file in found:
+        digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
+        digest.update(_map(file))
+    return {
+        "files": len(found),
+        "bytes": sum(file.size for file in found),
+        "examples": len(train),
+        "heldout_examples": len(held),
+        "digest": digest.hexdigest(),
+        "digest_of": "names, sizes and contents",
+    }

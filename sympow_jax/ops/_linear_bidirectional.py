@@ -1,0 +1,135 @@
+"""Linear attention that sees the whole document, before and behind, at a cost linear in time.
+
+Without documents that is two products: of values with the features of keys, and of the result with those of queries.
+With documents a token sees its chunk's part of its own exactly, what earlier chunks hold of it by a state that is
+carried forward, and what later ones hold by a state that is carried backward.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.ops import documents
+from sympow_jax.ops._power import costs, features, xla
+from sympow_jax.ops._power import mean as means
+
+__all__ = ["attend", "require_supported"]
+
+
+def require_supported(query, key, implementation, absent: dict) -> None:
+    """Raises NotImplementedError or ValueError for what does not go with seeing the whole document.
+
+    absent: arguments that must be None, by name.
+    """
+    for name, x in absent.items():
+        if x is not None:
+            raise NotImplementedError(f"causal is False, which goes without {name}; leave it out")
+    if implementation not in (None, "reference", "xla"):
+        raise NotImplementedError(
+            f"causal is False, which has the implementations 'reference' and 'xla', not {implementation!r}"
+        )
+    if key.shape[1] != query.shape[1]:
+        raise ValueError(
+            f"key has {key.shape[1]} tokens and query {query.shape[1]}; causal=False needs a key for each query"
+        )
+
+
+def attend(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K E"],
+    *,
+    power: int,
+    division: means.Division,
+    segment_ids: Int[Array, "B T"] | None,
+    implementation: str | None,
+    chunk_size: int | None,
+) -> Float[Array, "B T N L"]:
+    """Means, L = E, or sums, L = E + 1, with weights (q . k)^p of the tokens of a document; as `dispatch.attend`."""
+    dtype, kv_heads = jnp.promote_types(query.dtype, jnp.float32), key.shape[2]
+    if division is not means.Division.NONE:
+        query = xla.unit_scale(query)
+    document = None
+    weighed = jnp.pad(value, [(0, 0), (0, 0), (0, 0), (0, 1)], constant_values=1)
+    if segment_ids is not None:
+        starts, valid, _ = documents.boundaries(
+            segment_ids, jnp.full_like(segment_ids[:, 0], documents.NO_SEGMENT)
+        )
+        document = jnp.cumsum(starts, 1, dtype=jnp.int32)
+        query, key, weighed = (jnp.where(valid[..., None, None], x, 0) for x in (query, key, weighed))
+    arrays = (
+        xla.time_last(query, kv_heads).astype(dtype),
+        jnp.moveaxis(key, 1, 3).astype(dtype),
+        jnp.moveaxis(weighed, 1, 3).astype(dtype),
+    )
+    compute: Callable
+    if implementation == "reference":
+        compute = _all_pairs
+    elif document is None:
+        compute = _whole
+    else:
+        chunk = min(chunk_size or costs.default_chunk("chunked"), query.shape[1])
+        compute = functools.partial(_by_document, chunk=chunk)
+    compute = functools.partial(compute, power=power, precision=xla.precision_of(value.dtype))
+    by_head = jax.vmap(compute, in_axes=(0, 0, 0, None))
+    sums = jax.vmap(by_head, in_axes=(0, 0, 0, None if document is None else 0))(*arrays, document)
+    out = means.of_sums(xla.time_second(sums), -1, division)
+    return out if division is means.Division.NONE else out.astype(value.dtype)
+
+
+def _all_pairs(query, key, value, document, *, power, precision):
+    """The formula over T x T pairs of one key head: [G, D, T], [D, T], [L, T] -> [G, L, T]."""
+    weights = jnp.einsum("gdq,dk->gqk", query, key, precision=precision) ** power
+    if document is not None:
+        weights = jnp.where(document[:, None] == document, weights, 0)
+    return jnp.einsum("gqk,ek->geq", weights, value, precision=precision)
+
+
+def _whole(query, key, value, document, *, power, precision):
+    """`_all_pairs` by features, every token seeing every other."""
+    del document
+    state = xla.fold_all(value, key, power=power, precision=precision)
+    return xla.read_all(state, query, power=power, precision=precision)
+
+
+def _by_document(query, key, value, document, *, power, precision, chunk):
+    """`_all_pairs` by features and chunks. Documents are numbered in order; padding has values of zero."""
+    time, head_dim, dtype = query.shape[-1], len(key), query.dtype
+    weights = features.weights(head_dim, power, dtype)
+    missing = -time % chunk
+    arrays = [
+        _chunks(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]), chunk) for x in (query, key, value)
+    ]
+    arrays.append(_chunks(jnp.pad(document, (0, missing), mode="edge"), chunk))
+
+    @jax.checkpoint
+    def near(arrays):
+        return _all_pairs(*arrays, power=power, precision=precision)
+
+    def carried(edge):
+        """What the chunks before hold for each, or for the edge 0, where time runs backward, those behind."""
+
+        @jax.checkpoint
+        def step(carry, arrays):
+            state, held = carry
+            q, k, v, document = arrays
+            weighted = tuple(s * w for s, w in zip(state, weights, strict=True))
+            read = jax.vmap(lambda q: features.query(weighted, q, power, precision))(q)
+            own = features.fold(jnp.where(document == document[edge], v, 0), k, power, precision)
+            continues = document[edge] == held
+            state = tuple(jnp.where(continues, s, 0) + n for s, n in zip(state, own, strict=True))
+            return (state, document[edge]), jnp.where(document == held, read, 0)
+
+        nothing = features.zeros((), head_dim, len(value), power, dtype), jnp.full((), -1, document.dtype)
+        return jax.lax.scan(step, nothing, tuple(arrays), reverse=edge == 0)[1]
+
+    sums = jax.lax.map(near, tuple(arrays)) + carried(-1) + carried(0)
+    return jnp.moveaxis(sums, 0, -2).reshape(*sums.shape[1:-1], -1)[..., :time]
+
+
+def _chunks(x: Array, chunk: int) -> Array:
+    """[..., n * C] -> [n, ..., C]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, chunk), -2, 0)

@@ -1,0 +1,288 @@
+"""Linearized relative positional encoding: queries and keys turned by W_s, with W_{t-s} = W_s^H W_t.
+
+"Linearized Relative Positional Encoding" (Qin et al. 2023): W_s = P^H Lambda^(s) P (equations 22 to 24), a basis P
+and a core Lambda, both unitary. Queries and keys are multiplied by Lambda^(s) P alone, since P P^H drops out of their
+product (equation 75). Rotary encodings and PermuteFormer are the cores `orthogonal` and `permutation` in the basis
+`identity`.
+"""
+
+import functools
+import statistics
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.ops import phase, rotary
+
+__all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
+
+CORES = ("orthogonal", "unitary", "permutation", "mixed")
+BASES = ("identity", "householder", "odd_even", "fourier")
+KINDS = ("a", "b", "c", "rope")
+
+_SEED = 20_23_07_18  # of the paper's date
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def encode(
+    x: Float[Array, "B T N D"],
+    positions: Int[Array, "B T"],
+    *,
+    core: str,
+    basis: str,
+    rates: Float[np.ndarray, " R"] | Float[Array, " R"] | Float[Array, "K R"] | None = None,
+    householder: Float[Array, " D"] | Float[Array, "K D"] | None = None,
+    permutation: Int[np.ndarray, " D"] | None = None,
+    identity_dim: int = 0,
+) -> Float[Array, "B T N D"] | Float[Array, "B T N 2*D"]:
+    """Lambda^(s) P x: queries or keys at positions s >= 0 such that q . k is that of q^H W_{t-s} k.
+
+    The core `orthogonal` turns the pairs (x_{2k-1}, x_{2k}) by s alpha_k and leaves the last `identity_dim` dimensions
+    (solution 2); `mixed` leaves all but the first half, rounded up to even; `unitary` multiplies dimension k by exp(i s
+    alpha_k) (solution 1); `permutation` gives dimension i the value of dimension pi^s(i) (solution 3).
+
+    The basis `householder` is I - 2 v v^T / (v^T v) (equation 73), `odd_even` sends dimension k of the first half to 2k
+    and of the second to 2k + 1 (the paper's pseudocode; its equation 74 is misprinted and no permutation), `fourier` is
+    the unitary discrete Fourier transform.
+
+    The core `unitary` and the basis `fourier` are complex: then the real parts come first and the imaginary parts
+    behind them. That doubles the head size, and with it the state of an attention with a recurrent form; the dot
+    product of two encoded vectors is the real part of q^H W_{t-s} k.
+
+    `rates` are the alpha in radians a position: a numpy array is fixed, a JAX array is learned, for all heads or one
+    row for each of K groups of heads; head n belongs to group n // (N / K). `householder` is v, not zero, likewise; it
+    and `permutation`, pi, default to the functions of that name. Phases are right at any position below 2^31
+    (`ops.phase`). Computed in float32 or wider and returned in the dtype of x.
+
+    Raises ValueError for unknown names, a head size or an `identity_dim` that the core cannot divide, and shapes that
+    do not fit.
+    """
+    x, positions = jnp.asarray(x), jnp.asarray(positions)
+    head_dim = x.shape[-1]
+    _require_choice("basis", basis, BASES)
+    turned = _turned(core, head_dim, identity_dim)
+    if householder is not None:
+        _require_rows("householder", householder.shape, head_dim, x.shape[2])
+    parts = _transformed(x.astype(jnp.promote_types(x.dtype, jnp.float32)), basis, householder)
+    if core == "permutation":
+        cycles = _cycles_of(permutation, head_dim)
+        parts = [_permuted(cycles, part, positions) for part in parts]
+    else:
+        count = turned if core == "unitary" else turned // 2
+        _require_rows("rates", None if rates is None else rates.shape, count, x.shape[2])
+        angles = _angles(positions, rates, parts[0].dtype)
+        turn = _multiplied if core == "unitary" else _rotated
+        parts = turn(parts, angles)
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype) if len(parts) > 1 else parts[0].astype(x.dtype)
+
+
+def rates(
+    core: str,
+    head_dim: int,
+    *,
+    kind: str,
+    identity_dim: int = 0,
+    reference_length: int = 1024,
+    max_document_length: int = 65_536,
+) -> Float[np.ndarray, " R"]:
+    """The fixed rates alpha, in radians a position, float64: one a pair, or one a dimension of the core `unitary`.
+
+    Of R rates over d dimensions, the kinds of the paper's pseudocode, t from 0 and L the `reference_length`: `a` is
+    10000^(-2 t / d), `b` is pi (t + 1) / (2 L R), `c` is pi / (2 L (t + 1)); `rope` is 2 pi / M^(2 t / d), M the
+    `max_document_length`, the rates of `rotary.rope`. The pseudocode divides `b` and `c` by the length of the sequence
+    at hand, which a sequence that goes on does not have. The core `permutation` has none, R = 0. Raises ValueError for
+    unknown names and sizes that the core cannot divide.
+    """
+    _require_choice("kind", kind, KINDS)
+    turned = _turned(core, head_dim, identity_dim)
+    count = {"permutation": 0, "unitary": turned}.get(core, turned // 2)
+    index = np.arange(count)
+    if kind == "a":
+        return 10_000.0 ** (-2 * index / turned)
+    if kind == "b":
+        return np.pi / 2 / reference_length * (index + 1) / max(1, count)
+    if kind == "c":
+        return np.pi / 2 / reference_length / (index + 1)
+    return 2 * np.pi * float(max_document_length) ** (-2 * index / turned)
+
+
+def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
+    """The fixed permutation pi, drawn once for every head size."""
+    return np.argsort(_random_bits(head_dim), kind="stable")
+
+
+def householder(head_dim: int) -> Float[np.ndarray, " D"]:
+    """The fixed Householder vector v, of length 1, drawn once from a normal distribution for every head size."""
+    uniform = (_random_bits(head_dim) >> 11).astype(np.float64) * 2.0**-53 + 2.0**-54
+    normal = np.array([statistics.NormalDist().inv_cdf(u) for u in uniform])
+    return normal / np.linalg.norm(normal)
+
+
+def _random_bits(count: int) -> np.ndarray:
+    # numpy promises the bits of a generator for ever, the numbers that it makes of them not.
+    return np.random.PCG64(_SEED).random_raw(count)
+
+
+def _turned(core: str, head_dim: int, identity_dim: int) -> int:
+    """How many of the first dimensions the core acts on; raises ValueError where it cannot."""
+    _require_choice("core", core, CORES)
+    if identity_dim and core != "orthogonal":
+        raise ValueError(
+            f"identity_dim is {identity_dim}; only core 'orthogonal' has an identity part, not {core!r}"
+        )
+    if not 0 <= identity_dim <= head_dim:
+        raise ValueError(f"identity_dim is {identity_dim}; it must be between 0 and the head size {head_dim}")
+    if core == "mixed" and head_dim < 3:
+        raise ValueError(f"head size is {head_dim}; core 'mixed' needs at least 3")
+    if core == "orthogonal" and (head_dim - identity_dim) % 2:
+        raise ValueError(
+            f"head size is {head_dim} and identity_dim {identity_dim}; core 'orthogonal' turns pairs of the other "
+            f"dimensions, whose number must be even"
+        )
+    if core == "mixed":
+        return (head_dim // 2 + 1) // 2 * 2
+    return head_dim - identity_dim
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}; choose from {', '.join(choices)}")
+
+
+def _require_rows(name: str, shape: tuple[int, ...] | None, width: int, heads: int) -> None:
+    """An array [width], or one such row for each of K groups of heads."""
+    if shape is None or shape[-1:] != (width,) or len(shape) > 2 or (len(shape) == 2 and heads % shape[0]):
+        raise ValueError(
+            f"{name} has shape {shape}; it must be [{width}], or [K, {width}] with a K that divides the {heads} heads"
+        )
+
+
+def _angles(positions, rates, dtype):
+    """positions * rates [B, T, K, R], K = 1 where all heads share them."""
+    known = isinstance(rates, np.ndarray)
+    angles = phase.fixed(positions, rates, dtype) if known else phase.learned(positions, rates, dtype=dtype)
+    return angles if rates.ndim == 2 else angles[:, :, None]
+
+
+def _transformed(x, basis: str, v) -> list:
+    """P x as its real part, and its imaginary part where it has one."""
+    head_dim = x.shape[-1]
+    if basis == "householder":
+        v = jnp.asarray(householder(head_dim) if v is None else v).astype(x.dtype)
+        v = v.reshape(-1, 1, head_dim)
+        return [_reflected(_grouped(x, v.shape[0]), v).reshape(x.shape)]
+    if basis == "odd_even":
+        half = head_dim - head_dim // 2
+        pairs = jnp.stack([x[..., : head_dim // 2], x[..., half:]], axis=-1)
+        return [jnp.concatenate([pairs.reshape(*x.shape[:-1], -1), x[..., head_dim // 2 : half]], axis=-1)]
+    if basis == "fourier":
+        # A product, which divides over batch and heads; XLA gathers the operand of an FFT.
+        transform = jnp.asarray(_fourier(head_dim), x.dtype)
+        return [jnp.matmul(x, part, precision=_HIGHEST) for part in transform]
+    return [x]
+
+
+def _grouped(x, groups: int):
+    """The heads of x [B, T, N, D] in groups, [B, T, K, N / K, D]."""
+    batch, time, heads, head_dim = x.shape
+    return x.reshape(batch, time, groups, heads // groups, head_dim)
+
+
+def _reflected(x, v):
+    """x - 2 v (v . x) / (v . v)."""
+    share = jnp.sum(x * v, axis=-1, keepdims=True) * (2 / jnp.sum(v * v, axis=-1, keepdims=True))
+    return x - share * v
+
+
+@functools.cache
+def _fourier(head_dim: int) -> np.ndarray:
+    """The real and imaginary part of the unitary discrete Fourier transform, symmetric, float64 [2, D, D]."""
+    index = np.arange(head_dim)
+    angles = -2 * np.pi / head_dim * (np.outer(index, index) % head_dim)
+    return np.stack([np.cos(angles), np.sin(angles)]) / np.sqrt(head_dim)
+
+
+def _rotated(parts: list, angles) -> list:
+    """The pairs of the first dimensions turned, as many as there are angles; the rest as they are."""
+    turned = 2 * angles.shape[-1]
+    if turned == 0:
+        return parts
+    return [
+        rotary.rotate(part, angles)
+        if turned == part.shape[-1]
+        else jnp.concatenate([rotary.rotate(part[..., :turned], angles), part[..., turned:]], axis=-1)
+        for part in parts
+    ]
+
+
+def _multiplied(parts: list, angles) -> list:
+    """The real and imaginary part of each dimension times exp(i angle)."""
+    shape = parts[0].shape
+    parts = [_grouped(part, angles.shape[2]) for part in parts]
+    cos, sin = jnp.cos(angles)[:, :, :, None], jnp.sin(angles)[:, :, :, None]
+    real, imaginary = parts[0] * cos, parts[0] * sin
+    if len(parts) > 1:
+        real, imaginary = real - parts[1] * sin, imaginary + parts[1] * cos
+    return [real.reshape(shape), imaginary.reshape(shape)]
+
+
+class _Cycles(NamedTuple):
+    """A permutation as its cycles, one behind the other, and where in them each dimension is."""
+
+    order: tuple[int, ...]
+    start: tuple[int, ...]
+    place: tuple[int, ...]
+    length: tuple[int, ...]
+
+
+def _cycles_of(pi, head_dim: int) -> _Cycles:
+    pi = permutation(head_dim) if pi is None else np.asarray(pi)
+    if sorted(pi.tolist()) != list(range(head_dim)):
+        raise ValueError(f"permutation is {pi.tolist()}; it must hold each of 0 to {head_dim - 1} once")
+    return _cycles(tuple(pi.tolist()))
+
+
+@functools.cache
+def _cycles(pi: tuple[int, ...]) -> _Cycles:
+    size = len(pi)
+    order: list[int] = []
+    start, place, length = [0] * size, [0] * size, [0] * size
+    for first in range(size):
+        if first in order:
+            continue
+        cycle = [first]
+        while pi[cycle[-1]] != first:
+            cycle.append(pi[cycle[-1]])
+        for i, dimension in enumerate(cycle):
+            start[dimension], place[dimension], length[dimension] = len(order), i, len(cycle)
+        order += cycle
+    return _Cycles(tuple(order), tuple(start), tuple(place), tuple(length))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _permuted(cycles: _Cycles, x, positions):
+    """x with pi^s(i) at place i."""
+    return _gathered(cycles, x, positions, 1)
+
+
+def _permuted_forward(cycles, x, positions):
+    return _gathered(cycles, x, positions, 1), positions
+
+
+def _permuted_backward(cycles, positions, gradient):
+    # The transpose is the inverse: a gather too, where the gradient of a gather is a scatter.
+    return _gathered(cycles, gradient, positions, -1), None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
+
+
+def _gathered(cycles: _Cycles, x, positions, direction: int):
+    """x with pi^s(i) at place i, or pi^-s(i), by arithmetic within the cycle of i."""
+    order, start, place, length = (jnp.asarray(part, jnp.int32) for part in cycles)
+    steps = direction * (positions.astype(jnp.int32)[..., None] % length)
+    index = order[start + (place + steps) % length]
+    return jnp.take_along_axis(x, index[:, :, None], axis=-1, mode="promise_in_bounds")

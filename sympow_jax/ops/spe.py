@@ -1,0 +1,93 @@
+"""Stochastic positional encoding by sines: relative positions for attention that is linear in time.
+
+"Relative Positional Encoding for Transformers with Linear Complexity" (Liutkus et al. 2021), its sineSPE (section 3.2):
+queries and keys become R random sums of their dimensions whose dot product is, in the mean over the noise, one with a
+template P_d of the distance in every dimension d.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.ops import phase
+
+__all__ = ["encode"]
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def encode(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B S K D"],
+    positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"] | None = None,
+    *,
+    frequencies: Float[Array, "K D sines"],
+    phases: Float[Array, "K D sines"],
+    gains: Float[Array, "K D sines"],
+    noise: Float[Array, "K D 2*sines R"],
+) -> tuple[Float[Array, "B T N R"], Float[Array, "B S K R"]]:
+    """Queries and keys with E[q . k] = sum_d q_d k_d P_d(t - s) for a query at t and a key at s, over normal noise.
+
+    P_d(tau) = sum_j gain_j^2 cos(2 pi f_j tau + phase_j): `frequencies` are in turns a position, `phases` in radians.
+    The R realizations, the head size of what is compared and so of a state, leave an error that falls as 1 / sqrt(R).
+
+    `noise` is independent and standard normal, the cosines' share first and the sines' behind it, the same for queries
+    and keys and at every position: one draw for as long as a state lives. The paper draws anew for every batch; a
+    caller who keeps one draw trains and evaluates with one fixed random kernel near P. Head n uses the parameters and
+    noise of key head n // (N / K). Phases are right at any position from 0 to 2^31 (`ops.phase`); the
+    gradient by a frequency is a difference of terms as large as the positions, and its float32 error grows with them.
+    The paper's gate, which mixes in an unencoded share, is left out.
+
+    `key_positions` are those of the queries unless given. Computed in float32 or wider, returned in the dtypes of
+    `query` and `key`. Raises ValueError for shapes that do not fit.
+    """
+    _require_shapes(query, key, frequencies, phases, gains, noise)
+    dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), jnp.float32)
+    # The phases turn the noise of queries, so that cosines and sines are those of keys.
+    cos, sin = (wave(phases.astype(dtype))[..., None] for wave in (jnp.cos, jnp.sin))
+    even, odd = jnp.split(noise.astype(dtype), 2, axis=2)
+    turned = jnp.concatenate([even * cos + odd * sin, odd * cos - even * sin], axis=2)
+    scale = jnp.concatenate([gains, gains], axis=-1).astype(dtype)[..., None] * noise.shape[-1] ** -0.5
+
+    waves = _waves(positions, frequencies, dtype)
+    key_waves = waves if key_positions is None else _waves(key_positions, frequencies, dtype)
+    return _mixed(query, waves, scale * turned), _mixed(key, key_waves, scale * noise.astype(dtype))
+
+
+def _waves(positions, frequencies, dtype):
+    """Cosines and sines of 2 pi f s, [B, T, K, D, 2 * sines]."""
+    angles = phase.learned(positions, frequencies, unit="turns", dtype=dtype)
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def _mixed(x, waves, mixing):
+    """The sum over d and j of x_d waves_dj mixing_djr, [B, T, N, R]."""
+    batch, time, heads, head_dim = x.shape
+    kv_heads, _, width, realizations = mixing.shape
+    groups = x.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).astype(waves.dtype)
+    waving = (groups[..., None] * waves[:, :, :, None]).reshape(*groups.shape[:-1], head_dim * width)
+    mixing = mixing.reshape(kv_heads, head_dim * width, realizations)
+    mixed = jnp.einsum("BTKGX,KXR->BTKGR", waving, mixing, precision=_HIGHEST)
+    return mixed.reshape(batch, time, heads, realizations).astype(x.dtype)
+
+
+def _require_shapes(query, key, frequencies, phases, gains, noise):
+    heads, (kv_heads, head_dim) = query.shape[2], key.shape[2:]
+    if query.shape[-1] != head_dim or heads % kv_heads:
+        raise ValueError(
+            f"query has {heads} heads of size {query.shape[-1]} and key {kv_heads} of size {head_dim}; sizes must "
+            f"agree and the key's heads divide the query's"
+        )
+    shapes = {"frequencies": frequencies.shape, "phases": phases.shape, "gains": gains.shape}
+    sines = frequencies.shape[-1]
+    for name, shape in shapes.items():
+        if shape != (kv_heads, head_dim, sines):
+            raise ValueError(
+                f"{name} has shape {shape}; it must be [{kv_heads}, {head_dim}, {sines}], K by D by sines"
+            )
+    if noise.ndim != 4 or noise.shape[:3] != (kv_heads, head_dim, 2 * sines):
+        raise ValueError(
+            f"noise has shape {noise.shape}; it must be [{kv_heads}, {head_dim}, {2 * sines}, realizations], since "
+            f"each of {sines} sines has a cosine too"
+        )

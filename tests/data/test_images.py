@@ -1,0 +1,285 @@
+"""Images in class folders: what is read, how it is cropped, and what is refused."""
+
+import io
+import os
+import pathlib
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from sympow_jax import config as config_lib
+from sympow_jax import data
+from tests.data import builders
+
+TASK = config_lib.TaskConfig(name="classification", classes=2)
+MEAN, DEVIATION = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+
+
+def settings(root, **changes) -> config_lib.DataConfig:
+    return builders.data_config(
+        **{"source": "images", "paths": (str(root),), "heldout_fraction": 0.0, "image_size": 8, **changes}
+    )
+
+
+def pixel_settings(root, **changes) -> config_lib.DataConfig:
+    return settings(root, **{"image_mode": "gray", "image_tokens": True, "context_length": 64, **changes})
+
+
+def encoded(pixels: np.ndarray, kind: str = "png") -> bytes:
+    stream = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(stream, kind)
+    return stream.getvalue()
+
+
+def random_pixels(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+def write(root: pathlib.Path, contents: dict[str, np.ndarray | bytes]) -> pathlib.Path:
+    builders.write_files(
+        root,
+        {
+            name: content if isinstance(content, bytes) else encoded(content)
+            for name, content in contents.items()
+        },
+    )
+    return root
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Five gray images of 8 x 8 in two classes, one of them in a folder of its own, and files to pass over."""
+    grays = {
+        name: random_pixels(i, 8, 8) for i, name in enumerate(("cat/a", "cat/b", "cat/c/d", "ape/e", "ape/f"))
+    }
+    passed = {"notes.txt": b"a", "cat/list.csv": b"b", ".hidden/x.png": b"c", "ape/.x.png": b"d"}
+    return write(tmp_path / "train", {f"{name}.png": pixels for name, pixels in grays.items()} | passed)
+
+
+def test_pixels_as_tokens(root):
+    dataset = data.train_dataset(pixel_settings(root), task=TASK, vocab_size=256)
+    found = {tuple(dataset[i]["inputs"].tolist()): dataset[i]["labels"].item() for i in range(5)}
+    # Classes are the folders in the order of their names.
+    assert found == {
+        tuple(random_pixels(i, 8, 8).reshape(-1).tolist()): label for i, label in enumerate((1, 1, 1, 0, 0))
+    }
+    row = dataset[0]
+    assert set(row) == {"inputs", "labels"}
+    assert row["inputs"].dtype == row["labels"].dtype == np.int32
+
+
+def test_colours_become_gray_by_luma(tmp_path):
+    colour = np.zeros((8, 8, 3), np.uint8)
+    colour[..., 0], colour[..., 1] = 200, 100
+    write(tmp_path, {"a/x.png": colour, "b/x.png": colour})
+    row = data.train_dataset(pixel_settings(tmp_path), task=TASK, vocab_size=256)[0]
+    # ITU-R 601: 0.299 R + 0.587 G + 0.114 B.
+    assert set(row["inputs"].tolist()) <= {118, 119}
+
+
+def test_an_image_of_the_right_size_is_only_normalised(tmp_path):
+    pixels = random_pixels(0, 8, 8, 3)
+    write(tmp_path, {"a/x.png": pixels, "b/x.png": pixels})
+    row = data.train_dataset(settings(tmp_path, augment=False), task=TASK, vocab_size=1)[0]
+    assert (row["inputs"].shape, row["inputs"].dtype) == ((8, 8, 3), np.float32)
+    np.testing.assert_allclose(row["inputs"] * DEVIATION + MEAN, pixels / 255, atol=1e-6)
+    gray = settings(tmp_path, augment=False, image_mode="gray")
+    row = data.train_dataset(gray, task=TASK, vocab_size=1)[0]
+    assert row["inputs"].shape == (8, 8, 1)
+    expected = np.asarray(PIL.Image.fromarray(pixels).convert("L"))[..., None] / 127.5 - 1
+    np.testing.assert_allclose(row["inputs"], expected, atol=1e-6)
+
+
+def ramps(height: int, width: int) -> np.ndarray:
+    """Red grows along the width from 0 to 255, green along the height; both at the centres of pixels."""
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[..., 0] = np.round((np.arange(width) + 0.5) / width * 255)
+    pixels[..., 1] = np.round((np.arange(height) + 0.5) / height * 255)[:, None]
+    return pixels
+
+
+def boxes(row) -> tuple[float, float, float, float]:
+    """Left, right, top and bottom of a crop of `ramps` as parts of the image; left > right where it is mirrored."""
+    pixels = row["inputs"] * DEVIATION + MEAN
+    side = len(pixels)
+    # Slopes from the inside alone: the filter stops at the edges of the image.
+    inside = slice(side // 4, 3 * side // 4)
+    places = (np.arange(side) + 0.5) / side
+    ends = []
+    for values in (pixels[..., 0].mean(axis=0), pixels[..., 1].mean(axis=1)):
+        slope, start = np.polyfit(places[inside], values[inside], 1)
+        ends += [start, start + slope]
+    return tuple(ends)
+
+
+def test_the_centre_of_held_out_images(tmp_path):
+    write(tmp_path, {"a/x.png": ramps(120, 200), "b/x.png": ramps(120, 200)})
+    config = settings(tmp_path, heldout_paths=(str(tmp_path),), image_size=32)
+    (batch,) = data.heldout_rows(config, TASK, vocab_size=1, batch_size=2)
+    left, right, top, bottom = boxes({"inputs": batch["inputs"][0]})
+    # 7/8 of 120 is 105 of both sides.
+    np.testing.assert_allclose((left, right), ((200 - 105) / 400, (200 + 105) / 400), atol=0.01)
+    np.testing.assert_allclose((top, bottom), (1 / 16, 15 / 16), atol=0.01)
+    assert batch["labels"].tolist() == [0, 1]
+
+
+def test_random_crops(tmp_path):
+    write(tmp_path, {"a/x.png": ramps(120, 200), "b/x.png": ramps(120, 200)})
+    config = settings(tmp_path, image_size=32)
+    dataset, again = (data.train_dataset(config, task=TASK, vocab_size=1) for _ in range(2))
+    found = []
+    for i in range(200):
+        row = dataset[i]
+        np.testing.assert_array_equal(again[i]["inputs"], row["inputs"])
+        found.append(boxes(row))
+    left, right, top, bottom = np.array(found).T
+    assert abs(np.mean(left > right) - 0.5) < 4 * np.sqrt(0.25 / 200)
+    left, right = np.minimum(left, right), np.maximum(left, right)
+    assert min(left.min(), top.min()) > -0.02
+    assert max(right.max(), bottom.max()) < 1.02
+    width, height = (right - left) * 200, (bottom - top) * 120
+    area, ratio = width * height / 24_000, width / height
+    assert 0.07 < area.min() < 0.15
+    # The square that fits is 60 % of the image, the widest part that fits 80 %.
+    assert 0.6 < area.max() < 0.83
+    assert 0.72 < ratio.min() < 0.8
+    assert 1.25 < ratio.max() < 1.38
+    assert left.std() > 0.1
+    assert top.std() > 0.05
+    reseeded = data.train_dataset(settings(tmp_path, image_size=32, seed=1), task=TASK, vocab_size=1)
+    assert any(np.any(reseeded[i]["inputs"] != dataset[i]["inputs"]) for i in range(4))
+
+
+def test_images_no_part_of_the_right_shape_fits_in(tmp_path):
+    write(tmp_path, {"a/x.png": ramps(4, 400), "b/x.png": ramps(400, 4)})
+    dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
+    assert all(np.isfinite(dataset[i]["inputs"]).all() for i in range(20))
+
+
+@pytest.mark.parametrize("kind", ["png", "jpeg", "bmp", "gif", "tiff", "webp"])
+def test_kinds_of_files(tmp_path, kind):
+    pixels = np.full((8, 8, 3), (200, 40, 90), np.uint8)
+    write(tmp_path, {f"a/x.{kind.upper()}": encoded(pixels, kind), f"b/x.{kind}": encoded(pixels, kind)})
+    row = data.train_dataset(settings(tmp_path, augment=False), task=TASK, vocab_size=1)[0]
+    np.testing.assert_allclose(row["inputs"] * DEVIATION + MEAN, pixels / 255, atol=4 / 255)
+
+
+def test_fraction_held_out_and_description(tmp_path):
+    pixels = encoded(random_pixels(0, 8, 8))
+    write(tmp_path, {f"{name}/{i}.png": pixels for name in "ab" for i in range(200)})
+    config = pixel_settings(tmp_path, heldout_fraction=0.1)
+    about = data.describe(config)
+    assert (about["classes"], about["files"], about["bytes"]) == (2, 400, 400 * len(pixels))
+    assert about["examples"] + about["heldout_examples"] == 400
+    assert abs(about["heldout_examples"] - 40) < 4 * np.sqrt(400 * 0.09)
+    held = list(data.heldout_rows(config, TASK, vocab_size=256, batch_size=16))
+    assert sum((batch["labels"] != -1).sum() for batch in held) == about["heldout_examples"]
+    assert data.describe(config) == about
+    os.remove(tmp_path / "a" / "7.png")
+    assert data.describe(config)["digest"] != about["digest"]
+
+
+def test_two_roots_and_held_out_folders(root, tmp_path):
+    other = write(
+        tmp_path / "more", {"cat/x.png": random_pixels(9, 8, 8), "ape/y.png": random_pixels(8, 8, 8)}
+    )
+    config = pixel_settings(root, paths=(str(root), str(other)), heldout_paths=(str(other),))
+    assert data.describe(config)["examples"] == 7
+    (batch,) = data.heldout_rows(config, TASK, vocab_size=256, batch_size=3)
+    assert batch["labels"].tolist() == [0, 1, -1]
+    np.testing.assert_array_equal(batch["inputs"][0], random_pixels(8, 8, 8).reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (
+            {"ape/g.png": random_pixels(0, 8, 7)},
+            r"images of mixed size: .*e\.png is 8 x 8 and .*g\.png 7 x 8; ",
+        ),
+        (
+            {"ape/g.png": b"none"},
+            r"g\.png cannot be read as an image \(cannot identify image file .*\); replace",
+        ),
+        ({"dog/list.txt": b"x"}, r"the class folder .*/dog holds no image \(\.bmp, .*\); fill or remove it"),
+        ({"dog/x.png": random_pixels(0, 8, 8)}, r"task\.classes 2, but .* holds folders of 3 classes; make"),
+    ],
+)
+def test_bad_folders(root, contents, message):
+    write(root, contents)
+    with pytest.raises(ValueError, match=message) as raised:
+        data.train_dataset(pixel_settings(root), task=TASK, vocab_size=256)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_empty_class_folder(root):
+    (root / "dog").mkdir()
+    for config in (settings(root), pixel_settings(root)):
+        with pytest.raises(ValueError, match=r"data\.paths: the class folder .*/dog holds no image"):
+            data.train_dataset(config, task=TASK, vocab_size=256)
+        with pytest.raises(ValueError, match=r"data\.paths: the class folder .*/dog holds no image"):
+            data.describe(config)
+
+
+def test_images_of_mixed_size_are_resized_where_they_are_no_tokens(root):
+    write(root, {"ape/g.png": random_pixels(0, 20, 7)})
+    for augment in (True, False):
+        dataset = data.train_dataset(settings(root, augment=augment), task=TASK, vocab_size=256)
+        assert {dataset[i]["inputs"].shape for i in range(6)} == {(8, 8, 3)}
+
+
+def test_pixels_of_another_size(root):
+    with pytest.raises(ValueError, match=r"e\.png is 8 x 8, but data\.image_size is 16; .* must be square"):
+        data.train_dataset(pixel_settings(root, image_size=16, context_length=256), task=TASK, vocab_size=256)
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 255, but pixels have 256 ids"):
+        data.train_dataset(pixel_settings(root), task=TASK, vocab_size=255)
+
+
+def test_a_damaged_image_is_named_when_it_is_read(tmp_path):
+    whole = encoded(random_pixels(0, 64, 64, 3))
+    write(tmp_path, {"a/x.png": whole[: len(whole) // 2], "b/x.png": whole[: len(whole) // 2]})
+    dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
+    with pytest.raises(
+        ValueError, match=r"x\.png cannot be read as an image \(.*\); replace or remove"
+    ) as raised:
+        dataset[0]
+    assert "\n" not in str(raised.value)
+
+
+def test_more_than_eight_bits_are_refused_rather_than_clipped(tmp_path):
+    deep = (random_pixels(0, 8, 8).astype(np.uint16) << 8) + 7
+    write(tmp_path, {"a/x.png": deep, "b/x.png": deep})
+    with pytest.raises(ValueError, match=r"x\.png cannot be read as an image \(it has more than 8 bits a ch"):
+        data.train_dataset(pixel_settings(tmp_path), task=TASK, vocab_size=256)[0]
+
+
+def test_folders_that_are_not_there_or_differ(root, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.paths: there is no folder '.*/gone'; name one"):
+        data.train_dataset(settings(tmp_path / "gone"), task=TASK, vocab_size=1)
+    with pytest.raises(ValueError, match=r"data\.paths: .*/cat holds 1 folders; it must hold a folder of im"):
+        data.train_dataset(settings(root / "cat"), task=TASK, vocab_size=1)
+    write(tmp_path / "held", {"cat/x.png": random_pixels(0, 8, 8), "dog/x.png": random_pixels(0, 8, 8)})
+    config = settings(root, heldout_paths=(str(tmp_path / "held"),))
+    with pytest.raises(
+        ValueError, match=r"data\.heldout_paths: class 'ape' is in .*train but not in .*held;"
+    ):
+        data.train_dataset(config, task=TASK, vocab_size=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"context_length": 32},
+            r"data\.context_length is 32, but the pixels of data\.image_size 8 squared are 64",
+        ),
+        ({"image_mode": "rgb"}, r"data\.image_tokens reads gray pixels as ids; set data\.image_mode=gray"),
+        ({"image_mode": "cmyk"}, r"data\.image_mode is 'cmyk'; it must be one of rgb, gray"),
+        ({"image_size": 0}, r"data\.image_size is 0; it must be at least 1"),
+        ({"paths": ()}, r"data\.paths is empty; source 'images' needs"),
+    ],
+)
+def test_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        pixel_settings("images", **changes)

@@ -1,0 +1,174 @@
+"""ListOps against an evaluator of its text, its lengths, depths and classes."""
+
+import re
+
+import numpy as np
+import pytest
+
+from sympow_jax import config as config_lib
+from sympow_jax import data
+from sympow_jax.data import listops
+from tests.data import builders
+
+TASK = config_lib.TaskConfig(name="classification", classes=10)
+
+
+def settings(**changes) -> config_lib.DataConfig:
+    return builders.data_config(
+        **{"source": "listops", "context_length": 64, "listops_lengths": (10, 60), **changes}
+    )
+
+
+def text(tokens) -> str:
+    return " ".join(listops.SYMBOLS[token] for token in tokens)
+
+
+def evaluate(expression: str) -> int:
+    """Replaces innermost operations by their values until none is left."""
+    functions = {
+        "MAX": np.max,
+        "MIN": np.min,
+        "MED": lambda values: np.floor(np.median(values)),
+        "SM": lambda values: np.sum(values) % 10,
+    }
+
+    def value(match):
+        return str(int(functions[match[1]]([int(digit) for digit in match[2].split()])))
+
+    while "[" in expression:
+        expression = re.sub(r"\[(\w+) ([\d ]+) \]", value, expression)
+    return int(expression)
+
+
+def depths(tokens) -> list[int]:
+    """The depth of every token, the outermost operation being at 1."""
+    depth, found = 1, []
+    for token in tokens:
+        symbol = listops.SYMBOLS[token]
+        depth -= symbol == "]"
+        found.append(depth)
+        depth += symbol.startswith("[")
+    assert depth == 1
+    return found
+
+
+def test_the_evaluator_on_the_papers_example():
+    assert evaluate("[MAX 2 9 [MIN 4 7 ] 0 ]") == 9
+    assert evaluate("[SM [MED 1 8 ] [MED 3 5 4 ] 9 ]") == 7
+
+
+def test_examples_in_long_range_arenas_settings():
+    classes, most = np.zeros(10, int), 0
+    for i in range(300):
+        tokens, value = listops.generate((0, i, 1), 500, 2000)
+        assert 500 <= len(tokens) <= 2000
+        assert evaluate(text(tokens)) == value
+        classes[value] += 1
+        most = max(most, *depths(tokens))
+        arguments = [
+            text.count(" ") - 1 for text in re.findall(r"\[\w+ [\d ]+ \]", text(tokens))
+        ]  # of innermost operations
+        assert min(arguments) >= 2
+        assert max(arguments) <= 10
+    assert most == 10
+    assert classes.min() >= 5
+    assert classes.max() <= 100
+
+
+def test_nodes_are_drawn_as_said():
+    tokens = np.concatenate([listops.generate((1, i, 1), 500, 2000)[0] for i in range(100)])
+    counts = np.bincount(tokens, minlength=16)
+    digits, operations, ends = counts[1:11], counts[11:15], counts[15]
+    assert counts[0] == 0
+    assert ends == operations.sum()
+    np.testing.assert_allclose(digits / digits.sum(), 0.1, atol=0.005)
+    np.testing.assert_allclose(operations / operations.sum(), 0.25, atol=0.02)
+    # Nodes that are neither roots nor at the last depth.
+    depth = np.array([d for i in range(100) for d in depths(listops.generate((1, i, 1), 500, 2000)[0])])
+    inner = (depth > 1) & (depth < 10) & (tokens != 15)
+    # Trees of these lengths are picked, so that the share is not a quarter exactly.
+    assert 0.22 < np.mean(tokens[inner] > 10) < 0.28
+
+
+@pytest.mark.parametrize("lengths", [(4, 4), (4, 60), (17, 17), (50, 60)])
+def test_short_examples(lengths):
+    found = [listops.generate((2, i, 1), *lengths) for i in range(200)]
+    assert {len(tokens) for tokens, _ in found} <= set(range(lengths[0], lengths[1] + 1))
+    assert all(evaluate(text(tokens)) == value for tokens, value in found)
+    assert {value for _, value in found} == set(range(10))
+
+
+def test_rows():
+    config = settings(listops_examples=(20, 6))
+    dataset = data.train_dataset(config, task=TASK, vocab_size=16)
+    seen = set()
+    for i in range(20):
+        row = dataset[i]
+        assert {name: (value.shape, value.dtype) for name, value in row.items()} == {
+            "inputs": ((64,), np.int32),
+            "segment_ids": ((64,), np.int32),
+            "labels": ((), np.int32),
+        }
+        real = row["segment_ids"] == 0
+        assert (row["segment_ids"][~real] == -1).all()
+        assert (row["inputs"][~real] == 0).all()
+        assert 10 <= real.sum() <= 60
+        assert evaluate(text(row["inputs"][real])) == row["labels"]
+        seen.add(tuple(row["inputs"]))
+    assert len(seen) == 20
+    assert seen == {tuple(dataset[i]["inputs"]) for i in range(20, 40)}
+    held = list(data.heldout_rows(config, TASK, vocab_size=16, batch_size=4))
+    assert [batch["labels"].shape for batch in held] == [(4,), (4,)]
+    assert (held[1]["labels"] == -1).tolist() == [False, False, True, True]
+    assert not seen & {tuple(inputs) for batch in held for inputs in batch["inputs"]}
+
+
+def test_an_example_is_a_function_of_its_index_and_the_seed():
+    few, many, other = (
+        listops.ListOps(settings(listops_examples=(count, 2), seed=seed), heldout=False)
+        for count, seed in ((10, 0), (1000, 0), (10, 1))
+    )
+    for i in range(10):
+        assert few.example(i)[0].tolist() == many.example(i)[0].tolist() != other.example(i)[0].tolist()
+
+
+def test_description():
+    about = data.describe(settings(listops_examples=(20, 6)))
+    assert (about["examples"], about["heldout_examples"]) == (20, 6)
+    assert data.describe(settings(listops_examples=(20, 6))) == about
+    for changes in ({"seed": 1}, {"listops_lengths": (10, 50)}):
+        assert data.describe(settings(listops_examples=(20, 6), **changes))["digest"] != about["digest"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"listops_lengths": (3, 60)}, r"data\.listops_lengths is \(3, 60\); .* at least 4 tokens"),
+        ({"listops_lengths": (20, 10)}, r"data\.listops_lengths is \(20, 10\)"),
+        ({"listops_lengths": (10, 65)}, r"the longest at most data\.context_length, 64"),
+        ({"listops_lengths": (10,)}, r"data\.listops_lengths is \(10,\); it must be two numbers"),
+        ({"listops_examples": (10, 0)}, r"data\.listops_examples is 0; it must be at least 1"),
+        ({"paths": ("a",)}, r"must be empty; source 'listops' reads no file"),
+    ],
+)
+def test_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**changes)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"task\.classes 2; source 'listops' is a classification into 10"):
+        data.train_dataset(
+            settings(), task=config_lib.TaskConfig(name="classification", classes=2), vocab_size=16
+        )
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 15, but listops has 16 ids"):
+        data.train_dataset(settings(), task=TASK, vocab_size=15)
+
+
+@pytest.mark.slow
+def test_lengths_that_are_never_met():
+    config = settings(context_length=100_000, listops_lengths=(90_000, 90_001))
+    with pytest.raises(
+        ValueError, match=r"data\.listops_lengths is \(90000, 90001\); of 50000 expressions none"
+    ):
+        data.train_dataset(config, task=TASK, vocab_size=16)

@@ -1,0 +1,176 @@
+"""Masked tokens: how many, what is shown, what is predicted, and that every epoch draws its own."""
+
+import numpy as np
+import pytest
+
+from sympow_jax import config as config_lib
+from sympow_jax import data
+from sympow_jax.data import masking
+from tests.data import builders
+
+MASK = 999
+
+
+def task(**changes) -> config_lib.TaskConfig:
+    return config_lib.TaskConfig(name="masked_token", **changes)
+
+
+def bin_config(tmp_path, lengths, **changes) -> config_lib.DataConfig:
+    """Documents whose tokens are all different, none 0, with nothing held out unless asked for."""
+    paths = [
+        builders.write_bin(tmp_path / f"{i}.bin", [document])
+        for i, document in enumerate(builders.numbered(lengths))
+    ]
+    return builders.data_config(**{"source": "tokens", "paths": paths, "heldout_fraction": 0.0, **changes})
+
+
+def unmasked(row):
+    return np.where(row["targets"] != -1, row["targets"], row["inputs"])
+
+
+def test_shares_of_what_is_shown():
+    tokens = np.arange(100_000, dtype=np.int32) % 900
+    shown, targets = masking.mask(
+        tokens, np.random.default_rng(0), fraction=0.15, mask_token=MASK, vocab_size=1000
+    )
+    chosen = targets != -1
+    assert chosen.sum() in (15_000, 15_001)
+    np.testing.assert_array_equal(targets[chosen], tokens[chosen])
+    np.testing.assert_array_equal(shown[~chosen], tokens[~chosen])
+    masked = np.mean(shown[chosen] == MASK)
+    kept = np.mean(shown[chosen] == tokens[chosen])
+    # Four standard deviations of 15,000 draws; one random token in 999 is the token itself.
+    assert abs(masked - 0.8) < 4 * np.sqrt(0.8 * 0.2 / 15_000)
+    assert abs(kept - 0.1 - 0.1 / 999) < 4 * np.sqrt(0.1 * 0.9 / 15_000)
+    random = shown[chosen & (shown != MASK) & (shown != tokens)]
+    # Uniform over the vocabulary: the mean and the ends of 0 .. 998.
+    assert abs(random.mean() - 499) < 4 * 288 / np.sqrt(len(random))
+    assert random.min() < 10
+    assert random.max() > 988
+
+
+@pytest.mark.parametrize("mask_token", [0, 3, 7])
+def test_random_tokens_are_all_but_the_mask(mask_token):
+    tokens = np.full(4000, 5, np.int32)
+    shown, targets = masking.mask(
+        tokens, np.random.default_rng(0), fraction=0.9, mask_token=mask_token, vocab_size=8
+    )
+    counts = np.bincount(shown[targets != -1], minlength=8)
+    others = np.delete(counts, [mask_token, 5])
+    assert len(counts) == 8
+    # 3,600 predicted, a tenth random over seven tokens: 51 of each.
+    assert all(25 < count < 85 for count in others)
+    assert counts[mask_token] > 2700
+
+
+def test_the_number_of_masks_has_the_right_mean():
+    tokens = np.arange(10, dtype=np.int32)
+    rng = np.random.default_rng(0)
+    counts = [
+        (masking.mask(tokens, rng, fraction=0.15, mask_token=99, vocab_size=100)[1] != -1).sum()
+        for _ in range(2000)
+    ]
+    assert set(counts) == {1, 2}
+    assert abs(np.mean(counts) - 1.5) < 4 * 0.5 / np.sqrt(2000)
+    assert (masking.mask(tokens[:1], rng, fraction=0.01, mask_token=99, vocab_size=100)[1] == 0).all()
+
+
+def test_windows_are_full_and_hold_every_whole_row_once(tmp_path):
+    dataset = data.train_dataset(bin_config(tmp_path, [30, 9, 5]), task=task(), vocab_size=1000)
+    found = [dataset[i] for i in range(5)]
+    assert all(set(row) == {"inputs", "targets"} for row in found)
+    assert all(value.shape == (8,) and value.dtype == np.int32 for row in found for value in row.values())
+    read = np.concatenate([unmasked(row) for row in found])
+    # 44 tokens make 5 rows; 4 are left out.
+    assert len(set(read.tolist())) == 40
+    assert set(read.tolist()) <= set(range(1, 45))
+
+
+def test_documents_hold_every_token_once_and_padding_is_not_predicted(tmp_path):
+    config = bin_config(tmp_path, [5, 3, 11, 2], packing="documents")
+    dataset = data.train_dataset(config, task=task(mask_fraction=0.9), vocab_size=1000)
+    found = [dataset[i] for i in range(3)]
+    owner = {token: i for i, document in enumerate(builders.numbered([5, 3, 11, 2])) for token in document}
+    read = []
+    for row in found:
+        real = row["segment_ids"] != -1
+        assert (row["targets"][~real] == -1).all()
+        assert (row["inputs"][~real] == 0).all()
+        tokens = unmasked(row)[real].tolist()
+        np.testing.assert_array_equal(
+            np.diff(row["segment_ids"][real]) != 0, np.diff([owner[token] for token in tokens]) != 0
+        )
+        read += tokens
+    assert sorted(read) == list(range(1, 22))
+
+
+def test_every_epoch_masks_anew_and_a_draw_is_a_function_of_its_index(tmp_path):
+    config = bin_config(tmp_path, [64])
+    one, other = (data.train_dataset(config, task=task(), vocab_size=1000) for _ in range(2))
+    epochs = [[one[8 * epoch + i] for i in range(8)] for epoch in range(3)]
+    # Rows by their first token, seen through the masks.
+    chosen = [
+        {tuple(unmasked(row)): (tuple(row["inputs"]), tuple(row["targets"])) for row in epoch}
+        for epoch in epochs
+    ]
+    assert chosen[0].keys() == chosen[1].keys() == chosen[2].keys()
+    assert sum(chosen[0][row] == chosen[1][row] for row in chosen[0]) < 4
+    for i in reversed(range(24)):
+        for name in ("inputs", "targets"):
+            np.testing.assert_array_equal(other[i][name], epochs[i // 8][i % 8][name])
+    reseeded = data.train_dataset(bin_config(tmp_path, [64], seed=1), task=task(), vocab_size=1000)
+    assert any((reseeded[i]["targets"] != one[i]["targets"]).any() for i in range(8))
+
+
+def test_the_mask_is_the_last_id_unless_it_is_set(tmp_path):
+    config = bin_config(tmp_path, [64])
+    for changes, expected in (({}, 99), ({"mask_token": 70}, 70)):
+        dataset = data.train_dataset(config, task=task(mask_fraction=0.9, **changes), vocab_size=100)
+        shown = np.concatenate(
+            [row["inputs"][row["targets"] != -1] for row in map(dataset.__getitem__, range(8))]
+        )
+        assert np.mean(shown == expected) > 0.6
+    for mask_token, vocab_size in ((100, 100), (-1, 100), (None, 1)):
+        with pytest.raises(ValueError, match=r"task\.mask_token is .*, but model\.vocab_size is "):
+            data.train_dataset(config, task=task(mask_token=mask_token), vocab_size=vocab_size)
+
+
+def test_an_array_of_rows_is_read_without_the_id_in_front(tmp_path):
+    values = np.arange(1, 65).reshape(4, 16).astype("<u2")
+    path = builders.write_zarr(tmp_path / "a.zarr", values)
+    for packing in ("windows", "documents"):
+        config = builders.data_config(
+            source="longcrawl64", paths=(path,), heldout_fraction=0.0, packing=packing
+        )
+        dataset = data.train_dataset(config, task=task(), vocab_size=50_304)
+        read = sorted(unmasked(dataset[i]).tolist() for i in range(8))
+        assert read == values.reshape(8, 8).tolist()
+
+
+def test_held_out_masks_are_fixed_and_only_whole_batches_come(tmp_path):
+    held = builders.write_bin(tmp_path / "held.bin", builders.numbered([40]))
+    config = bin_config(tmp_path, [64], heldout_paths=(held,))
+    first, second = (list(data.heldout_rows(config, task(), vocab_size=1000, batch_size=3)) for _ in range(2))
+    assert [len(batch["inputs"]) for batch in first] == [3, 3]
+    for one, other in zip(first, second):
+        for name in ("inputs", "targets"):
+            np.testing.assert_array_equal(one[name], other[name])
+    assert (first[1]["targets"][2] == -1).all()
+    tokens = np.concatenate([unmasked(batch) for batch in first])[:5]
+    assert sorted(tokens.reshape(-1).tolist()) == list(range(1, 41))
+    assert all((batch["targets"][:2] != -1).any(axis=1).all() for batch in first)
+    reseeded = bin_config(tmp_path, [64], heldout_paths=(held,), seed=1)
+    other = next(data.heldout_rows(reseeded, task(), vocab_size=1000, batch_size=3))
+    assert (other["targets"] != first[0]["targets"]).any()
+
+
+def test_less_than_a_row(tmp_path):
+    config = bin_config(tmp_path, [4, 3])
+    with pytest.raises(
+        ValueError, match=r"have 7 tokens, less than one row of data\.context_length 8; name more"
+    ):
+        data.train_dataset(config, task=task(), vocab_size=1000)
+    with pytest.raises(ValueError, match="no document is held out: "):
+        data.heldout_rows(config, task(), vocab_size=1000, batch_size=2)
+    short = bin_config(tmp_path, [4, 3], packing="documents")
+    assert (data.train_dataset(short, task=task(), vocab_size=1000)[0]["segment_ids"][7:] == -1).all()

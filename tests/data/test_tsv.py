@@ -1,0 +1,271 @@
+"""Labelled texts in columns: what is read, cut, held out and refused."""
+
+import pathlib
+
+import numpy as np
+import pytest
+import tokenizers
+
+from sympow_jax import config as config_lib
+from sympow_jax import data
+from sympow_jax.data import files
+from tests.data import builders
+
+BINARY = config_lib.TaskConfig(name="classification", classes=2)
+NUMBER = config_lib.TaskConfig(name="regression")
+
+
+def settings(path, **changes) -> config_lib.DataConfig:
+    return builders.data_config(
+        **{
+            "source": "tsv",
+            "paths": (str(path),),
+            "heldout_fraction": 0.0,
+            "text_columns": ("sentence",),
+            "context_length": 16,
+            **changes,
+        }
+    )
+
+
+def write(folder: pathlib.Path, content: str, name: str = "a.tsv") -> pathlib.Path:
+    builders.write_files(folder, {name: content.encode()})
+    return folder / name
+
+
+def epoch(config, task, count, vocab_size=256):
+    """The rows of the first epoch as texts and labels, in the order of the texts."""
+    dataset = data.train_dataset(config, task=task, vocab_size=vocab_size)
+    found = []
+    for i in range(count):
+        row = dataset[i]
+        real = row["segment_ids"] == 0
+        # Tokens first, then padding.
+        assert not np.any(np.diff(real.astype(int)) > 0)
+        assert (row["inputs"][~real] == 0).all()
+        assert (row["segment_ids"][~real] == -1).all()
+        found.append((bytes(row["inputs"][real].astype(np.uint8)), row["labels"].item()))
+    return sorted(found)
+
+
+def test_columns_by_name_in_the_layout_of_glue(tmp_path):
+    # A mark of UTF-8, line ends of Windows, a quote that means nothing and no end of the last line.
+    path = write(tmp_path, '\ufeffid\tsentence\tlabel\r\n0\tgood "one\t1\r\n1\tbád\t0')
+    assert epoch(settings(path), BINARY, 2) == [("bád".encode(), 0), (b'good "one', 1)]
+
+
+def test_columns_by_number_where_there_is_no_header(tmp_path):
+    path = write(tmp_path, "src\t1\t\tfine\nsrc\t0\t*\twrong is\n")
+    config = settings(path, text_columns=("4",), label_column="2")
+    assert epoch(config, BINARY, 2) == [(b"fine", 1), (b"wrong is", 0)]
+
+
+def test_a_number_is_a_name_in_the_header_unless_all_are_numbers(tmp_path):
+    path = write(tmp_path, "2\tlabel\na\t1\n")
+    assert epoch(settings(path, text_columns=("2",)), BINARY, 1) == [(b"a", 1)]
+
+
+def test_named_classes(tmp_path):
+    path = write(tmp_path, "sentence\tgold\na\tneutral\nb\tcontradiction\nc\tentailment\n")
+    names = ("entailment", "neutral", "contradiction")
+    config = settings(path, label_column="gold", labels=names)
+    task = config_lib.TaskConfig(name="classification", classes=3)
+    assert epoch(config, task, 3) == [(b"a", 1), (b"b", 2), (b"c", 0)]
+
+
+def test_numbers(tmp_path):
+    path = write(tmp_path, "sentence\tlabel\na\t2.25\nb\t-1e-3\n")
+    assert epoch(settings(path), NUMBER, 2) == [(b"a", 2.25), (b"b", np.float32(-1e-3))]
+    assert data.train_dataset(settings(path), task=NUMBER, vocab_size=256)[0]["labels"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expected"),
+    [
+        ("abc", "xyz", "abc\0xyz"),
+        ("abcdef", "xyz", "abcd\0xyz"),
+        ("abc", "uvwxyz", "abc\0uvwx"),
+        ("abcdef", "uvwxyz", "abcd\0uvw"),
+        ("abcdefghij", "x", "abcdef\0x"),
+        ("", "uvwxyzuvw", "\0uvwxyzu"),
+    ],
+)
+def test_of_two_texts_the_longer_is_cut_first(tmp_path, one, two, expected):
+    path = write(tmp_path, f"one\ttwo\tlabel\n{one}\t{two}\t1\n")
+    config = settings(path, text_columns=("one", "two"), context_length=8)
+    assert epoch(config, BINARY, 1) == [(expected.encode(), 1)]
+    swapped = settings(path, text_columns=("two", "one"), context_length=64)
+    assert epoch(swapped, BINARY, 1) == [(f"{two}\0{one}".encode(), 1)]
+
+
+def test_a_long_text_is_cut(tmp_path):
+    path = write(tmp_path, f"sentence\tlabel\n{'ab' * 40}\t1\n")
+    row = data.train_dataset(settings(path), task=BINARY, vocab_size=256)[0]
+    assert bytes(row["inputs"].astype(np.uint8)) == b"ab" * 8
+    assert (row["segment_ids"] == 0).all()
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A tokenizer of whole words whose end of text is id 3."""
+    built = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "good": 1, "film": 2, "</s>": 3}, unk_token="[UNK]")
+    )
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    built.save(str(tmp_path / "words.json"))
+    return str(tmp_path / "words.json")
+
+
+def test_tokenizers_file(tmp_path, words):
+    path = write(tmp_path, "one\ttwo\tlabel\ngood film\tfilm\t0\n")
+    config = settings(path, text_columns=("one", "two"), tokenizer=words)
+    row = data.train_dataset(config, task=BINARY, vocab_size=4)[0]
+    assert row["inputs"].tolist() == [1, 2, 3, 2, *[0] * 12]
+    other = settings(path, text_columns=("one", "two"), tokenizer=words, document_separator=7)
+    assert data.train_dataset(other, task=BINARY, vocab_size=8)[0]["inputs"][2] == 7
+
+
+def test_several_files_and_a_fraction_held_out(tmp_path):
+    for name in "ab":
+        lines = "".join(f"{name}{i}\t{i % 2}\n" for i in range(500))
+        write(tmp_path / "train", f"sentence\tlabel\n{lines}", f"{name}.tsv")
+    builders.write_files(tmp_path / "train", {"README.md": b"not read"})
+    config = settings(tmp_path / "train", heldout_fraction=0.1)
+    mask = files.held_out(files.index_hashes(1000), 0.1)
+    about = data.describe(config)
+    assert (about["files"], about["examples"], about["heldout_examples"]) == (
+        2,
+        1000 - mask.sum(),
+        mask.sum(),
+    )
+    train = epoch(config, BINARY, about["examples"])
+    expected = {f"{'ab'[i // 500]}{i % 500}".encode(): out for i, out in enumerate(mask)}
+    assert [text for text, _ in train] == sorted(text for text, out in expected.items() if not out)
+    assert all(int(text[1:]) % 2 == label for text, label in train)
+    held = list(data.heldout_rows(config, BINARY, vocab_size=256, batch_size=32))
+    assert all(batch["inputs"].shape == (32, 16) for batch in held)
+    counted = [batch["labels"] != -1 for batch in held]
+    assert sum(map(np.sum, counted)) == mask.sum()
+    assert all(rows.all() for rows in counted[:-1])
+    texts = [
+        bytes(inputs[ids == 0].astype(np.uint8))
+        for batch, rows in zip(held, counted)
+        for inputs, ids in zip(batch["inputs"][rows], batch["segment_ids"][rows])
+    ]
+    assert texts == [text for text, out in expected.items() if out]
+
+
+def test_held_out_files_may_have_other_columns(tmp_path):
+    train = write(tmp_path, "sentence\tlabel\na\t1\n")
+    held = write(tmp_path, "id\tlabel\tsentence\n0\t2.5\tb\n1\t0.5\tc\n", "held.tsv")
+    config = settings(train, heldout_paths=(str(held),))
+    (batch,) = data.heldout_rows(config, NUMBER, vocab_size=256, batch_size=4)
+    np.testing.assert_array_equal(batch["labels"], np.float32([2.5, 0.5, np.nan, np.nan]))
+    assert batch["labels"].dtype == np.float32
+    assert batch["inputs"][:, 0].tolist() == [ord("b"), ord("c"), ord("c"), ord("c")]
+    assert (batch["segment_ids"][:, 0] == 0).all()
+
+
+def test_description_is_of_the_contents(tmp_path):
+    path = write(tmp_path, "sentence\tlabel\na\t1\n")
+    about = data.describe(settings(path))
+    assert data.describe(settings(path)) == about
+    assert (about["bytes"], about["examples"]) == (19, 1)
+    write(tmp_path, "sentence\tlabel\na\t0\n")
+    assert data.describe(settings(path))["digest"] != about["digest"]
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        ("", {}, r"a\.tsv is empty; it must hold lines of columns"),
+        ("sentence\tlabel\n", {}, r"a\.tsv has no examples, only a header"),
+        ("text\tlabel\na\t1\n", {}, r"a\.tsv has no column 'sentence': there are 'text', 'label'; correct"),
+        ("sentence\tgold\na\t1\n", {}, r"no column 'label': there are 'sentence', 'gold'; correct"),
+        (
+            "a\t1\n",
+            {"text_columns": ("1",), "label_column": "3"},
+            r"no column '3': there are columns 1 to 2; correct",
+        ),
+        (
+            "sentence\tlabel\na\t1\nb\t0\tc\n",
+            {},
+            r"a\.tsv \(line 3\) has 3 columns, but the file's first line has 2",
+        ),
+        ("sentence\tlabel\na\t1\nb\n", {}, r"a\.tsv \(line 3\) has 1 columns"),
+        ("sentence\tlabel\na\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not an integer from 0 to 1 "),
+        (
+            "sentence\tlabel\na\tyes\n",
+            {},
+            r"\(line 2\): label 'yes' is not an integer from 0 to 1 \(task\.cl",
+        ),
+        ("sentence\tlabel\na\t-1\n", {}, r"\(line 2\): label '-1' is not an integer"),
+        (
+            "sentence\tlabel\na\tYes\n",
+            {"labels": ("no", "yes")},
+            r"\(line 2\): label 'Yes' is not one of data\.labels 'no', 'yes'",
+        ),
+        (
+            "sentence\tlabel\na\tyes\n",
+            {"labels": ("no", "yes", "maybe")},
+            r"data\.labels names 3 classes, but task\.classes is 2; make them agree",
+        ),
+        ("sentence\tlabel\na\t1\n\t0\n", {}, r"a\.tsv \(line 3\) has an empty text; leave the line out"),
+        ("sentence\tlabel\na\t1\n", {"tokenizer": "gone.json"}, r"data\.tokenizer=gone\.json: there is no"),
+    ],
+)
+def test_bad_files(tmp_path, content, changes, message):
+    path = write(tmp_path, content)
+    with pytest.raises(ValueError, match=message) as raised:
+        data.train_dataset(settings(path, **changes), task=BINARY, vocab_size=256)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("label", ["", "high", "nan", "inf"])
+def test_labels_that_are_no_number(tmp_path, label):
+    path = write(tmp_path, f"sentence\tlabel\na\t1.5\nb\t{label}\n")
+    with pytest.raises(ValueError, match=rf"a\.tsv \(line 3\): label '{label}' is not a finite number"):
+        data.train_dataset(settings(path), task=NUMBER, vocab_size=256)
+
+
+def test_bad_tokens(tmp_path, words):
+    path = write(tmp_path, "sentence\tlabel\n\u00ff\t1\n")
+    with pytest.raises(ValueError, match=r"a\.tsv \(line 2\) holds id 195, but model\.vocab_size is 128"):
+        data.train_dataset(settings(path), task=BINARY, vocab_size=128)[0]
+    builders.write_files(tmp_path, {"latin.tsv": b"sentence\tlabel\n\xff\t1\n"})
+    latin = settings(tmp_path / "latin.tsv", tokenizer=words)
+    with pytest.raises(ValueError, match=r"latin\.tsv \(line 2\) is not UTF-8; correct it, or use data\.tok"):
+        data.train_dataset(latin, task=BINARY, vocab_size=128)[0]
+    blank = settings(write(tmp_path, "sentence\tlabel\n \t1\n"), tokenizer=words)
+    with pytest.raises(ValueError, match=r"\(line 2\): the tokenizer finds no token in the text"):
+        data.train_dataset(blank, task=BINARY, vocab_size=128)[0]
+
+
+def test_bad_separators(tmp_path):
+    path = write(tmp_path, "one\ttwo\tlabel\na\tb\t1\n")
+    both = ("one", "two")
+    with pytest.raises(ValueError, match=r"between two texts is 256, but model\.vocab_size is 256; raise"):
+        data.train_dataset(
+            settings(path, text_columns=both, document_separator=256), task=BINARY, vocab_size=256
+        )
+    with pytest.raises(ValueError, match=r"data\.context_length is 2; two texts and a separator need"):
+        data.train_dataset(settings(path, text_columns=both, context_length=2), task=BINARY, vocab_size=256)
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "x": 1}, unk_token="[UNK]"))
+    built.save(str(tmp_path / "plain.json"))
+    plain = settings(path, text_columns=both, tokenizer=str(tmp_path / "plain.json"))
+    with pytest.raises(ValueError, match=r"names no end of text; set data\.document_separator to the id"):
+        data.train_dataset(plain, task=BINARY, vocab_size=256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_columns": ()}, r"data\.text_columns is \(\); source 'tsv' needs the name of one column"),
+        ({"text_columns": ("a", "b", "c")}, r"data\.text_columns is \('a', 'b', 'c'\)"),
+        ({"labels": ("a", "a")}, r"data\.labels is \('a', 'a'\); every class must be named once"),
+        ({"paths": ()}, r"data\.paths is empty; source 'tsv' needs the path of its data"),
+    ],
+)
+def test_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings("a.tsv", **changes)

@@ -1,0 +1,144 @@
+"""Every position encoding and gate in the layer: streamed, packed, differentiated, and without a direction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, layers
+from sympow_jax.layers import positions
+
+WIDTH, TIME = 32, 26
+Lrpe = config.LrpeConfig
+LEARNED = Lrpe(basis="householder", learned_rates=True, learned_basis=True, identity_dim=2)
+
+VARIANTS = {
+    "rope behind features": ("linear", {"position": "rope"}),
+    "learned rope behind features": ("linear", {"position": "learned_rope"}),
+    "orthogonal": ("linear_lrpe", {"lrpe": LEARNED}),
+    "orthogonal, rotated normaliser": ("linear_lrpe", {"lrpe": Lrpe(rates="b"), "normaliser": "rotated"}),
+    "unitary": ("linear_lrpe", {"lrpe": Lrpe(core="unitary", basis="householder", learned_rates=True)}),
+    "permutation": ("linear_lrpe", {"lrpe": Lrpe(core="permutation", basis="odd_even")}),
+    "mixed, fourier": ("linear_lrpe", {"lrpe": Lrpe(core="mixed", basis="fourier", rates="c")}),
+    "of symmetric features": ("linear_lrpe", {"feature_map": "symmetric"}),
+    "of relu": ("linear", {"position": "none", "feature_map": "relu"}),
+    "gated": ("linear_lrpe", {"decay": "learned"}),
+    "of powers": ("sympow", {"position": "lrpe", "lrpe": Lrpe(core="unitary", learned_rates=True)}),
+    "of softmax": ("softmax", {"position": "lrpe", "lrpe": LEARNED}),
+    "of expressive attention": ("expressive", {"position": "lrpe", "lrpe": Lrpe(core="permutation")}),
+    "expressive": ("expressive", {"decay": "learned"}),
+    "stochastic": ("linear", {"position": "spe", "spe": config.SpeConfig(sines=2, realizations=8)}),
+    "stochastic in softmax": ("softmax", {"position": "spe", "spe": config.SpeConfig(realizations=6)}),
+    "rates of pairs": ("conformal", {"position": "learned_rope_pairs"}),
+    "fixed channel gates": ("sympow", {"decay": "channel_fixed"}),
+    "constant channel gates": ("sympow", {"decay": "channel_constant"}),
+    "learned channel gates": ("conformal", {"decay": "channel_learned"}),
+}
+
+
+def make(variant, **changes):
+    preset, options = VARIANTS[variant]
+    model = config.ModelConfig(
+        vocab_size=32,
+        layers=2,
+        width=WIDTH,
+        heads=4,
+        kv_heads=2,
+        dtype="float32",
+        attention=config.preset(preset, **{"window": 4, "chunk_size": 8} | options | changes),
+    )
+    return layers.Attention(model, rngs=nnx.Rngs(0))
+
+
+def inputs(time=TIME):
+    return 3 * jax.random.normal(jax.random.key(1), (1, time, WIDTH))
+
+
+@nnx.jit
+def run(layer, x, segment_ids=None):
+    return layer(x, segment_ids=segment_ids)
+
+
+@nnx.jit
+def run_on(layer, x, state):
+    return layer(x, state=state, return_state=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_stream_is_the_whole(variant):
+    layer, x = make(variant), inputs()
+    state = layer.init_state(1, max_length=TIME)
+    parts = []
+    for start, stop in ((0, 11), (11, 12), (12, 13), (13, TIME)):
+        out, state = run_on(layer, x[:, start:stop], state)
+        parts.append(out)
+    whole = run(layer, x)
+    error = jnp.concatenate(parts, 1) - whole
+    assert jnp.sqrt((error**2).mean() / (whole**2).mean()) < 1e-5
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_documents_do_not_see_each_other(variant):
+    layer, x = make(variant), inputs()
+    out = run(layer, x, jnp.array([[3] * 9 + [-1] * 2 + [0] * 15]))
+    alone = jnp.concatenate([run(layer, x[:, :9]), jnp.zeros((1, 2, WIDTH)), run(layer, x[:, 11:])], 1)
+    assert jnp.sqrt(((out - alone) ** 2).mean() / (alone**2).mean()) < 1e-5
+
+
+def squares(layer, x):
+    return (layer(x) ** 2).sum()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_reach_every_parameter(variant):
+    gradients = nnx.jit(nnx.grad(squares))(make(variant), inputs())
+    for path, gradient in nnx.to_flat_state(gradients):
+        assert jnp.isfinite(gradient[...]).all(), path
+        assert jnp.abs(gradient[...]).max() > 0, path
+
+
+@pytest.mark.parametrize("preset", ["linear", "softmax", "expressive"])
+def test_without_a_direction_order_does_not_matter_but_to_positions(preset):
+    order = np.random.default_rng(0).permutation(TIME)
+    x = inputs()
+    model = {"vocab_size": 32, "layers": 2, "width": WIDTH, "heads": 4, "dtype": "float32"}
+    for position in ("none", "rope"):
+        attention = config.preset(preset, position=position, causal=False)
+        layer = layers.Attention(config.ModelConfig(**model, attention=attention), rngs=nnx.Rngs(0))
+        error = jnp.abs(run(layer, x[:, order]) - run(layer, x)[:, order]).max()
+        assert error < 1e-5 if position == "none" else error > 1e-3
+        with pytest.raises(ValueError, match="attention that is not causal has no state"):
+            layer(x, return_state=True)
+
+
+def test_what_positions_make_of_sizes():
+    sizes = {}
+    for variant in ("rope behind features", "unitary", "of symmetric features", "of powers", "stochastic"):
+        model = make(variant).config
+        sizes[variant] = (
+            positions.compared_dim(model),
+            positions.features_dim(model) if model.attention.kernel == "linear" else None,
+            positions.turned_dim(model),
+        )
+    assert sizes == {
+        "rope behind features": (8, 8, 8),
+        "unitary": (8, 8, 16),
+        "of symmetric features": (8, 36, 36),
+        "of powers": (16, None, None),
+        "stochastic": (8, 8, None),
+    }
+
+
+def test_parameters_are_what_is_learned():
+    def shapes(variant):
+        layer = make(variant)
+        state = nnx.state([layer.positions, getattr(layer, "decay_logits", None)], nnx.Param)
+        return {str(path[-1]): x.shape for path, x in nnx.to_flat_state(state)}
+
+    assert shapes("orthogonal") == {"rates": (2, 3), "householder": (2, 8)}
+    assert shapes("permutation") == {}
+    assert set(shapes("stochastic")) == {"frequencies", "phases", "gains"}
+    assert make("learned channel gates").decay.kernel.shape == (WIDTH, 16)
+    assert make("rates of pairs").rate.kernel.shape == (WIDTH, 8)
+    assert make("constant channel gates").decay_logits.shape == (2, 8)

@@ -1,0 +1,318 @@
+"""Linearized relative positional encoding against its formulas in float64, and its special cases."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax.config import attention
+from sympow_jax.ops import lrpe, rotary
+from tests.ops import cases, exact_angles
+
+POSITIONS = exact_angles.POSITIONS
+HEAD_DIM = 10
+TOLERANCE = {"float32": 2e-6, "float64": 1e-12}
+VARIANTS = [(core, basis) for core in lrpe.CORES for basis in lrpe.BASES]
+
+
+def normal(*shape, seed=0):
+    """Values that float32 holds exactly, in float64."""
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32").astype("float64")
+
+
+def encode(x, positions, **options):
+    return jax.jit(lambda x, positions: lrpe.encode(x, positions, **options))(x, positions)
+
+
+def basis_matrix(basis, head_dim):
+    if basis == "householder":
+        v = lrpe.householder(head_dim)[:, None]
+        return np.eye(head_dim) - 2 * v @ v.T / (v.T @ v)
+    if basis == "odd_even":
+        half = head_dim - head_dim // 2
+        return np.eye(head_dim)[[i // 2 + i % 2 * half for i in range(head_dim)]]
+    if basis == "fourier":
+        return np.fft.fft(np.eye(head_dim), norm="ortho")
+    return np.eye(head_dim)
+
+
+def core_matrix(core, head_dim, position, rates):
+    """Lambda^(s) of equations 22 to 24."""
+    if core == "permutation":
+        pi, power = lrpe.permutation(head_dim), np.eye(head_dim, dtype=int)
+        square = np.eye(head_dim, dtype=int)[pi]
+        while position:
+            power, square, position = (
+                power @ square if position % 2 else power,
+                square @ square,
+                position // 2,
+            )
+        return power
+    angles = exact_angles.angles(position, rates)
+    if core == "unitary":
+        return np.diag(np.exp(1j * angles))
+    matrix = np.eye(head_dim)
+    for k, angle in enumerate(angles):
+        cos, sin = np.cos(angle), np.sin(angle)
+        matrix[2 * k : 2 * k + 2, 2 * k : 2 * k + 2] = [[cos, -sin], [sin, cos]]
+    return matrix
+
+
+def complex_of(encoded, head_dim):
+    encoded = np.asarray(encoded, np.float64)
+    if encoded.shape[-1] == head_dim:
+        return encoded
+    return encoded[..., :head_dim] + 1j * encoded[..., head_dim:]
+
+
+def complex_error(actual, expected):
+    return cases.error(*(np.stack([np.real(x), np.imag(x)]) for x in (actual, expected)))
+
+
+def rates_of(core, kind="a", head_dim=HEAD_DIM):
+    return lrpe.rates(core, head_dim, kind=kind)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("core", "basis"), VARIANTS)
+def test_is_the_formula_at_any_position(core, basis, dtype):
+    x = normal(1, len(POSITIONS), 2, HEAD_DIM)
+    with jax.enable_x64(dtype == "float64"):
+        encoded = encode(x.astype(dtype), POSITIONS[None], core=core, basis=basis, rates=rates_of(core))
+    assert encoded.dtype == dtype
+    assert encoded.shape[-1] == HEAD_DIM * (2 if core == "unitary" or basis == "fourier" else 1)
+    transforms = [
+        core_matrix(core, HEAD_DIM, int(s), rates_of(core)) @ basis_matrix(basis, HEAD_DIM) for s in POSITIONS
+    ]
+    expected = np.einsum("tij,btnj->btni", transforms, x)
+    assert complex_error(complex_of(encoded, HEAD_DIM), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("core", "basis"), VARIANTS)
+def test_proposition_3_2(core, basis):
+    """W_{t-s} = W_s^H W_t, unitary, and 1 at distance 0; dot products are those of q^H W_{t-s} k, real part."""
+    pairs = [(0, 0), (0, 77), (1, 78), (77, 2**20), (2**20, 2**20 + 77), (2**20 + 5, 2**31 - 1)]
+    places = sorted({p for s, t in pairs for p in (s, t, t - s)})
+    options = {"core": core, "basis": basis, "rates": rates_of(core)}
+    with jax.enable_x64(True):
+        vectors = np.broadcast_to(np.eye(HEAD_DIM), (1, len(places), HEAD_DIM, HEAD_DIM))
+        columns = complex_of(encode(vectors, np.int32([places]), **options), HEAD_DIM)[0].swapaxes(1, 2)
+        places = dict(zip(places, columns))
+        turn = {s: places[0].conj().T @ found for s, found in places.items()}
+        query, key = normal(2, 1, 1, 1, HEAD_DIM)
+        steps = jax.jit(lambda x, p: lrpe.encode(x, p, **options))
+        for s, t in pairs:
+            product = np.vdot(steps(query, np.int32([[s]])), steps(key, np.int32([[t]])))
+            expected = (query.ravel() @ turn[t - s] @ key.ravel()).real
+            np.testing.assert_allclose(product, expected, atol=2e-12)
+            np.testing.assert_allclose(turn[s].conj().T @ turn[t], turn[t - s], atol=1e-12)
+    for matrix in turn.values():
+        np.testing.assert_allclose(matrix.conj().T @ matrix, np.eye(HEAD_DIM), atol=1e-12)
+    np.testing.assert_allclose(turn[0], np.eye(HEAD_DIM), atol=1e-12)
+    assert np.abs(turn[77] - np.eye(HEAD_DIM)).max() > 0.1
+
+
+@pytest.mark.parametrize("head_dim", [8, 48, 96])
+def test_rope_is_orthogonal_in_the_basis_identity_to_the_bit(head_dim):
+    positions = np.concatenate([np.arange(2000), POSITIONS]).astype(np.int32)[None]
+    x = normal(1, positions.size, 2, head_dim).astype(np.float32)
+    rates = lrpe.rates("orthogonal", head_dim, kind="rope")
+    found = encode(x, positions, core="orthogonal", basis="identity", rates=rates)
+    np.testing.assert_array_equal(found, jax.jit(rotary.rope)(x, positions))
+
+
+def test_kind_a_is_the_rope_of_roformer():
+    """Equation 34 of Su et al. 2021: x cos(m theta) + (-x_2, x_1, -x_4, x_3, ...) sin(m theta)."""
+    x, positions = normal(1, 500, 1, 16), np.arange(500)
+    theta = np.repeat(10_000.0 ** (-2 * np.arange(8) / 16), 2)
+    angles = positions[None, :, None, None] * theta
+    crossed = np.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+    expected = x * np.cos(angles) + crossed * np.sin(angles)
+    rates = lrpe.rates("orthogonal", 16, kind="a")
+    found = encode(x.astype("float32"), positions[None], core="orthogonal", basis="identity", rates=rates)
+    assert cases.error(found, expected) < 5e-7
+
+
+def test_permutation_is_permuteformer():
+    """P_pi^i x at position i (section 3.2 of Chen 2021), its r = 1."""
+    x = normal(2, 50, 3, 12).astype(np.float32)
+    found = encode(x, jnp.arange(50)[None].repeat(2, 0), core="permutation", basis="identity")
+    pi = lrpe.permutation(12)
+    for i in range(50):
+        expected = x[:, i]
+        for _ in range(i):
+            expected = expected[..., pi]
+        np.testing.assert_array_equal(found[:, i], expected)
+
+
+def test_a_given_permutation_has_its_own_cycles():
+    x = jnp.arange(5.0).reshape(1, 1, 1, 5)
+    pi = np.array([1, 2, 0, 4, 3])
+    steps = jax.jit(lambda p: lrpe.encode(x, p, core="permutation", basis="identity", permutation=pi))
+    at = lambda s: steps(jnp.int32([[s]]))  # noqa: E731
+    np.testing.assert_array_equal(at(1).ravel(), [1, 2, 0, 4, 3])
+    np.testing.assert_array_equal(at(2).ravel(), [2, 0, 1, 3, 4])
+    np.testing.assert_array_equal(at(2**31 - 1).ravel(), pi)  # 1 modulo 3 and modulo 2
+
+
+def test_the_gradient_of_a_permutation_is_its_inverse():
+    x, positions = normal(2, 6, 3, 12).astype(np.float32), np.stack([POSITIONS, POSITIONS[::-1]])
+    encoded, pull = jax.vjp(lambda x: lrpe.encode(x, positions, core="permutation", basis="identity"), x)
+    np.testing.assert_array_equal(pull(encoded)[0], x)
+
+
+def test_odd_even_is_the_pseudocodes():
+    for head_dim, expected in ((6, [0, 3, 1, 4, 2, 5]), (5, [0, 3, 1, 4, 2])):
+        x = jnp.arange(float(head_dim)).reshape(1, 1, 1, -1)
+        found = encode(x, jnp.zeros((1, 1), jnp.int32), core="permutation", basis="odd_even")
+        np.testing.assert_array_equal(found.ravel(), expected)
+
+
+def test_what_is_not_turned_stays():
+    x, positions = jnp.ones((1, 1, 1, 6)), jnp.int32([[5]])
+    rates = lrpe.rates("orthogonal", 6, kind="a", identity_dim=2)
+    np.testing.assert_allclose(rates, [1, 0.01])
+    found = encode(x, positions, core="orthogonal", basis="identity", rates=rates, identity_dim=2).ravel()
+    np.testing.assert_array_equal(found[4:], 1)
+    assert np.all(np.abs(found[:4] - 1) > 0.01)
+    none = lrpe.rates("orthogonal", 6, kind="a", identity_dim=6)
+    found = encode(x, positions, core="orthogonal", basis="identity", rates=none, identity_dim=6)
+    np.testing.assert_array_equal(found, x)
+    for head_dim, turned in ((3, 2), (4, 2), (6, 4), (8, 4), (9, 4)):
+        rates = lrpe.rates("mixed", head_dim, kind="a")
+        x = jnp.ones((1, 1, 1, head_dim))
+        found = encode(x, positions, core="mixed", basis="identity", rates=rates).ravel()
+        np.testing.assert_array_equal(found != 1, np.arange(head_dim) < turned)
+
+
+def test_rates_are_the_pseudocodes():
+    d = np.array([0, 1, 2, 3])
+    for core, head_dim in (("orthogonal", 8), ("unitary", 4), ("mixed", 16)):
+        per_pair = 1 if core == "unitary" else 2
+        np.testing.assert_allclose(
+            lrpe.rates(core, head_dim, kind="a"), 10_000 ** (-2 / (4 * per_pair) * d), rtol=1e-15
+        )
+        found = lrpe.rates(core, head_dim, kind="b", reference_length=100)
+        np.testing.assert_allclose(found, np.pi / 2 / 100 / 4 * (d + 1), rtol=1e-15)
+        found = lrpe.rates(core, head_dim, kind="c", reference_length=100)
+        np.testing.assert_allclose(found, np.pi / 2 / 100 / (d + 1), rtol=1e-15)
+    found = lrpe.rates("orthogonal", 8, kind="rope", max_document_length=1024)
+    np.testing.assert_allclose(found, 2 * np.pi / 1024 ** (2 * d / 8), rtol=1e-15)
+    assert lrpe.rates("permutation", 8, kind="a").shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("core", ["orthogonal", "unitary", "mixed"])
+def test_learned_rates_by_group_at_any_position(core, dtype):
+    count = {"orthogonal": 5, "unitary": 10, "mixed": 3}[core]
+    learned = np.float32(3 * normal(2, count, seed=1)).astype(float)
+    x = normal(1, len(POSITIONS), 4, HEAD_DIM)
+    with jax.enable_x64(dtype == "float64"):
+        encode = jax.jit(lambda x, p, rates: lrpe.encode(x, p, core=core, basis="identity", rates=rates))
+        found = encode(x.astype(dtype), POSITIONS[None], learned.astype(dtype))
+    transforms = [[core_matrix(core, HEAD_DIM, int(s), learned[n // 2]) for n in range(4)] for s in POSITIONS]
+    expected = np.einsum("tnij,btnj->btni", np.array(transforms), x)
+    assert complex_error(complex_of(found, HEAD_DIM), expected) < TOLERANCE[dtype]
+
+
+def test_gradients_of_learned_rates_and_reflections():
+    x, weight = normal(1, 20, 4, 8), normal(1, 20, 4, 8, seed=2)
+    learned, v = normal(2, 4, seed=3), normal(2, 8, seed=4)
+    positions = np.arange(100, 120, dtype=np.int32)[None]
+
+    def loss(rates, v, x):
+        encoded = lrpe.encode(
+            x, positions, core="orthogonal", basis="householder", rates=rates, householder=v
+        )
+        return (encoded * weight.astype(x.dtype)).sum()
+
+    def formula(rates, v, x):
+        v = jnp.repeat(v, 2, axis=0)
+        x = x - 2 * (x * v).sum(-1, keepdims=True) * v / (v * v).sum(-1, keepdims=True)
+        angles = positions[:, :, None, None] * jnp.repeat(rates, 2, axis=0)
+        pairs = x[..., ::2] + 1j * x[..., 1::2]
+        turned = pairs * jnp.exp(1j * angles)
+        return (turned.real * weight[..., ::2] + turned.imag * weight[..., 1::2]).sum()
+
+    arguments = learned, v, x
+    single = jax.jit(jax.grad(loss, (0, 1, 2)))(*(a.astype("float32") for a in arguments))
+    with jax.enable_x64(True):
+        double = jax.jit(jax.grad(loss, (0, 1, 2)))(*arguments)
+        expected = jax.jit(jax.grad(formula, (0, 1, 2)))(*arguments)
+    for a, b, c in zip(single, double, expected):
+        assert cases.error(a, c) < 2e-6
+        assert cases.error(b, c) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("core", "basis"), [("orthogonal", "householder"), ("unitary", "identity"), ("permutation", "odd_even")]
+)
+def test_a_split_sequence_is_identical_to_the_bit(core, basis):
+    x = normal(1, 60, 2, HEAD_DIM).astype(np.float32)
+    positions = np.arange(1000, 1060, dtype=np.int32)[None]
+    steps = jax.jit(lambda x, p: lrpe.encode(x, p, core=core, basis=basis, rates=rates_of(core, "b")))
+    parts = [steps(x[:, a:b], positions[:, a:b]) for a, b in ((0, 20), (20, 60))]
+    np.testing.assert_array_equal(np.concatenate(parts, 1), steps(x, positions))
+
+
+@pytest.mark.parametrize(("core", "basis"), [("unitary", "fourier"), ("mixed", "householder")])
+def test_bfloat16_is_encoded_in_float32(core, basis):
+    x = jnp.asarray(normal(1, 6, 2, HEAD_DIM), jnp.bfloat16)
+    options = {"core": core, "basis": basis, "rates": rates_of(core)}
+    found = encode(x, POSITIONS[None], **options)
+    assert found.dtype == jnp.bfloat16
+    expected = encode(x.astype(jnp.float32), POSITIONS[None], **options)
+    np.testing.assert_array_equal(found, expected.astype(jnp.bfloat16))
+
+
+def test_fixed_draws_stay():
+    assert lrpe.permutation(8).tolist() == [2, 5, 7, 1, 4, 0, 6, 3]
+    assert sorted(lrpe.permutation(64)) == list(range(64))
+    np.testing.assert_allclose(
+        lrpe.householder(4), [0.30486872, 0.04769313, -0.71892702, 0.62283575], atol=1e-8
+    )
+    assert abs(np.linalg.norm(lrpe.householder(64)) - 1) < 1e-12
+
+
+def test_the_settings_have_the_same_names():
+    assert (attention.LRPE_CORES, attention.LRPE_BASES, attention.LRPE_RATES) == (
+        lrpe.CORES,
+        lrpe.BASES,
+        lrpe.KINDS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"core": "orthogonl"}, "core is 'orthogonl'; choose from orthogonal, unitary, permutation, mixed"),
+        ({"basis": "dct"}, "basis is 'dct'; choose from identity, householder, odd_even, fourier"),
+        ({"identity_dim": 12}, "identity_dim is 12; it must be between 0 and the head size 8"),
+        ({"identity_dim": -2}, "identity_dim is -2; it must be between 0"),
+        ({"identity_dim": 3}, "head size is 8 and identity_dim 3; .* must be even"),
+        (
+            {"core": "unitary", "identity_dim": 2},
+            "only core 'orthogonal' has an identity part, not 'unitary'",
+        ),
+        ({"rates": np.ones(3)}, r"rates has shape \(3,\); it must be \[4\], or \[K, 4\]"),
+        ({"rates": None}, r"rates has shape None; it must be \[4\]"),
+        ({"rates": jnp.ones((3, 4))}, r"\[K, 4\] with a K that divides the 2 heads"),
+        ({"householder": jnp.ones(7)}, r"householder has shape \(7,\); it must be \[8\]"),
+        ({"core": "permutation", "permutation": np.zeros(8, int)}, "must hold each of 0 to 7 once"),
+    ],
+)
+def test_mistakes_are_one_line(changes, message):
+    options = {"core": "orthogonal", "basis": "householder", "rates": np.ones(4)} | changes
+    with pytest.raises(ValueError, match=message) as raised:
+        lrpe.encode(jnp.ones((1, 2, 2, 8)), jnp.zeros((1, 2), jnp.int32), **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_mistakes_in_rates_are_one_line():
+    for options, message in (
+        ({"core": "orthogonal", "head_dim": 7, "kind": "a"}, "head size is 7"),
+        ({"core": "mixed", "head_dim": 2, "kind": "a"}, "head size is 2; core 'mixed' needs at least 3"),
+        ({"core": "orthogonal", "head_dim": 8, "kind": "d"}, "kind is 'd'; choose from a, b, c, rope"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lrpe.rates(**options)

@@ -1,0 +1,161 @@
+"""Stochastic positional encoding: its mean over the noise is the formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax.ops import spe
+from tests.ops import cases, exact_angles
+
+DIM, SINES, HEADS, KV_HEADS = 3, 2, 4, 2
+POSITIONS = exact_angles.POSITIONS
+encode = jax.jit(spe.encode)
+
+
+def normal(*shape, seed=0):
+    """Values that float32 holds exactly, in float64."""
+    return np.random.default_rng(seed).standard_normal(shape).astype("float32").astype("float64")
+
+
+def parameters(dtype="float64"):
+    shape = KV_HEADS, DIM, SINES
+    # Frequencies up to half a turn, small ones among them.
+    frequencies = np.abs(normal(*shape, seed=1)) * [0.2, 1e-4]
+    found = {
+        "frequencies": frequencies.astype("float32"),
+        "phases": normal(*shape, seed=2),
+        "gains": normal(*shape, seed=3),
+    }
+    return {name: array.astype(dtype) for name, array in found.items()}
+
+
+def whitened_noise(dtype="float64"):
+    """Noise whose second moments over the realizations are exactly those of its distribution."""
+    count = DIM * 2 * SINES
+    rotation, _ = np.linalg.qr(normal(count, count, seed=4))
+    noise = np.sqrt(count) * rotation.reshape(DIM, 2 * SINES, count)
+    return np.broadcast_to(noise, (KV_HEADS, *noise.shape)).astype(dtype)
+
+
+def template(frequencies, phases, gains, query_positions, key_positions):
+    """P_d(t - s) [K, D, T, S], the angles of each position in rational numbers."""
+    turn_q, turn_k = (exact_angles.angles(p, frequencies, turn=1) for p in (query_positions, key_positions))
+    angles = turn_q[:, None] - turn_k[None] + phases.astype(np.float64)
+    return np.einsum("kds,tukds->kdtu", np.square(gains, dtype=np.float64), np.cos(angles))
+
+
+def formula(query, key, given, query_positions=POSITIONS, key_positions=POSITIONS):
+    distance = template(**given, query_positions=query_positions, key_positions=key_positions)
+    query = query.reshape(*query.shape[:2], KV_HEADS, HEADS // KV_HEADS, DIM)
+    scores = np.einsum("btkgd,bukd,kdtu->bkgtu", query, key, distance)
+    return scores.reshape(query.shape[0], HEADS, *scores.shape[-2:])
+
+
+def scores_of(query, key):
+    key = np.repeat(np.asarray(key, np.float64), HEADS // KV_HEADS, axis=2)
+    return np.einsum("btnr,bunr->bntu", np.asarray(query, np.float64), key)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("float64", 1e-12)])
+def test_second_moments_are_the_formula_at_any_position(dtype, tolerance):
+    query, key = normal(1, len(POSITIONS), HEADS, DIM), normal(1, len(POSITIONS), KV_HEADS, DIM, seed=5)
+    given = parameters()
+    with jax.enable_x64(dtype == "float64"):
+        found = encode(
+            query.astype(dtype),
+            key.astype(dtype),
+            POSITIONS[None],
+            **parameters(dtype),
+            noise=whitened_noise(dtype),
+        )
+    assert {x.dtype.name for x in found} == {dtype}
+    assert cases.error(scores_of(*found), formula(query, key, given)) < tolerance
+
+
+def test_mean_over_realizations_is_the_formula():
+    query, key = normal(1, 2, HEADS, DIM), normal(1, 2, KV_HEADS, DIM, seed=5)
+    positions, realizations = np.int32([3, 40]), 100_000
+    noise = normal(KV_HEADS, DIM, 2 * SINES, realizations, seed=6).astype("float32")
+    q, k = encode(
+        query.astype("float32"), key.astype("float32"), positions[None], **parameters("float32"), noise=noise
+    )
+    expected = formula(query, key, parameters(), positions, positions)
+    k = np.repeat(np.asarray(k, np.float64), HEADS // KV_HEADS, axis=2)
+    products = np.einsum("btnr,bunr->bntur", np.asarray(q, np.float64), k) * realizations
+    deviation = products.std(-1) / np.sqrt(realizations)
+    assert np.all(np.abs(products.mean(-1) - expected) < 4 * deviation)
+    assert deviation.max() < 0.1 * np.abs(expected).max()
+
+
+def test_a_split_sequence_is_the_whole():
+    query, key = (
+        normal(1, 40, HEADS, DIM).astype("float32"),
+        normal(1, 40, KV_HEADS, DIM, seed=5).astype("float32"),
+    )
+    given = parameters("float32") | {"noise": whitened_noise("float32")}
+    positions = np.arange(2**20, 2**20 + 40, dtype=np.int32)[None]
+    whole = encode(query, key, positions, **given)
+    parts = [encode(query[:, a:b], key[:, a:b], positions[:, a:b], **given) for a, b in ((0, 7), (7, 40))]
+    for x, *split in zip(whole, *parts):
+        np.testing.assert_allclose(np.concatenate(split, 1), x, rtol=2e-6, atol=2e-6)
+
+
+def test_keys_may_have_their_own_positions():
+    query, key = normal(1, 1, HEADS, DIM), normal(1, 4, KV_HEADS, DIM, seed=5)
+    positions = np.int32([9]), np.int32([2, 9, 2**20, 11])
+    found = encode(
+        query.astype("float32"),
+        key.astype("float32"),
+        positions[0][None],
+        positions[1][None],
+        **parameters("float32"),
+        noise=whitened_noise("float32"),
+    )
+    assert cases.error(scores_of(*found), formula(query, key, parameters(), *positions)) < 2e-6
+
+
+def test_gradients_are_those_of_the_formula():
+    query, key = normal(1, 5, HEADS, DIM), normal(1, 5, KV_HEADS, DIM, seed=5)
+    positions = np.arange(5, dtype=np.int32)[None]
+    weight = normal(1, HEADS, 5, 5, seed=7)
+
+    def loss(given, query, key):
+        q, k = spe.encode(query, key, positions, **given, noise=whitened_noise(query.dtype))
+        return (jnp.einsum("btnr,bunr->bntu", q, jnp.repeat(k, 2, axis=2)) * weight.astype(q.dtype)).sum()
+
+    def exact(given, query, key):
+        distance = (positions[0][:, None] - positions[0]).astype("float64")
+        angles = (
+            2 * np.pi * given["frequencies"][..., None, None] * distance + given["phases"][..., None, None]
+        )
+        templates = (given["gains"][..., None, None] ** 2 * jnp.cos(angles)).sum(2)
+        templates, key = jnp.repeat(templates, 2, axis=0), jnp.repeat(key, 2, axis=2)
+        return (jnp.einsum("btnd,bund,ndtu->bntu", query, key, templates, precision="highest") * weight).sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))
+    single = gradients(parameters("float32"), query.astype("float32"), key.astype("float32"))
+    with jax.enable_x64(True):
+        double = gradients(parameters(), query, key)
+        expected = jax.jit(jax.grad(exact, (0, 1, 2)))(parameters(), query, key)
+    for a, b, c in zip(*map(jax.tree.leaves, (single, double, expected))):
+        assert cases.error(a, c) < 2e-6
+        assert cases.error(b, c) < 1e-12
+
+
+def test_mistakes_are_one_line():
+    query, key = np.ones((1, 2, HEADS, DIM), "float32"), np.ones((1, 2, KV_HEADS, DIM), "float32")
+    given = parameters("float32") | {"noise": whitened_noise("float32")}
+    for q, changes, message in (
+        (query[..., :2], {}, "query has 4 heads of size 2 and key 2 of size 3"),
+        (query[:, :, :3], {}, "query has 3 heads"),
+        (query, {"gains": given["gains"][..., :1]}, r"gains has shape \(2, 3, 1\); it must be \[2, 3, 2\]"),
+        (
+            query,
+            {"noise": given["noise"][:, :, :2]},
+            r"noise has shape \(2, 3, 2, 12\); it must be \[2, 3, 4, real",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message) as raised:
+            spe.encode(q, key, jnp.zeros((1, 2), jnp.int32), **given | changes)
+        assert "\n" not in str(raised.value)
