@@ -59,8 +59,8 @@ def write(folder: pathlib.Path, name: str, results: Sequence[Result]) -> None:
 def print_table(results: Sequence[Result]) -> None:
     """Accuracies at the end, by attention, as a table on the terminal."""
     table = rich.table.Table(title="Greedy accuracy over 50 symbols at the end of training, over runs")
-    columns = ("task", "context", "weights", "attention", "parameters", "epochs", "runs")
-    columns += ("median", "mean", "least", "most", "symbols given")
+    columns = ["task", "context", "weights", "attention", "parameters", "epochs", "runs"]
+    columns += ["median", "mean", "least", "most", "symbols given"]
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index in (0, 2, 3) else "right")
     for result in results:

@@ -11,13 +11,13 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from experiments import _nt_model, _nt_report, _nt_training
 from sympow_jax.training import cli
 
 # What an option is without a flag and without a figure.
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "task": "NT",
     "base": 16,
     "delay": 2,
@@ -33,7 +33,7 @@ _DEFAULTS = {
 # The paper gives tasks, contexts and 16 runs; the epochs are where its curves end or, where it names none, enough to
 # see what it describes. Weights are each position's own, as its counts of parameters have them, and also shared in
 # Figure 3, whose plateau near 0.55 those show.
-_FIGURES = {
+_FIGURES: dict[str, dict[str, Any]] = {
     "3": {"context": "32,52,56", "weights": "shared,position", "epochs": 14_000},
     "4": {"base": 2, "delay": 5, "context": "16", "weights": "position", "epochs": 10_000},
     "5": {"delay": 5, "context": "128", "weights": "position", "epochs": 2_000},
@@ -41,7 +41,7 @@ _FIGURES = {
     "7": {"task": "NT-R", "context": "64,128", "weights": "position", "epochs": 4_000},
 }
 # What finishes within 15 minutes on two cores.
-_TOY = {
+_TOY: dict[str, dict[str, Any]] = {
     "3": {"context": "32", "runs": 4, "epochs": 1_500},
     "4": {"runs": 8, "epochs": 2_000},
     "5": {"runs": 2, "epochs": 200},
@@ -97,7 +97,7 @@ def _settings(flags: argparse.Namespace) -> list[_nt_training.Setting]:
     """One for each context and choice of weights."""
     if flags.scale is not None and flags.figure is None:
         raise ValueError("scale is given without a figure; add --figure=3 to 7, or use --runs and --epochs")
-    options = _DEFAULTS | _FIGURES.get(flags.figure, {})
+    options: dict[str, Any] = _DEFAULTS | _FIGURES.get(flags.figure, {})
     if flags.scale == "toy":
         options |= _TOY[flags.figure] | {"test_series": _TOY_TESTS}
     options |= {name: value for name, value in vars(flags).items() if name in options and value is not None}
