@@ -1,4 +1,5 @@
-"""Loss of trained runs on held-out documents, by position, within and beyond the training context.
+"""Loss of trained runs on held-out documents, by position, within and beyond the training context; of encoders and
+image classifiers the metrics of their task on held-out rows.
 
 uv run eval.py --workdir=runs/a,runs/b --context_lengths=64,...,65536 --out=runs/comparison
 """
@@ -22,7 +23,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         prog="eval.py",
         description="Mean loss over held-out documents by position: for each context length, the loss of "
         "predicting the positions in (previous length, this length], of the same documents throughout. "
-        "Writes context_loss.csv, context_loss.json and context_loss.png.",
+        "Writes context_loss.csv, context_loss.json and context_loss.png. Of runs of other tasks than the next token, "
+        "loss and metrics of the held-out rows: writes heldout.json.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with cli.user_errors():
         flags = _parse(arguments)
-        evaluation.evaluate_runs(
+        evaluation.evaluate(
             flags.workdir.split(","),
             None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths),
             out=flags.out,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import grain
 
 from sympow_jax import config, data, evaluation
-from sympow_jax.training import checkpoint, cli, flags, hosts, metrics, sharding, step, workdir
+from sympow_jax.training import checkpoint, cli, flags, hosts, initial, metrics, sharding, step, workdir
 
 # Batches read ahead of the step under way.
 PREFETCH = 4
@@ -25,12 +25,12 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     """
     # Data, model and workdir first: their errors should not wait for a compilation, nor for the end of training.
     with hosts.all_or_none():
-        rows = data.train_dataset(settings.data, vocab_size=settings.model.vocab_size)
+        rows = data.train_dataset(settings.data, task=settings.task, vocab_size=settings.model.vocab_size)
         evaluation.check_settings(settings)
         metrics.check_settings(settings)
         mesh = sharding.make_mesh(settings)
         share, shares = sharding.batch_share(mesh)
-        step.check_model(settings, mesh)
+        step.check_model(settings, mesh, rows[0])
         description = data.describe(settings.data)
     workdir.open_run(folder, settings, description)
     read = data.batches(rows, settings.data.batch_size, share=share, shares=shares)
@@ -43,7 +43,7 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
         restored = checkpoints.restore(abstract)
         if restored is None:
-            state = step.init_state(settings, mesh)
+            state = initial.begin(settings, mesh)
         else:
             state, position = restored
             batches.set_state(position)
@@ -81,8 +81,7 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     if stop:
         hosts.say(f"stopped after step {number}, which is saved; the same command again goes on")
         return 128 + stop  # as a shell reports a signal
-    if settings.evaluation.context_lengths:
-        evaluation.evaluate_runs([folder], settings.evaluation.context_lengths, out=folder)
+    evaluation.finish(settings, folder)
     return 0
 
 

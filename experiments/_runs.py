@@ -63,36 +63,36 @@ def settings(
     context: int,
     seed: int,
     evaluated: bool = False,
+    paper: str = "gpt2_124m.py:softmax",
 ) -> config.Config:
     """The run of a model with this attention at a training context; `evaluated` at the plan's lengths in the end.
 
-    At toy scale `configs/quickstart.py`'s model of bytes and its optimizer, at the paper's `configs/gpt2_124m.py`.
-    The seed decides parameters and the order of the data, alike for every attention.
+    At toy scale `configs/quickstart.py`'s model of bytes and its optimizer; `paper` is the file in configs/ of the
+    paper's scale. The seed decides parameters and the order of the data, alike for every attention.
 
     Raises:
       ValueError: the settings contradict each other.
     """
     plan = options.plan
-    if options.scale == "paper":
-        base = flags.load_config(f"{_CONFIGS}/gpt2_124m.py:softmax,context={context}")
-        data = dataclasses.replace(base.data, paths=options.data, heldout_paths=options.heldout)
-        training = base.training
-    else:
-        base = flags.load_config(f"{_CONFIGS}/quickstart.py:softmax")
+    toy = options.scale != "paper"
+    base = flags.load_config(f"{_CONFIGS}/{'quickstart.py:softmax' if toy else paper}")
+    training = base.training
+    tokens = base.data.batch_tokens
+    if toy:
         tokens = _TOY_TOKENS if options.scale == "toy" else 2 * context
-        data = dataclasses.replace(
-            base.data,
-            context_length=context,
-            batch_tokens=tokens,
-            paths=options.data,
-            heldout_paths=options.heldout,
-        )
-        training = dataclasses.replace(base.training, checkpoint_every=100, keep_checkpoints=1, log_every=100)
+        training = dataclasses.replace(training, checkpoint_every=100, keep_checkpoints=1, log_every=100)
     shape = _TINY if options.scale == "tiny" else base.model
     return dataclasses.replace(
         base,
         model=dataclasses.replace(shape, attention=attention),
-        data=dataclasses.replace(data, seed=seed),
+        data=dataclasses.replace(
+            base.data,
+            paths=options.data,
+            heldout_paths=options.heldout,
+            context_length=context,
+            batch_tokens=tokens,
+            seed=seed,
+        ),
         training=dataclasses.replace(training, steps=plan.steps, seed=seed),
         evaluation=config.EvaluationConfig(
             context_lengths=plan.lengths if evaluated else (), documents=plan.documents

@@ -2,14 +2,13 @@
 
 "Linearized Relative Positional Encoding" (Qin et al. 2023): Table 2 and Figure 2 (an autoregressive language model by
 each encoding), Table 5 (three cores by three matrices P) and Table 6 (training speed). The feature map is elu + 1.
-Queries and keys are encoded behind it in the numerator alone; the normaliser is that of the features before they are
-encoded, which keeps it positive. Rates of the unitary and the orthogonal core are learned, Householder vectors and
-permutations are not (appendix D.1 there). The speed is that of whole updates of this causal model, taken in turns;
-the paper's is of a bidirectional one.
+Queries and keys are encoded behind it, for the numerator alone: the normaliser is that of the features before they
+are encoded, which keeps it positive. (SPE goes in front of the feature map, sinusoidal positions to the embedding.)
+Rates of the unitary and the orthogonal core are learned, Householder vectors and permutations are not (appendix D.1
+there). The speed is that of whole updates of this causal model, taken in turns; the paper's is of a bidirectional one.
 
-The paper's scale is its 6-layer model of WikiText-103: --data and --heldout are `.bin` files of uint32 tokens made by
-`python -m sympow_jax.data.prepare`. Tables 1, 3 and 4 are runs of configs/glue.py, configs/deit_small.py and
-configs/lra.py on files of yours; see README.md.
+The paper's scale is configs/wikitext103.py; --data and --heldout are its `.bin` files. Tables 1, 3 and 4 are runs of
+configs/glue.py, configs/deit_small.py and configs/lra.py on files of yours; see README.md.
 """
 
 import dataclasses
@@ -17,7 +16,6 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from experiments import _command, _figures, _report, _runs, _timing
 from sympow_jax import config
@@ -29,62 +27,36 @@ PLANS = {
     "paper": _command.Plan(seeds=(0,), steps=50_000, contexts=(512,), lengths=(512,), documents=1000),
     "tiny": _command.Plan(seeds=(0,), steps=2, contexts=(16,), lengths=(16,), documents=2),
 }
+_TABLE = ("base", "rope", "spe", "permuteformer", "type1", "type2", "type3")
 _CORES = ("unitary", "orthogonal", "permutation")
 _BASES = ("householder", "identity", "odd_even")
-# The paper's names; the others are in its Table 5 alone.
-_NAMES = {
-    "unitary householder": "type 1",
-    "orthogonal householder": "type 2",
-    "permutation householder": "type 3",
-    "permutation identity": "PER",
-}
-_TABLE = ("base", "rope", "spe", "PER", "type 1", "type 2", "type 3")
 _ROUNDS = {"toy": 9, "paper": 20, "tiny": 2}
-# Table 8 of the paper, for the autoregressive model of WikiText-103.
-_PAPER_MODEL: Mapping[str, Any] = {
-    "vocab_size": 267_744,
-    "layers": 6,
-    "width": 512,
-    "heads": 8,
-    "activation": "relu",
-}
-_PAPER_OPTIMIZER: Mapping[str, Any] = {
-    "name": "adamw",
-    "learning_rate": 5e-4,
-    "b1": 0.9,
-    "b2": 0.98,
-    "schedule": "inverse_sqrt",
-    "warmup_steps": 4000,
-    "weight_decay": 0.01,
-}
-_PAPER_ROWS = 128
 
 
-def attentions(context: int) -> dict[str, config.AttentionConfig]:
-    """Linear attention by each encoding of the paper's Tables 2 and 5; RoPE is the fixed orthogonal one."""
-    base = config.preset("linear")
-
-    def encoded(**choices) -> config.AttentionConfig:
-        lrpe = config.LrpeConfig(reference_length=context, **choices)
-        return dataclasses.replace(base, position="lrpe", lrpe=lrpe)
-
-    found = {
-        "base": base,
-        "rope": encoded(core="orthogonal", basis="identity"),
-        "spe": dataclasses.replace(base, position="spe"),
+def _cell(core: str, basis: str) -> str:
+    """The variant of a cell of Table 5; four are methods of Table 2, if rates are learned alike."""
+    names = {
+        ("unitary", "householder"): "type1",
+        ("orthogonal", "householder"): "type2",
+        ("permutation", "householder"): "type3",
+        ("permutation", "identity"): "permuteformer",
     }
+    return names.get((core, basis), f"{core} {basis}")
+
+
+def attentions() -> dict[str, config.AttentionConfig]:
+    """Linear attention by each method of Table 2, and by the other cores and matrices of Table 5."""
+    found = {name: config.lrpe_method(name) for name in _TABLE}
     for core, basis in itertools.product(_CORES, _BASES):
-        name = f"{core} {basis}"
-        found[_NAMES.get(name, name)] = encoded(core=core, basis=basis, learned_rates=core != "permutation")
+        lrpe = config.LrpeConfig(core=core, basis=basis, learned_rates=core != "permutation")
+        found.setdefault(_cell(core, basis), dataclasses.replace(found["rope"], lrpe=lrpe))
     return found
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     with cli.user_errors():
-        options = _command.parse(
-            NAME, __doc__ or "", arguments, plans=PLANS, variants=tuple(attentions(PLANS["toy"].contexts[0]))
-        )
+        options = _command.parse(NAME, __doc__ or "", arguments, plans=PLANS, variants=tuple(attentions()))
         rows, folders = _train(options)
         medians = _report.medians(rows, ("variant",), "perplexity")
         speeds = _speeds(options)
@@ -111,24 +83,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _settings(options: _command.Options, name: str, seed: int) -> config.Config:
     (context,) = options.plan.contexts
-    attention = attentions(context)[name]
-    if options.scale != "paper":
-        return _runs.settings(options, attention, context=context, seed=seed, evaluated=True)
-    plan = options.plan
-    return config.Config(
-        model=config.ModelConfig(**_PAPER_MODEL, attention=attention),
-        data=config.DataConfig(
-            source="tokens",
-            paths=options.data,
-            heldout_paths=options.heldout,
-            token_dtype="uint32",
-            context_length=context,
-            batch_tokens=_PAPER_ROWS * context,
-            seed=seed,
-        ),
-        optimizer=config.OptimizerConfig(**_PAPER_OPTIMIZER),
-        training=config.TrainingConfig(steps=plan.steps, seed=seed),
-        evaluation=config.EvaluationConfig(context_lengths=plan.lengths, documents=plan.documents),
+    return _runs.settings(
+        options, attentions()[name], context=context, seed=seed, evaluated=True, paper="wikitext103.py:base"
     )
 
 
@@ -190,20 +146,10 @@ def _print(options: _command.Options, perplexities: Mapping[str, float], speeds:
             if name in options.variants
         ),
     )
-    names = {(core, basis): f"{core} {basis}" for core in _CORES for basis in _BASES}
     _report.print_table(
         "Held-out perplexity by core and matrix P (Table 5)",
         ("P", *_CORES),
-        (
-            (
-                basis,
-                *(
-                    perplexities.get(_NAMES.get(names[core, basis], names[core, basis]), "")
-                    for core in _CORES
-                ),
-            )
-            for basis in _BASES
-        ),
+        ((basis, *(perplexities.get(_cell(core, basis), "") for core in _CORES)) for basis in _BASES),
     )
 
 

@@ -6,11 +6,13 @@ are the names the papers use; each is a choice of kernel, decay and position.
 
 from sympow_jax.config.attention import PRESETS, AttentionConfig, LrpeConfig, SpeConfig, preset
 from sympow_jax.config.data import DataConfig
+from sympow_jax.config.methods import LRPE_METHODS, lrpe_method
 from sympow_jax.config.model import MODEL_SIZES, ModelConfig
 from sympow_jax.config.run import Config, EvaluationConfig, OptimizerConfig, ShardingConfig, TrainingConfig
 from sympow_jax.config.task import TaskConfig
 
 __all__ = [
+    "LRPE_METHODS",
     "MODEL_SIZES",
     "PRESETS",
     "AttentionConfig",
@@ -24,5 +26,6 @@ __all__ = [
     "SpeConfig",
     "TaskConfig",
     "TrainingConfig",
+    "lrpe_method",
     "preset",
 ]

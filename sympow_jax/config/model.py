@@ -19,14 +19,14 @@ class ModelConfig:
 
     `activation` is that of the feed-forward layers, `norm` the normalisation in front of each half of a block and
     behind the last: over the width, or over the batch with running means for evaluation. `patch_size` is the side of
-    the square patches that an image model embeds; None embeds tokens.
+    the square patches that an image model embeds, of `channels` values a pixel; None embeds `vocab_size` tokens.
 
     `remat` is what the backward pass finds of each block: `none`, all that the forward pass computed; `attention`, its
     input and the output of its attention, from which the rest is computed again but not attention itself; `full`, its
     input alone. It changes memory and time, not the model.
     """
 
-    vocab_size: int
+    vocab_size: int = 0  # of tokens
     layers: int
     width: int
     heads: int
@@ -36,6 +36,7 @@ class ModelConfig:
     activation: str = "gelu"
     norm: str = "layer"
     patch_size: int | None = None
+    channels: int = 3
     dtype: str = "bfloat16"
     remat: str = "none"
     attention: attention_lib.AttentionConfig = dataclasses.field(
@@ -43,7 +44,8 @@ class ModelConfig:
     )
 
     def __post_init__(self):
-        sizes = ("vocab_size", "layers", "width", "heads", "mlp_ratio")
+        sizes = ["layers", "width", "heads", "mlp_ratio", "channels"]
+        sizes += ["vocab_size"] if self.patch_size is None else []
         checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in sizes})
         if self.patch_size is not None:
             checks.require_at_least(1, **{"model.patch_size": self.patch_size})

@@ -102,7 +102,10 @@ class ShardingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The context-length evaluation that ends a training run; no lengths, no evaluation."""
+    """The context-length evaluation that ends the training of a decoder; no lengths, no evaluation.
+
+    Other tasks end with their held-out rows, whatever is set here.
+    """
 
     context_lengths: tuple[int, ...] = ()
     documents: int = 64  # at most so many held-out documents, the same at every length
@@ -134,15 +137,59 @@ class Config:
                 f"{self.data.batch_size} rows of a batch"
             )
         self._check_task()
+        self._check_images()
         self._check_tensor()
         self._check_context()
 
     def _check_task(self):
-        causal, needed = self.model.attention.causal, self.task.name == "next_token"
-        if causal != needed:
+        task, model = self.task.name, self.model
+        if model.attention.causal != (task == "next_token"):
             raise ValueError(
-                f"model.attention.causal is {causal} and task.name {self.task.name!r}; to predict the next token "
+                f"model.attention.causal is {model.attention.causal} and task.name {task!r}; to predict the next token "
                 f"attention must be causal, for any other task it must not"
+            )
+        if task == "next_token" and model.norm == "batch":
+            raise ValueError(
+                "model.norm is 'batch' and task.name 'next_token'; means over a batch show a position those that "
+                "follow it: use 'layer'"
+            )
+        if task != "next_token" and self.evaluation.context_lengths:
+            raise ValueError(
+                f"evaluation.context_lengths is {self.evaluation.context_lengths} and task.name {task!r}; losses by "
+                f"position are of the task 'next_token': leave them out"
+            )
+        if task == "next_token" and self.task.initial_run is not None:
+            raise ValueError(
+                f"task.initial_run is {self.task.initial_run!r} and task.name 'next_token'; a decoder starts from "
+                f"nothing"
+            )
+
+    def _check_images(self):
+        data, model = self.data, self.model
+        side = model.patch_size
+        are_arrays = data.source == "images" and not data.image_tokens
+        if are_arrays != (side is not None):
+            raise ValueError(
+                f"data.source is {data.source!r}, data.image_tokens {data.image_tokens} and model.patch_size {side}; "
+                f"arrays of images have patches, and tokens have none"
+            )
+        if side is None:
+            return
+        if self.task.outputs is None:
+            raise ValueError(
+                f"model.patch_size is {side} and task.name {self.task.name!r}; images have classes or numbers, not "
+                f"tokens"
+            )
+        patches = (data.image_size // side) ** 2
+        if data.image_size % side or data.context_length != patches:
+            raise ValueError(
+                f"data.image_size is {data.image_size}, model.patch_size {side} and data.context_length "
+                f"{data.context_length}; the patches must divide the image, and their number be the context length"
+            )
+        channels = {"rgb": 3, "gray": 1}[data.image_mode]
+        if model.channels != channels:
+            raise ValueError(
+                f"model.channels is {model.channels}, but images of data.image_mode {data.image_mode!r} have {channels}"
             )
 
     def _check_tensor(self):
@@ -162,10 +209,20 @@ class Config:
     def _check_context(self):
         context, length = self.sharding.context, self.data.context_length
         attention = self.model.attention
+        if context > 1 and self.task.name != "next_token":
+            raise ValueError(
+                f"sharding.context is {context} and task.name {self.task.name!r}; the sequence is divided for causal "
+                f"attention alone: use sharding.data, sharding.fsdp or sharding.tensor"
+            )
         if length % context:
             raise ValueError(
                 f"sharding.context is {context} and does not divide data.context_length {length}; "
                 f"use a divisor of it"
+            )
+        if context > 1 and attention.decay.startswith("channel"):
+            raise ValueError(
+                f"sharding.context is {context} and attention.decay {attention.decay!r}; gates by channel cannot "
+                f"divide the sequence over devices: set sharding.context=1, or use decay 'learned'"
             )
         if context > 1 and attention.implementation == "reference":
             raise ValueError(

@@ -32,3 +32,13 @@ class TaskConfig:
             checks.require_at_least(2, **{"task.classes": self.classes or 0})
         if self.name == "masked_token" and not self.mask_fraction:
             raise ValueError("task.mask_fraction is 0.0; task 'masked_token' has nothing to predict")
+
+    @property
+    def outputs(self) -> int | None:
+        """The numbers predicted for a row; None for tasks that predict tokens."""
+        match self.name:
+            case "classification":
+                return self.classes
+            case "regression":
+                return 1
+        return None

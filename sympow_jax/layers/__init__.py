@@ -2,5 +2,6 @@
 
 from sympow_jax.layers.attention import Attention, AttentionState
 from sympow_jax.layers.mlp import MLP
+from sympow_jax.layers.norms import Norm, make_norm, normalise
 
-__all__ = ["MLP", "Attention", "AttentionState"]
+__all__ = ["MLP", "Attention", "AttentionState", "Norm", "make_norm", "normalise"]

@@ -1,4 +1,4 @@
-"""The feed-forward half of a decoder block."""
+"""The feed-forward half of a block."""
 
 from flax import nnx
 
@@ -8,16 +8,19 @@ from sympow_jax.layers import initializers
 
 __all__ = ["MLP"]
 
+_ACTIVATIONS = {"gelu": nnx.gelu, "relu": nnx.relu}
+
 
 class MLP(nnx.Module):
-    """W_2 gelu(W_1 x), as in GPT-2 but without biases."""
+    """W_2 f(W_1 x), as in GPT-2 but without biases; f is `config.activation`."""
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
         hidden = config.mlp_ratio * config.width
+        self.activation = _ACTIVATIONS[config.activation]
         self.up = initializers.linear(config, config.width, hidden, rngs=rngs)
         self.down = initializers.linear(config, hidden, config.width, residual=True, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         (hidden,) = initializers.project(x, self.up)
-        (out,) = initializers.project(nnx.gelu(hidden), self.down)
+        (out,) = initializers.project(self.activation(hidden), self.down)
         return out

@@ -1,6 +1,20 @@
 """Assemblies of layers."""
 
-from sympow_jax.models.decoder import DecoderLM, DecoderState, logits, parameter_specs
+from sympow_jax.models.block import logits
+from sympow_jax.models.build import Model, make, parameter_specs
+from sympow_jax.models.decoder import DecoderLM, DecoderState
+from sympow_jax.models.encoder import Encoder
+from sympow_jax.models.image_classifier import ImageClassifier
 from sympow_jax.models.state_size import state_bytes
 
-__all__ = ["DecoderLM", "DecoderState", "logits", "parameter_specs", "state_bytes"]
+__all__ = [
+    "DecoderLM",
+    "DecoderState",
+    "Encoder",
+    "ImageClassifier",
+    "Model",
+    "logits",
+    "make",
+    "parameter_specs",
+    "state_bytes",
+]

@@ -1,8 +1,7 @@
 """A decoder-only language model: GPT-2's shape with the attention of this family."""
 
 import dataclasses
-import functools
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +10,11 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.layers import initializers, parallel, partitioning
-from sympow_jax.ops import documents, rotary
+from sympow_jax.layers import initializers, parallel
+from sympow_jax.models import block as block_lib
+from sympow_jax.ops import documents
 
-__all__ = ["Block", "DecoderLM", "DecoderState", "logits", "parameter_specs"]
-
-_NORM_EPSILON = 1e-5  # GPT-2's
-# What the backward pass finds of a block, by `config.remat`, beside its input.
-_KEPT = {
-    "attention": jax.checkpoint_policies.save_only_these_names("power_attention_out"),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
+__all__ = ["DecoderLM", "DecoderState"]
 
 
 @jax.tree_util.register_dataclass
@@ -49,9 +42,9 @@ class DecoderLM(nnx.Module):
         self.config = config
         normal = nnx.initializers.normal(initializers.STANDARD_DEVIATION)
         self.embedding = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width), jnp.float32))
-        self.embedding_norm = _norm(config, jnp.float32, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.final_norm = _norm(config, jnp.dtype(config.dtype), rngs=rngs)
+        self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
+        self.blocks = nnx.List([block_lib.Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
 
     @overload
     def __call__(
@@ -121,28 +114,28 @@ class DecoderLM(nnx.Module):
         return_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
         """As a call of the model, but the final normalised hidden states that `unembed` turns into logits."""
-        x = self.embedding_norm(parallel.lookup(self.embedding[...], tokens))
+        x = parallel.lookup(self.embedding[...], tokens)
+        x = layers.normalise(self.embedding_norm, x, segment_ids)
         position = None
         if self.config.attention.position == "sinusoidal":
-            places, position = self._places(tokens, segment_ids, None if state is None else state.position)
             # After the norm, so that tokens and positions are of one scale.
-            x += rotary.sinusoidal(places, self.config.width)
+            x, position = block_lib.add_sinusoids(x, segment_ids, None if state is None else state.position)
+        if state is None and not return_state:
+            x = block_lib.run(self.blocks, x, segment_ids, self.config.remat)
+            return layers.normalise(self.final_norm, x, segment_ids)
         layer_states = []
-        x = _divided(x)
+        x = block_lib.divided(x)
         for index, block in enumerate(self.blocks):
-            if state is None and not return_state:
-                x = _divided(_rematerialised(block, x, segment_ids, self.config.remat))
-                continue
             layer_state = None if state is None else state.layers[index]
             x, layer_state = block(x, segment_ids=segment_ids, state=layer_state, return_state=return_state)
             if layer_state is not None:
                 layer_states.append(layer_state)
-        x = self.final_norm(x)
+        x = layers.normalise(self.final_norm, x, segment_ids)
         return (x, DecoderState(layers=tuple(layer_states), position=position)) if return_state else x
 
     def unembed(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Logits in float32: hidden states times the embedding's transpose."""
-        return logits(hidden, self.embedding[...], jnp.dtype(self.config.dtype))
+        return block_lib.logits(hidden, self.embedding[...], jnp.dtype(self.config.dtype))
 
     def init_state(self, batch: int, *, max_length: int) -> DecoderState:
         """The state before any token, for documents streamed in calls of up to `max_length` tokens in all.
@@ -156,79 +149,3 @@ class DecoderLM(nnx.Module):
             layers=tuple(block.attention.init_state(batch, max_length=max_length) for block in self.blocks),
             position=documents.PositionState.zeros(batch) if sinusoidal else None,
         )
-
-    def _places(self, tokens, segment_ids, state):
-        if segment_ids is None:
-            segment_ids = jnp.zeros_like(tokens)
-        return documents.positions(segment_ids, state or documents.PositionState.zeros(len(tokens)))
-
-
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); x is float32."""
-
-    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
-        dtype = jnp.dtype(config.dtype)
-        self.attention_norm = _norm(config, dtype, rngs=rngs)
-        self.attention = layers.Attention(config, rngs=rngs)
-        self.mlp_norm = _norm(config, dtype, rngs=rngs)
-        self.mlp = layers.MLP(config, rngs=rngs)
-
-    def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        *,
-        segment_ids: Int[Array, "B T"] | None,
-        state: layers.AttentionState | None,
-        return_state: bool,
-    ) -> tuple[Float[Array, "B T M"], layers.AttentionState | None]:
-        """The new residual stream and, with `return_state`, the layer's state."""
-        normed = self.attention_norm(x)
-        if return_state:
-            mixed, state = self.attention(normed, segment_ids=segment_ids, state=state, return_state=True)
-        else:
-            mixed, state = self.attention(normed, segment_ids=segment_ids, state=state), None
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
-
-
-def _norm(config: configs.ModelConfig, dtype, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(config.width, epsilon=_NORM_EPSILON, dtype=dtype, rngs=rngs)
-
-
-def logits(
-    hidden: Float[Array, "B T M"], embedding: Float[Array, "V M"], dtype: Any
-) -> Float[Array, "B T V"]:
-    """hidden . embedding^T, a product in `dtype` whose sums and result are float32."""
-    return jnp.einsum(
-        "btm,vm->btv", hidden.astype(dtype), embedding.astype(dtype), preferred_element_type=jnp.float32
-    )
-
-
-def parameter_specs(config: configs.ModelConfig) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:
-    """How the model's matrices are divided over a mesh, by path; all other parameters are on every device."""
-    model = nnx.eval_shape(lambda: DecoderLM(config, rngs=nnx.Rngs(0)))
-    specs: dict[tuple[Any, ...], jax.sharding.PartitionSpec] = {("embedding",): partitioning.ROWS}
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, initializers.Linear):
-            specs[*path, "kernel"] = module.spec
-    return specs
-
-
-def _divided(x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    return partitioning.constrain(x, partitioning.TOKENS)
-
-
-def _rematerialised(
-    block: Block, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None, remat: str
-) -> Float[Array, "B T M"]:
-    """The block's new residual stream, the backward pass computing again what `remat` says."""
-    if remat == "none":
-        return block(x, segment_ids=segment_ids, state=None, return_state=False)[0]
-    graph, params = nnx.split(block)
-
-    @functools.partial(jax.checkpoint, policy=_KEPT[remat])
-    def call(params: nnx.State, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        layer = nnx.merge(graph, params)
-        return layer(x, segment_ids=segment_ids, state=None, return_state=False)[0]
-
-    return call(params, x)

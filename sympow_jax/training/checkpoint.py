@@ -30,7 +30,7 @@ from sympow_jax import config, models
 from sympow_jax.array_types import Array, Int
 from sympow_jax.training import hosts, sharding, step, workdir
 
-__all__ = ["Checkpoints", "require_checkpoint", "restore_model"]
+__all__ = ["Checkpoints", "require_checkpoint", "restore_arrays", "restore_model"]
 
 _DAMAGED = "damaged_checkpoints"
 
@@ -77,7 +77,7 @@ class Checkpoints:
         """
 
         def load(number: int) -> tuple[step.TrainState, Any]:
-            arrays = {"params": abstract.params, "opt_state": abstract.opt_state}
+            arrays = _arrays(abstract)
             with hosts.all_or_none():
                 loaded, metadata = _load(self._folder / str(number), arrays)
             _check(loaded, metadata)
@@ -102,7 +102,7 @@ class Checkpoints:
         Raises:
           ValueError: this save cannot begin, or the one before it failed.
         """
-        arrays = {"params": state.params, "opt_state": state.opt_state}
+        arrays = _arrays(state)
         metadata = {"config": self._settings, "data": position, "fingerprints": _fingerprints(arrays)}
         metadata["digest"] = _digest(metadata)
         self.check(wait=True)
@@ -149,7 +149,7 @@ class _Failure(logging.Handler):
             self.error = record.exc_info[1]
 
 
-def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.DecoderLM, int]:
+def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Model, int]:
     """The settings, the model and the step of the newest good checkpoint of the run in a workdir.
 
     Each process gets the whole model on its own devices.
@@ -157,17 +157,25 @@ def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Dec
     Raises:
       ValueError: the folder holds no run, or a run without a good checkpoint.
     """
+    saved, arrays, number = restore_arrays(folder, sharding.whole_mesh(jax.local_devices()))
+    return saved, step.merge(saved, **arrays), number
+
+
+def restore_arrays(
+    folder: str | pathlib.Path, mesh: jax.sharding.Mesh
+) -> tuple[config.Config, dict[str, step.Params], int]:
+    """As `restore_model`, but in place of the model its `params`, and `statistics` if it has any, over a mesh."""
     folder = pathlib.Path(folder).absolute()
     settings = workdir.read_config(folder)
     require_checkpoint(folder)
-    abstract = step.abstract_state(settings, sharding.whole_mesh(jax.local_devices()))
+    wanted = _arrays(step.abstract_state(settings, mesh))
+    del wanted["opt_state"]
     checkpoints = folder / workdir.CHECKPOINTS
 
-    def load(number: int) -> tuple[config.Config, models.DecoderLM, int]:
-        loaded, metadata = _load(checkpoints / str(number), {"params": abstract.params})
+    def load(number: int) -> tuple[config.Config, dict[str, step.Params], int]:
+        loaded, metadata = _load(checkpoints / str(number), wanted)
         _check(loaded, metadata)
-        saved = workdir.from_dict(config.Config, metadata["config"])
-        return saved, step.merge(saved.model, loaded["params"]), number
+        return workdir.from_dict(config.Config, metadata["config"]), loaded, number
 
     found, _ = _newest_good(checkpoints, _steps(checkpoints), load)
     assert found is not None  # there is a checkpoint, and a damaged one raises
@@ -202,6 +210,13 @@ def _newest_good[T](
     if damaged:
         raise ValueError(f"every checkpoint in {folder} is damaged; use another --workdir")
     return None, []
+
+
+def _arrays(state: step.TrainState) -> dict[str, Any]:
+    """What a checkpoint holds of a state; its `step` is the folder's name."""
+    arrays = {"params": state.params, "opt_state": state.opt_state}
+    # Only where there are some: Orbax has no empty trees, and older checkpoints no such entry.
+    return arrays | {"statistics": state.statistics} if state.statistics else arrays
 
 
 def _load(path: pathlib.Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -36,20 +36,23 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 )
 
 
-def model_flops_per_token(model: config.ModelConfig, context_length: int) -> float:
-    """FLOPs of training on one token of a full context, both passes, averaged over the context.
+def model_flops_per_token(
+    model: config.ModelConfig, context_length: int, task: config.TaskConfig | None = None
+) -> float:
+    """FLOPs of training on one token, or patch, of a full context, both passes, averaged over the context.
 
     "Model FLOPs" in the sense of PaLM (Chowdhery et al. 2022, appendix B): what the mathematics needs, whatever the
     device computes twice (rematerialisation, scores in the backward pass) or in vain (masked pairs). Conventions:
 
     * a multiplication with its addition is two; the backward pass is twice the forward pass;
-    * matrix products of the projections, of decays and rotation rates, of the feed-forward and of the tied
-      unembedding: 6 FLOPs a weight. Looking up embeddings is free, as are norms, activations, rotations, softmax and
-      the optimizer;
-    * attention by pairs: 2 (D + E) for each of T / 2 causal pairs of a query head, softmax and `form` "attention";
+    * matrix products of the projections, of decays and rotation rates, of the feed-forward, of the embedding of
+      patches and of the tied unembedding, of masked tokens where these alone are predicted: 6 FLOPs a weight. Looking
+      up embeddings is free, as are norms, activations, rotations, softmax, the head of a row and the optimizer;
+    * attention by pairs: 2 (D + E) for each of T / 2 causal pairs of a query head, or of T that see the whole context,
+      softmax and `form` "attention";
     * attention by features: 2 F E for every key head, which updates a state, and for every query head, which reads
-      one, and 2 (D + E) for each of C / 2 + W pairs; F features, the exact number without padding, C `chunk_size`, 128
-      unless given and 1 if recurrent, W `window`; no normaliser. A linear kernel has F = D; where
+      one, and if causal 2 (D + E) for each of C / 2 + W pairs; F features, the exact number without padding, C
+      `chunk_size`, 128 unless given and 1 if recurrent, W `window`; no normaliser. A linear kernel has F = D; where
       features are turned, pairs compare as many numbers as there are turned features; gates by channel have a
       normaliser as large as the state;
     * where no form is named, the cheaper of the two, whatever the device would choose.
@@ -60,7 +63,11 @@ def model_flops_per_token(model: config.ModelConfig, context_length: int) -> flo
     gates = {"learned": 1, "channel_learned": size}.get(model.attention.decay, 0)
     gates += {"learned_rope": 1, "learned_rope_pairs": size // 2}.get(model.attention.position, 0)
     weights = 2 * (heads + kv_heads) * size + gates * kv_heads + 2 * model.mlp_ratio * width
-    dense = 2 * width * (model.layers * weights + model.vocab_size)
+    task = task or config.TaskConfig()
+    outside = {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0) * model.vocab_size
+    if model.patch_size is not None:
+        outside += model.patch_size**2 * model.channels
+    dense = 2 * width * (model.layers * weights + outside)
     return _PASSES * (dense + model.layers * _attention_flops(model, context_length))
 
 
@@ -99,9 +106,11 @@ def _attention_flops(model: config.ModelConfig, context_length: int) -> float:
             window=attention.window,
         )
         if form == "attention":
-            return heads * a_head
+            return heads * (a_head if attention.causal else 2 * a_head)
         # Query heads that share a key head share its state, which is updated once.
         update = 2 * feature_maps.symmetric_power_dim(compared, power) * columns
+        if not attention.causal:
+            return (heads + kv_heads) * update
         return heads * a_head - (heads - kv_heads) * update
 
     if attention.kernel in ("softmax", "expressive"):

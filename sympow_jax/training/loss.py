@@ -1,20 +1,77 @@
-"""The cross-entropy of a language model, whose logits never exist all at once."""
+"""What training minimises: the sum of the losses of a batch, and how many there are."""
 
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from sympow_jax import models
-from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import parallel, partitioning
 
-__all__ = ["cross_entropy_sum"]
+__all__ = ["Batch", "Sums", "count", "cross_entropy_sum", "label_sums", "predict", "sums"]
+
+Batch = Mapping[str, Array]
 
 # At most so many bytes of float32 logits exist on a device at once, in each of forward and backward.
 _LOGITS_BYTES = 1 << 28
+
+
+class Sums(NamedTuple):
+    """Over what counts of a batch.
+
+    loss: in nats, or squared errors.
+    correct: the rows whose class has the largest logit; 0 where no class is predicted.
+    """
+
+    loss: Float[Array, ""]
+    correct: Float[Array, ""]
+
+
+def sums(model: models.Model, batch: Batch) -> Sums:
+    """The sums of a model over a batch, in float32.
+
+    A batch has `inputs` and maybe `segment_ids`. Its `targets [B T]` are tokens, of which those >= 0 count. Its `labels
+    [B]` are classes if they are integers, of which those >= 0 count, and else numbers, of which NaN do not count.
+    """
+    inputs, segment_ids = batch["inputs"], batch.get("segment_ids")
+    if "targets" in batch:
+        assert not isinstance(model, models.ImageClassifier)
+        hidden = model.hidden(inputs, segment_ids=segment_ids)
+        dtype = jnp.dtype(model.config.dtype)
+        return Sums(cross_entropy_sum(hidden, model.embedding[...], batch["targets"], dtype), jnp.float32(0))
+    return label_sums(predict(model, batch), batch["labels"])
+
+
+def label_sums(outputs: Float[Array, "B outputs"], labels: Array) -> Sums:
+    """The sums over the labels that count, from what `predict` returns."""
+    counts = _counts(labels)
+    if jnp.issubdtype(labels.dtype, jnp.floating):
+        errors = outputs[:, 0] - jnp.where(counts, labels, 0)
+        return Sums(jnp.sum(jnp.square(errors), where=counts), jnp.float32(0))
+    losses = optax.softmax_cross_entropy_with_integer_labels(outputs, jnp.maximum(labels, 0))
+    correct = jnp.sum(outputs.argmax(-1) == labels, where=counts, dtype=jnp.float32)
+    return Sums(jnp.sum(losses, where=counts), correct)
+
+
+def predict(model: models.Model, batch: Batch) -> Float[Array, "B outputs"]:
+    """What a model with a head says of the rows of a batch."""
+    assert not isinstance(model, models.DecoderLM)
+    if isinstance(model, models.ImageClassifier):
+        return model.classify(batch["inputs"])
+    return model.classify(batch["inputs"], segment_ids=batch.get("segment_ids"))
+
+
+def count(batch: Batch) -> Int[Array, ""]:
+    """How many targets or labels count; at least 1, so that the mean over none is 0 and not NaN."""
+    return jnp.maximum(jnp.sum(_counts(batch["targets" if "targets" in batch else "labels"])), 1)
+
+
+def _counts(wanted: Array) -> Bool[Array, "..."]:
+    return ~jnp.isnan(wanted) if jnp.issubdtype(wanted.dtype, jnp.floating) else wanted >= 0
 
 
 def cross_entropy_sum(

@@ -66,7 +66,7 @@ class Reporter:
         self._start, self._steps, self._log_every = start, training.steps, training.log_every
         self._tokens_per_step = settings.data.batch_tokens
         self._flops_per_step = self._tokens_per_step * flops.model_flops_per_token(
-            settings.model, settings.data.context_length
+            settings.model, settings.data.context_length, settings.task
         )
         peaks = [peak for device in devices if (peak := flops.peak_flops(device)) is not None]
         self._peak_flops = sum(peaks) if len(peaks) == len(devices) else None

@@ -62,9 +62,10 @@ def _mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
 
 
-def batch_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    """Rows over `data` and `fsdp`, time over `context`."""
-    return jax.sharding.NamedSharding(mesh, partitioning.TOKENS)
+def batch_sharding(mesh: jax.sharding.Mesh, rank: int = 2) -> jax.sharding.NamedSharding:
+    """Of an array of a batch: rows over `data` and `fsdp`, and time over `context` where [B, T] is all there is."""
+    rows = jax.sharding.PartitionSpec(partitioning.BATCH)
+    return jax.sharding.NamedSharding(mesh, partitioning.TOKENS if rank == 2 else rows)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
@@ -96,21 +97,21 @@ def batch_share(mesh: jax.sharding.Mesh) -> tuple[int, int]:
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
     """A batch on the devices of all processes, from the rows that `batch_share` has this process read."""
-    placed = batch_sharding(mesh)
+    placed = {name: batch_sharding(mesh, x.ndim) for name, x in batch.items()}
     if jax.process_count() == 1:
         return jax.device_put(dict(batch), placed)
     share, shares = batch_share(mesh)
 
-    def place(x: np.ndarray) -> jax.Array:
+    def place(name: str, x: np.ndarray) -> jax.Array:
         rows = len(x) * shares
 
         def part(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(rows)
-            return x[start - share * len(x) : stop - share * len(x), index[1]]
+            return x[start - share * len(x) : stop - share * len(x), *index[1:]]
 
-        return jax.make_array_from_callback((rows, *x.shape[1:]), placed, part)
+        return jax.make_array_from_callback((rows, *x.shape[1:]), placed[name], part)
 
-    return {name: place(x) for name, x in batch.items()}
+    return {name: place(name, x) for name, x in batch.items()}
 
 
 def describe(mesh: jax.sharding.Mesh, state: Any) -> str:

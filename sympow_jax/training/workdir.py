@@ -23,7 +23,17 @@ import jax
 from sympow_jax import config
 from sympow_jax.training import hosts
 
-__all__ = ["CHECKPOINTS", "from_dict", "open_run", "open_workdir", "read_config", "record_data", "write_json"]
+__all__ = [
+    "CHECKPOINTS",
+    "differences",
+    "flatten",
+    "from_dict",
+    "open_run",
+    "open_workdir",
+    "read_config",
+    "record_data",
+    "write_json",
+]
 
 CHECKPOINTS = "checkpoints"
 # What may change when a run goes on; the prefixes of dotted paths.
@@ -54,7 +64,7 @@ def open_run(workdir: pathlib.Path, settings: config.Config, data: Mapping[str, 
       ValueError: what those raise; settings, data or packages differ between processes; they do not share the folder.
     """
     packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    hosts.check_same("settings or packages", packages | _flatten(dataclasses.asdict(settings)))
+    hosts.check_same("settings or packages", packages | flatten(dataclasses.asdict(settings)))
     hosts.check_same("data", data)
     with hosts.all_or_none():
         if hosts.is_first():
@@ -105,7 +115,7 @@ def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
     description = json.loads(json.dumps(description))
     if _holds_run(workdir) and path.exists():
         before = json.loads(path.read_text())
-        if changed := _differences(_flatten(before), _flatten(description)):
+        if changed := differences(flatten(before), flatten(description)):
             raise ValueError(
                 f"the data is no longer what the run in {workdir} began with: {changed}; "
                 f"restore it or use another --workdir"
@@ -179,19 +189,20 @@ def _holds_run(workdir: pathlib.Path) -> bool:
 
 
 def _check_same_run(workdir: pathlib.Path, settings: config.Config) -> None:
-    before = _flatten(dataclasses.asdict(read_config(workdir)))
-    after = _flatten(dataclasses.asdict(settings))
+    before = flatten(dataclasses.asdict(read_config(workdir)))
+    after = flatten(dataclasses.asdict(settings))
     fixed = [
         {path: value for path, value in flat.items() if not path.startswith(_FREE)}
         for flat in (before, after)
     ]
-    if changed := _differences(*fixed):
+    if changed := differences(*fixed):
         raise ValueError(
             f"{workdir} holds a run with other settings: {changed}; use those it has or another --workdir"
         )
 
 
-def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """In words, which values of two flat mappings differ; empty if none."""
     return ", ".join(
         f"{path} was {before.get(path)!r} and is {after.get(path)!r}"
         for path in sorted(before.keys() | after.keys())
@@ -199,11 +210,12 @@ def _differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     )
 
 
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by dotted path."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat

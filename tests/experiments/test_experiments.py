@@ -92,12 +92,11 @@ def test_lrpe(experiment):
     assert content["settings"]["model.attention.normaliser"] == "unrotated"
 
 
-def test_lrpe_names_are_those_of_the_paper():
-    found = lrpe.attentions(512)
-    assert found["type 1"].lrpe == config.LrpeConfig(
-        core="unitary", basis="householder", learned_rates=True, reference_length=512
-    )
-    assert found["PER"].lrpe == config.LrpeConfig(core="permutation", basis="identity", reference_length=512)
+def test_lrpe_has_the_cells_of_the_papers_tables():
+    found = lrpe.attentions()
+    assert found["type1"] == config.lrpe_method("type1")
+    assert found["orthogonal identity"].lrpe == config.LrpeConfig(learned_rates=True)
+    assert found["orthogonal identity"] != found["rope"]
     # Three by three, with the baseline, RoPE and SPE.
     assert len(found) == len(set(found.values())) == 12
 

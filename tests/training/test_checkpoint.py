@@ -224,7 +224,7 @@ def test_restore_model(tmp_path, settings):
     assert number == 1
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
     apply = jax.jit(lambda module: module(tokens))
-    np.testing.assert_array_equal(apply(model), apply(step.merge(settings.model, state.params)))
+    np.testing.assert_array_equal(apply(model), apply(step.merge(settings, state.params)))
 
 
 def test_restore_model_skips_a_damaged_step_and_leaves_it(tmp_path, settings, capfd):

@@ -29,7 +29,7 @@ def _update(settings: config.Config, batch) -> tuple[step.TrainState, dict[str, 
 
 
 def _mean_loss(settings: config.Config, params, batch) -> jnp.ndarray:
-    log_probs = jax.nn.log_softmax(step.merge(settings.model, params)(batch["inputs"]))
+    log_probs = jax.nn.log_softmax(step.merge(settings, params)(batch["inputs"]))
     picked = jnp.take_along_axis(log_probs, jnp.maximum(batch["targets"], 0)[..., None], axis=-1)[..., 0]
     counts = batch["targets"] >= 0
     return -jnp.sum(picked * counts) / jnp.sum(counts)
@@ -72,7 +72,7 @@ def test_slices_of_time_do_not_change_the_loss(settings, monkeypatch, width):
     params = step.init_state(settings, sharding.whole_mesh()).params
 
     def total(tree):
-        return step.loss_sum(step.merge(settings.model, tree), batch)
+        return loss.sums(step.merge(settings, tree), batch).loss
 
     expected = jax.jit(jax.value_and_grad(total))(params)
     monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * 4 * 256 * width)
@@ -84,7 +84,7 @@ def test_no_array_of_all_logits_exists(settings, monkeypatch):
     batch = _batch(settings)
     params = step.init_state(settings, sharding.whole_mesh()).params
     monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * 4 * 256 * 2)
-    differentiate = jax.grad(lambda tree: step.loss_sum(step.merge(settings.model, tree), batch))
+    differentiate = jax.grad(lambda tree: loss.sums(step.merge(settings, tree), batch).loss)
     lowered = jax.jit(differentiate).lower(params).as_text()
     assert "4x2x256xf32" in lowered
     assert "4x16x256xf32" not in lowered
@@ -93,13 +93,13 @@ def test_no_array_of_all_logits_exists(settings, monkeypatch):
 def test_documents_do_not_see_each_other(settings):
     batch = _batch(settings)
     segments = jnp.asarray(np.repeat([[0, 1]], 8, axis=1).repeat(4, axis=0), jnp.int32)
-    model = step.merge(settings.model, step.init_state(settings, sharding.whole_mesh()).params)
+    model = step.merge(settings, step.init_state(settings, sharding.whole_mesh()).params)
     batch["targets"] = batch["targets"].at[:, :8].set(-1)
-    loss = jax.jit(lambda rows: step.loss_sum(model, rows))
-    apart = float(loss({**batch, "segment_ids": segments}))
+    total = jax.jit(lambda rows: loss.sums(model, rows).loss)
+    apart = float(total({**batch, "segment_ids": segments}))
     changed = {**batch, "inputs": batch["inputs"].at[:, :8].add(1)}
-    assert float(loss({**changed, "segment_ids": segments})) == apart
-    assert float(loss(batch)) != float(loss(changed))
+    assert float(total({**changed, "segment_ids": segments})) == apart
+    assert float(total(batch)) != float(total(changed))
 
 
 def test_the_state_is_donated(settings):
@@ -137,8 +137,8 @@ def test_rematerialisation_keeps_less_for_the_backward_pass(settings):
         changed = dataclasses.replace(settings, model=model)
         params = step.abstract_state(changed, sharding.whole_mesh()).params
 
-        def residuals(params, model=model):
-            return jax.vjp(lambda tree: step.loss_sum(step.merge(model, tree), batch), params)[1]
+        def residuals(params, changed=changed):
+            return jax.vjp(lambda tree: loss.sums(step.merge(changed, tree), batch).loss, params)[1]
 
         # Of tokens: parameters and constants are kept by all.
         shapes = jax.tree.leaves(jax.eval_shape(residuals, params))

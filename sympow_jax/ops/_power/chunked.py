@@ -304,4 +304,6 @@ def _groups(x, count):
 def _joined(chunks):
     """[n, ..., C] -> [..., n * C]."""
     joined = jnp.moveaxis(chunks, 0, -2)
-    return joined.reshape(*joined.shape[:-2], joined.shape[-2] * joined.shape[-1])  # -1 fails where there is nothing
+    return joined.reshape(
+        *joined.shape[:-2], joined.shape[-2] * joined.shape[-1]
+    )  # -1 fails where there is nothing

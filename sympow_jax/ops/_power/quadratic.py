@@ -217,4 +217,6 @@ def _add(total, part, index, block):
 def _joined(blocks):
     """[n, ..., C] -> [..., n * C]."""
     joined = jnp.moveaxis(blocks, 0, -2)
-    return joined.reshape(*joined.shape[:-2], joined.shape[-2] * joined.shape[-1])  # -1 fails where there is nothing
+    return joined.reshape(
+        *joined.shape[:-2], joined.shape[-2] * joined.shape[-1]
+    )  # -1 fails where there is nothing

@@ -1,0 +1,71 @@
+"""Fine-tuning on GLUE (Qin et al. 2023, Table 1): `--config=configs/glue.py:TASK[,METHOD]`, for instance `:sst2,type2`.
+
+TASK is one of the keys of `TASKS`; its files `train.tsv` and `dev.tsv` lie in `data/glue/TASK` as the benchmark gives
+them out. METHOD and the model are those of the run of `configs/roberta_wikibook.py` that it starts from, named by
+`--config.task.initial_run=DIR`. The paper leaves out how it fine-tunes; this is RoBERTa's recipe (Liu et al. 2019).
+"""
+
+from typing import Any
+
+from sympow_jax import config
+
+SENTENCES = ("sentence1", "sentence2")
+ENTAILED = ("entailment", "not_entailment")
+# Examples, columns of the texts and of the label, and the classes in order; none: a number.
+TASKS: dict[str, tuple[int, tuple[str, ...], str, tuple[str, ...]]] = {
+    "cola": (8551, ("4",), "2", ("0", "1")),
+    "sst2": (67_349, ("sentence",), "label", ("0", "1")),
+    "mrpc": (3668, ("#1 String", "#2 String"), "Quality", ("0", "1")),
+    "stsb": (5749, SENTENCES, "score", ()),
+    "qqp": (363_846, ("question1", "question2"), "is_duplicate", ("0", "1")),
+    "mnli": (392_702, SENTENCES, "gold_label", ("entailment", "neutral", "contradiction")),
+    "qnli": (104_743, ("question", "sentence"), "label", ENTAILED),
+    "rte": (2490, SENTENCES, "label", ENTAILED),
+}
+EPOCHS, ROWS, LENGTH = 10, 32, 128
+
+
+def get_config(choice: str = "sst2") -> config.Config:
+    """The encoder of `configs/roberta_wikibook.py` with a head for the task that `choice` names."""
+    task, _, method = choice.partition(",")
+    if task not in TASKS:
+        raise ValueError(f"{task!r} in {choice!r} is not a task; it must be one of {', '.join(TASKS)}")
+    count, texts, label, classes = TASKS[task]
+    answer: dict[str, Any] = {"name": "regression"}
+    if classes:
+        answer = {"name": "classification", "classes": len(classes)}
+    dev = "dev_matched" if task == "mnli" else "dev"
+    steps = EPOCHS * count // ROWS
+    return config.Config(
+        model=config.ModelConfig(
+            vocab_size=50_304,
+            layers=12,
+            width=768,
+            heads=12,
+            attention=config.lrpe_method(method or "type2", causal=False),
+        ),
+        task=config.TaskConfig(**answer),
+        data=config.DataConfig(
+            source="tsv",
+            paths=(f"data/glue/{task}/train.tsv",),
+            heldout_paths=(f"data/glue/{task}/{dev}.tsv",),
+            text_columns=texts,
+            label_column=label,
+            labels=classes,
+            tokenizer="data/roberta/tokenizer.json",
+            document_separator=2,  # </s>
+            context_length=LENGTH,
+            batch_tokens=ROWS * LENGTH,
+        ),
+        optimizer=config.OptimizerConfig(
+            name="adamw",
+            learning_rate=2e-5,
+            b2=0.98,
+            epsilon=1e-6,
+            schedule="polynomial",
+            warmup_steps=steps * 6 // 100,
+            final_fraction=0.0,
+            weight_decay=0.1,
+        ),
+        training=config.TrainingConfig(steps=steps),
+    )

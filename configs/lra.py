@@ -1,0 +1,61 @@
+"""The long-range tasks (Qin et al. 2023, Table 9): `--config=configs/lra.py:TASK[,METHOD]`, such as `:image,type1`.
+
+TASK is text, listops, retrieval, pathfinder or image; METHOD one of `sympow_jax.config.LRPE_METHODS`. ListOps is
+generated. Text and retrieval are bytes of TSV files with the columns `text` and `label`, or `text1`, `text2` and
+`label`; the two documents of a pair are one row, where the benchmark encodes each by itself. Pathfinder and image are
+gray pictures of 32 x 32, a folder a class. The table leaves out heads, the feed-forward layer, the schedule and weight
+decay: these are ours.
+"""
+
+from typing import Any
+
+from sympow_jax import config
+
+# Table 9: width, layers, rows of a batch, epochs, learning rate; then heads, tokens of a row, examples and classes.
+TASKS = {
+    "text": (128, 4, 256, 32, 1e-3, 4, 4000, 25_000, 2),
+    "listops": (128, 4, 256, 40, 1e-4, 4, 2000, 96_000, 10),
+    "retrieval": (64, 4, 64, 20, 1e-3, 2, 8000, 147_086, 2),
+    "pathfinder": (32, 4, 128, 200, 5e-4, 2, 1024, 160_000, 2),
+    "image": (100, 12, 100, 200, 1e-3, 2, 1024, 50_000, 10),
+}
+
+
+def get_config(choice: str = "listops") -> config.Config:
+    """The model and the data of the task that `choice` names."""
+    task, _, method = choice.partition(",")
+    if task not in TASKS:
+        raise ValueError(f"{task!r} in {choice!r} is not a task; it must be one of {', '.join(TASKS)}")
+    width, layers, rows, epochs, rate, heads, length, count, classes = TASKS[task]
+    steps = epochs * count // rows
+    return config.Config(
+        model=config.ModelConfig(
+            vocab_size=16 if task == "listops" else 256,
+            layers=layers,
+            width=width,
+            heads=heads,
+            norm="batch",
+            dtype="float32",
+            attention=config.lrpe_method(method or "type2", causal=False),
+        ),
+        task=config.TaskConfig(name="classification", classes=classes),
+        data=config.DataConfig(context_length=length, batch_tokens=rows * length, **_source(task)),
+        optimizer=config.OptimizerConfig(
+            learning_rate=rate, schedule="cosine", warmup_steps=steps // 20, final_fraction=0.0
+        ),
+        training=config.TrainingConfig(steps=steps),
+    )
+
+
+def _source(task: str) -> dict[str, Any]:
+    if task == "listops":
+        return {"source": "listops"}
+    ending = "" if task in ("pathfinder", "image") else ".tsv"
+    found: dict[str, Any] = {
+        "paths": (f"data/lra/{task}/train{ending}",),
+        "heldout_paths": (f"data/lra/{task}/test{ending}",),
+    }
+    if not ending:
+        pixels = {"image_tokens": True, "image_mode": "gray", "image_size": 32}
+        return {"source": "images", **pixels, **found}
+    return {"source": "tsv", "text_columns": ("text",) if task == "text" else ("text1", "text2"), **found}

@@ -1,0 +1,186 @@
+"""Trained encoders and image classifiers on the held-out rows: loss and the metrics of the task."""
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+from flax import nnx
+from jaxtyping import Array, Float, PyTree
+
+from sympow_jax import config as config_lib
+from sympow_jax import data, models
+from sympow_jax.evaluation import metrics, report
+from sympow_jax.evaluation import workdirs as workdirs_lib
+from sympow_jax.training import checkpoint, hosts, loss, sharding, workdir
+
+__all__ = ["evaluate_heldout", "heldout_metrics", "open_rows"]
+
+# At most so many tokens or patches go through a device at once.
+_CALL_TOKENS = 16_384
+# What may differ between runs that are compared: none of it changes a held-out row.
+_FREE = ("data.batch_tokens", "data.augment", "task.initial_run")
+
+
+def open_rows(config: config_lib.Config) -> Iterable[Mapping[str, np.ndarray]] | None:
+    """Batches of the held-out rows of a run's task; None where its settings hold nothing out.
+
+    Raises:
+      ValueError: the data cannot be opened as configured, or nothing is left to hold out.
+    """
+    found = config.data
+    if not found.heldout_paths and not found.heldout_fraction and found.source != "listops":
+        return None
+    devices = jax.local_device_count()
+    rows = min(_CALL_TOKENS // found.context_length, -(-found.batch_size // devices))
+    batch_size = devices * max(1, rows)
+    vocab_size = config.model.vocab_size
+    return data.heldout_rows(found, config.task, vocab_size=vocab_size, batch_size=batch_size)
+
+
+def heldout_metrics(
+    model: models.Model, task: config_lib.TaskConfig, batches: Iterable[Mapping[str, np.ndarray]]
+) -> dict[str, float]:
+    """What a model makes of all batches, by name, over the targets or labels that count; `count` is their number.
+
+    * `masked_token`: `loss` in nats and `perplexity`, exp(loss);
+    * `classification`: `loss` in nats, `accuracy` and `matthews`, of two classes `f1` too;
+    * `regression`: `loss`, the mean squared error, `pearson` and `spearman`.
+
+    Batches have a number of rows that the local devices divide, over which they are shared. Correlations with
+    predictions that are not finite are NaN.
+    """
+    mesh = sharding.whole_mesh(jax.local_devices())
+    graph, variables = nnx.split(model)
+    total, predictions, answers = 0.0, [], []
+    for batch in batches:
+        placed = {name: jax.device_put(x, sharding.batch_sharding(mesh, x.ndim)) for name, x in batch.items()}
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            sums, outputs = _call(graph, variables, placed)
+        total += float(sums.loss)
+        answer = batch["targets" if outputs is None else "labels"]
+        counts = ~np.isnan(answer) if answer.dtype.kind == "f" else answer >= 0
+        answers.append(answer[counts])
+        if outputs is not None:
+            predictions.append(np.asarray(outputs)[counts])
+    labels = np.concatenate(answers)
+    mean = total / len(labels)
+    if task.name == "masked_token":
+        with np.errstate(over="ignore"):
+            return {"loss": mean, "perplexity": float(np.exp(mean)), "count": len(labels)}
+    return {"loss": mean, **_of_labels(task, labels, np.concatenate(predictions)), "count": len(labels)}
+
+
+def _of_labels(
+    task: config_lib.TaskConfig, labels: np.ndarray, outputs: Float[np.ndarray, "n outputs"]
+) -> dict[str, float]:
+    if task.name == "regression":
+        values, finite = outputs[:, 0], bool(np.isfinite(outputs).all())
+        return {
+            "pearson": metrics.pearson(labels, values) if finite else math.nan,
+            "spearman": metrics.spearman(labels, values) if finite else math.nan,
+        }
+    predicted = outputs.argmax(-1)
+    found = {"accuracy": metrics.accuracy(labels, predicted), "matthews": metrics.matthews(labels, predicted)}
+    return found | ({"f1": metrics.f1(labels, predicted)} if task.classes == 2 else {})
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _call(
+    graph: nnx.GraphDef, variables: nnx.State, batch: PyTree
+) -> tuple[loss.Sums, Float[Array, "B outputs"] | None]:
+    model = nnx.merge(graph, variables)
+    if "targets" in batch:
+        return loss.sums(model, batch), None
+    outputs = loss.predict(model, batch)
+    return loss.label_sums(outputs, batch["labels"]), outputs
+
+
+def evaluate_heldout(
+    workdirs: Sequence[str | os.PathLike[str]],
+    *,
+    out: str | os.PathLike[str],
+    console: rich.console.Console | None = None,
+) -> dict[str, dict[str, float]]:
+    """Evaluates the newest checkpoint of every run on the same held-out rows and writes `heldout.json` into `out`.
+
+    Prints a table. Of several processes each evaluates by itself; the first alone writes and prints. Returns
+    `heldout_metrics` by the name of the run.
+
+    Raises:
+      ValueError: a workdir holds no run or no checkpoint, the runs' tasks or data differ, nothing is held out, or `out`
+        cannot be written.
+    """
+    console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
+    folder = workdirs_lib.writable_folder(out)
+    paths, configs = workdirs_lib.read_runs(workdirs)
+    _require_same_rows(paths, configs)
+    for path in paths:
+        checkpoint.require_checkpoint(path)
+    if open_rows(configs[0]) is None:
+        raise ValueError(
+            f"the run in {paths[0]} holds nothing out: data.heldout_paths is empty and data.heldout_fraction 0"
+        )
+    workdirs_lib.warn_of_changed_data(console, paths, configs[0])
+
+    found: dict[str, dict[str, float]] = {}
+    runs = []
+    for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
+        _, model, step = checkpoint.restore_model(path)
+        found[name] = heldout_metrics(model, config.task, open_rows(configs[0]) or ())
+        runs.append(
+            {
+                "run": name,
+                "workdir": str(path),
+                "step": step,
+                "metrics": {
+                    key: value if math.isfinite(value) else None for key, value in found[name].items()
+                },
+                "config": dataclasses.asdict(config),
+            }
+        )
+    if any(not math.isfinite(values["loss"]) for values in found.values()):
+        workdirs_lib.warn(console, "losses are not finite; they are null in the JSON")
+    if hosts.is_first():
+        with workdirs_lib.writing(folder):
+            workdir.write_json(folder / "heldout.json", {"task": configs[0].task.name, "runs": runs})
+    _print(found, configs[0].task, console)
+    return found
+
+
+def _require_same_rows(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
+    fixed = [_fixed(config) for config in configs]
+    for path, other in zip(paths[1:], fixed[1:]):
+        if different := workdir.differences(fixed[0], other):
+            raise ValueError(
+                f"{paths[0]} and {path} cannot be compared: {different} in the other; evaluate them apart"
+            )
+
+
+def _fixed(config: config_lib.Config) -> dict[str, Any]:
+    values = {"task": dataclasses.asdict(config.task), "data": dataclasses.asdict(config.data)}
+    flat = workdir.flatten({**values, "model": {"vocab_size": config.model.vocab_size}})
+    return {name: value for name, value in flat.items() if name not in _FREE}
+
+
+def _print(
+    found: Mapping[str, Mapping[str, float]], task: config_lib.TaskConfig, console: rich.console.Console
+) -> None:
+    table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
+    names = list(next(iter(found.values())))
+    for name in ("run", *names):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for run, values in found.items():
+        cells = [f"{values[name]:,}" if name == "count" else f"{values[name]:.4f}" for name in names]
+        table.add_row(rich.text.Text(run), *cells)
+    console.print(f"Held-out rows, task {task.name!r}", style="bold", highlight=False)
+    console.print(table, crop=False)

@@ -1,0 +1,57 @@
+"""The evaluation that a run's task asks for."""
+
+import os
+import pathlib
+from collections.abc import Sequence
+
+from sympow_jax import config as config_lib
+from sympow_jax.evaluation import heldout, runs
+from sympow_jax.evaluation import workdirs as workdirs_lib
+
+__all__ = ["check_settings", "evaluate", "finish"]
+
+
+def check_settings(config: config_lib.Config) -> None:
+    """Raises `ValueError` where a run could not be evaluated at its end: better before hours of training than after."""
+    evaluation = config.evaluation
+    if config.task.name != "next_token":
+        heldout.open_rows(config)
+    elif evaluation.context_lengths:
+        runs.select_documents(config, evaluation.context_lengths, evaluation.documents)
+
+
+def finish(config: config_lib.Config, folder: pathlib.Path) -> None:
+    """The evaluation at the end of training: by position where lengths are asked for, else of held-out rows if any."""
+    if config.task.name == "next_token":
+        if config.evaluation.context_lengths:
+            runs.evaluate_runs([folder], config.evaluation.context_lengths, out=folder)
+    elif heldout.open_rows(config) is not None:
+        heldout.evaluate_heldout([folder], out=folder)
+
+
+def evaluate(
+    workdirs: Sequence[str | os.PathLike[str]],
+    lengths: Sequence[int] | None = None,
+    *,
+    out: str | os.PathLike[str],
+    documents: int | None = None,
+) -> None:
+    """`evaluate_runs` for runs that predict the next token, `evaluate_heldout` for others.
+
+    Raises:
+      ValueError: what those raise; the runs are of both kinds, or lengths or documents are given for the second.
+    """
+    paths, configs = workdirs_lib.read_runs(workdirs)
+    tasks = [config.task.name for config in configs]
+    if len(set(tasks)) > 1:
+        named = ", ".join(f"{path} ({task})" for path, task in zip(paths, tasks))
+        raise ValueError(f"the runs are of different tasks: {named}; evaluate them apart")
+    if tasks[0] == "next_token":
+        runs.evaluate_runs(workdirs, lengths, out=out, documents=documents)
+        return
+    if lengths is not None or documents is not None:
+        raise ValueError(
+            f"--context_lengths and --documents are for runs that predict the next token; {paths[0]} is of the task "
+            f"{tasks[0]!r}: leave them out"
+        )
+    heldout.evaluate_heldout(workdirs, out=out)

@@ -1,0 +1,86 @@
+"""The runs that are evaluated, their names, and the folder of the results."""
+
+import contextlib
+import json
+import os
+import pathlib
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import rich.console
+
+from sympow_jax import config as config_lib
+from sympow_jax import data
+from sympow_jax.training import workdir
+
+__all__ = ["read_runs", "run_names", "warn", "warn_of_changed_data", "writable_folder", "writing"]
+
+
+def read_runs(
+    workdirs: Sequence[str | os.PathLike[str]],
+) -> tuple[list[pathlib.Path], list[config_lib.Config]]:
+    """The workdirs and the settings of their runs.
+
+    Raises:
+      ValueError: there is none, one is given twice, or one holds no run.
+    """
+    if not workdirs:
+        raise ValueError("no workdir is given")
+    paths = [pathlib.Path(path) for path in workdirs]
+    configs = [workdir.read_config(path) for path in paths]
+    resolved = Counter(path.resolve() for path in paths)
+    for path in paths:
+        if resolved[path.resolve()] > 1:
+            raise ValueError(f"workdir {path} is given more than once")
+    return paths, configs
+
+
+def warn_of_changed_data(
+    console: rich.console.Console, paths: Sequence[pathlib.Path], config: config_lib.Config
+) -> None:
+    """All runs see the same held-out documents; that one was trained beside others should be known."""
+    digest = data.describe(config.data)["digest"]
+    for path in paths:
+        record = path / "data.json"
+        if record.is_file() and json.loads(record.read_text())["digest"] != digest:
+            warn(console, f"the data has changed since {path} was trained on it; see its data.json")
+
+
+def run_names(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> list[str]:
+    """The workdirs' base names; with the preset, or else in full, where they would be ambiguous."""
+    base = [path.absolute().name for path in paths]
+    with_preset = [f"{name} ({_preset_name(config.model)})" for name, config in zip(base, configs)]
+    for names in (base, with_preset):
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def _preset_name(model: config_lib.ModelConfig) -> str:
+    attention = model.attention
+    for name, fields in config_lib.PRESETS.items():
+        if all(getattr(attention, field) == value for field, value in fields.items()):
+            return name
+    return f"{attention.kernel}, {attention.decay}, {attention.position}"
+
+
+def warn(console: rich.console.Console, message: str) -> None:
+    console.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def writing(folder: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write the results to {folder}: {error.strerror}") from error
+
+
+def writable_folder(out: str | os.PathLike[str]) -> pathlib.Path:
+    """`out` as a folder that exists; found out before the work, not after it."""
+    folder = pathlib.Path(out)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    return folder

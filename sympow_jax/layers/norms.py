@@ -1,0 +1,52 @@
+"""Normalisation over the width, or over the batch."""
+
+from typing import Any
+
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax.array_types import Array, Float, Int
+
+__all__ = ["MOMENTUM", "Norm", "make_norm", "normalise"]
+
+_EPSILON = 1e-5  # GPT-2's, and everybody's for batch normalisation
+# What a running mean keeps at each batch.
+MOMENTUM = 0.9
+
+Norm = nnx.LayerNorm | nnx.BatchNorm
+
+
+def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs) -> Norm:
+    """The normalisation that `config.norm` names, its statistics in float32 and its results in `dtype`.
+
+    Batch normalisation ("Batch Normalization", Ioffe and Szegedy 2015) uses its running means until the model's
+    `train()` is called; then those of the batch, each with the biased variance, and moves the running ones by a tenth
+    of the difference. They are variables of the kind `nnx.BatchStat`.
+    """
+    if config.norm == "layer":
+        return nnx.LayerNorm(config.width, epsilon=_EPSILON, dtype=dtype, rngs=rngs)
+    return nnx.BatchNorm(
+        config.width,
+        use_running_average=True,
+        momentum=MOMENTUM,
+        epsilon=_EPSILON,
+        dtype=dtype,
+        use_fast_variance=False,
+        promote_dtype=_unchanged,
+        rngs=rngs,
+    )
+
+
+def normalise(
+    norm: Norm, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
+) -> Float[Array, "B T M"]:
+    """x normalised; padding (a negative segment id) counts in no mean."""
+    if isinstance(norm, nnx.LayerNorm):
+        return norm(x)
+    return norm(x, mask=None if segment_ids is None else segment_ids[..., None] >= 0)
+
+
+def _unchanged(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
+    # The residual stream and the statistics are float32; Flax would round them first.
+    del dtype, inexact
+    return arrays

@@ -1,0 +1,32 @@
+"""The model of a run's settings."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax.layers import initializers, partitioning
+from sympow_jax.models import decoder, encoder, image_classifier
+
+__all__ = ["Model", "make", "parameter_specs"]
+
+Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier
+
+
+def make(config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs) -> Model:
+    """A new model: of images if it has a patch size, else a decoder for the next token and an encoder for others."""
+    if config.patch_size is not None:
+        return image_classifier.ImageClassifier(config, task, rngs=rngs)
+    if task.name == "next_token":
+        return decoder.DecoderLM(config, rngs=rngs)
+    return encoder.Encoder(config, task, rngs=rngs)
+
+
+def parameter_specs(model: Model) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:
+    """How a model's matrices are divided over a mesh, by path; all other parameters are on every device."""
+    specs: dict[tuple[Any, ...], jax.sharding.PartitionSpec] = {("embedding",): partitioning.ROWS}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, initializers.Linear):
+            specs[*path, "kernel"] = module.spec
+    return specs

@@ -1,0 +1,66 @@
+"""A classifier of images: patches through bidirectional blocks."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax import layers
+from sympow_jax.array_types import Array, Float
+from sympow_jax.layers import initializers
+from sympow_jax.models import block, head
+
+__all__ = ["ImageClassifier"]
+
+
+class ImageClassifier(nnx.Module):
+    """Blocks over the patches of an image, row by row, and a linear layer of their mean.
+
+    DeiT (Touvron et al. 2021) differs in this: a class token beside the patches is read out, positions are learned and
+    added, and its projections have biases. Matrix products are in `config.dtype`; parameters, the residual stream and
+    the head are float32.
+    """
+
+    def __init__(self, config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs):
+        assert config.patch_size is not None  # `Config` wants it for images
+        assert task.outputs is not None
+        self.config, self.patch_size = config, config.patch_size
+        self.patch = nnx.Linear(
+            config.patch_size**2 * config.channels,
+            config.width,
+            dtype=jnp.dtype(config.dtype),
+            kernel_init=nnx.initializers.normal(initializers.STANDARD_DEVIATION),
+            rngs=rngs,
+        )
+        self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
+        self.blocks = nnx.List([block.Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
+        self.head = head.Head(config, task.outputs, rngs=rngs)
+
+    def classify(self, images: Float[Array, "B H W channels"]) -> Float[Array, "B outputs"]:
+        """Logits of the classes of each image, or the number predicted for it, in float32.
+
+        Raises:
+          ValueError: the patch size does not divide the images, or they have another number of channels.
+        """
+        _, height, width, channels = images.shape
+        side = self.patch_size
+        if height % side or width % side:
+            raise ValueError(
+                f"images are {height} x {width} pixels, which model.patch_size {side} does not divide; use a "
+                f"divisor of both"
+            )
+        if channels != self.config.channels:
+            raise ValueError(f"images have {channels} channels, but model.channels is {self.config.channels}")
+        x = self.patch(_patches(images, side)).astype(jnp.float32)
+        x = layers.normalise(self.embedding_norm, x, None)
+        if self.config.attention.position == "sinusoidal":
+            x, _ = block.add_sinusoids(x, None)
+        x = block.run(self.blocks, x, None, self.config.remat)
+        return self.head(layers.normalise(self.final_norm, x, None), None)
+
+
+def _patches(images: Float[Array, "B H W channels"], side: int) -> Float[Array, "B T values"]:
+    """Squares of `side` pixels, from left to right and then down, each its pixels in the same order."""
+    batch, height, width, channels = images.shape
+    x = images.reshape(batch, height // side, side, width // side, side, channels)
+    return x.swapaxes(2, 3).reshape(batch, -1, side * side * channels)

@@ -1,0 +1,75 @@
+"""Normalisation over the batch: the formula, its running means, and padding."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, layers
+
+WIDTH = 6
+SEGMENT_IDS = np.array([[0, 0, 0, 0, -1], [0, 0, -1, -1, -1]], np.int32)
+
+
+def make(norm, dtype="float32"):
+    model = config.ModelConfig(vocab_size=8, layers=1, width=WIDTH, heads=1, dtype=dtype, norm=norm)
+    made = layers.make_norm(model, jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    made.scale[...] = jnp.linspace(0.5, 2, WIDTH)
+    made.bias[...] = jnp.linspace(-1, 1, WIDTH)
+    return made
+
+
+def values(shift=3.0):
+    return np.random.default_rng(0).normal(shift, 2.0, (2, 5, WIDTH)).astype(np.float32)
+
+
+def formula(x, mean, variance):
+    return (x - mean) / np.sqrt(variance + 1e-5) * np.linspace(0.5, 2, WIDTH) + np.linspace(-1, 1, WIDTH)
+
+
+@pytest.mark.parametrize("segment_ids", [None, SEGMENT_IDS])
+def test_batch_normalisation_is_the_formula_over_tokens_that_are_not_padding(segment_ids):
+    norm, x = make("batch"), values()
+    norm.train()
+    tokens = (x if segment_ids is None else x[segment_ids >= 0]).reshape(-1, WIDTH).astype(np.float64)
+    out = layers.normalise(norm, jnp.asarray(x), segment_ids)
+    np.testing.assert_allclose(out, formula(x, tokens.mean(0), tokens.var(0)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(norm.mean[...], 0.1 * tokens.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(norm.var[...], 0.9 + 0.1 * tokens.var(0), rtol=1e-5)
+
+
+def test_means_of_a_batch_far_from_zero():
+    """The variance is that of differences from the mean: squares of 1e4 would leave nothing of it."""
+    norm, x = make("batch"), values(shift=1e4)
+    norm.train()
+    tokens = x.reshape(-1, WIDTH).astype(np.float64)
+    layers.normalise(norm, jnp.asarray(x), None)
+    np.testing.assert_allclose(norm.var[...], 0.9 + 0.1 * tokens.var(0), rtol=1e-3)
+
+
+def test_evaluation_uses_running_means_and_leaves_them():
+    norm, x = make("batch"), values()
+    norm.mean[...], norm.var[...] = jnp.full(WIDTH, 2.0), jnp.full(WIDTH, 9.0)
+    out = layers.normalise(norm, jnp.asarray(x), SEGMENT_IDS)
+    np.testing.assert_allclose(out, formula(x, 2.0, 9.0), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(norm.mean[...], np.full(WIDTH, 2.0))
+
+
+def test_statistics_are_float32_whatever_the_dtype():
+    exact, rounded = make("batch"), make("batch", "bfloat16")
+    for norm in (exact, rounded):
+        norm.train()
+    x = jnp.asarray(values(shift=100.0))  # of which bfloat16 keeps no digit behind the point
+    outs = [layers.normalise(norm, x, None) for norm in (exact, rounded)]
+    assert outs[1].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(outs[0].astype(jnp.bfloat16), outs[1])
+    np.testing.assert_array_equal(exact.mean[...], rounded.mean[...])
+
+
+def test_layer_normalisation_has_no_running_means():
+    norm = make("layer")
+    assert not nnx.to_pure_dict(nnx.state(norm, nnx.BatchStat))
+    x = values()
+    out = layers.normalise(norm, jnp.asarray(x), SEGMENT_IDS)
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    np.testing.assert_allclose(out, formula(x, mean, variance), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,96 @@
+"""The encoder: every token sees its document, nothing sees padding, and rows have classes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, models
+
+TIME = 12
+
+
+def small(method="type2", task="classification", **changes):
+    settings = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "dtype": "float32", **changes}
+    model = config.ModelConfig(attention=config.lrpe_method(method, causal=False), **settings)
+    of = config.TaskConfig(name=task, classes=5 if task == "classification" else None)
+    made = models.make(model, of, rngs=nnx.Rngs(0))
+    for block in made.blocks:  # so that attention matters at this size
+        for name in ("query", "key", "value", "out"):
+            getattr(block.attention, name).kernel[...] *= 10
+    return made
+
+
+def tokens(batch=2, time=TIME):
+    return jax.random.randint(jax.random.key(1), (batch, time), 0, 32)
+
+
+@nnx.jit
+def run(model, tokens, segment_ids):
+    """Hidden states and logits of classes."""
+    hidden = model.hidden(tokens, segment_ids=segment_ids)
+    return hidden, model.head(hidden, segment_ids)
+
+
+def test_shapes_and_dtypes():
+    model = small(dtype="bfloat16", activation="relu")
+    hidden, classes = run(model, tokens(), jnp.zeros_like(tokens()))
+    assert (hidden.shape, hidden.dtype) == ((2, TIME, 16), jnp.bfloat16)
+    assert (classes.shape, classes.dtype) == ((2, 5), jnp.float32)
+    logits = model.unembed(hidden)
+    assert (logits.shape, logits.dtype) == ((2, TIME, 32), jnp.float32)
+    number = jax.eval_shape(small(task="regression").classify, tokens())
+    assert (number.shape, number.dtype) == ((2, 1), jnp.float32)
+    assert not hasattr(small(task="masked_token"), "head")
+
+
+@pytest.mark.parametrize("method", ["softmax", "base", "type2"])
+def test_every_token_sees_its_whole_document_and_no_other(method):
+    model = small(method)
+    segment_ids = jnp.asarray([[0] * 7 + [1] * 5] * 2)
+    before, _ = run(model, tokens(), segment_ids)
+    after, _ = run(model, tokens().at[:, 5].add(1) % 32, segment_ids)
+    assert np.abs(before - after)[:, :7].max(-1).min() > 1e-4
+    np.testing.assert_array_equal(before[:, 7:], after[:, 7:])
+
+
+@pytest.mark.parametrize("method", ["softmax", "base", "type2"])
+def test_padding_does_not_matter(method):
+    model, ids = small(method), jnp.zeros_like(tokens())
+    _, bare = run(model, tokens(), ids)
+    padded = jnp.pad(tokens(), ((0, 0), (0, 5)), constant_values=7)
+    _, found = run(model, padded, jnp.pad(ids, ((0, 0), (0, 5)), constant_values=-1))
+    np.testing.assert_allclose(found, bare, rtol=1e-5, atol=1e-6)
+    _, seen = run(model, padded, jnp.pad(ids, ((0, 0), (0, 5))))
+    assert np.abs(seen - bare).max() > 1e-5
+
+
+def test_the_head_reads_the_mean_of_tokens():
+    model = small()
+    segment_ids = jnp.asarray([[0] * TIME, [0] * 4 + [-1] * (TIME - 4)])
+    hidden, found = run(model, tokens(), segment_ids)
+    hidden = np.asarray(hidden, np.float64)
+    means = np.stack([hidden[0].mean(0), hidden[1, :4].mean(0)])
+    kernel, bias = (
+        np.asarray(x[...], np.float64) for x in (model.head.linear.kernel, model.head.linear.bias)
+    )
+    np.testing.assert_allclose(found, means @ kernel + bias, rtol=1e-5)
+
+
+def test_a_row_depends_on_its_batch_in_training_alone():
+    model, ids = small(norm="batch"), jnp.zeros_like(tokens())
+    model.embedding_norm.mean[...] += 0.01
+    other = tokens().at[1].set(tokens()[1, ::-1] // 2)
+    np.testing.assert_array_equal(run(model, tokens(), ids)[1][0], run(model, other, ids)[1][0])
+    model.train()
+    assert np.abs(run(model, tokens(), ids)[1][0] - run(model, other, ids)[1][0]).max() > 1e-3
+
+
+def test_roberta_has_as_many_parameters_as_its_shape():
+    attention = config.lrpe_method("base", causal=False)
+    model = config.ModelConfig(vocab_size=50_265, layers=12, width=768, heads=12, attention=attention)
+    task = config.TaskConfig(name="masked_token")
+    shapes = nnx.eval_shape(lambda: models.make(model, task, rngs=nnx.Rngs(0)))
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
+    assert count == 12 * (12 * 768**2 + 4 * 768) + 50_265 * 768 + 4 * 768

@@ -1,0 +1,77 @@
+"""The image classifier: its patches, its positions, its size."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, models
+
+
+def make(attention, *, classes=5, **changes):
+    settings = {"patch_size": 4, "channels": 2, "layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
+    model = config.ModelConfig(attention=attention, **settings | changes)
+    task = config.TaskConfig(name="classification", classes=classes)
+    return models.make(model, task, rngs=nnx.Rngs(0))
+
+
+def images(batch=3):
+    return jax.random.normal(jax.random.key(1), (batch, 8, 12, 2))
+
+
+classify = nnx.jit(models.ImageClassifier.classify)
+
+
+def test_patches_are_squares_row_by_row():
+    """An image is classified as the model's own layers do with patches that are cut out one by one."""
+    model = make(config.lrpe_method("base", causal=False))
+    x = np.asarray(images())
+    cut = [
+        x[:, top : top + 4, left : left + 4].reshape(3, -1)
+        for top, left in itertools.product((0, 4), (0, 4, 8))
+    ]
+    singles = jnp.stack(cut, axis=1)[:, :, None, :].reshape(3, 6 * 4, 4, 2)
+    # A column of patches, in the same order.
+    np.testing.assert_allclose(classify(model, singles), classify(model, images()), rtol=1e-5, atol=1e-6)
+    assert classify(model, images()).shape == (3, 5)
+
+
+@pytest.mark.parametrize("method", ["base", "type2"])
+def test_the_order_of_patches_matters(method):
+    model = make(config.lrpe_method(method, causal=False))
+    for name in ("query", "key", "value", "out"):
+        getattr(model.blocks[0].attention, name).kernel[...] *= 10
+    swapped = jnp.concatenate([images()[:, 4:], images()[:, :4]], axis=1)
+    assert np.abs(classify(model, images()) - classify(model, swapped)).max() > 1e-5
+
+
+def test_without_positions_the_order_of_patches_does_not_matter():
+    model = make(config.AttentionConfig(kernel="linear", decay="none", position="none", causal=False))
+    swapped = jnp.concatenate([images()[:, 4:], images()[:, :4]], axis=1)
+    np.testing.assert_allclose(classify(model, images()), classify(model, swapped), rtol=1e-5, atol=1e-6)
+
+
+def test_deit_small_has_22_million_parameters():
+    model = config.ModelConfig(
+        patch_size=16, layers=12, width=384, heads=6, attention=config.lrpe_method("base", causal=False)
+    )
+    task = config.TaskConfig(name="classification", classes=1000)
+    shapes = nnx.eval_shape(lambda: models.make(model, task, rngs=nnx.Rngs(0)))
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
+    assert count / 22.04e6 == pytest.approx(1, abs=0.01)  # Table 3; DeiT has biases and learned positions
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((1, 8, 10, 2), r"images are 8 x 10 pixels, which model\.patch_size 4 does not divide"),
+        ((1, 8, 8, 3), r"images have 3 channels, but model\.channels is 2"),
+    ],
+)
+def test_images_that_do_not_fit(shape, message):
+    model = make(config.lrpe_method("base", causal=False))
+    with pytest.raises(ValueError, match=message):
+        model.classify(jnp.zeros(shape))

@@ -1,0 +1,199 @@
+"""Training encoders and image classifiers: what is minimised, batch normalisation, and where a run starts from."""
+
+import dataclasses
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import train
+from sympow_jax import config, layers
+from sympow_jax.training import checkpoint, initial, sharding, step
+
+ROWS, TIME, CLASSES = 4, 8, 3
+
+
+def make(task="classification", *, accumulate=1, **model) -> config.Config:
+    """One layer of width 16 on rows of 8 tokens; what moves parameters is the gradient itself."""
+    attention = config.preset("softmax", causal=False)
+    shape = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "dtype": "float32", **model}
+    return config.Config(
+        model=config.ModelConfig(attention=attention, **shape),
+        task=config.TaskConfig(name=task, classes=CLASSES if task == "classification" else None),
+        data=config.DataConfig(
+            source="tsv", paths=("x",), text_columns=("text",), context_length=TIME, batch_tokens=ROWS * TIME
+        ),
+        optimizer=config.OptimizerConfig(name="sgd", learning_rate=1.0, accumulate=accumulate),
+    )
+
+
+def batch(task="classification") -> dict[str, np.ndarray]:
+    """Rows of several lengths, the label of one of which does not count."""
+    generator = np.random.default_rng(0)
+    segments = np.zeros((ROWS, TIME), np.int32)
+    segments[1, 5:], segments[3, 2:] = -1, -1
+    labels = np.array([2, 0, -1, 1], np.int32)
+    if task == "regression":
+        labels = np.array([0.5, -2.0, np.nan, 3.0], np.float32)
+    tokens = generator.integers(0, 32, (ROWS, TIME)).astype(np.int32)
+    return {"inputs": tokens, "segment_ids": segments, "labels": labels}
+
+
+def update(settings: config.Config, rows, state=None) -> tuple[step.TrainState, dict[str, float]]:
+    mesh = sharding.make_mesh(settings)
+    state = step.init_state(settings, mesh) if state is None else state
+    state, metrics = step.make_update(settings, mesh)(state, sharding.place_batch(rows, mesh))
+    return state, {name: float(value) for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_the_loss_is_the_mean_over_labels_that_count(task):
+    settings, rows = make(task), batch(task)
+    params = step.init_state(settings, sharding.whole_mesh()).params
+    model, counts = step.merge(settings, params), np.array([0, 1, 3])
+    outputs = np.asarray(model.classify(rows["inputs"], segment_ids=rows["segment_ids"]), np.float64)[counts]
+    labels = rows["labels"][counts]
+    _, metrics = update(settings, rows)
+    if task == "regression":
+        assert metrics["loss"] == pytest.approx(np.mean((outputs[:, 0] - labels) ** 2), rel=1e-5)
+        assert "accuracy" not in metrics
+        return
+    logs = outputs - np.log(np.exp(outputs).sum(-1, keepdims=True))
+    assert metrics["loss"] == pytest.approx(-np.mean(logs[np.arange(3), labels]), rel=1e-5)
+    assert metrics["accuracy"] == pytest.approx(np.mean(outputs.argmax(-1) == labels))
+
+
+def test_micro_batches_equal_the_batch():
+    whole, expected = update(make(), batch())
+    state, metrics = update(make(accumulate=2), batch())
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, whole.params)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_running_means_of_the_first_norm_are_the_formula(accumulate):
+    """It normalises the embeddings of tokens, which are known; each micro-batch moves its means by a tenth."""
+    settings, rows = make(norm="batch", accumulate=accumulate), batch()
+    embedding = np.asarray(step.init_state(settings, sharding.whole_mesh()).params["embedding"], np.float64)
+    state, _ = update(settings, rows)
+    mean, variance = np.zeros(16), np.ones(16)
+    for part in range(accumulate):
+        tokens = rows["inputs"][part::accumulate][rows["segment_ids"][part::accumulate] >= 0]
+        mean = 0.9 * mean + 0.1 * embedding[tokens].mean(0)
+        variance = 0.9 * variance + 0.1 * embedding[tokens].var(0)
+    found = state.statistics["embedding_norm"]
+    np.testing.assert_allclose(found["mean"], mean, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(found["var"], variance, rtol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["attention", "full"])
+def test_rematerialisation_changes_neither_gradients_nor_running_means(remat):
+    expected, _ = update(make(norm="batch"), batch())
+    state, _ = update(make(norm="batch", remat=remat), batch())
+    for found, wanted in ((state.params, expected.params), (state.statistics, expected.statistics)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+def test_only_batch_normalisation_has_running_means():
+    state = step.abstract_state(make(), sharding.whole_mesh())
+    assert state.statistics == {}
+    state = step.abstract_state(make(norm="batch"), sharding.whole_mesh())
+    assert len(jax.tree.leaves(state.statistics)) == 2 * 4
+
+
+@pytest.fixture
+def texts(tmp_path: pathlib.Path):
+    """Runs of a few steps on lines whose label is their first word."""
+    words = ("red", "green", "blue")
+    lines = [f"{words[i % 3]} {'thing ' * (i % 4)}\t{i % 3}" for i in range(60)]
+    (tmp_path / "lines.tsv").write_text("\n".join(["text\tlabel", *lines]) + "\n")
+    (tmp_path / "plain.txt").write_text(" ".join(words) * 40)
+
+    def of(task="classification", steps=2, initial_run=None, **model) -> config.Config:
+        base = make(task, vocab_size=256, **model)
+        data = dataclasses.replace(base.data, paths=(str(tmp_path / "lines.tsv"),), heldout_fraction=0.2)
+        if task == "masked_token":
+            data = dataclasses.replace(
+                data, source="text", paths=(str(tmp_path / "plain.txt"),), heldout_fraction=0.0
+            )
+        return dataclasses.replace(
+            base,
+            data=data,
+            task=dataclasses.replace(base.task, initial_run=initial_run),
+            optimizer=config.OptimizerConfig(learning_rate=1e-2),
+            training=config.TrainingConfig(steps=steps, checkpoint_every=2),
+        )
+
+    return of
+
+
+def test_resuming_is_exact_with_batch_normalisation(texts, tmp_path):
+    assert train.train(texts(steps=4, norm="batch"), tmp_path / "whole") == 0
+    assert train.train(texts(steps=2, norm="batch"), tmp_path / "halves") == 0
+    assert train.train(texts(steps=4, norm="batch"), tmp_path / "halves") == 0
+    mesh = sharding.whole_mesh()
+    (_, found, _), (_, expected, _) = (
+        checkpoint.restore_arrays(tmp_path / name, mesh) for name in ("halves", "whole")
+    )
+    assert set(found) == {"params", "statistics"}
+    assert np.abs(found["statistics"]["final_norm"]["mean"]).max() > 0
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    lines = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(0 <= line["accuracy"] <= 1 for line in lines)
+
+
+def test_a_restored_model_uses_its_running_means(texts, tmp_path):
+    assert train.train(texts(steps=2, norm="batch"), tmp_path) == 0
+    _, model, _ = checkpoint.restore_model(tmp_path)
+    _, arrays, _ = checkpoint.restore_arrays(tmp_path, sharding.whole_mesh())
+    means = arrays["statistics"]["embedding_norm"]
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 16)), jnp.float32)
+    expected = (x - means["mean"]) / np.sqrt(means["var"] + 1e-5)
+    expected = expected * model.embedding_norm.scale[...] + model.embedding_norm.bias[...]
+    np.testing.assert_allclose(
+        layers.normalise(model.embedding_norm, x, None), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_run_starts_from_the_encoder_of_another(texts, tmp_path):
+    first = tmp_path / "first"
+    assert train.train(texts("masked_token"), first) == 0
+    mesh = sharding.whole_mesh()
+    settings = texts(initial_run=str(first))
+    state, new = initial.begin(settings, mesh), step.init_state(settings, mesh)
+    _, arrays, _ = checkpoint.restore_arrays(first, mesh)
+    assert set(state.params) - set(arrays["params"]) == {"head"}
+    for name, found in state.params.items():
+        expected = new.params["head"] if name == "head" else arrays["params"][name]
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert int(state.step) == 0
+    assert train.train(settings, tmp_path / "second") == 0
+    # A run that has begun no longer needs what it started from.
+    first.rename(tmp_path / "gone")
+    assert (
+        train.train(
+            dataclasses.replace(settings, training=config.TrainingConfig(steps=3)), tmp_path / "second"
+        )
+        == 0
+    )
+
+
+def test_an_initial_run_that_cannot_be(texts, tmp_path):
+    mesh = sharding.whole_mesh()
+    with pytest.raises(ValueError, match=r"task\.initial_run: .*nowhere is not the workdir of a run"):
+        initial.begin(texts(initial_run=str(tmp_path / "nowhere")), mesh)
+    first = tmp_path / "first"
+    assert train.train(texts("masked_token", steps=1), first) == 0
+    with pytest.raises(
+        ValueError, match=r"does not fit: model\.head_dim was 8 and is 4, model\.width was 16 and is 8"
+    ):
+        initial.begin(texts(initial_run=str(first), width=8), mesh)
+    with pytest.raises(ValueError, match=r"model\.norm was 'layer' and is 'batch'"):
+        initial.begin(texts(initial_run=str(first), norm="batch"), mesh)
+    (first / "checkpoints").rename(first / "moved")
+    with pytest.raises(ValueError, match=r"task\.initial_run: .*first has no checkpoint yet"):
+        initial.begin(texts(initial_run=str(first)), mesh)
