@@ -25,23 +25,28 @@ __all__ = ["medians", "nested", "print_place", "print_table", "write"]
 
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 
+# Behind the point, of losses in nats and of ratios.
+_DIGITS = 6
+
 Row = Mapping[str, Any]
 
 
 def write(
     options: _command.Options, rows: Sequence[Row], folders: Mapping[str, pathlib.Path], **more: Any
 ) -> pathlib.Path:
-    """Writes the rows to `results`.csv and, with what they were made by and `more`, to .json in the results folder.
+    """Writes NAME.csv with the rows and NAME.json with them, with what they were made by and with `more`.
 
     Returns the path of the plot to draw beside them.
     """
     path = options.results / options.results.name
+    rows = [{name: _rounded(value) for name, value in row.items()} for row in rows]
     with path.with_suffix(".csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    content = _about(options, folders) | more | {"rows": [_without_nan(row) for row in rows]}
-    path.with_suffix(".json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    about = json.dumps(_about(options, folders) | more, indent=1).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(_without_nan(row), allow_nan=False)}" for row in rows)
+    path.with_suffix(".json").write_text(f'{about},\n "rows": [\n{lines}\n ]\n}}\n')
     return path.with_suffix(".png")
 
 
@@ -115,6 +120,10 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat
+
+
+def _rounded(value: Any) -> Any:
+    return round(value, _DIGITS) if isinstance(value, float) else value
 
 
 def _without_nan(row: Row) -> dict[str, Any]:
