@@ -94,8 +94,8 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about
             axes.axhline(panel.level, color="#999999", linewidth=1.0, zorder=1)
         above = {"title": panel.title} if many else {"title": title, "about": about}
         figures.style(axes, x_label=panel.x_label, y_label=panel.y_label, **above)
-        if panel.limits:
-            axes.set_ylim(*panel.limits)
+        if limits := _limits(panel, panels):
+            axes.set_ylim(*limits)
         for x, text in panel.marks:
             figures.mark(axes, x, text)
         if not many:
@@ -114,6 +114,12 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about
         for axes in all_axes[1:]:
             axes.set_ylabel("" if panels[0].y_label == panels[-1].y_label else axes.get_ylabel())
     _save(figure, path)
+
+
+def _limits(panel: Panel, panels: Sequence[Panel]) -> tuple[float, float] | None:
+    """The panel's own, or around those of all panels where the panels share their heights."""
+    shared = [other.limits for other in panels if other.y_label == panel.y_label and other.limits]
+    return (min(low for low, _ in shared), max(high for _, high in shared)) if shared else None
 
 
 def _draw(axes: matplotlib.axes.Axes, line: Line, tint: str, marker: str):

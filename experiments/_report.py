@@ -44,9 +44,9 @@ def write(
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    about = json.dumps(_about(options, folders) | more, indent=1).removesuffix("\n}")
+    about = json.dumps(_without_nan(_about(options, folders) | more), indent=1, allow_nan=False)
     lines = ",\n".join(f"  {json.dumps(_without_nan(row), allow_nan=False)}" for row in rows)
-    path.with_suffix(".json").write_text(f'{about},\n "rows": [\n{lines}\n ]\n}}\n')
+    path.with_suffix(".json").write_text(f'{about.removesuffix("\n}")},\n "rows": [\n{lines}\n ]\n}}\n')
     return path.with_suffix(".png")
 
 
@@ -126,11 +126,11 @@ def _rounded(value: Any) -> Any:
     return round(value, _DIGITS) if isinstance(value, float) else value
 
 
-def _without_nan(row: Row) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
+def _without_nan(value: Any) -> Any:
+    """The value with null for what is not finite, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {name: _without_nan(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cell(value: Any) -> str:

@@ -32,7 +32,7 @@ __all__ = [
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # Of an update; small, so that the few updates of fifteen minutes are many.
 _TOY_TOKENS = 2048
-_POINTS = 40
+_POINTS = 25
 # The smallest model, which tests train.
 _TINY = config.ModelConfig(vocab_size=256, layers=1, width=16, heads=2, dtype="float32")
 
@@ -150,7 +150,7 @@ def curve(folder: pathlib.Path) -> Float[np.ndarray, " steps"]:
 
 
 def thinned(losses: Float[np.ndarray, " steps"]) -> list[tuple[int, float]]:
-    """At most 40 points of a curve: an update, and the mean since the point before."""
+    """At most 25 points of a curve: an update, and the mean since the point before."""
     parts = np.array_split(np.arange(len(losses)), min(_POINTS, len(losses)))
     return [(int(part[-1]) + 1, float(losses[part].mean())) for part in parts]
 

@@ -159,7 +159,7 @@ def test_every_variant(experiment, name):
 @pytest.mark.parametrize(
     ("module", "contexts"), [(context_scaling, (1024, 4096, 16_384, 65_536)), (evaluation_context, (16_384,))]
 )
-def test_the_papers_scale_is_its_configuration(monkeypatch, module, contexts):
+def test_the_papers_scale_is_its_configuration(monkeypatch, tmp_path, module, contexts):
     wanted = {}
     monkeypatch.setattr("experiments._runs.train_all", lambda _, runs: wanted.update(runs) or exit(0))
     with pytest.raises(SystemExit):
