@@ -130,3 +130,26 @@ def test_xla_counts_as_many(name, form, chunk, context):
 )
 def test_peaks(kind, peak):
     assert flops.peak_flops(types.SimpleNamespace(device_kind=kind)) == peak
+
+
+def test_encoders_by_hand():
+    """Every pair counts, features have no chunk beside them, and masked tokens alone are unembedded."""
+    task = config.TaskConfig(name="masked_token", mask_fraction=0.25)
+    blocks = 6 * 12 * 12 * 768**2
+    for attention, per_head in (
+        (config.preset("softmax", causal=False), 256 * 512),
+        (config.lrpe_method("base", causal=False), 4 * 64 * 64),
+        (config.lrpe_method("type1", causal=False), 4 * 128 * 64),  # complex features
+    ):
+        model = dataclasses.replace(_gpt2("softmax"), attention=attention)
+        found = flops.model_flops_per_token(model, 512, task)
+        assert found == blocks + 6 * 768 * 50_304 // 4 + 3 * 12 * 12 * per_head
+
+
+def test_images_by_hand():
+    """DeiT-small: the embedding of patches of 16 x 16 x 3, and nothing for the head of a row."""
+    attention = config.lrpe_method("base", causal=False)
+    model = config.ModelConfig(patch_size=16, layers=12, width=384, heads=6, attention=attention)
+    task = config.TaskConfig(name="classification", classes=1000)
+    expected = 6 * 12 * 12 * 384**2 + 6 * 768 * 384 + 3 * 12 * 6 * 4 * 64 * 64
+    assert flops.model_flops_per_token(model, 196, task) == expected
