@@ -1,10 +1,10 @@
-"""Times power attention against JAX's softmax attention on this machine, in one run.
+"""Times a kernel of attention against JAX's softmax attention on this machine, in one run.
 
-    uv run python -m benchmarks.attention [--out=benchmarks/results/attention.json] [--quick]
+    uv run python -m benchmarks.attention [--kernel=power|linear|expressive] [--out=FILE.json] [--quick]
 
-float32, batch 1, 4 heads, p = 2, gated; on Linux. Times are medians of several calls of compiled functions, taken in
-turn so that a machine that changes its speed changes it for both. Ratios are softmax / power: above 1, power is
-faster.
+float32, batch 1, 4 heads; on Linux. `power` has p = 2 and gates, `linear` the feature map elu + 1, `expressive` nothing
+to choose. Times are medians of several calls of compiled functions, taken in turn so that a machine that changes its
+speed changes it for both. Ratios are softmax / kernel: above 1, the kernel is faster.
 """
 
 import argparse
@@ -25,11 +25,29 @@ import rich.table
 
 from sympow_jax import ops
 
-HEADS, POWER = 4, 2
-LENGTHS = {32: (1024, 2048, 4096, 8192, 65_536), 64: (1024, 4096, 8192, 65_536)}
-# The T x T scores of 4 heads in float32 would take 69 GB at 65,536.
-LONGEST_SOFTMAX = 8192
+HEADS = 4
+LENGTHS = {32: (1024, 2048, 4096, 8192, 65_536, 262_144), 64: (1024, 4096, 8192, 65_536, 262_144)}
+# Minutes a call beyond these lengths; of softmax the T x T scores of 4 heads would take 69 GB at 65,536.
+LONGEST = {"softmax": 8192, "expressive": 8192, "power": 65_536, "linear": 262_144}
 MILLION = 2**20
+
+
+def _power(query, key, value, log_decay):
+    return ops.power_attention(query, key, value, power=2, log_decay=log_decay)
+
+
+def _linear(query, key, value, log_decay):
+    del log_decay
+    return ops.linear_attention(query, key, value)
+
+
+def _expressive(query, key, value, log_decay):
+    del log_decay
+    return ops.expressive_attention(query, key, value)
+
+
+KERNELS = {"power": _power, "linear": _linear, "expressive": _expressive}
+RECURRENT = ("power", "linear")
 
 
 def main() -> None:
@@ -37,22 +55,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--kernel", choices=KERNELS, default="power")
     parser.add_argument("--out", type=pathlib.Path, help="write the rows here as JSON")
     parser.add_argument("--quick", action="store_true", help="lengths up to 2,048")
     parser.add_argument("--million", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.million:
-        print(json.dumps(_million_tokens()))
+        print(json.dumps(_million_tokens(arguments.kernel)))
         return
 
     rows = []
     for head_dim, lengths in LENGTHS.items():
         for length in lengths:
-            if not arguments.quick or length <= 2048:
-                rows.append(_compare(length, head_dim, repeats=15 if length <= 4096 else 3))
-    report = {"machine": _machine(), "settings": {"batch": 1, "heads": HEADS, "power": POWER}, "rows": rows}
-    if not arguments.quick:
-        command = [sys.executable, "-m", "benchmarks.attention", "--million"]
+            if length <= (2048 if arguments.quick else LONGEST[arguments.kernel]):
+                rows.append(_compare(arguments.kernel, length, head_dim, repeats=15 if length <= 4096 else 3))
+    settings = {"batch": 1, "heads": HEADS, "kernel": arguments.kernel}
+    report = {"machine": _machine(), "settings": settings, "rows": rows}
+    if not arguments.quick and arguments.kernel in RECURRENT:
+        command = [sys.executable, "-m", "benchmarks.attention", "--million", f"--kernel={arguments.kernel}"]
         report["million_tokens"] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     _print(report)
     if arguments.out:
@@ -60,14 +80,11 @@ def main() -> None:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def _compare(length: int, head_dim: int, repeats: int) -> dict:
+def _compare(kernel: str, length: int, head_dim: int, repeats: int) -> dict:
     keys = jax.random.split(jax.random.key(0), 5)
     query, key, value, dout = (jax.random.normal(k, (1, length, HEADS, head_dim)) for k in keys[:4])
     log_decay = jax.nn.log_sigmoid(4 + jax.random.normal(keys[4], (1, length, HEADS)))
     softmax = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-
-    def power(query, key, value, log_decay):
-        return ops.power_attention(query, key, value, power=POWER, log_decay=log_decay)
 
     def with_backward(function):
         def loss(arguments):
@@ -76,9 +93,9 @@ def _compare(length: int, head_dim: int, repeats: int) -> dict:
         return jax.jit(jax.grad(loss))
 
     gated = (query, key, value, log_decay)
-    calls = {"power": functools.partial(jax.jit(power), *gated)}
-    calls["power_grad"] = functools.partial(with_backward(power), gated)
-    if length <= LONGEST_SOFTMAX:
+    calls = {kernel: functools.partial(jax.jit(KERNELS[kernel]), *gated)}
+    calls[kernel + "_grad"] = functools.partial(with_backward(KERNELS[kernel]), gated)
+    if length <= LONGEST["softmax"]:
         calls["softmax"] = functools.partial(jax.jit(softmax), query, key, value)
         calls["softmax_grad"] = functools.partial(with_backward(softmax), (query, key, value))
     return {"length": length, "head_dim": head_dim, "seconds": _medians(calls, repeats)}
@@ -97,7 +114,7 @@ def _medians(calls: dict, repeats: int) -> dict[str, float]:
     return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
-def _million_tokens() -> dict:
+def _million_tokens(kernel: str) -> dict:
     """Forward over 2^20 tokens, one head of 32: seconds, and the largest size of this process."""
     # Drawn by NumPy, which needs no more than the arrays: what is measured should be the attention.
     random = np.random.default_rng(0)
@@ -105,8 +122,7 @@ def _million_tokens() -> dict:
         jnp.asarray(random.standard_normal((1, MILLION, 1, 32), np.float32)) for _ in range(3)
     )
     log_decay = jax.nn.log_sigmoid(4 + random.standard_normal((1, MILLION, 1), np.float32))
-    power = jax.jit(functools.partial(ops.power_attention, power=POWER))
-    call = functools.partial(power, query, key, value, log_decay=log_decay)
+    call = functools.partial(jax.jit(KERNELS[kernel]), query, key, value, log_decay)
     seconds = _medians({"forward": call}, repeats=1)["forward"]
     return {"length": MILLION, "head_dim": 32, "seconds": seconds, "peak_bytes": _peak_bytes()}
 
@@ -127,16 +143,15 @@ def _machine() -> dict:
 
 
 def _print(report: dict) -> None:
-    table = rich.table.Table(
-        title=f"seconds, {report['machine']['device']}, float32, b1 n{HEADS} p={POWER} gated"
-    )
+    kernel = report["settings"]["kernel"]
+    table = rich.table.Table(title=f"seconds, {report['machine']['device']}, float32, b1 n{HEADS}, {kernel}")
     columns = (
         "T",
         "D",
-        "power fwd",
+        f"{kernel} fwd",
         "softmax fwd",
         "ratio",
-        "power fwd+bwd",
+        f"{kernel} fwd+bwd",
         "softmax fwd+bwd",
         "ratio",
         "us/token fwd+bwd",
@@ -147,13 +162,13 @@ def _print(report: dict) -> None:
         seconds = row["seconds"]
         cells = [f"{row['length']:,}", str(row["head_dim"])]
         for suffix in ("", "_grad"):
-            ours, theirs = seconds["power" + suffix], seconds.get("softmax" + suffix)
+            ours, theirs = seconds[kernel + suffix], seconds.get("softmax" + suffix)
             cells += [
                 f"{ours:.4f}",
                 f"{theirs:.4f}" if theirs else "-",
                 f"{theirs / ours:.1f}" if theirs else "-",
             ]
-        table.add_row(*cells, f"{1e6 * seconds['power_grad'] / row['length']:.1f}")
+        table.add_row(*cells, f"{1e6 * seconds[kernel + '_grad'] / row['length']:.1f}")
     console = rich.console.Console()
     console.print(table)
     if million := report.get("million_tokens"):

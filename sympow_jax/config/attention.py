@@ -26,10 +26,12 @@ class LrpeConfig:
     Qin et al. 2023, section 3).
 
     `core` is Lambda: `orthogonal` rotates pairs (solution 2) but the last `identity_dim` dimensions, `unitary` turns
-    each dimension in the complex plane (solution 1), which doubles the head size of what is compared, `permutation`
-    permutes dimensions (solution 3), `mixed` rotates half of them. `basis` is P. `rates` says how fast: `a` is
-    10000^(-2 t / d), `b` and `c` are linear and harmonic in t and divide by `reference_length` in place of the current
-    one, `rope` is that of position `rope`. `learned_rates` and `learned_basis` (a Householder vector) are trained.
+    each dimension in the complex plane (solution 1), `permutation` permutes dimensions (solution 3), `mixed` rotates
+    half of them. `basis` is P. The core `unitary` and the basis `fourier` are complex and double the size of what is
+    compared, and so the state. `rates` says how fast: `a` is 10000^(-2 t / d), `b` and `c` are linear and harmonic in
+    t and divide by `reference_length` in place of the current one, `rope` is that of position `rope` and takes its
+    `max_document_length`. `learned_rates`, which begin there, and `learned_basis`, a Householder vector, are trained.
+    `ops.lrpe` has the formulas.
     """
 
     core: str = "orthogonal"
@@ -76,8 +78,8 @@ class LrpeConfig:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeConfig:
     """Stochastic positional encoding by sines ("Relative Positional Encoding for Transformers with Linear Complexity",
-    Liutkus et al. 2021): `sines` frequencies a dimension, and `realizations` of the noise, which become the head size
-    of what is compared.
+    Liutkus et al. 2021, without its gate): `sines` frequencies a dimension, and `realizations` of the noise,
+    which become the head size of what is compared. `ops.spe` has the formula.
     """
 
     sines: int = 5

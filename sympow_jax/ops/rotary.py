@@ -59,8 +59,7 @@ def rope_angles(
 
     Raises ValueError for an odd head size.
     """
-    rates = _rates(head_dim, max_document_length)
-    return _angles(positions[..., None, None], None, rates)
+    return phase.fixed(positions[..., None], _rates(head_dim, max_document_length))
 
 
 def learned_angles(
@@ -108,7 +107,7 @@ def learned_angles(
     if axis_name is not None:
         state = documents.state_before(lambda state: reach(state)[-1], _add, segment_ids, state, axis_name)
     whole, fraction, starts, state = reach(state)
-    theta = jnp.asarray(2 * np.pi * rates, jnp.float32)
+    theta = jnp.asarray(rates, jnp.float32)
     by_pair = len(heads) == 2
     reached = (whole, fraction) if by_pair else (whole[..., None], fraction[..., None])
     return _with_gradient(axis_name, by_pair, _angles(*reached, rates), rate, starts, theta), state
@@ -134,15 +133,14 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
     Raises ValueError for an odd width.
     """
     _require_even(width, "width")
-    rates = 10_000.0 ** (-2 * np.arange(width // 2) / width) / (2 * np.pi)
-    angles = _angles(positions[..., None], None, rates)
+    angles = phase.fixed(positions, 10_000.0 ** (-2 * np.arange(width // 2) / width))
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, width)
 
 
 def _rates(head_dim: int, max_document_length: int) -> np.ndarray:
-    """The rates theta / (2 pi), in turns per position, float64 [D/2]."""
+    """The rates theta, in radians a position, float64 [D/2]."""
     _require_even(head_dim, "head size")
-    return float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
+    return 2 * np.pi * float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
 
 
 def _require_even(size: int, name: str) -> None:
@@ -169,28 +167,18 @@ def _flat(x, lead: int):
 
 
 def _angles(
-    whole: Int[Array, "*batch #R"],
-    fraction: UInt32[Array, "*batch #R"] | None,
-    rates: Float[np.ndarray, " R"],
+    whole: Int[Array, "*batch #R"], fraction: UInt32[Array, "*batch #R"], rates: Float[np.ndarray, " R"]
 ) -> Float[Array, "*batch R"]:
-    """2 pi * frac((whole + fraction / 2^32) * rates) in [-pi, pi], for rates in turns.
+    """(whole + fraction / 2^32) * rates in radians, reduced to [-pi, pi], for rates up to a turn.
 
     A position for all rates has a last axis of size 1.
     """
-    high, low = _fixed_point(rates)
+    high, low = phase.words(rates, 2)
     whole = whole.astype(jnp.uint32)
     # In units of 2^-32 turns, modulo one turn because that is how uint32 wraps.
-    turn = whole * high + fixed_point.multiply_high(whole, low)
-    if fraction is not None:
-        turn += fixed_point.multiply_high(fraction, high)
+    turn = whole * high + fixed_point.multiply_high(whole, low) + fixed_point.multiply_high(fraction, high)
     signed = jax.lax.bitcast_convert_type(turn, jnp.int32)
     return signed.astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
-
-
-def _fixed_point(rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rates in (0, 1] as 64-bit fractions of a turn, in two uint32: those of their float64 in radians."""
-    high, low = phase.words(2 * np.pi * rates, 2)
-    return high, low
 
 
 def _add(a: RotaryState, b: RotaryState) -> RotaryState:

@@ -115,14 +115,22 @@ def test_equal_rates_of_pairs_are_rates_of_heads_to_the_bit():
 
 
 def test_rates_of_pairs_after_a_million_tokens():
-    """Each pair turns by its own sum; any split and the state behind it are the whole to the bit."""
     rate = random_rates((1, 2**20, 1, 2))
-    angles, end = learned_angles(rate, 4)
+    angles, _ = learned_angles(rate, 4)
     reached = np.cumsum(rate.astype(np.float64), 1)[:, ::31]
     assert largest_error(angles[:, ::31], 2 * np.pi * np.mod(reached * rates_in_turns(4), 1)) < 1e-6
-    _, state = learned_angles(rate[:, : 2**19 + 1], 4, state=rotary.RotaryState.zeros(1, 1, pairs=2))
-    second, state = learned_angles(rate[:, 2**19 + 1 :], 4, state=state)
-    np.testing.assert_array_equal(second, angles[:, 2**19 + 1 :])
+
+
+def test_a_split_of_pairs_is_identical_to_the_bit():
+    rate = random_rates((2, 200, 3, 4))
+    segment_ids = np.repeat([[0, -1, 0, 1], [5, 5, 5, 6]], 50, 1)
+    parts, state = [], rotary.RotaryState.zeros(2, 3, pairs=4)
+    for begin in (0, 100):
+        own = slice(begin, begin + 100)
+        part, state = learned_angles(rate[:, own], 8, segment_ids=segment_ids[:, own], state=state)
+        parts.append(part)
+    whole, end = learned_angles(rate, 8, segment_ids=segment_ids)
+    np.testing.assert_array_equal(jnp.concatenate(parts, 1), whole)
     jax.tree.map(np.testing.assert_array_equal, state, end)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from sympow_jax import ops
 from sympow_jax.ops import documents, rotary
 from sympow_jax.ops._power import target
-from tests.ops import cases
+from tests.ops import cases, linear_formula
 from tests.training import collectives
 
 AXIS = "context"
@@ -113,8 +113,9 @@ def check_ops(everything):
         for form in ("chunked", "attention", "recurrent")
     )
     extreme, gentle = drawn_for(ids), drawn_for(ids, decay="gentle")
-    linear = functools.partial(ops.linear_attention, form="chunked", **SHORT)
-    of_linear = functools.partial(ops.linear_attention, implementation="reference")
+    linear = functools.partial(turned_linear, form="chunked", **SHORT)
+    linear_by_heads = functools.partial(turned_linear, form="attention", **SHORT)
+    of_linear = functools.partial(turned_linear, implementation="reference")
     alibi = extreme | {
         "log_decay": np.broadcast_to(-np.array(ops.alibi_slopes(2)), extreme["log_decay"].shape)
     }
@@ -169,6 +170,7 @@ def check_ops(everything):
             },
         ),
         "all linear": compare(extreme, of_linear, {f"{n} {dtype}": (linear, n, dtype) for n, dtype in grid}),
+        "linear by heads": compare(gentle, of_linear, {str(n): (linear_by_heads, n, single) for n in (2, 4)}),
         "all softmax": compare(alibi, softmax, {str(n): (softmax, n, single) for n in (2, 4)}),
         "plain softmax": compare(
             drawn_for(decay="none"), softmax, {str(n): (softmax, n, single) for n in (2, 4, 8)}
@@ -177,6 +179,14 @@ def check_ops(everything):
         "angles of one document": {n: angles(None, n) for n in (2, 4, 8)},
         "angles of pairs": {4: angles(ids, 4, pairs=(4,))},
     }
+
+
+def turned_linear(*, axis_name, **arguments):
+    """Linear attention whose features are turned by their positions on all devices."""
+    time = arguments["query"].shape[1]
+    begin = 0 if axis_name is None else time * jax.lax.axis_index(axis_name)
+    turn = linear_formula.rotation(begin + jnp.arange(time))
+    return ops.linear_attention(**arguments, turn=turn, axis_name=axis_name)
 
 
 def angles(ids, devices, pairs=()):

@@ -125,6 +125,11 @@ def test_a_mesh_that_does_not_fit(monkeypatch, settings, sizes, message):
             {"attention": config.preset("conformal", implementation="reference")},
             "'reference' cannot divide the sequence over devices; leave it unset or set sharding.context=1",
         ),
+        (
+            {"context": 2},
+            {"attention": config.preset("conformal", decay="channel_learned")},
+            "gates by channel cannot divide the sequence over devices: set sharding.context=1, or use decay 'learned'",
+        ),
         ({"fsdp": 0}, {}, "sharding.fsdp is 0; it must be at least 1"),
     ],
 )

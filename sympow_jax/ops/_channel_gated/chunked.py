@@ -39,17 +39,24 @@ def core(settings, rows: xla.Rows, return_state: bool, axis_name: None):
     length, kv_heads, head_dim = rows.query.shape[1], *rows.key.shape[2:]
     settings = settings._replace(chunk=-(-min(settings.chunk, length) // BLOCK) * BLOCK)
     rows = xla.padded(rows, settings.chunk)
+    assert rows.log_decay is not None
     dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
     batch, _, heads, _ = rows.query.shape
-    if rows.kv is None:
+    if rows.kv is None or rows.norm is None:
         state = features.zeros((batch, kv_heads), head_dim, 2 * rows.value.shape[-1], settings.power, dtype)
     else:
         both = jnp.concatenate([rows.kv, rows.norm], -1)
         state = features.from_canonical(both, head_dim, settings.power)
     query = rows.query.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim)
+
+    def row(folds, *by_head):
+        def head(query, key, value, log_decay, state):
+            return _head(settings, query, _Tokens(key, value, log_decay, folds), state)
+
+        return jax.vmap(head)(*by_head)
+
     by_head = (jnp.moveaxis(x, 2, 1) for x in (rows.key, rows.value, rows.log_decay))
-    head = jax.vmap(functools.partial(_head, settings), in_axes=(0, _Tokens(0, 0, 0, None), 0))
-    out, final = jax.vmap(head)(jnp.moveaxis(query, 1, 3), _Tokens(*by_head, rows.folds), state)
+    out, final = jax.vmap(row)(rows.folds, jnp.moveaxis(query, 1, 3), *by_head, state)
     out = jnp.moveaxis(out, 3, 1).reshape(batch, -1, heads, out.shape[-1])[:, :length]
     if not return_state:
         return out, None, None

@@ -13,8 +13,6 @@ from sympow_jax.ops._power import step as power_step
 
 __all__ = ["step"]
 
-# Puts `read` and `fold` below around the window that power attention keeps.
-
 
 def step(query, key, value, log_decay, state, *, power, segment_ids):
     """Appends a token to the window and attends; W tokens are folded whenever 2W are held."""

@@ -1,0 +1,1 @@
+"""The papers' experiments as commands: `python -m experiments.NAME --help`."""

@@ -1,0 +1,348 @@
+"""Linear attention in every form against its formula in float64."""
+
+import dataclasses
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import ops
+from tests.ops import cases, linear_formula
+
+REFERENCES = (("reference", "attention"), ("reference", "recurrent"))
+FORMS = (("xla", "attention"), ("xla", "chunked"), ("xla", "recurrent"))
+DEGREES = {"elu": (2,), "relu": (2,), "identity": (2,), "symmetric": (1, 2, 3), "tensor": (2,)}
+STATIC = ("feature_map", "power", "turn", "normaliser", "causal")
+OPTIONS = ("implementation", "form", "window", "chunk_size")
+TURNS = {
+    "none": (None, "unrotated"),
+    "rotation": (linear_formula.rotation(), "unrotated"),
+    "doubled": (linear_formula.rotation(doubled=True), "unrotated"),
+    # Slow enough that features of one sign stay on one side.
+    "rotated": (linear_formula.rotation(rate=1e-3), "rotated"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One combination of a feature map and a turn."""
+
+    feature_map: str = "elu"
+    power: int = 2
+    turn: str = "none"
+
+    def __str__(self):
+        return f"{self.feature_map}{self.power}-{self.turn}"
+
+    @property
+    def arguments(self):
+        turn, normaliser = TURNS[self.turn]
+        return {
+            "feature_map": self.feature_map,
+            "power": self.power,
+            "turn": turn,
+            "normaliser": normaliser,
+        }
+
+    def arrays(self, case, **options):
+        """Drawn so that no denominator comes near zero, unless all of it does."""
+        drawn = cases.arrays(case, kv_heads=2, **options)
+        if self.feature_map != "elu":
+            # Positive entries: what has signs then has positive weights, and those of powers do not all but vanish.
+            drawn |= {name: np.abs(drawn[name]) + 0.125 for name in ("query", "key")}
+        return drawn
+
+
+KINDS = [Kind(name, power, turn) for name, powers in DEGREES.items() for power in powers for turn in TURNS]
+SMALL = cases.Case(head_dim=5, value_dim=3, time=37, decay="gentle", segments="padded", group=2)
+GRID = cases.pairwise(
+    {
+        "head_dim": (6,),
+        "value_dim": (5,),
+        "time": (1, 63, 150),
+        "decay": ("none", "gentle", "mixed"),
+        "segments": ("none", "edges", "padded"),
+        "group": (1, 2, 3),
+    }
+)
+SHORT = {"window": 4, "chunk_size": 8}
+WHOLE = dataclasses.replace(SMALL, decay="none")
+
+
+# Each program runs once: LLVM's optimisations would take longer than they save.
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.partial(compiled, static_argnames=(*STATIC, *OPTIONS))
+def outputs_and_gradients(drawn, *, implementation, **options):
+    """The output and its gradients; implementation `formula` is the tests' own."""
+    varied = {name: drawn[name] for name in cases.GRADIENTS if drawn[name] is not None}
+    op = linear_formula.attention
+    if implementation != "formula":
+        op = functools.partial(ops.linear_attention, implementation=implementation)
+
+    def loss(arguments):
+        out = op(**{"log_decay": None} | arguments, segment_ids=drawn["segment_ids"], **options)
+        return (out * drawn["dout"]).sum(dtype=jnp.promote_types(out.dtype, jnp.float32)), out
+
+    gradients, out = jax.grad(loss, has_aux=True)(varied)
+    return {"out": out} | gradients
+
+
+def cast(drawn, dtype):
+    return {
+        name: x if x is None or name == "segment_ids" else jnp.asarray(x, dtype) for name, x in drawn.items()
+    }
+
+
+def check(kind, case, forms=FORMS, dtypes=("float64", "float32"), *, causal=True, **options):
+    """Outputs and gradients of every form against the formula."""
+    drawn = kind.arrays(case)
+    fixed = kind.arguments | {"causal": causal}
+    with jax.enable_x64(True):
+        expected = outputs_and_gradients(cast(drawn, "float64"), implementation="formula", **fixed)
+    for dtype in dtypes:
+        for implementation, form in forms:
+            chosen = fixed | {"implementation": implementation, "form": form}
+            if implementation != "reference":
+                chosen |= {
+                    name: x for name, x in options.items() if (name, form) != ("chunk_size", "recurrent")
+                }
+            with jax.enable_x64(dtype == "float64"):
+                actual = outputs_and_gradients(cast(drawn, dtype), **chosen)
+            compare(actual, expected, drawn, dtype, fixed)
+
+
+def compare(actual, expected, drawn, dtype, fixed):
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        natural = cases.natural_size(name, drawn)
+        found = cases.error(actual[name], x, natural)
+        bound = {"float64": 1e-10, "float32": 2e-6 if name == "out" else 1e-5}[dtype]
+        if found > bound and dtype == "float32":
+            # What the plain formula loses in float32 is no fault of a form.
+            plain = outputs_and_gradients(cast(drawn, dtype), implementation="formula", **fixed)
+            bound = max(bound, 4 * cases.error(plain[name], x, natural))
+        assert found <= bound, (dtype, name, found, bound)
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "dtype"),
+    [
+        (Kind(turn="doubled"), "chunked", "float32"),
+        (Kind("identity", turn="rotated"), "attention", "float64"),
+    ],
+    ids=str,
+)
+def test_forms(kind, form, dtype):
+    check(kind, SMALL, [("xla", form)], (dtype,), **SHORT)
+
+
+def test_reference():
+    check(Kind("tensor", turn="rotation"), SMALL, REFERENCES[:1], ("float64",))
+
+
+def test_whole_documents():
+    check(Kind("relu", turn="rotation"), WHOLE, [("xla", None)], ("float32",), causal=False, chunk_size=8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("kind", "case"), [(kind, GRID[i % len(GRID)]) for i, kind in enumerate(KINDS)], ids=str
+)
+def test_full_grid(kind, case):
+    check(kind, case, (*REFERENCES, *FORMS), **SHORT)
+    undecayed = dataclasses.replace(case, decay="none")
+    check(kind, undecayed, [("reference", None), ("xla", None)], causal=False, chunk_size=16)
+
+
+def part(drawn, begin, end):
+    names = ("query", "key", "value", "log_decay", "segment_ids")
+    return {name: None if drawn[name] is None else jnp.asarray(drawn[name])[:, begin:end] for name in names}
+
+
+def rotation_from(begin, *, doubled=False):
+    """The turn of a call whose first token is at `begin`; keys and queries are as many."""
+
+    def turn(x):
+        return linear_formula.rotation(begin + jnp.arange(x.shape[1]), doubled=doubled)(x)
+
+    return turn
+
+
+STATES = [("elu", "rotation", "unrotated"), ("symmetric", None, "unrotated"), ("relu", "doubled", "rotated")]
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "turn", "normaliser", "form", "cuts"),
+    [
+        ("elu", "rotation", "unrotated", "chunked", (0, 21, 37)),
+        *(
+            pytest.param(*state, form, (0, 15, 29, 37), marks=pytest.mark.slow)
+            for state in STATES
+            for form in ("attention", "chunked", "recurrent")
+        ),
+    ],
+)
+def test_any_split_and_steps_are_the_whole(feature_map, turn, normaliser, form, cuts):
+    """Calls, then steps from the state that they leave; with gradients through states."""
+    kind = Kind(feature_map, 2)
+    fixed = {"feature_map": feature_map, "normaliser": normaliser}
+
+    def turning(begin):
+        return None if turn is None else rotation_from(begin, doubled=turn == "doubled")
+
+    def by_parts(varied):
+        arrays = drawn | varied
+        state, outputs = zeros, []
+        for begin, end in itertools.pairwise(cuts[:-1]):
+            out, state = ops.linear_attention(
+                **part(arrays, begin, end),
+                **fixed,
+                turn=turning(begin),
+                form=form,
+                **SHORT,
+                initial_state=state,
+                return_state=True,
+            )
+            outputs.append(out)
+        tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in part(arrays, cuts[-2], None).items()}
+
+        def step(carry, token):
+            state, place = carry
+            out, state = ops.linear_attention_step(**token, **fixed, state=state, turn=turning(place))
+            return (state, place + 1), out
+
+        _, out = jax.lax.scan(step, (state, jnp.array(cuts[-2])), tokens)
+        out = jnp.concatenate([*outputs, jnp.moveaxis(out, 0, 1)], 1)
+        return (out * drawn["dout"]).sum(), out
+
+    def whole(varied):
+        out = linear_formula.attention(**part(drawn | varied, 0, None), **fixed, turn=turning(0))
+        return (out * drawn["dout"]).sum(), out
+
+    with jax.enable_x64(True):
+        drawn = cast(kind.arrays(SMALL), "float64")
+        dim = {None: None, "rotation": SMALL.head_dim, "doubled": 2 * SMALL.head_dim}[turn]
+        zeros = ops.LinearState.zeros(
+            2, 2, SMALL.head_dim, SMALL.value_dim, turned_dim=dim, window=4, dtype="float64", **fixed
+        )
+        varied = {name: drawn[name] for name in cases.GRADIENTS}
+        (actual, out), (expected, expected_out) = (
+            compiled(jax.grad(f, has_aux=True))(varied) for f in (by_parts, whole)
+        )
+    assert zeros.window == 4
+    assert zeros.nbytes == sum(x.nbytes for x in jax.tree.leaves(zeros))
+    assert cases.error(out, expected_out) <= 1e-10
+    for name, x in expected.items():
+        assert cases.error(actual[name], x, cases.natural_size(name, drawn)) <= 1e-10, name
+
+
+def test_kept_keys_are_the_last_queries_of_the_whole():
+    drawn = cast(Kind().arrays(SMALL), "float32")
+    turn = linear_formula.rotation(jnp.arange(SMALL.time))
+
+    @compiled
+    def both(arrays):
+        kept = ops.linear_attention(**arrays | {"query": arrays["query"][:, 30:]}, turn=turn)
+        return kept, linear_formula.attention(**arrays, turn=turn)[:, 30:]
+
+    assert cases.error(*both(part(drawn, 0, None))) <= 2e-6
+
+
+def quarter_turn(x):
+    """A rotation of pairs by a quarter turn a position, exactly."""
+    first, second = jnp.split(x, 2, -1)
+    turns = [(first, second), (-second, first), (-first, -second), (second, -first)]
+    choices = jnp.stack([jnp.concatenate(t, -1) for t in turns])
+    place = (jnp.arange(x.shape[1]) % 4)[None, None, :, None, None]
+    return jnp.take_along_axis(choices, place, 0)[0]
+
+
+@pytest.mark.parametrize("form", ["chunked", None, pytest.param("attention", marks=pytest.mark.slow)])
+def test_a_denominator_that_vanishes_gives_zero_and_finite_gradients(form):
+    """Keys of a half turn's distance cancel exactly; at an even distance from a first key a quarter turn is zero."""
+    x = jnp.ones((1, 8, 1, 2))
+    value = jax.random.normal(jax.random.key(0), x.shape)
+    options = {"turn": quarter_turn, "normaliser": "rotated", "feature_map": "identity"}
+    if form is None:
+        options["causal"] = False
+    else:
+        options |= {"form": form, "window": 2, "chunk_size": 2}
+
+    def loss(x, value):
+        out = ops.linear_attention(x, x, value, **options)
+        return (out * value).sum(), out
+
+    gradients, out = compiled(jax.grad(loss, (0, 1), has_aux=True))(x, value)
+    # Sums of the cosines of 0, 1, 2, ... quarter turns are 1, 1, 0, 0, ...; over all eight they vanish.
+    zero = np.arange(8) % 4 >= 2 if form else np.ones(8, bool)
+    np.testing.assert_array_equal((np.asarray(out) == 0).all((0, 2, 3)), zero)
+    assert all(np.isfinite(g).all() for g in gradients)
+
+
+def test_negative_denominators_divide():
+    """Values of one key come back as they are, whatever the sign of its weight."""
+    query, value = -jnp.ones((1, 1, 1, 2)), jnp.array([[[[1.0, -2.0]]]])
+    out = ops.linear_attention(query, -query, value, feature_map="identity", form="chunked")
+    np.testing.assert_array_equal(out, value)
+
+
+def test_documents_never_mix_in_either_direction():
+    case = dataclasses.replace(WHOLE, time=192, segments="edges")
+    drawn = cast(cases.arrays(case, batch=1), "float32")
+    other = drawn | {
+        "key": drawn["key"].at[:, 64:128].add(3.0),
+        "value": drawn["value"].at[:, 64:128].add(3.0),
+    }
+    run = compiled(functools.partial(ops.linear_attention, causal=False, chunk_size=48))
+    one, two = (np.asarray(run(**part(d, 0, None))) for d in (drawn, other))
+    np.testing.assert_array_equal(one[:, :64], two[:, :64])
+    np.testing.assert_array_equal(one[:, 128:], two[:, 128:])
+    assert np.abs(one[:, 64:128] - two[:, 64:128]).min() > 0.1
+
+
+X = jnp.ones((1, 4, 1, 4))
+STATE = ops.LinearState.zeros(1, 1, 4, 4, turned_dim=8)
+BAD = {
+    "feature_map is 'cosine'; it must be one of 'elu', 'relu', 'identity', 'symmetric', 'tensor'": {
+        "feature_map": "cosine"
+    },
+    "power is 0; the feature map 'tensor' needs at least 1": {"feature_map": "tensor", "power": 0},
+    "normaliser is 'none'; it must be one of 'unrotated', 'rotated'": {"normaliser": "none"},
+    "only their length may change": {"turn": lambda x: x[:, 1:]},
+    "turn makes features of 3 of queries and of 4 of keys": {
+        "turn": lambda x: x[..., : 5 - x.shape[2]],
+        "query": jnp.ones((1, 4, 2, 4)),
+    },
+    "the state is a PowerState; make it with LinearState.zeros": {
+        "initial_state": ops.PowerState.zeros(1, 1, 4, 4, power=2)
+    },
+    "the state has a denominator of its own, unlike this turn and normaliser": {"initial_state": STATE},
+    "kv has shape (1, 1, 8, 4); these inputs need (1, 1, 4, 4)": {
+        "initial_state": STATE,
+        "turn": lambda x: x,
+    },
+    "causal is False, which goes without log_decay": {"causal": False, "log_decay": X[..., 0]},
+    "causal is False, which goes without initial_state": {"causal": False, "initial_state": STATE},
+    "causal is False, which goes without return_state": {"causal": False, "return_state": True},
+    "causal is False, which goes without axis_name": {"causal": False, "axis_name": "context"},
+    "causal is False, which goes without form": {"causal": False, "form": "chunked"},
+    "has the implementations 'reference' and 'xla', not 'mosaic_gpu'": {
+        "causal": False,
+        "implementation": "mosaic_gpu",
+    },
+    "causal=False needs a key for each query": {"causal": False, "query": X[:, 1:]},
+}
+
+
+@pytest.mark.parametrize(("message", "arguments"), BAD.items(), ids=BAD)
+def test_bad_input_is_one_line(message, arguments):
+    with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)) as error:
+        ops.linear_attention(**{"query": X, "key": X, "value": X} | arguments)
+    assert "\n" not in str(error.value)
