@@ -129,9 +129,7 @@ def _epoch(setting, model, key, state, epoch):
     """One fresh series: the next symbol is predicted 40 times, each with an update."""
     of_epoch = jax.random.fold_in(jax.random.fold_in(key, 0), epoch)
     series, _ = _series(setting, setting.tasks, of_epoch, (), _PREDICTIONS)
-    rate = _LEARNING_RATE
-    if setting.drop_after is not None:
-        rate = jnp.where(epoch < setting.drop_after, rate, rate / 4)
+    rate = _rate(setting, epoch)
 
     def update(state, step):
         parameters, velocity = state
@@ -142,6 +140,12 @@ def _epoch(setting, model, key, state, epoch):
 
     state, losses = jax.lax.scan(update, state, jnp.arange(_PREDICTIONS))
     return state, losses.mean()
+
+
+def _rate(setting, epoch):
+    if setting.drop_after is None:
+        return _LEARNING_RATE
+    return jnp.where(epoch < setting.drop_after, _LEARNING_RATE, _LEARNING_RATE / 4)
 
 
 def _tested(setting, state, keys, epoch, batch):
