@@ -1,8 +1,8 @@
 """The long-range tasks (Qin et al. 2023, Table 9): `--config=configs/lra.py:TASK[,METHOD]`, such as `:image,type1`.
 
 TASK is text, listops, retrieval, pathfinder or image; METHOD one of `sympow_jax.config.LRPE_METHODS`. ListOps is
-generated. Text is bytes of a TSV file with the columns `text` and `label`, retrieval the benchmark's files of pairs; the
-two documents of a pair are one row, where the benchmark encodes each by itself. Pathfinder and image are gray pictures
+generated. Text is bytes of a TSV file with the columns `text` and `label`, retrieval the benchmark's files of pairs,
+whose two documents are one row here, where the benchmark encodes each by itself. Pathfinder and image are gray pictures
 of 32 x 32, a folder a class (`docs/data.md`). The table leaves out heads, the feed-forward layer, the schedule and
 weight decay: these are ours.
 """

@@ -113,7 +113,12 @@ def files(tmp_path: pathlib.Path) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("spec", "source", "changes"),
     [
-        ("roberta_wikibook.py:type2", "short.bin", ["model.vocab_size=16", "task.mask_token=none"]),
+        pytest.param(
+            "roberta_wikibook.py:type2",
+            "short.bin",
+            ["model.vocab_size=16", "task.mask_token=none"],
+            marks=pytest.mark.slow,
+        ),
         (
             "deit_small.py:type2",
             "images",

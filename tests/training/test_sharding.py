@@ -249,12 +249,12 @@ def check_context(found, preset):
         assert sum(exchanged.values()) >= 2 * 4 * LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "arrangements"),
     [
-        ("classification", [{"data": 2, "fsdp": 2}]),
-        pytest.param("classification", [{"data": 2, "tensor": 2}, {"fsdp": 4}], marks=pytest.mark.slow),
-        pytest.param("masked_token", [{"fsdp": 2, "tensor": 2}, {"data": 4}], marks=pytest.mark.slow),
+        ("classification", [{"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}, {"fsdp": 4}]),
+        ("masked_token", [{"fsdp": 2, "tensor": 2}, {"data": 4}]),
     ],
 )
 def test_encoders_over_devices_are_those_of_one(task, arrangements, compilation_cache):
