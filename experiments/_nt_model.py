@@ -31,7 +31,7 @@ class Model:
     weights: str = "shared"
 
     def initial(self, key: Array) -> dict[str, Array]:
-        """Random parameters: matrices of variance 1 / (size of what they multiply), biases of zero."""
+        """Random parameters: matrices uniform within 1 / sqrt(size of what they multiply), biases of zero."""
         width, hidden = self.base, _FEED_FORWARD * self.base
         own = (self.context,) if self.weights == "position" else ()
         shapes = {
@@ -42,7 +42,7 @@ class Model:
         }
         keys = jax.random.split(key, len(shapes))
         drawn = {
-            name: jax.random.normal(key, shape) / np.sqrt(shape[-2])
+            name: jax.random.uniform(key, shape, minval=-1, maxval=1) / np.sqrt(shape[-2])
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
         return drawn | {"output_bias": jnp.zeros((*own, width)), "readout_bias": jnp.zeros(width)}

@@ -74,11 +74,10 @@ class Progress:
     """Where runs stand after `epoch` epochs, for each attention.
 
     loss: [runs], the mean since the last one. greedy: [runs, tasks], the share of right symbols where predictions are
-    fed back; given: the same where the true symbols are. test_series: how many of each task that was measured on.
+    fed back; given: the same where the true symbols are.
     """
 
     epoch: int
-    test_series: int
     loss: dict[str, np.ndarray]
     greedy: dict[str, np.ndarray]
     given: dict[str, np.ndarray]
@@ -99,7 +98,7 @@ def train(setting: Setting) -> Iterator[Progress]:
         batches = setting.test_series // _TEST_BATCH if stop == setting.epochs else 1
         accuracies = [jax.device_get(test(state, keys, stop, batch)) for batch in range(batches)]
         greedy, given = jax.tree.map(lambda *x: np.mean(x, axis=0), *accuracies)
-        yield Progress(int(stop), batches * _TEST_BATCH, jax.device_get(loss), greedy, given)
+        yield Progress(int(stop), jax.device_get(loss), greedy, given)
 
 
 def _initial(setting, attention, keys):

@@ -164,9 +164,7 @@ def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
 
     def interrupted(setting):
         accuracy = {name: np.full((setting.runs, 1), 0.5) for name in setting.attentions}
-        yield _nt_training.Progress(
-            7, 100, {name: x[:, 0] for name, x in accuracy.items()}, accuracy, accuracy
-        )
+        yield _nt_training.Progress(7, {name: x[:, 0] for name, x in accuracy.items()}, accuracy, accuracy)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_nt_training, "train", interrupted)
