@@ -112,7 +112,7 @@ def _summary(result):
         else None,
         "results": {
             attention: {
-                "loss": np.round(last.loss[attention], 6).tolist(),
+                "loss": _rounded(last.loss[attention], 6),
                 "greedy": _by_task(setting, last.greedy[attention]),
                 "given": _by_task(setting, last.given[attention]),
             }
@@ -122,7 +122,11 @@ def _summary(result):
 
 
 def _by_task(setting, accuracies):
-    return {task: np.round(accuracies[:, index], 4).tolist() for index, task in enumerate(setting.tasks)}
+    return {task: _rounded(accuracies[:, index], 4) for index, task in enumerate(setting.tasks)}
+
+
+def _rounded(x, digits):
+    return np.round(x.astype(np.float64), digits).tolist()
 
 
 def _plot(path, results):
