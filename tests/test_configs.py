@@ -110,28 +110,19 @@ def files(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "source", "changes"),
     [
-        pytest.param(
-            "roberta_wikibook.py:type2",
-            "short.bin",
-            ["model.vocab_size=16", "task.mask_token=none"],
-            marks=pytest.mark.slow,
-        ),
+        ("roberta_wikibook.py:type2", "short.bin", ["model.vocab_size=16", "task.mask_token=none"]),
         (
             "deit_small.py:type2",
             "images",
             ["task.classes=2", "data.image_size=8", "model.patch_size=4", "data.context_length=4"],
         ),
-        pytest.param("wikitext103.py:type1", "long.bin", ["model.vocab_size=16"], marks=pytest.mark.slow),
-        pytest.param(
-            "glue.py:sst2,type1",
-            "lines.tsv",
-            ["model.vocab_size=256", "data.tokenizer=byte"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("lra.py:listops,type1", None, ["data.listops_lengths=4,6"], marks=pytest.mark.slow),
+        ("wikitext103.py:type1", "long.bin", ["model.vocab_size=16"]),
+        ("glue.py:sst2,type1", "lines.tsv", ["model.vocab_size=256", "data.tokenizer=byte"]),
+        ("lra.py:listops,type1", None, ["data.listops_lengths=4,6"]),
     ],
 )
 def test_small_copies_learn(spec, source, changes, files):
