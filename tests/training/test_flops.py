@@ -14,6 +14,7 @@ from sympow_jax.training import flops
 
 # 12 layers of 12 heads of 64: features at p = 2.
 FEATURES = 64 * 65 // 2
+UNITARY = config.LrpeConfig(core="unitary")
 
 
 def _gpt2(name: str, **changes) -> config.ModelConfig:
@@ -58,6 +59,12 @@ def test_products_with_weights_are_6_flops_a_weight(name, changes):
         # 766,480 features are dearer than 2^20 pairs.
         ("conformal", {"power": 4}, 2**20, 256 * 2**19),
         ("linear", {}, 4096, 4 * 64 * 64 + 256 * (64 + 64)),
+        # Complex features are twice as many real ones, in pairs too.
+        ("linear_lrpe", {"lrpe": UNITARY}, 65_536, 4 * 128 * 64 + 2 * (128 + 64) * (64 + 64)),
+        ("linear", {"feature_map": "symmetric"}, 65_536, 4 * FEATURES * 64 + 256 * (64 + 64)),
+        # A normaliser a channel.
+        ("sympow", {"decay": "channel_fixed"}, 65_536, 4 * FEATURES * 128 + 2 * (64 + 128) * (64 + 64)),
+        ("expressive", {}, 4096, 256 * 2048),
     ],
 )
 def test_attention_by_hand(name, changes, context, per_head):
