@@ -1,1 +1,1 @@
-"""The papers' experiments as commands: `python -m experiments.NAME --help`."""
+"""The papers' experiments, one module each: `python -m experiments.NAME --help`; results in README.md."""
