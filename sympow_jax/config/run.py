@@ -219,6 +219,11 @@ class Config:
                 f"sharding.context is {context} and does not divide data.context_length {length}; "
                 f"use a divisor of it"
             )
+        if context > 1 and attention.decay.startswith("channel"):
+            raise ValueError(
+                f"sharding.context is {context} and attention.decay {attention.decay!r}; gates by channel cannot "
+                f"divide the sequence over devices: set sharding.context=1, or use decay 'learned'"
+            )
         if context > 1 and attention.implementation == "reference":
             raise ValueError(
                 "attention.implementation 'reference' cannot divide the sequence over devices; "

@@ -1,0 +1,51 @@
+"""Kernels, decays and positions that do not go together."""
+
+import dataclasses
+import re
+
+import pytest
+
+from sympow_jax import config
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"kernel": "linear", "decay": "channel_learned"},
+            "attention.decay is 'channel_learned', which the kernel 'power' has and 'linear' has not; use 'learned'",
+        ),
+        (
+            {"kernel": "power", "decay": "none", "causal": False},
+            "attention.causal is False, which the kernel 'power' has not; use kernel 'linear' with feature_map",
+        ),
+        (
+            {"kernel": "softmax", "decay": "alibi", "causal": False},
+            "attention.causal is False and attention.decay 'alibi'; decays run in one direction: use 'none'",
+        ),
+        ({"kernel": "power", "power": 3}, "attention.power is 3; it must be positive and even"),
+        (
+            {"kernel": "linear", "decay": "none", "feature_map": "symmetric", "power": 0},
+            "attention.power is 0; it must be at least 1",
+        ),
+        ({"feature_map": "exp"}, "attention.feature_map is 'exp'; it must be one of elu, relu"),
+        ({"normaliser": "none"}, "attention.normaliser is 'none'; it must be one of unrotated, rotated"),
+    ],
+)
+def test_attention_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        config.AttentionConfig(**settings)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("causal", "task"), [(False, "next_token"), (True, "masked_token")])
+def test_a_task_and_a_direction_go_together(causal, task):
+    attention = config.preset("softmax", causal=causal)
+    model = config.ModelConfig(**config.MODEL_SIZES["quickstart"], attention=attention)
+    with pytest.raises(ValueError, match=f"model.attention.causal is {causal} and task.name '{task}'"):
+        config.Config(model=model, task=config.TaskConfig(name=task))
+
+
+def test_odd_powers_are_feature_maps():
+    attention = config.preset("linear", feature_map="symmetric", power=3)
+    assert dataclasses.replace(attention, position="lrpe").power == 3
