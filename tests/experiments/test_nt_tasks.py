@@ -172,4 +172,4 @@ def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
         nt_tasks.main([f"--out={tmp_path}"])
     assert error.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
-    assert ",7,16,0.5," in (tmp_path / "nt.csv").read_text()
+    assert ",7,16,0,0.5," in (tmp_path / "nt.csv").read_text()
