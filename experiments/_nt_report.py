@@ -24,6 +24,7 @@ _FIELDS = (
     "task",
     "epoch",
     "runs",
+    "diverged",
     "loss",
     "greedy_mean",
     "greedy_median",
@@ -60,7 +61,7 @@ def print_table(results: Sequence[Result]) -> None:
     """Accuracies at the end, by attention, as a table on the terminal."""
     table = rich.table.Table(title="Greedy accuracy over 50 symbols at the end of training, over runs")
     columns = ["task", "context", "weights", "attention", "parameters", "epochs", "runs"]
-    columns += ["median", "mean", "least", "most", "symbols given"]
+    columns += ["diverged", "median", "mean", "least", "most", "symbols given"]
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index in (0, 2, 3) else "right")
     for result in results:
@@ -74,6 +75,7 @@ def print_table(results: Sequence[Result]) -> None:
                 f"{setting.model(row['attention']).parameters():,}",
                 f"{last.epoch:,}",
                 str(setting.runs),
+                str(row["diverged"]),
                 *(
                     f"{row[x]:.3f}"
                     for x in ("greedy_median", "greedy_mean", "greedy_min", "greedy_max", "given_mean")
@@ -85,7 +87,8 @@ def print_table(results: Sequence[Result]) -> None:
 def _rows(setting, progress):
     for attention in setting.attentions:
         for index, task in enumerate(setting.tasks):
-            greedy = progress.greedy[attention][:, index]
+            greedy, loss = progress.greedy[attention][:, index], progress.loss[attention]
+            finite = np.isfinite(loss)
             yield {
                 "context": setting.context,
                 "weights": setting.weights,
@@ -93,7 +96,8 @@ def _rows(setting, progress):
                 "task": task,
                 "epoch": progress.epoch,
                 "runs": setting.runs,
-                "loss": round(float(progress.loss[attention].mean()), 6),
+                "diverged": int((~finite).sum()),
+                "loss": round(float(loss[finite].mean()), 6) if finite.any() else "",
                 "greedy_mean": round(float(greedy.mean()), 4),
                 "greedy_median": round(float(np.median(greedy)), 4),
                 "greedy_min": round(float(greedy.min()), 4),
@@ -112,7 +116,7 @@ def _summary(result):
         else None,
         "results": {
             attention: {
-                "loss": np.round(last.loss[attention], 6).tolist(),
+                "loss": _rounded(last.loss[attention], 6),
                 "greedy": _by_task(setting, last.greedy[attention]),
                 "given": _by_task(setting, last.given[attention]),
             }
@@ -122,7 +126,11 @@ def _summary(result):
 
 
 def _by_task(setting, accuracies):
-    return {task: np.round(accuracies[:, index], 4).tolist() for index, task in enumerate(setting.tasks)}
+    return {task: _rounded(accuracies[:, index], 4) for index, task in enumerate(setting.tasks)}
+
+
+def _rounded(x, digits):
+    return [round(float(v), digits) if np.isfinite(v) else None for v in x]
 
 
 def _plot(path, results):

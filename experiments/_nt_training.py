@@ -74,11 +74,10 @@ class Progress:
     """Where runs stand after `epoch` epochs, for each attention.
 
     loss: [runs], the mean since the last one. greedy: [runs, tasks], the share of right symbols where predictions are
-    fed back; given: the same where the true symbols are. test_series: how many of each task that was measured on.
+    fed back; given: the same where the true symbols are.
     """
 
     epoch: int
-    test_series: int
     loss: dict[str, np.ndarray]
     greedy: dict[str, np.ndarray]
     given: dict[str, np.ndarray]
@@ -99,7 +98,7 @@ def train(setting: Setting) -> Iterator[Progress]:
         batches = setting.test_series // _TEST_BATCH if stop == setting.epochs else 1
         accuracies = [jax.device_get(test(state, keys, stop, batch)) for batch in range(batches)]
         greedy, given = jax.tree.map(lambda *x: np.mean(x, axis=0), *accuracies)
-        yield Progress(int(stop), batches * _TEST_BATCH, jax.device_get(loss), greedy, given)
+        yield Progress(int(stop), jax.device_get(loss), greedy, given)
 
 
 def _initial(setting, attention, keys):
@@ -129,9 +128,7 @@ def _epoch(setting, model, key, state, epoch):
     """One fresh series: the next symbol is predicted 40 times, each with an update."""
     of_epoch = jax.random.fold_in(jax.random.fold_in(key, 0), epoch)
     series, _ = _series(setting, setting.tasks, of_epoch, (), _PREDICTIONS)
-    rate = _LEARNING_RATE
-    if setting.drop_after is not None:
-        rate = jnp.where(epoch < setting.drop_after, rate, rate / 4)
+    rate = _rate(setting, epoch)
 
     def update(state, step):
         parameters, velocity = state
@@ -142,6 +139,12 @@ def _epoch(setting, model, key, state, epoch):
 
     state, losses = jax.lax.scan(update, state, jnp.arange(_PREDICTIONS))
     return state, losses.mean()
+
+
+def _rate(setting, epoch):
+    if setting.drop_after is None:
+        return _LEARNING_RATE
+    return jnp.where(epoch < setting.drop_after, _LEARNING_RATE, _LEARNING_RATE / 4)
 
 
 def _tested(setting, state, keys, epoch, batch):

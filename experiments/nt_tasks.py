@@ -44,9 +44,9 @@ _FIGURES: dict[str, dict[str, Any]] = {
 _TOY: dict[str, dict[str, Any]] = {
     "3": {"context": "32", "runs": 4, "epochs": 1_500},
     "4": {"runs": 8, "epochs": 2_000},
-    "5": {"runs": 2, "epochs": 200},
-    "6": {"runs": 4, "epochs": 1_000, "drop_after": 600},
-    "7": {"runs": 2, "epochs": 200},
+    "5": {"runs": 2, "epochs": 1_000},
+    "6": {"runs": 4, "epochs": 2_000, "drop_after": 1_500},
+    "7": {"runs": 2, "epochs": 600},
 }
 _TOY_TESTS = 1_000
 

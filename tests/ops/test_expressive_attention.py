@@ -21,6 +21,8 @@ OPTIONS = {
     "decays": {"decay": "mixed", "group": 2},
     "gentle decays": {"decay": "gentle", "value_dim": 7},
     "decays, documents, kept keys": {"decay": "mixed", "segments": "padded", "kept": 70, "group": 2},
+    "fewer queries than a block": {"decay": "mixed", "segments": "padded", "kept": 110, "group": 2},
+    "fewer queries, not causal": {"segments": "padded", "kept": 110, "causal": False},
     "one query": {"decay": "gentle", "segments": "edges", "time": 121, "kept": 120},
 }
 # Of one shape, so that it is compiled once.
