@@ -85,7 +85,8 @@ def parameter_counts(variants: Sequence[str]) -> dict[str, int]:
     return {name: _runs.parameters(_runs.model("gpt2_124m", attentions[name])) for name in variants}
 
 
-def _settings(options: _command.Options, name: str, form: str, context: int) -> config.Config:
+def _settings(options: _command.Options, name: str, form: str) -> config.Config:
+    (context,) = options.plan.contexts
     attention = dataclasses.replace(_runs.power_variants(2)[name], form=form)
     if options.scale == "paper":  # no data is read
         options = dataclasses.replace(options, data=("-",), heldout=("-",))
@@ -96,7 +97,7 @@ def _inference(options: _command.Options, form: str) -> list[dict]:
     (tokens,) = options.plan.lengths
     return _rows(
         options,
-        {name: _forward(_settings(options, name, form, tokens).model, tokens) for name in options.variants},
+        {name: _forward(_settings(options, name, form).model, tokens) for name in options.variants},
         what="inference",
         form=form,
         tokens=tokens,
@@ -104,8 +105,7 @@ def _inference(options: _command.Options, form: str) -> list[dict]:
 
 
 def _training(options: _command.Options, form: str) -> list[dict]:
-    (context,) = options.plan.contexts
-    settings = {name: _settings(options, name, form, context) for name in options.variants}
+    settings = {name: _settings(options, name, form) for name in options.variants}
     calls = {name: _timing.update(one) for name, one in settings.items()}
     return _rows(options, calls, what="training", form=form, tokens=settings[_BASE].data.batch_tokens)
 
