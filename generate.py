@@ -121,7 +121,9 @@ class _Printer:
             self._write(self._prompts[self._current])
 
     def _write(self, text: str) -> None:
-        # What the terminal cannot show is no reason to stop.
+        if sys.stdout.isatty():
+            text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)
+        # What the encoding lacks is no reason to stop.
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()

@@ -103,7 +103,7 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
         raise ValueError(
             f"the state is of another model: it has {len(state.layers)} layers, this one {len(model.blocks)}"
         )
-    if kept and model.kept_length == 0 or not kept and model.kept_length is None:
+    if (not kept) if model.kept_length is None else (kept and not model.kept_length):
         kind = "keeps keys" if kept else "is recurrent"
         kernel = model.config.attention.kernel
         raise ValueError(

@@ -74,10 +74,8 @@ def _blocks(model, logits, state, position, room, used, max_tokens, sampling, se
         used += block
         tokens, finite = np.asarray(tokens)[:, :left], np.asarray(finite)[:, :left]
         if not finite.all():
-            row, place = np.argwhere(~finite)[0]
-            raise ValueError(
-                f"the logits of prompt {row + 1} are not finite {used - block + place} tokens in; has training diverged?"
-            )
+            row, _ = np.argwhere(~finite)[0]
+            raise ValueError(f"the logits of prompt {row + 1} are not finite; has training diverged?")
         yield tokens
 
 

@@ -120,7 +120,7 @@ class Attention(nnx.Module):
         """
         if keep_keys is None:
             keep_keys = self._kernel.keeps_keys(max_length)
-        elif self.kept_length is None and not keep_keys or self.kept_length == 0 and keep_keys:
+        elif (not keep_keys) if self.kept_length is None else (keep_keys and not self.kept_length):
             kernel = self.config.attention.kernel
             raise ValueError(f"keep_keys is {keep_keys}, which this attention of kernel {kernel!r} cannot do")
         if not keep_keys:

@@ -27,10 +27,6 @@ def decoded(model, tokens, state, logits):
     return jnp.stack(found, axis=1)
 
 
-def lengths(*values):
-    return np.array(values, np.int32)
-
-
 def keeps(state):
     return isinstance(state.layers[0].memory, ops.KeyValueState)
 
@@ -38,93 +34,92 @@ def keeps(state):
 @pytest.mark.parametrize(
     ("preset", "max_length"), [("conformal", None), ("softmax", 200), ("linear_lrpe", None)]
 )
-def test_step_by_step_equals_one_call(preset, max_length):
-    """Over 200 tokens, the first 90 in one pass: the op chooses the attention form for a whole row of these sizes."""
-    model, tokens = small.model(preset), small.tokens(1, 200)
-    logits, state = generation.prefill(model, tokens[:, :90], lengths(90), max_length=max_length)
+def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length):
+    """The longest row has 200 tokens. The op chooses the attention form for whole rows of these sizes."""
+    model, following = small.model(preset), small.tokens(small.ROWS, 100, seed=2)
+    logits, state = small.prefilled(preset, max_length)
     assert keeps(state) == (preset == "softmax")
-    found = decoded(model, tokens[:, 90:], state, logits)
-    expected = whole(model, tokens)[:, 89:]
-    assert cases.error(found, expected) < BOUND
-    np.testing.assert_array_equal(found.argmax(-1), expected.argmax(-1))
+    found = decoded(model, following, state, logits)
+    rows = zip(small.tokens(small.ROWS, small.TIME), small.LENGTHS, following)
+    alone = [np.concatenate([prompt[:length], more]) for prompt, length, more in rows]
+    expected = whole(model, np.stack([np.pad(row, (0, 200 - len(row))) for row in alone]))
     assert np.std(expected) > 0.1
+    for row, length in enumerate(small.LENGTHS):
+        wanted = expected[row, length - 1 : length + 100]
+        assert cases.error(found[row], wanted) < BOUND
+        np.testing.assert_array_equal(found[row].argmax(-1), wanted.argmax(-1))
 
 
 def test_forms_agree():
     """Steps are compared with the attention form above; here it is with the chunked one."""
-    tokens = small.tokens(1, 200)
-    attention = whole(small.model("conformal", form="attention"), tokens)
+    tokens = small.tokens(small.ROWS, 200)
+    attention = whole(small.model("conformal"), tokens)
     chunked = whole(small.model("conformal", form="chunked"), tokens)
     assert cases.error(chunked, attention) < BOUND
 
 
-@pytest.mark.parametrize(("preset", "max_length"), [("conformal", None), ("conformal", 28), ("softmax", 28)])
-def test_ragged_rows_are_as_each_alone(preset, max_length):
-    model, tokens = small.model(preset), small.tokens(3, 24)
-    rows = lengths(24, 1, 13)
-    logits, state = generation.prefill(model, tokens, rows, max_length=max_length)
-    assert keeps(state) == (max_length is not None)
-    following = small.tokens(3, 4, seed=2)
-    found = decoded(model, following, state, logits)
-    # Shorter rows have room for as many more, since padding takes none.
-    for row, length in enumerate(rows):
-        alone = jnp.concatenate([tokens[row, :length], following[row]])[None]
-        expected = whole(model, jnp.pad(alone, ((0, 0), (0, 28 - alone.shape[1]))))
-        assert cases.error(found[row], expected[0, length - 1 : length + 4]) < BOUND
-
-
 def test_padding_takes_no_room():
-    model, tokens = small.model("softmax"), small.tokens(2, 24)
-    _, state = generation.prefill(model, tokens, lengths(24, 1), max_length=28)
-    logits = [decoded(model, small.tokens(2, 10), state, jnp.zeros((2, small.VOCABULARY)))]
-    outgrown = ~np.isfinite(logits[0]).all(-1)
-    # Row 0 has room for 4 tokens; the fifth misses a key.
-    np.testing.assert_array_equal(outgrown[0], [False] * 5 + [True] * 6)
-    assert not outgrown[1].any()
+    logits, state = small.prefilled("softmax", 104)
+    found = decoded(small.model("softmax"), small.tokens(small.ROWS, 10), state, logits)
+    outgrown = ~np.isfinite(found).all(-1)
+    # Row 0 has room for 4 tokens more; the fifth still sees them all, and the sixth misses a key.
+    np.testing.assert_array_equal(outgrown[0], [False] * 6 + [True] * 5)
+    assert not outgrown[1:].any()
 
 
-def test_folding_changes_nothing():
-    model, tokens = small.model("conformal"), small.tokens(2, 40)
-    assert model.kept_length == 28  # 36 features of 9 numbers each against 16 a position, and a window of 8
-    logits, state = generation.prefill(model, tokens[:, :20], lengths(20, 11), max_length=28)
-    folded = generation.fold(model, state)
+def test_keys_are_kept_and_folded():
+    """36 features of 9 numbers each against 16 numbers a position, and a window of 8."""
+    model = small.model("conformal")
+    assert model.kept_length == 28
+    lengths = np.array([20, 11, 24])
+    tokens = small.tokens(small.ROWS, small.TIME)
+    logits, state = generation.prefill(model, tokens[:, :24], lengths, max_length=28)
     assert keeps(state)
+    folded = generation.fold(model, state)
     assert not keeps(folded)
-    found = decoded(model, tokens[:, 20:], folded, logits)
-    _, recurrent = generation.prefill(model, tokens[:, :20], lengths(20, 11))
-    expected = decoded(model, tokens[:, 20:], recurrent, logits)
-    assert cases.error(found, expected) < BOUND
-    np.testing.assert_array_equal(folded.layers[0].memory.segment, recurrent.layers[0].memory.segment)
+    expected_logits, expected = generation.prefill(model, tokens, lengths)
+    assert cases.error(logits, expected_logits) < BOUND
+    following = small.tokens(small.ROWS, 4, seed=2)
+    wanted = decoded(model, following, expected, logits)
+    assert cases.error(decoded(model, following, state, logits), wanted) < BOUND
+    assert cases.error(decoded(model, following, folded, logits), wanted) < BOUND
+    np.testing.assert_array_equal(folded.layers[0].memory.segment, expected.layers[0].memory.segment)
 
 
 def test_what_is_lost_is_not_folded():
-    model, tokens = small.model("conformal"), small.tokens(2, 20)
-    logits, state = generation.prefill(model, tokens, lengths(20, 11), max_length=16)
-    found = decoded(model, tokens[:, :1], generation.fold(model, state), logits)
-    assert np.isnan(found[0, 1]).all()
-    assert np.isfinite(found[1]).all()
+    model = small.model("conformal")
+    logits, state = generation.prefill(
+        model, small.tokens(small.ROWS, 24), np.array([24, 11, 24]), max_length=28
+    )
+    for token in small.tokens(5, small.ROWS):  # rows 0 and 2 have room for 4
+        _, state = generation.decode(model, state, token)
+    found = decoded(model, small.tokens(small.ROWS, 1), generation.fold(model, state), logits)
+    np.testing.assert_array_equal(np.isnan(found[:, 1]).all(-1), [True, False, True])
 
 
 def test_a_context_is_continued():
-    model, tokens = small.model("conformal"), small.tokens(1, 30)
-    _, state = generation.prefill(model, tokens[:, :20], lengths(20))
-    found, _ = generation.prefill(model, tokens[:, 20:], lengths(10), state=state)
-    assert cases.error(found, whole(model, tokens)[:, -1]) < BOUND
+    model, following = small.model("conformal"), small.tokens(small.ROWS, small.TIME, seed=2)
+    _, state = small.prefilled("conformal")
+    found, _ = generation.prefill(model, following, np.full(small.ROWS, small.TIME), state=state)
+    row = np.concatenate([small.tokens(small.ROWS, small.TIME)[0], following[0]])
+    expected = whole(model, np.tile(row, (small.ROWS, 1)))[0, -1]
+    assert cases.error(found[0], expected) < BOUND
 
 
 def test_mistakes():
-    model, tokens = small.model("conformal"), small.tokens(2, 8)
-    softmax = small.model("softmax")
-    _, state = generation.prefill(model, tokens, lengths(8, 8))
+    model, softmax = small.model("conformal"), small.model("softmax")
+    tokens = small.tokens(2, 8)
+    beyond = tokens.copy()
+    beyond[0, 3] = 64
+    rows = np.array([8, 8])
+    state = generation.init_state(model, 2)
     for message, mistake in {
-        "pass max_length": lambda: generation.prefill(softmax, tokens, lengths(8, 8)),
-        "max_length is 0": lambda: generation.prefill(softmax, tokens, lengths(8, 8), max_length=0),
-        "row 1 has length 0": lambda: generation.prefill(model, tokens, lengths(8, 0)),
-        "row 0 has length 9": lambda: generation.prefill(model, tokens, lengths(9, 1)),
-        "must be [B, T]": lambda: generation.prefill(model, tokens, lengths(8)),
-        "token 64 at place 3 of row 0": lambda: generation.prefill(
-            model, tokens.at[0, 3].set(64), lengths(8, 8)
-        ),
+        "pass max_length": lambda: generation.prefill(softmax, tokens, rows),
+        "max_length is 0": lambda: generation.prefill(softmax, tokens, rows, max_length=0),
+        "row 1 has length 0": lambda: generation.prefill(model, tokens, np.array([8, 0])),
+        "row 0 has length 9": lambda: generation.prefill(model, tokens, np.array([9, 1])),
+        "must be [B, T]": lambda: generation.prefill(model, tokens, rows[:1]),
+        "token 64 at place 3 of row 0": lambda: generation.prefill(model, beyond, rows),
         "2 rows and there are tokens for 1": lambda: generation.decode(model, state, tokens[:1, 0]),
         "another model: it is recurrent": lambda: generation.decode(softmax, state, tokens[:, 0]),
         "another model: it has 1 layers, this one 2": lambda: generation.decode(
