@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Int
 
 from sympow_jax import models
+from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
 from sympow_jax.generation import decoding
 from sympow_jax.generation import sampling as sampling_lib
 
-__all__ = ["generate"]
+__all__ = ["decode_block", "generate"]
 
 _SEEDS = 2**32
 
@@ -68,7 +68,7 @@ def _blocks(model, logits, state, position, room, used, max_tokens, sampling, se
     for left in range(max_tokens, 0, -block):
         if room is not None and used + block > room:
             state, room = decoding.fold(model, state), None
-        logits, state, position, tokens, finite = _block(
+        logits, state, position, tokens, finite = decode_block(
             graph, variables, sampling, block, np.uint32(seed), logits, state, position
         )
         used += block

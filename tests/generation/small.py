@@ -31,6 +31,9 @@ def model(
         for name in ("query", "key", "value", "out"):
             getattr(block.attention, name).kernel[...] *= 10
     made.embedding[...] *= 10  # logits of a few units, so that draws differ
+    made.embedding_norm.scale[...] *= (
+        0.1  # else every token predicts itself, since the output is the embedding
+    )
     return made
 
 
