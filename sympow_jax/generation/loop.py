@@ -82,7 +82,23 @@ def _blocks(model, logits, state, position, room, used, max_tokens, sampling, se
 @functools.partial(
     jax.jit, static_argnames=("graph", "sampling", "block"), donate_argnames=("logits", "state")
 )
-def _block(graph, variables, sampling, block, seed, logits, state, position):
+def decode_block(
+    graph: nnx.GraphDef,
+    variables: nnx.State,
+    sampling: sampling_lib.Sampling,
+    block: int,
+    seed: UInt32[Array, ""],
+    logits: Float[Array, "B V"],
+    state: models.DecoderState,
+    position: Int[Array, " B"],
+) -> tuple[
+    Float[Array, "B V"], models.DecoderState, Int[Array, " B"], Int[Array, "B block"], Bool[Array, "B block"]
+]:
+    """Draws so many tokens of each row, one after the other, from logits and state behind its `position` tokens.
+
+    Returns logits, state and position behind them, the tokens, and whether the logits each was drawn from are finite.
+    The state is updated where it lies.
+    """
     model = nnx.merge(graph, variables)
 
     def step(carry, _):
