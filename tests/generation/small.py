@@ -30,6 +30,8 @@ def model(
     for block in made.blocks:
         for name in ("query", "key", "value", "out"):
             getattr(block.attention, name).kernel[...] *= 10
+        for name in ("up", "down"):
+            getattr(block.mlp, name).kernel[...] *= 10
     made.embedding[...] *= 10  # logits of a few units, so that draws differ
     made.embedding_norm.scale[...] *= (
         0.1  # else every token predicts itself, since the output is the embedding
