@@ -41,8 +41,8 @@ def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = 
 
 def prefill(
     model: models.DecoderLM,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
+    tokens: Int[Array | np.ndarray, "B T"],
+    lengths: Int[Array | np.ndarray, " B"],
     *,
     max_length: int | None = None,
     state: models.DecoderState | None = None,
@@ -71,7 +71,7 @@ def prefill(
 
 
 def decode(
-    model: models.DecoderLM, state: models.DecoderState, token: Int[Array, " B"]
+    model: models.DecoderLM, state: models.DecoderState, token: Int[Array | np.ndarray, " B"]
 ) -> tuple[Float[Array, "B V"], models.DecoderState]:
     """The logits of the token behind `token`, float32, and the state behind it; `state` stays as it is.
 
@@ -126,7 +126,7 @@ def _said(leaf: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if leaf is None else f"{leaf[1]} {list(leaf[0])}"
 
 
-def _check_rows(model: models.DecoderLM, tokens: Array, lengths: np.ndarray) -> None:
+def _check_rows(model: models.DecoderLM, tokens: Array | np.ndarray, lengths: np.ndarray) -> None:
     time, vocab_size = tokens.shape[1], model.config.vocab_size
     for row, length in enumerate(lengths):
         if not 1 <= length <= time:

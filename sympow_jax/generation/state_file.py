@@ -39,14 +39,15 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
         "capacity": memory.key.shape[1] if isinstance(memory, ops.KeyValueState) else None,
         "kept": kept,
     }
-    arrays = {
+    arrays: dict[str, Any] = {
         jax.tree_util.keystr(name): _bits(np.asarray(leaf))
         for name, leaf in jax.tree_util.tree_leaves_with_path(state)
     }
+    arrays[_HEADER] = np.array(json.dumps(header))
     target = pathlib.Path(path)
     partial = target.with_name(f"{target.name}.partial")
     with partial.open("wb") as file:
-        np.savez(file, **{_HEADER: np.array(json.dumps(header))}, **arrays)
+        np.savez(file, **arrays)
     partial.replace(target)
 
 

@@ -47,3 +47,9 @@ def tokens(batch: int, time: int, seed: int = 1) -> np.ndarray:
 def prefilled(preset: str, max_length: int | None = None):
     """Logits and state behind ragged prompts, the first `LENGTHS` of `tokens(ROWS, TIME)`; compiled once."""
     return generation.prefill(model(preset), tokens(ROWS, TIME), LENGTHS, max_length=max_length)
+
+
+@nnx.jit
+def whole(model: models.DecoderLM, tokens: np.ndarray) -> jax.Array:
+    """Logits of whole rows, without a state."""
+    return model(tokens)

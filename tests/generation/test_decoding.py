@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from sympow_jax import generation, ops
 from tests.generation import small
@@ -11,11 +10,6 @@ from tests.ops import cases
 
 # RMS ratio: what float32 rounds over 200 tokens.
 BOUND = 1e-5
-
-
-@nnx.jit
-def whole(model, tokens):
-    return model(tokens)
 
 
 def decoded(model, tokens, state, logits):
@@ -44,7 +38,7 @@ def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length)
     found = decoded(model, following, state, logits)
     rows = zip(small.tokens(small.ROWS, small.TIME), small.LENGTHS, following)
     alone = [np.concatenate([prompt[:length], more]) for prompt, length, more in rows]
-    expected = whole(model, np.stack([np.pad(row, (0, 200 - len(row))) for row in alone]))
+    expected = small.whole(model, np.stack([np.pad(row, (0, 200 - len(row))) for row in alone]))
     assert np.std(expected) > 0.1
     for row, length in enumerate(small.LENGTHS):
         wanted = expected[row, length - 1 : length + 100]
@@ -52,11 +46,12 @@ def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length)
         np.testing.assert_array_equal(found[row].argmax(-1), wanted.argmax(-1))
 
 
+@pytest.mark.slow
 def test_forms_agree():
     """Steps are compared with the attention form above; here it is with the chunked one."""
     tokens = small.tokens(small.ROWS, 200)
-    attention = whole(small.model("conformal"), tokens)
-    chunked = whole(small.model("conformal", form="chunked"), tokens)
+    attention = small.whole(small.model("conformal"), tokens)
+    chunked = small.whole(small.model("conformal", form="chunked"), tokens)
     assert cases.error(chunked, attention) < BOUND
 
 
@@ -104,7 +99,7 @@ def test_a_context_is_continued():
     _, state = small.prefilled("conformal")
     found, _ = generation.prefill(model, following, np.full(small.ROWS, small.TIME), state=state)
     row = np.concatenate([small.tokens(small.ROWS, small.TIME)[0], following[0]])
-    expected = whole(model, np.tile(row, (small.ROWS, 1)))[0, -1]
+    expected = small.whole(model, np.tile(row, (small.ROWS, 1)))[0, -1]
     assert cases.error(found[0], expected) < BOUND
 
 

@@ -135,6 +135,7 @@ def test_control_c(runs, capsys, monkeypatch):
     assert error == "interrupted\n"
 
 
+@pytest.mark.slow
 def test_a_mistake_leaves_no_traceback_in_a_process_of_its_own(runs):
     # Bytes of the command line that are no UTF-8 are bytes of the prompt.
     arguments = [f"--workdir={runs}/a".encode(), b"--prompt=caf\xe9"]
