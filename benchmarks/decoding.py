@@ -110,8 +110,9 @@ class _Contender:
         )
         self._graph, self._variables = nnx.split(model)
         kept = model.kept_length
-        room = length + BLOCK
-        state = generation.init_state(model, 1, max_length=room if kept is None or room <= kept else None)
+        # As `generation.generate` begins a long text.
+        keeps = kept is None or length + BLOCK <= kept
+        state = generation.init_state(model, 1, max_length=(kept or length + BLOCK) if keeps else None)
         self.kept = isinstance(state.layers[0].memory, ops.KeyValueState)
         self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._logits = jnp.zeros((1, model.config.vocab_size))
