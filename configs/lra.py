@@ -1,10 +1,10 @@
 """The long-range tasks (Qin et al. 2023, Table 9): `--config=configs/lra.py:TASK[,METHOD]`, such as `:image,type1`.
 
 TASK is text, listops, retrieval, pathfinder or image; METHOD one of `sympow_jax.config.LRPE_METHODS`. ListOps is
-generated. Text and retrieval are bytes of TSV files with the columns `text` and `label`, or `text1`, `text2` and
-`label`; the two documents of a pair are one row, where the benchmark encodes each by itself. Pathfinder and image are
-gray pictures of 32 x 32, a folder a class. The table leaves out heads, the feed-forward layer, the schedule and weight
-decay: these are ours.
+generated. Text is bytes of a TSV file with the columns `text` and `label`, retrieval the benchmark's files of pairs,
+whose two documents are one row here, where the benchmark encodes each by itself. Pathfinder and image are gray pictures
+of 32 x 32, a folder a class (`docs/data.md`). The table leaves out heads, the feed-forward layer, the schedule and
+weight decay: these are ours.
 """
 
 from typing import Any
@@ -58,4 +58,7 @@ def _source(task: str) -> dict[str, Any]:
     if not ending:
         pixels = {"image_tokens": True, "image_mode": "gray", "image_size": 32}
         return {"source": "images", **pixels, **found}
-    return {"source": "tsv", "text_columns": ("text",) if task == "text" else ("text1", "text2"), **found}
+    if task == "text":
+        return {"source": "tsv", "text_columns": ("text",), **found}
+    columns = {"text_columns": ("4", "5"), "label_column": "1", "labels": ("0.0", "1.0")}
+    return {"source": "tsv", **columns, **found}

@@ -221,8 +221,8 @@ class Config:
             )
         if context > 1 and attention.decay.startswith("channel"):
             raise ValueError(
-                f"sharding.context is {context} and attention.decay {attention.decay!r}; gates by channel cannot divide "
-                f"the sequence over devices: set sharding.context=1, or use decay 'learned'"
+                f"sharding.context is {context} and attention.decay {attention.decay!r}; gates by channel cannot "
+                f"divide the sequence over devices: set sharding.context=1, or use decay 'learned'"
             )
         if context > 1 and attention.implementation == "reference":
             raise ValueError(

@@ -1,10 +1,10 @@
 """Expressive attention block by block, never a T x T array, with its own gradient.
 
-Time is cut into blocks of C positions, the first axis of every array; H is batch times key/value heads, G the query
-heads of each. A pair's weight is u^2 / (1 + z^2) with u = s z / m: z the score, s^2 the decay between the two, and m
-the row's largest s min(|z|, 1) so far. That is the weight over m^2, which the division by the sum cancels, so that a
-row's largest weight is between 1/2 and 1 however small its scores are: s |z| >= 2^-126 is enough in float32, where
-z^2 alone would vanish below 2^-63.
+Time is cut into blocks of C keys, or R queries, the first axis of every array; H is batch times key/value heads, G the
+query heads of each. A pair's weight is u^2 / (1 + z^2) with u = s z / m: z is the score, s^2 the decay between the two
+and m the row's largest s min(|z|, 1) so far. That is the weight over m^2, which the division by the sum cancels, so
+that a row's largest weight is between 1/2 and 1 however small its scores are: s |z| >= 2^-126 is enough in float32,
+where z^2 alone would vanish below 2^-63.
 """
 
 import functools
@@ -30,23 +30,24 @@ class Settings(NamedTuple):
 class Blocks(NamedTuple):
     """J blocks of keys, I of queries, which are the last positions. All of one dtype but documents and ranges.
 
+    The queries of a block have the last R positions of a block of keys, R = C unless I = 1.
     half_decay: halves of the log decays, `decay.bounded`; None decays nothing. None among gradients elsewhere.
     query_document, key_document: a pair sees each other where they are equal; None where all do.
     ranges: for each block of queries the blocks of keys from the first that is seen up to, not including, the last
     one; where causal, up to the diagonal, which is always taken.
     """
 
-    query: Float[Array, "I H D G C"]
+    query: Float[Array, "I H D G R"]
     key: Float[Array, "J H D C"]
     value: Float[Array, "J H E C"]
     half_decay: Float[Array, "J H C"] | None
-    query_document: Int[Array, "I H C"] | None
+    query_document: Int[Array, "I H R"] | None
     key_document: Int[Array, "J H C"] | None
     ranges: Int[Array, "I 2"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attend(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G C"]:
+def attend(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     """Means of values, zero where all weights are zero.
 
     Saved for the backward pass beside the arguments: the output, and m and the sum of weights of every row.
@@ -118,7 +119,9 @@ def _attend_bwd(settings, residuals, dout):
                 dcolumns = _add(dcolumns, j, dlog.sum((2, 3)))
             return dquery, dkeys, dvalues, drow, dcolumns
 
-        drow = None if blocks.half_decay is None else jnp.zeros_like(blocks.half_decay[0])
+        drow = None
+        if blocks.half_decay is not None:
+            drow = jnp.zeros((blocks.key.shape[1], blocks.query.shape[-1]), pairs.dtype)
         start = (jnp.zeros_like(blocks.query[i]), *carry[:2], drow, carry[2])
         dquery, dkeys, dvalues, drow, dcolumns = pairs.over_keys(i, add, start)
         return (dkeys, dvalues, dcolumns), (dquery, drow)
@@ -130,7 +133,8 @@ def _attend_bwd(settings, residuals, dout):
     )
     dhalf = None
     if dcolumns is not None:
-        dsums = jnp.pad(drows, [(len(dcolumns) - len(drows), 0), (0, 0), (0, 0)]) - dcolumns
+        missing = [most - some for most, some in zip(dcolumns.shape, drows.shape)]
+        dsums = jnp.pad(drows, [(some, 0) for some in missing]) - dcolumns
         totals = dsums.sum(-1)
         behind = jnp.cumsum(totals[::-1], 0)[::-1] - totals
         dhalf = 2 * (decays.suffix_sums(dsums) + dsums + behind[..., None])
@@ -143,9 +147,9 @@ attend.defvjp(_attend_fwd, _attend_bwd)
 class _Rows(NamedTuple):
     """One block of queries; `from_start` is the root of the decay from before the block."""
 
-    query: Float[Array, "H D G C"]
-    document: Int[Array, "H C"] | None
-    from_start: Float[Array, "H C"] | None
+    query: Float[Array, "H D G R"]
+    document: Int[Array, "H R"] | None
+    from_start: Float[Array, "H R"] | None
 
 
 class _Pairs:
@@ -156,7 +160,11 @@ class _Pairs:
         # From here on z^2 / (1 + z^2) is 1 in this dtype, and z^2 does not overflow.
         self.bound = 2.0 ** (np.finfo(self.dtype).maxexp // 2 - 1)
         self._offset = len(blocks.key) - len(blocks.query)
-        self._earlier = np.triu(np.ones((blocks.key.shape[-1],) * 2, bool))[:, None, :]
+        length = blocks.key.shape[-1]
+        self._places = slice(
+            length - blocks.query.shape[-1], None
+        )  # of queries among the keys of their block
+        self._earlier = np.triu(np.ones((length, length), bool))[:, None, self._places]
         if (half := blocks.half_decay) is not None:
             self._coarse, self._fine = decays.split(half)
             self._after, self._totals = decays.suffix_sums(half), half.sum(-1)
@@ -170,7 +178,7 @@ class _Pairs:
     def rows(self, i):
         blocks, start = self._blocks, None
         if blocks.half_decay is not None:
-            start = decays.exp(self._coarse[i + self._offset] + self._fine[i + self._offset])
+            start = decays.exp(self._coarse[i + self._offset] + self._fine[i + self._offset])[:, self._places]
         document = None if blocks.query_document is None else blocks.query_document[i]
         return _Rows(blocks.query[i], document, start)
 
@@ -197,7 +205,7 @@ class _Pairs:
         return jax.lax.fori_loop(0, stop - start, left, (carry, between))[0]
 
     def scores(self, rows, j, between, diagonal):
-        """[H, C, G, C], keys before queries: scores, zero where nothing is seen, and roots of decays or None."""
+        """[H, C, G, R]: scores, zero where nothing is seen, and roots of decays or None."""
         z = self.product("hdk,hdgq->hkgq", self.key(j), rows.query)
         if rows.document is not None:
             same = self._blocks.key_document[j][:, :, None] == rows.document[:, None, :]
@@ -209,7 +217,9 @@ class _Pairs:
         if not diagonal:
             to_end = decays.exp(self._after[j] + between[:, None])
             return z, to_end[:, :, None, None] * rows.from_start[:, None, None]
-        differences = (x[:, None, None, :] - x[:, :, None, None] for x in (self._coarse[j], self._fine[j]))
+        differences = (
+            x[:, None, None, self._places] - x[:, :, None, None] for x in (self._coarse[j], self._fine[j])
+        )
         return z, decays.exp(jnp.where(self._earlier, sum(differences), 0))
 
 

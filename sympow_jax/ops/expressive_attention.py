@@ -146,51 +146,56 @@ def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_
     key_time, kv_heads = key.shape[1:3]
     dtype, out_dtype = jnp.promote_types(query.dtype, jnp.float32), value.dtype
     settings = _expressive_blocks.Settings(causal, power_xla.precision_of(key.dtype))
-    # Queries fill up at their end; keys before their begin too, so that blocks of both meet on the diagonal.
+    # Queries fill up at their end, unless one block has them all; keys before their begin too, so that blocks of both
+    # end together.
     block = min(block_size, key_time)
-    behind = -time % block
-    front = -(key_time - time) % block
+    rows = min(block, time)
+    behind = -time % rows
+    front = -(key_time + behind) % block
 
-    def blocks(x, front):
+    def blocks(x, front, length):
         x = jnp.pad(x, [(0, 0), (front, behind)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(batch, -1, block, *x.shape[2:]), 1, 0)  # [J, B, C, ...]
+        return jnp.moveaxis(x.reshape(batch, -1, length, *x.shape[2:]), 1, 0)  # [J, B, C, ...]
 
-    def by_head(x, front):
-        x = blocks(x, front)
+    def by_head(x):
+        x = blocks(x, front, block)
         return jnp.moveaxis(x, 2, -1).reshape(len(x), batch * kv_heads, -1, block)
 
-    queries = blocks((scale * query.astype(dtype)).reshape(batch, time, kv_heads, heads // kv_heads, -1), 0)
-    queries = queries.transpose(0, 1, 3, 5, 4, 2).reshape(
-        len(queries), batch * kv_heads, -1, heads // kv_heads, block
-    )
-    keys, values = (by_head(x.astype(dtype), front) for x in (key, value))
+    query = scale * query.astype(dtype)
+    queries = blocks(query.reshape(batch, time, kv_heads, heads // kv_heads, -1), 0, rows)
+    queries = queries.transpose(0, 1, 3, 5, 4, 2)  # [I, B, K, D, G, R]
+    queries = queries.reshape(len(queries), batch * kv_heads, *queries.shape[3:])
+    keys, values = by_head(key.astype(dtype)), by_head(value.astype(dtype))
     half_decay = query_document = key_document = document = None
     if segment_ids is not None:
         document = _documents(segment_ids)
-        repeated = jnp.broadcast_to(document[..., None], (batch, key_time, kv_heads))
-        of_head = by_head(repeated, front)[:, :, 0]
-        query_document = of_head[-len(queries) :]
+        of_head = by_head(jnp.broadcast_to(document[..., None], (batch, key_time, kv_heads)))[:, :, 0]
+        query_document = of_head[-len(queries) :, :, -rows:]
         key_document = jnp.where(of_head < 0, _UNSEEN, of_head)
     if log_decay is not None:
         if segment_ids is not None:
             log_decay = jnp.where(document[..., None] >= 0, log_decay, 0)
-        half_decay = by_head(decays.bounded(log_decay.astype(dtype) / 2, False), front)[:, :, 0]
-    ranges = _ranges(causal, None if document is None else blocks(document, front), len(queries), len(keys))
+        half_decay = by_head(decays.bounded(log_decay.astype(dtype) / 2, False))[:, :, 0]
+    ranges = _ranges(
+        causal, None if document is None else blocks(document, front, block), len(queries), rows, len(keys)
+    )
     out = _expressive_blocks.attend(
         settings,
         _expressive_blocks.Blocks(queries, keys, values, half_decay, query_document, key_document, ranges),
     )
-    out = out.reshape(len(out), batch, kv_heads, -1, heads // kv_heads, block).transpose(1, 0, 5, 2, 4, 3)
-    return out.reshape(batch, len(queries) * block, heads, -1)[:, :time].astype(out_dtype)
+    out = out.reshape(len(out), batch, kv_heads, -1, heads // kv_heads, rows).transpose(1, 0, 5, 2, 4, 3)
+    return out.reshape(batch, time + behind, heads, -1)[:, :time].astype(out_dtype)
 
 
-def _ranges(causal, document: Int[Array, "J B C"] | None, rows: int, columns: int) -> Int[Array, "I 2"]:
-    """The blocks of keys that each block of queries sees, as `_expressive_blocks.Blocks` has them."""
-    diagonal = jnp.arange(columns - rows, columns, dtype=jnp.int32)
+def _ranges(
+    causal, document: Int[Array, "J B C"] | None, count: int, rows: int, columns: int
+) -> Int[Array, "I 2"]:
+    """The blocks of keys seen by each of the `count` blocks of queries, as `_expressive_blocks.Blocks` has them."""
+    diagonal = jnp.arange(columns - count, columns, dtype=jnp.int32)
     start, stop = jnp.zeros_like(diagonal), diagonal if causal else jnp.full_like(diagonal, columns)
     if document is not None:
         _, batch, block = document.shape
-        queries = document[-rows:]
+        queries = document[-count:, :, -rows:]
         first = jnp.where(queries > 0, queries, jnp.iinfo(jnp.int32).max).min(2)
         # Documents are numbered in order; padding has the number of the document before it.
         number = jax.lax.cummax(jnp.moveaxis(document, 1, 0).reshape(batch, -1), axis=1)

@@ -17,7 +17,7 @@ from sympow_jax import config
         ),
         (
             {"kernel": "power", "decay": "none", "causal": False},
-            "attention.causal is False, which the kernel 'power' has not; use kernel 'linear' with feature_map 'symmetric'",
+            "attention.causal is False, which the kernel 'power' has not; use kernel 'linear' with feature_map",
         ),
         (
             {"kernel": "softmax", "decay": "alibi", "causal": False},

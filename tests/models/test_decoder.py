@@ -95,6 +95,24 @@ def test_state_of_vanilla_linear_attention(size, numbers):
     assert state == numbers
 
 
+@pytest.mark.parametrize(
+    ("changes", "numbers"),
+    [
+        # Complex features are twice as many; the normaliser is made of those before the turn, or behind it.
+        ({"core": "unitary"}, 128 * 64 + 64),
+        ({"core": "unitary", "normaliser": "rotated"}, 128 * 64 + 128),
+        ({"core": "orthogonal", "feature_map": "symmetric"}, 2080 * 64 + 2080),
+        ({"kernel": "power", "decay": "channel_learned", "position": "rope"}, 2 * 2080 * 64),
+        ({"kernel": "power", "core": "unitary"}, 128 * 129 // 2 * 65),
+    ],
+)
+def test_state_bytes_of_turned_features_and_gates_by_channel(changes, numbers):
+    lrpe = config.LrpeConfig(core=changes.pop("core", "orthogonal"))
+    attention = config.preset("linear_lrpe", lrpe=lrpe, **changes)
+    model = config.ModelConfig(**config.MODEL_SIZES["gpt2_124m"], attention=attention)
+    assert models.state_bytes(model) == 12 * 12 * numbers * 2
+
+
 def test_state_bytes_refuses_what_has_none():
     with pytest.raises(ValueError, match="no recurrent state"):
         models.state_bytes(gpt2(kernel="softmax"))

@@ -45,7 +45,7 @@ def test_shapes_and_dtypes():
     assert not hasattr(small(task="masked_token"), "head")
 
 
-@pytest.mark.parametrize("method", ["softmax", "base", "type2"])
+@pytest.mark.parametrize("method", ["softmax", "type2", pytest.param("base", marks=pytest.mark.slow)])
 def test_every_token_sees_its_whole_document_and_no_other(method):
     model = small(method)
     segment_ids = jnp.asarray([[0] * 7 + [1] * 5] * 2)
@@ -55,7 +55,7 @@ def test_every_token_sees_its_whole_document_and_no_other(method):
     np.testing.assert_array_equal(before[:, 7:], after[:, 7:])
 
 
-@pytest.mark.parametrize("method", ["softmax", "base", "type2"])
+@pytest.mark.parametrize("method", ["softmax", "type2", pytest.param("base", marks=pytest.mark.slow)])
 def test_padding_does_not_matter(method):
     model, ids = small(method), jnp.zeros_like(tokens())
     _, bare = run(model, tokens(), ids)

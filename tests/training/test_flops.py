@@ -14,6 +14,7 @@ from sympow_jax.training import flops
 
 # 12 layers of 12 heads of 64: features at p = 2.
 FEATURES = 64 * 65 // 2
+UNITARY = config.LrpeConfig(core="unitary")
 
 
 def _gpt2(name: str, **changes) -> config.ModelConfig:
@@ -21,9 +22,13 @@ def _gpt2(name: str, **changes) -> config.ModelConfig:
 
 
 def _matrices(model: config.ModelConfig) -> int:
-    """Numbers in parameters of two axes: all but the scales and shifts of norms."""
+    """Numbers in parameters that tokens are multiplied by: all but those of norms and of positions."""
     params = nnx.state(nnx.eval_shape(lambda: models.DecoderLM(model, rngs=nnx.Rngs(0))), nnx.Param)
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params) if leaf.ndim == 2)
+    return sum(
+        math.prod(leaf.shape)
+        for path, leaf in nnx.to_flat_state(params)
+        if len(leaf.shape) == 2 and "positions" not in path
+    )
 
 
 @pytest.mark.parametrize("name", config.PRESETS)
@@ -54,6 +59,12 @@ def test_products_with_weights_are_6_flops_a_weight(name, changes):
         # 766,480 features are dearer than 2^20 pairs.
         ("conformal", {"power": 4}, 2**20, 256 * 2**19),
         ("linear", {}, 4096, 4 * 64 * 64 + 256 * (64 + 64)),
+        # Complex features are twice as many real ones, in pairs too.
+        ("linear_lrpe", {"lrpe": UNITARY}, 65_536, 4 * 128 * 64 + 2 * (128 + 64) * (64 + 64)),
+        ("linear", {"feature_map": "symmetric"}, 65_536, 4 * FEATURES * 64 + 256 * (64 + 64)),
+        # A normaliser a channel.
+        ("sympow", {"decay": "channel_fixed"}, 65_536, 4 * FEATURES * 128 + 2 * (64 + 128) * (64 + 64)),
+        ("expressive", {}, 4096, 256 * 2048),
     ],
 )
 def test_attention_by_hand(name, changes, context, per_head):
@@ -130,3 +141,26 @@ def test_xla_counts_as_many(name, form, chunk, context):
 )
 def test_peaks(kind, peak):
     assert flops.peak_flops(types.SimpleNamespace(device_kind=kind)) == peak
+
+
+def test_encoders_by_hand():
+    """Every pair counts, features have no chunk beside them, and masked tokens alone are unembedded."""
+    task = config.TaskConfig(name="masked_token", mask_fraction=0.25)
+    blocks = 6 * 12 * 12 * 768**2
+    for attention, per_head in (
+        (config.preset("softmax", causal=False), 256 * 512),
+        (config.lrpe_method("base", causal=False), 4 * 64 * 64),
+        (config.lrpe_method("type1", causal=False), 4 * 128 * 64),  # complex features
+    ):
+        model = dataclasses.replace(_gpt2("softmax"), attention=attention)
+        found = flops.model_flops_per_token(model, 512, task)
+        assert found == blocks + 6 * 768 * 50_304 // 4 + 3 * 12 * 12 * per_head
+
+
+def test_images_by_hand():
+    """DeiT-small: the embedding of patches of 16 x 16 x 3, and nothing for the head of a row."""
+    attention = config.lrpe_method("base", causal=False)
+    model = config.ModelConfig(patch_size=16, layers=12, width=384, heads=6, attention=attention)
+    task = config.TaskConfig(name="classification", classes=1000)
+    expected = 6 * 12 * 12 * 384**2 + 6 * 768 * 384 + 3 * 12 * 6 * 4 * 64 * 64
+    assert flops.model_flops_per_token(model, 196, task) == expected

@@ -35,10 +35,17 @@ MIXES = [
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
 
 
-def run(what: str, preset: str, arrangements: list[dict], cache: pathlib.Path) -> list:
-    """What `sharded` prints, an entry for each arrangement."""
+def run(
+    what: str,
+    preset: str | None,
+    arrangements: list[dict],
+    cache: pathlib.Path,
+    module: str = "tests.training.sharded",
+) -> list:
+    """What the module prints, an entry for each arrangement."""
+    chosen = [what] if preset is None else [what, preset]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.training.sharded", what, preset, *map(json.dumps, arrangements)],
+        [sys.executable, "-m", module, *chosen, *map(json.dumps, arrangements)],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,
@@ -240,3 +247,20 @@ def check_context(found, preset):
         assert max(x.nbytes for x in gathered) <= ids
         assert not moved
         assert sum(exchanged.values()) >= 2 * 4 * LAYERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "arrangements"),
+    [
+        ("classification", [{"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}, {"fsdp": 4}]),
+        ("masked_token", [{"fsdp": 2, "tensor": 2}, {"data": 4}]),
+    ],
+)
+def test_encoders_over_devices_are_those_of_one(task, arrangements, compilation_cache):
+    results = run(task, None, arrangements, compilation_cache, module="tests.training.sharded_encoder")
+    assert len(results) == len(arrangements)
+    for arrangement, result in zip(arrangements, results):
+        assert result["loss"] <= LOSS_BOUND, (arrangement, result)
+        assert result["state"] <= GRADIENT_BOUND, (arrangement, result)
+        assert result["falls"], (arrangement, result)

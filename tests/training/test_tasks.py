@@ -49,12 +49,15 @@ def update(settings: config.Config, rows, state=None) -> tuple[step.TrainState, 
     return state, {name: float(value) for name, value in metrics.items()}
 
 
-@pytest.mark.parametrize("task", ["classification", "regression"])
+@pytest.mark.parametrize("task", ["classification", pytest.param("regression", marks=pytest.mark.slow)])
 def test_the_loss_is_the_mean_over_labels_that_count(task):
     settings, rows = make(task), batch(task)
     params = step.init_state(settings, sharding.whole_mesh()).params
     model, counts = step.merge(settings, params), np.array([0, 1, 3])
-    outputs = np.asarray(model.classify(rows["inputs"], segment_ids=rows["segment_ids"]), np.float64)[counts]
+    outputs = jax.jit(lambda tokens, ids: model.classify(tokens, segment_ids=ids))(
+        rows["inputs"], rows["segment_ids"]
+    )
+    outputs = np.asarray(outputs, np.float64)[counts]
     labels = rows["labels"][counts]
     _, metrics = update(settings, rows)
     if task == "regression":
@@ -66,6 +69,7 @@ def test_the_loss_is_the_mean_over_labels_that_count(task):
     assert metrics["accuracy"] == pytest.approx(np.mean(outputs.argmax(-1) == labels))
 
 
+@pytest.mark.slow
 def test_micro_batches_equal_the_batch():
     whole, expected = update(make(), batch())
     state, metrics = update(make(accumulate=2), batch())
@@ -73,7 +77,7 @@ def test_micro_batches_equal_the_batch():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, whole.params)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_running_means_of_the_first_norm_are_the_formula(accumulate):
     """It normalises the embeddings of tokens, which are known; each micro-batch moves its means by a tenth."""
     settings, rows = make(norm="batch", accumulate=accumulate), batch()
@@ -89,6 +93,7 @@ def test_running_means_of_the_first_norm_are_the_formula(accumulate):
     np.testing.assert_allclose(found["var"], variance, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["attention", "full"])
 def test_rematerialisation_changes_neither_gradients_nor_running_means(remat):
     expected, _ = update(make(norm="batch"), batch())
@@ -114,11 +119,9 @@ def texts(tmp_path: pathlib.Path):
 
     def of(task="classification", steps=2, initial_run=None, **model) -> config.Config:
         base = make(task, vocab_size=256, **model)
-        data = dataclasses.replace(base.data, paths=(str(tmp_path / "lines.tsv"),), heldout_fraction=0.2)
+        data = dataclasses.replace(base.data, paths=(str(tmp_path / "lines.tsv"),), heldout_fraction=0.0)
         if task == "masked_token":
-            data = dataclasses.replace(
-                data, source="text", paths=(str(tmp_path / "plain.txt"),), heldout_fraction=0.0
-            )
+            data = dataclasses.replace(data, source="text", paths=(str(tmp_path / "plain.txt"),))
         return dataclasses.replace(
             base,
             data=data,
@@ -141,22 +144,14 @@ def test_resuming_is_exact_with_batch_normalisation(texts, tmp_path):
     assert set(found) == {"params", "statistics"}
     assert np.abs(found["statistics"]["final_norm"]["mean"]).max() > 0
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+    _, model, _ = checkpoint.restore_model(tmp_path / "whole")
+    means, norm = found["statistics"]["embedding_norm"], model.embedding_norm
+    x = np.random.default_rng(0).normal(size=(1, 3, 16)).astype(np.float32)
+    wanted = (x - means["mean"]) / np.sqrt(means["var"] + 1e-5) * norm.scale[...] + norm.bias[...]
+    np.testing.assert_allclose(layers.normalise(norm, jnp.asarray(x), None), wanted, rtol=1e-4, atol=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(0 <= line["accuracy"] <= 1 for line in lines)
-
-
-def test_a_restored_model_uses_its_running_means(texts, tmp_path):
-    assert train.train(texts(steps=2, norm="batch"), tmp_path) == 0
-    _, model, _ = checkpoint.restore_model(tmp_path)
-    _, arrays, _ = checkpoint.restore_arrays(tmp_path, sharding.whole_mesh())
-    means = arrays["statistics"]["embedding_norm"]
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 16)), jnp.float32)
-    expected = (x - means["mean"]) / np.sqrt(means["var"] + 1e-5)
-    expected = expected * model.embedding_norm.scale[...] + model.embedding_norm.bias[...]
-    np.testing.assert_allclose(
-        layers.normalise(model.embedding_norm, x, None), expected, rtol=1e-4, atol=1e-5
-    )
 
 
 def test_a_run_starts_from_the_encoder_of_another(texts, tmp_path):
@@ -171,15 +166,17 @@ def test_a_run_starts_from_the_encoder_of_another(texts, tmp_path):
         expected = new.params["head"] if name == "head" else arrays["params"][name]
         jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert int(state.step) == 0
-    assert train.train(settings, tmp_path / "second") == 0
-    # A run that has begun no longer needs what it started from.
+
+
+@pytest.mark.slow
+def test_a_run_that_has_begun_no_longer_needs_what_it_started_from(texts, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train.train(texts("masked_token", steps=1), first) == 0
+    settings = texts(initial_run=str(first))
+    assert train.train(settings, second) == 0
     first.rename(tmp_path / "gone")
-    assert (
-        train.train(
-            dataclasses.replace(settings, training=config.TrainingConfig(steps=3)), tmp_path / "second"
-        )
-        == 0
-    )
+    longer = dataclasses.replace(settings.training, steps=3)
+    assert train.train(dataclasses.replace(settings, training=longer), second) == 0
 
 
 def test_an_initial_run_that_cannot_be(texts, tmp_path):

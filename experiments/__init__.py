@@ -1,0 +1,1 @@
+"""The papers' experiments, one module each: `python -m experiments.NAME --help`; results in README.md."""

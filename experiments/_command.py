@@ -1,0 +1,171 @@
+"""The command line that the experiments share."""
+
+import argparse
+import dataclasses
+import pathlib
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+__all__ = ["SCALES", "Options", "Plan", "parse"]
+
+SCALES = ("toy", "paper", "tiny")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a scale runs unless flags say otherwise. `contexts` are training contexts, `lengths` those evaluated."""
+
+    seeds: tuple[int, ...]
+    steps: int
+    contexts: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    documents: int = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the flags of an experiment say, with the plan of its scale where they are silent.
+
+    `results` is the folder of what the experiment writes; `runs` that of the workdirs, which experiments share.
+    """
+
+    scale: str
+    plan: Plan
+    variants: tuple[str, ...]
+    power: int
+    results: pathlib.Path
+    runs: pathlib.Path
+    data: tuple[str, ...]
+    heldout: tuple[str, ...]
+    command: str
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see --help")
+
+
+def parse(
+    name: str,
+    description: str,
+    arguments: Sequence[str],
+    *,
+    plans: Mapping[str, Plan],
+    variants: Sequence[str],
+    powers: Sequence[int] = (2,),
+    trains: bool = True,
+) -> Options:
+    """The options of experiment `name`, whose `plans` are by scale, of its `variants` all unless flags choose.
+
+    `powers` are the degrees that --power offers; one that does not train has no flags about data.
+
+    Raises:
+      ValueError: an unknown flag, scale or variant, a number that is none, the paper's scale without its data, or
+        a folder that cannot be written.
+    """
+    parser = _Parser(
+        prog=f"python -m experiments.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--scale",
+        default="toy",
+        metavar="toy|paper",
+        help="two CPU cores and 15 minutes, or the paper's models",
+    )
+    parser.add_argument("--seeds", metavar="0,1,2", help="of parameters and the order of data")
+    parser.add_argument("--steps", metavar="N", help="updates of every run")
+    parser.add_argument(
+        "--variants", metavar="A,B", help=f"so many of {', '.join(variants)} (default: all of them)"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        default=pathlib.Path("runs/experiments"),
+        metavar="DIR",
+        help="results go to DIR/NAME, runs to DIR/runs, where other experiments find them (default: %(default)s)",
+    )
+    if len(powers) > 1:
+        parser.add_argument("--power", default=str(powers[0]), metavar="P", help=f"one of {_join(powers)}")
+    if trains:
+        parser.add_argument(
+            "--data", metavar="PATHS", help="to train on; toy: text, else the standard library's"
+        )
+        parser.add_argument("--heldout", metavar="PATHS", help="to evaluate on; toy: a tenth of the text")
+    known = parser.parse_args(arguments)
+
+    if known.scale not in plans:
+        raise ValueError(f"--scale is {known.scale!r}; it must be one of toy, paper")
+    plan = plans[known.scale]
+    if known.seeds is not None:
+        plan = dataclasses.replace(plan, seeds=_read_numbers("--seeds", known.seeds))
+    if known.steps is not None:
+        plan = dataclasses.replace(plan, steps=_read_number("--steps", known.steps))
+    power = int(powers[0])
+    if len(powers) > 1:
+        power = _read_number("--power", known.power)
+        if power not in powers:
+            raise ValueError(f"--power is {power}; it must be one of {_join(powers)}")
+    data, heldout = (_read_paths(getattr(known, flag, None)) for flag in ("data", "heldout"))
+    if known.scale == "paper" and trains and not (data and heldout):
+        raise ValueError(
+            "--scale=paper reads the paper's data: say where with --data=PATH and --heldout=PATH"
+        )
+    results = _writable_folder(known.out / name)
+    return Options(
+        scale=known.scale,
+        plan=plan,
+        variants=_read_variants(known.variants, variants),
+        power=power,
+        results=results,
+        runs=known.out / "runs" / known.scale,
+        data=data,
+        heldout=heldout,
+        command=shlex.join(["python", "-m", f"experiments.{name}", *arguments]),
+    )
+
+
+def _writable_folder(path: pathlib.Path) -> pathlib.Path:
+    """The path as a folder that exists; found out before the work, not after it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"cannot write to {path}: {error.strerror}; use another --out") from error
+    return path
+
+
+def _read_number(flag: str, text: str) -> int:
+    numbers = _read_numbers(flag, text)
+    if len(numbers) > 1 or not numbers[0]:
+        raise ValueError(f"{flag} is {text!r}; it must be one number of at least 1")
+    return numbers[0]
+
+
+def _read_numbers(flag: str, text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words) or len(set(words)) < len(words):
+        raise ValueError(f"{flag} is {text!r}; it must be whole numbers that differ, such as 0,1,2")
+    return tuple(int(word) for word in words)
+
+
+def _read_variants(text: str | None, variants: Sequence[str]) -> tuple[str, ...]:
+    if text is None:
+        return tuple(variants)
+    chosen = text.split(",")
+    for name in chosen:
+        if name not in variants:
+            raise ValueError(f"--variants names {name!r}; there are {', '.join(variants)}")
+    return tuple(name for name in variants if name in chosen)
+
+
+def _read_paths(text: str | None) -> tuple[str, ...]:
+    return tuple(part for part in (text or "").split(",") if part)
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

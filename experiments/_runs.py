@@ -1,0 +1,187 @@
+"""Trained runs: the settings of each scale, and folders in which runs end, go on and are found again."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float
+
+import train
+from experiments import _command
+from sympow_jax import config, models
+from sympow_jax.training import flags, workdir
+
+__all__ = [
+    "curve",
+    "evaluation",
+    "final_loss",
+    "labelled",
+    "name",
+    "parameters",
+    "power_variants",
+    "settings",
+    "thinned",
+    "train_all",
+]
+
+_CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+# Of an update; small, so that the few updates of fifteen minutes are many.
+_TOY_TOKENS = 2048
+_POINTS = 25
+# The smallest model, which tests train.
+_TINY = config.ModelConfig(vocab_size=256, layers=1, width=16, heads=2, dtype="float32")
+
+
+def power_variants(power: int) -> dict[str, config.AttentionConfig]:
+    """Softmax and the symmetric-power models of the conformal paper."""
+    presets = {"sympow": "sympow", "gated": "sympow_gated", "conformal": "conformal"}
+    return {
+        "softmax": config.preset("softmax"),
+        **{name: config.preset(preset, power=power) for name, preset in presets.items()},
+    }
+
+
+def labelled(variant: str, power: int) -> str:
+    """The name of a power model and its power; softmax has none."""
+    return variant if variant == "softmax" else f"{variant}_p{power}"
+
+
+def name(variant: str, context: int, steps: int, seed: int) -> str:
+    """The name of a run's folder, the same in every experiment that has this run."""
+    return f"{variant.replace(' ', '_')}_context{context}_steps{steps}_seed{seed}"
+
+
+def settings(
+    options: _command.Options,
+    attention: config.AttentionConfig,
+    *,
+    context: int,
+    seed: int,
+    evaluated: bool = False,
+    paper: str = "gpt2_124m.py:softmax",
+) -> config.Config:
+    """The run of a model with this attention at a training context; `evaluated` at the plan's lengths in the end.
+
+    At toy scale `configs/quickstart.py`'s model of bytes and its optimizer; `paper` is the file in configs/ of the
+    paper's scale. The seed decides parameters and the order of the data, alike for every attention.
+
+    Raises:
+      ValueError: the settings contradict each other.
+    """
+    plan = options.plan
+    toy = options.scale != "paper"
+    base = flags.load_config(f"{_CONFIGS}/{'quickstart.py:softmax' if toy else paper}")
+    training = base.training
+    tokens = base.data.batch_tokens
+    if toy:
+        tokens = _TOY_TOKENS if options.scale == "toy" else 2 * context
+        training = dataclasses.replace(training, checkpoint_every=100, keep_checkpoints=1, log_every=100)
+    shape = _TINY if options.scale == "tiny" else base.model
+    return dataclasses.replace(
+        base,
+        model=dataclasses.replace(shape, attention=attention),
+        data=dataclasses.replace(
+            base.data,
+            paths=options.data,
+            heldout_paths=options.heldout,
+            context_length=context,
+            batch_tokens=tokens,
+            seed=seed,
+        ),
+        training=dataclasses.replace(training, steps=plan.steps, seed=seed),
+        evaluation=config.EvaluationConfig(
+            context_lengths=plan.lengths if evaluated else (), documents=plan.documents
+        ),
+    )
+
+
+def train_all(options: _command.Options, runs: Mapping[str, config.Config]) -> dict[str, pathlib.Path]:
+    """Trains and evaluates every run in a folder of its name below `options.runs`; returns the folders.
+
+    A run that is there is not repeated, one that was stopped goes on. Ctrl-C saves the run under way and ends the
+    program.
+
+    Raises:
+      ValueError: what `train.train` raises, or folders hold runs on different data.
+    """
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]  # a flag that JAX defines
+        # Seeds differ in numbers, not in programs.
+        jax.config.update("jax_compilation_cache_dir", str(options.runs / "compilation_cache"))
+    folders = {}
+    for number, (name, wanted) in enumerate(runs.items(), start=1):
+        folder = folders[name] = options.runs / name
+        done = _is_done(folder, wanted)
+        print(f"run {number} of {len(runs)}: {name}{', done before' if done else ''}", flush=True)
+        if not done and (code := train.train(wanted, folder)):
+            raise SystemExit(code)
+    digests = {_read_json(folder / "data.json")["digest"] for folder in folders.values()}
+    if len(digests) > 1:
+        raise ValueError(f"the runs in {options.runs} were trained on different data; use another --out")
+    return folders
+
+
+def model(size: str, attention: config.AttentionConfig) -> config.ModelConfig:
+    """A model of one of `config.MODEL_SIZES` with this attention."""
+    sizes: Any = config.MODEL_SIZES[size]
+    return config.ModelConfig(**sizes, attention=attention)
+
+
+def parameters(shape: config.ModelConfig) -> int:
+    """How many numbers a model learns; nothing is allocated."""
+
+    def count(layers: int) -> int:
+        smaller = dataclasses.replace(shape, layers=layers)
+        abstract = nnx.eval_shape(lambda: models.DecoderLM(smaller, rngs=nnx.Rngs(0)))
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+
+    # All layers are alike, and many take long to trace.
+    return count(1) + (shape.layers - 1) * (count(2) - count(1))
+
+
+def curve(folder: pathlib.Path) -> Float[np.ndarray, " steps"]:
+    """The training loss of every update, in nats a token."""
+    with (folder / "metrics.jsonl").open() as file:
+        return np.array([json.loads(line)["loss"] for line in file])
+
+
+def thinned(losses: Float[np.ndarray, " steps"]) -> list[tuple[int, float]]:
+    """At most 25 points of a curve: an update, and the mean since the point before."""
+    parts = np.array_split(np.arange(len(losses)), min(_POINTS, len(losses)))
+    return [(int(part[-1]) + 1, float(losses[part].mean())) for part in parts]
+
+
+def final_loss(folder: pathlib.Path) -> float:
+    """The mean training loss of the last tenth of the updates, as the papers' figures are read."""
+    losses = curve(folder)
+    return float(losses[-max(1, len(losses) // 10) :].mean())
+
+
+def evaluation(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of the held-out loss by position (`sympow_jax.evaluation.Row`) of an evaluated run."""
+    return _read_json(folder / "context_loss.json")["rows"]
+
+
+def _is_done(folder: pathlib.Path, wanted: config.Config) -> bool:
+    steps, lengths = wanted.training.steps, wanted.evaluation.context_lengths
+    if not (folder / workdir.CHECKPOINTS / str(steps)).is_dir():
+        return False
+    found = workdir.read_config(folder)
+    if dataclasses.replace(found, evaluation=wanted.evaluation) != wanted:
+        return False  # which train.train refuses, with the differences
+    evaluated = folder / "context_loss.json"
+    if not lengths:
+        return True
+    return (
+        found.evaluation == wanted.evaluation
+        and evaluated.is_file()
+        and tuple(row["context_length"] for row in evaluation(folder)) == lengths
+    )
+
+
+def _read_json(path: pathlib.Path) -> Any:
+    return json.loads(path.read_text())

@@ -1,0 +1,140 @@
+"""What the gate and the learned rotary cost: parameters, and time of inference and of training.
+
+Appendix A.5 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025): 0.09 % more
+parameters with the gate, 0.18 % with both, and inference 1.06 times as long at 16,384 tokens in the attention form.
+Parameters are counted for the 124M model at either scale; times are of the toy or the 124M model on this machine,
+the calls in turns.
+"""
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+from flax import nnx
+
+from experiments import _command, _figures, _report, _runs, _timing
+from sympow_jax import config, models
+from sympow_jax.training import cli
+
+NAME = "overhead"
+VARIANTS = ("sympow", "gated", "conformal")
+_BASE = "sympow"
+# `steps` are rounds of measuring, `lengths` the contexts of inference, `contexts` those of training.
+PLANS = {
+    "toy": _command.Plan(seeds=(0,), steps=15, contexts=(1024,), lengths=(4096,)),
+    "paper": _command.Plan(seeds=(0,), steps=30, contexts=(16_384,), lengths=(16_384,)),
+    "tiny": _command.Plan(seeds=(0,), steps=2, contexts=(16,), lengths=(32,)),
+}
+_FORMS = ("attention", "chunked")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the experiment with the arguments after its name; returns the exit code."""
+    with cli.user_errors():
+        options = _command.parse(NAME, __doc__ or "", arguments, plans=PLANS, variants=VARIANTS, trains=False)
+        if _BASE not in options.variants:
+            raise ValueError(f"--variants leaves out {_BASE}, which all else is relative to; name it too")
+        counts = parameter_counts(options.variants)
+        rows = [
+            row for form in _FORMS for measure in (_inference, _training) for row in measure(options, form)
+        ]
+        path = _report.write(options, rows, {}, parameters=counts)
+        _figures.draw_values(
+            path,
+            [
+                (
+                    f"{row['what']}, {row['form']} form: {row['variant']}",
+                    row["relative"],
+                    row["low"],
+                    row["high"],
+                )
+                for row in rows
+                if row["variant"] != _BASE
+            ],
+            title="Time relative to sympow",
+            about="median over rounds, and the middle half of them",
+            x_label="time relative to sympow",
+        )
+        _report.print_table(
+            "Parameters of the 124M model",
+            ("", "parameters", "more than sympow"),
+            ((name, count, f"{count / counts[_BASE] - 1:.3%}") for name, count in counts.items()),
+        )
+        _report.print_table(
+            "Time relative to sympow, median over rounds taken in turns",
+            ("", "tokens", "milliseconds", "relative"),
+            (
+                (
+                    f"{row['what']}, {row['form']} form: {row['variant']}",
+                    row["tokens"],
+                    row["milliseconds"],
+                    row["relative"],
+                )
+                for row in rows
+            ),
+        )
+        _report.print_place(options)
+        return 0
+
+
+def parameter_counts(variants: Sequence[str]) -> dict[str, int]:
+    """Parameters of the 124M model with each variant's attention."""
+    attentions = _runs.power_variants(2)
+    return {name: _runs.parameters(_runs.model("gpt2_124m", attentions[name])) for name in variants}
+
+
+def _settings(options: _command.Options, name: str, form: str, context: int) -> config.Config:
+    attention = dataclasses.replace(_runs.power_variants(2)[name], form=form)
+    if options.scale == "paper":  # no data is read
+        options = dataclasses.replace(options, data=("-",), heldout=("-",))
+    return _runs.settings(options, attention, context=context, seed=0)
+
+
+def _inference(options: _command.Options, form: str) -> list[dict]:
+    (tokens,) = options.plan.lengths
+    return _rows(
+        options,
+        {name: _forward(_settings(options, name, form, tokens).model, tokens) for name in options.variants},
+        what="inference",
+        form=form,
+        tokens=tokens,
+    )
+
+
+def _training(options: _command.Options, form: str) -> list[dict]:
+    (context,) = options.plan.contexts
+    settings = {name: _settings(options, name, form, context) for name in options.variants}
+    calls = {name: _timing.update(one) for name, one in settings.items()}
+    return _rows(options, calls, what="training", form=form, tokens=settings[_BASE].data.batch_tokens)
+
+
+def _forward(model: config.ModelConfig, tokens: int) -> Callable[[], None]:
+    """The hidden states of one row of tokens."""
+    graph, params = nnx.split(models.DecoderLM(model, rngs=nnx.Rngs(0)))
+    inputs = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.vocab_size)
+    compiled = jax.jit(lambda params, inputs: nnx.merge(graph, params).hidden(inputs))
+    return lambda: jax.block_until_ready(compiled(params, inputs))
+
+
+def _rows(options: _command.Options, calls, **about) -> list[dict]:
+    times = _timing.alternate(calls, rounds=options.plan.steps)
+    rows = []
+    for name, seconds in times.items():
+        low, middle, high = _timing.relative(seconds, times[_BASE])
+        rows.append(
+            {"variant": name}
+            | about
+            | {
+                "milliseconds": 1000 * statistics.median(seconds),
+                "relative": middle,
+                "low": low,
+                "high": high,
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Settings that contradict each other, in one clear line."""
+
+import dataclasses
+
+import pytest
+
+from sympow_jax import config
+
+ENCODER = config.preset("softmax", causal=False)
+CLASSES = config.TaskConfig(name="classification", classes=2)
+IMAGES = {"source": "images", "paths": ("x",), "image_size": 8, "context_length": 4, "batch_tokens": 8}
+
+
+def make(model=None, task=None, data=None, **others) -> config.Config:
+    """Masked tokens, with changes."""
+    shape = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "attention": ENCODER}
+    return config.Config(
+        model=config.ModelConfig(**shape | (model or {})),
+        task=config.TaskConfig(name="masked_token") if task is None else task,
+        data=config.DataConfig(**{"context_length": 16, "batch_tokens": 32} | (data or {})),
+        **others,
+    )
+
+
+def test_what_fits():
+    assert make().task.outputs is None
+    assert make(task=CLASSES).task.outputs == 2
+    assert make(task=config.TaskConfig(name="regression")).task.outputs == 1
+    images = make({"patch_size": 4, "vocab_size": 0, "norm": "batch"}, CLASSES, IMAGES)
+    assert (images.model.channels, images.data.batch_size) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"attention": config.preset("softmax")}}, "causal is True and task.name 'masked_token'"),
+        ({"task": config.TaskConfig()}, "causal is False and task.name 'next_token'"),
+        (
+            {"task": config.TaskConfig(), "model": {"attention": config.preset("softmax"), "norm": "batch"}},
+            "model.norm is 'batch' and task.name 'next_token'",
+        ),
+        (
+            {"task": config.TaskConfig(initial_run="x"), "model": {"attention": config.preset("softmax")}},
+            "task.initial_run is 'x' and task.name 'next_token'",
+        ),
+        (
+            {"evaluation": config.EvaluationConfig(context_lengths=(8,))},
+            "context_lengths is (8,) and task.name 'masked_token'",
+        ),
+        (
+            {"sharding": config.ShardingConfig(context=2)},
+            "sharding.context is 2 and task.name 'masked_token'",
+        ),
+        ({"model": {"patch_size": 4}}, "arrays of images have patches, and tokens have none"),
+        ({"data": IMAGES, "task": CLASSES}, "arrays of images have patches, and tokens have none"),
+        ({"data": IMAGES, "model": {"patch_size": 4}}, "images have classes or numbers, not tokens"),
+        (
+            {"data": IMAGES | {"image_size": 10}, "model": {"patch_size": 4}, "task": CLASSES},
+            "data.image_size is 10, model.patch_size 4 and data.context_length 4; the patches must divide",
+        ),
+        (
+            {"data": IMAGES | {"context_length": 8}, "model": {"patch_size": 4}, "task": CLASSES},
+            "data.context_length 8; the patches must divide the image, and their number be the context length",
+        ),
+        (
+            {"data": IMAGES | {"image_mode": "gray"}, "model": {"patch_size": 4}, "task": CLASSES},
+            "model.channels is 3, but images of data.image_mode 'gray' have 1",
+        ),
+        ({"model": {"vocab_size": 0}}, "model.vocab_size is 0; it must be at least 1"),
+        ({"model": {"norm": "group"}}, "model.norm is 'group'; it must be one of layer, batch"),
+        ({"model": {"activation": "tanh"}}, "model.activation is 'tanh'; it must be one of gelu, relu"),
+    ],
+)
+def test_what_does_not_fit(changes, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        make(**changes)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"name": "classification"}, "task.classes is 0; it must be at least 2"),
+        ({"name": "masked_token", "mask_fraction": 0.0}, "has nothing to predict"),
+        ({"name": "translation"}, "task.name is 'translation'; it must be one of next_token, masked_token"),
+    ],
+)
+def test_tasks_that_cannot_be(task, message):
+    with pytest.raises(ValueError, match=message):
+        config.TaskConfig(**task)
+
+
+def test_methods_of_the_paper():
+    type1, rope = config.lrpe_method("type1", causal=False), config.lrpe_method("rope")
+    assert dataclasses.replace(type1.lrpe, core="orthogonal") == config.lrpe_method("type2").lrpe
+    assert not type1.causal
+    assert rope.lrpe == config.LrpeConfig()
+    with pytest.raises(ValueError, match="method is 'type4'; it must be one of softmax, base, rope, spe"):
+        config.lrpe_method("type4")

@@ -1,0 +1,94 @@
+"""Mistakes on the command line, and experiments that are stopped."""
+
+import importlib
+import os
+import signal
+
+import pytest
+
+from experiments import context_scaling
+from sympow_jax.training import metrics
+
+FLAGS = "--scale=tiny", "--variants=softmax"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "message"),
+    [
+        ("context_scaling", ["--scale=large"], "--scale is 'large'; it must be one of toy, paper"),
+        ("context_scaling", ["--scale=paper"], "say where with --data=PATH and --heldout=PATH"),
+        ("context_scaling", ["--seeds=0,x"], "--seeds is '0,x'; it must be whole numbers that differ"),
+        ("context_scaling", ["--seeds=1,1"], "--seeds is '1,1'; it must be whole numbers that differ"),
+        ("context_scaling", ["--steps=0"], "--steps is '0'; it must be one number of at least 1"),
+        ("context_scaling", ["--power=6"], "--power is 6; it must be one of 2, 4"),
+        ("context_scaling", ["--step=3"], "unrecognized arguments: --step=3"),
+        ("gating", ["--variants=gate"], "--variants names 'gate'; there are sympow, gated, channel fixed"),
+        ("powers", ["--variants=p=2"], "--variants leaves out softmax"),
+        ("overhead", ["--variants=gated"], "--variants leaves out sympow"),
+        ("overhead", ["--data=x"], "unrecognized arguments: --data=x"),
+        ("lrpe", ["--power=4"], "unrecognized arguments: --power=4"),
+        ("evaluation_context", [*FLAGS, "--data=/nowhere/*.txt"], "/nowhere/*.txt"),
+        ("lrpe", ["--scale=paper", "--data=/nowhere.bin", "--heldout=/nowhere.bin"], "/nowhere.bin"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(tmp_path, capsys, name, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"experiments.{name}").main([f"--out={tmp_path}", *flags])
+    assert stopped.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_documents_that_are_too_short_are_found_before_training(corpus, tmp_path, capsys):
+    flags = ["--scale=toy", "--variants=softmax", f"--data={corpus}", f"--out={tmp_path}"]
+    with pytest.raises(SystemExit):
+        importlib.import_module("experiments.evaluation_context").main(flags)
+    assert "context length 8192 is longer than any held-out document" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_a_folder_that_cannot_be_written(corpus, tmp_path, capsys):
+    (tmp_path / "context_scaling").write_text("a file")
+    with pytest.raises(SystemExit):
+        context_scaling.main([*FLAGS, f"--data={corpus}", f"--out={tmp_path}"])
+    printed, error = capsys.readouterr()
+    assert "cannot write to" in error
+    assert printed == ""  # nothing was trained
+
+
+def test_a_stopped_experiment_goes_on_and_other_data_are_noticed(corpus, tmp_path, capsys, monkeypatch):
+    def arguments(out):
+        return [*FLAGS, "--steps=3", f"--data={corpus}", f"--out={tmp_path / out}"]
+
+    assert context_scaling.main(arguments("whole")) == 0
+    report = metrics.Reporter.report
+
+    def interrupt(self, step, values):
+        report(self, step, values)
+        if step == 1 and self._tokens_per_step == 32:  # in the second of two runs
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Reporter, "report", interrupt)
+        with pytest.raises(SystemExit) as stopped:
+            context_scaling.main(arguments("parts"))
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert not list((tmp_path / "parts" / "context_scaling").iterdir())
+    capsys.readouterr()
+
+    assert context_scaling.main(arguments("parts")) == 0
+    printed = capsys.readouterr().out
+    assert "softmax_context8_steps3_seed0, done before" in printed
+    assert "training: step 2 of 3" in printed
+    whole, parts = (
+        (tmp_path / out / "context_scaling" / "context_scaling.csv").read_text() for out in ("whole", "parts")
+    )
+    assert whole == parts
+
+    record = tmp_path / "parts/runs/tiny/softmax_context16_steps3_seed0/data.json"
+    record.write_text(record.read_text().replace('"digest": "', '"digest": "0'))
+    with pytest.raises(SystemExit):
+        context_scaling.main(arguments("parts"))
+    assert "were trained on different data; use another --out" in capsys.readouterr().err

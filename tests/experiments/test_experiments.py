@@ -1,0 +1,179 @@
+"""Each experiment from the command line at the scale that is for tests."""
+
+import csv
+import importlib
+import json
+import math
+import pathlib
+
+import pytest
+
+from experiments import _report, _timing, context_scaling, evaluation_context, gating, lrpe, overhead, powers
+from sympow_jax import config
+
+
+@pytest.fixture(scope="module")
+def experiment(corpus, tmp_path_factory):
+    """Runs an experiment, in a folder that all share; returns its rows and the content of its JSON."""
+    out = tmp_path_factory.mktemp("out")
+
+    def call(name: str, *flags: str):
+        module = importlib.import_module(f"experiments.{name}")
+        trains = [] if name == "overhead" else [f"--data={corpus}"]
+        assert module.main(["--scale=tiny", f"--out={out}", *trains, *flags]) == 0
+        path: pathlib.Path = out / name / name
+        with path.with_suffix(".csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+        return rows, json.loads(path.with_suffix(".json").read_text())
+
+    return call
+
+
+def test_evaluation_context(experiment):
+    rows, content = experiment("evaluation_context", "--variants=softmax,sympow", "--seeds=3")
+    assert [(row["variant"], row["context_length"]) for row in rows] == [
+        (variant, length) for variant in ("softmax", "sympow") for length in ("8", "16", "32")
+    ]
+    assert all(abs(float(row["loss"]) - math.log(256)) < 0.3 for row in rows)
+    assert content["medians"]["sympow"]["32"] == pytest.approx(float(rows[-1]["loss"]), abs=1e-6)
+    assert content["settings"]["model.attention.kernel"] == "softmax"
+    assert content["settings"]["data.seed"] == content["settings"]["training.seed"] == 3
+    assert content["runs"] == {
+        "softmax_context16_steps2_seed3": {},
+        "sympow_p2_context16_steps2_seed3": {"model.attention.kernel": "power"},
+    }
+    assert {"jax", "python", "sympow-jax"} <= set(content["versions"])
+    assert [dict(row) for row in content["rows"]] == [
+        row | {name: type(content["rows"][0][name])(row[name]) for name in row if name != "variant"}
+        for row in rows
+    ]
+    assert content["command"].startswith("python -m experiments.evaluation_context --scale=tiny")
+
+
+def test_experiments_share_runs(experiment, capsys):
+    flags = "--variants=softmax", "--seeds=3"
+    experiment("evaluation_context", *flags)
+    capsys.readouterr()
+    rows, _ = experiment("context_scaling", *flags)
+    printed = capsys.readouterr().out
+    assert "softmax_context8_steps2_seed3\n" in printed
+    assert "softmax_context16_steps2_seed3, done before" in printed
+    assert [row["context"] for row in rows] == ["8", "16"]
+
+    curves, _ = experiment("training_curves", *flags)
+    assert capsys.readouterr().out.count("done before") == 2
+    # Of two updates a tenth, or at least one, is the last.
+    assert [row["loss"] for row in curves][1::2] == [row["loss"] for row in rows]
+
+
+def test_powers(experiment):
+    rows, content = experiment("powers", "--variants=softmax,p=4", "--seeds=3")
+    losses = {row["variant"]: float(row["loss"]) for row in rows}
+    assert float(rows[1]["relative_loss"]) == pytest.approx(losses["p=4"] / losses["softmax"], abs=2e-6)
+    assert content["runs"]["even_power_p4_context16_steps2_seed3"]["model.attention.form"] == "attention"
+
+
+def test_state_sizes_are_the_articles():
+    sizes = {row["power"]: (row["tensor"], row["symmetric"]) for row in powers.state_sizes()}
+    article = {2: (77e6, 39e6), 4: (314e9, 14e9), 6: (1.3e15, 2.2e12), 8: (5.3e18, 199e12)}
+    for power, expected in article.items():
+        assert sizes[power] == pytest.approx(expected, rel=0.03)
+    (linear,) = powers.linear_states(["gpt2_124m"])
+    assert (linear["state"], round(linear["ratio"], 4)) == (589_824, 0.0048)
+
+
+def test_parameters_of_gate_and_learned_rotary_are_the_papers():
+    counts = overhead.parameter_counts(overhead.VARIANTS)
+    more = {name: 100 * (count / counts["sympow"] - 1) for name, count in counts.items()}
+    assert more == pytest.approx({"sympow": 0, "gated": 0.09, "conformal": 0.18}, abs=0.005)
+
+
+def test_lrpe(experiment):
+    rows, content = experiment("lrpe", "--variants=rope")
+    assert [row["variant"] for row in rows] == ["rope"]
+    assert float(rows[0]["perplexity"]) == pytest.approx(math.exp(float(rows[0]["loss"])), rel=2e-6)
+    assert content["settings"]["model.attention.normaliser"] == "unrotated"
+
+
+def test_lrpe_has_the_cells_of_the_papers_tables():
+    found = lrpe.attentions()
+    assert found["type1"] == config.lrpe_method("type1")
+    assert found["orthogonal identity"].lrpe == config.LrpeConfig(learned_rates=True)
+    assert found["orthogonal identity"] != found["rope"]
+    # Three by three, with the baseline, RoPE and SPE.
+    assert len(found) == len(set(found.values())) == 12
+
+
+def test_gating_keeps_the_other_half_of_its_base():
+    found = gating.attentions(4)
+    assert {name: attention.decay for name, attention in found.items() if attention.position == "rope"} == {
+        "softmax": "none",
+        "sympow": "none",
+        "gated": "learned",
+        "channel fixed": "channel_fixed",
+        "channel constant": "channel_constant",
+        "channel learned": "channel_learned",
+    }
+    assert found["conformal pairs"] == config.preset("conformal", power=4, position="learned_rope_pairs")
+    assert set(gating.VARIANTS) <= set(found)
+
+
+def test_medians_are_over_what_is_not_named():
+    rows = [
+        {"a": name, "b": 1, "loss": loss} for name, loss in (("x", 3.0), ("x", 1.0), ("y", 4.0), ("x", 8.0))
+    ]
+    medians = _report.medians(rows, ("a", "b"), "loss")
+    assert medians == {("x", 1): (3.0, 1.0, 8.0), ("y", 1): (4.0, 4.0, 4.0)}
+    assert _report.nested(medians) == {"x": {1: 3.0}, "y": {1: 4.0}}
+
+
+def test_times_are_taken_in_turns():
+    made = []
+    calls = {name: lambda name=name: made.append(name) for name in "ab"}
+    times = _timing.alternate(calls, rounds=2)
+    assert "".join(made) == "ab" + "ab" + "ba"
+    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 2, "b": 2}
+    # A round in which the machine was slow counts for both.
+    assert _timing.relative([1.0, 30.0, 1.0], [2.0, 20.0, 2.0]) == (0.5, 0.5, 1.0)
+
+
+@pytest.mark.slow
+def test_overhead(experiment):
+    rows, content = experiment("overhead")
+    assert [row["relative"] for row in rows if row["variant"] == "sympow"] == ["1.0"] * 4
+    assert all(float(row["low"]) <= float(row["relative"]) <= float(row["high"]) for row in rows)
+    assert content["parameters"]["gated"] - content["parameters"]["sympow"] == 12 * 768 * 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lrpe", "gating"])
+def test_every_variant(experiment, name):
+    rows, content = experiment(name)
+    assert all(math.isfinite(float(row["loss"])) for row in rows)
+    if name == "lrpe":
+        assert content["relative_speed"]["base"] == 1
+        assert len(content["relative_speed"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("module", "contexts"), [(context_scaling, (1024, 4096, 16_384, 65_536)), (evaluation_context, (16_384,))]
+)
+def test_the_papers_scale_is_its_configuration(monkeypatch, tmp_path, module, contexts):
+    wanted = {}
+    monkeypatch.setattr("experiments._runs.train_all", lambda _, runs: wanted.update(runs) or exit(0))
+    with pytest.raises(SystemExit):
+        module.main(
+            ["--scale=paper", "--power=4", "--data=train.zarr", "--heldout=heldout.zarr", "--seeds=1"]
+        )
+    assert {run.data.context_length for run in wanted.values()} == set(contexts)
+    assert len(wanted) == 4 * len(contexts)
+    run = wanted[f"conformal_p4_context{contexts[-1]}_steps100000_seed1"]
+    assert run.model.attention == config.preset("conformal", power=4)
+    assert (run.model.layers, run.model.width, run.model.vocab_size) == (12, 768, 50_304)
+    assert (run.data.source, run.data.paths, run.data.batch_tokens) == (
+        "longcrawl64",
+        ("train.zarr",),
+        524_288,
+    )
+    assert run.optimizer == config.OptimizerConfig(learning_rate=6e-4)

@@ -1,0 +1,144 @@
+"""The files in configs/: the shapes of the papers' tables, and small copies of them that learn from generated data."""
+
+import json
+import pathlib
+
+import numpy as np
+import PIL.Image
+import pytest
+
+import train
+from sympow_jax import config
+from sympow_jax.training import flags
+
+ROOT = pathlib.Path(__file__).parents[1]
+SMALL = ["layers=2", "width=32", "heads=2", "dtype=float32"]
+
+
+def load(spec: str) -> config.Config:
+    return flags.load_config(f"{ROOT}/configs/{spec}")
+
+
+def shape(settings: config.Config) -> tuple:
+    model, optimizer = settings.model, settings.optimizer
+    return (
+        *(model.layers, model.width, model.heads, model.mlp_ratio * model.width, model.activation),
+        *(settings.data.context_length, settings.data.batch_size, settings.training.steps),
+        *(optimizer.warmup_steps, optimizer.learning_rate, optimizer.schedule, optimizer.name),
+        *(optimizer.epsilon, optimizer.b1, optimizer.b2, optimizer.weight_decay),
+    )
+
+
+def test_table_8():
+    adam = (0.9, 0.98, 0.01)
+    language = load("wikitext103.py")
+    expected = (6, 512, 8, 2048, "relu", 512, 128, 50_000, 4000, 5e-4, "inverse_sqrt", "adamw", 1e-8, *adam)
+    assert shape(language) == expected
+    masked = load("roberta_wikibook.py")
+    expected = (12, 768, 12, 3072, "gelu", 512, 512, 23_000, 3000, 5e-4, "polynomial", "adamw", 1e-6, *adam)
+    assert shape(masked) == expected
+    images = load("deit_small.py")
+    epoch = 1_281_167 / 1600
+    expected = (12, 384, 6, 1536, "gelu", 196, 1600, int(300 * epoch), int(20 * epoch), 5e-4, "cosine")
+    assert shape(images) == (*expected, "adamw", 1e-8, 0.9, 0.98, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("text", (128, 4, 256, 1e-3)),
+        ("listops", (128, 4, 256, 1e-4)),
+        ("retrieval", (64, 4, 64, 1e-3)),
+        ("pathfinder", (32, 4, 128, 5e-4)),
+        ("image", (100, 12, 100, 1e-3)),
+    ],
+)
+def test_table_9(task, expected):
+    settings = load(f"lra.py:{task}")
+    model = settings.model
+    assert (model.width, model.layers, settings.data.batch_size, settings.optimizer.learning_rate) == expected
+    assert model.norm == "batch"
+
+
+def test_the_encoders_of_glue_are_that_of_pretraining():
+    for task in ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte"):
+        settings = load(f"glue.py:{task},type1")
+        assert settings.model == load("roberta_wikibook.py:type1").model
+        assert settings.task.outputs == {"mnli": 3, "stsb": 1}.get(task, 2)
+
+
+@pytest.mark.parametrize("method", config.LRPE_METHODS)
+def test_every_method_of_the_paper_fits(method):
+    for spec in (
+        "wikitext103.py:",
+        "roberta_wikibook.py:",
+        "deit_small.py:",
+        "lra.py:image,",
+        "glue.py:rte,",
+    ):
+        attention = load(spec + method).model.attention
+        assert attention == config.lrpe_method(method, causal="wikitext" in spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("lra.py:images", "'images' in 'images' is not a task; it must be one of text, listops"),
+        ("glue.py:wnli,type1", "'wnli' in 'wnli,type1' is not a task; it must be one of cola, sst2"),
+        ("deit_small.py:type4", "method is 'type4'; it must be one of softmax, base"),
+    ],
+)
+def test_mistakes_in_choices(spec, message):
+    with pytest.raises(ValueError, match=message):
+        load(spec)
+
+
+@pytest.fixture
+def files(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Token files of runs of equal tokens, tables of two kinds of sentences and folders of dark and light images."""
+    tokens = np.repeat(np.arange(3, 13), 16)
+    for name, end, dtype in (("short.bin", 2, np.uint16), ("long.bin", 0, np.uint32)):
+        np.tile(np.append(tokens, end), 12).astype(dtype).tofile(tmp_path / name)
+    lines = [f"{['yes', 'no'][i % 2]} indeed\t{i % 2}" for i in range(64)]
+    (tmp_path / "lines.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    generator = np.random.default_rng(0)
+    for name, light in (("dark", 60), ("light", 190)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for index in range(12):
+            pixels = np.clip(generator.normal(light, 20, (8, 8, 3)), 0, 255).astype(np.uint8)
+            PIL.Image.fromarray(pixels).save(tmp_path / "images" / name / f"{index}.png")
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "source", "changes"),
+    [
+        ("roberta_wikibook.py:type2", "short.bin", ["model.vocab_size=16", "task.mask_token=none"]),
+        (
+            "deit_small.py:type2",
+            "images",
+            ["task.classes=2", "data.image_size=8", "model.patch_size=4", "data.context_length=4"],
+        ),
+        ("wikitext103.py:type1", "long.bin", ["model.vocab_size=16"]),
+        ("glue.py:sst2,type1", "lines.tsv", ["model.vocab_size=256", "data.tokenizer=byte"]),
+        ("lra.py:listops,type1", None, ["data.listops_lengths=4,6"]),
+    ],
+)
+def test_small_copies_learn(spec, source, changes, files):
+    settings = [f"model.{change}" for change in SMALL]
+    settings += ["data.context_length=16", "data.batch_tokens=512", "training.steps=100"]
+    settings += ["optimizer.learning_rate=0.005", "optimizer.warmup_steps=0", *changes]
+    if source is None:
+        settings.append("data.listops_examples=800,50")
+    else:
+        settings += [f"data.paths={files / source}", f"data.heldout_paths={files / source}"]
+    if "wikitext" in spec:
+        settings.append("evaluation.context_lengths=()")
+    arguments = [f"--config={ROOT}/configs/{spec}", f"--workdir={files / 'run'}"]
+    assert train.main([*arguments, *(f"--config.{setting}" for setting in settings)]) == 0
+    losses = [json.loads(line)["loss"] for line in (files / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
+    if "wikitext" not in spec:
+        (run,) = json.loads((files / "run" / "heldout.json").read_text())["runs"]
+        assert run["metrics"]["loss"] < losses[0]

@@ -1,0 +1,83 @@
+"""Trains a small encoder with batch normalisation over simulated devices, for tests.
+
+    python -m tests.training.sharded_encoder TASK '{"data": 2, "fsdp": 2}' ...
+
+Prints a line of JSON for each arrangement: how far losses, parameters and running means are from those of one device
+after two updates. A process of its own, since it needs more devices than the others have.
+"""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import numpy as np
+
+from sympow_jax import config
+from sympow_jax.training import sharding, step
+from tests.ops import cases
+from tests.training import test_tasks
+
+
+def settings(task: str, arrangement: dict) -> config.Config:
+    """The run of `test_tasks`; the head, the vocabulary and the width are divisible."""
+    of = test_tasks.make("classification", norm="batch")
+    if task == "masked_token":
+        of = dataclasses.replace(
+            of,
+            task=config.TaskConfig(name=task),
+            data=dataclasses.replace(of.data, source="text"),
+            model=dataclasses.replace(of.model, norm="layer"),
+        )
+    optimizer = config.OptimizerConfig(name="sgd", learning_rate=0.1)
+    return dataclasses.replace(of, sharding=config.ShardingConfig(**arrangement), optimizer=optimizer)
+
+
+def batch(task: str) -> dict[str, np.ndarray]:
+    """That of `test_tasks`, or every third token to be predicted."""
+    rows = test_tasks.batch()
+    if task == "masked_token":
+        targets = np.where((np.arange(8) % 3 == 0) & (rows["segment_ids"] >= 0), rows["inputs"], -1)
+        return {"inputs": rows["inputs"], "segment_ids": rows["segment_ids"], "targets": targets}
+    return rows
+
+
+def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
+    """A state without means that are rounding alone: every norm shifts what it normalises."""
+    state = step.init_state(of, mesh)
+
+    def shifted(path, leaf):
+        if path[-1].key != "bias":
+            return leaf
+        return jax.device_put(np.linspace(-1, 1, leaf.size, dtype=np.float32), leaf.sharding)
+
+    return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(shifted, state.params))
+
+
+def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
+    """The losses of two updates, and parameters and running means behind them."""
+    state, update = first_state(of, mesh), step.make_update(of, mesh)
+    rows, losses = sharding.place_batch(batch(of.task.name), mesh), []
+    for _ in range(2):
+        state, metrics = update(state, rows)
+        losses.append(float(metrics["loss"]))
+    return losses, [np.asarray(x) for x in jax.tree.leaves((state.params, state.statistics))]
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4)
+    task, *arrangements = sys.argv[1:]
+    wanted, expected = train(settings(task, {}), sharding.whole_mesh(jax.devices()[:1]))
+    for text in arrangements:
+        of = settings(task, json.loads(text))
+        losses, found = train(of, sharding.make_mesh(of))
+        print(
+            json.dumps(
+                {
+                    "loss": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),
+                    "state": max(map(cases.error, found, expected)),
+                    "falls": losses[1] < losses[0],
+                }
+            ),
+            flush=True,
+        )
