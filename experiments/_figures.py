@@ -76,9 +76,10 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about
         len(panels), width=max(8.0, 3.6 * len(panels)), sharey=len({panel.y_label for panel in panels}) == 1
     )
     shown: dict[str, matplotlib.axes.Axes] = {}
+    names = dict.fromkeys(line.name for panel in panels for line in panel.lines)
+    others = [name for name in names if name not in _INDEX]
     for axes, panel in zip(all_axes, panels):
         ends = []
-        others = [line.name for line in panel.lines if line.name not in _INDEX]
         for line in panel.lines:
             tint, marker = colour(line.name, others.index(line.name) if line.name in others else 0)
             shown[line.name] = _draw(axes, line, tint, marker)

@@ -78,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
             about="each point the mean of the updates since the one before; first seed",
         )
         _print(options, {name: median for (name,), (median, _, _) in medians.items()}, speeds)
+        _report.print_place(options)
         return 0
 
 

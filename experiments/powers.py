@@ -16,7 +16,7 @@ from sympow_jax.training import cli
 NAME = "powers"
 POWERS = (2, 4, 6)
 PLANS = {
-    "toy": _command.Plan(seeds=(0, 1, 2), steps=300, contexts=(1024,)),
+    "toy": _command.Plan(seeds=(0,), steps=300, contexts=(1024,)),
     "paper": _command.Plan(seeds=(0,), steps=100_000, contexts=(4096,)),
     "tiny": _command.Plan(seeds=(0,), steps=2, contexts=(16,)),
 }
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
             about=_about(options),
         )
         _print(options, ratios, _report.medians(rows, ("variant",), "loss"), states)
+        _report.print_place(options)
         return 0
 
 
@@ -98,11 +99,9 @@ def _train(options: _command.Options):
 
 
 def _about(options: _command.Options) -> str:
-    (context,) = options.plan.contexts
-    return (
-        f"left: even-power attention over softmax, final training loss at context {context:,}, median and range of "
-        f"{len(options.plan.seeds)} seeds; right: 124M parameters, 2 bytes an element"
-    )
+    (context,), seeds = options.plan.contexts, len(options.plan.seeds)
+    trained = f"context {context:,}, {'one seed' if seeds == 1 else f'median and range of {seeds} seeds'}"
+    return f"left: final training loss, {trained}; right: 124M parameters, 2 bytes an element; grey: 80 GB"
 
 
 def _panels(options, ratios: Mapping, states: Sequence[Mapping[str, int]]) -> list[_figures.Panel]:
