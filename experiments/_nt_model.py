@@ -19,10 +19,11 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 
-__all__ = ["ATTENTIONS", "WEIGHTS", "Model", "attention_weights"]
+__all__ = ["ATTENTIONS", "INITIALS", "WEIGHTS", "Model", "attention_weights"]
 
 ATTENTIONS = ("expressive", "softmax")
 WEIGHTS = ("shared", "position")
+INITIALS = ("normal", "uniform")
 _EPSILON = 1e-5
 _FEED_FORWARD = 4  # widths of the hidden layer
 
@@ -35,9 +36,12 @@ class Model:
     base: int
     context: int
     weights: str = "shared"
+    initial_weights: str = "normal"
 
     def initial(self, key: Array) -> dict[str, Array]:
-        """Random parameters: matrices uniform within 1 / sqrt(size of what they multiply), biases of zero."""
+        """Random parameters, which the paper does not give: biases of zero, and matrices, for n that they multiply,
+        `normal` of variance 1 / n or `uniform` within 1 / sqrt(n), of a third of that variance, as PyTorch has it.
+        """
         width, hidden = self.base, _FEED_FORWARD * self.base
         own = (self.context,) if self.weights == "position" else ()
         shapes = {
@@ -47,8 +51,9 @@ class Model:
             "readout": (self.context * width, width),
         }
         keys = jax.random.split(key, len(shapes))
+        draw = jax.random.normal if self.initial_weights == "normal" else _uniform
         drawn = {
-            name: jax.random.uniform(key, shape, minval=-1, maxval=1) / np.sqrt(shape[-2])
+            name: draw(key, shape) / np.sqrt(shape[-2])
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
         return drawn | {"norm_bias": jnp.zeros((*own, width)), "readout_bias": jnp.zeros(width)}
@@ -90,6 +95,10 @@ def attention_weights(attention: str, scores: Float[Array, "T T"]) -> Float[Arra
     weights = jnp.where(seen, 1 - 1 / (1 + jnp.square(scores)), 0)
     total = weights.sum(-1, keepdims=True)
     return weights / jnp.where(total > 0, total, 1)
+
+
+def _uniform(key, shape):
+    return jax.random.uniform(key, shape, minval=-1, maxval=1)
 
 
 def _normalised(x):

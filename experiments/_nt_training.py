@@ -25,7 +25,11 @@ _TEST_BATCH = 100  # test series at once: all of them while training
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One training: `runs` models of each attention. `drop_after`: the epochs after which the rate is a quarter."""
+    """One training: `runs` models of each attention. `drop_after`: the epochs after which the rate is a quarter.
+
+    `initial` is how matrices are drawn. None is normal for shared weights, and uniform for weights of each position,
+    which diverge from normal ones.
+    """
 
     tasks: tuple[str, ...]
     base: int
@@ -35,6 +39,7 @@ class Setting:
     attentions: tuple[str, ...]
     runs: int
     epochs: int
+    initial: str | None = None
     drop_after: int | None = None
     evaluations: int = 50
     test_series: int = 10_000
@@ -47,10 +52,17 @@ class Setting:
                 f"context is {self.context}; with delay {self.delay} the next symbol is determined by the last "
                 f"{self.delay + 1}: use at least as many"
             )
-        for name, choice in [("weights", self.weights), *(("attention", x) for x in self.attentions)]:
-            known = _nt_model.WEIGHTS if name == "weights" else _nt_model.ATTENTIONS
-            if choice not in known:
-                raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(known)}")
+        if self.initial is None:
+            object.__setattr__(self, "initial", "normal" if self.weights == "shared" else "uniform")
+        choices = {
+            "weights": _nt_model.WEIGHTS,
+            "initial": _nt_model.INITIALS,
+            "attention": _nt_model.ATTENTIONS,
+        }
+        chosen = [("weights", self.weights), ("initial", self.initial)]
+        for name, choice in [*chosen, *(("attention", x) for x in self.attentions)]:
+            if choice not in choices[name]:
+                raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(choices[name])}")
         for name in ("runs", "epochs", "evaluations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -64,8 +76,13 @@ class Setting:
 
     def model(self, attention: str) -> _nt_model.Model:
         """The model with that attention."""
+        assert self.initial is not None  # derived where it is not given
         return _nt_model.Model(
-            attention=attention, base=self.base, context=self.context, weights=self.weights
+            attention=attention,
+            base=self.base,
+            context=self.context,
+            weights=self.weights,
+            initial_weights=self.initial,
         )
 
 

@@ -23,6 +23,7 @@ _DEFAULTS: dict[str, Any] = {
     "delay": 2,
     "context": "32",
     "weights": "shared",
+    "initial": None,
     "attention": ",".join(_nt_model.ATTENTIONS),
     "runs": 16,
     "epochs": 14_000,
@@ -73,6 +74,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--weights", metavar="shared|position", help="of all positions or each one's own (shared)"
     )
+    parser.add_argument(
+        "--initial",
+        metavar="normal|uniform",
+        help="how weights are drawn (normal if shared, else uniform, from which training does not diverge)",
+    )
     parser.add_argument("--runs", type=int, metavar="R", help="models of each attention, of other seeds (16)")
     parser.add_argument(
         "--epochs", type=int, metavar="E", help="series, of 40 predictions and updates each (14000)"
@@ -108,6 +114,7 @@ def _settings(flags: argparse.Namespace) -> list[_nt_training.Setting]:
             delay=options["delay"],
             context=context,
             weights=weights,
+            initial=options["initial"],
             attentions=_words("attention", options["attention"]),
             runs=options["runs"],
             epochs=options["epochs"],

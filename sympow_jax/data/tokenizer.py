@@ -1,11 +1,11 @@
-"""Tokenizers for preparing data: bytes, or a `tokenizers` or `tiktoken` file of the user's."""
+"""Tokenizers, to prepare data and to read and write text: bytes, or a `tokenizers` or `tiktoken` file of the user's."""
 
 import dataclasses
 import importlib
 import os
 import pathlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Integer
@@ -15,20 +15,26 @@ __all__ = ["Tokenizer", "load"]
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A function from the bytes of a document to ids below `vocab_size`.
+    """Functions from the bytes of a document to ids below `vocab_size`, and back.
 
-    `separator` is the id that ends a document; None where the file names none.
+    Decoding takes any ids, which need not be whole characters; ids that stand for nothing give nothing. `separator` is
+    the id that ends a document; None where the file names none.
     """
 
     name: str
     vocab_size: int
     separator: int | None
     encode: Callable[[bytes], Integer[np.ndarray, " tokens"]]
+    decode: Callable[[Sequence[int]], bytes]
 
 
 # No text holds the byte 0.
 _BYTES = Tokenizer(
-    name="byte", vocab_size=256, separator=0, encode=lambda document: np.frombuffer(document, np.uint8)
+    name="byte",
+    vocab_size=256,
+    separator=0,
+    encode=lambda document: np.frombuffer(document, np.uint8),
+    decode=lambda tokens: bytes(tokens),
 )
 
 # The names that models give to the token between documents, in the order in which they are looked for.
@@ -84,9 +90,13 @@ def _from_json(path: pathlib.Path, option: str) -> Tokenizer:
     def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
         return np.asarray(loaded.encode(document.decode(), add_special_tokens=False).ids, np.uint32)
 
+    def decode(tokens: Sequence[int]) -> bytes:
+        return loaded.decode(list(tokens), skip_special_tokens=False).encode()
+
     # Ids need not be contiguous.
     vocab_size = 1 + max(loaded.get_vocab(with_added_tokens=True).values())
-    return Tokenizer(path.name, vocab_size, next((end for end in ends if end is not None), None), encode)
+    separator = next((end for end in ends if end is not None), None)
+    return Tokenizer(path.name, vocab_size, separator, encode, decode)
 
 
 def _from_tiktoken(name: str, option: str) -> Tokenizer:
@@ -116,7 +126,16 @@ def _from_tiktoken(name: str, option: str) -> Tokenizer:
     def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
         return np.asarray(loaded.encode_ordinary(document.decode()), np.uint32)
 
-    return Tokenizer(loaded.name, loaded.max_token_value + 1, loaded.eot_token, encode)
+    def token_bytes(token: int) -> bytes:
+        try:
+            return loaded.decode_single_token_bytes(token)
+        except KeyError:  # ids need not be contiguous
+            return b""
+
+    def decode(tokens: Sequence[int]) -> bytes:
+        return b"".join(map(token_bytes, tokens))
+
+    return Tokenizer(loaded.name, loaded.max_token_value + 1, loaded.eot_token, encode, decode)
 
 
 def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:

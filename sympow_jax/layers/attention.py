@@ -111,16 +111,45 @@ class Attention(nnx.Module):
         (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
         return out if state is None or not return_state else (out, state)
 
-    def init_state(self, batch: int, *, max_length: int) -> AttentionState:
+    def init_state(self, batch: int, *, max_length: int, keep_keys: bool | None = None) -> AttentionState:
         """The state before any token, for up to `max_length` positions.
 
-        Keys and values are kept, with that capacity, where attending to them costs less than the recurrent
-        state or is what `form` asks for. Raises ValueError where the recurrent state would exceed memory.
+        Keys and values are kept, with that capacity, if `keep_keys`; None keeps them where attending to them costs
+        less than the recurrent state or is what `form` asks for. Raises ValueError where the recurrent state would
+        exceed memory, and for `keep_keys` that the kernel does not leave open.
         """
-        if not self._kernel.keeps_keys(max_length):
+        if keep_keys is None:
+            keep_keys = self._kernel.keeps_keys(max_length)
+        elif (not keep_keys) if self.kept_length is None else (keep_keys and not self.kept_length):
+            kernel = self.config.attention.kernel
+            raise ValueError(f"keep_keys is {keep_keys}, which this attention of kernel {kernel!r} cannot do")
+        if not keep_keys:
             return self._recurrent_state(batch)
         memory = self._kernel.kept_keys(batch, max_length)
         return AttentionState(memory=memory, position=self.positions.zeros(batch))
+
+    @property
+    def kept_length(self) -> int | None:
+        """For how many positions kept keys take no more memory than the recurrent state.
+
+        0 where keys are never kept, None where they always are.
+        """
+        return self._kernel.kept_length()
+
+    def fold(self, state: AttentionState) -> AttentionState:
+        """The state with kept keys and values folded into the recurrent state, which does not grow.
+
+        A row whose document has outgrown the kept keys is NaN from there on. Raises ValueError where no recurrent
+        state exists.
+        """
+        if not isinstance(state.memory, ops.KeyValueState):
+            return state
+        if self.kept_length is None:
+            kernel = self.config.attention.kernel
+            raise ValueError(
+                f"this attention of kernel {kernel!r} has no recurrent state to fold its keys into"
+            )
+        return dataclasses.replace(state, memory=self._kernel.fold(state.memory))
 
     def _first_state(self, batch: int) -> AttentionState:
         attention = self.config.attention
@@ -207,6 +236,8 @@ class Attention(nnx.Module):
             segment_ids=joined.segment_ids,
             kept=True,
         )
+        if segment_ids is not None and key.shape[1] > 1:
+            joined = joined.without_gaps()
         return jnp.where(missing[..., None, None], jnp.nan, out), joined.newest(capacity)
 
     def _rate(self, projected) -> Float[Array, "B T K ..."] | None:

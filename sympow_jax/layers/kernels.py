@@ -35,6 +35,19 @@ class Kernel:
         features = ops.symmetric_power_dim(self._compared_dim, attention.power)
         return 2 * (self._compared_dim + self._value_dim) * max_length <= 4 * features * self._value_dim
 
+    def kept_length(self) -> int | None:
+        """For how many positions kept keys take no more memory than the recurrent state; None where there is none."""
+        if self.must_keep_keys():
+            return None
+        attention = self.config.attention
+        if not self.keeps_keys(1):  # the kernel or `form` leave no choice
+            return 0
+        # The state holds kv, norm and a window of 2 W keys and values besides.
+        features = ops.symmetric_power_dim(self._compared_dim, attention.power)
+        return (
+            features * (self._value_dim + 1) // (self._compared_dim + self._value_dim) + 2 * attention.window
+        )
+
     def must_keep_keys(self) -> bool:
         """Whether no other state exists, however long the document."""
         attention = self.config.attention
@@ -68,6 +81,24 @@ class Kernel:
             )
         state: Any = ops.ChannelGatedState if self._gates_channels else ops.PowerState
         return state.zeros(*sizes, power=attention.power, window=attention.window)
+
+    def fold(self, kept: ops.KeyValueState) -> Memory:
+        """The recurrent state of kept keys and values; NaN in rows whose document has outgrown them."""
+        batch, capacity = kept.segment_ids.shape
+        # What the queries read is dropped, and XLA computes none of it.
+        heads = (batch, capacity, self.config.heads, self._compared_dim)
+        _, memory = self.recur(
+            jnp.zeros(heads, kept.key.dtype),
+            kept.key,
+            kept.value,
+            turn=None,
+            log_decay=kept.log_decay,
+            segment_ids=kept.segment_ids,
+            memory=self.zeros(batch),
+        )
+        assert isinstance(memory, ops.PowerState)  # `kept_length`
+        kv = jnp.where(kept.complete[:, None, None, None], memory.kv, jnp.nan)
+        return dataclasses.replace(memory, kv=kv, segment=kept.segment)
 
     def attend(
         self, query, key, value, *, turn, log_decay, segment_ids, axis_name=None, kept=False

@@ -137,15 +137,35 @@ class DecoderLM(nnx.Module):
         """Logits in float32: hidden states times the embedding's transpose."""
         return block_lib.logits(hidden, self.embedding[...], jnp.dtype(self.config.dtype))
 
-    def init_state(self, batch: int, *, max_length: int) -> DecoderState:
+    def init_state(self, batch: int, *, max_length: int, keep_keys: bool | None = None) -> DecoderState:
         """The state before any token, for documents streamed in calls of up to `max_length` tokens in all.
 
-        Every layer carries its recurrent state, or keeps that many keys and values where this is cheaper;
-        kept keys of a document longer than `max_length` give NaN. Raises ValueError where the recurrent
-        state would exceed memory.
+        Every layer carries its recurrent state, or keeps that many keys and values if `keep_keys`, None meaning
+        where this is cheaper; kept keys of a document longer than `max_length` give NaN. Raises ValueError where the
+        recurrent state would exceed memory, and for `keep_keys` that the attention does not leave open.
         """
         sinusoidal = self.config.attention.position == "sinusoidal"
         return DecoderState(
-            layers=tuple(block.attention.init_state(batch, max_length=max_length) for block in self.blocks),
+            layers=tuple(
+                block.attention.init_state(batch, max_length=max_length, keep_keys=keep_keys)
+                for block in self.blocks
+            ),
             position=documents.PositionState.zeros(batch) if sinusoidal else None,
         )
+
+    @property
+    def kept_length(self) -> int | None:
+        """For how many positions kept keys take no more memory than the recurrent state.
+
+        0 where keys are never kept, None where they always are.
+        """
+        return self.blocks[0].attention.kept_length
+
+    def fold(self, state: DecoderState) -> DecoderState:
+        """The state with kept keys and values folded into recurrent states, which do not grow.
+
+        A row whose document has outgrown the kept keys is NaN from there on. Raises ValueError where the attention
+        has no recurrent state.
+        """
+        folded = (block.attention.fold(layer) for block, layer in zip(self.blocks, state.layers))
+        return dataclasses.replace(state, layers=tuple(folded))

@@ -17,7 +17,7 @@ class KeyValueState:
     """The last S positions, newest last; a pytree that the caller owns. Empty slots look like padding.
 
     With T new positions behind them (`append`) they are the S + T keys of `softmax_attention` or of the
-    attention form of `power_attention`. Padding takes a slot too.
+    attention form of `power_attention`. Padding takes a slot too, until `without_gaps`.
 
     segment: segment id of the document, -1 before the first token.
     complete: False where the document has outgrown the S positions.
@@ -66,6 +66,22 @@ class KeyValueState:
         }
         complete = self.complete | starts.any(axis=1)
         return KeyValueState(**joined, segment=last, complete=complete), continues & ~self.complete[:, None]
+
+    def without_gaps(self) -> "KeyValueState":
+        """The same positions with padding in front, where its slots are the first to be dropped."""
+        order = jnp.argsort(self.segment_ids >= 0, axis=1, stable=True)
+
+        def in_order(x):
+            return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+
+        return KeyValueState(
+            key=in_order(self.key),
+            value=in_order(self.value),
+            log_decay=in_order(self.log_decay),
+            segment_ids=in_order(self.segment_ids),
+            segment=self.segment,
+            complete=self.complete,
+        )
 
     def newest(self, capacity: int) -> "KeyValueState":
         """The last `capacity` positions."""

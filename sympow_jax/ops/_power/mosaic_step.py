@@ -56,7 +56,6 @@ def _step(power, interpret, query, key, value, state, log_decay, segment_ids):
         segment_ids=segment_ids,
         read=functools.partial(_read, interpret=interpret),
         fold=functools.partial(_fold, interpret=interpret),
-        when=_when,
     )
 
 
@@ -77,18 +76,6 @@ def _step_bwd(power, interpret, arguments, cotangents):
 
 
 _step.defvjp(_step_fwd, _step_bwd)
-
-
-def _when(condition, f, state):
-    """`xla_step._when` as a loop of one turn or none, since XLA updates in place what a loop carries.
-
-    Through a conditional it copies the state, whichever branch is taken. A loop has no gradient, nor needs one here.
-    """
-
-    def once(carried):
-        return jnp.bool_(False), f(carried[1])
-
-    return jax.lax.while_loop(lambda carried: carried[0], once, (condition, state))[1]
 
 
 def _read(query, state, power, precision, *, interpret):

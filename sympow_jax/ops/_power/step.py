@@ -26,17 +26,16 @@ def step(
     division=means.Division.POSITIVE,
     read=None,
     fold=None,
-    when=None,
 ):
     """Appends a token to the window and attends; W tokens are folded whenever 2W are held.
 
-    `read`, `fold` and `when` take the place of the functions of those names below, which alone touch the folded state.
+    `read` and `fold` take the place of the functions of those names below, which alone touch the folded state.
     """
-    read, fold, when = read or functools.partial(_read, division=division), fold or _fold, when or _when
+    read, fold = read or functools.partial(_read, division=division), fold or _fold
     dtype, window = state.kv.dtype, state.window
     batch, kv_heads, head_dim = key.shape
     precision = xla.precision_of(key.dtype)
-    valid, state = _enter_document(state, segment_ids, when)
+    valid, state = _enter_document(state, segment_ids)
     # Bounded decays keep the sums over the window finite.
     log_decay = jnp.zeros_like(key[..., 0], dtype) if log_decay is None else log_decay.astype(dtype)
     token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay, False)}
@@ -51,14 +50,15 @@ def step(
         query = xla.unit_scale(query)
     out = jnp.where(valid[:, None, None, None], read(query, state, power, precision), 0)
     if window:
-        full = state.length == 2 * window
-        fold_window = functools.partial(_fold_window, full=full, fold=fold, power=power, precision=precision)
-        state = when(full.any(), fold_window, state)
+        # What is folded is read first: else XLA keeps a copy to read from.
+        out, state = jax.lax.optimization_barrier((out, state))
+        fold_window = functools.partial(_fold_window, fold=fold, power=power, precision=precision)
+        state = _in_place(fold_window, state.length == 2 * window, state)
     out = out.reshape(batch, -1, out.shape[-1])
     return out if division is means.Division.NONE else out.astype(value.dtype), state
 
 
-def _enter_document(state, segment_ids, when):
+def _enter_document(state, segment_ids):
     """Which rows have a token, and the state with the rows emptied where it starts a document."""
     if segment_ids is None:
         segment = jnp.where(state.segment == documents.NO_SEGMENT, 0, state.segment)
@@ -66,8 +66,7 @@ def _enter_document(state, segment_ids, when):
     valid = segment_ids >= 0
     start = valid & (segment_ids != state.segment)
     # Most tokens start no document.
-    emptied = functools.partial(jax.tree.map, lambda x: _where(start, jnp.zeros_like(x), x))
-    state = when(start.any(), emptied, state)
+    state = _in_place(_emptied, start, state)
     return valid, _replaced(state, valid, segment=segment_ids)
 
 
@@ -80,9 +79,39 @@ def _appended(state, token, rows):
     return dataclasses.replace(state, **fields, length=state.length + rows)
 
 
-def _when(condition, f, state):
-    """f(state) if the condition holds, else the state."""
-    return jax.lax.cond(condition, f, lambda held: held, state)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_place(f, rows, state):
+    """f(rows, state) if there is any of the rows, else the state.
+
+    It is a loop of one turn or none, since XLA updates in place what a loop carries. Through a conditional it copies
+    the state, whichever branch is taken; but a loop has no gradient, which is that of the conditional.
+    """
+
+    def once(carried):
+        return jnp.zeros_like(carried[0]), f(rows, carried[1])
+
+    return jax.lax.while_loop(lambda carried: carried[0], once, (rows.any(), state))[1]
+
+
+def _in_place_fwd(f, rows, state):
+    return _in_place(f, rows, state), (rows, state)
+
+
+def _in_place_bwd(f, residuals, cotangent):
+    rows, state = residuals
+
+    def conditional(state):
+        return jax.lax.cond(rows.any(), functools.partial(f, rows), lambda held: held, state)
+
+    return None, *jax.vjp(conditional, state)[1](cotangent)
+
+
+_in_place.defvjp(_in_place_fwd, _in_place_bwd)
+
+
+def _emptied(rows, state):
+    """The state with the chosen rows as before any token."""
+    return jax.tree.map(lambda x: _where(rows, jnp.zeros_like(x), x), state)
 
 
 def _read(query, state, power, precision, *, division):
@@ -97,7 +126,7 @@ def _read(query, state, power, precision, *, division):
     return means.of_sums(jnp.concatenate([numerator, denominator[..., None]], -1), -1, division)
 
 
-def _fold_window(state, *, full, fold, power, precision):
+def _fold_window(full, state, *, fold, power, precision):
     """Folds the oldest W of 2W tokens in the rows that are full."""
     window = state.window
     names = ("keys", "values", "log_decays")

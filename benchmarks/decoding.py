@@ -1,0 +1,183 @@
+"""What a token costs after prompts of 64 to 65,536 tokens, and what the state takes, of power attention and softmax.
+
+    uv run python -m benchmarks.decoding --out=DIR [--brief]
+
+Two models of the same size, with random parameters: nothing measured depends on them. Tokens are decoded as
+`generation.generate` does, in compiled blocks; the state is that of a context of so many tokens, whose values do not
+matter either, so that no prompt is computed: the recurrent state, or as many kept keys. Models and lengths take turns,
+and times are medians, so that a machine that changes its speed changes it for all. `--brief` has a smaller model and
+lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import matplotlib.backends.backend_agg
+import matplotlib.figure
+import matplotlib.ticker
+import numpy as np
+from flax import nnx
+
+from sympow_jax import config, generation, models, ops
+from sympow_jax.generation import loop
+
+PRESETS = ("conformal", "softmax")
+LENGTHS = (64, 256, 1024, 4096, 16_384, 65_536)
+BLOCK = 64  # tokens between two folds, so that each block has one
+ROUNDS = 7
+MODEL = {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"}
+BRIEF_MODEL = {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2, "dtype": "float32"}
+BRIEF_LENGTHS = (64, 256, 1024)
+
+_COLOURS = {"conformal": "#0072B2", "softmax": "#D55E00"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one model does after a prompt of `length` tokens.
+
+    seconds: a token of one row, median of the rounds.
+    state_bytes: of the state of one row.
+    kept: whether the state is keys and values.
+    """
+
+    preset: str
+    length: int
+    seconds: float
+    state_bytes: int
+    kept: bool
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints and writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder to write to")
+    parser.add_argument("--brief", action="store_true", help="a small model and lengths up to 1,024")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    sizes, lengths = (BRIEF_MODEL, BRIEF_LENGTHS) if options.brief else (MODEL, LENGTHS)
+    rows = measure(sizes, lengths, rounds=3 if options.brief else ROUNDS)
+    for row in rows:
+        kind = "keys kept" if row.kept else "recurrent"
+        print(
+            f"{row.preset:>10} after {row.length:>6,}: {1e6 * row.seconds:9.1f} us a token, "
+            f"{row.state_bytes / 2**20:7.2f} MiB, {kind}"
+        )
+    content = {
+        "model": sizes,
+        "machine": {
+            "device": jax.devices()[0].device_kind,
+            "processor": platform.machine(),
+            "jax": jax.__version__,
+        },
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    (options.out / "decoding.json").write_text(json.dumps(content, indent=1) + "\n")
+    plot(rows, options.out / "decoding.png")
+
+
+def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[Row]:
+    """A row for each preset and length."""
+    contenders = [
+        (preset, length, _Contender(preset, length, sizes)) for preset in PRESETS for length in lengths
+    ]
+    samples: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds):
+        for preset, length, contender in contenders:
+            samples.setdefault((preset, length), []).append(contender.seconds())
+    return [
+        Row(preset, length, statistics.median(samples[preset, length]), contender.nbytes, contender.kept)
+        for preset, length, contender in contenders
+    ]
+
+
+class _Contender:
+    """Blocks of tokens decoded behind a context of so many."""
+
+    def __init__(self, preset: str, length: int, sizes: dict):
+        model = models.DecoderLM(
+            config.ModelConfig(**sizes, attention=config.preset(preset)), rngs=nnx.Rngs(0)
+        )
+        self._graph, self._variables = nnx.split(model)
+        kept = model.kept_length
+        # As `generation.generate` begins a long text.
+        keeps = kept is None or length + BLOCK <= kept
+        state = generation.init_state(model, 1, max_length=(kept or length + BLOCK) if keeps else None)
+        self.kept = isinstance(state.layers[0].memory, ops.KeyValueState)
+        self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        self._logits = jnp.zeros((1, model.config.vocab_size))
+        self._state, self._position = _filled(state, length), np.array([length], np.int32)
+        for _ in range(2):  # compiles, and fills the window
+            self._decode()
+
+    def seconds(self) -> float:
+        begin = time.perf_counter()
+        self._decode()
+        return (time.perf_counter() - begin) / BLOCK
+
+    def _decode(self) -> None:
+        # A block reads as many keys, and folds as often, wherever it is: the same context goes on and on.
+        self._logits, self._state, self._position, tokens, _ = loop.decode_block(
+            self._graph,
+            self._variables,
+            generation.Sampling(temperature=0),
+            BLOCK,
+            np.uint32(0),
+            self._logits,
+            self._state,
+            self._position,
+        )
+        jax.block_until_ready(tokens)
+
+
+def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
+    """The state with `length` tokens of a document, of keys that are all alike."""
+
+    def fill(layer):
+        memory = layer.memory
+        if not isinstance(memory, ops.KeyValueState):
+            return layer
+        slots = jnp.arange(memory.key.shape[1]) >= memory.key.shape[1] - length
+        memory = dataclasses.replace(
+            memory,
+            segment_ids=jnp.where(slots, 0, memory.segment_ids),
+            segment=jnp.zeros_like(memory.segment),
+        )
+        return dataclasses.replace(layer, memory=memory)
+
+    return dataclasses.replace(state, layers=tuple(map(fill, state.layers)))
+
+
+def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
+    """Time a token and bytes of the state over the length of the prompt, both axes logarithmic."""
+    figure = matplotlib.figure.Figure(figsize=(9.0, 3.8), dpi=160, layout="constrained")
+    matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
+    panels = {
+        "microseconds a token": lambda row: 1e6 * row.seconds,
+        "MiB of state": lambda row: row.state_bytes / 2**20,
+    }
+    for axes, (title, value) in zip(figure.subplots(1, 2), panels.items()):
+        for preset in dict.fromkeys(row.preset for row in rows):
+            chosen = [row for row in rows if row.preset == preset]
+            lengths = [row.length for row in chosen]
+            axes.plot(lengths, [value(row) for row in chosen], "o-", color=_COLOURS[preset], label=preset)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=title)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
+        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Rows of a running batch: copied, taken out and put in.
+
+Of any pytree whose leaves have the batch as their first axis: states, logits, tokens.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Int
+
+__all__ = ["fork", "insert", "take"]
+
+
+def fork[Tree](state: Tree, copies: int) -> Tree:
+    """Every row so many times, copies side by side; to continue one context in many ways."""
+    if copies < 1:
+        raise ValueError(f"copies is {copies}; it must be at least 1")
+    return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), state)
+
+
+def take[Tree](state: Tree, slot: int | Int[Array, ""]) -> Tree:
+    """The row of a slot, as a batch of one. Raises ValueError where there is no such slot."""
+    _require_slot(state, slot)
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
+
+
+def insert[Tree](state: Tree, slot: int | Int[Array, ""], row: Tree) -> Tree:
+    """The batch with `row`, a batch of one, in a slot, in place of what was there.
+
+    To remove a row, insert one of `init_state`. Raises ValueError where there is no such slot, or where the row is of
+    another model, or of another kind of state: kept keys have one capacity, and `fold` makes them recurrent.
+    """
+    _require_slot(state, slot)
+    wanted, found = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (state, row))
+    for path in (*wanted, *found):
+        shapes = [
+            (1, *tree[path].shape[1:]) if tree is wanted else tree[path].shape
+            for tree in (wanted, found)
+            if path in tree
+        ]
+        if len(shapes) < 2 or shapes[0] != shapes[1] or wanted[path].dtype != found[path].dtype:
+            raise ValueError(
+                f"the row does not fit the batch: {jax.tree_util.keystr(path)} differs; both must be states of one "
+                f"model, made with one max_length or folded, and the row a batch of one"
+            )
+    return jax.tree.map(
+        lambda batch, x: jax.lax.dynamic_update_slice_in_dim(batch, x, slot, axis=0), state, row
+    )
+
+
+def _require_slot(state, slot) -> None:
+    slots = jax.tree.leaves(state)[0].shape[0]
+    # Where the slot is traced, XLA takes the nearest there is.
+    if not isinstance(slot, jax.core.Tracer) and not 0 <= int(slot) < slots:
+        raise ValueError(f"slot is {int(slot)}; the batch has slots 0 to {slots - 1}")

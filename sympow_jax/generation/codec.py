@@ -1,0 +1,82 @@
+"""Text as the tokens of a run's data, and back."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from sympow_jax import config as configs
+from sympow_jax.data import longcrawl64, tokenizer
+
+__all__ = ["Codec", "codec_of_run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """A tokenizer and the ids around a document.
+
+    vocab_size: of the model, which must have every token of a prompt.
+    lead: the id in front of every document; None for none.
+    end: the id behind every document, with which its text ends; None for none.
+    """
+
+    tokenizer: tokenizer.Tokenizer
+    vocab_size: int
+    lead: int | None = None
+    end: int | None = None
+
+    def encode(self, prompt: bytes, name: str = "the prompt") -> list[int]:
+        """The tokens of a prompt; `name` is for errors.
+
+        Raises ValueError where it is empty, not UTF-8 though the tokenizer reads text, or not in the vocabulary.
+        """
+        if not prompt:
+            raise ValueError(f"{name} is empty; it needs at least one character")
+        try:
+            tokens = [int(token) for token in self.tokenizer.encode(prompt)]
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{name} is not UTF-8 (byte {error.start + 1}), which tokenizer {self.tokenizer.name} reads"
+            ) from error
+        if not tokens:
+            raise ValueError(f"{name} has no tokens, says tokenizer {self.tokenizer.name}")
+        if beyond := sorted({token for token in tokens if token >= self.vocab_size}):
+            kind = "bytes" if self.tokenizer.name == "byte" else "tokens"
+            listed = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
+            raise ValueError(
+                f"{name} has {kind} that the model's vocabulary of {self.vocab_size} lacks: {listed}"
+            )
+        return tokens if self.lead is None else [self.lead, *tokens]
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of tokens, which need not be whole characters."""
+        return self.tokenizer.decode(tokens)
+
+    @property
+    def drawn(self) -> int:
+        """How many of the ids may be drawn: those that the model and the tokenizer, or the ends of documents, have."""
+        end = -1 if self.end is None else self.end
+        return min(self.vocab_size, max(self.tokenizer.vocab_size, end + 1))
+
+
+def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
+    """What a run of `data.source` text, tokens or longcrawl64 read; `name` is the tokenizer's, as for `prepare`.
+
+    Raises:
+      ValueError: the source is another, the tokenizer is missing, cannot be loaded, or is not that of the data.
+    """
+    source, separator = settings.data.source, settings.data.document_separator
+    if source not in ("text", "tokens", "longcrawl64"):
+        raise ValueError(f"the run read data.source {source!r}, of which no text can be made")
+    if source == "text":
+        if name not in (None, "byte"):
+            raise ValueError(f"--tokenizer={name}, but the run read text as bytes; leave it out")
+        return Codec(tokenizer.load("byte"), settings.model.vocab_size)
+    if name is None:
+        raise ValueError(
+            f"the run read data.source {source!r}, tokens without their text; give the tokenizer that made them as "
+            f"--tokenizer=FILE"
+        )
+    found = tokenizer.load(name)
+    if source == "longcrawl64":
+        separator = longcrawl64.DOCUMENT_START if separator is None else separator
+        return Codec(found, settings.model.vocab_size, lead=separator, end=separator)
+    return Codec(found, settings.model.vocab_size, end=separator)

@@ -1,0 +1,112 @@
+"""The loop from prompts to tokens: one compiled block of tokens after the other."""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sympow_jax import models
+from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
+from sympow_jax.generation import decoding
+from sympow_jax.generation import sampling as sampling_lib
+
+__all__ = ["decode_block", "generate"]
+
+_SEEDS = 2**32
+
+
+def generate(
+    model: models.DecoderLM,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: sampling_lib.Sampling,
+    seed: int = 0,
+    block: int = 32,
+) -> Iterator[Int[np.ndarray, "prompts tokens"]]:
+    """Yields the tokens that follow each prompt, at most `block` of all prompts at a time, `max_tokens` in all.
+
+    The host waits for the device once a block. What follows a prompt depends on it, `sampling` and `seed`, whatever
+    else is in the batch, but for the rounding of logits: equal prompts are followed by the same. Keys and values are
+    kept until the recurrent state takes less memory, and then folded into it.
+
+    Raises:
+      ValueError: before the first block, for no prompt, an empty one, a token that the vocabulary lacks, `max_tokens`
+        below 1 or a seed outside [0, 2^32); later where logits are not finite.
+    """
+    if not prompts or min(map(len, prompts)) == 0:
+        raise ValueError(
+            "there is no prompt" if not prompts else "a prompt is empty; it needs at least one token"
+        )
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed is {seed}; it must be at least 0 and below {_SEEDS}")
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), lengths.max()), np.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    used = int(lengths.max())
+    total = used + -(-max_tokens // block) * block
+    room = _room(model.kept_length, used + block, total)
+    logits, state = decoding.prefill(model, tokens, lengths, max_length=room)
+    return _blocks(model, logits, state, lengths, room, used, max_tokens, sampling, seed, block)
+
+
+def _room(kept_length: int | None, least: int, total: int) -> int | None:
+    """How many positions keep their keys at first; None for none, the recurrent state from the start."""
+    if kept_length is None:
+        return total
+    return min(kept_length, total) if least <= kept_length else None
+
+
+def _blocks(model, logits, state, position, room, used, max_tokens, sampling, seed, block):
+    graph, variables = nnx.split(model)
+    for left in range(max_tokens, 0, -block):
+        if room is not None and used + block > room:
+            state, room = decoding.fold(model, state), None
+        logits, state, position, tokens, finite = decode_block(
+            graph, variables, sampling, block, np.uint32(seed), logits, state, position
+        )
+        used += block
+        tokens, finite = np.asarray(tokens)[:, :left], np.asarray(finite)[:, :left]
+        if not finite.all():
+            row, _ = np.argwhere(~finite)[0]
+            raise ValueError(f"the logits of prompt {row + 1} are not finite; has training diverged?")
+        yield tokens
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graph", "sampling", "block"), donate_argnames=("logits", "state")
+)
+def decode_block(
+    graph: nnx.GraphDef,
+    variables: nnx.State,
+    sampling: sampling_lib.Sampling,
+    block: int,
+    seed: UInt32[Array, ""],
+    logits: Float[Array, "B V"],
+    state: models.DecoderState,
+    position: Int[Array, " B"],
+) -> tuple[
+    Float[Array, "B V"], models.DecoderState, Int[Array, " B"], Int[Array, "B block"], Bool[Array, "B block"]
+]:
+    """Draws so many tokens of each row, one after the other, from logits and state behind its `position` tokens.
+
+    Returns logits, state and position behind them, the tokens, and whether the logits each was drawn from are finite.
+    The state is updated where it lies.
+    """
+    model = nnx.merge(graph, variables)
+
+    def step(carry, _):
+        logits, state, position = carry
+        token = sampling_lib.sample(logits, sampling, seed=seed, position=position)
+        finite = jnp.isfinite(logits).all(axis=-1)
+        logits, state = model(token[:, None], state=state, return_state=True)
+        return (logits[:, 0], state, position + 1), (token, finite)
+
+    carry, (tokens, finite) = jax.lax.scan(step, (logits, state, position), length=block)
+    return *carry, tokens.T, finite.T

@@ -1,0 +1,129 @@
+"""States on disk: an `.npz` of the arrays, the model's settings and a checksum of its parameters."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import zipfile
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from sympow_jax import models, ops
+from sympow_jax.generation import decoding
+
+__all__ = ["restore_state", "save_state"]
+
+_HEADER = "header"
+# Settings that change how fast a model is, not what its states mean.
+_FREE = ("remat", "attention.implementation", "attention.chunk_size")
+
+
+def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: models.DecoderState) -> None:
+    """Writes a state of `model`, all rows of it, to a file that appears whole or not at all.
+
+    Raises:
+      ValueError: the state is of another model.
+      OSError: the file cannot be written.
+    """
+    decoding.require_state(model, state)
+    memory = state.layers[0].memory
+    kept = isinstance(memory, ops.KeyValueState)
+    header = {
+        "model": _settings(model),
+        "parameters": _checksum(model),
+        "rows": jax.tree.leaves(memory)[0].shape[0],
+        "capacity": memory.key.shape[1] if isinstance(memory, ops.KeyValueState) else None,
+        "kept": kept,
+    }
+    arrays: dict[str, Any] = {
+        jax.tree_util.keystr(name): _bits(np.asarray(leaf))
+        for name, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+    arrays[_HEADER] = np.array(json.dumps(header))
+    target = pathlib.Path(path)
+    partial = target.with_name(f"{target.name}.partial")
+    with partial.open("wb") as file:
+        np.savez(file, **arrays)
+    partial.replace(target)
+
+
+def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> models.DecoderState:
+    """The state that `save_state` wrote, for the same model.
+
+    Raises:
+      ValueError: the file is no saved state, or one of a model with other settings or parameters.
+      OSError: the file cannot be read.
+    """
+    header, arrays = _read(pathlib.Path(path))
+    here = _settings(model)
+    if header["model"] != here:
+        names = sorted(
+            name for name in {*here, *header["model"]} if here.get(name) != header["model"].get(name)
+        )
+        first = names[0]
+        raise ValueError(
+            f"{path} is a state of another model: {first} is {header['model'].get(first)!r} there and "
+            f"{here.get(first)!r} here ({len(names)} settings differ)"
+        )
+    if header["parameters"] != _checksum(model):
+        raise ValueError(
+            f"{path} is a state of another model: its settings are those of this one, its parameters are not"
+        )
+    abstract = jax.eval_shape(
+        lambda: model.init_state(header["rows"], max_length=header["capacity"] or 1, keep_keys=header["kept"])
+    )
+    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+    found = []
+    for name, leaf in leaves:
+        array = arrays.get(jax.tree_util.keystr(name))
+        if array is None or array.shape != leaf.shape or array.dtype != _bits(np.empty(0, leaf.dtype)).dtype:
+            raise ValueError(f"{path} is damaged: {jax.tree_util.keystr(name)} is not what was saved")
+        found.append(jax.device_put(array.view(leaf.dtype)))
+    return jax.tree.unflatten(structure, found)
+
+
+def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file.items())
+        return json.loads(str(arrays.pop(_HEADER))), arrays
+    except (
+        ValueError,
+        KeyError,
+        EOFError,
+        AttributeError,
+        TypeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise ValueError(f"{path} is not a saved state, or is damaged") from error
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """bfloat16, which NumPy's files do not know, as the integers of its bits."""
+    return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
+
+
+def _settings(model: models.DecoderLM) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def add(prefix: str, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                add(f"{prefix}{name}.", value)
+            elif prefix + name not in _FREE:
+                flat[prefix + name] = value
+
+    add("", dataclasses.asdict(model.config))
+    return flat
+
+
+def _checksum(model: models.DecoderLM) -> int:
+    total = 0
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        total = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), total)
+    return total

@@ -1,0 +1,72 @@
+"""The text of one row as its tokens arrive: whole characters, up to the first stop string."""
+
+import codecs
+from collections.abc import Sequence
+
+from sympow_jax.generation import codec as codec_lib
+
+__all__ = ["Transcript"]
+
+# Tokenizers decode a token by those before it; so many of the prompt are enough for the first.
+_PROMPT_TOKENS = 16
+
+
+class Transcript:
+    """What follows a prompt, given in blocks of tokens and taken as text that is never taken back.
+
+    Bytes that are no UTF-8 become U+FFFD. The text ends before the first stop string, before the end of the document,
+    or after `max_tokens`; then it is `done`.
+    """
+
+    def __init__(
+        self, codec: codec_lib.Codec, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()
+    ):
+        """Raises ValueError for an empty stop string."""
+        if "" in stops:
+            raise ValueError("a stop string is empty; it would stop everything")
+        self.text = ""
+        self.done = False
+        self._codec = codec
+        self._prompt = list(prompt[-_PROMPT_TOKENS:])
+        self._before = len(codec.decode(self._prompt))
+        self._left = max_tokens
+        self._stops = tuple(stops)
+        self._tokens: list[int] = []
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens make certain, to be printed behind what was returned before."""
+        if self.done:
+            return ""
+        for token in tokens:
+            self._left -= 1
+            if token == self._codec.end:
+                self._left = 0
+            else:
+                self._tokens.append(int(token))
+            if self._left <= 0:
+                self.done = True
+                break
+        text = self._decoded()
+        found = [place for place in map(text.find, self._stops) if place >= 0]
+        if found:
+            self.done = True
+            text = text[: min(found)]
+        elif not self.done:
+            text = text[: len(text) - self._held(text)]
+        new, self.text = text[len(self.text) :], text
+        return new
+
+    def _decoded(self) -> str:
+        data = self._codec.decode([*self._prompt, *self._tokens])[self._before :]
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        text = decoder.decode(data, final=self.done)
+        # Tokenizers of text have already replaced the bytes of a character that is not whole.
+        return text if self.done or self._codec.tokenizer.name == "byte" else text.rstrip("\ufffd")
+
+    def _held(self, text: str) -> int:
+        """Characters at the end that a stop string may begin with."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                return size
+        return 0

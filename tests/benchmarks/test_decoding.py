@@ -1,0 +1,36 @@
+"""What `benchmarks.decoding` measures and writes."""
+
+import json
+
+import pytest
+
+from benchmarks import decoding
+
+
+def test_the_plot(tmp_path):
+    rows = [
+        decoding.Row(preset, length, 1e-4 * length, 10 * length, False)
+        for preset in decoding.PRESETS
+        for length in (64, 128)
+    ]
+    decoding.plot(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_only_the_state_of_softmax_grows(tmp_path):
+    decoding.main(["--brief", f"--out={tmp_path}"])
+    rows = {
+        (row["preset"], row["length"]): row
+        for row in json.loads((tmp_path / "decoding.json").read_text())["rows"]
+    }
+    assert len(rows) == len(decoding.PRESETS) * len(decoding.BRIEF_LENGTHS)
+    assert all(row["seconds"] > 0 for row in rows.values())
+    sizes = {key: row["state_bytes"] for key, row in rows.items()}
+    assert sizes["conformal", 1024] == sizes["conformal", 256]
+    assert sizes["softmax", 1024] > 3 * sizes["softmax", 256]
+    # Keys are kept as long as they take no more.
+    assert rows["conformal", 64]["kept"]
+    assert not rows["conformal", 256]["kept"]
+    assert sizes["conformal", 64] < 1.1 * sizes["conformal", 256]
+    assert (tmp_path / "decoding.png").exists()

@@ -1,0 +1,55 @@
+"""Models small enough to decode in a test, with attention that matters, and what prompts leave behind in them."""
+
+import functools
+
+import jax
+import numpy as np
+from flax import nnx
+
+from sympow_jax import config, generation, models
+
+VOCABULARY = 64
+ROWS, TIME = 3, 100
+LENGTHS = np.array([TIME, 37, 60], np.int32)
+
+
+@functools.cache
+def model(
+    preset: str, *, layers: int = 1, seed: int = 0, dtype: str = "float32", **changes
+) -> models.DecoderLM:
+    settings = config.ModelConfig(
+        vocab_size=VOCABULARY,
+        layers=layers,
+        width=32,
+        heads=4,
+        kv_heads=2,
+        dtype=dtype,
+        attention=config.preset(preset, **{"window": 4, **changes}),
+    )
+    made = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
+    for block in made.blocks:
+        for name in ("query", "key", "value", "out"):
+            getattr(block.attention, name).kernel[...] *= 10
+        for name in ("up", "down"):
+            getattr(block.mlp, name).kernel[...] *= 10
+    made.embedding[...] *= 10  # logits of a few units, so that draws differ
+    made.embedding_norm.scale[...] *= (
+        0.1  # else every token predicts itself, since the output is the embedding
+    )
+    return made
+
+
+def tokens(batch: int, time: int, seed: int = 1) -> np.ndarray:
+    return np.asarray(jax.random.randint(jax.random.key(seed), (batch, time), 0, VOCABULARY))
+
+
+@functools.cache
+def prefilled(preset: str, max_length: int | None = None):
+    """Logits and state behind ragged prompts, the first `LENGTHS` of `tokens(ROWS, TIME)`; compiled once."""
+    return generation.prefill(model(preset), tokens(ROWS, TIME), LENGTHS, max_length=max_length)
+
+
+@nnx.jit
+def whole(model: models.DecoderLM, tokens: np.ndarray) -> jax.Array:
+    """Logits of whole rows, without a state."""
+    return model(tokens)

@@ -1,0 +1,137 @@
+"""Prefill and decode against one call of the model, whatever the state keeps."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import generation, ops
+from tests.generation import small
+from tests.ops import cases
+
+# RMS ratio: what float32 rounds over 200 tokens.
+BOUND = 1e-5
+
+
+def decoded(model, tokens, state, logits):
+    """The logits before and behind each of `tokens`, [B, T + 1, V]."""
+    found = [logits]
+    for place in range(tokens.shape[1]):
+        logits, state = generation.decode(model, state, tokens[:, place])
+        found.append(logits)
+    return jnp.stack(found, axis=1)
+
+
+def keeps(state):
+    return isinstance(state.layers[0].memory, ops.KeyValueState)
+
+
+SLOW = [pytest.param("linear_lrpe", None, marks=pytest.mark.slow)]
+SLOW += [pytest.param("expressive", 200, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("preset", "max_length"), [("conformal", None), ("softmax", 200), *SLOW])
+def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length):
+    """The longest row has 200 tokens. The op chooses the attention form for whole rows of these sizes."""
+    model, following = small.model(preset), small.tokens(small.ROWS, 100, seed=2)
+    logits, state = small.prefilled(preset, max_length)
+    assert keeps(state) == (max_length is not None)
+    found = decoded(model, following, state, logits)
+    rows = zip(small.tokens(small.ROWS, small.TIME), small.LENGTHS, following)
+    alone = [np.concatenate([prompt[:length], more]) for prompt, length, more in rows]
+    expected = small.whole(model, np.stack([np.pad(row, (0, 200 - len(row))) for row in alone]))
+    assert np.std(expected) > 0.1
+    for row, length in enumerate(small.LENGTHS):
+        wanted = expected[row, length - 1 : length + 100]
+        assert cases.error(found[row], wanted) < BOUND
+        np.testing.assert_array_equal(found[row].argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.slow
+def test_forms_agree():
+    """Steps are compared with the attention form above; here it is with the chunked one."""
+    tokens = small.tokens(small.ROWS, 200)
+    attention = small.whole(small.model("conformal"), tokens)
+    chunked = small.whole(small.model("conformal", form="chunked"), tokens)
+    assert cases.error(chunked, attention) < BOUND
+
+
+def test_padding_takes_no_room():
+    logits, state = small.prefilled("softmax", 200)
+    found = decoded(small.model("softmax"), small.tokens(small.ROWS, 105), state, logits)
+    outgrown = ~np.isfinite(found).all(-1)
+    # Row 0 has room for 100 tokens more; the next still sees them all, and the one behind it misses a key.
+    np.testing.assert_array_equal(outgrown[0], [False] * 102 + [True] * 4)
+    assert not outgrown[1:].any()
+
+
+def test_keys_are_kept_and_folded():
+    """36 features of 9 numbers each against 16 numbers a position, and a window of 8."""
+    model = small.model("conformal")
+    assert model.kept_length == 28
+    lengths = np.array([20, 11, 24])
+    tokens = small.tokens(small.ROWS, small.TIME)
+    logits, state = generation.prefill(model, tokens[:, :24], lengths, max_length=28)
+    assert keeps(state)
+    folded = generation.fold(model, state)
+    assert not keeps(folded)
+    expected_logits, expected = generation.prefill(model, tokens, lengths)
+    assert cases.error(logits, expected_logits) < BOUND
+    following = small.tokens(small.ROWS, 4, seed=2)
+    wanted = decoded(model, following, expected, logits)
+    assert cases.error(decoded(model, following, state, logits), wanted) < BOUND
+    assert cases.error(decoded(model, following, folded, logits), wanted) < BOUND
+    np.testing.assert_array_equal(folded.layers[0].memory.segment, expected.layers[0].memory.segment)
+
+
+def test_what_is_lost_is_not_folded():
+    model = small.model("conformal")
+    logits, state = generation.prefill(
+        model, small.tokens(small.ROWS, 24), np.array([24, 11, 24]), max_length=28
+    )
+    for token in small.tokens(5, small.ROWS):  # rows 0 and 2 have room for 4
+        _, state = generation.decode(model, state, token)
+    found = decoded(model, small.tokens(small.ROWS, 1), generation.fold(model, state), logits)
+    np.testing.assert_array_equal(np.isnan(found[:, 1]).all(-1), [True, False, True])
+
+
+def test_a_context_is_continued():
+    model, following = small.model("conformal"), small.tokens(small.ROWS, small.TIME, seed=2)
+    _, state = small.prefilled("conformal")
+    found, _ = generation.prefill(model, following, np.full(small.ROWS, small.TIME), state=state)
+    row = np.concatenate([small.tokens(small.ROWS, small.TIME)[0], following[0]])
+    expected = small.whole(model, np.tile(row, (small.ROWS, 1)))[0, -1]
+    assert cases.error(found[0], expected) < BOUND
+
+
+def test_mistakes():
+    model, softmax = small.model("conformal"), small.model("softmax")
+    tokens = small.tokens(2, 8)
+    beyond = tokens.copy()
+    beyond[0, 3] = 64
+    rows = np.array([8, 8])
+    state = generation.init_state(model, 2)
+    for message, mistake in {
+        "pass max_length": lambda: generation.prefill(softmax, tokens, rows),
+        "max_length is 0": lambda: generation.prefill(softmax, tokens, rows, max_length=0),
+        "row 1 has length 0": lambda: generation.prefill(model, tokens, np.array([8, 0])),
+        "row 0 has length 9": lambda: generation.prefill(model, tokens, np.array([9, 1])),
+        "must be [B, T]": lambda: generation.prefill(model, tokens, rows[:1]),
+        "token 64 at place 3 of row 0": lambda: generation.prefill(model, beyond, rows),
+        "2 rows and there are tokens for 1": lambda: generation.decode(model, state, tokens[:1, 0]),
+        "another model: it is recurrent": lambda: generation.decode(softmax, state, tokens[:, 0]),
+        "another model: it has 1 layers, this one 2": lambda: generation.decode(
+            small.model("conformal", layers=2), state, tokens[:, 0]
+        ),
+        "another model: .layers[0].memory.keys": lambda: generation.decode(
+            small.model("conformal", window=8), state, tokens[:, 0]
+        ),
+        "another model: .layers[0].position": lambda: generation.fold(small.model("sympow"), state),
+        "no recurrent state to fold": lambda: generation.fold(
+            softmax, generation.init_state(softmax, 1, max_length=8)
+        ),
+        "make it with generation.prefill": lambda: generation.decode(model, (), tokens[:, 0]),
+    }.items():
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            mistake()
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)

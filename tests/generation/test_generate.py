@@ -1,0 +1,148 @@
+"""generate.py from the command line, over a run that train.py made."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import generate
+import train
+from sympow_jax import config, generation
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run `a` of two steps over bytes below 128; without checkpoints `untrained`, `classifier` and `tokens`."""
+    folder = tmp_path_factory.mktemp("runs")
+    for index in range(20):
+        (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 4)
+    settings = config.Config(
+        model=config.ModelConfig(
+            vocab_size=128, layers=1, width=16, heads=2, dtype="float32", attention=config.preset("softmax")
+        ),
+        data=config.DataConfig(
+            paths=(f"{folder}/*.txt",), heldout_fraction=0.3, context_length=16, batch_tokens=64
+        ),
+        training=config.TrainingConfig(steps=2),
+    )
+    assert train.train(settings, folder / "a") == 0
+    saved = json.loads((folder / "a" / "config.json").read_text())
+    changes = {
+        "untrained": {},
+        "classifier": {"task": {"name": "classification", "classes": 2}},
+        "tokens": {"data": {"source": "tokens", "paths": ["x.bin"]}},
+    }
+    for name, change in changes.items():
+        changed = saved | {key: saved[key] | values for key, values in change.items()}
+        if name == "classifier":
+            changed["model"]["attention"]["causal"] = False
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(changed))
+        saved = json.loads((folder / "a" / "config.json").read_text())
+    (folder / "tokens" / "checkpoints" / "2").mkdir(parents=True)
+    (folder / "prompts").write_text("the quick\nfox\r\nthe quick\n")
+    (folder / "empty").write_text("")
+    (folder / "gap").write_text("a\n\nb\n")
+    (folder / "latin").write_bytes("caf\xe9\n".encode("latin-1"))
+    return folder
+
+
+def continued(capsys, *arguments):
+    assert generate.main(arguments) == 0
+    printed, error = capsys.readouterr()
+    assert error == ""
+    return printed
+
+
+def test_a_prompt_alone_and_in_a_file(runs, capsys):
+    flags = (f"--workdir={runs}/a", "--max_tokens=40", "--seed=5")
+    alone = continued(capsys, *flags, "--prompt=the quick")
+    assert alone.startswith("the quick")
+    assert len(alone) == len("the quick") + 40 + len("\n")
+    assert alone == continued(capsys, *flags, "--prompt=the quick")
+    together = continued(capsys, *flags, f"--prompts={runs}/prompts")
+    first, rest = together.removeprefix("--- 1 of 3 ---\n").split("--- 2 of 3 ---\n")
+    second, third = rest.split("--- 3 of 3 ---\n")
+    assert first == third == alone
+    assert second.startswith("fox")
+    # Text ends before a stop string, wherever blocks end.
+    stop = alone[len("the quick") + 30 :][:3]
+    stopped = continued(capsys, *flags, "--prompt=the quick", f"--stop={stop}", "--stop=never there")
+    assert stopped == alone[: alone.index(stop, len("the quick"))] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workdir={runs}/nothing", "--prompt=a"], "is not the workdir of a run"),
+        (["--workdir={runs}/untrained", "--prompt=a"], "has no checkpoint"),
+        (["--workdir={runs}/classifier", "--prompt=a"], "a run of task 'classification'"),
+        (["--workdir={runs}/tokens", "--prompt=a"], "--tokenizer=FILE"),
+        (["--workdir={runs}/a", "--prompt=a", "--tokenizer=x.json"], "read text as bytes"),
+        (["--workdir={runs}/a", "--prompt="], "--prompt is empty"),
+        (["--workdir={runs}/a", "--prompt=café"], "vocabulary of 128 lacks: 169, 195"),
+        (["--workdir={runs}/a", "--prompts={runs}/empty"], "empty is empty"),
+        (["--workdir={runs}/a", "--prompts={runs}/gap"], "line 2 of {runs}/gap is empty"),
+        (["--workdir={runs}/a", "--prompts={runs}/latin"], "is not UTF-8 (byte 4)"),
+        (["--workdir={runs}/a", "--prompts={runs}/nothing"], "No such file"),
+        (["--workdir={runs}/a", "--prompt=a", "--max_tokens=0"], "max_tokens is 0"),
+        (["--workdir={runs}/a", "--prompt=a", "--max_tokens=many"], "see generate.py --help"),
+        (["--workdir={runs}/a", "--prompt=a", "--temperature=-1"], "temperature is -1"),
+        (["--workdir={runs}/a", "--prompt=a", "--top_k=0"], "top_k is 0"),
+        (["--workdir={runs}/a", "--prompt=a", "--top_p=0"], "top_p is 0"),
+        (["--workdir={runs}/a", "--prompt=a", "--top_p=1.1"], "top_p is 1.1"),
+        (["--workdir={runs}/a", "--prompt=a", "--seed=-1"], "seed is -1"),
+        (["--workdir={runs}/a", "--prompt=a", "--stop="], "a stop string is empty"),
+        (["--workdir={runs}/a"], "--prompt"),
+        (["--workdir={runs}/a", "--prompt=a", "--prompts={runs}/prompts"], "not allowed with"),
+        (["--workdir={runs}/a", "--prompt=a", "--top=1"], "unrecognized arguments: --top=1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        generate.main([argument.format(runs=runs) for argument in arguments])
+    assert stopped.value.code == 1
+    printed, error = capsys.readouterr()
+    assert printed == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message.format(runs=runs) in error
+
+
+def test_control_c(runs, capsys, monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    add = generation.Transcript.add
+
+    def add_and_interrupt(transcript, tokens):
+        os.kill(os.getpid(), signal.SIGINT)
+        return add(transcript, tokens)
+
+    monkeypatch.setattr(generation.Transcript, "add", add_and_interrupt)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            generate.main([f"--workdir={runs}/a", "--prompt=the quick", "--max_tokens=40"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stopped.value.code == 130
+    printed, error = capsys.readouterr()
+    assert printed.startswith("the quick")
+    assert error == "interrupted\n"
+
+
+@pytest.mark.slow
+def test_a_mistake_leaves_no_traceback_in_a_process_of_its_own(runs):
+    # Bytes of the command line that are no UTF-8 are bytes of the prompt.
+    arguments = [f"--workdir={runs}/a".encode(), b"--prompt=caf\xe9"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "generate.py", *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: --prompt has bytes that the model's vocabulary of 128 lacks: 233")
+    assert done.stderr.count("\n") == 1

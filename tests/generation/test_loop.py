@@ -1,0 +1,78 @@
+"""Tokens of whole prompts: greedy ones against the model called anew for each, drawn ones alone and in a batch."""
+
+import functools
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import generation
+from sympow_jax.generation import decoding
+from tests.generation import small
+
+GREEDY = generation.Sampling(temperature=0)
+
+
+def prompts(*lengths):
+    return [row[:length].tolist() for row, length in zip(small.tokens(len(lengths), 40), lengths)]
+
+
+def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
+    blocks = list(
+        generation.generate(model, rows, max_tokens=max_tokens, sampling=sampling, block=block, **settings)
+    )
+    assert all(made.shape == (len(rows), block) for made in blocks[:-1])
+    return np.concatenate(blocks, axis=1)
+
+
+def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch):
+    """The first 28 positions keep their keys (`test_decoding`), which then are folded."""
+    folds = []
+    fold = decoding.fold
+    monkeypatch.setattr(decoding, "fold", lambda *arguments: folds.append(1) or fold(*arguments))
+    # Shapes are those of `test_decoding`, whose programs these are.
+    model, rows = small.model("conformal"), prompts(24, 3, 11)
+    found = generated(model, rows, max_tokens=30, sampling=GREEDY, block=4)
+    assert found.shape == (3, 30)
+    assert len(folds) == 1
+    for place in range(30):
+        tokens = np.zeros((3, 200), np.int32)
+        for row, prompt in enumerate(rows):
+            tokens[row, : len(prompt) + place] = [*prompt, *found[row, :place]]
+        logits = np.asarray(small.whole(model, tokens))
+        for row, prompt in enumerate(rows):
+            assert logits[row, len(prompt) + place - 1].argmax() == found[row, place]
+    assert len(np.unique(found)) > 5
+
+
+def test_drawn_tokens_do_not_depend_on_the_batch():
+    model, rows = small.model("softmax"), prompts(9, 4, 9)
+    draw = functools.partial(generated, model, sampling=generation.Sampling(temperature=0.9), seed=3)
+    together = draw([*rows, rows[0]], max_tokens=20)
+    np.testing.assert_array_equal(together[0], together[3])
+    for row in (0, 2):
+        np.testing.assert_array_equal(draw([rows[row]], max_tokens=20)[0], together[row])
+    # Nor on where a prompt ends and what was drawn begins.
+    longer = [*rows[1], *together[1, :5].tolist()]
+    np.testing.assert_array_equal(draw([longer], max_tokens=20)[0, :15], together[1, 5:])
+    assert (draw([rows[0]], max_tokens=20, seed=4)[0] != together[0]).any()
+
+
+def test_logits_that_are_not_finite():
+    model = nnx.clone(small.model("softmax"))
+    model.final_norm.bias[...] = np.nan
+    with pytest.raises(ValueError, match="logits of prompt 1 are not finite"):
+        generated(model, prompts(9), max_tokens=20, sampling=generation.Sampling(temperature=0.9))
+
+
+def test_mistakes():
+    model = small.model("conformal")
+    for message, changes in {
+        "there is no prompt": {"prompts": []},
+        "a prompt is empty": {"prompts": [[1], []]},
+        "max_tokens is 0": {"max_tokens": 0},
+        "seed is -1": {"seed": -1},
+        "token 64 at place 1 of row 0": {"prompts": [[1, 64]]},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            generation.generate(model, **{"prompts": [[1]], "max_tokens": 1, "sampling": GREEDY, **changes})

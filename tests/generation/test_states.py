@@ -1,0 +1,97 @@
+"""States of a running batch: forked, inserted, taken, saved and restored."""
+
+import jax
+import numpy as np
+import pytest
+
+from sympow_jax import generation
+from tests.generation import small
+
+
+@pytest.fixture(scope="module", params=[("conformal", None), ("softmax", 200)], ids=["recurrent", "kept"])
+def prefilled(request):
+    preset, max_length = request.param
+    return small.model(preset), small.prefilled(preset, max_length)[1]
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_a_fork_has_each_row_so_often(prefilled):
+    _, state = prefilled
+    forked = generation.fork(state, 2)
+    for slot in range(3):
+        for copy in (2 * slot, 2 * slot + 1):
+            same(generation.take(forked, copy), generation.take(state, slot))
+    with pytest.raises(ValueError, match="copies is 0"):
+        generation.fork(state, 0)
+
+
+def test_a_slot_changes_alone(prefilled):
+    model, state = prefilled
+    capacity = 200 if model.kept_length is None else None
+    empty = generation.init_state(model, 3, max_length=capacity)
+    changed = jax.jit(generation.insert)(empty, 1, generation.take(state, 2))
+    same(generation.take(changed, 1), generation.take(state, 2))
+    for slot in (0, 2):
+        same(generation.take(changed, slot), generation.take(empty, slot))
+    # A row goes on in a slot as it would have elsewhere.
+    found, _ = generation.decode(model, changed, np.array([3, 4, 5]))
+    expected, _ = generation.decode(model, state, np.array([0, 0, 4]))
+    np.testing.assert_allclose(found[1], expected[2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("slot", [-1, 3])
+def test_there_is_no_such_slot(prefilled, slot):
+    _, state = prefilled
+    with pytest.raises(ValueError, match=rf"slot is {slot}; the batch has slots 0 to 2"):
+        generation.take(state, slot)
+    with pytest.raises(ValueError, match=rf"slot is {slot}"):
+        generation.insert(state, slot, generation.take(state, 0))
+
+
+def test_a_row_that_does_not_fit(prefilled):
+    _, state = prefilled
+    other = generation.init_state(small.model("softmax"), 1, max_length=201)
+    with pytest.raises(ValueError, match="does not fit the batch"):
+        generation.insert(state, 0, other)
+    with pytest.raises(ValueError, match="does not fit the batch"):
+        generation.insert(state, 0, state)
+
+
+def test_saved_and_restored(prefilled, tmp_path):
+    model, state = prefilled
+    generation.save_state(tmp_path / "context", model, state)
+    restored = generation.restore_state(tmp_path / "context", model)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    same(restored, state)
+    assert [path.name for path in tmp_path.iterdir()] == ["context"]
+
+
+def test_bfloat16_keys_are_saved_and_restored(tmp_path):
+    model = small.model("softmax", dtype="bfloat16")
+    state = jax.tree.map(lambda x: x + x.dtype.type(1), generation.init_state(model, 2, max_length=5))
+    assert state.layers[0].memory.key.dtype == "bfloat16"
+    generation.save_state(tmp_path / "context", model, state)
+    restored = generation.restore_state(tmp_path / "context", model)
+    assert restored.layers[0].memory.key.dtype == "bfloat16"
+    same(restored, state)
+
+
+def test_a_state_of_another_model(prefilled, tmp_path):
+    model, state = prefilled
+    path = tmp_path / "context"
+    generation.save_state(path, model, state)
+    preset = "softmax" if model.kept_length is None else "conformal"
+    with pytest.raises(ValueError, match="another model: its settings are those of this one, its param"):
+        generation.restore_state(path, small.model(preset, seed=1))
+    with pytest.raises(ValueError, match=r"another model: attention.window is 4 there and 8 here"):
+        generation.restore_state(path, small.model(preset, window=8))
+    with pytest.raises(ValueError, match="of another model"):
+        generation.save_state(path, small.model(preset, layers=2), state)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="not a saved state, or is damaged"):
+        generation.restore_state(path, model)
+    with pytest.raises(OSError, match="nothing"):
+        generation.restore_state(tmp_path / "nothing", model)
