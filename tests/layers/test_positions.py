@@ -35,6 +35,20 @@ VARIANTS = {
     "constant channel gates": ("sympow", {"decay": "channel_constant"}),
     "learned channel gates": ("conformal", {"decay": "channel_learned"}),
 }
+# A default run has one of each kind.
+OFTEN = {
+    "orthogonal",
+    "unitary",
+    "permutation",
+    "of powers",
+    "of softmax",
+    "expressive",
+    "stochastic",
+    "rates of pairs",
+    "constant channel gates",
+    "learned channel gates",
+}
+EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
 
 
 def make(variant, **changes):
@@ -65,7 +79,7 @@ def run_on(layer, x, state):
     return layer(x, state=state, return_state=True)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EACH)
 def test_a_stream_is_the_whole(variant):
     layer, x = make(variant), inputs()
     state = layer.init_state(1, max_length=TIME)
@@ -78,7 +92,7 @@ def test_a_stream_is_the_whole(variant):
     assert jnp.sqrt((error**2).mean() / (whole**2).mean()) < 1e-5
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EACH)
 def test_documents_do_not_see_each_other(variant):
     layer, x = make(variant), inputs()
     out = run(layer, x, jnp.array([[3] * 9 + [-1] * 2 + [0] * 15]))
@@ -90,7 +104,7 @@ def squares(layer, x):
     return (layer(x) ** 2).sum()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EACH)
 def test_gradients_reach_every_parameter(variant):
     gradients = nnx.jit(nnx.grad(squares))(make(variant), inputs())
     for path, gradient in nnx.to_flat_state(gradients):
