@@ -2,6 +2,9 @@
 
 import os
 
+import jax
+import pytest
+
 
 def pytest_configure(config):
     """Compiles in haste, but for tests at real sizes, which run at XLA's default as users do."""
@@ -12,3 +15,10 @@ def pytest_configure(config):
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_of_one_module():
+    """Forgets what a module compiled: programs are memory mappings, and XLA crashes at the 65,530 that Linux allows."""
+    yield
+    jax.clear_caches()
