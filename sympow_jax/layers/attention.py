@@ -21,8 +21,9 @@ __all__ = ["Attention", "AttentionState"]
 class AttentionState:
     """What a layer carries from one call to the next.
 
-    memory: the recurrent state, or kept keys and values.
-    position: where the document has got to; None where the layer needs no position.
+    Attributes:
+        memory: the recurrent state, or kept keys and values.
+        position: where the document has got to; None where the layer needs no position.
     """
 
     memory: kernels.Memory

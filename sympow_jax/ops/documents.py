@@ -32,9 +32,10 @@ NO_SEGMENT = -1
 class Boundaries(NamedTuple):
     """The documents of a row of tokens.
 
-    starts: the first token of every document that begins in the row.
-    valid: False for padding.
-    last: the segment id of the document that the row ends in.
+    Attributes:
+        starts: the first token of every document that begins in the row.
+        valid: False for padding.
+        last: the segment id of the document that the row ends in.
     """
 
     starts: Bool[Array, "B T"]
@@ -55,7 +56,12 @@ def boundaries(segment_ids: Int[Array, "B T"], previous: Int[Array, " B"]) -> Bo
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PositionState:
-    """How many tokens of the document have been seen, and its segment id, -1 before the first token."""
+    """Where a document has got to.
+
+    Attributes:
+        position: how many of its tokens have been seen.
+        segment: its segment id, -1 before the first token.
+    """
 
     position: Int[Array, " B"]
     segment: Int[Array, " B"]
