@@ -27,14 +27,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for file in list(files):
         if file.src_dir == config.docs_dir:
             files.remove(file)
-            files.append(
-                File.generated(config, f"docs/{file.src_uri}", abs_src_path=str(file.abs_src_path))
-            )
+            files.append(File.generated(config, f"docs/{file.src_uri}", abs_src_path=str(file.abs_src_path)))
     for pattern in OUTSIDE:
         for path in sorted(ROOT.glob(pattern)):
-            files.append(
-                File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path))
-            )
+            files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
 
