@@ -174,6 +174,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sympow_learned_rope": {"kernel": "power", "decay": "none", "position": "learned_rope"},
     "conformal": {"kernel": "power", "decay": "learned", "position": "learned_rope"},
 }
+"""The names that the papers use, each with the fields of `AttentionConfig` that it sets; `preset` makes one."""
 
 
 def preset(name: str, **changes) -> AttentionConfig:

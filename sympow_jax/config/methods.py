@@ -19,6 +19,7 @@ LRPE_METHODS: dict[str, dict[str, Any]] = {
     "type2": {"lrpe": {"core": "orthogonal", "basis": "householder", "learned_rates": True}},
     "type3": {"lrpe": {"core": "permutation", "basis": "householder"}},
 }
+"""The methods of the paper's tables; `lrpe_method` makes one."""
 
 
 def lrpe_method(name: str, **changes: Any) -> attention_lib.AttentionConfig:
