@@ -1,6 +1,7 @@
 """The figures of choosing.md, by the models of cost and size that the ops choose by."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.axes
 import matplotlib.figure
@@ -25,7 +26,13 @@ def flops() -> matplotlib.figure.Figure:
     for axes, power, sizes in zip(panels, (2, 4), ((32, 64, 128), (16, 32, 64))):
         ends = []
         for size, colour in zip(sizes, (BLUE, RED, GREEN)):
-            shape = {"head_dim": size, "value_dim": size, "power": power, "chunk": 128, "window": 64}
+            shape: dict[str, Any] = {
+                "head_dim": size,
+                "value_dim": size,
+                "power": power,
+                "chunk": 128,
+                "window": 64,
+            }
             pairs = [costs.flops_per_token("attention", time=time, **shape) for time in LENGTHS]
             features = costs.flops_per_token("chunked", time=1, **shape)
             axes.plot(LENGTHS, pairs, color=colour, linestyle=":", linewidth=1.4)
@@ -118,7 +125,7 @@ def _legend_forms(axes: matplotlib.axes.Axes) -> None:
 def state_sizes() -> matplotlib.figure.Figure:
     """What a document takes in memory while it is decoded, by its length: the 124M model with heads of each size."""
     figure, (axes,) = figures.make(width=8.4, height=4.6)
-    shape = config.MODEL_SIZES["gpt2_124m"]
+    shape: Any = config.MODEL_SIZES["gpt2_124m"]
     kept = [shape["layers"] * 2 * shape["width"] * 2 * time for time in LENGTHS]
     axes.plot(LENGTHS, kept, color="#000000")
     ends = [("keys and values,\nbfloat16", "#000000", kept[-1])]
@@ -140,7 +147,7 @@ def chunks() -> matplotlib.figure.Figure:
     figure, (left, right) = figures.make(2, width=9.6, height=3.8, sharey=False)
     lengths = [64, 128, 256, 512, 1024, 2048, 4096]
     for power, size, colour in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
-        shape = {"head_dim": size, "value_dim": size, "power": power, "window": 64}
+        shape: dict[str, Any] = {"head_dim": size, "value_dim": size, "power": power, "window": 64}
         cost = [costs.flops_per_token("chunked", time=1, chunk=chunk, **shape) for chunk in lengths]
         left.plot(lengths, np.array(cost) / cost[0], color=colour, label=f"p = {power}, D = {size}")
         kept = [2 * ops.symmetric_power_dim(size, power) * size / chunk for chunk in lengths]

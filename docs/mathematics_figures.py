@@ -1,6 +1,7 @@
 """The figures of mathematics.md, computed by the ops."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,9 +46,9 @@ def kernels() -> matplotlib.figure.Figure:
 
     scores = np.linspace(-4, 4, 161, dtype=np.float32)
     # Beside a key whose score is so large that its weight is one.
-    pair = np.stack([np.full_like(scores, 1e6), scores], axis=1)[:, :, None, None]
-    one = np.ones((len(scores), 1, 1, 1), np.float32)
-    both = ops.expressive_attention(one, pair, values[:1].repeat(len(scores), 0))[:, 0, 0]
+    pair = jnp.stack([jnp.full_like(scores, 1e6), scores], axis=1)[:, :, None, None]
+    one = jnp.ones((len(scores), 1, 1, 1))
+    both = ops.expressive_attention(one, pair, jnp.asarray(values[:1]).repeat(len(scores), 0))[:, 0, 0]
     weights = both[:, 1] / both[:, 0]
     right.plot(scores, weights, color=PINK, label="expressive, $z^2 / (1 + z^2)$")
     near = np.abs(scores) <= 1.1
@@ -182,19 +183,19 @@ def window_error() -> matplotlib.figure.Figure:
 
 def _recurrence_error(power: int, window: int) -> float:
     random = np.random.default_rng(0)
-    arrays = [random.normal(size=(1, 192, 1, 12)).astype(np.float32) for _ in range(3)]
-    log_decay = np.where(random.random((1, 192, 1)) < 0.05, -6.0, -0.05).astype(np.float32)
-    out = ops.power_attention(*arrays, power=power, log_decay=log_decay, form="recurrent", window=window)
+    drawn = {name: random.normal(size=(1, 192, 1, 12)) for name in ("query", "key", "value")}
+    drawn["log_decay"] = np.where(random.random((1, 192, 1)) < 0.05, -6.0, -0.05)
+    single = {name: x.astype(np.float32) for name, x in drawn.items()}
+
+    def attend(arrays: dict[str, np.ndarray], **options: Any) -> np.ndarray:
+        placed: Any = {name: jnp.asarray(x) for name, x in arrays.items()}
+        return np.asarray(ops.power_attention(**placed, power=power, **options))
+
+    out = attend(single, form="recurrent", window=window)
     with jax.enable_x64(True):
-        exact = ops.power_attention(
-            *(x.astype(np.float64) for x in arrays),
-            power=power,
-            log_decay=log_decay.astype(np.float64),
-            form="attention",
-            implementation="reference",
-        )
-        exact = np.asarray(exact)
-    return float(np.sqrt(np.mean((np.asarray(out) - exact) ** 2) / np.mean(exact**2)))
+        double = {name: x.astype(np.float64) for name, x in single.items()}
+        exact = attend(double, form="attention", implementation="reference")
+    return float(np.sqrt(np.mean((out - exact) ** 2) / np.mean(exact**2)))
 
 
 def learned_rotation() -> matplotlib.figure.Figure:
@@ -207,15 +208,15 @@ def learned_rotation() -> matplotlib.figure.Figure:
     ones = jnp.broadcast_to(slow, (1, time, 1, size))
     figure, (left, right) = figures.make(2, width=9.6, height=3.7, sharey=False)
     for name, beta, colour in (("rope, β = 1", np.ones_like(rate), BLUE), ("learned", rate, RED)):
-        angles, _ = ops.rotary.learned_angles(beta, size, max_document_length=1024)
+        angles, _ = ops.rotary.learned_angles(jnp.asarray(beta), size, max_document_length=1024)
         turned = ops.rotary.rotate(ones, angles)[0, :, 0]
         left.plot(np.cumsum(beta[0, :, 0]), color=colour, label=name)
         right.plot(np.asarray(turned @ turned[-1]), color=colour)
     for axes in (left, right):
-        for begin, end, beta in ((0, 128, 1), (128, 256, 0), (256, 384, 2)):
-            axes.axvspan(begin, end, color="#000000", alpha=0.05 if beta == 0 else 0.0, linewidth=0)
+        axes.axvspan(128, 256, color="#000000", alpha=0.05, linewidth=0)
+        for begin, end, speed in ((0, 128, 1), (128, 256, 0), (256, 384, 2)):
             axes.annotate(
-                f"β = {beta}",
+                f"β = {speed}",
                 ((begin + end) / 2, 1.0),
                 (0, 4),
                 xycoords=("data", "axes fraction"),
