@@ -178,6 +178,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **changes) -> AttentionConfig:
-    """The attention the papers call `name`, with `changes` to its fields."""
+    """The attention the papers call `name`, with `changes` to its fields.
+
+    Raises ValueError for a name that is not in `PRESETS`, and what `AttentionConfig` raises.
+    """
     checks.require_choice("preset", name, tuple(PRESETS))
     return AttentionConfig(**{**PRESETS[name], **changes})
