@@ -10,10 +10,11 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Pages outside docs/, and what they show.
+# Pages outside docs/, and what they and others show or link to.
 OUTSIDE = (
     "README.md",
     "CONTRIBUTING.md",
+    "examples/*.py",
     "experiments/README.md",
     "experiments/results/**/*.png",
     "pallas_kernels/**/README.md",

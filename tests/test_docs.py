@@ -44,6 +44,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # Packages whose every exported name is in the reference.
 PACKAGES = ("ops", "layers", "models", "generation", "config", "data", "evaluation")
+# Commands of a page that make the files which its code reads.
+FIRST = {
+    "docs/weights.md": [
+        "uv run python -m sympow_jax.weights export --workdir=runs/quickstart --out=quickstart.safetensors"
+    ]
+}
 # Commands that read their arguments without a parser.
 UNPARSED = ("tests.pallas_kernels.h100", "tests.training.compiled")
 
@@ -59,7 +65,7 @@ def blocks(text: str, *languages: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the run that the pages read, `runs/quickstart`: their command on other text, at small sizes."""
+    """A folder with the run that the pages read, `runs/quickstart`: a model that is quickly compiled, on other text."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "books").mkdir()
     for index in range(12):
@@ -75,7 +81,7 @@ def folder(tmp_path_factory):
         "training.steps": 3,
         "evaluation.context_lengths": "16,32,64",
     }
-    arguments = [f"--config={ROOT}/configs/quickstart.py:sympow", f"--workdir={folder}/runs/quickstart"]
+    arguments = [f"--config={ROOT}/configs/quickstart.py:linear", f"--workdir={folder}/runs/quickstart"]
     assert train.main([*arguments, *(f"--config.{name}={value}" for name, value in settings.items())]) == 0
     return folder
 
@@ -84,6 +90,12 @@ def folder(tmp_path_factory):
 def test_code_of_a_page_runs(page, folder, monkeypatch):
     """All of its Python, from the top down in one namespace."""
     monkeypatch.chdir(folder)
+    for line in FIRST.get(page, ()):
+        assert line in PAGES[page]
+        program, *arguments = line.removeprefix("uv run python -m ").split()
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_module(program, run_name="__main__")
     namespace: dict = {"__name__": "page"}
     for line, block in blocks(PAGES[page], "python"):
         # Lines of a traceback are those of the page.
@@ -92,19 +104,6 @@ def test_code_of_a_page_runs(page, folder, monkeypatch):
 
 class Parsed(BaseException):
     """The parser is content: what follows is not wanted."""
-
-
-@pytest.fixture
-def parsers(monkeypatch):
-    """Makes every argparse parser stop the program once it has read its arguments."""
-    parse_args = argparse.ArgumentParser.parse_args
-
-    def stop(self, args=None, namespace=None):
-        parse_args(self, args, namespace)
-        raise Parsed
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
-    monkeypatch.chdir(ROOT)
 
 
 def command_lines(text: str) -> list[str]:
@@ -126,7 +125,8 @@ COMMANDS = {page: lines for page, text in PAGES.items() if (lines := command_lin
 
 
 @pytest.mark.parametrize("page", COMMANDS)
-def test_command_lines_parse(page, parsers, monkeypatch):
+def test_command_lines_parse(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
     for line in COMMANDS[page]:
         check_command_line(line, monkeypatch)
 
@@ -156,9 +156,19 @@ def check_command_line(line: str, monkeypatch) -> None:
     elif program == "docs/figures.py":
         assert all((ROOT / "docs" / "figures" / f"{name}.png").is_file() for name in arguments), line
     elif arguments and program not in UNPARSED:
-        monkeypatch.setattr(sys, "argv", [program, *arguments])
-        with pytest.raises(Parsed):
-            run(program, run_name="__main__")
+        with monkeypatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "parse_known_args", stop_when_parsed)
+            patch.setattr(sys, "argv", [program, *arguments])
+            with pytest.raises(Parsed):
+                run(program, run_name="__main__")
+
+
+def stop_when_parsed(parser, args=None, namespace=None, parse=argparse.ArgumentParser.parse_known_args):
+    """`parse_known_args` that ends the program; what a parser does not know must be settings."""
+    _, rest = parse(parser, args, namespace)
+    settings = [argument.partition("=")[0].removeprefix("--config.") for argument in rest]
+    assert [name for name in settings if not setting_exists(name)] == []
+    raise Parsed
 
 
 def check_option_of_uv(words: list[str]) -> None:
@@ -217,7 +227,7 @@ def test_settings_exist(page):
         path
         for span in spans
         for path in re.findall(rf"(?:^|[ ]|--config\.)((?:{groups})\.[a-z_.0-9]*[a-z_0-9])(?=[ =,]|$)", span)
-        if not path.endswith(".json")
+        if not path.endswith((".json", ".safetensors"))
     }
     attributes = {f"model.{name}" for name in dir(models.DecoderLM)}
     assert [path for path in sorted(named - attributes) if not setting_exists(path)] == []
