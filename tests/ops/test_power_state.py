@@ -29,9 +29,7 @@ def whole(drawn, power):
 
 
 OPTIONS = ("power", "form", "window", "chunk_size", "implementation", "return_state")
-# Each program runs once: LLVM's optimisations would take longer than they save.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-attend = compiled(ops.power_attention, static_argnames=OPTIONS)
+attend = jax.jit(ops.power_attention, static_argnames=OPTIONS)
 
 
 def run(drawn, cuts, **options):
@@ -134,7 +132,7 @@ def test_float32_after_float64_in_one_process():
 GRADIENT_NAMES = ("query", "key", "value", "log_decay")
 
 
-@functools.partial(compiled, static_argnames=("form", "implementation"))
+@functools.partial(jax.jit, static_argnames=("form", "implementation"))
 def gradients_through_a_state(drawn, *, form, implementation):
     """Those of a call from one state to the next, the states made and read by the reference."""
 
