@@ -146,8 +146,9 @@ def check_command_line(line: str, monkeypatch) -> None:
         program, *arguments = arguments
         assert importlib.util.find_spec(program), line
         run = runpy.run_module
-    elif program == "pytest":
-        check_pytest(arguments)
+    elif program in ("pytest", "mkdocs"):
+        if program == "pytest":
+            check_pytest(arguments)
         return
     else:
         assert (ROOT / program).is_file(), line
