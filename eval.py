@@ -9,8 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from sympow_jax import evaluation
-from sympow_jax.training import cli
+from sympow_jax import extras
+
+with extras.required("train", __name__):
+    from sympow_jax import evaluation
+    from sympow_jax.training import cli
 
 
 class _Parser(argparse.ArgumentParser):
