@@ -1,0 +1,244 @@
+"""Pictures of a text from the command line, over a run that train.py made, and their numbers."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import PIL.Image
+import pytest
+from flax import nnx
+
+import train
+from sympow_jax import config, models
+from sympow_jax.evaluation import attention_figures, attention_maps, inspect
+from sympow_jax.training import checkpoint
+
+TEXT = "the quick brown fox"
+WIDTH, HEADS, LAYERS = 16, 2, 2
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run `a` of two steps over bytes below 128; without checkpoints `untrained`, `images` and `tokens`."""
+    folder = tmp_path_factory.mktemp("runs")
+    for index in range(20):
+        (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 4)
+    settings = config.Config(
+        model=config.ModelConfig(vocab_size=128, layers=LAYERS, width=WIDTH, heads=HEADS, dtype="bfloat16"),
+        data=config.DataConfig(
+            paths=(f"{folder}/*.txt",), heldout_fraction=0.3, context_length=16, batch_tokens=64
+        ),
+        training=config.TrainingConfig(steps=2),
+    )
+    assert train.train(settings, folder / "a") == 0
+    changes = {
+        "untrained": {},
+        "images": {
+            "task": {"name": "classification", "classes": 2},
+            "model": {"patch_size": 4},
+            "data": {"source": "images", "paths": ["x"]},
+        },
+        "tokens": {"data": {"source": "tokens", "paths": ["x.bin"]}},
+    }
+    for name, change in changes.items():
+        changed = json.loads((folder / "a" / "config.json").read_text())
+        for key, values in change.items():
+            changed[key] |= values
+        if name == "images":
+            changed["model"]["attention"] |= {"kernel": "softmax", "decay": "none", "position": "rope", "causal": False}
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(changed))
+    (folder / "tokens" / "checkpoints" / "2").mkdir(parents=True)
+    (folder / "text").write_text(TEXT)
+    (folder / "long").write_text("a" * 1025)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(runs):
+    """What inspect wrote about `TEXT`."""
+    out = runs / "out"
+    assert inspect.main([f"--workdir={runs}/a", f"--text_file={runs}/text", f"--out={out}"]) == 0
+    return json.loads((out / "inspect.json").read_text())
+
+
+def model_of(preset, *, layers=1, heads=HEADS, kv_heads=None, seed=0, **changes):
+    settings = config.ModelConfig(
+        vocab_size=128,
+        layers=layers,
+        width=WIDTH,
+        heads=heads,
+        kv_heads=kv_heads,
+        dtype="float32",
+        attention=config.preset(preset, **changes),
+    )
+    model = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
+    for block in model.blocks:
+        for name in ("query", "key", "decay", "rate"):
+            if hasattr(block.attention, name):
+                getattr(block.attention, name).kernel[...] *= 20
+    return model
+
+
+def exactly(parameter):
+    return np.asarray(parameter[...], np.float64)
+
+
+def input_of_first_layer(model, tokens):
+    """In float64: the embedding through two LayerNorms whose scales are 1 and biases 0."""
+    x = exactly(model.embedding)[tokens]
+    for _ in range(2):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    return x
+
+
+def test_weights_are_the_formulas_of_a_power_model():
+    model = model_of("sympow_gated", kv_heads=1)
+    tokens = list(TEXT.encode())
+    (found,) = attention_maps.attention_maps(model, tokens, [0])
+    np.testing.assert_allclose(found.weights.sum(-1), 1, atol=1e-6)
+
+    attention, x = model.blocks[0].attention, input_of_first_layer(model, tokens)
+    query = (x @ exactly(attention.query.kernel)).reshape(len(tokens), HEADS, -1)
+    key = x @ exactly(attention.key.kernel)
+    log_decay = -np.log1p(np.exp(-(x @ exactly(attention.decay.kernel))))
+    theta = 2 * np.pi * 65_536.0 ** (-2 * np.arange(4) / 8)
+
+    def rope(x):
+        angles = np.arange(len(tokens))[:, None] * theta
+        angles = angles if x.ndim == 2 else angles[:, None]
+        even, odd = x[..., 0::2], x[..., 1::2]
+        turned = [even * np.cos(angles) - odd * np.sin(angles), even * np.sin(angles) + odd * np.cos(angles)]
+        return np.stack(turned, -1).reshape(x.shape)
+
+    scores = np.einsum("tnd,sd->nts", rope(query), rope(key)) ** 2
+    total = np.cumsum(log_decay[:, 0])
+    scores *= np.tril(np.exp(np.minimum(total[:, None] - total, 0)))
+    expected = scores / scores.sum(-1, keepdims=True)
+    assert np.linalg.norm(found.weights - expected) < 1e-5 * np.linalg.norm(expected)
+    np.testing.assert_allclose(found.half_life, math.log(2) / -log_decay.T, rtol=1e-4)
+
+
+def test_the_numbers_are_those_of_the_run(runs, written):
+    assert written["run"] == "a"
+    assert written["step"] == 2
+    assert "".join(written["text"]) == TEXT
+    assert written["tokens"] == list(TEXT.encode())
+    _, model, _ = checkpoint.restore_exact(runs / "a")
+    assert model.config.dtype == "float32"
+    maps = attention_maps.attention_maps(model, written["tokens"], range(LAYERS))
+    for layer, expected in zip(written["layers"], maps, strict=True):
+        assert len(layer["weights"]) == HEADS
+        for rows, weights in zip(layer["weights"], expected.weights):
+            assert [len(row) for row in rows] == list(range(1, len(TEXT) + 1))
+            np.testing.assert_allclose([sum(row) for row in rows], 1, atol=1e-5)
+            np.testing.assert_allclose(rows[-1], weights[-1], atol=1e-6)
+        np.testing.assert_allclose(layer["half_life"], expected.half_life, rtol=1e-6)
+        np.testing.assert_allclose(layer["rate"], expected.rate, rtol=1e-6)
+    # Half-lives and rates are those of the layer's projections.
+    attention, x = model.blocks[0].attention, input_of_first_layer(model, written["tokens"])
+    decay = jax.nn.log_sigmoid(x @ exactly(attention.decay.kernel))
+    np.testing.assert_allclose(written["layers"][0]["half_life"], math.log(2) / -decay.T, rtol=1e-4)
+    rate = 1 + np.tanh(x @ exactly(attention.rate.kernel))
+    np.testing.assert_allclose(written["layers"][0]["rate"], rate.T, rtol=1e-4)
+    assert written["theta"][0] == pytest.approx(2 * math.pi)
+
+
+def test_the_pictures(runs, written):
+    for name in ("attention", "half_life", "rotation"):
+        with PIL.Image.open(runs / "out" / f"{name}.png") as picture:
+            width, height = picture.size
+            assert width > 500
+            assert height > 200
+            assert len(picture.convert("RGB").getcolors(2**24)) > 20
+
+
+def test_one_layer_and_what_is_left_out(runs, capsys):
+    assert inspect.main([f"--workdir={runs}/a", "--text=fox", "--layer=1"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1].rpartition("/")[2].rstrip(":") for line in printed] == [
+        "inspect.json",
+        "attention.png",
+        "half_life.png",
+        "rotation.png",
+    ]
+    found = json.loads((runs / "a" / "inspect" / "inspect.json").read_text())
+    assert [layer["layer"] for layer in found["layers"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("linear_lrpe", {}),
+        ("softmax_alibi", {}),
+        pytest.param("conformal", {"decay": "channel_learned", "position": "learned_rope_pairs"}, id="vectors"),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in config.PRESETS),
+    ],
+)
+def test_every_preset_can_be_drawn(preset, changes, tmp_path):
+    model = model_of(preset, layers=2, heads=4, **changes)
+    tokens = list(b"a $b$ and\nc")
+    found = attention_maps.attention_maps(model, tokens, range(2))
+    labels = [attention_figures.visible(bytes([token])) for token in tokens]
+    attention_figures.draw_weights(tmp_path / "a.png", found, labels, about="x", causal=True)
+    drawn = 1
+    if found[0].half_life is not None:
+        attention_figures.draw_half_lives(tmp_path / "b.png", found, labels, about="x")
+        drawn += 1
+    if found[0].rate is not None:
+        attention_figures.draw_rotations(tmp_path / "c.png", found, labels, about="x")
+        drawn += 1
+    assert drawn == 1 + (model.config.attention.decay != "none") + ("learned" in model.config.attention.position)
+    assert len(list(tmp_path.glob("*.png"))) == drawn
+
+
+def test_labels_of_tokens():
+    visible = attention_figures.visible
+    assert [visible(x) for x in (b"a", b" the", b"\n", b"\xff", b"\x00", "é".encode())] == [
+        "a",
+        "␣the",
+        "⏎",
+        "ff",
+        "0",
+        "é",
+    ]
+    assert visible("漢".encode()) == "6f22"  # not in the font
+    assert visible(b"a" * 40) == "a" * 11 + "…"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workdir={runs}/nothing", "--text=a"], "is not the workdir of a run"),
+        (["--workdir={runs}/untrained", "--text=a"], "has no checkpoint"),
+        (["--workdir={runs}/images", "--text=a"], "a run on images"),
+        (["--workdir={runs}/tokens", "--text=a"], "--tokenizer=FILE"),
+        (["--workdir={runs}/a", "--text="], "--text is empty"),
+        (["--workdir={runs}/a", "--text=café"], "vocabulary of 128 lacks: 169, 195"),
+        (["--workdir={runs}/a", "--text=a", "--layer=2"], "--layer is 2; the model has layers 0 to 1"),
+        (["--workdir={runs}/a", "--text=a", "--layer=-1"], "--layer is -1"),
+        (["--workdir={runs}/a", "--text=a", "--layer=first"], "invalid int value: 'first'"),
+        (["--workdir={runs}/a", "--text_file={runs}/long"], "has 1025 tokens; maps are made of at most 1024"),
+        (["--workdir={runs}/a", "--text_file={runs}/nothing"], "No such file"),
+        (["--workdir={runs}/a", "--text=a", "--out={runs}/text"], "cannot write the results to {runs}/text"),
+        (["--workdir={runs}/a"], "one of the arguments --text --text_file is required"),
+        (["--workdir={runs}/a", "--text=a", "--text_file={runs}/text"], "not allowed with"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        inspect.main([argument.format(runs=runs) for argument in arguments])
+    assert stopped.value.code == 1
+    printed, error = capsys.readouterr()
+    assert printed == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message.format(runs=runs) in error
+
+
+def test_all_maps_together_have_a_limit(runs, monkeypatch):
+    monkeypatch.setattr(inspect, "MAX_WEIGHTS", 400)
+    with pytest.raises(ValueError, match=r"2 layers of 2 heads and 11 tokens are 484 weights.*to 10 tokens"):
+        inspect.inspect(runs / "a", b"a" * 11)
