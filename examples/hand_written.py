@@ -19,21 +19,29 @@ params = {
 }
 
 
-def logits(params, tokens, state=None):
-    """Logits of the next token and the layer's state behind the last one."""
+def logits(params, tokens):
+    """Of the token after each of `tokens`."""
     x = params["embedding"][tokens]
+    return (x + nnx.merge(graph, params["attention"])(x)) @ params["embedding"].T
+
+
+@jax.jit
+def step(params, token, state):
+    """Logits after one token of each row, and the layer's state behind it."""
+    x = params["embedding"][token][:, None]
     mixed, state = nnx.merge(graph, params["attention"])(x, state=state, return_state=True)
-    return (x + mixed) @ params["embedding"].T, state
-
-
-def loss(params, tokens):
-    found, _ = logits(params, tokens[:, :-1])
-    return -jnp.take_along_axis(jax.nn.log_softmax(found), tokens[:, 1:, None], axis=-1).mean()
+    return (x + mixed)[:, 0] @ params["embedding"].T, state
 
 
 @jax.jit
 def update(params, tokens):
-    value, grads = jax.value_and_grad(loss)(params, tokens)
+    """A step of gradient descent."""
+
+    def loss(params):
+        found = jax.nn.log_softmax(logits(params, tokens[:, :-1]))
+        return -jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda x, grad: x - LEARNING_RATE * grad, params, grads), value
 
 
@@ -43,16 +51,16 @@ def rows(key):
 
 
 losses = []
-for step in range(200):
-    params, value = update(params, rows(jax.random.key(step)))
+for index in range(200):
+    params, value = update(params, rows(jax.random.key(index)))
     losses.append(float(value))
 print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} steps")
 
-# The likeliest continuation of a pair, a token at a time.
-found, state = logits(params, jnp.array([[3, 5, 3]]))
-continuation = []
-for _ in range(6):
-    token = found[:, -1:].argmax(-1)
-    continuation.append(int(token[0, 0]))
-    found, state = logits(params, token, state)
-print(f"3 5 3 goes on as {continuation}")
+# A pair, and then the likeliest token after each.
+text = [3, 5]
+state = nnx.merge(graph, params["attention"]).init_state(1, max_length=8)
+for index in range(8):
+    found, state = step(params, jnp.array(text[index : index + 1]), state)
+    if index >= 1:
+        text.append(int(found[0].argmax()))
+print(f"3 5 goes on as {text[2:]}")

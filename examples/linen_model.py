@@ -27,7 +27,7 @@ def rows(key):
 
 
 model, optimizer = Model(), optax.adam(1e-2)
-params = model.init(jax.random.key(0), rows(jax.random.key(1))[:, :-1])
+params = jax.jit(model.init)(jax.random.key(0), rows(jax.random.key(1))[:, :-1])
 state = optimizer.init(params)
 
 

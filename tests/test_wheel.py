@@ -41,9 +41,7 @@ print(time.perf_counter() - start)
 
 
 def call(*arguments, **options):
-    return subprocess.run(
-        [*map(str, arguments)], capture_output=True, text=True, timeout=600, **options
-    )
+    return subprocess.run([*map(str, arguments)], capture_output=True, text=True, timeout=600, **options)
 
 
 @pytest.fixture(scope="module")

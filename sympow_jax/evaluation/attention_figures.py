@@ -128,8 +128,11 @@ def draw_rotations(
     norm = matplotlib.colors.CenteredNorm(theta[0], span)
     figure, bar = _draw_strips(found, values, labels, norm, "PuOr_r")
     _style_bar(bar, "rotation (radians a token)")
-    which = "mean of the rates of the pairs, each in units of the fastest" if found[0].rate.ndim == 3 else (  # type: ignore[union-attr]
-        "of the fastest pair of dimensions"
+    which = (
+        "mean of the rates of the pairs, each in units of the fastest"
+        if found[0].rate.ndim == 3
+        # type: ignore[union-attr]
+        else ("of the fastest pair of dimensions")
     )
     _title(
         figure,
@@ -154,7 +157,9 @@ def _draw_strips(found, values, labels: Sequence[str], norm, colours: str):
     image = None
     for panel, layer, rows in zip(axes, found, values):
         extent = (0.5, time + 0.5, heads - 0.5, -0.5)
-        image = panel.imshow(rows, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="none")
+        image = panel.imshow(
+            rows, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="none"
+        )
         panel.set_title(f"layer {layer.layer}", fontsize=9, color=figures.INK, loc="left")
         panel.set_yticks(range(heads))
         panel.set_ylabel("head", fontsize=9, color=figures.INK)
@@ -190,7 +195,12 @@ def _name_ticks(axis, labels: Sequence[str], *, upright: bool = False) -> None:
     turned = 90 if not upright and max(map(len, labels)) > 2 else 0
     # Text as it is: a dollar is no formula.
     axis.set_ticks(
-        range(1, len(labels) + 1), labels, fontsize=_SMALL, rotation=turned, parse_math=False, color=figures.INK
+        range(1, len(labels) + 1),
+        labels,
+        fontsize=_SMALL,
+        rotation=turned,
+        parse_math=False,
+        color=figures.INK,
     )
 
 

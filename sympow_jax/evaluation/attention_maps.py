@@ -71,7 +71,7 @@ class _Listening(nnx.Module):
 
     def __init__(self, layer: layers.Attention):
         self.layer = layer
-        self.heard = nnx.data(None)
+        self.heard: Array | None = nnx.data(None)
 
     def __call__(self, x: Float[Array, "B T M"], **options) -> Float[Array, "B T M"]:
         self.heard = x

@@ -144,7 +144,9 @@ def _write_json(
         records.append(
             {
                 "layer": layer.layer,
-                "weights": [[row[: i + 1] for i, row in enumerate(rows)] for rows in heads] if causal else heads,
+                "weights": [[row[: i + 1] for i, row in enumerate(rows)] for rows in heads]
+                if causal
+                else heads,
                 "half_life": _finite(layer.half_life),
                 "rate": _finite(layer.rate),
             }

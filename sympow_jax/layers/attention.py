@@ -134,10 +134,12 @@ class Attention(nnx.Module):
     ) -> AttentionMaps:
         """The weights, in the attention form, decays and rates of a call without a state; T x T numbers a head."""
         arrays = self._project(x)
-        log_decay, rate = arrays["log_decay"], arrays["rate"]
+        query, key, rate, log_decay = (arrays[name] for name in ("query", "key", "rate", "log_decay"))
+        assert query is not None
+        assert key is not None
         query, key, turn, _ = self.positions(
-            arrays["query"],
-            arrays["key"],
+            query,
+            key,
             rate=rate,
             learned=self.positions.learned(),
             segment_ids=segment_ids,

@@ -143,9 +143,7 @@ class Kernel:
         kernel = Kernel(dataclasses.replace(self.config, attention=plain))
 
         def weigh(log_decay):
-            return kernel.attend(
-                query, key, one_hot, turn=turn, log_decay=log_decay, segment_ids=segment_ids
-            )
+            return kernel.attend(query, key, one_hot, turn=turn, log_decay=log_decay, segment_ids=segment_ids)
 
         if not self._gates_channels:
             return weigh(log_decay)

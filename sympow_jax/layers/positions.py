@@ -98,7 +98,7 @@ class Positions(nnx.Module):
         return {name: x[...] for name, x in vars(self).items() if isinstance(x, nnx.Param)}
 
     def theta(self) -> np.ndarray | None:
-        """Radians by which a position turns each pair where rates are learned from the data and are 1; None elsewhere."""
+        """Radians by which a token of rate 1 turns each pair; None unless rates are learned from the data."""
         if not self.config.attention.position.startswith("learned_rope"):
             return None
         longest = self.config.attention.max_document_length

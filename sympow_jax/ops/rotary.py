@@ -53,7 +53,10 @@ def rope(
 
 
 def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarray:
-    """The rates theta in radians a position, the fastest first; float64 [D/2]. Raises ValueError for an odd head size."""
+    """The rates theta in radians a position, the fastest first; float64 [D/2].
+
+    Raises ValueError for an odd head size.
+    """
     _require_even(head_dim, "head size")
     return 2 * np.pi * float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
 

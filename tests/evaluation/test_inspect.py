@@ -46,7 +46,12 @@ def runs(tmp_path_factory):
         for key, values in change.items():
             changed[key] |= values
         if name == "images":
-            changed["model"]["attention"] |= {"kernel": "softmax", "decay": "none", "position": "rope", "causal": False}
+            changed["model"]["attention"] |= {
+                "kernel": "softmax",
+                "decay": "none",
+                "position": "rope",
+                "causal": False,
+            }
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(changed))
     (folder / "tokens" / "checkpoints" / "2").mkdir(parents=True)
@@ -173,7 +178,9 @@ def test_one_layer_and_what_is_left_out(runs, capsys):
     [
         ("linear_lrpe", {}),
         ("softmax_alibi", {}),
-        pytest.param("conformal", {"decay": "channel_learned", "position": "learned_rope_pairs"}, id="vectors"),
+        pytest.param(
+            "conformal", {"decay": "channel_learned", "position": "learned_rope_pairs"}, id="vectors"
+        ),
         *(pytest.param(name, {}, marks=pytest.mark.slow) for name in config.PRESETS),
     ],
 )
@@ -190,7 +197,9 @@ def test_every_preset_can_be_drawn(preset, changes, tmp_path):
     if found[0].rate is not None:
         attention_figures.draw_rotations(tmp_path / "c.png", found, labels, about="x")
         drawn += 1
-    assert drawn == 1 + (model.config.attention.decay != "none") + ("learned" in model.config.attention.position)
+    assert drawn == 1 + (model.config.attention.decay != "none") + (
+        "learned" in model.config.attention.position
+    )
     assert len(list(tmp_path.glob("*.png"))) == drawn
 
 

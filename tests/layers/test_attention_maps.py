@@ -21,7 +21,13 @@ OTHERS = {
 
 def make(attention, kv_heads=2):
     settings = config.ModelConfig(
-        vocab_size=8, layers=1, width=WIDTH, heads=HEADS, kv_heads=kv_heads, dtype="float32", attention=attention
+        vocab_size=8,
+        layers=1,
+        width=WIDTH,
+        heads=HEADS,
+        kv_heads=kv_heads,
+        dtype="float32",
+        attention=attention,
     )
     layer = layers.Attention(settings, rngs=nnx.Rngs(0))
     for name in ("query", "key", "value", "decay", "rate"):
