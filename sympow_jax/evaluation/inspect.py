@@ -40,7 +40,8 @@ def inspect(
 
     Args:
       folder: the workdir of a run, whose newest checkpoint is taken.
-      text: bytes, in UTF-8 where the tokenizer reads text; `name` is what errors call it.
+      text: bytes, in UTF-8 where the tokenizer reads text.
+      name: what errors call the text.
       layer: the one to show, from 0; None shows all.
       out: the folder to write to; None is `inspect` in the workdir.
       tokenizer: as `generation.codec_of_run`.
@@ -63,11 +64,20 @@ def inspect(
     _, model, step = checkpoint.restore_exact(folder)
     assert isinstance(model, models.DecoderLM | models.Encoder)
     found = attention_maps.attention_maps(model, tokens, wanted)
-    about = {"run": folder.absolute().name, "step": step, **_attention(settings)}
+    attention = settings.model.attention
+    about = {
+        "run": folder.absolute().name,
+        "step": step,
+        "kernel": attention.kernel,
+        "decay": attention.decay,
+        "position": attention.position,
+    }
     texts = [_text_of(codec, token) for token in tokens]
     with workdirs.writing(target):
-        _write_json(target / "inspect.json", found, about | {"tokens": tokens, "text": texts}, settings)
-        said = _draw(target, found, texts, about, settings)
+        content = about | {"tokens": tokens, "text": [text.decode(errors="replace") for text in texts]}
+        _write_json(target / "inspect.json", found, content, causal=attention.causal)
+        labels = [attention_figures.visible(text) for text in texts]
+        said = _draw(target, found, labels, about, causal=attention.causal)
     return [f"wrote {target / 'inspect.json'}: the numbers for {len(tokens)} tokens", *said]
 
 
@@ -92,11 +102,6 @@ def _require_few(settings: config_lib.Config, tokens: int, layers: int, name: st
         )
 
 
-def _attention(settings: config_lib.Config) -> dict[str, Any]:
-    attention = settings.model.attention
-    return {"kernel": attention.kernel, "decay": attention.decay, "position": attention.position}
-
-
 def _text_of(codec: generation.Codec, token: int) -> bytes:
     # The id in front of a document need not be one of the tokenizer's.
     return codec.decode([token]) or f"<{token}>".encode()
@@ -105,28 +110,28 @@ def _text_of(codec: generation.Codec, token: int) -> bytes:
 def _draw(
     target: pathlib.Path,
     found: Sequence[attention_maps.LayerMaps],
-    texts: Sequence[bytes],
+    labels: Sequence[str],
     about: dict[str, Any],
-    settings: config_lib.Config,
+    *,
+    causal: bool,
 ) -> list[str]:
-    labels = [attention_figures.visible(text) for text in texts]
-    line = f"{about['run']}, step {about['step']}: {about['kernel']}, decay {about['decay']}, position {about['position']}"
-    said = [f"wrote {target / 'attention.png'}: what each token reads, a map a head"]
-    attention_figures.draw_weights(
-        target / "attention.png", found, labels, about=line, causal=settings.model.attention.causal
-    )
+    """Draws what there is, and says so."""
+    run = "{run}, step {step}: kernel {kernel}, decay {decay}, position {position}".format(**about)
+    path = target / "attention.png"
+    attention_figures.draw_weights(path, found, labels, about=run, causal=causal)
+    said = [f"wrote {path}: what each token reads, a map a head"]
     if found[0].half_life is None:
         said.append("no half_life.png: the attention has no decay")
     else:
-        attention_figures.draw_half_lives(target / "half_life.png", found, labels, about=line)
-        said.append(f"wrote {target / 'half_life.png'}: tokens until the decay halves")
+        path = target / "half_life.png"
+        attention_figures.draw_half_lives(path, found, labels, about=run)
+        said.append(f"wrote {path}: tokens until the decay halves")
     if found[0].rate is None:
-        said.append(
-            f"no rotation.png: position {about['position']!r} has no rotation rates that depend on the text"
-        )
+        said.append(f"no rotation.png: position {about['position']!r} has no rates that the text chooses")
     else:
-        attention_figures.draw_rotations(target / "rotation.png", found, labels, about=line)
-        said.append(f"wrote {target / 'rotation.png'}: radians a token")
+        path = target / "rotation.png"
+        attention_figures.draw_rotations(path, found, labels, about=run)
+        said.append(f"wrote {path}: radians a token")
     return said
 
 
@@ -134,10 +139,10 @@ def _write_json(
     path: pathlib.Path,
     found: Sequence[attention_maps.LayerMaps],
     about: dict[str, Any],
-    settings: config_lib.Config,
+    *,
+    causal: bool,
 ) -> None:
     """`about` and the numbers of each layer; a causal row of weights ends with its own token."""
-    causal, theta = settings.model.attention.causal, found[0].theta
     records = []
     for layer in found:
         heads = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
@@ -147,20 +152,21 @@ def _write_json(
                 "weights": [[row[: i + 1] for i, row in enumerate(rows)] for rows in heads]
                 if causal
                 else heads,
-                "half_life": _finite(layer.half_life),
-                "rate": _finite(layer.rate),
+                "half_life": _numbers(layer.half_life),
+                "rate": _numbers(layer.rate),
             }
         )
-    about["text"] = [text.decode(errors="replace") for text in about["text"]]
-    content = about | {"theta": None if theta is None else theta.tolist(), "layers": records}
+    content = about | {"theta": _numbers(found[0].theta), "layers": records}
     path.write_text(json.dumps(content, allow_nan=False) + "\n")
 
 
-def _finite(values: np.ndarray | None) -> Any:
-    """Lists of numbers; null for infinity, which JSON lacks."""
+def _numbers(values: np.ndarray | None) -> Any:
+    """Lists; null for infinity, which JSON lacks."""
     if values is None:
         return None
-    return np.where(np.isfinite(values), values.astype(object), None).tolist()
+    numbers = values.astype(object)
+    numbers[~np.isfinite(values)] = None
+    return numbers.tolist()
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
