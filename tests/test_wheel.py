@@ -33,10 +33,11 @@ print(sympow_jax.__file__)
 SECONDS = """
 import time
 import jax
-start = time.perf_counter()
+# What it takes where nothing else is done.
+start = time.process_time()
 import sympow_jax
 from sympow_jax import {names}
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
 
 
@@ -85,11 +86,11 @@ def test_ops_layers_and_models_need_no_training(python, tmp_path):
     assert pathlib.Path(place).is_relative_to(python.parents[1])
 
 
-@pytest.mark.parametrize("names", ["ops", "config, layers, models, ops"])
-def test_imports_take_under_a_second_and_a_half_more_than_jax(python, tmp_path, names):
+@pytest.mark.parametrize(("names", "most"), [("ops", 0.5), ("config, layers, models, ops", 1.5)])
+def test_imports_take_little_more_than_that_of_jax(python, tmp_path, names, most):
     code = SECONDS.format(names=names)
-    seconds = [float(call(python, "-c", code, cwd=tmp_path).stdout) for _ in range(5)]
-    assert statistics.median(seconds) < 1.5, seconds
+    seconds = [float(call(python, "-c", code, cwd=tmp_path).stdout) for _ in range(3)]
+    assert statistics.median(seconds) < most, seconds
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def draw_weights(
         columns, rows=rows, width=columns * side + 2, height=rows * (side + 0.25) + 1, sharex=True
     )
     norm, colours = _weight_colours(found)
+    assert norm.vmin is not None
+    assert norm.vmax is not None
     for panel, (layer, head) in zip(axes, maps):
         weights = layer.weights[head]
         if causal:
@@ -83,7 +85,7 @@ def draw_weights(
     bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 4 / (rows * side)), aspect=25, pad=0.01)
     _style_bar(bar, "weight of a value in an output")
     ticks = [*(-x for x in reversed(_WEIGHT_TICKS)), 0, *_WEIGHT_TICKS]
-    bar.set_ticks([x for x in ticks if bar.vmin <= x <= bar.vmax])
+    bar.set_ticks([x for x in ticks if norm.vmin <= x <= norm.vmax])
     figure.supxlabel("token that is read (key)", fontsize=10, color=figures.INK)
     figure.supylabel("token that reads (query)", fontsize=10, color=figures.INK)
     _title(figure, f"Attention maps · {about}")
@@ -182,9 +184,7 @@ def _weight_colours(
         vmin=-largest if low < 0 else 0,
         vmax=largest,
     )
-    colours = matplotlib.colormaps["RdBu_r" if low < 0 else "magma_r"].copy()
-    colours.set_bad(_UNSEEN)
-    return norm, colours
+    return norm, matplotlib.colormaps["RdBu_r" if low < 0 else "magma_r"].with_extremes(bad=_UNSEEN)
 
 
 def _name_tokens(axis: Any, labels: Sequence[str], length: float, *, turn: bool = True) -> None:
