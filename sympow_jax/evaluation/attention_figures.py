@@ -22,11 +22,11 @@ __all__ = ["draw_half_lives", "draw_rotations", "draw_weights", "visible"]
 _MAP = 2.6
 _MAPS = 16.0
 _NAME, _WIDE_NAME = 0.115, 0.18
-_STRIPS = (5.0, 14.0)
+_STRIPS = (6.5, 14.0)
 _STRIP_ROW = 0.24
 _COLUMNS = 4  # of the heads of a single layer
 _LONGEST = 12  # characters of a name
-_CHARACTERS = 12  # of a title, an inch
+_CHARACTERS = 12.5  # of a title, an inch
 _UNSEEN = "#e4e4e4"
 _EDGE = "#999999"
 _WEIGHT_TICKS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -109,7 +109,7 @@ def draw_half_lives(
     _title(
         figure,
         f"Half-lives · {about}",
-        f"tokens until the decay halves what {whose} remembers, did it always forget as at this one",
+        f"tokens until the decay halves what {whose} remembers, if each decayed as this one does",
     )
     figures.save(figure, path)
 

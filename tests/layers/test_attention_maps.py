@@ -9,7 +9,8 @@ from flax import nnx
 from sympow_jax import config, layers
 
 WIDTH, HEADS, TIME = 16, 4, 20
-PRESETS = sorted(config.PRESETS)
+# The kernels, decays and positions that differ most; the others take minutes.
+BY_DEFAULT = ("conformal", "expressive", "linear_lrpe", "softmax_alibi")
 OTHERS = {
     "whole document": {"kernel": "softmax", "decay": "none", "position": "rope", "causal": False},
     "linear, whole document": {"kernel": "linear", "decay": "none", "position": "rope", "causal": False},
@@ -57,8 +58,16 @@ def values_of(layer, x):
 @pytest.mark.parametrize(
     "attention",
     [
-        *(pytest.param(config.preset(name), id=name) for name in PRESETS),
-        *(pytest.param(config.AttentionConfig(**fields), id=name) for name, fields in OTHERS.items()),
+        *(pytest.param(config.preset(name), id=name) for name in BY_DEFAULT),
+        *(
+            pytest.param(config.preset(name), id=name, marks=pytest.mark.slow)
+            for name in config.PRESETS
+            if name not in BY_DEFAULT
+        ),
+        *(
+            pytest.param(config.AttentionConfig(**fields), id=name, marks=pytest.mark.slow)
+            for name, fields in OTHERS.items()
+        ),
     ],
 )
 def test_outputs_are_values_by_weights(attention):
@@ -76,7 +85,14 @@ def test_outputs_are_values_by_weights(attention):
     assert (layer.positions.theta() is None) == (maps.rate is None)
 
 
-@pytest.mark.parametrize("decay", ["channel_fixed", "channel_constant", "channel_learned"])
+@pytest.mark.parametrize(
+    "decay",
+    [
+        pytest.param("channel_fixed", marks=pytest.mark.slow),
+        pytest.param("channel_constant", marks=pytest.mark.slow),
+        "channel_learned",
+    ],
+)
 def test_gates_by_channel_give_the_mean_over_channels(decay):
     layer = make(config.AttentionConfig(decay=decay))
     # Every channel of a head has the same values.
