@@ -4,6 +4,7 @@ import pathlib
 import runpy
 
 import numpy as np
+import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -20,12 +21,14 @@ def test_plain_jax(capsys):
     assert len([line for line in lines if line.strip()]) <= 15
 
 
+@pytest.mark.slow
 def test_a_linen_model_learns():
     losses = run("linen_model")["losses"]
     assert losses[0] > 2.5  # log 16 = 2.77
     assert losses[-1] < 0.5
 
 
+@pytest.mark.slow
 def test_a_hand_written_model_learns_and_goes_on_from_its_state():
     found = run("hand_written")
     assert found["losses"][0] > 2.5

@@ -38,32 +38,40 @@ def attention_maps(
     model: models.DecoderLM | models.Encoder, tokens: Sequence[int], wanted: Sequence[int]
 ) -> list[LayerMaps]:
     """The maps of the layers `wanted`, counted from 0, for one row of tokens: T x T numbers a head."""
-    graph, variables = nnx.split(model)
     # GPUs would round the factors of float32 products.
     with jax.default_matmul_precision("highest"):
-        found = _maps(graph, variables, np.array([tokens], np.int32), tuple(wanted))
-    return [
-        LayerMaps(
-            layer=layer,
-            weights=np.asarray(maps.weights[0]),
-            half_life=None if maps.log_decay is None else _half_life(_heads_first(maps.log_decay)),
-            rate=None if maps.rate is None else _heads_first(maps.rate),
-            theta=model.blocks[layer].attention.positions.theta(),
-        )
-        for layer, maps in zip(wanted, found)
-    ]
+        given = _given(*nnx.split(model), np.array([tokens], np.int32))
+        return [_layer_maps(model, layer, given[layer]) for layer in wanted]
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "wanted"))
-def _maps(
-    graph: nnx.GraphDef, variables: nnx.State, tokens: Int[Array, "1 T"], wanted: tuple[int, ...]
-) -> list[layers.AttentionMaps]:
+def _layer_maps(model: models.DecoderLM | models.Encoder, layer: int, x: Float[Array, "1 T M"]) -> LayerMaps:
+    attention = model.blocks[layer].attention
+    maps = _maps(*nnx.split(attention), x)
+    return LayerMaps(
+        layer=layer,
+        weights=np.asarray(maps.weights[0]),
+        half_life=None if maps.log_decay is None else _half_life(_heads_first(maps.log_decay)),
+        rate=None if maps.rate is None else _heads_first(maps.rate),
+        theta=attention.positions.theta(),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _given(
+    graph: nnx.GraphDef, variables: nnx.State, tokens: Int[Array, "1 T"]
+) -> list[Float[Array, "1 T M"]]:
+    """What the attention of each layer is given."""
     model = nnx.merge(graph, variables)
-    attentions = [block.attention for block in model.blocks]
-    for block in model.blocks:
-        block.attention = _Listening(block.attention)
+    listening = [_Listening(block.attention) for block in model.blocks]
+    for block, attention in zip(model.blocks, listening):
+        block.attention = attention
     model.hidden(tokens)
-    return [attentions[layer].maps(model.blocks[layer].attention.heard) for layer in wanted]
+    return [attention.heard for attention in listening]
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _maps(graph: nnx.GraphDef, variables: nnx.State, x: Float[Array, "1 T M"]) -> layers.AttentionMaps:
+    return nnx.merge(graph, variables).maps(x)
 
 
 class _Listening(nnx.Module):

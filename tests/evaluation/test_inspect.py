@@ -16,6 +16,13 @@ TEXT = "the quick brown fox"
 WIDTH, HEADS, LAYERS = 16, 2, 2
 
 
+def save_run(folder, settings):
+    """A run whose checkpoint of step 2 is how it began."""
+    workdir.open_workdir(folder, settings)
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        checkpoints.save(2, step.init_state(settings, sharding.make_mesh(settings)), {})
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A run `a` over bytes below 128, with a checkpoint; without one `untrained`, `images` and `tokens`."""
@@ -25,9 +32,7 @@ def runs(tmp_path_factory):
         data=config.DataConfig(context_length=16, batch_tokens=64),
         training=config.TrainingConfig(steps=2),
     )
-    workdir.open_workdir(folder / "a", settings)
-    with checkpoint.Checkpoints(folder / "a", settings) as checkpoints:
-        checkpoints.save(2, step.init_state(settings, sharding.make_mesh(settings)), {})
+    save_run(folder / "a", settings)
     changes = {
         "untrained": {},
         "images": {
@@ -157,8 +162,8 @@ def test_the_pictures(runs, written):
             assert len(picture.convert("RGB").getcolors(2**24)) > 20
 
 
-def test_one_layer_and_what_is_left_out(runs, capsys):
-    assert inspect.main([f"--workdir={runs}/a", "--text=fox", "--layer=1"]) == 0
+def test_one_layer(runs, capsys):
+    assert inspect.main([f"--workdir={runs}/a", f"--text={TEXT}", "--layer=1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1].rpartition("/")[2].rstrip(":") for line in printed] == [
         "inspect.json",
@@ -170,36 +175,69 @@ def test_one_layer_and_what_is_left_out(runs, capsys):
     assert [layer["layer"] for layer in found["layers"]] == [1]
 
 
+def test_what_is_left_out_is_said(tmp_path):
+    settings = config.Config(
+        model=config.ModelConfig(
+            vocab_size=128, layers=1, width=WIDTH, heads=HEADS, attention=config.preset("sympow")
+        ),
+        data=config.DataConfig(context_length=16, batch_tokens=64),
+    )
+    save_run(tmp_path / "plain", settings)
+    written = inspect.inspect(tmp_path / "plain", b"fox")
+    assert [line.split()[:2] for line in written[2:]] == [["no", "half_life.png:"], ["no", "rotation.png:"]]
+    assert {path.name for path in (tmp_path / "plain" / "inspect").iterdir()} == {
+        "attention.png",
+        "inspect.json",
+    }
+
+
+def draw(found, tokens, folder):
+    labels = [attention_figures.visible(bytes([token])) for token in tokens]
+    attention_figures.draw_weights(folder / "attention.png", found, labels, about="x", causal=True)
+    if found[0].half_life is not None:
+        attention_figures.draw_half_lives(folder / "half_life.png", found, labels, about="x")
+    if found[0].rate is not None:
+        attention_figures.draw_rotations(folder / "rotation.png", found, labels, about="x")
+    return {path.stem for path in folder.glob("*.png")}
+
+
+@pytest.mark.parametrize(
+    ("heads", "time", "numbers"), [(1, 1, "one a head"), (5, 12, "vectors"), (3, 130, "one a head")]
+)
+def test_pictures_of_all_sizes(heads, time, numbers, tmp_path):
+    random = np.random.default_rng(0)
+    shape = (heads, time, 4) if numbers == "vectors" else (heads, time)
+    half_life = random.uniform(0.01, 10, shape)
+    half_life[0, 0] = math.inf
+    found = attention_maps.LayerMaps(
+        layer=1,
+        weights=random.uniform(-0.1, 1, (heads, time, time)),  # of both signs
+        half_life=half_life,
+        rate=random.uniform(0, 2, shape),
+        theta=np.array([6.28, 1.0, 0.1, 0.01]),
+    )
+    tokens = [*b"a $b$ and\nc"] * time
+    assert draw([found], tokens[:time], tmp_path) == {"attention", "half_life", "rotation"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
-        ("linear_lrpe", {}),
+        *(pytest.param(name, {}, id=name) for name in config.PRESETS),
         pytest.param(
-            "conformal",
-            {"decay": "channel_learned", "position": "learned_rope_pairs"},
-            id="vectors",
-            marks=pytest.mark.slow,
+            "conformal", {"decay": "channel_learned", "position": "learned_rope_pairs"}, id="vectors"
         ),
-        *(pytest.param(name, {}, id=name, marks=pytest.mark.slow) for name in config.PRESETS),
     ],
 )
 def test_every_preset_can_be_drawn(preset, changes, tmp_path):
     model = model_of(preset, layers=2, heads=4, **changes)
     tokens = list(b"a $b$ and\nc")
-    found = attention_maps.attention_maps(model, tokens, range(2))
-    labels = [attention_figures.visible(bytes([token])) for token in tokens]
-    attention_figures.draw_weights(tmp_path / "a.png", found, labels, about="x", causal=True)
-    drawn = 1
-    if found[0].half_life is not None:
-        attention_figures.draw_half_lives(tmp_path / "b.png", found, labels, about="x")
-        drawn += 1
-    if found[0].rate is not None:
-        attention_figures.draw_rotations(tmp_path / "c.png", found, labels, about="x")
-        drawn += 1
-    assert drawn == 1 + (model.config.attention.decay != "none") + (
-        "learned" in model.config.attention.position
-    )
-    assert len(list(tmp_path.glob("*.png"))) == drawn
+    drawn = draw(attention_maps.attention_maps(model, tokens, range(2)), tokens, tmp_path)
+    attention = model.config.attention
+    assert ("half_life" in drawn) == (attention.decay != "none")
+    assert ("rotation" in drawn) == ("learned" in attention.position)
+    assert "attention" in drawn
 
 
 def test_labels_of_tokens():

@@ -9,8 +9,8 @@ from flax import nnx
 from sympow_jax import config, layers
 
 WIDTH, HEADS, TIME = 16, 4, 20
-# The kernels, decays and positions that differ most; the others take minutes.
-BY_DEFAULT = ("conformal", "expressive", "linear_lrpe", "softmax_alibi")
+# Those of powers take longer; tests/evaluation/test_inspect.py holds one to the formula.
+BY_DEFAULT = ("expressive", "linear_lrpe", "softmax_alibi")
 OTHERS = {
     "whole document": {"kernel": "softmax", "decay": "none", "position": "rope", "causal": False},
     "linear, whole document": {"kernel": "linear", "decay": "none", "position": "rope", "causal": False},
@@ -85,14 +85,8 @@ def test_outputs_are_values_by_weights(attention):
     assert (layer.positions.theta() is None) == (maps.rate is None)
 
 
-@pytest.mark.parametrize(
-    "decay",
-    [
-        pytest.param("channel_fixed", marks=pytest.mark.slow),
-        pytest.param("channel_constant", marks=pytest.mark.slow),
-        "channel_learned",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", ["channel_fixed", "channel_constant", "channel_learned"])
 def test_gates_by_channel_give_the_mean_over_channels(decay):
     layer = make(config.AttentionConfig(decay=decay))
     # Every channel of a head has the same values.
