@@ -62,11 +62,12 @@ def _given(
 ) -> list[Float[Array, "1 T M"]]:
     """What the attention of each layer is given."""
     model = nnx.merge(graph, variables)
-    listening = [_Listening(block.attention) for block in model.blocks]
-    for block, attention in zip(model.blocks, listening):
-        block.attention = attention
+    # Rematerialised blocks would be copies, which hear for themselves.
+    model.config = dataclasses.replace(model.config, remat="none")
+    for block in model.blocks:
+        block.attention = _Listening(block.attention)
     model.hidden(tokens)
-    return [attention.heard for attention in listening]
+    return [block.attention.heard for block in model.blocks]
 
 
 @functools.partial(jax.jit, static_argnames="graph")

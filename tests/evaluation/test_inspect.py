@@ -77,6 +77,7 @@ def model_of(preset, *, layers=1, heads=HEADS, kv_heads=None, seed=0, **changes)
         heads=heads,
         kv_heads=kv_heads,
         dtype="float32",
+        remat="full",
         attention=config.preset(preset, **changes),
     )
     model = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
