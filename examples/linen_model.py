@@ -43,7 +43,7 @@ def update(params, state, tokens):
 
 
 losses = []
-for step in range(100):
+for step in range(150):
     params, state, value = update(params, state, rows(jax.random.key(step)))
     losses.append(float(value))
 print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} steps")
