@@ -15,6 +15,7 @@ OUTSIDE = (
     "README.md",
     "CONTRIBUTING.md",
     "examples/*.py",
+    "examples/README.md",
     "experiments/README.md",
     "experiments/results/**/*.png",
     "pallas_kernels/**/README.md",

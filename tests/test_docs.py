@@ -30,6 +30,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PATTERNS = (
     "README.md",
     "CONTRIBUTING.md",
+    "examples/README.md",
     "docs/**/*.md",
     "experiments/README.md",
     "pallas_kernels/**/README.md",
@@ -65,15 +66,15 @@ def blocks(text: str, *languages: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the run that the pages read, `runs/quickstart`: a model that is quickly compiled, on other text."""
+    """A folder with the run that the pages read, `runs/quickstart`: their command on other text, at small sizes."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "books").mkdir()
     for index in range(12):
         (folder / "books" / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps. " * 8)
     settings = {
-        "model.layers": 1,
+        "model.layers": 2,
         "model.width": 32,
-        "model.heads": 2,
+        "model.heads": 4,
         "data.paths": f"{folder}/books/*.txt",
         "data.heldout_fraction": 0.3,
         "data.context_length": 32,
@@ -81,7 +82,7 @@ def folder(tmp_path_factory):
         "training.steps": 3,
         "evaluation.context_lengths": "16,32,64",
     }
-    arguments = [f"--config={ROOT}/configs/quickstart.py:linear", f"--workdir={folder}/runs/quickstart"]
+    arguments = [f"--config={ROOT}/configs/quickstart.py", f"--workdir={folder}/runs/quickstart"]
     assert train.main([*arguments, *(f"--config.{name}={value}" for name, value in settings.items())]) == 0
     return folder
 
