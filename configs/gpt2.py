@@ -25,9 +25,7 @@ def get_config(size: str = "gpt2") -> config.Config:
         raise ValueError(f"{size!r} is not a size; it must be one of {', '.join(SIZES)}")
     shape = config.MODEL_SIZES[SIZES[size]] | {"vocab_size": 50_257}
     return config.Config(
-        model=config.ModelConfig(
-            **shape, biases=True, embedding_norm=False, attention=config.preset("gpt2")
-        ),
+        model=config.ModelConfig(**shape, biases=True, embedding_norm=False, attention=config.preset("gpt2")),
         data=config.DataConfig(
             source="tokens",
             paths=("data/train.bin",),
@@ -36,7 +34,12 @@ def get_config(size: str = "gpt2") -> config.Config:
             batch_tokens=65_536,
         ),
         optimizer=config.OptimizerConfig(
-            name="adamw", learning_rate=1e-4, schedule="cosine", warmup_steps=100, weight_decay=0.01, clip_norm=1.0
+            name="adamw",
+            learning_rate=1e-4,
+            schedule="cosine",
+            warmup_steps=100,
+            weight_decay=0.01,
+            clip_norm=1.0,
         ),
         training=config.TrainingConfig(steps=10_000),
     )

@@ -76,7 +76,8 @@ def decode(
 ) -> tuple[Float[Array, "B V"], models.DecoderState]:
     """The logits of the token behind `token`, float32, and the state behind it; `state` stays as it is.
 
-    Logits are NaN beyond kept keys, and beyond the learned positions of models that have some. Raises ValueError for a state of another model or batch.
+    Logits are NaN beyond kept keys, and beyond the learned positions of models that have some. Raises ValueError for a
+    state of another model or batch.
     """
     return _decode(*nnx.split(model), state, jnp.asarray(token))
 

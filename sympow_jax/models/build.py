@@ -29,7 +29,7 @@ def parameter_name(path: tuple[Any, ...]) -> str:
 
 
 def parameter_specs(model: Model) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:
-    """How a model's matrices and their biases are divided over a mesh, by path; other parameters are on every device."""
+    """How a model's matrices and biases are divided over a mesh, by path; all other parameters are on every device."""
     specs: dict[tuple[Any, ...], jax.sharding.PartitionSpec] = {
         ("embedding",): partitioning.ROWS,
         ("position_embedding",): partitioning.ROWS,

@@ -16,8 +16,8 @@ class ImageClassifier(nnx.Module):
     """Blocks over the patches of an image, row by row, and a linear layer of their mean.
 
     DeiT (Touvron et al. 2021) differs in this: a class token beside the patches is read out, and, as settings may have
-    it here too, positions are learned and added and projections have biases. Matrix products are in `config.dtype`; parameters, the residual stream and
-    the head are float32.
+    it here too, positions are learned and added and projections have biases. Matrix products are in `config.dtype`;
+    parameters, the residual stream and the head are float32.
     """
 
     def __init__(self, config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs):

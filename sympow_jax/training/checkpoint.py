@@ -108,7 +108,11 @@ class Checkpoints:
           ValueError: this save cannot begin, or the one before it failed.
         """
         arrays = _arrays(state)
-        metadata = {"config": dataclasses.asdict(self._settings), "data": position, "fingerprints": _fingerprints(arrays)}
+        metadata = {
+            "config": dataclasses.asdict(self._settings),
+            "data": position,
+            "fingerprints": _fingerprints(arrays),
+        }
         metadata["digest"] = _digest(metadata)
         self.check(wait=True)
         with self._explained():

@@ -96,7 +96,7 @@ def load(path: str | os.PathLike[str], settings: config.Config) -> models.Model:
 
 
 def settings_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The JSON file that belongs to a file of weights: of its name, or `config.json` in its folder if only that exists."""
+    """The JSON file that belongs to a file of weights: of its name, or `config.json` beside it if only that exists."""
     path = pathlib.Path(path)
     beside, published = path.with_suffix(".json"), path.with_name("config.json")
     return published if published.is_file() and not beside.exists() else beside

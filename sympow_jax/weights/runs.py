@@ -28,9 +28,7 @@ def export_run(
     return number, files.save(path, settings, step.merge(settings, **arrays), dtype=dtype)
 
 
-def import_run(
-    path: str | os.PathLike[str], settings: config.Config, folder: str | os.PathLike[str]
-) -> int:
+def import_run(path: str | os.PathLike[str], settings: config.Config, folder: str | os.PathLike[str]) -> int:
     """Makes `folder` the workdir of a run of these settings, at step 0 with the weights of a file; returns how many
     numbers these are.
 
@@ -41,9 +39,7 @@ def import_run(
     if workdir.holds_run(folder):
         raise ValueError(f"{folder} holds a run; import into another workdir")
     model = files.load(path, settings)
-    params, statistics = (
-        nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:]
-    )
+    params, statistics = (nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:])
     workdir.open_workdir(folder, settings)
     state = step.TrainState(step=jnp.int32(0), params=params, opt_state=(), statistics=statistics)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:

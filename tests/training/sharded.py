@@ -26,12 +26,13 @@ ROWS, CONTEXT, WINDOW = 8, 64, 8
 def settings(preset: str, arrangement: dict) -> config.Config:
     """A layer of width 64 in float32 on `arrangement`, which may also name `layers`, `remat` and `accumulate`.
 
-    Keys' heads are shared where every axis allows it, and power attention is of the form that has a state.
+    Keys' heads are shared where every axis allows it, and power attention is of the form that has a state. GPT-2 has
+    its biases and no norm behind the embedding.
     """
     sizes = {axis: 1 for axis in ("data", "fsdp", "tensor", "context")} | arrangement
     remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
     layers = sizes.pop("layers", 1)
-    recurrent = preset not in ("softmax", "softmax_alibi", "even_power")
+    recurrent = preset not in ("softmax", "softmax_alibi", "gpt2", "even_power")
     form = {"form": "chunked", "chunk_size": 16, "window": WINDOW} if recurrent else {}
     return config.Config(
         model=config.ModelConfig(
@@ -43,6 +44,8 @@ def settings(preset: str, arrangement: dict) -> config.Config:
             head_dim=8,
             dtype="float32",
             remat=remat,
+            biases=preset == "gpt2",
+            embedding_norm=preset != "gpt2",
             attention=config.preset(preset, **form),
         ),
         data=config.DataConfig(context_length=CONTEXT, batch_tokens=ROWS * CONTEXT, packing="documents"),

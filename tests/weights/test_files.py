@@ -100,7 +100,11 @@ def test_names(tmp_path):
     }
     norms = ("embedding_norm", "final_norm", "blocks.0.attention_norm", "blocks.0.mlp_norm")
     assert found == (
-        {"embedding": (32, 16), "blocks.0.attention.decay.kernel": (16, 2), "blocks.0.attention.rate.kernel": (16, 2)}
+        {
+            "embedding": (32, 16),
+            "blocks.0.attention.decay.kernel": (16, 2),
+            "blocks.0.attention.rate.kernel": (16, 2),
+        }
         | {f"{name}.{part}": (16,) for name in norms for part in ("scale", "bias")}
         | {f"blocks.0.{name}.kernel": shape for name, shape in projections.items()}
         | {f"blocks.0.{name}.bias": shape[1:] for name, shape in projections.items()}
@@ -153,7 +157,7 @@ def test_files_that_are_not_there_or_are(tmp_path):
     model = made(settings)
     with pytest.raises(ValueError, match="there is no file"):
         weights.load(path, settings)
-    with pytest.raises(ValueError, match="does not end in .safetensors"):
+    with pytest.raises(ValueError, match=r"does not end in \.safetensors"):
         weights.save(tmp_path / "model.json", settings, model)
     with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of float32, bfloat16"):
         weights.save(path, settings, model, dtype="int8")
