@@ -7,19 +7,13 @@ uv run eval.py --workdir=runs/a,runs/b --context_lengths=64,...,65536 --out=runs
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from sympow_jax import evaluation
 from sympow_jax.training import cli
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see eval.py --help")
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = cli.Parser(
         prog="eval.py",
         description="Mean loss over held-out documents by position: for each context length, the loss of "
         "predicting the positions in (previous length, this length], of the same documents throughout. "

@@ -9,7 +9,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, cast
+from typing import cast
 
 import jax
 
@@ -17,13 +17,8 @@ from sympow_jax import config, generation, models
 from sympow_jax.training import checkpoint, cli, sharding, step, workdir
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see generate.py --help")
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = cli.Parser(
         prog="generate.py",
         description="Prints prompts and what a trained model makes follow them. The same prompt, seed and settings "
         "give the same text, whatever other prompts there are.",

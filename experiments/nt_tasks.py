@@ -11,7 +11,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from experiments import _nt_model, _nt_report, _nt_training
 from sympow_jax.training import cli
@@ -52,13 +52,8 @@ _TOY: dict[str, dict[str, Any]] = {
 _TOY_TESTS = 1_000
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see python -m experiments.nt_tasks --help")
-
-
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
+    parser = cli.Parser(
         prog="python -m experiments.nt_tasks",
         description="Trains one-layer transformers to continue series x(t) = x(t - delay) + x(t - delay - 1) modulo "
         "the base, and their variants; writes nt.csv, nt.json and nt.png, and prints a table.",

@@ -71,7 +71,14 @@ def by_heads(
 
     Where P does not divide the heads of keys, each is repeated for as few parts of its queries as make P divide them,
     at the most for every query head; heads of zeros fill up the last device where P does not divide these either.
+
+    Raises NotImplementedError for more keys than queries.
     """
+    if key.shape[1] > query.shape[1]:
+        raise NotImplementedError(
+            f"time is divided over the mesh axis {axis_name!r}, which needs as many keys as queries, not "
+            f"{key.shape[1]} and {query.shape[1]}; leave out kept keys, or axis_name"
+        )
     devices, heads, kv_heads = jax.lax.axis_size(axis_name), query.shape[2], key.shape[2]
     repeats = _repeats(heads, kv_heads, devices)
     missing = -kv_heads * repeats % devices

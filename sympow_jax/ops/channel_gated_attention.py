@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import feature_maps
 from sympow_jax.ops._channel_gated import chunked, reference
 from sympow_jax.ops._channel_gated import state as channel_state
 from sympow_jax.ops._channel_gated import step as channel_step
@@ -93,7 +92,7 @@ def channel_gated_attention(
         )
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     if initial_state is not None:
-        _require_state(initial_state, dtype, power=power, window=window, **sizes)
+        dispatch.check_state(initial_state, ChannelGatedState, dtype, power=power, window=window, **sizes)
     if implementation == "reference":
         if initial_state is not None or return_state:
             raise NotImplementedError(
@@ -139,29 +138,10 @@ def channel_gated_attention_step(
     sizes = dispatch.check(query, key, value, None, segment_ids, lead="B")
     _require_channels(log_decay, value)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    _require_state(state, dtype, power=power, window=state.window, **sizes)
+    dispatch.check_state(state, ChannelGatedState, dtype, power=power, **sizes)
     return channel_step.step(query, key, value, log_decay, state, power=power, segment_ids=segment_ids)
 
 
 def _require_channels(log_decay, value) -> None:
     if log_decay.shape != value.shape:
         raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {value.shape}, one per value")
-
-
-def _require_state(state, dtype, *, batch, kv_heads, head_dim, value_dim, power, window) -> None:
-    made = f"ChannelGatedState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}, window={window})"
-    if not isinstance(state, ChannelGatedState):
-        raise ValueError(f"the state is a {type(state).__name__}; make it with {made}")
-    features = feature_maps.symmetric_power_dim(head_dim, power)
-    expected = (batch, kv_heads, features, value_dim)
-    if state.kv.shape != expected:
-        raise ValueError(
-            f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}: make it with "
-            f"{made}"
-        )
-    if state.kv.dtype != dtype:
-        raise ValueError(f"the state has dtype {state.kv.dtype}; inputs of this dtype accumulate in {dtype}")
-    if state.window != window:
-        raise ValueError(
-            f"window is {window} and initial_state holds one of {state.window}; pass window={state.window}"
-        )

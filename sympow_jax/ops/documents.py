@@ -20,6 +20,7 @@ __all__ = [
     "PositionState",
     "before_document",
     "boundaries",
+    "numbered",
     "positions",
     "segment_before",
     "state_before",
@@ -50,6 +51,13 @@ def boundaries(segment_ids: Int[Array, "B T"], previous: Int[Array, " B"]) -> Bo
     current = jnp.where(newest < 0, previous[:, None], jnp.take_along_axis(segment_ids, newest, axis=1))
     before = jnp.concatenate([previous[:, None], current[:, :-1]], axis=1)
     return Boundaries(valid & (segment_ids != before), valid, current[:, -1])
+
+
+def numbered(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """The document of each token, counted from 1 in a row that nothing precedes; -1 for padding."""
+    nothing = jnp.full(segment_ids.shape[0], NO_SEGMENT, segment_ids.dtype)
+    starts, valid, _ = boundaries(segment_ids, nothing)
+    return jnp.where(valid, jnp.cumsum(starts, axis=1, dtype=jnp.int32), -1)
 
 
 @jax.tree_util.register_dataclass

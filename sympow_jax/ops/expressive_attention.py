@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import _expressive_blocks, _time_axis, documents
+from sympow_jax.ops import _expressive_blocks, _pairs, _time_axis, documents
 from sympow_jax.ops._power import decay as decays
 from sympow_jax.ops._power import xla as power_xla
 
@@ -62,53 +62,17 @@ def expressive_attention(
     Raises ValueError for shapes or options that do not fit each other, and NotImplementedError for kept keys where
     time is divided.
     """
-    _validate(query, key, value, log_decay, segment_ids, causal, implementation, block_size)
+    _pairs.check(query, key, value, log_decay, segment_ids, causal=causal)
+    if implementation not in (None, *_IMPLEMENTATIONS):
+        raise ValueError(f"implementation is {implementation!r}; it must be None, 'reference' or 'xla'")
+    if block_size < 1:
+        raise ValueError(f"block_size is {block_size}; it must be at least 1")
     compute = _reference if implementation == "reference" else functools.partial(_blockwise, block_size)
     attend = functools.partial(compute, causal, scale)
     with jax.named_scope(f"expressive_{implementation or 'xla'}"):
         if axis_name is None:
             return attend(query, key, value, log_decay, segment_ids)
-        if key.shape[1] > query.shape[1]:
-            raise NotImplementedError(
-                f"time is divided over the mesh axis {axis_name!r}, which needs as many keys as queries, not "
-                f"{key.shape[1]} and {query.shape[1]}; leave out kept keys, or axis_name"
-            )
         return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
-
-
-def _validate(query, key, value, log_decay, segment_ids, causal, implementation, block_size) -> None:
-    batch, time, heads, head_dim = query.shape
-    key_time, kv_heads = key.shape[1:3]
-    if key.shape != (batch, key_time, kv_heads, head_dim) or value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(
-            f"query is {query.shape}, key {key.shape} and value {value.shape}; they must be "
-            f"[B, T, N, D], [B, S, K, D] and [B, S, K, E]"
-        )
-    if heads % kv_heads:
-        raise ValueError(f"query has {heads} heads and key {kv_heads}; the second must divide the first")
-    if not 1 <= time <= key_time:
-        raise ValueError(
-            f"query has {time} positions and key {key_time}; pass at least 1 and at most as many"
-        )
-    if log_decay is not None and log_decay.shape != (batch, key_time, kv_heads):
-        raise ValueError(f"log_decay is {log_decay.shape}; it must be {(batch, key_time, kv_heads)}")
-    if log_decay is not None and not causal:
-        raise ValueError(
-            "log_decay is given and causal is False; decays run in one direction: leave one of them out"
-        )
-    if segment_ids is not None and segment_ids.shape != (batch, key_time):
-        raise ValueError(f"segment_ids is {segment_ids.shape}; it must be {(batch, key_time)}")
-    if implementation not in (None, *_IMPLEMENTATIONS):
-        raise ValueError(f"implementation is {implementation!r}; it must be None, 'reference' or 'xla'")
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; it must be at least 1")
-
-
-def _documents(segment_ids) -> Int[Array, "B S"]:
-    """Documents counted from 1 in the row; -1 for padding."""
-    nothing = jnp.full(segment_ids.shape[0], documents.NO_SEGMENT, segment_ids.dtype)
-    starts, valid, _ = documents.boundaries(segment_ids, nothing)
-    return jnp.where(valid, jnp.cumsum(starts, axis=1, dtype=jnp.int32), -1)
 
 
 def _reference(causal, scale, query, key, value, log_decay, segment_ids):
@@ -120,7 +84,7 @@ def _reference(causal, scale, query, key, value, log_decay, segment_ids):
     steps = jnp.arange(key.shape[1])
     seen = (steps[before:, None] >= steps) | (not causal)
     if segment_ids is not None:
-        document = _documents(segment_ids)
+        document = documents.numbered(segment_ids)
         valid = document >= 0
         seen = seen & (document[:, before:, None] == document[:, None]) & valid[:, None]
         log_decay = None if log_decay is None else jnp.where(valid[..., None], log_decay, 0)
@@ -168,7 +132,7 @@ def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_
     keys, values = by_head(key.astype(dtype)), by_head(value.astype(dtype))
     half_decay = query_document = key_document = document = None
     if segment_ids is not None:
-        document = _documents(segment_ids)
+        document = documents.numbered(segment_ids)
         of_head = by_head(jnp.broadcast_to(document[..., None], (batch, key_time, kv_heads)))[:, :, 0]
         query_document = of_head[-len(queries) :, :, -rows:]
         key_document = jnp.where(of_head < 0, _UNSEEN, of_head)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import _time_axis, documents, fixed_point
+from sympow_jax.ops import _pairs, _time_axis, documents, fixed_point
 from sympow_jax.ops._power import target
 
 __all__ = ["alibi_slopes", "softmax_attention"]
@@ -60,19 +60,10 @@ def softmax_attention(
     Raises ValueError for shapes that do not fit each other, and NotImplementedError, naming the constraint,
     where cudnn is asked for and cannot do it.
     """
-    _validate(query, key, value, log_decay, segment_ids)
-    if not causal and log_decay is not None:
-        raise ValueError(
-            "log_decay is given and causal is False; decays run in one direction: leave them out"
-        )
+    _pairs.check(query, key, value, log_decay, segment_ids, causal=causal)
     if implementation not in (None, *_IMPLEMENTATIONS):
         raise ValueError(f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn'")
     if axis_name is not None:
-        if key.shape[1] > query.shape[1]:
-            raise NotImplementedError(
-                f"time is divided over the mesh axis {axis_name!r}, which needs as many keys as queries, not "
-                f"{key.shape[1]} and {query.shape[1]}; leave out kept keys, or axis_name"
-            )
         attend = functools.partial(
             _attend_all, causal=causal, scale=scale, implementation=implementation, block_size=block_size
         )
@@ -114,26 +105,6 @@ def alibi_slopes(heads: int) -> list[float]:
     lower = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
     return slopes + [2.0 ** (-8 * i / (2 * lower)) for i in range(1, 2 * (heads - lower), 2)]
-
-
-def _validate(query, key, value, log_decay, segment_ids) -> None:
-    batch, time, heads, head_dim = query.shape
-    key_time, kv_heads = key.shape[1:3]
-    if key.shape != (batch, key_time, kv_heads, head_dim) or value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(
-            f"query is {query.shape}, key {key.shape} and value {value.shape}; they must be "
-            f"[B, T, N, D], [B, S, K, D] and [B, S, K, E]"
-        )
-    if heads % kv_heads:
-        raise ValueError(f"query has {heads} heads and key {kv_heads}; the second must divide the first")
-    if not 1 <= time <= key_time:
-        raise ValueError(
-            f"query has {time} positions and key {key_time}; pass at least 1 and at most as many"
-        )
-    if log_decay is not None and log_decay.shape != (batch, key_time, kv_heads):
-        raise ValueError(f"log_decay is {log_decay.shape}; it must be {(batch, key_time, kv_heads)}")
-    if segment_ids is not None and segment_ids.shape != (batch, key_time):
-        raise ValueError(f"segment_ids is {segment_ids.shape}; it must be {(batch, key_time)}")
 
 
 def _cudnn(query, key, value, log_decay, segment_ids, causal: bool, scale: float) -> Float[Array, "B T N E"]:
@@ -201,9 +172,8 @@ class _Rows(NamedTuple):
 def _rows(log_decay, segment_ids) -> tuple[_Rows, Bool[Array, "B S"] | None]:
     document = decay = valid = None
     if segment_ids is not None:
-        nothing = jnp.full(segment_ids.shape[0], documents.NO_SEGMENT, segment_ids.dtype)
-        starts, valid, _ = documents.boundaries(segment_ids, nothing)
-        document = jnp.where(valid, jnp.cumsum(starts, axis=1, dtype=jnp.int32), -1)
+        document = documents.numbered(segment_ids)
+        valid = document >= 0
     if log_decay is not None:
         log_decay = log_decay.astype(jnp.float32)
         if valid is not None:

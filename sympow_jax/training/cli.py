@@ -1,14 +1,23 @@
 """What the command-line programs share: one clear line for a mistake, and an orderly stop on Ctrl-C."""
 
+import argparse
 import contextlib
 import logging
 import signal
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["StopSignals", "user_errors"]
+__all__ = ["Parser", "StopSignals", "user_errors"]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are ValueErrors: one line, as of every other mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ValueError with the message and where help is."""
+        raise ValueError(f"{message}; see {self.prog} --help")
 
 
 @contextlib.contextmanager

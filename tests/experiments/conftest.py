@@ -3,23 +3,17 @@
 import pathlib
 from collections.abc import Iterator
 
-import jax
 import pytest
+
+from tests import programs
 
 
 @pytest.fixture(autouse=True, scope="package")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A folder that lets the tests compile each of the models once."""
-    changes = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compilation_cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-    }
-    before = {name: getattr(jax.config, name) for name in changes}
-    for name, value in changes.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    folder = tmp_path_factory.mktemp("compilation_cache")
+    with programs.kept_in(folder):
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -4,25 +4,18 @@ import dataclasses
 import pathlib
 from collections.abc import Iterator
 
-import jax
 import pytest
 
 from sympow_jax import config
+from tests import programs
 
 
 @pytest.fixture(autouse=True, scope="package")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
     """A folder that lets the tests, most of which train the same model, compile it once."""
-    changes = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compilation_cache")),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-    }
-    before = {name: getattr(jax.config, name) for name in changes}
-    for name, value in changes.items():
-        jax.config.update(name, value)
-    yield pathlib.Path(changes["jax_compilation_cache_dir"])
-    for name, value in before.items():
-        jax.config.update(name, value)
+    folder = tmp_path_factory.mktemp("compilation_cache")
+    with programs.kept_in(folder):
+        yield folder
 
 
 @pytest.fixture

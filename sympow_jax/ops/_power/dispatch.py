@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from sympow_jax.ops import _time_axis, feature_maps
 from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import mean as means
+from sympow_jax.ops._power import state as power_state
 from sympow_jax.ops._power import step as xla_step
 
-__all__ = ["attend", "attend_step", "check", "require_choice", "require_even"]
+__all__ = ["attend", "attend_step", "check", "check_state", "require_choice", "require_even"]
 
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
@@ -47,12 +48,7 @@ def attend(
         raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     if initial_state is not None:
-        _check_state(initial_state, dtype, power=power, **sizes)
-        if initial_state.window != window:
-            raise ValueError(
-                f"window is {window} and initial_state holds one of {initial_state.window}; pass window="
-                f"{initial_state.window}"
-            )
+        check_state(initial_state, power_state.PowerState, dtype, power=power, window=window, **sizes)
     kept_keys = key.shape[1] > query.shape[1]
     if kept_keys and (initial_state is not None or form not in (None, "attention")):
         raise ValueError(
@@ -108,7 +104,8 @@ def attend_step(
     """`power_attention_step` for any power >= 1 and any division, as `attend`; see there."""
     sizes = check(query, key, value, log_decay, segment_ids, lead="B", division=division)
     require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    _check_state(state, jnp.promote_types(query.dtype, jnp.float32), power=power, **sizes)
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    check_state(state, power_state.PowerState, dtype, power=power, **sizes)
     if implementation == "reference":
         raise NotImplementedError(
             "implementation 'reference' has no step; call the op with one token and implementation='reference'"
@@ -235,16 +232,25 @@ def check(query, key, value, log_decay, segment_ids, *, lead, division=means.Div
     return {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value.shape[-1]}
 
 
-def _check_state(state, dtype, *, batch, kv_heads, head_dim, value_dim, power):
+def check_state(state, kind, dtype, *, batch, kv_heads, head_dim, value_dim, power, window=None):
+    """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window."""
+    of_window = "" if window is None else f", window={window}"
+    made = f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_window})"
+    if not isinstance(state, kind):
+        raise ValueError(f"the state is a {type(state).__name__}; make it with {made}")
     count = feature_maps.symmetric_power_dim(head_dim, power)
     expected = (batch, kv_heads, count, value_dim)
     if state.kv.shape != expected:
         raise ValueError(
             f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}: make it with "
-            f"PowerState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power})"
+            f"{made}"
         )
     if state.kv.dtype != dtype:
         raise ValueError(f"the state has dtype {state.kv.dtype}; inputs of this dtype accumulate in {dtype}")
+    if window is not None and state.window != window:
+        raise ValueError(
+            f"window is {window} and initial_state holds one of {state.window}; pass window={state.window}"
+        )
 
 
 def require_choice(name, value, choices):
