@@ -52,21 +52,18 @@ def test_there_and_back(gpt2, tmp_path, capsys):
 
 def test_generated_tokens_are_those_of_the_formula(gpt2, capsys):
     """Tokens are bytes here; the vocabulary has those below 40."""
-    prompt, weights = "!#%&'!", published.weights()
+    prompt, weights = "&&!#", published.weights()
     arguments = [f"--workdir={gpt2}/run", f"--prompt={prompt}", "--tokenizer=byte"]
     assert generate.main([*arguments, "--max_tokens=8", "--temperature=0"]) == 0
-    text = capsys.readouterr().out[:-1]
     tokens = list(prompt.encode())
     while len(tokens) < len(prompt) + 8:
         tokens.append(int(published.forward(weights, np.array([tokens]))[0, -1].argmax()))
-    end = published.VOCABULARY - 1  # ends the text
-    wanted = tokens[: tokens.index(end)] if end in tokens else tokens
-    assert text == bytes(wanted).decode()
-    assert len(wanted) > len(prompt) + 2
+    assert capsys.readouterr().out == bytes(tokens).decode() + "\n"
+    assert len(set(tokens[len(prompt) :])) > 3
     with pytest.raises(SystemExit):
-        generate.main([*arguments, "--max_tokens=15"])
+        generate.main([*arguments, "--max_tokens=17"])
     message = (
-        "the longest prompt has 6 tokens and max_tokens is 15, but the model's learned positions end at 20"
+        "the longest prompt has 4 tokens and max_tokens is 17, but the model's learned positions end at 20"
     )
     assert message in capsys.readouterr().err
 
@@ -168,7 +165,7 @@ def test_evaluation(gpt2, tmp_path, capsys):
         ),
         (
             ["import", "--weights={gpt2}", "--workdir={out}/run", "--layers=3"],
-            "unexpected argument '--layers=3'",
+            "'layers'; see --help",
         ),
         ([], "export|import"),
     ],
