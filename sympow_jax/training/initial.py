@@ -55,18 +55,18 @@ def _taken(new: step.Params, found: step.Params, folder: pathlib.Path) -> step.P
     fresh, structure = jax.tree_util.tree_flatten_with_path(new)
     saved = {models.parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
     wanted = {models.parameter_name(path): leaf for path, leaf in fresh}
-    taken = [name for name in wanted if name in saved and name.partition(".")[0] != _HEAD]
+    taken = {name for name in wanted if name in saved and name.partition(".")[0] != _HEAD}
     if different := [
         f"{name} was {list(saved[name].shape)} and is {list(wanted[name].shape)}"
-        for name in taken
-        if saved[name].shape != wanted[name].shape
+        for name in wanted
+        if name in taken and saved[name].shape != wanted[name].shape
     ]:
         raise ValueError(
             f"task.initial_run: the parameters of {folder} do not fit: {', '.join(different)}; use the settings they "
             f"were made with"
         )
     for what, names in (
-        ("new", wanted.keys() - set(taken)),
+        ("new", wanted.keys() - taken),
         ("left behind", {name for name in saved if name not in wanted}),
     ):
         if names:
