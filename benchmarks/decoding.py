@@ -5,7 +5,8 @@
 Two models of the same size, with random parameters: nothing measured depends on them. Tokens are decoded as
 `generation.generate` does, in compiled blocks; the state is that of a context of so many tokens, whose values do not
 matter either, so that no prompt is computed: the recurrent state, or as many kept keys. Models and lengths take turns,
-and times are medians, so that a machine that changes its speed changes it for all. `--brief` has a smaller model and
+and times are medians, so that a machine that changes its speed changes it for all. The prefill of real prompts is
+timed against the forward pass of training, loss included, on the same tokens. `--brief` has a smaller model and
 lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
 """
 
@@ -28,14 +29,17 @@ from flax import nnx
 
 from sympow_jax import config, generation, models, ops
 from sympow_jax.generation import loop
+from sympow_jax.training import loss
 
 PRESETS = ("conformal", "softmax")
 LENGTHS = (64, 256, 1024, 4096, 16_384, 65_536)
+PREFILLED = (4096, 65_536)
 BLOCK = 64  # tokens between two folds, so that each block has one
 ROUNDS = 7
 MODEL = {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"}
 BRIEF_MODEL = {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2, "dtype": "float32"}
 BRIEF_LENGTHS = (64, 256, 1024)
+BRIEF_PREFILLED = (1024,)
 
 _COLOURS = {"conformal": "#0072B2", "softmax": "#D55E00"}
 
@@ -56,6 +60,16 @@ class Row:
     kept: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Prefill:
+    """What a prompt of `length` tokens takes power attention: medians of seconds, of `training` its forward pass."""
+
+    preset: str
+    length: int
+    seconds: float
+    training_seconds: float
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints and writes."""
     parser = argparse.ArgumentParser(
@@ -66,12 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     sizes, lengths = (BRIEF_MODEL, BRIEF_LENGTHS) if options.brief else (MODEL, LENGTHS)
-    rows = measure(sizes, lengths, rounds=3 if options.brief else ROUNDS)
+    rounds = 3 if options.brief else ROUNDS
+    rows = measure(sizes, lengths, rounds=rounds)
     for row in rows:
         kind = "keys kept" if row.kept else "recurrent"
         print(
             f"{row.preset:>10} after {row.length:>6,}: {1e6 * row.seconds:9.1f} us a token, "
             f"{row.state_bytes / 2**20:7.2f} MiB, {kind}"
+        )
+    prefills = [
+        measure_prefill(PRESETS[0], sizes, length, rounds=rounds)
+        for length in (BRIEF_PREFILLED if options.brief else PREFILLED)
+    ]
+    for prefill in prefills:
+        print(
+            f"{prefill.preset:>10} prefill of {prefill.length:>6,}: {prefill.seconds:.3f} s, "
+            f"{prefill.seconds / prefill.training_seconds:.2f} times the forward pass of training"
         )
     content = {
         "model": sizes,
@@ -81,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "jax": jax.__version__,
         },
         "rows": [dataclasses.asdict(row) for row in rows],
+        "prefills": [dataclasses.asdict(prefill) for prefill in prefills],
     }
     (options.out / "decoding.json").write_text(json.dumps(content, indent=1) + "\n")
     plot(rows, options.out / "decoding.png")
@@ -101,13 +126,37 @@ def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[Row]:
     ]
 
 
+def measure_prefill(preset: str, sizes: dict, length: int, *, rounds: int) -> Prefill:
+    """Prefill and forward pass of training in turns, on one row of random tokens."""
+    model = _model(preset, sizes)
+    row = np.random.default_rng(0).integers(sizes["vocab_size"], size=(1, length + 1), dtype=np.int32)
+    batch = {"inputs": jnp.asarray(row[:, :-1]), "targets": jnp.asarray(row[:, 1:])}
+    training = nnx.jit(loss.sums)
+    calls = {
+        "prefill": lambda: generation.prefill(model, batch["inputs"], np.array([length])),
+        "training": lambda: training(model, batch),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - begin)
+    medians = {name: statistics.median(samples) for name, samples in seconds.items()}
+    return Prefill(preset, length, medians["prefill"], medians["training"])
+
+
+def _model(preset: str, sizes: dict) -> models.DecoderLM:
+    return models.DecoderLM(config.ModelConfig(**sizes, attention=config.preset(preset)), rngs=nnx.Rngs(0))
+
+
 class _Contender:
     """Blocks of tokens decoded behind a context of so many."""
 
     def __init__(self, preset: str, length: int, sizes: dict):
-        model = models.DecoderLM(
-            config.ModelConfig(**sizes, attention=config.preset(preset)), rngs=nnx.Rngs(0)
-        )
+        model = _model(preset, sizes)
         self._graph, self._variables = nnx.split(model)
         kept = model.kept_length
         # As `generation.generate` begins a long text.

@@ -13,7 +13,7 @@ def pytest_configure(config):
         return
     # The suite compiles hundreds of small programs and runs each once: LLVM's costly passes are not worth their time.
     os.environ.setdefault(
-        "XLA_FLAGS", "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true"
+        "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
 
 

@@ -65,6 +65,7 @@ class Checkpoints:
         try:
             self.check(wait=True)
         finally:
+            self._let_end()
             logging.getLogger("absl").removeHandler(self._failure)
         with self._explained():
             self._orbax.close()
@@ -132,6 +133,15 @@ class Checkpoints:
                     self._saving = None
             if self._failure.error is not None:
                 raise self._failure.error
+
+    def _let_end(self) -> None:
+        """Waits for the threads of a save that has failed, so that they write and log nothing later.
+
+        Not with several processes, where they may wait for those of processes that know of no failure.
+        """
+        if self._saving is not None and jax.process_count() == 1:
+            with contextlib.suppress(Exception):
+                self._saving.result(timeout=30)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

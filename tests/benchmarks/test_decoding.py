@@ -20,10 +20,12 @@ def test_the_plot(tmp_path):
 @pytest.mark.slow
 def test_only_the_state_of_softmax_grows(tmp_path):
     decoding.main(["--brief", f"--out={tmp_path}"])
-    rows = {
-        (row["preset"], row["length"]): row
-        for row in json.loads((tmp_path / "decoding.json").read_text())["rows"]
-    }
+    content = json.loads((tmp_path / "decoding.json").read_text())
+    rows = {(row["preset"], row["length"]): row for row in content["rows"]}
+    (prefill,) = content["prefills"]
+    assert (prefill["preset"], prefill["length"]) == ("conformal", 1024)
+    assert prefill["seconds"] > 0
+    assert prefill["training_seconds"] > 0
     assert len(rows) == len(decoding.PRESETS) * len(decoding.BRIEF_LENGTHS)
     assert all(row["seconds"] > 0 for row in rows.values())
     sizes = {key: row["state_bytes"] for key, row in rows.items()}

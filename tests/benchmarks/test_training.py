@@ -16,20 +16,16 @@ def smoke(tmp_path_factory):
         printed = []
         patch.setattr(training, "_print", printed.append)
         patch.setattr(_training, "MOST_STEPS", 3)
-        training.main(["--smoke", f"--out={folder}/training.json"])
+        patch.setattr(training, "SMOKE_CONTEXTS", (64,))
+        training.main(["--smoke", "--preset=softmax", "--preset=conformal", f"--out={folder}/training.json"])
     assert printed == [json.loads((folder / "training.json").read_text())]
     return printed[0], folder
 
 
-def test_smoke_trains_every_preset_at_every_context(smoke):
+def test_smoke_trains_the_presets(smoke):
     report, folder = smoke
     found = [(row["context"], row["preset"], row["attention"]) for row in report["rows"]]
-    power = "attention/xla"
-    assert found == [
-        (context, *row)
-        for context in (64, 128)
-        for row in (("softmax", "softmax/xla"), ("sympow", power), ("conformal", power))
-    ]
+    assert found == [(64, "softmax", "softmax/xla"), (64, "conformal", "attention/xla")]
     for row in report["rows"]:
         assert row["tokens_per_second"] == pytest.approx(256 / row["seconds"])
         assert row["steps"] == 3

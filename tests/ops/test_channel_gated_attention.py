@@ -1,7 +1,6 @@
 """Power attention with a decay a channel against its formula in float64, and its states and steps."""
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +22,8 @@ MORE_CASES = (
 STATEFUL = cases.Case(head_dim=8, value_dim=5, time=150, segments="padded", group=2)
 SIZES = (2, 2, 8, 5)
 OPTIONS = ("implementation", "power", "window", "chunk_size", "return_state")
-HASTY = {"xla_backend_optimization_level": 0} if "XLA_FLAGS" in os.environ else None
 
-attend = jax.jit(ops.channel_gated_attention, static_argnames=OPTIONS, compiler_options=HASTY)
+attend = jax.jit(ops.channel_gated_attention, static_argnames=OPTIONS)
 
 
 def arrays(case, kv_heads=2):
@@ -43,7 +41,7 @@ def cast(drawn, dtype):
     }
 
 
-@functools.partial(jax.jit, static_argnames=OPTIONS, compiler_options=HASTY)
+@functools.partial(jax.jit, static_argnames=OPTIONS)
 def outputs_and_gradients(drawn, **options):
     def loss(arguments):
         out = ops.channel_gated_attention(**arguments, segment_ids=drawn["segment_ids"], **options)
@@ -97,7 +95,7 @@ def test_equal_channels_are_power_attention():
     channels = np.repeat(drawn["log_decay"][..., None], 5, -1)
     arguments = {name: drawn[name] for name in ("query", "key", "value", "segment_ids")}
     with jax.enable_x64(True):
-        scalar = jax.jit(ops.power_attention, static_argnames="implementation", compiler_options=HASTY)
+        scalar = jax.jit(ops.power_attention, static_argnames="implementation")
         expected = scalar(**arguments, log_decay=drawn["log_decay"], implementation="reference")
         actual = attend(**arguments, log_decay=channels, chunk_size=32, window=16)
     assert cases.error(actual, expected) <= 1e-10
@@ -128,7 +126,7 @@ def by_steps(drawn, *, window, begin=0, state=None):
     return jnp.moveaxis(out, 0, 1), state
 
 
-steps = jax.jit(by_steps, static_argnames="window", compiler_options=HASTY)
+steps = jax.jit(by_steps, static_argnames="window")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +180,7 @@ def test_gradients_through_states():
 
     with jax.enable_x64(True):
         arguments = {name: jnp.asarray(drawn[name]) for name in cases.GRADIENTS}
-        actual = jax.jit(jax.grad(loss), compiler_options=HASTY)(arguments)
+        actual = jax.jit(jax.grad(loss))(arguments)
     expected = {name: whole()[name] for name in cases.GRADIENTS}
     for name, error in errors(actual, expected, drawn).items():
         assert error <= 1e-10, (name, error)
@@ -226,7 +224,7 @@ def test_memory_is_linear_in_time():
     def loss(*arrays):
         return ops.channel_gated_attention(*arrays).sum()
 
-    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3)), compiler_options=HASTY).lower(x, x, x, x).compile()
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(x, x, x, x).compile()
     # Arguments, copies and gradients of 2 MiB each, and states and windows; one T x T array would be 16 GiB.
     assert compiled.memory_analysis().temp_size_in_bytes <= 64 * 2**20
 

@@ -100,22 +100,27 @@ def test_tiled_products_are_those_of_the_features(head_dim, power):
     random = np.random.default_rng(4)
     key, query = random.normal(size=(2, head_dim, 7))
     value, cotangent = random.normal(size=(2, 3, 7))
-    with jax.enable_x64(True):
-        state = features.fold(jnp.asarray(value), jnp.asarray(key), power, None)
+
+    @jax.jit
+    def tiled(key, query, value, cotangent):
+        state = features.fold(value, key, power, None)
         weighted = tuple(s * w for s, w in zip(state, features.weights(head_dim, power, jnp.float64)))
-        expected = value @ (key.T @ query) ** power
-        actual = features.query(weighted, jnp.asarray(query), power, None)
-        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
-
-        slope = power * (key.T @ query) ** (power - 1) * (value.T @ cotangent)
-        gradient = features.query_vjp(weighted, jnp.asarray(query), jnp.asarray(cotangent), power, None)
-        np.testing.assert_allclose(gradient, key @ slope, rtol=1e-8, atol=1e-8)
-
+        actual = features.query(weighted, query, power, None)
+        gradient = features.query_vjp(weighted, query, cotangent, power, None)
         canonical = features.to_canonical(state, head_dim, power)
+        back = features.from_canonical(canonical, head_dim, power)
+        return actual, gradient, canonical, back, state
+
+    with jax.enable_x64(True):
+        actual, gradient, canonical, back, state = tiled(key, query, value, cotangent)
         phi = np.asarray(ops.symmetric_power(jnp.asarray(key.T), power))
-        np.testing.assert_allclose(canonical, phi.T @ value.T, rtol=1e-11, atol=1e-11)
-        for back, group in zip(features.from_canonical(canonical, head_dim, power), state):
-            np.testing.assert_allclose(back, group, rtol=1e-11, atol=1e-11)
+    expected = value @ (key.T @ query) ** power
+    np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
+    slope = power * (key.T @ query) ** (power - 1) * (value.T @ cotangent)
+    np.testing.assert_allclose(gradient, key @ slope, rtol=1e-8, atol=1e-8)
+    np.testing.assert_allclose(canonical, phi.T @ value.T, rtol=1e-11, atol=1e-11)
+    for returned, group in zip(back, state, strict=True):
+        np.testing.assert_allclose(returned, group, rtol=1e-11, atol=1e-11)
 
 
 def test_elu_plus_one_is_positive_and_keeps_small_features():

@@ -73,11 +73,7 @@ SHORT = {"window": 4, "chunk_size": 8}
 WHOLE = dataclasses.replace(SMALL, decay="none")
 
 
-# Each program runs once: LLVM's optimisations would take longer than they save.
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.partial(compiled, static_argnames=(*STATIC, *OPTIONS))
+@functools.partial(jax.jit, static_argnames=(*STATIC, *OPTIONS))
 def outputs_and_gradients(drawn, *, implementation, **options):
     """The output and its gradients; implementation `formula` is the tests' own."""
     varied = {name: drawn[name] for name in cases.GRADIENTS if drawn[name] is not None}
@@ -234,7 +230,7 @@ def test_any_split_and_steps_are_the_whole(feature_map, turn, normaliser, form, 
         )
         varied = {name: drawn[name] for name in cases.GRADIENTS}
         (actual, out), (expected, expected_out) = (
-            compiled(jax.grad(f, has_aux=True))(varied) for f in (by_parts, whole)
+            jax.jit(jax.grad(f, has_aux=True))(varied) for f in (by_parts, whole)
         )
     assert zeros.window == 4
     assert zeros.nbytes == sum(x.nbytes for x in jax.tree.leaves(zeros))
@@ -247,7 +243,7 @@ def test_kept_keys_are_the_last_queries_of_the_whole():
     drawn = cast(Kind().arrays(SMALL), "float32")
     turn = linear_formula.rotation(jnp.arange(SMALL.time))
 
-    @compiled
+    @jax.jit
     def both(arrays):
         kept = ops.linear_attention(**arrays | {"query": arrays["query"][:, 30:]}, turn=turn)
         return kept, linear_formula.attention(**arrays, turn=turn)[:, 30:]
@@ -279,7 +275,7 @@ def test_a_denominator_that_vanishes_gives_zero_and_finite_gradients(form):
         out = ops.linear_attention(x, x, value, **options)
         return (out * value).sum(), out
 
-    gradients, out = compiled(jax.grad(loss, (0, 1), has_aux=True))(x, value)
+    gradients, out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, value)
     # Sums of the cosines of 0, 1, 2, ... quarter turns are 1, 1, 0, 0, ...; over all eight they vanish.
     zero = np.arange(8) % 4 >= 2 if form else np.ones(8, bool)
     np.testing.assert_array_equal((np.asarray(out) == 0).all((0, 2, 3)), zero)
@@ -300,7 +296,7 @@ def test_documents_never_mix_in_either_direction():
         "key": drawn["key"].at[:, 64:128].add(3.0),
         "value": drawn["value"].at[:, 64:128].add(3.0),
     }
-    run = compiled(functools.partial(ops.linear_attention, causal=False, chunk_size=48))
+    run = jax.jit(functools.partial(ops.linear_attention, causal=False, chunk_size=48))
     one, two = (np.asarray(run(**part(d, 0, None))) for d in (drawn, other))
     np.testing.assert_array_equal(one[:, :64], two[:, :64])
     np.testing.assert_array_equal(one[:, 128:], two[:, 128:])

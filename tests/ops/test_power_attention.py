@@ -1,7 +1,6 @@
 """One suite for every implementation and form of power attention, against the reference in float64."""
 
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +46,7 @@ FULL = cases.pairwise(
 )
 
 
-# Each program runs once: LLVM's optimisations would take longer than they save, but where conftest keeps them.
-@functools.partial(
-    jax.jit,
-    static_argnames=("implementation", "form", "power", "window", "chunk_size"),
-    compiler_options={"xla_backend_optimization_level": 0} if "XLA_FLAGS" in os.environ else None,
-)
+@functools.partial(jax.jit, static_argnames=("implementation", "form", "power", "window", "chunk_size"))
 def outputs_and_gradients(drawn, *, implementation, form, power, window=64, chunk_size=None):
     """The output and its gradients, those of arguments that are None left out."""
     differentiable = {name: drawn[name] for name in cases.GRADIENTS if drawn[name] is not None}

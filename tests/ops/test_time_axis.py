@@ -1,7 +1,6 @@
 """Ops over devices that divide time are the ops of one device; each group of checks has a process with eight."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -11,12 +10,8 @@ from tests.pallas_kernels import test_op as interpreted
 
 
 def results(group):
-    # What runs by default runs once: LLVM's optimisations would take longer than they save.
-    hasty = group in ("ops", "kernels", "programs") and "XLA_FLAGS" in os.environ
-    environment = {"XLA_FLAGS": "--xla_backend_optimization_level=0"} if hasty else {}
     done = subprocess.run(
         [sys.executable, "-m", "tests.ops.time_axis", group],
-        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,

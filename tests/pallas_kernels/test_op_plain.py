@@ -54,7 +54,7 @@ def test_values_and_gradients(case):
     interpreted.check(errors("mosaic_gpu"), errors("xla"))
 
 
-@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_of_states(power):
     """With respect to the initial state, from the final one's, in float32."""
     size = {2: 32, 4: 12}[power]

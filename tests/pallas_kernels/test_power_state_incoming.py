@@ -18,7 +18,15 @@ def part(x, begin, end):
     return x[:, begin:end]
 
 
-@pytest.mark.parametrize(("scale", "end"), [(1e-3, CUT), (1e3, CUT), (1e-4, TIME), (1e4, TIME)])
+@pytest.mark.parametrize(
+    ("scale", "end"),
+    [
+        (1e-3, CUT),
+        pytest.param(1e3, CUT, marks=pytest.mark.slow),
+        pytest.param(1e-4, TIME, marks=pytest.mark.slow),
+        (1e4, TIME),
+    ],
+)
 def test_halves_are_the_whole(scale, end):
     """Outputs and gradients, keys of the first half, or of all, being `scale` times as long as drawn."""
     case = cases.Case(head_dim=32, value_dim=24, time=TIME, decay="gentle", group=2)
