@@ -47,9 +47,13 @@ RUNS = {
 def made(settings: config.Config, seed=0) -> models.Model:
     """A model none of whose parameters is what it began with."""
     model = models.make(settings.model, settings.task, rngs=nnx.Rngs(seed))
-    state = nnx.state(model)
-    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(state))))
-    nnx.update(model, jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), state))
+    generator = np.random.default_rng(seed)
+    nnx.update(
+        model,
+        jax.tree.map(
+            lambda x: jnp.asarray(x + 0.3 * generator.normal(size=x.shape), jnp.float32), nnx.state(model)
+        ),
+    )
     return model
 
 
@@ -72,7 +76,7 @@ def test_a_round_trip_is_exact(tmp_path, name):
         np.testing.assert_array_equal(found[key], leaf)
 
 
-@pytest.mark.parametrize("name", ["conformal", "gpt2"])
+@pytest.mark.parametrize("name", ["conformal", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_logits_are_the_same_to_the_bit(tmp_path, name):
     settings, path = RUNS[name], tmp_path / "model.safetensors"
     model = made(settings)
