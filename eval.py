@@ -8,8 +8,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from sympow_jax import evaluation
-from sympow_jax.training import cli
+from sympow_jax import extras
+
+with extras.required("train", __name__):
+    from sympow_jax import evaluation
+    from sympow_jax.training import cli
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -4,7 +4,6 @@ Prompts go through the model in one pass, then a token at a time through a state
 """
 
 import argparse
-import dataclasses
 import os
 import pathlib
 import sys
@@ -13,8 +12,11 @@ from typing import cast
 
 import jax
 
-from sympow_jax import config, generation, models
-from sympow_jax.training import checkpoint, cli, sharding, step, workdir
+from sympow_jax import extras
+
+with extras.required("train", __name__):
+    from sympow_jax import config, generation, models
+    from sympow_jax.training import checkpoint, cli, workdir
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -80,15 +82,6 @@ def _require_decoder(settings: config.Config, folder: pathlib.Path) -> None:
         )
 
 
-def _restore(folder: pathlib.Path) -> models.DecoderLM:
-    """The newest model, on one device and in float32: what fewer bits round away depends on the batch."""
-    mesh = sharding.whole_mesh(jax.local_devices()[:1])
-    settings, arrays, _ = checkpoint.restore_arrays(folder, mesh)
-    attention = dataclasses.replace(settings.model.attention, implementation=None)
-    exact = dataclasses.replace(settings.model, dtype="float32", attention=attention)
-    return cast(models.DecoderLM, step.merge(dataclasses.replace(settings, model=exact), **arrays))
-
-
 class _Printer:
     """Prints the texts one below the other, each as it comes once those above it are done."""
 
@@ -145,10 +138,11 @@ def generate(flags: argparse.Namespace) -> int:
         generation.Transcript(codec, row, max_tokens=flags.max_tokens, stops=flags.stop) for row in tokens
     ]
 
+    model = cast(models.DecoderLM, checkpoint.restore_exact(folder)[1])
     # GPUs would round the factors of float32 products too.
     with jax.default_matmul_precision("highest"):
         blocks = generation.generate(
-            _restore(folder), tokens, max_tokens=flags.max_tokens, sampling=sampling, seed=flags.seed
+            model, tokens, max_tokens=flags.max_tokens, sampling=sampling, seed=flags.seed
         )
         printer = _Printer([prompt.decode(errors="replace") for _, prompt in prompts])
         for block in blocks:

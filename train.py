@@ -7,10 +7,13 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-import grain
+from sympow_jax import extras
 
-from sympow_jax import config, data, evaluation
-from sympow_jax.training import checkpoint, cli, flags, hosts, initial, metrics, sharding, step, workdir
+with extras.required("train", __name__):
+    import grain
+
+    from sympow_jax import config, data, evaluation
+    from sympow_jax.training import checkpoint, cli, flags, hosts, initial, metrics, sharding, step, workdir
 
 # Batches read ahead of the step under way.
 PREFETCH = 4

@@ -1,7 +1,10 @@
 """Text, token files, Zarr arrays and labelled texts and images as rows and held-out documents; knows no models."""
 
-from sympow_jax.data.documents import HeldoutDocuments
-from sympow_jax.data.pipeline import batches, describe, heldout_documents, heldout_rows, train_dataset
+from sympow_jax import extras
+
+with extras.required("train", __name__):
+    from sympow_jax.data.documents import HeldoutDocuments
+    from sympow_jax.data.pipeline import batches, describe, heldout_documents, heldout_rows, train_dataset
 
 __all__ = [
     "HeldoutDocuments",

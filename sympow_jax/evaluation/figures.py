@@ -34,14 +34,20 @@ _LINE_HEIGHT = 0.055  # of a line of a label at 9.5 points, in heights of the ax
 
 
 def make(
-    panels: int = 1, *, width: float = 8.0, height: float = 4.8, sharey: bool = True
+    panels: int = 1,
+    *,
+    rows: int = 1,
+    width: float = 8.0,
+    height: float = 4.8,
+    sharex: bool = False,
+    sharey: bool = True,
 ) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
-    """A figure of so many panels side by side; inches."""
+    """A figure of so many panels side by side in each row, and its panels row by row; inches."""
     # Not pyplot: no global state, no display.
     figure = matplotlib.figure.Figure(figsize=(width, height), dpi=160, layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels, sharey=sharey, squeeze=False)
-    return figure, list(axes[0])
+    axes = figure.subplots(rows, panels, sharex=sharex, sharey=sharey, squeeze=False)
+    return figure, list(axes.flat)
 
 
 def save(figure: matplotlib.figure.Figure, path: pathlib.Path) -> None:

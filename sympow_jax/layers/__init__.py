@@ -1,7 +1,7 @@
 """flax.nnx modules: they own parameters and call `sympow_jax.ops`."""
 
-from sympow_jax.layers.attention import Attention, AttentionState
+from sympow_jax.layers.attention import Attention, AttentionMaps, AttentionState
 from sympow_jax.layers.mlp import MLP
 from sympow_jax.layers.norms import Norm, make_norm, normalise
 
-__all__ = ["MLP", "Attention", "AttentionState", "Norm", "make_norm", "normalise"]
+__all__ = ["MLP", "Attention", "AttentionMaps", "AttentionState", "Norm", "make_norm", "normalise"]

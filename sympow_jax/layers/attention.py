@@ -13,7 +13,7 @@ from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, kernels, partitioning, positions
 
-__all__ = ["Attention", "AttentionState"]
+__all__ = ["Attention", "AttentionMaps", "AttentionState"]
 
 
 @jax.tree_util.register_dataclass
@@ -27,6 +27,24 @@ class AttentionState:
 
     memory: kernels.Memory
     position: positions.PositionState | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionMaps:
+    """What a layer does with a sequence.
+
+    weights: what the value of each token (last axis) is multiplied by in the output of each (second last). They sum
+        to 1 over values, or to 0 where nothing has a weight; weights of kernel `linear` whose features positions turn
+        need not, and may be negative. Of gates by value channel, the mean over channels.
+    log_decay: the logarithm of what each head, or value channel of a head, keeps of the past; None without a gate.
+    rate: by how much each token moves on the learned position of a head, or of each of its pairs; None unless learned.
+        `Positions.theta` is what a pair turns by at rate 1.
+    """
+
+    weights: Float[Array, "B N T T"]
+    log_decay: Float[Array, "B T K ..."] | None
+    rate: Float[Array, "B T K ..."] | None
 
 
 class Attention(nnx.Module):
@@ -110,6 +128,27 @@ class Attention(nnx.Module):
             mixed, state = self._mix(**arrays, learned=self.positions.learned(), state=state, axis_name=None)
         (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
         return out if state is None or not return_state else (out, state)
+
+    def maps(
+        self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> AttentionMaps:
+        """The weights, in the attention form, decays and rates of a call without a state; T x T numbers a head."""
+        arrays = self._project(x)
+        query, key, rate, log_decay = (arrays[name] for name in ("query", "key", "rate", "log_decay"))
+        assert query is not None
+        assert key is not None
+        query, key, turn, _ = self.positions(
+            query,
+            key,
+            rate=rate,
+            learned=self.positions.learned(),
+            segment_ids=segment_ids,
+            state=None,
+            axis_name=None,
+        )
+        tokens = {"turn": turn, "log_decay": log_decay, "segment_ids": segment_ids}
+        weights = self._kernel.weights(query, key, **tokens)
+        return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=log_decay, rate=rate)
 
     def init_state(self, batch: int, *, max_length: int, keep_keys: bool | None = None) -> AttentionState:
         """The state before any token, for up to `max_length` positions.

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from sympow_jax import config as configs
@@ -128,6 +129,29 @@ class Kernel:
         if kept:
             op = functools.partial(op, form="attention")
         return op(query, key, value, **tokens)
+
+    def weights(self, query, key, *, turn, log_decay, segment_ids) -> Float[Array, "B T N T"]:
+        """What `attend` multiplies each value by, in the attention form; for gates by channel the mean over channels.
+
+        The output for values that are one-hot, so exact for every kernel.
+        """
+        batch, time, kv_heads, _ = key.shape
+        one_hot = jnp.broadcast_to(jnp.eye(time, dtype=key.dtype)[:, None], (batch, time, kv_heads, time))
+        attention = self.config.attention
+        form = "attention" if attention.kernel in ("power", "linear") and attention.causal else None
+        plain = dataclasses.replace(attention, form=form, implementation="xla", decay="none")
+        kernel = Kernel(dataclasses.replace(self.config, attention=plain))
+
+        def weigh(log_decay):
+            return kernel.attend(query, key, one_hot, turn=turn, log_decay=log_decay, segment_ids=segment_ids)
+
+        if not self._gates_channels:
+            return weigh(log_decay)
+        # Of one channel it is power attention; of all at once it would be a T x T array a channel.
+        by_channel = jnp.moveaxis(log_decay, -1, 0)
+        zeros = jnp.zeros((batch, time, self.config.heads, time), one_hot.dtype)
+        total, _ = jax.lax.scan(lambda total, channel: (total + weigh(channel), None), zeros, by_channel)
+        return total / len(by_channel)
 
     def recur(
         self, query, key, value, *, turn, log_decay, segment_ids, memory

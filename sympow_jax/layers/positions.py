@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from sympow_jax import config as configs
@@ -96,6 +97,13 @@ class Positions(nnx.Module):
     def learned(self) -> dict[str, Float[Array, "K ..."]]:
         """What is learned, key/value heads first."""
         return {name: x[...] for name, x in vars(self).items() if isinstance(x, nnx.Param)}
+
+    def theta(self) -> np.ndarray | None:
+        """Radians by which a token of rate 1 turns each pair; None unless rates are learned from the data."""
+        if not self.config.attention.position.startswith("learned_rope"):
+            return None
+        longest = self.config.attention.max_document_length
+        return rotary.rope_rates(self._turned_size, max_document_length=longest)
 
     def zeros(self, batch: int) -> PositionState | None:
         """The place before any token; None where none is needed."""

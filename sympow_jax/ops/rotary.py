@@ -19,7 +19,7 @@ import numpy as np
 from sympow_jax.array_types import Array, Float, Int, UInt32
 from sympow_jax.ops import documents, fixed_point, phase
 
-__all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rotate", "sinusoidal"]
+__all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rope_rates", "rotate", "sinusoidal"]
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +52,15 @@ def rope(
     return rotate(x, rope_angles(positions, x.shape[-1], max_document_length=max_document_length))
 
 
+def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarray:
+    """The rates theta in radians a position, the fastest first; float64 [D/2].
+
+    Raises ValueError for an odd head size.
+    """
+    _require_even(head_dim, "head size")
+    return 2 * np.pi * float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
+
+
 def rope_angles(
     positions: Int[Array, "B T"], head_dim: int, *, max_document_length: int = 65_536
 ) -> Float[Array, "B T 1 {head_dim//2}"]:
@@ -59,7 +68,7 @@ def rope_angles(
 
     Raises ValueError for an odd head size.
     """
-    return phase.fixed(positions[..., None], _rates(head_dim, max_document_length))
+    return phase.fixed(positions[..., None], rope_rates(head_dim, max_document_length=max_document_length))
 
 
 def learned_angles(
@@ -85,7 +94,7 @@ def learned_angles(
     `state` is what came before the first device's tokens, and the position returned is behind those of this
     one. Raises ValueError for an odd head size and for shapes that do not fit.
     """
-    rates = _rates(head_dim, max_document_length)
+    rates = rope_rates(head_dim, max_document_length=max_document_length)
     _require_heads_or_pairs(rate, len(rates), state)
     batch, time, *heads = rate.shape
     if state is None:
@@ -135,12 +144,6 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
     _require_even(width, "width")
     angles = phase.fixed(positions, 10_000.0 ** (-2 * np.arange(width // 2) / width))
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, width)
-
-
-def _rates(head_dim: int, max_document_length: int) -> np.ndarray:
-    """The rates theta, in radians a position, float64 [D/2]."""
-    _require_even(head_dim, "head size")
-    return 2 * np.pi * float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
 
 
 def _require_even(size: int, name: str) -> None:

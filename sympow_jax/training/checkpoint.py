@@ -31,7 +31,7 @@ from sympow_jax import config, models
 from sympow_jax.array_types import Array, Int
 from sympow_jax.training import hosts, sharding, step, workdir
 
-__all__ = ["Checkpoints", "require_checkpoint", "restore_arrays", "restore_model"]
+__all__ = ["Checkpoints", "require_checkpoint", "restore_arrays", "restore_exact", "restore_model"]
 
 _DAMAGED = "damaged_checkpoints"
 _OPTIMIZER = "opt_state"
@@ -178,6 +178,17 @@ def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Mod
     """
     saved, arrays, number = restore_arrays(folder, sharding.whole_mesh(jax.local_devices()))
     return saved, step.merge(saved, **arrays), number
+
+
+def restore_exact(folder: str | pathlib.Path) -> tuple[config.Config, models.Model, int]:
+    """As `restore_model`, but on one device, and a model that computes in float32 and by no named implementation.
+
+    What fewer bits round away depends on the batch, and so does what is drawn from logits.
+    """
+    saved, arrays, number = restore_arrays(folder, sharding.whole_mesh(jax.local_devices()[:1]))
+    attention = dataclasses.replace(saved.model.attention, implementation=None)
+    exact = dataclasses.replace(saved.model, dtype="float32", attention=attention)
+    return saved, step.merge(dataclasses.replace(saved, model=exact), **arrays), number
 
 
 def restore_arrays(

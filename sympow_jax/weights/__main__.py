@@ -12,9 +12,11 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from sympow_jax import config
-from sympow_jax.training import cli, flags
-from sympow_jax.weights import files, runs
+from sympow_jax import config, extras
+
+with extras.required("train", __name__):
+    from sympow_jax.training import cli, flags
+    from sympow_jax.weights import files, runs
 
 __all__ = ["main"]
 

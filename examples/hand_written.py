@@ -1,0 +1,67 @@
+"""A layer in a model written by hand: parameters are a dictionary of arrays, the model a function of them.
+
+`nnx.split` takes the layer apart into what is static and its arrays, which any library of models can hold: in an
+Equinox module they are a static field and a field.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sympow_jax import config, layers
+
+SETTINGS = config.ModelConfig(vocab_size=16, layers=1, width=32, heads=2, dtype="float32")
+LEARNING_RATE = 0.5
+
+graph, arrays = nnx.split(layers.Attention(SETTINGS, rngs=nnx.Rngs(0)))
+params = {
+    "embedding": jax.random.normal(jax.random.key(1), (SETTINGS.vocab_size, SETTINGS.width)) / 4,
+    "attention": nnx.to_pure_dict(arrays),
+}
+
+
+def logits(params, tokens):
+    """Of the token after each of `tokens`."""
+    x = params["embedding"][tokens]
+    return (x + nnx.merge(graph, params["attention"])(x)) @ params["embedding"].T
+
+
+@jax.jit
+def step(params, token, state):
+    """Logits after one token of each row, and the layer's state behind it."""
+    x = params["embedding"][token][:, None]
+    mixed, state = nnx.merge(graph, params["attention"])(x, state=state, return_state=True)
+    return (x + mixed)[:, 0] @ params["embedding"].T, state
+
+
+@jax.jit
+def update(params, tokens):
+    """A step of gradient descent."""
+
+    def loss(params):
+        found = jax.nn.log_softmax(logits(params, tokens[:, :-1]))
+        return -jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda x, grad: x - LEARNING_RATE * grad, params, grads), value
+
+
+def rows(key):
+    """8 rows of 33 tokens, each a random pair again and again."""
+    return jnp.tile(jax.random.randint(key, (8, 2), 0, SETTINGS.vocab_size), (1, 17))[:, :33]
+
+
+losses = []
+for index in range(300):
+    params, value = update(params, rows(jax.random.key(index)))
+    losses.append(float(value))
+print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} steps")
+
+# A pair, and then the likeliest token after each.
+text = [3, 5]
+state = nnx.merge(graph, params["attention"]).init_state(1, max_length=8)
+for index in range(8):
+    found, state = step(params, jnp.array(text[index : index + 1]), state)
+    if index >= 1:
+        text.append(int(found[0].argmax()))
+print(f"3 5 goes on as {text[2:]}")

@@ -1,0 +1,217 @@
+"""Pictures of attention maps, half-lives and rotation rates over the tokens of a text."""
+
+import pathlib
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.axes
+import matplotlib.colors
+import matplotlib.figure
+import matplotlib.font_manager
+import matplotlib.ticker
+import numpy as np
+from jaxtyping import Float
+
+from sympow_jax.evaluation import attention_maps, figures
+
+__all__ = ["draw_half_lives", "draw_rotations", "draw_weights", "visible"]
+
+# Inches: of a map, unless tokens are to be named and need more; of all maps side by side; of a token's name, small and
+# at leisure; of strips with a row a head.
+_MAP = 2.6
+_MAPS = 16.0
+_NAME, _WIDE_NAME = 0.115, 0.18
+_STRIPS = (6.5, 14.0)
+_STRIP_ROW = 0.24
+_COLUMNS = 4  # of the heads of a single layer
+_LONGEST = 12  # characters of a name
+_CHARACTERS = 12.5  # of a title, an inch
+_UNSEEN = "#e4e4e4"
+_EDGE = "#999999"
+_WEIGHT_TICKS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
+# Half-lives beyond are of one colour.
+_HALF_LIVES = (0.1, 1e5)
+
+
+def visible(text: bytes) -> str:
+    """A token as a label: signs for spaces and line ends, hexadecimal digits for what has no character or glyph."""
+    try:
+        characters = text.decode()
+    except UnicodeDecodeError:
+        return text.hex()
+    font = matplotlib.font_manager.get_font(matplotlib.font_manager.findfont("DejaVu Sans"))
+    glyphs, signs = font.get_charmap(), {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+    shown = "".join(
+        signs.get(x, x if x.isprintable() and ord(x) in glyphs else f"{ord(x):x}") for x in characters
+    )
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
+
+
+def draw_weights(
+    path: pathlib.Path,
+    found: Sequence[attention_maps.LayerMaps],
+    labels: Sequence[str],
+    *,
+    about: str,
+    causal: bool,
+) -> None:
+    """A map a head: layers one below the other, or the heads of one layer in rows of four."""
+    heads, time = found[0].weights.shape[:2]
+    maps = [(layer, head) for layer in found for head in range(heads)]
+    columns = heads if len(found) > 1 else min(heads, _COLUMNS)
+    rows = -(-len(maps) // columns)
+    side = min(_MAP, _MAPS / columns)
+    named = time * _NAME <= min(2 * _MAP, _MAPS / columns)
+    side = max(side, time * _NAME) if named else side
+    figure, axes = figures.make(
+        columns, rows=rows, width=columns * side + 2, height=rows * (side + 0.25) + 1, sharex=True
+    )
+    norm, colours = _weight_colours(found)
+    assert norm.vmin is not None
+    assert norm.vmax is not None
+    for panel, (layer, head) in zip(axes, maps):
+        weights = layer.weights[head]
+        if causal:
+            weights = np.ma.masked_where(np.triu(np.ones_like(weights, bool), 1), weights)
+        image = panel.imshow(weights, cmap=colours, norm=norm, extent=(0.5, time + 0.5, time + 0.5, 0.5))
+        panel.set_title(f"layer {layer.layer}, head {head}", fontsize=9, color=figures.INK)
+        _style(panel)
+        if named:
+            _name_tokens(panel.xaxis, labels, side)
+            _name_tokens(panel.yaxis, labels, side, turn=False)
+    for panel in axes[len(maps) :]:
+        panel.set_visible(False)
+    bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 4 / (rows * side)), aspect=25, pad=0.01)
+    _style_bar(bar, "weight of a value in an output")
+    ticks = [*(-x for x in reversed(_WEIGHT_TICKS)), 0, *_WEIGHT_TICKS]
+    bar.set_ticks([x for x in ticks if norm.vmin <= x <= norm.vmax])
+    figure.supxlabel("token that is read (key)", fontsize=10, color=figures.INK)
+    figure.supylabel("token that reads (query)", fontsize=10, color=figures.INK)
+    _title(figure, f"Attention maps · {about}")
+    figures.save(figure, path)
+
+
+def draw_half_lives(
+    path: pathlib.Path, found: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, about: str
+) -> None:
+    """A row a head, of its value channels the median."""
+    values = [layer.half_life for layer in found if layer.half_life is not None]
+    by_channel = values[0].ndim == 3
+    strips = [np.median(x, axis=-1) if by_channel else x for x in values]
+    low, high = (float(x) for x in np.clip([np.min(strips), np.max(strips)], *_HALF_LIVES))
+    norm = matplotlib.colors.LogNorm(low, max(high, 1.01 * low))
+    figure, bar = _draw_strips(found, strips, labels, norm, "viridis")
+    bar.formatter = matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:,g}")
+    bar.update_ticks()
+    _style_bar(bar, "half-life (tokens)")
+    whose = "the median value channel of a head" if by_channel else "a head"
+    _title(
+        figure,
+        f"Half-lives · {about}",
+        f"tokens until the decay halves what {whose} remembers, if each decayed as this one does",
+    )
+    figures.save(figure, path)
+
+
+def draw_rotations(
+    path: pathlib.Path, found: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, about: str
+) -> None:
+    """A row a head: the fastest pair's rate, or of rates by pair the mean, as if each were the fastest."""
+    rates = [layer.rate for layer in found if layer.rate is not None]
+    theta = found[0].theta
+    assert theta is not None  # with rates
+    by_pair = rates[0].ndim == 3
+    strips = [theta[0] * (rate.mean(axis=-1) if by_pair else rate) for rate in rates]
+    span = max(float(np.abs(np.array(strips) - theta[0]).max()), 0.01)
+    norm = matplotlib.colors.CenteredNorm(theta[0], span)
+    figure, bar = _draw_strips(found, strips, labels, norm, "PuOr_r")
+    _style_bar(bar, "rotation (radians a token)")
+    whose = "mean of all pairs of dimensions, each as if it were" if by_pair else "of"
+    _title(
+        figure,
+        f"Rotation rates · {about}",
+        f"{whose} the fastest pair, which rope turns by {theta[0]:.2f}; the slowest turns {theta[-1] / theta[0]:.2g} "
+        f"times as far",
+    )
+    figures.save(figure, path)
+
+
+def _draw_strips(
+    found: Sequence[attention_maps.LayerMaps],
+    strips: Sequence[Float[np.ndarray, "K T"]],
+    labels: Sequence[str],
+    norm: matplotlib.colors.Normalize,
+    colours: str,
+) -> tuple[matplotlib.figure.Figure, Any]:
+    """A panel a layer, a row a head and a column a token; the figure and its colour bar."""
+    heads, time = strips[0].shape
+    width = float(np.clip(time * _WIDE_NAME, *_STRIPS))
+    height = len(found) * (max(heads * _STRIP_ROW, 0.7) + 0.25) + 1.6
+    figure, axes = figures.make(rows=len(found), width=width + 2, height=height, sharex=True)
+    extent = (0.5, time + 0.5, heads - 0.5, -0.5)
+    for panel, layer, strip in zip(axes, found, strips):
+        image = panel.imshow(
+            strip, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="none"
+        )
+        panel.set_title(f"layer {layer.layer}", fontsize=9, color=figures.INK, loc="left")
+        panel.set_yticks(range(heads))
+        panel.set_ylabel("head", fontsize=9, color=figures.INK)
+        _style(panel)
+    if time * _NAME <= width:
+        _name_tokens(axes[-1].xaxis, labels, width)
+    axes[-1].set_xlabel("token", fontsize=10, color=figures.INK)
+    bar = figure.colorbar(image, ax=axes, aspect=20, pad=0.01, extend=_extend(strips, norm))
+    return figure, bar
+
+
+def _extend(strips: Sequence[Float[np.ndarray, "K T"]], norm: matplotlib.colors.Normalize) -> str:
+    """At which ends of the colours there are values beyond, as Matplotlib calls it."""
+    assert norm.vmin is not None
+    assert norm.vmax is not None
+    below, above = np.min(strips) < norm.vmin - 1e-6, np.max(strips) > norm.vmax + 1e-6
+    return ("both" if above else "min") if below else ("max" if above else "neither")
+
+
+def _weight_colours(
+    found: Sequence[attention_maps.LayerMaps],
+) -> tuple[matplotlib.colors.FuncNorm, matplotlib.colors.Colormap]:
+    """Colours of weights by their square roots, so that those of long rows can be seen."""
+    low = min(float(layer.weights.min()) for layer in found)
+    largest = max(float(np.abs(layer.weights).max()) for layer in found)
+    norm = matplotlib.colors.FuncNorm(
+        (lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x**2),
+        vmin=-largest if low < 0 else 0,
+        vmax=largest,
+    )
+    return norm, matplotlib.colormaps["RdBu_r" if low < 0 else "magma_r"].with_extremes(bad=_UNSEEN)
+
+
+def _name_tokens(axis: Any, labels: Sequence[str], length: float, *, turn: bool = True) -> None:
+    """A label a token along an axis of so many inches."""
+    axis.set_ticks(
+        range(1, len(labels) + 1),
+        labels,
+        fontsize=8.5 if len(labels) * _WIDE_NAME <= length else 7,
+        rotation=90 if turn and max(map(len, labels)) > 2 else 0,
+        parse_math=False,  # two dollars are no formula
+        color=figures.INK,
+    )
+    axis.set_tick_params(length=0)
+
+
+def _style(axes: matplotlib.axes.Axes) -> None:
+    axes.spines[:].set_color(_EDGE)
+    axes.tick_params(colors=figures.INK, labelsize=8, length=2)
+
+
+def _style_bar(bar: Any, label: str) -> None:
+    bar.set_label(label, color=figures.INK, fontsize=9)
+    bar.ax.tick_params(colors=figures.INK, labelsize=8)
+    bar.outline.set_edgecolor(_EDGE)
+
+
+def _title(figure: matplotlib.figure.Figure, *lines: str) -> None:
+    characters = int(_CHARACTERS * figure.get_figwidth())
+    wrapped = [part for line in lines for part in textwrap.wrap(line, characters)]
+    figure.suptitle("\n".join(wrapped), x=0.01, ha="left", fontsize=10.5, color=figures.INK)

@@ -1,0 +1,96 @@
+"""What the layers of a model do with one text: attention maps, half-lives of decays, rotation rates."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int
+
+from sympow_jax import layers, models
+from sympow_jax.array_types import Array
+
+__all__ = ["LayerMaps", "attention_maps"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMaps:
+    """One layer's.
+
+    weights: of the value of each token (last axis) in the output of each (second last), as `layers.AttentionMaps`.
+    half_life: after how many tokens the head, or its value channel, would have forgotten half, did it always forget
+        as it does at this one: ln 2 / -log_decay, infinite where nothing is forgotten. None without a gate.
+    rate: by how much a token moves on the learned position of the head, or of each of its pairs; None unless learned.
+    theta: radians by which a pair turns at rate 1, the fastest first; None without rates.
+    """
+
+    layer: int
+    weights: Float[np.ndarray, "N T T"]
+    half_life: Float[np.ndarray, "K T ..."] | None
+    rate: Float[np.ndarray, "K T ..."] | None
+    theta: Float[np.ndarray, " pairs"] | None
+
+
+def attention_maps(
+    model: models.DecoderLM | models.Encoder, tokens: Sequence[int], wanted: Sequence[int]
+) -> list[LayerMaps]:
+    """The maps of the layers `wanted`, counted from 0, for one row of tokens: T x T numbers a head."""
+    # GPUs would round the factors of float32 products.
+    with jax.default_matmul_precision("highest"):
+        given = _given(*nnx.split(model), np.array([tokens], np.int32))
+        return [_layer_maps(model, layer, given[layer]) for layer in wanted]
+
+
+def _layer_maps(model: models.DecoderLM | models.Encoder, layer: int, x: Float[Array, "1 T M"]) -> LayerMaps:
+    attention = model.blocks[layer].attention
+    maps = _maps(*nnx.split(attention), x)
+    return LayerMaps(
+        layer=layer,
+        weights=np.asarray(maps.weights[0]),
+        half_life=None if maps.log_decay is None else _half_life(_heads_first(maps.log_decay)),
+        rate=None if maps.rate is None else _heads_first(maps.rate),
+        theta=attention.positions.theta(),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _given(
+    graph: nnx.GraphDef, variables: nnx.State, tokens: Int[Array, "1 T"]
+) -> list[Float[Array, "1 T M"]]:
+    """What the attention of each layer is given."""
+    model = nnx.merge(graph, variables)
+    # Rematerialised blocks would be copies, which hear for themselves.
+    model.config = dataclasses.replace(model.config, remat="none")
+    for block in model.blocks:
+        block.attention = _Listening(block.attention)
+    model.hidden(tokens)
+    return [block.attention.heard for block in model.blocks]
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _maps(graph: nnx.GraphDef, variables: nnx.State, x: Float[Array, "1 T M"]) -> layers.AttentionMaps:
+    return nnx.merge(graph, variables).maps(x)
+
+
+class _Listening(nnx.Module):
+    """A layer that keeps what it is given."""
+
+    def __init__(self, layer: layers.Attention):
+        self.layer = layer
+        self.heard: Array | None = nnx.data(None)
+
+    def __call__(self, x: Float[Array, "B T M"], **options) -> Float[Array, "B T M"]:
+        self.heard = x
+        return self.layer(x, **options)
+
+
+def _heads_first(x: Float[Array, "1 T K ..."]) -> Float[np.ndarray, "K T ..."]:
+    return np.swapaxes(np.asarray(x[0]), 0, 1)
+
+
+def _half_life(log_decay: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    with np.errstate(divide="ignore"):
+        return math.log(2) / np.abs(log_decay)

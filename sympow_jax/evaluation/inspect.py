@@ -1,0 +1,210 @@
+"""Pictures of what a trained model does with a text:
+
+python -m sympow_jax.evaluation.inspect --workdir=runs/quickstart --text="def main():"
+"""
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sympow_jax import config as config_lib
+from sympow_jax import generation, models
+from sympow_jax.evaluation import attention_figures, attention_maps, workdirs
+from sympow_jax.training import checkpoint, cli, workdir
+
+__all__ = ["inspect", "main"]
+
+# Of a text, and of all maps together: what pictures show, and a JSON file of tens of megabytes.
+MAX_TOKENS = 1024
+MAX_WEIGHTS = 2**24
+_DECIMALS = 7
+
+
+def inspect(
+    folder: str | os.PathLike[str],
+    text: bytes,
+    *,
+    name: str = "the text",
+    layer: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    tokenizer: str | None = None,
+) -> list[str]:
+    """Writes attention.png, half_life.png, rotation.png and inspect.json; returns what was written, and what was not.
+
+    Args:
+      folder: the workdir of a run, whose newest checkpoint is taken.
+      text: bytes, in UTF-8 where the tokenizer reads text.
+      name: what errors call the text.
+      layer: the one to show, from 0; None shows all.
+      out: the folder to write to; None is `inspect` in the workdir.
+      tokenizer: as `generation.codec_of_run`.
+
+    Raises:
+      ValueError: the folder holds no run of tokens or no checkpoint, the text is empty, too long or not in the
+        vocabulary, there is no such layer, or `out` cannot be written.
+    """
+    folder = pathlib.Path(folder)
+    settings = workdir.read_config(folder)
+    if settings.model.patch_size is not None:
+        raise ValueError(f"{folder} holds a run on images; only models that read text can be inspected")
+    wanted = _wanted(settings, layer)
+    checkpoint.require_checkpoint(folder)
+    codec = generation.codec_of_run(settings, tokenizer)
+    tokens = codec.encode(text, name)
+    _require_few(settings, len(tokens), len(wanted), name)
+    target = workdirs.writable_folder(folder / "inspect" if out is None else out)
+
+    _, model, step = checkpoint.restore_exact(folder)
+    assert isinstance(model, models.DecoderLM | models.Encoder)
+    found = attention_maps.attention_maps(model, tokens, wanted)
+    attention = settings.model.attention
+    about = {
+        "run": folder.absolute().name,
+        "step": step,
+        "kernel": attention.kernel,
+        "decay": attention.decay,
+        "position": attention.position,
+    }
+    texts = [_text_of(codec, token) for token in tokens]
+    with workdirs.writing(target):
+        content = about | {"tokens": tokens, "text": [text.decode(errors="replace") for text in texts]}
+        _write_json(target / "inspect.json", found, content, causal=attention.causal)
+        labels = [attention_figures.visible(text) for text in texts]
+        said = _draw(target, found, labels, about, causal=attention.causal)
+    return [f"wrote {target / 'inspect.json'}: the numbers for {len(tokens)} tokens", *said]
+
+
+def _wanted(settings: config_lib.Config, layer: int | None) -> Sequence[int]:
+    count = settings.model.layers
+    if layer is None:
+        return range(count)
+    if not 0 <= layer < count:
+        raise ValueError(f"--layer is {layer}; the model has layers 0 to {count - 1}")
+    return [layer]
+
+
+def _require_few(settings: config_lib.Config, tokens: int, layers: int, name: str) -> None:
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"{name} has {tokens} tokens; maps are made of at most {MAX_TOKENS}: shorten it")
+    heads = settings.model.heads
+    if layers * heads * tokens**2 > MAX_WEIGHTS:
+        most = math.isqrt(MAX_WEIGHTS // (layers * heads))
+        raise ValueError(
+            f"{layers} layers of {heads} heads and {tokens} tokens are {layers * heads * tokens**2} weights, more than "
+            f"{MAX_WEIGHTS}: choose one with --layer, or shorten {name} to {most} tokens"
+        )
+
+
+def _text_of(codec: generation.Codec, token: int) -> bytes:
+    # The id in front of a document need not be one of the tokenizer's.
+    return codec.decode([token]) or f"<{token}>".encode()
+
+
+def _draw(
+    target: pathlib.Path,
+    found: Sequence[attention_maps.LayerMaps],
+    labels: Sequence[str],
+    about: dict[str, Any],
+    *,
+    causal: bool,
+) -> list[str]:
+    """Draws what there is, and says so."""
+    run = "{run}, step {step}: kernel {kernel}, decay {decay}, position {position}".format(**about)
+    path = target / "attention.png"
+    attention_figures.draw_weights(path, found, labels, about=run, causal=causal)
+    said = [f"wrote {path}: what each token reads, a map a head"]
+    if found[0].half_life is None:
+        said.append("no half_life.png: the attention has no decay")
+    else:
+        path = target / "half_life.png"
+        attention_figures.draw_half_lives(path, found, labels, about=run)
+        said.append(f"wrote {path}: tokens until the decay halves")
+    if found[0].rate is None:
+        said.append(f"no rotation.png: position {about['position']!r} has no rates that the text chooses")
+    else:
+        path = target / "rotation.png"
+        attention_figures.draw_rotations(path, found, labels, about=run)
+        said.append(f"wrote {path}: radians a token")
+    return said
+
+
+def _write_json(
+    path: pathlib.Path,
+    found: Sequence[attention_maps.LayerMaps],
+    about: dict[str, Any],
+    *,
+    causal: bool,
+) -> None:
+    """`about` and the numbers of each layer; a causal row of weights ends with its own token."""
+    records = []
+    for layer in found:
+        heads = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
+        records.append(
+            {
+                "layer": layer.layer,
+                "weights": [[row[: i + 1] for i, row in enumerate(rows)] for rows in heads]
+                if causal
+                else heads,
+                "half_life": _numbers(layer.half_life),
+                "rate": _numbers(layer.rate),
+            }
+        )
+    content = about | {"theta": _numbers(found[0].theta), "layers": records}
+    path.write_text(json.dumps(content, allow_nan=False) + "\n")
+
+
+def _numbers(values: np.ndarray | None) -> Any:
+    """Lists; null for infinity, which JSON lacks."""
+    if values is None:
+        return None
+    numbers = values.astype(object)
+    numbers[~np.isfinite(values)] = None
+    return numbers.tolist()
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = cli.Parser(
+        prog="python -m sympow_jax.evaluation.inspect",
+        description="Draws what a trained model does with a text: attention maps (attention.png), half-lives of decays "
+        "(half_life.png) and rotation rates (rotation.png), and writes the numbers to inspect.json.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="the workdir of a run of train.py")
+    texts = parser.add_mutually_exclusive_group(required=True)
+    texts.add_argument("--text", metavar="TEXT", help=f"of at most {MAX_TOKENS} tokens")
+    texts.add_argument("--text_file", metavar="FILE", help="a file that holds the text")
+    parser.add_argument("--layer", type=int, metavar="L", help="one layer, from 0 (default: all)")
+    parser.add_argument("--out", metavar="DIR", help="the folder to write to (default: WORKDIR/inspect)")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="the tokenizer that made the tokens of data.source tokens or longcrawl64: a `tokenizers` JSON file, a "
+        ".tiktoken file, or the name of a tiktoken encoding",
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
+    with cli.user_errors():
+        flags = _parse(arguments)
+        # As the shell gave it, UTF-8 or not.
+        given = flags.text_file is None
+        text = os.fsencode(flags.text) if given else pathlib.Path(flags.text_file).read_bytes()
+        name = "--text" if given else f"--text_file={flags.text_file}"
+        for line in inspect(
+            flags.workdir, text, name=name, layer=flags.layer, out=flags.out, tokenizer=flags.tokenizer
+        ):
+            print(line)
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,291 @@
+"""Pictures of a text from the command line, and their numbers."""
+
+import json
+import math
+
+import numpy as np
+import PIL.Image
+import pytest
+from flax import nnx
+
+from sympow_jax import config, models
+from sympow_jax.evaluation import attention_figures, attention_maps, inspect
+from sympow_jax.training import checkpoint, sharding, step, workdir
+
+TEXT = "the quick brown fox"
+WIDTH, HEADS, LAYERS = 16, 2, 2
+
+
+def save_run(folder, settings):
+    """A run whose checkpoint of step 2 is how it began."""
+    workdir.open_workdir(folder, settings)
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        checkpoints.save(2, step.init_state(settings, sharding.make_mesh(settings)), {})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run `a` over bytes below 128, with a checkpoint; without one `untrained`, `images` and `tokens`."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = config.Config(
+        model=config.ModelConfig(vocab_size=128, layers=LAYERS, width=WIDTH, heads=HEADS, dtype="bfloat16"),
+        data=config.DataConfig(context_length=16, batch_tokens=64),
+        training=config.TrainingConfig(steps=2),
+    )
+    save_run(folder / "a", settings)
+    changes = {
+        "untrained": {},
+        "images": {
+            "task": {"name": "classification", "classes": 2},
+            "model": {"patch_size": 4},
+            "data": {"source": "images", "paths": ["x"], "image_size": 16},
+        },
+        "tokens": {"data": {"source": "tokens", "paths": ["x.bin"]}},
+    }
+    for name, change in changes.items():
+        changed = json.loads((folder / "a" / "config.json").read_text())
+        for key, values in change.items():
+            changed[key] |= values
+        if name == "images":
+            changed["model"]["attention"] |= {
+                "kernel": "softmax",
+                "decay": "none",
+                "position": "rope",
+                "causal": False,
+            }
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(changed))
+    (folder / "tokens" / "checkpoints" / "2").mkdir(parents=True)
+    (folder / "text").write_text(TEXT)
+    (folder / "long").write_text("a" * 1025)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(runs):
+    """What inspect wrote about `TEXT`."""
+    out = runs / "out"
+    assert inspect.main([f"--workdir={runs}/a", f"--text_file={runs}/text", f"--out={out}"]) == 0
+    return json.loads((out / "inspect.json").read_text())
+
+
+def model_of(preset, *, layers=1, heads=HEADS, kv_heads=None, seed=0, **changes):
+    settings = config.ModelConfig(
+        vocab_size=128,
+        layers=layers,
+        width=WIDTH,
+        heads=heads,
+        kv_heads=kv_heads,
+        dtype="float32",
+        remat="full",
+        attention=config.preset(preset, **changes),
+    )
+    model = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
+    for block in model.blocks:
+        for name in ("query", "key", "decay", "rate"):
+            if hasattr(block.attention, name):
+                getattr(block.attention, name).kernel[...] *= 20
+    return model
+
+
+def exactly(parameter):
+    return np.asarray(parameter[...], np.float64)
+
+
+def input_of_first_layer(model, tokens):
+    """In float64: the embedding through two LayerNorms."""
+    x = exactly(model.embedding)[tokens]
+    for norm in (model.embedding_norm, model.blocks[0].attention_norm):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+        x = x * exactly(norm.scale) + exactly(norm.bias)
+    return x
+
+
+def test_weights_are_the_formulas_of_a_power_model():
+    model = model_of("sympow_gated", kv_heads=1)
+    tokens = list(TEXT.encode())
+    (found,) = attention_maps.attention_maps(model, tokens, [0])
+    np.testing.assert_allclose(found.weights.sum(-1), 1, atol=1e-6)
+
+    attention, x = model.blocks[0].attention, input_of_first_layer(model, tokens)
+    query = (x @ exactly(attention.query.kernel)).reshape(len(tokens), HEADS, -1)
+    key = x @ exactly(attention.key.kernel)
+    log_decay = -np.log1p(np.exp(-(x @ exactly(attention.decay.kernel))))
+    theta = 2 * np.pi * 65_536.0 ** (-2 * np.arange(4) / 8)
+
+    def rope(x):
+        angles = np.arange(len(tokens))[:, None] * theta
+        angles = angles if x.ndim == 2 else angles[:, None]
+        even, odd = x[..., 0::2], x[..., 1::2]
+        turned = [even * np.cos(angles) - odd * np.sin(angles), even * np.sin(angles) + odd * np.cos(angles)]
+        return np.stack(turned, -1).reshape(x.shape)
+
+    scores = np.einsum("tnd,sd->nts", rope(query), rope(key)) ** 2
+    total = np.cumsum(log_decay[:, 0])
+    scores *= np.tril(np.exp(np.minimum(total[:, None] - total, 0)))
+    expected = scores / scores.sum(-1, keepdims=True)
+    assert np.linalg.norm(found.weights - expected) < 1e-5 * np.linalg.norm(expected)
+    np.testing.assert_allclose(found.half_life, math.log(2) / -log_decay.T, rtol=1e-5)
+
+
+def test_the_numbers_are_those_of_the_run(runs, written):
+    assert written["run"] == "a"
+    assert written["step"] == 2
+    assert "".join(written["text"]) == TEXT
+    assert written["tokens"] == list(TEXT.encode())
+    _, model, _ = checkpoint.restore_exact(runs / "a")
+    assert model.config.dtype == "float32"
+    maps = attention_maps.attention_maps(model, written["tokens"], range(LAYERS))
+    for layer, expected in zip(written["layers"], maps, strict=True):
+        assert len(layer["weights"]) == HEADS
+        for rows, weights in zip(layer["weights"], expected.weights):
+            assert [len(row) for row in rows] == list(range(1, len(TEXT) + 1))
+            np.testing.assert_allclose([sum(row) for row in rows], 1, atol=1e-5)
+            np.testing.assert_allclose(rows[-1], weights[-1], atol=1e-6)
+        np.testing.assert_allclose(layer["half_life"], expected.half_life, rtol=1e-6)
+        np.testing.assert_allclose(layer["rate"], expected.rate, rtol=1e-6)
+    # Half-lives and rates are those of the layer's projections.
+    attention, x = model.blocks[0].attention, input_of_first_layer(model, written["tokens"])
+    decay = np.log1p(np.exp(-(x @ exactly(attention.decay.kernel))))
+    np.testing.assert_allclose(written["layers"][0]["half_life"], math.log(2) / decay.T, rtol=1e-5)
+    rate = 1 + np.tanh(x @ exactly(attention.rate.kernel))
+    np.testing.assert_allclose(written["layers"][0]["rate"], rate.T, rtol=1e-5)
+    assert written["theta"][0] == pytest.approx(2 * math.pi)
+
+
+def test_the_pictures(runs, written):
+    for name in ("attention", "half_life", "rotation"):
+        with PIL.Image.open(runs / "out" / f"{name}.png") as picture:
+            width, height = picture.size
+            assert width > 500
+            assert height > 200
+            assert len(picture.convert("RGB").getcolors(2**24)) > 20
+
+
+def test_one_layer(runs, capsys):
+    assert inspect.main([f"--workdir={runs}/a", f"--text={TEXT}", "--layer=1"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1].rpartition("/")[2].rstrip(":") for line in printed] == [
+        "inspect.json",
+        "attention.png",
+        "half_life.png",
+        "rotation.png",
+    ]
+    found = json.loads((runs / "a" / "inspect" / "inspect.json").read_text())
+    assert [layer["layer"] for layer in found["layers"]] == [1]
+
+
+def test_what_is_left_out_is_said(tmp_path):
+    settings = config.Config(
+        model=config.ModelConfig(
+            vocab_size=128, layers=1, width=WIDTH, heads=HEADS, attention=config.preset("sympow")
+        ),
+        data=config.DataConfig(context_length=16, batch_tokens=64),
+    )
+    save_run(tmp_path / "plain", settings)
+    written = inspect.inspect(tmp_path / "plain", b"fox")
+    assert [line.split()[:2] for line in written[2:]] == [["no", "half_life.png:"], ["no", "rotation.png:"]]
+    assert {path.name for path in (tmp_path / "plain" / "inspect").iterdir()} == {
+        "attention.png",
+        "inspect.json",
+    }
+
+
+def draw(found, tokens, folder):
+    labels = [attention_figures.visible(bytes([token])) for token in tokens]
+    attention_figures.draw_weights(folder / "attention.png", found, labels, about="x", causal=True)
+    if found[0].half_life is not None:
+        attention_figures.draw_half_lives(folder / "half_life.png", found, labels, about="x")
+    if found[0].rate is not None:
+        attention_figures.draw_rotations(folder / "rotation.png", found, labels, about="x")
+    return {path.stem for path in folder.glob("*.png")}
+
+
+@pytest.mark.parametrize(
+    ("heads", "time", "numbers"), [(1, 1, "one a head"), (5, 12, "vectors"), (3, 130, "one a head")]
+)
+def test_pictures_of_all_sizes(heads, time, numbers, tmp_path):
+    random = np.random.default_rng(0)
+    shape = (heads, time, 4) if numbers == "vectors" else (heads, time)
+    half_life = random.uniform(0.01, 10, shape)
+    half_life[0, 0] = math.inf
+    found = attention_maps.LayerMaps(
+        layer=1,
+        weights=random.uniform(-0.1, 1, (heads, time, time)),  # of both signs
+        half_life=half_life,
+        rate=random.uniform(0, 2, shape),
+        theta=np.array([6.28, 1.0, 0.1, 0.01]),
+    )
+    tokens = [*b"a $b$ and\nc"] * time
+    assert draw([found], tokens[:time], tmp_path) == {"attention", "half_life", "rotation"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        *(pytest.param(name, {}, id=name) for name in config.PRESETS),
+        pytest.param(
+            "conformal", {"decay": "channel_learned", "position": "learned_rope_pairs"}, id="vectors"
+        ),
+    ],
+)
+def test_every_preset_can_be_drawn(preset, changes, tmp_path):
+    model = model_of(preset, layers=2, heads=4, **changes)
+    tokens = list(b"a $b$ and\nc")
+    drawn = draw(attention_maps.attention_maps(model, tokens, range(2)), tokens, tmp_path)
+    attention = model.config.attention
+    assert ("half_life" in drawn) == (attention.decay != "none")
+    assert ("rotation" in drawn) == ("learned" in attention.position)
+    assert "attention" in drawn
+
+
+def test_labels_of_tokens():
+    visible = attention_figures.visible
+    assert [visible(x) for x in (b"a", b" the", b"\n", b"\xff", b"\x00", "é".encode())] == [
+        "a",
+        "␣the",
+        "⏎",
+        "ff",
+        "0",
+        "é",
+    ]
+    assert visible("漢".encode()) == "6f22"  # not in the font
+    assert visible(b"a" * 40) == "a" * 11 + "…"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workdir={runs}/nothing", "--text=a"], "is not the workdir of a run"),
+        (["--workdir={runs}/untrained", "--text=a"], "has no checkpoint"),
+        (["--workdir={runs}/images", "--text=a"], "a run on images"),
+        (["--workdir={runs}/tokens", "--text=a"], "--tokenizer=FILE"),
+        (["--workdir={runs}/a", "--text="], "--text is empty"),
+        (["--workdir={runs}/a", "--text=café"], "vocabulary of 128 lacks: 169, 195"),
+        (["--workdir={runs}/a", "--text=a", "--layer=2"], "--layer is 2; the model has layers 0 to 1"),
+        (["--workdir={runs}/a", "--text=a", "--layer=-1"], "--layer is -1"),
+        (["--workdir={runs}/a", "--text=a", "--layer=first"], "invalid int value: 'first'"),
+        (["--workdir={runs}/a", "--text_file={runs}/long"], "has 1025 tokens; maps are made of at most 1024"),
+        (["--workdir={runs}/a", "--text_file={runs}/nothing"], "No such file"),
+        (["--workdir={runs}/a", "--text=a", "--out={runs}/text"], "cannot write the results to {runs}/text"),
+        (["--workdir={runs}/a"], "one of the arguments --text --text_file is required"),
+        (["--workdir={runs}/a", "--text=a", "--text_file={runs}/text"], "not allowed with"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        inspect.main([argument.format(runs=runs) for argument in arguments])
+    assert stopped.value.code == 1
+    printed, error = capsys.readouterr()
+    assert printed == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message.format(runs=runs) in error
+
+
+def test_all_maps_together_have_a_limit(runs, monkeypatch):
+    monkeypatch.setattr(inspect, "MAX_WEIGHTS", 400)
+    with pytest.raises(ValueError, match=r"2 layers of 2 heads and 11 tokens are 484 weights.*to 10 tokens"):
+        inspect.inspect(runs / "a", b"a" * 11)

@@ -1,0 +1,85 @@
+"""A model trained on text: the same logits by every form and step by step, and the same greedy text."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import train
+from sympow_jax import generation, models
+from sympow_jax.training import checkpoint
+from tests.generation import small
+from tests.ops import cases
+
+ROOT = pathlib.Path(__file__).parents[2]
+TIME = 4096
+BOUND = 1e-5
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The model of `configs/quickstart.py` after 100 updates."""
+    folder = tmp_path_factory.mktemp("run")
+    arguments = [f"--config={ROOT}/configs/quickstart.py", f"--workdir={folder}"]
+    arguments += ["--config.training.steps=100", "--config.evaluation.context_lengths=64"]
+    assert train.main(arguments) == 0
+    return checkpoint.restore_model(folder)[1]
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Bytes of the Python standard library."""
+    return np.frombuffer(pathlib.Path(dataclasses.__file__).read_bytes()[:TIME], np.uint8).astype(np.int32)
+
+
+def in_form(model, form):
+    """The model with another form of attention and the same parameters."""
+    graph = dataclasses.replace(
+        model.config, attention=dataclasses.replace(model.config.attention, form=form)
+    )
+    other = models.DecoderLM(graph, rngs=nnx.Rngs(0))
+    nnx.update(other, nnx.state(model, nnx.Param))
+    return other
+
+
+@nnx.jit
+def by_steps(model, tokens):
+    """The logits behind each token, from one state to the next."""
+    state = generation.init_state(model, 1)
+
+    def step(state, token):
+        logits, state = generation.decode(model, state, token[None])
+        return state, logits[0]
+
+    return jax.lax.scan(step, state, tokens)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_forms_and_steps_agree_over_4096_tokens(trained, text):
+    tokens = jnp.asarray(text)
+    expected = small.whole(in_form(trained, "attention"), tokens[None])[0]
+    assert (expected.argmax(-1)[:-1] == text[1:]).mean() > 0.2  # it has learned something
+    for found in (small.whole(in_form(trained, "chunked"), tokens[None])[0], by_steps(trained, tokens)):
+        assert cases.error(found, expected) <= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_greedy_text_is_identical(trained, text):
+    """Behind prompts that the state is made of, and behind one whose keys are kept until they are folded."""
+    model = in_form(trained, "attention")
+    count = 96
+    for length in (40, 380, 2000):
+        prompt = text[:length]
+        blocks = generation.generate(
+            trained, [prompt.tolist()], max_tokens=count, sampling=generation.Sampling(temperature=0)
+        )
+        found = np.concatenate(list(blocks), axis=1)[0]
+        # Each token is the likeliest behind those before it, so the other form's greedy text is the same.
+        logits = small.whole(model, np.concatenate([prompt, found])[None])[0]
+        np.testing.assert_array_equal(found, logits[length - 1 : -1].argmax(-1))

@@ -1,0 +1,103 @@
+"""Attention maps are what makes a layer's output of its values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, layers
+
+WIDTH, HEADS, TIME = 16, 4, 20
+# Those of powers take longer; tests/evaluation/test_inspect.py holds one to the formula.
+BY_DEFAULT = ("expressive", "linear_lrpe", "softmax_alibi")
+OTHERS = {
+    "whole document": {"kernel": "softmax", "decay": "none", "position": "rope", "causal": False},
+    "linear, whole document": {"kernel": "linear", "decay": "none", "position": "rope", "causal": False},
+    "rates by pair": {"position": "learned_rope_pairs"},
+    "spe": {"kernel": "linear", "decay": "none", "position": "spe"},
+    "turned normaliser": {"kernel": "linear", "decay": "none", "position": "rope", "normaliser": "rotated"},
+}
+
+
+def make(attention, kv_heads=2):
+    settings = config.ModelConfig(
+        vocab_size=8,
+        layers=1,
+        width=WIDTH,
+        heads=HEADS,
+        kv_heads=kv_heads,
+        dtype="float32",
+        attention=attention,
+    )
+    layer = layers.Attention(settings, rngs=nnx.Rngs(0))
+    for name in ("query", "key", "value", "decay", "rate"):
+        if hasattr(layer, name):
+            getattr(layer, name).kernel[...] *= 20
+    layer.out.kernel[...] = jnp.eye(WIDTH)
+    return layer
+
+
+def inputs():
+    # Two documents, and padding in front of the second.
+    segments = jnp.array([[0] * 12 + [-1] * 2 + [1] * (TIME - 14), [0] * TIME])
+    return jax.random.normal(jax.random.key(1), (2, TIME, WIDTH)), segments
+
+
+@nnx.jit
+def maps_of(layer, x, segment_ids):
+    return layer.maps(x, segment_ids=segment_ids)
+
+
+def values_of(layer, x):
+    heads = x @ layer.value.kernel[...]
+    heads = heads.reshape(*x.shape[:2], layer.kv_heads, layer.head_dim)
+    return np.repeat(np.asarray(heads, np.float64), HEADS // layer.kv_heads, axis=2)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        *(pytest.param(config.preset(name), id=name) for name in BY_DEFAULT),
+        *(
+            pytest.param(config.preset(name), id=name, marks=pytest.mark.slow)
+            for name in config.PRESETS
+            if name not in BY_DEFAULT
+        ),
+        *(
+            pytest.param(config.AttentionConfig(**fields), id=name, marks=pytest.mark.slow)
+            for name, fields in OTHERS.items()
+        ),
+    ],
+)
+def test_outputs_are_values_by_weights(attention):
+    layer = make(attention)
+    x, segments = inputs()
+    maps = maps_of(layer, x, segments)
+    made = np.einsum("bnts,bsne->btne", np.asarray(maps.weights, np.float64), values_of(layer, x))
+    expected = np.asarray(nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, segments))
+    expected = expected.reshape(made.shape)
+    counts = np.asarray(segments)[..., None, None] >= 0
+    error = np.linalg.norm((made - expected) * counts) / np.linalg.norm(expected * counts)
+    assert error < 2e-6
+    assert (maps.log_decay is None) == (attention.decay == "none")
+    assert (maps.rate is None) == (not attention.position.startswith("learned_rope"))
+    assert (layer.positions.theta() is None) == (maps.rate is None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", ["channel_fixed", "channel_constant", "channel_learned"])
+def test_gates_by_channel_give_the_mean_over_channels(decay):
+    layer = make(config.AttentionConfig(decay=decay))
+    # Every channel of a head has the same values.
+    first = layer.value.kernel[...].reshape(WIDTH, layer.kv_heads, layer.head_dim)[..., :1]
+    layer.value.kernel[...] = jnp.broadcast_to(first, (*first.shape[:2], layer.head_dim)).reshape(WIDTH, -1)
+    x, segments = inputs()
+    maps = maps_of(layer, x, segments)
+    made = np.einsum("bnts,bsn->btn", np.asarray(maps.weights, np.float64), values_of(layer, x)[..., 0])
+    expected = np.asarray(nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, segments))
+    expected = expected.reshape(*x.shape[:2], HEADS, -1).mean(-1)
+    counts = np.asarray(segments)[..., None] >= 0
+    error = np.linalg.norm((made - expected) * counts) / np.linalg.norm(expected * counts)
+    assert error < 2e-6
+    assert maps.log_decay.shape == (2, TIME, layer.kv_heads, layer.head_dim)

@@ -1,0 +1,57 @@
+"""What is imported without the extra `train`, and what is said of what is missing."""
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+
+from sympow_jax import extras
+
+# Modules of the extra `train` that neither jax nor flax need, and so nobody has who installs the package alone.
+TRAINING = {"grain", "matplotlib", "ml_collections", "PIL", "tensorboardX"}
+
+
+def test_ops_layers_and_models_import_nothing_of_training():
+    code = f"""
+import sys
+from sympow_jax import ops
+assert "flax" not in sys.modules
+from sympow_jax import config, layers, models
+found = {TRAINING!r} & set(sys.modules)
+found |= {{name for name in sys.modules if name.startswith(("sympow_jax.data", "sympow_jax.training"))}}
+assert not found, found
+assert not any(name.startswith("pallas_kernels") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_train_has_what_it_imports():
+    required = importlib.metadata.requires("sympow-jax")
+    of_train = {line.partition(">")[0].lower() for line in required if "extra == 'train'" in line}
+    assert of_train >= {"grain", "matplotlib", "ml-collections", "pillow", "tensorboardx", "optax", "rich"}
+
+
+def test_something_missing_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ModuleNotFoundError) as raised, extras.required("train", "sympow_jax.data"):
+        importlib.import_module("grain")
+    expected = "sympow_jax.data needs grain, which is not installed: pip install 'sympow-jax[train]'"
+    assert str(raised.value) == expected
+    assert raised.value.name == "grain"
+    # The line of the innermost; a program names itself and has no traceback.
+    monkeypatch.setattr(sys, "argv", ["somewhere/train.py"])
+    with pytest.raises(SystemExit) as stopped, extras.required("train", "__main__"):
+        raise raised.value
+    assert stopped.value.code == "error: " + expected.replace("sympow_jax.data", "train.py")
+    monkeypatch.setattr(sys, "argv", ["-m"])
+    with pytest.raises(SystemExit) as stopped, extras.required("train", "sympow_jax.data"):
+        importlib.import_module("grain")
+    assert stopped.value.code == "error: " + expected
+
+
+def test_a_fault_of_the_package_is_none_of_the_users():
+    fault = pytest.raises(ModuleNotFoundError, match=r"^No module named 'sympow_jax\.nothing'$")
+    with fault, extras.required("train", "__main__"):
+        importlib.import_module("sympow_jax.nothing")
