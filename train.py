@@ -49,7 +49,8 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
             state = initial.begin(settings, mesh)
         else:
             state, position = restored
-            batches.set_state(position)
+            if position is not None:  # as in checkpoints of imported weights
+                batches.set_state(position)
         start = int(state.step)
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")

@@ -3,12 +3,14 @@
 import json
 import pathlib
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
+from flax import nnx
 
 import train
-from sympow_jax import config
+from sympow_jax import config, models
 from sympow_jax.training import flags
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -67,6 +69,17 @@ def test_the_encoders_of_glue_are_that_of_pretraining():
         assert settings.task.outputs == {"mnli": 3, "stsb": 1}.get(task, 2)
 
 
+@pytest.mark.parametrize(
+    ("size", "millions"),
+    [("gpt2", 124.4), ("gpt2-medium", 354.8), ("gpt2-large", 774.0), ("gpt2-xl", 1557.6)],
+)
+def test_gpt2_has_the_published_number_of_parameters(size, millions):
+    model = load(f"gpt2.py:{size}").model
+    shapes = nnx.eval_shape(lambda: models.DecoderLM(model, rngs=nnx.Rngs(0)))
+    count = sum(np.prod(x.shape) for x in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
+    assert round(count / 1e6, 1) == millions
+
+
 @pytest.mark.parametrize("method", config.LRPE_METHODS)
 def test_every_method_of_the_paper_fits(method):
     for spec in (
@@ -85,6 +98,7 @@ def test_every_method_of_the_paper_fits(method):
     [
         ("lra.py:images", "'images' in 'images' is not a task; it must be one of text, listops"),
         ("glue.py:wnli,type1", "'wnli' in 'wnli,type1' is not a task; it must be one of cola, sst2"),
+        ("gpt2.py:small", "'small' is not a size; it must be one of gpt2, gpt2-medium"),
         ("deit_small.py:type4", "method is 'type4'; it must be one of softmax, base"),
     ],
 )

@@ -18,13 +18,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(UV is None, reason="uv builds
 
 OP = """
 import jax.numpy as jnp
-from sympow_jax import config, layers, models, ops
+from sympow_jax import config, layers, models, ops, weights
 from flax import nnx
 x = jnp.ones((1, 8, 2, 4))
 out, state = ops.power_attention(x, x, x, return_state=True)
 assert jnp.allclose(out, 1), out
 settings = config.ModelConfig(vocab_size=16, layers=1, width=8, heads=2)
-print(models.DecoderLM(settings, rngs=nnx.Rngs(0))(jnp.zeros((1, 8), jnp.int32)).shape)
+model = models.DecoderLM(settings, rngs=nnx.Rngs(0))
+weights.save("model.safetensors", config.Config(model=settings), model)
+model = weights.load("model.safetensors", weights.read_settings("model.json"))
+print(model(jnp.zeros((1, 8), jnp.int32)).shape)
 import pallas_kernels
 import sympow_jax
 print(sympow_jax.__file__)
@@ -101,6 +104,7 @@ def test_imports_take_little_more_than_that_of_jax(python, tmp_path, names, most
         ["generate.py", "--workdir=x", "--prompt=y"],
         ["-m", "sympow_jax.data.prepare", "--format=bin", "--out=x", "y"],
         ["-m", "sympow_jax.evaluation.inspect", "--workdir=x", "--text=y"],
+        ["-m", "sympow_jax.weights", "export", "--workdir=x", "--out=y"],
     ],
 )
 def test_a_program_without_the_extra_says_so_in_one_line(python, tmp_path, command):

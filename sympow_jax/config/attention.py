@@ -9,7 +9,10 @@ __all__ = ["PRESETS", "AttentionConfig", "LrpeConfig", "SpeConfig", "preset"]
 
 KERNELS = ("softmax", "power", "linear", "expressive")
 DECAYS = ("none", "alibi", "learned", "channel_fixed", "channel_constant", "channel_learned")
-POSITIONS = ("none", "sinusoidal", "rope", "learned_rope", "learned_rope_pairs", "lrpe", "spe")
+POSITIONS = (
+    *("none", "sinusoidal", "learned_absolute"),
+    *("rope", "learned_rope", "learned_rope_pairs", "lrpe", "spe"),
+)
 FEATURE_MAPS = ("elu", "relu", "identity", "symmetric", "tensor")
 NORMALISERS = ("unrotated", "rotated")
 FORMS = ("attention", "chunked", "recurrent")
@@ -96,7 +99,8 @@ class AttentionConfig:
 
     `form`, `implementation`, `chunk_size` and `window` are those of `ops.power_attention`; None lets the op
     choose. The kernel `softmax` has the implementations of `ops.softmax_attention`; kept keys take its `xla`.
-    `max_document_length` is M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes.
+    `max_document_length` is M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes, and how many rows the
+    table of position `learned_absolute` has, beyond which there is no position.
 
     `power` is the degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel
     `linear`. Positions turn queries and keys, for the kernel `linear` behind the feature map; `normaliser` says which
@@ -140,6 +144,16 @@ class AttentionConfig:
         checks.require_at_least(2, **{"attention.max_document_length": self.max_document_length})
         self._check_composition()
 
+    @property
+    def adds_position(self) -> bool:
+        """Whether the model adds positions to the embedding; others turn queries and keys, in each layer."""
+        return self.position in ("sinusoidal", "learned_absolute")
+
+    @property
+    def longest_document(self) -> int | None:
+        """The tokens of the longest document that positions reach; None for any."""
+        return self.max_document_length if self.position == "learned_absolute" else None
+
     def _check_composition(self):
         if self.decay.startswith("channel") and self.kernel != "power":
             raise ValueError(
@@ -160,6 +174,12 @@ class AttentionConfig:
 PRESETS: dict[str, dict[str, Any]] = {
     "softmax": {"kernel": "softmax", "decay": "none", "position": "rope"},
     "softmax_alibi": {"kernel": "softmax", "decay": "alibi", "position": "none"},
+    "gpt2": {
+        "kernel": "softmax",
+        "decay": "none",
+        "position": "learned_absolute",
+        "max_document_length": 1024,
+    },
     "linear": {"kernel": "linear", "decay": "none", "position": "sinusoidal"},
     "linear_lrpe": {
         "kernel": "linear",

@@ -18,8 +18,10 @@ class ModelConfig:
     """A pre-norm transformer; `dtype` is that of the matrix products, parameters are float32.
 
     `activation` is that of the feed-forward layers, `norm` the normalisation in front of each half of a block and
-    behind the last: over the width, or over the batch with running means for evaluation. `patch_size` is the side of
-    the square patches that an image model embeds, of `channels` values a pixel; None embeds `vocab_size` tokens.
+    behind the last: over the width, or over the batch with running means for evaluation. `embedding_norm` is one more
+    behind the embedding, `biases` are those of all projections but decays and rotation rates; GPT-2 has biases and no
+    norm behind the embedding. `patch_size` is the side of the square patches that an image model embeds, of `channels`
+    values a pixel; None embeds `vocab_size` tokens.
 
     `remat` is what the backward pass finds of each block: `none`, all that the forward pass computed; `attention`, its
     input and the output of its attention, from which the rest is computed again but not attention itself; `full`, its
@@ -35,6 +37,8 @@ class ModelConfig:
     mlp_ratio: int = 4
     activation: str = "gelu"
     norm: str = "layer"
+    embedding_norm: bool = True
+    biases: bool = False
     patch_size: int | None = None
     channels: int = 3
     dtype: str = "bfloat16"

@@ -158,11 +158,6 @@ class Config:
                 f"evaluation.context_lengths is {self.evaluation.context_lengths} and task.name {task!r}; losses by "
                 f"position are of the task 'next_token': leave them out"
             )
-        if task == "next_token" and self.task.initial_run is not None:
-            raise ValueError(
-                f"task.initial_run is {self.task.initial_run!r} and task.name 'next_token'; a decoder starts from "
-                f"nothing"
-            )
 
     def _check_images(self):
         data, model = self.data, self.model

@@ -16,7 +16,8 @@ class TaskConfig:
 
     `mask_fraction` of the tokens are predicted by `masked_token`: of ten such, eight become `mask_token`, one a random
     token and one stays (Devlin et al. 2019), drawn anew each epoch (Liu et al. 2019). `initial_run` is the workdir of
-    a run whose last checkpoint the encoder starts from; None starts from nothing.
+    a run whose last checkpoint the model starts from, an encoder from an encoder and a decoder from a decoder, whose
+    attention may differ; None starts from nothing.
     """
 
     name: str = "next_token"

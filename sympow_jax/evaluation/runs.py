@@ -21,7 +21,7 @@ from sympow_jax.evaluation import buckets, plot, report, streaming
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.training import checkpoint, hosts
 
-__all__ = ["context_loss", "evaluate_runs", "select_documents"]
+__all__ = ["context_loss", "evaluate_runs", "require_places", "select_documents"]
 
 _FEW_DOCUMENTS = 20
 # What decides which documents are held out and how they become tokens; the rest of two runs may differ.
@@ -87,7 +87,8 @@ def evaluate_runs(
     the same held-out documents, chosen by `buckets.select_documents`. Prints a table and, below 20 documents,
     a warning. Of several processes each evaluates by itself; the first alone writes and prints. Returns the rows of
     the CSV. Raises `ValueError` where a workdir holds no run or no checkpoint, the
-    runs' data or vocabularies differ, a length exceeds every document, or `out` cannot be written.
+    runs' data or vocabularies differ, a length exceeds every document or the positions of a model, or `out` cannot be
+    written.
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     folder = workdirs_lib.writable_folder(out)
@@ -99,6 +100,8 @@ def evaluate_runs(
         lengths = configs[0].evaluation.context_lengths
     if documents is None:
         documents = configs[0].evaluation.documents
+    for path, config in zip(paths, configs):
+        require_places(config, lengths, f"the model of {path}")
     chosen = _choose_documents(configs[0], lengths, documents)
     count = len(chosen.tokens)
     if count < _FEW_DOCUMENTS:
@@ -174,6 +177,16 @@ def select_documents(
     buckets.check_lengths(lengths, first_position=2 - lead)
     indices = buckets.select_documents(heldout.lengths - lead, lengths[-1], count, together=heldout.together)
     return heldout, lead, indices
+
+
+def require_places(config: config_lib.Config, lengths: Sequence[int], name: str) -> None:
+    """Raises `ValueError` where lengths go beyond the learned positions of a model, which errors call `name`."""
+    longest = config.model.attention.longest_document
+    if longest is not None and lengths and lengths[-1] > longest:
+        raise ValueError(
+            f"{name} has learned positions for {longest} tokens (model.attention.max_document_length) and cannot be "
+            f"evaluated at {lengths[-1]}; give context lengths up to {longest}"
+        )
 
 
 def _require_same_data(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:

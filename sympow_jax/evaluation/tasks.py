@@ -17,6 +17,7 @@ def check_settings(config: config_lib.Config) -> None:
     if config.task.name != "next_token":
         heldout.open_rows(config)
     elif evaluation.context_lengths:
+        runs.require_places(config, evaluation.context_lengths, "the model")
         runs.select_documents(config, evaluation.context_lengths, evaluation.documents)
 
 

@@ -60,8 +60,8 @@ def prefill(
         `init_state(model, B, max_length=max_length)`.
 
     Raises:
-      ValueError: a row is empty or longer than T, a token is not in the vocabulary, the state is of another model or
-        batch, or `max_length` is missing (`init_state`).
+      ValueError: a row is empty or longer than T, or goes on beyond the model's learned positions, a token is not in
+        the vocabulary, the state is of another model or batch, or `max_length` is missing (`init_state`).
     """
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
         raise ValueError(
@@ -69,6 +69,7 @@ def prefill(
         )
     if not isinstance(lengths, jax.core.Tracer):
         _check_rows(model, tokens, np.asarray(lengths))
+        _check_places(model, np.asarray(lengths), state)
     if state is None:
         state = init_state(model, tokens.shape[0], max_length=max_length)
     return _prefill(*nnx.split(model), jnp.asarray(tokens), jnp.asarray(lengths), state)
@@ -79,7 +80,8 @@ def decode(
 ) -> tuple[Float[Array, "B V"], models.DecoderState]:
     """The logits of the token behind `token`, float32, and the state behind it; `state` stays as it is.
 
-    Raises ValueError for a state of another model or batch.
+    Logits are NaN beyond kept keys, and beyond the learned positions of models that have some. Raises ValueError for a
+    state of another model or batch.
     """
     return _decode(*nnx.split(model), state, jnp.asarray(token))
 
@@ -146,6 +148,20 @@ def _check_rows(model: models.DecoderLM, tokens: Array | np.ndarray, lengths: np
         row, place = np.argwhere(wrong)[0]
         raise ValueError(
             f"token {array[row, place]} at place {place} of row {row} is not in the vocabulary of {vocab_size}"
+        )
+
+
+def _check_places(model: models.DecoderLM, lengths: np.ndarray, state: models.DecoderState | None) -> None:
+    longest = model.config.attention.longest_document
+    position = None if state is None else state.position
+    if longest is None or isinstance(position and position.position, jax.core.Tracer):
+        return
+    before = np.zeros_like(lengths) if position is None else np.asarray(position.position)
+    if before.shape == lengths.shape and (before + lengths).max() > longest:
+        row = int((before + lengths).argmax())
+        raise ValueError(
+            f"row {row} has {lengths[row]} tokens behind {before[row]} others, but the model's learned positions end "
+            f"at {longest} tokens; shorten it"
         )
 
 

@@ -35,7 +35,7 @@ def generate(
 
     Raises:
       ValueError: before the first block, for no prompt, an empty one, a token that the vocabulary lacks, `max_tokens`
-        below 1 or a seed outside [0, 2^32); later where logits are not finite.
+        below 1, more tokens than positions reach or a seed outside [0, 2^32); later where logits are not finite.
     """
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError(
@@ -50,6 +50,12 @@ def generate(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     used = int(lengths.max())
+    longest = model.config.attention.longest_document
+    if longest is not None and used + max_tokens > longest:
+        raise ValueError(
+            f"the longest prompt has {used} tokens and max_tokens is {max_tokens}, but the model's learned positions "
+            f"end at {longest} tokens; shorten one of them"
+        )
     total = used + -(-max_tokens // block) * block
     room = _room(model.kept_length, used + block, total)
     logits, state = decoding.prefill(model, tokens, lengths, max_length=room)

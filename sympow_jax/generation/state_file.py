@@ -20,6 +20,8 @@ __all__ = ["restore_state", "save_state"]
 _HEADER = "header"
 # Settings that change how fast a model is, not what its states mean.
 _FREE = ("remat", "attention.implementation", "attention.chunk_size")
+# Settings that files of earlier versions lack.
+_DEFAULTS = {"biases": False, "embedding_norm": True}
 
 
 def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: models.DecoderState) -> None:
@@ -59,14 +61,12 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
       OSError: the file cannot be read.
     """
     header, arrays = _read(pathlib.Path(path))
-    here = _settings(model)
-    if header["model"] != here:
-        names = sorted(
-            name for name in {*here, *header["model"]} if here.get(name) != header["model"].get(name)
-        )
+    here, there = _settings(model), _DEFAULTS | header["model"]
+    if there != here:
+        names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         first = names[0]
         raise ValueError(
-            f"{path} is a state of another model: {first} is {header['model'].get(first)!r} there and "
+            f"{path} is a state of another model: {first} is {there.get(first)!r} there and "
             f"{here.get(first)!r} here ({len(names)} settings differ)"
         )
     if header["parameters"] != _checksum(model):

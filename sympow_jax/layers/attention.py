@@ -58,7 +58,7 @@ class Attention(nnx.Module):
     from there; learned, sigmoid(W x). `learned_rope_pairs` has a rate per pair of dimensions. They, rotation angles,
     the state and the normaliser are in float32 whatever `config.dtype`.
     Over a mesh in scope each device has its rows, times and heads, as `layers.partitioning` names the axes.
-    `sinusoidal` positions belong to the model, which adds them to the embedding.
+    Positions that are added to the embedding belong to the model.
     """
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):

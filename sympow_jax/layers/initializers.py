@@ -24,16 +24,17 @@ def linear(
     exact: bool = False,
     rngs: nnx.Rngs,
 ) -> "Linear":
-    """A projection without bias, float32 parameters used in the config's dtype.
+    """A projection, with a bias if `config.biases`, float32 parameters used in the config's dtype.
 
     `residual`: its output is added to the residual stream, so its scale shrinks by 1 / sqrt(2 * layers), and over a
-    mesh its input is divided. `exact`: computed in float32 whatever the dtype, for decays and rotation rates.
+    mesh its input is divided. `exact`: computed in float32 whatever the dtype and without a bias, for decays and
+    rotation rates.
     """
     shrink = 1 / math.sqrt(2 * config.layers) if residual else 1.0
     projection = Linear(
         size_in,
         size_out,
-        use_bias=False,
+        use_bias=config.biases and not exact,
         dtype=jnp.float32 if exact else jnp.dtype(config.dtype),
         precision=jax.lax.Precision.HIGHEST if exact else None,
         kernel_init=nnx.initializers.normal(STANDARD_DEVIATION * shrink),
@@ -44,13 +45,19 @@ def linear(
 
 
 class Linear(nnx.Linear):
-    """`nnx.Linear` over one axis of rows, its matrix divided over a mesh as `spec` says.
+    """`nnx.Linear` over one axis of rows, its matrix divided over a mesh as `spec` says, its bias as the results are.
 
     XLA's CPU backend takes the gradient of a product over [B, T, size] three times as long as over [B * T, size], for
     it writes transposed copies. `out_sharding` is that of the rows.
     """
 
     spec: jax.sharding.PartitionSpec
+
+    @property
+    def bias_spec(self) -> jax.sharding.PartitionSpec:
+        """How the bias is divided over a mesh: where the results are, over `tensor`."""
+        columns = self.spec == partitioning.COLUMNS
+        return jax.sharding.PartitionSpec(partitioning.TENSOR) if columns else partitioning.REPLICATED
 
     def __call__(
         self, inputs: Float[Array, "B T size_in"], out_sharding=None
@@ -63,9 +70,13 @@ def project(x: Float[Array, "B T size_in"], *projections: Linear) -> tuple[Float
     """x by each of the projections, all divided in the same way over the mesh in scope."""
     if not partitioning.is_divided():
         return tuple(projection(x) for projection in projections)
-    return parallel.products(
+    results = parallel.products(
         x,
         tuple(projection.kernel[...] for projection in projections),
         projections[0].spec,
         tuple((projection.dtype, projection.precision) for projection in projections),
+    )
+    return tuple(
+        result if projection.bias is None else result + projection.bias[...].astype(result.dtype)
+        for projection, result in zip(projections, results)
     )

@@ -12,7 +12,7 @@ _ACTIVATIONS = {"gelu": nnx.gelu, "relu": nnx.relu}
 
 
 class MLP(nnx.Module):
-    """W_2 f(W_1 x), as in GPT-2 but without biases; f is `config.activation`."""
+    """W_2 f(W_1 x + b_1) + b_2, as in GPT-2, with biases if `config.biases`; f is `config.activation`."""
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
         hidden = config.mlp_ratio * config.width

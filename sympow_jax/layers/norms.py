@@ -7,9 +7,9 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float, Int
 
-__all__ = ["MOMENTUM", "Norm", "make_norm", "normalise"]
+__all__ = ["EPSILON", "MOMENTUM", "Norm", "make_norm", "normalise"]
 
-_EPSILON = 1e-5  # GPT-2's, and everybody's for batch normalisation
+EPSILON = 1e-5  # GPT-2's, and everybody's for batch normalisation
 # What a running mean keeps at each batch.
 MOMENTUM = 0.9
 
@@ -25,12 +25,12 @@ def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs) -> Nor
     of the difference. They are variables of the kind `nnx.BatchStat`.
     """
     if config.norm == "layer":
-        return nnx.LayerNorm(config.width, epsilon=_EPSILON, dtype=dtype, rngs=rngs)
+        return nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
     return nnx.BatchNorm(
         config.width,
         use_running_average=True,
         momentum=MOMENTUM,
-        epsilon=_EPSILON,
+        epsilon=EPSILON,
         dtype=dtype,
         use_fast_variance=False,
         promote_dtype=_unchanged,

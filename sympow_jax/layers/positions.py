@@ -45,7 +45,8 @@ def turned_dim(config: configs.ModelConfig) -> int | None:
 
 
 def _behind_features(attention: configs.AttentionConfig) -> bool:
-    return attention.kernel == "linear" and attention.position not in ("none", "sinusoidal", "spe")
+    turns = attention.position not in ("none", "spe") and not attention.adds_position
+    return attention.kernel == "linear" and turns
 
 
 def _mapped(attention: configs.AttentionConfig, size: int) -> int:
@@ -66,7 +67,7 @@ def _turned(attention: configs.AttentionConfig, size: int) -> int:
 
 
 class Positions(nnx.Module):
-    """Position encodings that turn vectors; `none` and `sinusoidal` leave them as they are.
+    """Position encodings that turn vectors; `none` and those added to the embedding leave them as they are.
 
     Queries and keys are turned before the kernel compares them, but for the kernel `linear` behind its feature map:
     rotated features are what makes its weights depend on distances ("Roformer", Su et al. 2021, section 3.3). SPE goes
@@ -108,9 +109,9 @@ class Positions(nnx.Module):
         """The place before any token; None where none is needed."""
         kv_heads = self.config.kv_heads
         assert kv_heads is not None
+        if not self._turns:
+            return None
         match self.config.attention.position:
-            case "none" | "sinusoidal":
-                return None
             case "learned_rope":
                 return rotary.RotaryState.zeros(batch, kv_heads)
             case "learned_rope_pairs":
@@ -134,7 +135,7 @@ class Positions(nnx.Module):
         where the data says so.
         """
         position = self.config.attention.position
-        if position in ("none", "sinusoidal"):
+        if not self._turns:
             return query, key, None, None
         if segment_ids is None:
             segment_ids = jnp.zeros(query.shape[:2], jnp.int32)
@@ -202,6 +203,12 @@ class Positions(nnx.Module):
             reference_length=choice.reference_length,
             max_document_length=attention.max_document_length,
         )
+
+    @property
+    def _turns(self) -> bool:
+        """Whether anything depends on places here."""
+        attention = self.config.attention
+        return attention.position != "none" and not attention.adds_position
 
     @property
     def _turned_size(self) -> int:

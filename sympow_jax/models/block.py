@@ -11,10 +11,10 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.layers import partitioning
+from sympow_jax.layers import initializers, parallel, partitioning
 from sympow_jax.ops import documents, rotary
 
-__all__ = ["Block", "add_sinusoids", "divided", "logits", "run"]
+__all__ = ["Block", "divided", "logits", "position_table", "run", "stem"]
 
 # What the backward pass finds of a block, by `config.remat`, beside its input.
 _KEPT = {
@@ -66,16 +66,44 @@ def divided(x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     return partitioning.constrain(x, partitioning.TOKENS)
 
 
-def add_sinusoids(
+def position_table(config: configs.ModelConfig, *, rngs: nnx.Rngs) -> nnx.Param:
+    """What position `learned_absolute` adds at each place of a document, float32 [max_document_length, M]."""
+    shape = (config.attention.max_document_length, config.width)
+    return nnx.Param(
+        nnx.initializers.normal(initializers.STANDARD_DEVIATION)(rngs.params(), shape, jnp.float32)
+    )
+
+
+def stem(
+    model: Any,
     x: Float[Array, "B T M"],
     segment_ids: Int[Array, "B T"] | None,
     state: documents.PositionState | None = None,
-) -> tuple[Float[Array, "B T M"], documents.PositionState]:
-    """x with the sinusoids of each token's place in its document, and the place reached from `state`."""
+) -> tuple[Float[Array, "B T M"], documents.PositionState | None]:
+    """Embedded tokens or patches as a model's first block gets them, and the place reached from `state`.
+
+    They are normalised by its `embedding_norm`, and positions are added, as `model.config` says. Places beyond the
+    model's `position_embedding` give NaN. Raises ValueError where there are more tokens than it has rows.
+    """
+    attention = model.config.attention
+    if model.config.embedding_norm:
+        x = layers.normalise(model.embedding_norm, x, segment_ids)
+    if not attention.adds_position:
+        return x, None
+    longest = attention.longest_document
+    if longest is not None and x.shape[1] > longest:
+        raise ValueError(
+            f"there are {x.shape[1]} tokens, but learned positions end at model.attention.max_document_length, "
+            f"{longest}; use shorter documents or another position"
+        )
     if segment_ids is None:
         segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
     places, state = documents.positions(segment_ids, state or documents.PositionState.zeros(len(x)))
-    return x + rotary.sinusoidal(places, x.shape[-1]), state
+    # After the norm, so that tokens and positions are of one scale.
+    if longest is None:
+        return x + rotary.sinusoidal(places, x.shape[-1]), state
+    rows = parallel.lookup(model.position_embedding[...], jnp.clip(places - 1, 0, longest - 1))
+    return x + jnp.where((places > longest)[..., None], jnp.nan, rows), state
 
 
 def logits(

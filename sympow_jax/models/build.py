@@ -9,7 +9,7 @@ from sympow_jax import config as configs
 from sympow_jax.layers import initializers, partitioning
 from sympow_jax.models import decoder, encoder, image_classifier
 
-__all__ = ["Model", "make", "parameter_specs"]
+__all__ = ["Model", "make", "parameter_name", "parameter_specs"]
 
 Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier
 """What `make` makes."""
@@ -24,10 +24,19 @@ def make(config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rng
     return encoder.Encoder(config, task, rngs=rngs)
 
 
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """The name of a parameter, such as `blocks.0.mlp.up.kernel`, from its path in a tree of dicts."""
+    return ".".join(str(key.key) for key in path)
+
+
 def parameter_specs(model: Model) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:
-    """How a model's matrices are divided over a mesh, by path; all other parameters are on every device."""
-    specs: dict[tuple[Any, ...], jax.sharding.PartitionSpec] = {("embedding",): partitioning.ROWS}
+    """How a model's matrices and biases are divided over a mesh, by path; all other parameters are on every device."""
+    specs: dict[tuple[Any, ...], jax.sharding.PartitionSpec] = {
+        ("embedding",): partitioning.ROWS,
+        ("position_embedding",): partitioning.ROWS,
+    }
     for path, module in nnx.iter_modules(model):
         if isinstance(module, initializers.Linear):
             specs[*path, "kernel"] = module.spec
+            specs[*path, "bias"] = module.bias_spec
     return specs

@@ -24,7 +24,7 @@ class DecoderState:
 
     Attributes:
         layers: the state of every layer.
-        position: where the document has got to; None unless positions are sinusoidal.
+        position: where the document has got to; None unless positions are added to the embedding.
     """
 
     layers: tuple[layers.AttentionState, ...]
@@ -35,15 +35,18 @@ class DecoderLM(nnx.Module):
     """Pre-norm decoder with a LayerNorm after the embedding and the embedding's transpose as output.
 
     The architecture of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025,
-    section 4). Matrix products are in `config.dtype`; parameters, the residual stream and logits are
-    float32.
+    section 4); with `biases` and position `learned_absolute`, and without `embedding_norm`, that of GPT-2.
+    Matrix products are in `config.dtype`; parameters, the residual stream and logits are float32.
     """
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
         normal = nnx.initializers.normal(initializers.STANDARD_DEVIATION)
         self.embedding = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width), jnp.float32))
-        self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
+        if config.embedding_norm:
+            self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
+        if config.attention.position == "learned_absolute":
+            self.position_embedding = block_lib.position_table(config, rngs=rngs)
         self.blocks = nnx.List([block_lib.Block(config, rngs=rngs) for _ in range(config.layers)])
         self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
 
@@ -78,8 +81,9 @@ class DecoderLM(nnx.Module):
         """Logits of the next token in float32, and with `return_state` the state behind `tokens`.
 
         Consecutive calls, each given the state of the one before, equal one call. A document starts
-        wherever the segment id changes; a negative id is padding, whose logits mean nothing. Raises
-        ValueError for `return_state` without a state where keys are kept: start from `init_state`.
+        wherever the segment id changes; a negative id is padding, whose logits mean nothing. Places beyond
+        learned absolute positions give NaN. Raises ValueError for more tokens than these have, and for
+        `return_state` without a state where keys are kept: start from `init_state`.
         """
         if not return_state:
             return self.unembed(self.hidden(tokens, segment_ids=segment_ids, state=state))
@@ -116,11 +120,7 @@ class DecoderLM(nnx.Module):
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
         """As a call of the model, but the final normalised hidden states that `unembed` turns into logits."""
         x = parallel.lookup(self.embedding[...], tokens)
-        x = layers.normalise(self.embedding_norm, x, segment_ids)
-        position = None
-        if self.config.attention.position == "sinusoidal":
-            # After the norm, so that tokens and positions are of one scale.
-            x, position = block_lib.add_sinusoids(x, segment_ids, None if state is None else state.position)
+        x, position = block_lib.stem(self, x, segment_ids, None if state is None else state.position)
         if state is None and not return_state:
             x = block_lib.run(self.blocks, x, segment_ids, self.config.remat)
             return layers.normalise(self.final_norm, x, segment_ids)
@@ -145,13 +145,13 @@ class DecoderLM(nnx.Module):
         where this is cheaper; kept keys of a document longer than `max_length` give NaN. Raises ValueError where the
         recurrent state would exceed memory, and for `keep_keys` that the attention does not leave open.
         """
-        sinusoidal = self.config.attention.position == "sinusoidal"
+        added = self.config.attention.adds_position
         return DecoderState(
             layers=tuple(
                 block.attention.init_state(batch, max_length=max_length, keep_keys=keep_keys)
                 for block in self.blocks
             ),
-            position=documents.PositionState.zeros(batch) if sinusoidal else None,
+            position=documents.PositionState.zeros(batch) if added else None,
         )
 
     @property

@@ -24,7 +24,10 @@ class Encoder(nnx.Module):
         self.config = config
         normal = nnx.initializers.normal(initializers.STANDARD_DEVIATION)
         self.embedding = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width), jnp.float32))
-        self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
+        if config.embedding_norm:
+            self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
+        if config.attention.position == "learned_absolute":
+            self.position_embedding = block.position_table(config, rngs=rngs)
         self.blocks = nnx.List([block.Block(config, rngs=rngs) for _ in range(config.layers)])
         self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
         if task.outputs is not None:
@@ -39,10 +42,7 @@ class Encoder(nnx.Module):
         hidden states mean nothing.
         """
         x = parallel.lookup(self.embedding[...], tokens)
-        x = layers.normalise(self.embedding_norm, x, segment_ids)
-        if self.config.attention.position == "sinusoidal":
-            # After the norm, so that tokens and positions are of one scale.
-            x, _ = block.add_sinusoids(x, segment_ids)
+        x, _ = block.stem(self, x, segment_ids)
         x = block.run(self.blocks, x, segment_ids, self.config.remat)
         return layers.normalise(self.final_norm, x, segment_ids)
 

@@ -15,9 +15,9 @@ __all__ = ["ImageClassifier"]
 class ImageClassifier(nnx.Module):
     """Blocks over the patches of an image, row by row, and a linear layer of their mean.
 
-    DeiT (Touvron et al. 2021) differs in this: a class token beside the patches is read out, positions are learned and
-    added, and its projections have biases. Matrix products are in `config.dtype`; parameters, the residual stream and
-    the head are float32.
+    DeiT (Touvron et al. 2021) differs in this: a class token beside the patches is read out, and, as settings may have
+    it here too, positions are learned and added and projections have biases. Matrix products are in `config.dtype`;
+    parameters, the residual stream and the head are float32.
     """
 
     def __init__(self, config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs):
@@ -31,7 +31,10 @@ class ImageClassifier(nnx.Module):
             kernel_init=nnx.initializers.normal(initializers.STANDARD_DEVIATION),
             rngs=rngs,
         )
-        self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
+        if config.embedding_norm:
+            self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
+        if config.attention.position == "learned_absolute":
+            self.position_embedding = block.position_table(config, rngs=rngs)
         self.blocks = nnx.List([block.Block(config, rngs=rngs) for _ in range(config.layers)])
         self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
         self.head = head.Head(config, task.outputs, rngs=rngs)
@@ -52,9 +55,7 @@ class ImageClassifier(nnx.Module):
         if channels != self.config.channels:
             raise ValueError(f"images have {channels} channels, but model.channels is {self.config.channels}")
         x = self.patch(_patches(images, side)).astype(jnp.float32)
-        x = layers.normalise(self.embedding_norm, x, None)
-        if self.config.attention.position == "sinusoidal":
-            x, _ = block.add_sinusoids(x, None)
+        x, _ = block.stem(self, x, None)
         x = block.run(self.blocks, x, None, self.config.remat)
         return self.head(layers.normalise(self.final_norm, x, None), None)
 

@@ -1,5 +1,6 @@
 """Checkpoints through Orbax: a step holds the state, the position in the data and the settings.
 
+Imported weights are a step 0 without the optimizer's state and without a position, which training begins anew.
 A step `checkpoints/N` holds the state after N updates. It appears whole or not at all, so that a run killed
 at any instant loses the updates since the last save at most. Orbax does not notice a flipped bit, so each
 step also carries a fingerprint of its arrays and a digest of its metadata.
@@ -33,6 +34,7 @@ from sympow_jax.training import hosts, sharding, step, workdir
 __all__ = ["Checkpoints", "require_checkpoint", "restore_arrays", "restore_exact", "restore_model"]
 
 _DAMAGED = "damaged_checkpoints"
+_OPTIMIZER = "opt_state"
 
 
 class Checkpoints:
@@ -44,7 +46,7 @@ class Checkpoints:
     def __init__(self, folder: pathlib.Path, settings: config.Config):
         """Keeps the newest `settings.training.keep_checkpoints` steps in `folder`, a run's workdir."""
         self._folder = folder.absolute() / workdir.CHECKPOINTS
-        self._settings = dataclasses.asdict(settings)
+        self._settings = settings
         self._orbax = ocp.training.Checkpointer(
             self._folder,
             preservation_policy=ocp.training.preservation_policies.LatestN(
@@ -71,6 +73,7 @@ class Checkpoints:
     def restore(self, abstract: step.TrainState) -> tuple[step.TrainState, Any] | None:
         """The newest good state, placed as `abstract` asks, and the position in the data; None at the start.
 
+        Where nothing was saved of the optimizer its state is new, and the position None where the data begins.
         Damaged steps are moved to `damaged_checkpoints`, with a line on stderr.
 
         Raises:
@@ -82,6 +85,8 @@ class Checkpoints:
             with hosts.all_or_none():
                 loaded, metadata = _load(self._folder / str(number), arrays)
             _check(loaded, metadata)
+            if _OPTIMIZER not in loaded:
+                loaded[_OPTIMIZER] = step.init_optimizer(self._settings, abstract, loaded["params"])
             at = jax.make_array_from_callback((), abstract.step.sharding, lambda _: np.int32(number))
             return step.TrainState(step=at, **loaded), metadata["data"]
 
@@ -96,15 +101,19 @@ class Checkpoints:
         return found
 
     def save(self, number: int, state: step.TrainState, position: Any) -> None:
-        """Begins to save the state after `number` updates; `position` is that of the data's iterator.
+        """Begins to save the state after `number` updates; `position` is that of the data's iterator, None its start.
 
-        The arrays of `state` may be donated as soon as this returns.
+        An optimizer's state of `()` is left out. The arrays of `state` may be donated as soon as this returns.
 
         Raises:
           ValueError: this save cannot begin, or the one before it failed.
         """
         arrays = _arrays(state)
-        metadata = {"config": self._settings, "data": position, "fingerprints": _fingerprints(arrays)}
+        metadata = {
+            "config": dataclasses.asdict(self._settings),
+            "data": position,
+            "fingerprints": _fingerprints(arrays),
+        }
         metadata["digest"] = _digest(metadata)
         self.check(wait=True)
         with self._explained():
@@ -193,7 +202,7 @@ def restore_arrays(
     settings = workdir.read_config(folder)
     require_checkpoint(folder)
     wanted = _arrays(step.abstract_state(settings, mesh))
-    del wanted["opt_state"]
+    del wanted[_OPTIMIZER]
     checkpoints = folder / workdir.CHECKPOINTS
 
     def load(number: int) -> tuple[config.Config, dict[str, step.Params], int]:
@@ -238,13 +247,16 @@ def _newest_good[T](
 
 def _arrays(state: step.TrainState) -> dict[str, Any]:
     """What a checkpoint holds of a state; its `step` is the folder's name."""
-    arrays = {"params": state.params, "opt_state": state.opt_state}
-    # Only where there are some: Orbax has no empty trees, and older checkpoints no such entry.
-    return arrays | {"statistics": state.statistics} if state.statistics else arrays
+    arrays = {"params": state.params, _OPTIMIZER: state.opt_state, "statistics": state.statistics}
+    # Only where there are some: Orbax has no empty trees, and older checkpoints no statistics.
+    return {name: tree for name, tree in arrays.items() if tree}
 
 
 def _load(path: pathlib.Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays as `abstract` asks and the metadata of a step, read by this process without the others."""
+    """Arrays as `abstract` asks and the metadata of a step, read by this process without the others.
+
+    Of the optimizer only if it was saved.
+    """
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     with ocp.Context(multiprocessing_options=alone):
@@ -253,6 +265,8 @@ def _load(path: pathlib.Path, abstract: dict[str, Any]) -> tuple[dict[str, Any],
             raise ValueError(f"its metadata lacks {', '.join(sorted(missing))}")
         if "digest" in metadata and metadata["digest"] != _digest(metadata):
             raise ValueError("its metadata is not what was saved")
+        if _OPTIMIZER not in metadata["fingerprints"]:
+            abstract = {name: tree for name, tree in abstract.items() if name != _OPTIMIZER}
         return ocp.load_checkpointables(path, abstract), metadata
 
 

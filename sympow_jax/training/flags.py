@@ -21,7 +21,7 @@ from ml_collections import config_flags
 from sympow_jax import config
 from sympow_jax.training import hosts
 
-__all__ = ["load_config", "override", "parse"]
+__all__ = ["load_config", "override", "parse", "read_overrides"]
 
 _PREFIX = "--config."
 
@@ -61,7 +61,7 @@ def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path, hosts.
     )
     _add_launch(parser)
     known, rest = parser.parse_known_args(arguments)
-    return override(load_config(known.config), _read_overrides(rest)), known.workdir, _read_launch(known)
+    return override(load_config(known.config), read_overrides(rest)), known.workdir, _read_launch(known)
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +133,12 @@ def override(base: config.Config, texts: Mapping[str, str]) -> config.Config:
     return _rebuild(base, "", values)
 
 
-def _read_overrides(arguments: Sequence[str]) -> dict[str, str]:
+def read_overrides(arguments: Sequence[str]) -> dict[str, str]:
+    """What `override` takes, from the arguments `--config.a.b=value` of a program.
+
+    Raises:
+      ValueError: an unknown setting, or another argument.
+    """
     annotations = _leaves(config.Config)
     for argument in arguments:
         path = argument.removeprefix(_PREFIX).partition("=")[0]

@@ -2,16 +2,18 @@
 
 import dataclasses
 import pathlib
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
-from sympow_jax import config
+from sympow_jax import config, models
 from sympow_jax.training import checkpoint, hosts, step, workdir
 
 __all__ = ["begin"]
 
-_HEAD = "head"
+_HEAD, _DECODER = "head", "next_token"
 # What may differ between the models of the two runs: it changes no parameter and nothing that they compute.
 _FREE = (
     "dtype",
@@ -24,13 +26,15 @@ _FREE = (
 
 
 def begin(settings: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
-    """The state before the first update, its encoder that of the run `settings.task.initial_run` if there is one.
+    """The state before the first update, its parameters those of the run `settings.task.initial_run` if there is one.
 
-    Embedding, blocks and norms with their running means come from that run's newest checkpoint; the head and the
-    optimizer's state are new.
+    An encoder's embedding, blocks and norms with their running means come from that run's newest checkpoint; the head
+    and the optimizer's state are new. The attention of a decoder may have other settings than that run's: parameters
+    that only one of the two has are new, or left behind, and a line says which.
 
     Raises:
-      ValueError: there is no such run or it has no good checkpoint, it is a decoder's, or its model has other settings.
+      ValueError: there is no such run or it has no good checkpoint, it is an encoder's and this a decoder's or the
+        other way round, its model has other settings, or its parameters other shapes.
     """
     if settings.task.initial_run is None:
         return step.init_state(settings, mesh)
@@ -39,10 +43,39 @@ def begin(settings: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
         _check(settings, folder)
         found, arrays, number = checkpoint.restore_arrays(folder, mesh)
     hosts.check_same("the checkpoint of task.initial_run", {"step": number})
-    hosts.say(f"the encoder is that of step {number} of {folder}, a run of the task {found.task.name!r}")
+    kind = "model" if found.task.name == _DECODER else "encoder"
+    hosts.say(f"the {kind} is that of step {number} of {folder}, a run of the task {found.task.name!r}")
     state = step.init_state(settings, mesh)
-    params = {name: state.params[name] if name == _HEAD else arrays["params"][name] for name in state.params}
+    params = _taken(state.params, arrays["params"], folder)
     return dataclasses.replace(state, params=params, statistics=arrays.get("statistics", {}))
+
+
+def _taken(new: step.Params, found: step.Params, folder: pathlib.Path) -> step.Params:
+    """The parameters `found` where `new` has such, but the new head."""
+    fresh, structure = jax.tree_util.tree_flatten_with_path(new)
+    saved = {models.parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
+    wanted = {models.parameter_name(path): leaf for path, leaf in fresh}
+    taken = {name for name in wanted if name in saved and name.partition(".")[0] != _HEAD}
+    if different := [
+        f"{name} was {list(saved[name].shape)} and is {list(wanted[name].shape)}"
+        for name in wanted
+        if name in taken and saved[name].shape != wanted[name].shape
+    ]:
+        raise ValueError(
+            f"task.initial_run: the parameters of {folder} do not fit: {', '.join(different)}; use the settings they "
+            f"were made with"
+        )
+    for what, names in (
+        ("new", wanted.keys() - taken),
+        ("left behind", {name for name in saved if name not in wanted}),
+    ):
+        if names:
+            hosts.say(f"{what}: {', '.join(_of_any_layer(names))}")
+    return jax.tree.unflatten(structure, [(saved if name in taken else wanted)[name] for name in wanted])
+
+
+def _of_any_layer(names: Iterable[str]) -> list[str]:
+    return sorted({re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in names})
 
 
 def _check(settings: config.Config, folder: pathlib.Path) -> None:
@@ -51,17 +84,23 @@ def _check(settings: config.Config, folder: pathlib.Path) -> None:
         checkpoint.require_checkpoint(folder)
     except ValueError as error:
         raise ValueError(f"task.initial_run: {error}") from error
-    if found.task.name == "next_token":
+    if (found.task.name == _DECODER) != (settings.task.name == _DECODER):
+        kind, other = ("causal", "masked_token") if found.task.name == _DECODER else ("not causal", _DECODER)
         raise ValueError(
-            f"task.initial_run: {folder} is a run of the task 'next_token', whose attention is causal; name one of "
-            f"'masked_token'"
+            f"task.initial_run: {folder} is a run of the task {found.task.name!r}, whose attention is {kind}; name "
+            f"one of {other!r}"
         )
-    if different := workdir.differences(_fixed(found.model), _fixed(settings.model)):
+    if different := workdir.differences(*(_fixed(x.model, x.task.name) for x in (found, settings))):
         raise ValueError(
             f"task.initial_run: the model of {folder} does not fit: {different}; use the same settings or another run"
         )
 
 
-def _fixed(model: config.ModelConfig) -> dict[str, Any]:
+def _fixed(model: config.ModelConfig, task: str) -> dict[str, Any]:
     flat = workdir.flatten(dataclasses.asdict(model))
-    return {f"model.{name}": value for name, value in flat.items() if name not in _FREE}
+    free = ("attention.",) if task == _DECODER else ()
+    return {
+        f"model.{name}": value
+        for name, value in flat.items()
+        if name not in _FREE and not name.startswith(free)
+    }

@@ -21,6 +21,7 @@ __all__ = [
     "Update",
     "abstract_state",
     "check_model",
+    "init_optimizer",
     "init_state",
     "make_update",
     "merge",
@@ -51,6 +52,13 @@ Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Ar
 def init_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:
     """The state before the first update, a function of the settings alone."""
     return jax.jit(lambda: _init(settings), out_shardings=_shardings(settings, mesh))()
+
+
+def init_optimizer(settings: config.Config, abstract: TrainState, params: Params) -> optax.OptState:
+    """What the optimizer begins with for these parameters, placed as `abstract` asks."""
+    tx = optimizer.make_optimizer(settings.optimizer, settings.training.steps)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
+    return jax.jit(tx.init, out_shardings=shardings)(params)
 
 
 def abstract_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:

@@ -28,6 +28,7 @@ __all__ = [
     "differences",
     "flatten",
     "from_dict",
+    "holds_run",
     "open_run",
     "open_workdir",
     "read_config",
@@ -97,7 +98,7 @@ def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         _hold(workdir)
-        if _holds_run(workdir):
+        if holds_run(workdir):
             _check_same_run(workdir, settings)
         write_json(path, dataclasses.asdict(settings))
         write_json(workdir / "environment.json", _environment())
@@ -113,7 +114,7 @@ def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
     """
     path = workdir / "data.json"
     description = json.loads(json.dumps(description))
-    if _holds_run(workdir) and path.exists():
+    if holds_run(workdir) and path.exists():
         before = json.loads(path.read_text())
         if changed := differences(flatten(before), flatten(description)):
             raise ValueError(
@@ -142,17 +143,26 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
     """Builds the settings dataclass `kind` from what `dataclasses.asdict` made of one, also through JSON.
 
     Raises:
-      ValueError: a field that this version does not have.
+      ValueError: a field that this version does not have, or one without a default is missing.
     """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{kind.__name__} is {values!r}; it must have fields")
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(values) - set(hints)):
         raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(hints)}")
+    needed = (x.name for x in dataclasses.fields(kind) if _has_no_default(x))
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
     return kind(
         **{
             name: from_dict(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
             for name, value in values.items()
         }
     )
+
+
+def _has_no_default(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _hold(workdir: pathlib.Path) -> None:
@@ -184,7 +194,8 @@ def _hold(workdir: pathlib.Path) -> None:
     _held[path] = file
 
 
-def _holds_run(workdir: pathlib.Path) -> bool:
+def holds_run(workdir: pathlib.Path) -> bool:
+    """Whether there is a checkpoint in the folder, good or damaged."""
     return any(path.name.isdigit() for path in (workdir / CHECKPOINTS).glob("*"))
 
 

@@ -40,10 +40,6 @@ def test_what_fits():
             "model.norm is 'batch' and task.name 'next_token'",
         ),
         (
-            {"task": config.TaskConfig(initial_run="x"), "model": {"attention": config.preset("softmax")}},
-            "task.initial_run is 'x' and task.name 'next_token'",
-        ),
-        (
             {"evaluation": config.EvaluationConfig(context_lengths=(8,))},
             "context_lengths is (8,) and task.name 'masked_token'",
         ),

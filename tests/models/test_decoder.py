@@ -123,6 +123,7 @@ def test_state_bytes_refuses_what_has_none():
 MEMORIES = {
     "softmax": [{}],
     "softmax_alibi": [{}],
+    "gpt2": [{}],
     "linear": [{}],
     "even_power": [{}],
     "sympow": [{"form": "chunked"}],
@@ -149,7 +150,7 @@ def test_streaming_equals_one_call(preset, changes):
     assert np.std(whole) > 1e-2
 
 
-@pytest.mark.parametrize("preset", ["conformal", "linear"])
+@pytest.mark.parametrize("preset", ["conformal", "linear", "gpt2"])
 def test_a_document_is_the_same_wherever_it_stands(preset):
     model = small(preset)
     packed = run(model, tokens(), SEGMENT_IDS)

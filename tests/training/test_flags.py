@@ -115,7 +115,7 @@ def test_mistakes_in_overrides(arguments, message):
         ([QUICKSTART], "required: --workdir"),
         (
             ["--config=configs/quick.py", "--workdir=x"],
-            "there is configs/deit_small.py, configs/glue.py, configs/gpt2_124m.py",
+            "there is configs/deit_small.py, configs/glue.py, configs/gpt2.py, configs/gpt2_124m.py",
         ),
         ([f"{QUICKSTART}:conformist", "--workdir=x"], "preset is 'conformist'; it must be one of softmax,"),
         (["--config=configs/text.py", "--workdir=x"], "needs files"),

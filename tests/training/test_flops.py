@@ -27,7 +27,7 @@ def _matrices(model: config.ModelConfig) -> int:
     return sum(
         math.prod(leaf.shape)
         for path, leaf in nnx.to_flat_state(params)
-        if len(leaf.shape) == 2 and "positions" not in path
+        if len(leaf.shape) == 2 and not {"positions", "position_embedding"} & set(path)
     )
 
 

@@ -1,0 +1,45 @@
+"""GPT-2 (Radford et al. 2019), to go on with its published weights: `--config=configs/gpt2.py[:SIZE]`.
+
+SIZE is `gpt2`, `gpt2-medium`, `gpt2-large` or `gpt2-xl`. `task.initial_run` is a workdir that
+`python -m sympow_jax.weights import` made; the attention may be another than the one it was trained with:
+
+    uv run train.py --config=configs/gpt2.py --workdir=runs/power --config.task.initial_run=runs/gpt2 \
+        --config.model.attention.kernel=power
+
+See docs/weights.md. `data.paths` are tokens that `python -m sympow_jax.data.prepare --tokenizer=gpt2` made.
+"""
+
+from sympow_jax import config
+
+SIZES = {
+    "gpt2": "gpt2_124m",
+    "gpt2-medium": "gpt2_335m",
+    "gpt2-large": "gpt2_774m",
+    "gpt2-xl": "gpt2_1558m",
+}
+
+
+def get_config(size: str = "gpt2") -> config.Config:
+    """The published shape, trained at its context of 1,024 tokens, 64 rows a batch."""
+    if size not in SIZES:
+        raise ValueError(f"{size!r} is not a size; it must be one of {', '.join(SIZES)}")
+    shape = config.MODEL_SIZES[SIZES[size]] | {"vocab_size": 50_257}
+    return config.Config(
+        model=config.ModelConfig(**shape, biases=True, embedding_norm=False, attention=config.preset("gpt2")),
+        data=config.DataConfig(
+            source="tokens",
+            paths=("data/train.bin",),
+            document_separator=50_256,
+            context_length=1024,
+            batch_tokens=65_536,
+        ),
+        optimizer=config.OptimizerConfig(
+            name="adamw",
+            learning_rate=1e-4,
+            schedule="cosine",
+            warmup_steps=100,
+            weight_decay=0.01,
+            clip_norm=1.0,
+        ),
+        training=config.TrainingConfig(steps=10_000),
+    )

@@ -1,0 +1,182 @@
+"""Models in safetensors files, their parameters by name, and their settings in JSON files."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from flax import nnx
+
+from sympow_jax import config, models
+from sympow_jax.array_types import Array, Float
+from sympow_jax.training import workdir
+from sympow_jax.weights import gpt2
+
+__all__ = ["DTYPES", "load", "read_settings", "save", "settings_path"]
+
+DTYPES = ("float32", "bfloat16")
+_SUFFIX = ".safetensors"
+# Of safetensors; float32 holds each of them exactly.
+_READ = ("F32", "F16", "BF16")
+
+
+def save(
+    path: str | os.PathLike[str], settings: config.Config, model: models.Model, *, dtype: str = "float32"
+) -> int:
+    """Writes the parameters of a model, and its running means if it has some; returns how many numbers there are.
+
+    path: a `.safetensors` file, which must not exist; the settings of the run go to the `.json` file of that name.
+    dtype: of the file, `float32`, from which `load` makes the same model to the bit, or `bfloat16`, which rounds.
+
+    A tensor has the name that `models.parameter_name` gives to the parameter, and its shape; a projection's `kernel`
+    is [size_in, size_out]. Each file appears whole or not at all, the weights last.
+
+    Raises:
+      ValueError: a file of that name exists, it has another suffix, or `dtype` is another.
+      OSError: a file cannot be written.
+    """
+    path = pathlib.Path(path)
+    beside = path.with_suffix(".json")
+    if path.suffix != _SUFFIX:
+        raise ValueError(f"{path} does not end in {_SUFFIX}, as files of weights do")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    for taken in (path, beside):
+        if taken.exists():
+            raise ValueError(f"{taken} exists; remove it or choose another name")
+    tensors = {
+        # Contiguous: the library writes what lies in memory.
+        name: np.asarray(leaf).astype(jnp.dtype(dtype), order="C", copy=False)
+        for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:]
+        for name, leaf in _named(nnx.to_pure_dict(tree)).items()
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        safetensors.numpy.save_file(tensors, partial, metadata={"format": "sympow_jax"})
+        workdir.write_json(beside, dataclasses.asdict(settings))
+        partial.replace(path)
+    except safetensors.SafetensorError as error:  # whatever the disk said
+        raise OSError(f"cannot write {path}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return sum(tensor.size for tensor in tensors.values())
+
+
+def load(path: str | os.PathLike[str], settings: config.Config) -> models.Model:
+    """The model of these settings with the weights of a safetensors file, in float32 on the default device.
+
+    The file is one that `save` wrote, or GPT-2's (`gpt2.layout`), recognised by its names. One tensor at a time is in
+    memory beside the model.
+
+    Raises:
+      ValueError: there is no such file, it is no safetensors file or damaged, or it does not fit the model: then
+        every name and every shape that differs is listed.
+    """
+    path = pathlib.Path(path)
+    abstract = nnx.eval_shape(lambda: models.make(settings.model, settings.task, rngs=nnx.Rngs(0)))
+    graph, *variables = nnx.split(abstract, nnx.Param, nnx.BatchStat)
+    trees = [nnx.to_pure_dict(tree) for tree in variables]
+    wanted = {name: leaf.shape for tree in trees for name, leaf in _named(tree).items()}
+    with _opened(path) as file:
+        arrays = _read(file, wanted, path)
+    filled = (
+        jax.tree_util.tree_map_with_path(lambda where, _: arrays[models.parameter_name(where)], tree)
+        for tree in trees
+    )
+    return nnx.merge(graph, *filled)
+
+
+def settings_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The JSON file that belongs to a file of weights: of its name, or `config.json` beside it if only that exists."""
+    path = pathlib.Path(path)
+    beside, published = path.with_suffix(".json"), path.with_name("config.json")
+    return published if published.is_file() and not beside.exists() else beside
+
+
+def read_settings(path: str | os.PathLike[str]) -> config.Config:
+    """The settings in a JSON file: those that `save` wrote, or GPT-2's `config.json` (`gpt2.settings`).
+
+    Raises:
+      ValueError: there is no such file, it is no JSON, or of another kind, or the settings cannot be had here.
+    """
+    path = pathlib.Path(path)
+    try:
+        values = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read the settings {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    try:
+        if isinstance(values, dict) and gpt2.is_config(values):
+            return gpt2.settings(values)
+        return workdir.from_dict(config.Config, values)
+    except (TypeError, ValueError) as error:  # a TypeError for text where a number should be
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _named(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    return {models.parameter_name(where): leaf for where, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[Any]:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from error
+
+
+def _read(
+    file: Any, wanted: Mapping[str, tuple[int, ...]], path: pathlib.Path
+) -> dict[str, Float[Array, "..."]]:
+    """The parameters of a model, whose shapes are `wanted`, by name."""
+    names = found = set(file.keys())
+    layout: gpt2.Layout = {name: (name,) for name in wanted}
+    if gpt2.is_layout(found):
+        layout = gpt2.layout(found, wanted)
+        names = {name for name in found if not gpt2.is_ignored(name)}
+    if problems := _mismatches(file, names, layout, wanted):
+        raise ValueError(f"{path} does not fit the model of these settings: {'; '.join(problems)}")
+    arrays = {}
+    for name, parts in layout.items():
+        tensor, start = file.get_tensor(name), 0
+        for part in parts:
+            size = wanted[part][-1]
+            arrays[part] = jnp.asarray(tensor[..., start : start + size], jnp.float32)
+            start += size
+    if gpt2.OUTPUT in found and not np.array_equal(file.get_tensor(gpt2.OUTPUT), arrays["embedding"]):
+        raise ValueError(
+            f"{gpt2.OUTPUT} of {path} is not the embedding; the output of this model is the embedding's transpose"
+        )
+    return arrays
+
+
+def _mismatches(
+    file: Any, names: set[str], layout: gpt2.Layout, wanted: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    problems = []
+    if lacking := sorted(layout.keys() - names):
+        problems.append(f"it lacks {', '.join(lacking)}")
+    if extra := sorted(names - layout.keys()):
+        problems.append(f"the model has no {', '.join(extra)}")
+    for name in sorted(layout.keys() & names):
+        tensor = file.get_slice(name)
+        shapes = [wanted[part] for part in layout[name]]
+        shape = [*shapes[0][:-1], sum(shape[-1] for shape in shapes)]
+        if list(tensor.get_shape()) != shape:
+            problems.append(f"{name} is {list(tensor.get_shape())} and not {shape}")
+        elif tensor.get_dtype() not in _READ:
+            problems.append(f"{name} is of dtype {tensor.get_dtype()} and not {', '.join(_READ)}")
+    return problems

@@ -1,0 +1,139 @@
+"""GPT-2 (Radford et al. 2019) as Hugging Face publishes it: the names of its weights and its `config.json`."""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sympow_jax import config
+from sympow_jax.layers import norms
+
+__all__ = ["OUTPUT", "Layout", "is_config", "is_ignored", "is_layout", "layout", "settings"]
+
+# For each tensor of a file, the parameters that it holds side by side along the last axis.
+Layout = Mapping[str, tuple[str, ...]]
+
+_PREFIX = "transformer."
+# The matrix in front of the logits, in files of models that have one: the embedding once more.
+OUTPUT = "lm_head.weight"
+# Causal masks, which some files have among the weights.
+_MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
+
+_OUTSIDE: Layout = {
+    "wte.weight": ("embedding",),
+    "wpe.weight": ("position_embedding",),
+    "ln_f.weight": ("final_norm.scale",),
+    "ln_f.bias": ("final_norm.bias",),
+}
+# Of layer i, below `h.i.` and `blocks.i.`; matrices are [size_in, size_out] in both.
+_LAYER: Layout = {
+    "ln_1.weight": ("attention_norm.scale",),
+    "ln_1.bias": ("attention_norm.bias",),
+    "attn.c_attn.weight": ("attention.query.kernel", "attention.key.kernel", "attention.value.kernel"),
+    "attn.c_attn.bias": ("attention.query.bias", "attention.key.bias", "attention.value.bias"),
+    "attn.c_proj.weight": ("attention.out.kernel",),
+    "attn.c_proj.bias": ("attention.out.bias",),
+    "ln_2.weight": ("mlp_norm.scale",),
+    "ln_2.bias": ("mlp_norm.bias",),
+    "mlp.c_fc.weight": ("mlp.up.kernel",),
+    "mlp.c_fc.bias": ("mlp.up.bias",),
+    "mlp.c_proj.weight": ("mlp.down.kernel",),
+    "mlp.c_proj.bias": ("mlp.down.bias",),
+}
+
+_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+_ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
+# What GPT-2 may be configured to do and the model here does in one way.
+_FIXED = {
+    "layer_norm_epsilon": norms.EPSILON,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+# Where the settings look for tokens until they are told; `data.prepare` makes such files.
+_TOKENS = "data/train.bin"
+_BATCH_ROWS = 8
+
+
+def is_layout(names: Iterable[str]) -> bool:
+    """Whether a file with tensors of these names is GPT-2's, with or without `transformer.` in front."""
+    return any(name.removeprefix(_PREFIX) == "wte.weight" for name in names)
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a tensor of GPT-2's files is none of its weights: a causal mask, or the embedding once more."""
+    return name == OUTPUT or _MASKS.fullmatch(name) is not None
+
+
+def layout(names: Iterable[str], wanted: Iterable[str]) -> Layout:
+    """Which parameters of `wanted`, a model's, each tensor of a GPT-2 file holds; `names` are the file's.
+
+    Parameters that GPT-2 has not keep their names.
+    """
+    wanted = list(wanted)
+    prefix = _PREFIX if any(name.startswith(_PREFIX) for name in names) else ""
+    layers = dict.fromkeys(name.split(".")[1] for name in wanted if name.startswith("blocks."))
+    table = dict(_OUTSIDE) | {
+        f"h.{layer}.{name}": tuple(f"blocks.{layer}.{part}" for part in parts)
+        for layer in layers
+        for name, parts in _LAYER.items()
+    }
+    here = {prefix + name: parts for name, parts in table.items() if set(parts) <= set(wanted)}
+    covered = {part for parts in here.values() for part in parts}
+    return here | {name: (name,) for name in wanted if name not in covered}
+
+
+def is_config(values: Mapping[str, Any]) -> bool:
+    """Whether these are the contents of a `config.json` of GPT-2."""
+    return values.get("model_type") == "gpt2" or "n_embd" in values
+
+
+def settings(values: Mapping[str, Any]) -> config.Config:
+    """A run of the model that a `config.json` of GPT-2 describes, in float32.
+
+    It reads tokens at the model's full context; where from, and how it trains, the file does not say.
+
+    Raises:
+      ValueError: sizes are missing, or something that the model here cannot do; all of it is listed.
+    """
+    problems = [f"{name} is {values.get(name)!r}" for name in _SIZES if not _is_size(values.get(name))]
+    problems += [
+        f"{name} is {values[name]!r}, not {value!r}"
+        for name, value in _FIXED.items()
+        if values.get(name, value) != value
+    ]
+    activation = values.get("activation_function", "gelu_new")
+    if activation not in _ACTIVATIONS:
+        problems.append(f"activation_function is {activation!r}, not one of {', '.join(_ACTIVATIONS)}")
+    inner, width = values.get("n_inner"), values.get("n_embd")
+    if inner is not None and _is_size(width) and (not _is_size(inner) or inner % width):
+        problems.append(f"n_inner is {inner!r}, not a multiple of n_embd")
+    if problems:
+        raise ValueError(f"this GPT-2 is not one that can be had here: {'; '.join(problems)}")
+    vocab_size, length, width, layers, heads = (values[name] for name in _SIZES)
+    return config.Config(
+        model=config.ModelConfig(
+            vocab_size=vocab_size,
+            layers=layers,
+            width=width,
+            heads=heads,
+            mlp_ratio=4 if inner is None else inner // width,
+            activation=_ACTIVATIONS[activation],
+            embedding_norm=False,
+            biases=True,
+            dtype="float32",
+            attention=config.preset("gpt2", max_document_length=length),
+        ),
+        data=config.DataConfig(
+            source="tokens",
+            paths=(_TOKENS,),
+            token_dtype="uint16" if vocab_size <= 1 << 16 else "uint32",
+            document_separator=values.get("eos_token_id"),
+            context_length=length,
+            batch_tokens=_BATCH_ROWS * length,
+        ),
+    )
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0

@@ -1,0 +1,47 @@
+"""Weights out of the workdirs of runs, and into new ones."""
+
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sympow_jax import config
+from sympow_jax.training import checkpoint, sharding, step, workdir
+from sympow_jax.weights import files
+
+__all__ = ["export_run", "import_run"]
+
+
+def export_run(
+    folder: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: str = "float32"
+) -> tuple[int, int]:
+    """Writes the newest checkpoint of the run in a workdir by `files.save`; returns its step and how many numbers.
+
+    Raises:
+      ValueError: as `files.save`, or the folder holds no run or none with a good checkpoint.
+      OSError: a file cannot be written.
+    """
+    mesh = sharding.whole_mesh(jax.local_devices()[:1])
+    settings, arrays, number = checkpoint.restore_arrays(pathlib.Path(folder), mesh)
+    return number, files.save(path, settings, step.merge(settings, **arrays), dtype=dtype)
+
+
+def import_run(path: str | os.PathLike[str], settings: config.Config, folder: str | os.PathLike[str]) -> int:
+    """Makes `folder` the workdir of a run of these settings, at step 0 with the weights of a file; returns how many
+    numbers these are.
+
+    Raises:
+      ValueError: as `files.load`, or the folder holds a run or cannot be written.
+    """
+    folder = pathlib.Path(folder)
+    if workdir.holds_run(folder):
+        raise ValueError(f"{folder} holds a run; import into another workdir")
+    model = files.load(path, settings)
+    params, statistics = (nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:])
+    workdir.open_workdir(folder, settings)
+    state = step.TrainState(step=jnp.int32(0), params=params, opt_state=(), statistics=statistics)
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        checkpoints.save(0, state, None)
+    return sum(leaf.size for leaf in jax.tree.leaves((params, statistics)))

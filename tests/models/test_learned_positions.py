@@ -1,0 +1,93 @@
+"""Learned absolute positions: a row of a table for each place of a document, and nothing beyond the table."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, generation, models
+from sympow_jax.ops import documents
+
+LENGTH, WIDTH = 8, 16
+
+
+def make(task="next_token", **changes):
+    causal = task == "next_token"
+    attention = config.preset("gpt2", max_document_length=LENGTH, causal=causal)
+    shape = {"vocab_size": 32, "layers": 1, "width": WIDTH, "heads": 2, "dtype": "float32", **changes}
+    settings = config.ModelConfig(attention=attention, **shape)
+    of = config.TaskConfig(name=task, classes=2 if task == "classification" else None)
+    return models.make(settings, of, rngs=nnx.Rngs(0))
+
+
+def tokens(time=LENGTH):
+    return jax.random.randint(jax.random.key(1), (2, time), 0, 32)
+
+
+@nnx.jit
+def stem(model, x, segment_ids):
+    return models.block.stem(model, x, segment_ids)[0]
+
+
+@pytest.mark.parametrize("embedding_norm", [False, True])
+def test_rows_of_the_table_by_place(embedding_norm):
+    """Added behind the norm, if there is one."""
+    model = make(embedding_norm=embedding_norm)
+    ids = np.array([[0, 0, 0, -1, 0, 1, 1, 2], [-1, 4, 4, 4, 4, 4, 4, 4]])
+    table = np.asarray(model.position_embedding[...])
+    assert table.shape == (LENGTH, WIDTH)
+    x = np.random.default_rng(2).normal(size=(*ids.shape, WIDTH)).astype(np.float32)
+    added = np.asarray(stem(model, x, ids))
+    if embedding_norm:
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    for row, places in enumerate(([0, 1, 2, None, 3, 0, 1, 0], [None, 0, 1, 2, 3, 4, 5, 6])):
+        for time, place in enumerate(places):
+            if place is not None:
+                np.testing.assert_allclose(added[row, time] - x[row, time], table[place], atol=2e-6)
+
+
+def test_a_model_without_a_norm_behind_the_embedding_has_none():
+    model = make(embedding_norm=False, biases=True)
+    names = {
+        models.parameter_name(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
+    }
+    assert "position_embedding" in names
+    assert not any(name.startswith("embedding_norm") for name in names)
+    biased = {name for name in names if name.endswith(".bias") and "norm" not in name}
+    parts = ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down")
+    assert biased == {f"blocks.0.{part}.bias" for part in parts}
+
+
+def test_beyond_the_table():
+    model = make()
+    with pytest.raises(
+        ValueError, match=r"there are 9 tokens, but learned positions end at .*max_document_length, 8"
+    ):
+        jax.eval_shape(model, tokens(9))
+    with pytest.raises(
+        ValueError, match="row 1 has 9 tokens behind 0 others, but the model's learned positions end at 8"
+    ):
+        generation.prefill(model, np.zeros((2, 9), np.int32), np.array([3, 9]), max_length=20)
+    state = generation.init_state(model, 2, max_length=20)
+    state = dataclasses.replace(state, position=documents.PositionState(jnp.array([6, 5]), jnp.zeros(2, int)))
+    with pytest.raises(ValueError, match="row 0 has 3 tokens behind 6 others"):
+        generation.prefill(model, tokens(3), np.array([3, 1]), state=state)
+    with pytest.raises(
+        ValueError, match="prompt has 6 tokens and max_tokens is 3, but the model's learned positions end"
+    ):
+        generation.generate(model, [[1] * 6], max_tokens=3, sampling=generation.Sampling(temperature=0))
+
+
+def test_encoders_have_them_too():
+    images = make("classification", patch_size=2, channels=1, vocab_size=0)
+    assert jax.eval_shape(images.classify, jnp.zeros((2, 8, 4, 1))).shape == (2, 2)
+    with pytest.raises(ValueError, match="there are 16 tokens, but learned positions end"):
+        jax.eval_shape(images.classify, jnp.zeros((2, 8, 8, 1)))
+    encoder = make("masked_token")
+    assert jax.eval_shape(encoder.hidden, tokens()).shape == (2, LENGTH, WIDTH)
+    with pytest.raises(ValueError, match="there are 9 tokens, but learned positions end"):
+        jax.eval_shape(encoder.hidden, tokens(9))

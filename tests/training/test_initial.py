@@ -1,0 +1,74 @@
+"""A decoder that starts from another whose attention is another."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import config
+from sympow_jax.training import checkpoint, initial, sharding, step, workdir
+
+
+def with_attention(settings: config.Config, preset: str, initial_run=None, **model) -> config.Config:
+    return dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, attention=config.preset(preset, window=4), **model),
+        task=config.TaskConfig(initial_run=initial_run),
+    )
+
+
+@pytest.fixture
+def first(settings, tmp_path):
+    """The workdir of a run of GPT-2's attention and its parameters, at step 7."""
+    settings = with_attention(settings, "gpt2", biases=True)
+    params = step.init_state(settings, sharding.whole_mesh()).params
+    params = jax.tree.map(lambda x: x + 1, params)
+    folder = tmp_path / "first"
+    workdir.open_workdir(folder, settings)
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        checkpoints.save(7, step.TrainState(jnp.int32(7), params, ()), None)
+    return folder, params
+
+
+def test_a_decoder_starts_from_another_with_other_attention(settings, first, capsys):
+    folder, params = first
+    mesh = sharding.whole_mesh()
+    settings = with_attention(settings, "sympow_gated", str(folder), biases=True)
+    state, new = initial.begin(settings, mesh), step.init_state(settings, mesh)
+    printed = capsys.readouterr().out
+    assert f"the model is that of step 7 of {folder}, a run of the task 'next_token'\n" in printed
+    assert "\nnew: blocks.*.attention.decay.kernel\n" in printed
+    assert "\nleft behind: position_embedding\n" in printed
+    gate = state.params["blocks"][0]["attention"].pop("decay")
+    jax.tree.map(np.testing.assert_array_equal, gate, new.params["blocks"][0]["attention"]["decay"])
+    del params["position_embedding"]
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    assert int(state.step) == 0
+    assert all(not leaf.any() for leaf in jax.tree.leaves(state.opt_state))
+
+
+def test_what_does_not_fit(settings, first):
+    folder, _ = first
+    mesh = sharding.whole_mesh()
+    with pytest.raises(
+        ValueError, match=r"model\.biases was True and is False; use the same settings or another"
+    ):
+        initial.begin(with_attention(settings, "conformal", str(folder)), mesh)
+    longer = with_attention(settings, "gpt2", str(folder), biases=True)
+    attention = dataclasses.replace(longer.model.attention, max_document_length=2048)
+    longer = dataclasses.replace(longer, model=dataclasses.replace(longer.model, attention=attention))
+    with pytest.raises(
+        ValueError, match=r"position_embedding was \[1024, 16\] and is \[2048, 16\]; use the settings"
+    ):
+        initial.begin(longer, mesh)
+    encoder = dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, attention=config.preset("softmax", causal=False)),
+        task=config.TaskConfig(name="masked_token", initial_run=str(folder)),
+    )
+    with pytest.raises(
+        ValueError, match="a run of the task 'next_token', whose attention is causal; name one of 'masked_"
+    ):
+        initial.begin(encoder, mesh)

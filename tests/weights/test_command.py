@@ -1,0 +1,188 @@
+"""`python -m sympow_jax.weights`: runs out of files and files out of runs, which the other programs take."""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+import eval as evaluate
+import generate
+import train
+from sympow_jax.training import checkpoint, sharding, step, workdir
+from sympow_jax.weights import __main__ as command
+from tests.weights import published
+
+DATA = "--config.data.paths={folder}/*.bin"
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory) -> pathlib.Path:
+    """A folder with GPT-2's files in `gpt2`, tokens in `a.bin` and the workdir `run` that was imported."""
+    folder = tmp_path_factory.mktemp("weights")
+    published.write(folder / "gpt2")
+    tokens = np.random.default_rng(2).integers(0, published.VOCABULARY - 1, 2000)
+    for name, part in (("a", tokens[:1500]), ("b", tokens[1500:])):
+        np.append(part, published.VOCABULARY - 1).astype(np.uint16).tofile(folder / f"{name}.bin")
+    sizes = ["context_length=16", "batch_tokens=64", "heldout_fraction=0.5"]
+    arguments = [f"--weights={folder}/gpt2/model.safetensors", f"--workdir={folder}/run"]
+    arguments += [DATA.format(folder=folder), *(f"--config.data.{size}" for size in sizes)]
+    assert command.main(["import", *arguments]) == 0
+    return folder
+
+
+def restored(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    _, arrays, number = checkpoint.restore_arrays(folder, sharding.whole_mesh())
+    assert number == 0
+    return arrays["params"]
+
+
+def test_there_and_back(gpt2, tmp_path, capsys):
+    out = tmp_path / "copy.safetensors"
+    assert command.main(["export", f"--workdir={gpt2}/run", f"--out={out}"]) == 0
+    count = sum(x.size for x in jax.tree.leaves(restored(gpt2 / "run")))
+    assert capsys.readouterr().out == f"{out} has the {count:,} numbers of step 0 of {gpt2}/run\n"
+    assert command.main(["import", f"--weights={out}", f"--workdir={tmp_path}/run"]) == 0
+    jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "run"), restored(gpt2 / "run"))
+    assert workdir.read_config(tmp_path / "run") == workdir.read_config(gpt2 / "run")
+
+
+def test_generated_tokens_are_those_of_the_formula(gpt2, capsys):
+    """Tokens are bytes here; the vocabulary has those below 40."""
+    prompt, weights = "&&!#", published.weights()
+    arguments = [f"--workdir={gpt2}/run", f"--prompt={prompt}", "--tokenizer=byte"]
+    assert generate.main([*arguments, "--max_tokens=8", "--temperature=0"]) == 0
+    tokens = list(prompt.encode())
+    while len(tokens) < len(prompt) + 8:
+        tokens.append(int(published.forward(weights, np.array([tokens]))[0, -1].argmax()))
+    assert capsys.readouterr().out == bytes(tokens).decode() + "\n"
+    assert len(set(tokens[len(prompt) :])) > 3
+    with pytest.raises(SystemExit):
+        generate.main([*arguments, "--max_tokens=17"])
+    message = (
+        "the longest prompt has 4 tokens and max_tokens is 17, but the model's learned positions end at 20"
+    )
+    assert message in capsys.readouterr().err
+
+
+def test_the_optimizer_and_the_data_begin_anew(gpt2):
+    settings = workdir.read_config(gpt2 / "run")
+    abstract = step.abstract_state(settings, sharding.whole_mesh())
+    with checkpoint.Checkpoints(gpt2 / "run", settings) as checkpoints:
+        state, position = checkpoints.restore(abstract)
+    assert position is None
+    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(state.opt_state))
+    jax.tree.map(np.testing.assert_array_equal, state.params, restored(gpt2 / "run"))
+
+
+def losses(folder: pathlib.Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_training_goes_on(gpt2, tmp_path):
+    settings = workdir.read_config(gpt2 / "run")
+    settings = dataclasses.replace(settings, training=dataclasses.replace(settings.training, steps=3))
+    weights = f"--weights={gpt2}/gpt2/model.safetensors"
+    (tmp_path / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
+    chosen = f"--config={tmp_path}/settings.json"
+    assert command.main(["import", weights, chosen, f"--workdir={tmp_path}/run"]) == 0
+    assert train.train(settings, tmp_path / "run") == 0
+    assert len(losses(tmp_path / "run")) == 3
+    # Of random weights that are sure of themselves, and not of a new model, which guesses.
+    assert losses(tmp_path / "run")[0] > 2 * np.log(published.VOCABULARY)
+
+
+@pytest.mark.slow
+def test_a_power_kernel_starts_from_gpt2(gpt2, tmp_path, capsys):
+    """The recipe of the documentation."""
+    settings = workdir.read_config(gpt2 / "run")
+    attention = dataclasses.replace(settings.model.attention, kernel="power", decay="learned", window=4)
+    settings = dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, attention=attention),
+        task=dataclasses.replace(settings.task, initial_run=str(gpt2 / "run")),
+        training=dataclasses.replace(settings.training, steps=2),
+    )
+    assert train.train(settings, tmp_path / "run") == 0
+    assert "new: blocks.*.attention.decay.kernel\n" in capsys.readouterr().out
+    assert len(losses(tmp_path / "run")) == 2
+
+
+@pytest.mark.slow
+def test_evaluation(gpt2, tmp_path, capsys):
+    run = [f"--workdir={gpt2}/run", "--documents=1", f"--out={tmp_path}"]
+    assert evaluate.main([*run, "--context_lengths=4,16"]) == 0
+    assert (tmp_path / "context_loss.csv").is_file()
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        evaluate.main([*run, "--context_lengths=4,32"])
+    message = "has learned positions for 20 tokens (model.attention.max_document_length) and cannot be evaluated at 32"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["export", "--workdir={folder}/nothing", "--out={out}/x.safetensors"],
+            "is not the workdir of a run",
+        ),
+        (["export", "--workdir={folder}/run", "--out={out}/x.npz"], "x.npz does not end in .safetensors"),
+        (
+            ["export", "--workdir={folder}/run", "--out={out}/x.safetensors", "--dtype=int8"],
+            "invalid choice: 'int8'",
+        ),
+        (["export", "--workdir={folder}/run", "--out={out}/x.safetensors", "--layer=1"], "--layer=1"),
+        (["export", "--workdir={folder}/run"], "--out"),
+        (
+            ["import", "--weights={gpt2}", "--workdir={folder}/run"],
+            "run holds a run; import into another workdir",
+        ),
+        (
+            ["import", "--weights={folder}/x", "--workdir={out}/run"],
+            "cannot read the settings {folder}/x.json",
+        ),
+        (
+            ["import", "--weights={folder}/a.bin", "--config={json}", "--workdir={out}/run"],
+            "is not a safetensors file",
+        ),
+        (
+            ["import", "--weights={gpt2}", "--config=configs/text.py:x", "--workdir={out}/run"],
+            "it lacks blocks.0.",
+        ),
+        (
+            ["import", "--weights={gpt2}", "--workdir={out}/run", "--config.model.layer=1"],
+            "--config.model.layer",
+        ),
+        (
+            ["import", "--weights={gpt2}", "--workdir={out}/run", "--config.model.layers=3"],
+            "it lacks h.2.attn.c_attn.",
+        ),
+        (
+            ["import", "--weights={gpt2}", "--workdir={out}/run", "--layers=3"],
+            "'layers'; see --help",
+        ),
+        ([], "export|import"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(gpt2, tmp_path, capsys, arguments, message):
+    places = {
+        "folder": gpt2,
+        "out": tmp_path,
+        "gpt2": gpt2 / "gpt2" / "model.safetensors",
+        "json": gpt2 / "gpt2" / "config.json",
+    }
+    with pytest.raises(SystemExit) as stopped:
+        command.main([argument.format(**places) for argument in arguments])
+    assert stopped.value.code == 1
+    printed, error = capsys.readouterr()
+    assert printed == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message.format(**places) in error
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,203 @@
+"""Weights written and read: the same model to the bit, and files that are not what they should be."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from sympow_jax import config, models, weights
+
+DECODER = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "dtype": "float32"}
+
+
+def decoder(name="conformal", *, layers=2, biases=False, **attention) -> config.Config:
+    chosen = config.preset(name, **{"window": 4, **attention})
+    return config.Config(
+        model=config.ModelConfig(**DECODER | {"layers": layers, "biases": biases}, attention=chosen)
+    )
+
+
+def encoder(task="masked_token", **model) -> config.Config:
+    shape = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "dtype": "float32", **model}
+    attention = config.preset("linear", causal=False)
+    return config.Config(
+        model=config.ModelConfig(attention=attention, **shape),
+        task=config.TaskConfig(name=task, classes=3 if task == "classification" else None),
+        data=config.DataConfig(context_length=16, batch_tokens=16),
+    )
+
+
+RUNS = {
+    "conformal": decoder(),
+    "gpt2": decoder("gpt2", biases=True, max_document_length=8),
+    "channels": decoder("conformal", decay="channel_constant", position="learned_rope_pairs"),
+    "lrpe": decoder("linear_lrpe", lrpe=config.LrpeConfig(basis="householder", learned_basis=True)),
+    "spe": decoder("linear", position="spe"),
+    "batch norm": encoder(norm="batch"),
+    "classes": encoder("classification"),
+}
+
+
+def made(settings: config.Config, seed=0) -> models.Model:
+    """A model none of whose parameters is what it began with."""
+    model = models.make(settings.model, settings.task, rngs=nnx.Rngs(seed))
+    generator = np.random.default_rng(seed)
+    nnx.update(
+        model,
+        jax.tree.map(
+            lambda x: jnp.asarray(x + 0.3 * generator.normal(size=x.shape), jnp.float32), nnx.state(model)
+        ),
+    )
+    return model
+
+
+def variables(model: models.Model) -> dict[str, np.ndarray]:
+    tree = nnx.to_pure_dict(nnx.state(model))
+    return {models.parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_round_trip_is_exact(tmp_path, name):
+    settings = RUNS[name]
+    model, path = made(settings), tmp_path / "model.safetensors"
+    count = weights.save(path, settings, model)
+    assert weights.read_settings(weights.settings_path(path)) == settings
+    found, expected = variables(weights.load(path, settings)), variables(model)
+    assert count == sum(leaf.size for leaf in expected.values())
+    assert found.keys() == expected.keys() == safetensors.numpy.load_file(path).keys()
+    for key, leaf in expected.items():
+        assert found[key].dtype == leaf.dtype
+        np.testing.assert_array_equal(found[key], leaf)
+
+
+@pytest.mark.parametrize("name", ["conformal", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_logits_are_the_same_to_the_bit(tmp_path, name):
+    settings, path = RUNS[name], tmp_path / "model.safetensors"
+    model = made(settings)
+    weights.save(path, settings, model)
+    run = nnx.jit(lambda model, tokens: model(tokens))
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 32)
+    expected = run(model, tokens)
+    np.testing.assert_array_equal(run(weights.load(path, settings), tokens), expected)
+    assert np.std(expected) > 0.1
+
+
+def test_names(tmp_path):
+    """Those of the documentation."""
+    settings = decoder("conformal", layers=1, biases=True)
+    path = tmp_path / "model.safetensors"
+    weights.save(path, settings, made(settings))
+    found = {name: x.shape for name, x in safetensors.numpy.load_file(path).items()}
+    projections = {
+        "attention.query": (16, 16),
+        "attention.key": (16, 8),
+        "attention.value": (16, 8),
+        "attention.out": (16, 16),
+        "mlp.up": (16, 64),
+        "mlp.down": (64, 16),
+    }
+    norms = ("embedding_norm", "final_norm", "blocks.0.attention_norm", "blocks.0.mlp_norm")
+    assert found == (
+        {
+            "embedding": (32, 16),
+            "blocks.0.attention.decay.kernel": (16, 2),
+            "blocks.0.attention.rate.kernel": (16, 2),
+        }
+        | {f"{name}.{part}": (16,) for name in norms for part in ("scale", "bias")}
+        | {f"blocks.0.{name}.kernel": shape for name, shape in projections.items()}
+        | {f"blocks.0.{name}.bias": shape[1:] for name, shape in projections.items()}
+    )
+
+
+def test_bfloat16_rounds(tmp_path):
+    settings, path = RUNS["conformal"], tmp_path / "model.safetensors"
+    model = made(settings)
+    weights.save(path, settings, model, dtype="bfloat16")
+    found = variables(weights.load(path, settings))
+    for name, leaf in variables(model).items():
+        assert found[name].dtype == jnp.float32
+        np.testing.assert_array_equal(found[name], leaf.astype(jnp.bfloat16).astype(jnp.float32))
+    full = tmp_path / "full.safetensors"
+    weights.save(full, settings, model)
+    assert path.stat().st_size < 0.7 * full.stat().st_size
+
+
+def test_all_mismatches_are_listed(tmp_path):
+    path = tmp_path / "model.safetensors"
+    weights.save(path, decoder(layers=1), made(decoder(layers=1)))
+    tensors = safetensors.numpy.load_file(path)
+    tensors["extra"] = tensors.pop("final_norm.scale")
+    tensors["blocks.0.mlp.up.kernel"] = tensors["blocks.0.mlp.up.kernel"].T.copy()
+    tensors["embedding"] = tensors["embedding"].astype(np.int32)
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        weights.load(path, decoder(layers=1))
+    assert str(raised.value) == (
+        f"{path} does not fit the model of these settings: it lacks final_norm.scale; the model has no extra; "
+        "blocks.0.mlp.up.kernel is [64, 16] and not [16, 64]; embedding is of dtype I32 and not F32, F16, BF16"
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\x00" * 64, None], ids=["empty", "text", "zeros", "cut"])
+def test_a_file_that_is_none(tmp_path, content):
+    path = tmp_path / "model.safetensors"
+    if content is None:
+        weights.save(path, decoder(), made(decoder()))
+        content = path.read_bytes()[:-100]
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is not a safetensors file, or is damaged") as raised:
+        weights.load(path, decoder())
+    assert "\n" not in str(raised.value)
+
+
+def test_files_that_are_not_there_or_are(tmp_path):
+    settings, path = decoder(layers=1), tmp_path / "a" / "model.safetensors"
+    model = made(settings)
+    with pytest.raises(ValueError, match="there is no file"):
+        weights.load(path, settings)
+    with pytest.raises(ValueError, match=r"does not end in \.safetensors"):
+        weights.save(tmp_path / "model.json", settings, model)
+    with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of float32, bfloat16"):
+        weights.save(path, settings, model, dtype="int8")
+    weights.save(path, settings, model)
+    assert sorted(x.name for x in path.parent.iterdir()) == ["model.json", "model.safetensors"]
+    with pytest.raises(ValueError, match=r"model\.safetensors exists; remove it or choose another name"):
+        weights.save(path, settings, model)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"model\.json exists"):
+        weights.save(path, settings, model)
+
+
+def test_settings_that_are_none(tmp_path):
+    path = tmp_path / "settings.json"
+    values = dataclasses.asdict(decoder())
+    for content, message in (
+        (None, "cannot read the settings"),
+        ("{", "is not JSON"),
+        ("[1]", r"Config is \[1\]; it must have fields"),
+        ("{}", "Config lacks model"),
+        (json.dumps({"model": {"layers": 1}}), "ModelConfig lacks width, heads"),
+        (json.dumps(values | {"modle": {}}), "Config has no modle"),
+        (json.dumps(values | {"model": values["model"] | {"layers": "two"}}), "settings.json: .*str.*int"),
+        (json.dumps(values | {"model": values["model"] | {"heads": 3}}), "model.heads is 3"),
+    ):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ValueError, match=message) as raised:
+            weights.read_settings(path)
+        assert re.search(str(path), str(raised.value))
+
+
+def test_which_settings_belong_to_a_file(tmp_path):
+    path = tmp_path / "model.safetensors"
+    assert weights.settings_path(path) == tmp_path / "model.json"
+    (tmp_path / "config.json").write_text("{}")
+    assert weights.settings_path(path) == tmp_path / "config.json"
+    (tmp_path / "model.json").write_text("{}")
+    assert weights.settings_path(path) == tmp_path / "model.json"
