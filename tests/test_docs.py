@@ -44,7 +44,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 # Packages whose every exported name is in the reference.
-PACKAGES = ("ops", "layers", "models", "generation", "config", "data", "evaluation")
+PACKAGES = ("ops", "layers", "models", "generation", "weights", "config", "data", "evaluation")
 # Commands of a page that make the files which its code reads.
 FIRST = {
     "docs/weights.md": [
