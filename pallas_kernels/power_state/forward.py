@@ -44,27 +44,36 @@ def power_state(
     Query i's output is sum_j w_ij v_j / sum_j w_ij over j <= i with w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G sums
     log_decay along time; zero where all weights are.
 
-    query: bfloat16 [B, T, N, D]; key: bfloat16 [B, T, K, D]; value: bfloat16 [B, T, K, E]; N a multiple of K. At
-        p = 2, D is filled up with zeros to 32, 64 or 128 and E to 64 or 128, at their cost; at p = 4 to 16 or 32.
-    log_decay: float32 [B, T, K], at most 0; below -87 it is a boundary that nothing crosses, which is how a document
-        starts. None is no decay.
-    folds: bool [B, T]; positions where it is False never enter a state, nor does their decay. Only the last positions
-        of a row may be excluded. None excludes the last `window`.
-    initial_state: float32 kv [B, K, F, E] and norm [B, K, F], the features phi of positions before the first: in
-        canonical order, non-decreasing indices lexicographically, with phi(q) . phi(k) = (q . k)^p. None is zero.
-    chunk: positions between states; None is what `choose` says. window: positions before each chunk that its queries
-        see exactly, no more than a chunk.
-    state_dtype: what states between chunks are stored in, and operands of the products with them rounded to: float16,
-        with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in each entry.
-        float32 is stored as the sum of two float16, with an error of 2^-22 at most, for twice the bytes and products.
-        Products of a key and a value, and of two entries of a query, are rounded to the 16 bits in any case.
-        At p = 4 only float16.
-    interpret: parameters of the GPU interpreter, or None to run on a GPU.
+    Has no derivative of its own: `power_state_vjp` is what a custom_vjp takes. Sums are float32.
 
-    Returns the output bfloat16 [B, T, N, E]; the denominators sum_j w_ij, float32 [B, T, N], of queries divided by the
-    powers of two that bring their largest entries into [1/2, 1); and the state of the positions that `folds` let in,
-    like `initial_state`. Sums are float32. Raises NotImplementedError, naming the constraint, for what the kernels
-    cannot do. Has no derivative of its own: `backward.power_state_vjp` is what a custom_vjp takes.
+    Args:
+        query: bfloat16 [B, T, N, D], N a multiple of K. At p = 2, D is filled up with zeros to 32, 64 or 128 and E to
+            64 or 128, at their cost; at p = 4 to 16 or 32.
+        key: bfloat16 [B, T, K, D].
+        value: bfloat16 [B, T, K, E].
+        power: p, 2 or 4.
+        log_decay: float32 [B, T, K], at most 0; below -87 it is a boundary that nothing crosses, which is how a
+            document starts. None is no decay.
+        folds: bool [B, T]; positions where it is False never enter a state, nor does their decay. Only the last
+            positions of a row may be excluded. None excludes the last `window`.
+        initial_state: float32 kv [B, K, F, E] and norm [B, K, F], the features phi of positions before the first: in
+            canonical order, non-decreasing indices lexicographically, with phi(q) . phi(k) = (q . k)^p. None is zero.
+        chunk: positions between states; None is what `choose` says.
+        window: positions before each chunk that its queries see exactly, no more than a chunk.
+        state_dtype: what states between chunks are stored in, and operands of the products with them rounded to:
+            float16, with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in
+            each entry. float32 is stored as the sum of two float16, with an error of 2^-22 at most, for twice the
+            bytes and products. Products of a key and a value, and of two entries of a query, are rounded to the 16
+            bits in any case. At p = 4 only float16.
+        interpret: parameters of the GPU interpreter, or None to run on a GPU.
+
+    Returns:
+        The output, bfloat16 [B, T, N, E]; the denominators sum_j w_ij, float32 [B, T, N], of queries divided by the
+        powers of two that bring their largest entries into [1/2, 1); and the state of the positions that `folds` let
+        in, like `initial_state`.
+
+    Raises:
+        NotImplementedError: for what the kernels cannot do, naming the constraint.
     """
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[:3], jnp.float32)

@@ -194,9 +194,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sympow_learned_rope": {"kernel": "power", "decay": "none", "position": "learned_rope"},
     "conformal": {"kernel": "power", "decay": "learned", "position": "learned_rope"},
 }
+"""The names that the papers use, each with the fields of `AttentionConfig` that it sets; `preset` makes one."""
 
 
 def preset(name: str, **changes) -> AttentionConfig:
-    """The attention the papers call `name`, with `changes` to its fields."""
+    """The attention the papers call `name`, with `changes` to its fields.
+
+    Raises ValueError for a name that is not in `PRESETS`, and what `AttentionConfig` raises.
+    """
     checks.require_choice("preset", name, tuple(PRESETS))
     return AttentionConfig(**{**PRESETS[name], **changes})

@@ -19,10 +19,14 @@ LRPE_METHODS: dict[str, dict[str, Any]] = {
     "type2": {"lrpe": {"core": "orthogonal", "basis": "householder", "learned_rates": True}},
     "type3": {"lrpe": {"core": "permutation", "basis": "householder"}},
 }
+"""The methods of the paper's tables; `lrpe_method` makes one."""
 
 
 def lrpe_method(name: str, **changes: Any) -> attention_lib.AttentionConfig:
-    """The attention that the paper's tables call `name`, with `changes` to its fields."""
+    """The attention that the paper's tables call `name`, with `changes` to its fields.
+
+    Raises ValueError for a name that is not in `LRPE_METHODS`, and what `AttentionConfig` raises.
+    """
     checks.require_choice("method", name, tuple(LRPE_METHODS))
     values = {"kernel": "linear", "decay": "none", "position": "lrpe", **LRPE_METHODS[name], **changes}
     if isinstance(values.get("lrpe"), dict):

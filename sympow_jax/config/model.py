@@ -93,3 +93,4 @@ MODEL_SIZES = {
     "gpt2_1558m": {"vocab_size": 50_304, "layers": 48, "width": 1600, "heads": 25},
     "gpt3_1311m": {"vocab_size": 50_304, "layers": 24, "width": 2048, "heads": 32},
 }
+"""Shapes by name, as fields of `ModelConfig`."""

@@ -13,9 +13,11 @@ __all__ = ["Codec", "codec_of_run"]
 class Codec:
     """A tokenizer and the ids around a document.
 
-    vocab_size: of the model, which must have every token of a prompt.
-    lead: the id in front of every document; None for none.
-    end: the id behind every document, with which its text ends; None for none.
+    Attributes:
+        tokenizer: from bytes to ids and back.
+        vocab_size: of the model, which must have every token of a prompt.
+        lead: the id in front of every document; None for none.
+        end: the id behind every document, with which its text ends; None for none.
     """
 
     tokenizer: tokenizer.Tokenizer

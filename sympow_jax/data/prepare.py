@@ -165,7 +165,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Writes what the command line says and prints the settings that read it."""
+    """Writes what the command line says and prints the settings that read it.
+
+    A mistake ends the process with one line and exit code 1.
+    """
     options = _parser().parse_args(arguments)
     try:
         if options.row_tokens < 1:

@@ -20,11 +20,15 @@ __all__ = ["LayerMaps", "attention_maps"]
 class LayerMaps:
     """One layer's.
 
-    weights: of the value of each token (last axis) in the output of each (second last), as `layers.AttentionMaps`.
-    half_life: after how many tokens the head, or its value channel, would have forgotten half, did it always forget
-        as it does at this one: ln 2 / -log_decay, infinite where nothing is forgotten. None without a gate.
-    rate: by how much a token moves on the learned position of the head, or of each of its pairs; None unless learned.
-    theta: radians by which a pair turns at rate 1, the fastest first; None without rates.
+    Attributes:
+        layer: which one, from 0.
+        weights: of the value of each token (last axis) in the output of each (second last), as
+            `layers.AttentionMaps`.
+        half_life: after how many tokens the head, or its value channel, would have forgotten half, did it always
+            forget as it does at this one: ln 2 / -log_decay, infinite where nothing is forgotten. None without a gate.
+        rate: by how much a token moves on the learned position of the head, or of each of its pairs; None unless
+            learned.
+        theta: radians by which a pair turns at rate 1, the fastest first; None without rates.
     """
 
     layer: int

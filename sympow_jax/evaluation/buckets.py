@@ -31,7 +31,10 @@ class Bucket:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Context lengths from `64,128,256`, where `64,...,65536` stands for every doubling in between."""
+    """Context lengths from `64,128,256`, where `64,...,65536` stands for every doubling in between.
+
+    Raises ValueError for what is no such list.
+    """
     words = text.replace(" ", "").split(",")
     lengths: list[int] = []
     for index, word in enumerate(words):

@@ -12,7 +12,10 @@ __all__ = ["fork", "insert", "take"]
 
 
 def fork[Tree](state: Tree, copies: int) -> Tree:
-    """Every row so many times, copies side by side; to continue one context in many ways."""
+    """Every row so many times, copies side by side; to continue one context in many ways.
+
+    Raises ValueError for fewer than one copy.
+    """
     if copies < 1:
         raise ValueError(f"copies is {copies}; it must be at least 1")
     return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), state)

@@ -49,11 +49,15 @@ def prefill(
 ) -> tuple[Float[Array, "B V"], models.DecoderState]:
     """The logits of the token that follows each row, float32, and the state behind the row.
 
-    tokens: row b is its first `lengths[b]` tokens; what is behind them does not matter.
-    state: what came before, for instance a long context that is continued; None starts with
-        `init_state(model, B, max_length=max_length)`.
-
     Nothing passes between rows. Logits are computed of the last tokens alone.
+
+    Args:
+      model: with the parameters to use.
+      tokens: row b is its first `lengths[b]` tokens; what is behind them does not matter.
+      lengths: of the rows, at least 1 and at most T.
+      max_length: for `init_state`, where there is no `state`.
+      state: what came before, for instance a long context that is continued; None starts with
+        `init_state(model, B, max_length=max_length)`.
 
     Raises:
       ValueError: a row is empty or longer than T, or goes on beyond the model's learned positions, a token is not in

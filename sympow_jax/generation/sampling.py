@@ -15,11 +15,15 @@ __all__ = ["Sampling", "sample"]
 class Sampling:
     """How tokens are drawn.
 
-    temperature: logits are divided by it; 0 takes the likeliest token.
-    top_k: only the so many likeliest; None for all.
-    top_p: of these only the fewest likeliest that together have at least this probability ("The Curious Case of Neural
-        Text Degeneration", Holtzman et al. 2020, section 3.1).
-    vocab_size: ids from here on are never drawn; None for all that the model has.
+    Attributes:
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: only the so many likeliest; None for all.
+        top_p: of these only the fewest likeliest that together have at least this probability ("The Curious Case of
+            Neural Text Degeneration", Holtzman et al. 2020, section 3.1).
+        vocab_size: ids from here on are never drawn; None for all that the model has.
+
+    Raises:
+        ValueError: for a temperature below 0, a `top_k` below 1, or a `top_p` outside (0, 1].
     """
 
     temperature: float = 1.0

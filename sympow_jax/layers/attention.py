@@ -21,8 +21,9 @@ __all__ = ["Attention", "AttentionMaps", "AttentionState"]
 class AttentionState:
     """What a layer carries from one call to the next.
 
-    memory: the recurrent state, or kept keys and values.
-    position: where the document has got to; None where the layer needs no position.
+    Attributes:
+        memory: the recurrent state, or kept keys and values.
+        position: where the document has got to; None where the layer needs no position.
     """
 
     memory: kernels.Memory
@@ -34,12 +35,13 @@ class AttentionState:
 class AttentionMaps:
     """What a layer does with a sequence.
 
-    weights: what the value of each token (last axis) is multiplied by in the output of each (second last). They sum
-        to 1 over values, or to 0 where nothing has a weight; weights of kernel `linear` whose features positions turn
-        need not, and may be negative. Of gates by value channel, the mean over channels.
-    log_decay: the logarithm of what each head, or value channel of a head, keeps of the past; None without a gate.
-    rate: by how much each token moves on the learned position of a head, or of each of its pairs; None unless learned.
-        `Positions.theta` is what a pair turns by at rate 1.
+    Attributes:
+        weights: what the value of each token (last axis) is multiplied by in the output of each (second last). They
+            sum to 1 over values, or to 0 where nothing has a weight; weights of kernel `linear` whose features
+            positions turn need not, and may be negative. Of gates by value channel, the mean over channels.
+        log_decay: the logarithm of what each head, or value channel of a head, keeps of the past; None without a gate.
+        rate: by how much each token moves on the learned position of a head, or of each of its pairs; None unless
+            learned. `Positions.theta` is what a pair turns by at rate 1.
     """
 
     weights: Float[Array, "B N T T"]

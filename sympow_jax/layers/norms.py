@@ -14,6 +14,7 @@ EPSILON = 1e-5  # GPT-2's, and everybody's for batch normalisation
 MOMENTUM = 0.9
 
 Norm = nnx.LayerNorm | nnx.BatchNorm
+"""What `make_norm` makes."""
 
 
 def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs) -> Norm:

@@ -12,6 +12,7 @@ from sympow_jax.models import decoder, encoder, image_classifier
 __all__ = ["Model", "make", "parameter_name", "parameter_specs"]
 
 Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier
+"""What `make` makes."""
 
 
 def make(config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs) -> Model:

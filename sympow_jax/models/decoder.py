@@ -22,8 +22,9 @@ __all__ = ["DecoderLM", "DecoderState"]
 class DecoderState:
     """What a model carries from one call to the next.
 
-    layers: the state of every layer.
-    position: where the document has got to; None unless positions are added to the embedding.
+    Attributes:
+        layers: the state of every layer.
+        position: where the document has got to; None unless positions are added to the embedding.
     """
 
     layers: tuple[layers.AttentionState, ...]

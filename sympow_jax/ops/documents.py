@@ -33,9 +33,10 @@ NO_SEGMENT = -1
 class Boundaries(NamedTuple):
     """The documents of a row of tokens.
 
-    starts: the first token of every document that begins in the row.
-    valid: False for padding.
-    last: the segment id of the document that the row ends in.
+    Attributes:
+        starts: the first token of every document that begins in the row.
+        valid: False for padding.
+        last: the segment id of the document that the row ends in.
     """
 
     starts: Bool[Array, "B T"]
@@ -63,7 +64,12 @@ def numbered(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PositionState:
-    """How many tokens of the document have been seen, and its segment id, -1 before the first token."""
+    """Where a document has got to.
+
+    Attributes:
+        position: how many of its tokens have been seen.
+        segment: its segment id, -1 before the first token.
+    """
 
     position: Int[Array, " B"]
     segment: Int[Array, " B"]

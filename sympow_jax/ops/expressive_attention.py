@@ -34,11 +34,8 @@ def expressive_attention(
 ) -> Float[Array, "B T N E"]:
     """Y_i = sum_j A_ij V_j / sum_j A_ij, A_ij = exp(G_i - G_j) z_ij^2 / (1 + z_ij^2), z_ij = scale Q_i . K_j, j <= i.
 
-    The queries are the last T of S positions; N is a multiple of K. G is the running sum of `log_decay` <= 0; a
-    token's own decay does not discount its own key. Documents are those of `segment_ids`, as in `ops.documents`:
-    nothing is seen across a boundary, and padding gives zero, is not seen and does not decay. `causal=False` sees the
-    whole document, later keys too, and has no decays. A row whose weights are all zero gives zero, with zero
-    gradients. Computed in float32, or in float64 for such queries; the output has the dtype of `value`.
+    A row whose weights are all zero gives zero, with zero gradients. Computed in float32, or in float64 for such
+    queries; the output has the dtype of `value`.
 
     Scores may have any size. In float32 weights are those of the formula for all finite z, and their derivatives,
     2 z / (1 + z^2)^2, up to |z| = 1e11, beyond which they vanish. A row whose weights are all tiny is a mean like any
@@ -51,16 +48,27 @@ def expressive_attention(
     |z| = 1 on, has none: keys and values are kept. For small z the first term remains, `power_attention` with p = 2;
     for large z every key counts the same.
 
-    `implementation`: `reference` is the formula as it stands, with all T x S pairs at once; `xla` (None) takes blocks
-    of `block_size` queries and keys, of which it skips those behind the diagonal and those of other documents, and
-    recomputes them in the backward pass: memory is linear in S.
+    Args:
+        query: the last T of S positions; N is a multiple of K.
+        key: S >= T.
+        value: E may differ from D.
+        log_decay: natural logarithm of a decay, at most 0, of which G is the running sum. A token's own decay does not
+            discount its own key.
+        segment_ids: documents, as in `ops.documents`: nothing is seen across a boundary, and padding gives zero, is
+            not seen and does not decay.
+        causal: False sees the whole document, later tokens too, and has no decays.
+        scale: what scores are multiplied by; here it counts.
+        implementation: `reference` is the formula as it stands, with all T x S pairs at once; `xla` (None) takes
+            blocks of queries and keys, of which it skips those behind the diagonal and those of other documents, and
+            recomputes them in the backward pass: memory is linear in S.
+        block_size: queries and keys of a block of `xla`. Changes speed and memory alone.
+        axis_name: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
+            arguments and output are this device's share, of equal length on all. Each device attends over all of the
+            time for a share of the heads; there are as many keys as queries.
 
-    `axis_name`: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
-    arguments and output are this device's share, of equal length on all. Each device attends over all of the time
-    for a share of the heads; there are as many keys as queries.
-
-    Raises ValueError for shapes or options that do not fit each other, and NotImplementedError for kept keys where
-    time is divided.
+    Raises:
+        ValueError: for shapes or options that do not fit each other.
+        NotImplementedError: for kept keys where time is divided.
     """
     _pairs.check(query, key, value, log_decay, segment_ids, causal=causal)
     if implementation not in (None, *_IMPLEMENTATIONS):

@@ -49,7 +49,7 @@ def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*b
 
 
 def symmetric_power_dim(head_dim: int, power: int) -> int:
-    """F = binomial(D + p - 1, p), the number of features of `symmetric_power`."""
+    """F = binomial(D + p - 1, p), the number of features of `symmetric_power`. Raises ValueError unless power >= 1."""
     _require_power(power)
     return math.comb(head_dim + power - 1, power)
 
@@ -59,6 +59,7 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
 
     The monomials that start with i are x[i] times those of degree p - 1 that start with i or later: a suffix, so
     nothing is gathered. The feature axis leads so that products and copies are contiguous in the axes behind it.
+    Raises ValueError unless power >= 1.
     """
     _require_power(power)
     features = x
@@ -77,7 +78,10 @@ def suffix_starts(head_dim: int, power: int) -> tuple[int, ...]:
 
 @functools.cache
 def multiplicities(head_dim: int, power: int) -> np.ndarray:
-    """How often the tensor power repeats each monomial: p! / (c_1! ... c_D!), float64, in order [F]."""
+    """How often the tensor power repeats each monomial: p! / (c_1! ... c_D!), float64, in order [F].
+
+    Raises ValueError unless power >= 1.
+    """
     _require_power(power)
     count = np.ones(head_dim)
     run = np.ones(head_dim)  # how often the first index opens the monomial: x_i x_i x_j has a run of 2

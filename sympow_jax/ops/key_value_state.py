@@ -19,8 +19,13 @@ class KeyValueState:
     With T new positions behind them (`append`) they are the S + T keys of `softmax_attention` or of the
     attention form of `power_attention`. Padding takes a slot too, until `without_gaps`.
 
-    segment: segment id of the document, -1 before the first token.
-    complete: False where the document has outgrown the S positions.
+    Attributes:
+        key: of each position, zero in empty slots.
+        value: likewise.
+        log_decay: likewise.
+        segment_ids: of each position, -1 in empty slots.
+        segment: segment id of the document, -1 before the first token.
+        complete: False where the document has outgrown the S positions.
     """
 
     key: Float[Array, "B S K D"]
@@ -84,7 +89,7 @@ class KeyValueState:
         )
 
     def newest(self, capacity: int) -> "KeyValueState":
-        """The last `capacity` positions."""
+        """The last `capacity` positions, at most as many as there are."""
         nothing = jnp.full_like(self.segment, documents.NO_SEGMENT)
         starts, valid, _ = documents.boundaries(self.segment_ids, nothing)
         document = jnp.cumsum(starts, axis=1)

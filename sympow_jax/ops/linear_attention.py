@@ -32,9 +32,10 @@ Turn = Callable[[Float[Array, "B T H F"]], Float[Array, "B T H L"]]
 class LinearState:
     """What linear attention remembers of the document so far; a pytree that the caller owns.
 
-    numerator: the state of the weighted values, over features as they are turned.
-    denominator: that of the weights, over unturned features and without values; None where the normaliser of
-        `numerator` is the denominator.
+    Attributes:
+        numerator: the state of the weighted values, over features as they are turned.
+        denominator: that of the weights, over unturned features and without values; None where the normaliser of
+            `numerator` is the denominator.
     """
 
     numerator: power_state.PowerState
@@ -106,10 +107,13 @@ def linear_attention(
     denominator give weights of both signs, whose sum may be negative or all but vanish: the division then is by the
     sum as it is, without an epsilon, and the output is zero only where the sum is exactly zero.
 
-    Arguments, where they are not those of `power_attention`:
+    Args:
+        query: as in `power_attention`, where what is said of other arguments below is said in full.
+        key: S == T, or S >= T in the attention form without a state.
+        value: E may differ from D.
         feature_map: phi: `elu` is elu(x) + 1, `relu`, `identity`, or the `symmetric` or `tensor` power of degree
             `power`, with phi(q) . phi(k) = (q . k)^power. Unturned, powers are computed as in `power_attention`.
-        power: used by these two alone; any degree from 1.
+        power: used by `symmetric` and `tensor` alone; any degree from 1.
         turn: what position does to features, a linear map that may lengthen them: a function from [B, T, H, F] to
             [B, T, H, L], called with the features of all queries (H = N), then of all keys (H = K). Where there are
             more keys than queries it is given both lengths. It knows the positions of the tokens itself.
@@ -118,7 +122,15 @@ def linear_attention(
         causal: False sees the whole document, before and behind, at a cost linear in T; its backward pass keeps a
             state a chunk where there are segment ids. It has neither decays, states, forms, a window nor
             `axis_name`, and as many keys as queries. `reference` is then the formula over T x T pairs.
+        log_decay: natural logarithm of the gate, at most 0 (not checked).
+        segment_ids: a document starts where the id changes; negative ids are padding.
+        form: `attention`, `chunked` or `recurrent`; None chooses. All agree to rounding.
+        implementation: `reference`, `xla`, or None, which chooses; `mosaic_gpu` for even powers, unturned.
+        chunk_size: tokens of a chunk; None chooses. Changes speed alone.
+        window: every query sees at least this many of its last keys exactly.
         initial_state: made by `LinearState.zeros` or returned by an earlier call.
+        return_state: return (output, state after the last token).
+        axis_name: a manual mesh axis over which time is divided in order.
 
     Raises:
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
@@ -178,7 +190,7 @@ def linear_attention_step(
 ) -> tuple[Float[Array, "B N E"], LinearState]:
     """`linear_attention` for the next token of each row; returns its output and the state behind it.
 
-    `turn` is given features [B, 1, H, F].
+    `turn` is given features [B, 1, H, F]. Arguments and errors are those of `linear_attention`.
     """
     kernel = _Kernel.named(feature_map, power)
     dispatch.require_choice("normaliser", normaliser, _NORMALISERS)

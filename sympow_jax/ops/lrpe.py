@@ -20,8 +20,11 @@ from sympow_jax.ops import phase, rotary
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 
 CORES = ("orthogonal", "unitary", "permutation", "mixed")
+"""The names of Lambda."""
 BASES = ("identity", "householder", "odd_even", "fourier")
+"""The names of P."""
 KINDS = ("a", "b", "c", "rope")
+"""The names of fixed rates."""
 
 _SEED = 20_23_07_18  # of the paper's date
 _HIGHEST = jax.lax.Precision.HIGHEST

@@ -28,6 +28,11 @@ class RotaryState:
     """The learned position that a document has reached, whole + fraction / 2^32, and its segment id.
 
     One position a head, or one for each of its D/2 pairs.
+
+    Attributes:
+        whole: of the position, in units of the rates.
+        fraction: of it, in 2^-32.
+        segment: segment id of the document, -1 before the first token.
     """
 
     whole: Int[Array, "B K *pairs"]
@@ -48,7 +53,10 @@ class RotaryState:
 def rope(
     x: Float[Array, "B T N D"], positions: Int[Array, "B T"], *, max_document_length: int = 65_536
 ) -> Float[Array, "B T N D"]:
-    """R(positions * theta) x: queries or keys turned by fixed rates (Su et al. 2021). Positions are >= 0."""
+    """R(positions * theta) x: queries or keys turned by fixed rates (Su et al. 2021). Positions are >= 0.
+
+    Raises ValueError for an odd head size.
+    """
     return rotate(x, rope_angles(positions, x.shape[-1], max_document_length=max_document_length))
 
 

@@ -37,28 +37,34 @@ def softmax_attention(
 ) -> Float[Array, "B T N E"]:
     """Causal attention: Y_i = sum_j A_ij V_j, A_i = softmax_j(scale Q_i . K_j + G_i - G_j), j <= i.
 
-    The queries are the last T of S positions. G is the running sum of `log_decay`, exact to 2^-32 a step;
-    what lies outside [1 - 2^31 / S, 0] counts as the nearest end. A constant -m is ALiBi with slope m
-    (appendix A.2 of "Conformal Transformations for Symmetric Power Transformers", Kumar et al. 2025). A
-    token's own decay does not discount its own key. N is a multiple of K. `scale` is 1 / sqrt(D) unless
-    given. Documents are those of `segment_ids`, as in `ops.documents`: nothing is seen across a boundary,
-    and padding gives zero, is not seen and does not decay. Unless `causal`, a token sees the whole document, without
-    decays.
+    The softmax is in float32, for float64 too; the output has the dtype of `value`.
 
-    The softmax is in float32, for float64 too; the output has the dtype of `value`. `implementation`:
+    Args:
+        query: the last T of S positions; N is a multiple of K.
+        key: S >= T.
+        value: E may differ from D.
+        log_decay: natural logarithm of a decay, of which G is the running sum, exact to 2^-32 a step; what lies
+            outside [1 - 2^31 / S, 0] counts as the nearest end. A constant -m is ALiBi with slope m (appendix A.2 of
+            "Conformal Transformations for Symmetric Power Transformers", Kumar et al. 2025). A token's own decay does
+            not discount its own key.
+        segment_ids: documents, as in `ops.documents`: nothing is seen across a boundary, and padding gives zero, is
+            not seen and does not decay.
+        causal: False sees the whole document, later tokens too, and has no decays.
+        scale: 1 / sqrt(D) unless given.
+        implementation: `xla` takes queries `block_size` at a time and recomputes them in the backward pass: memory is
+            that of one block's scores, 4 B N block_size S bytes a few times over, and linear in S beside it. `cudnn`
+            is cuDNN's flash attention, on NVIDIA GPUs, in 16 bits, without decays, documents and kept keys; its
+            gradients differ from run to run in the last bits unless XLA is told --xla_gpu_deterministic_ops=true.
+            None is cudnn where it can do it, else xla.
+        block_size: queries of a block of `xla`. Changes speed and memory alone.
+        axis_name: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
+            arguments and output are this device's share, of equal length on all. Each device attends over all of the
+            time for a share of the heads; there are as many keys as queries.
 
-    xla: queries are taken `block_size` at a time and recomputed in the backward pass: memory is that of one
-    block's scores, 4 B N block_size S bytes a few times over, and linear in S beside it.
-    cudnn: cuDNN's flash attention, on NVIDIA GPUs, in 16 bits, without decays, documents and kept keys; its
-    gradients differ from run to run in the last bits unless XLA is told --xla_gpu_deterministic_ops=true.
-    None: cudnn where it can do it, else xla.
-
-    `axis_name`: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
-    arguments and output are this device's share, of equal length on all. Each device attends over all of the time
-    for a share of the heads; there are as many keys as queries.
-
-    Raises ValueError for shapes that do not fit each other, and NotImplementedError, naming the constraint,
-    where cudnn is asked for and cannot do it.
+    Raises:
+        ValueError: for shapes or options that do not fit each other.
+        NotImplementedError: where cudnn is asked for and cannot do it, naming the constraint; for kept keys where time
+            is divided.
     """
     _pairs.check(query, key, value, log_decay, segment_ids, causal=causal)
     if implementation not in (None, *_IMPLEMENTATIONS):

@@ -194,7 +194,10 @@ def restore_exact(folder: str | pathlib.Path) -> tuple[config.Config, models.Mod
 def restore_arrays(
     folder: str | pathlib.Path, mesh: jax.sharding.Mesh
 ) -> tuple[config.Config, dict[str, step.Params], int]:
-    """As `restore_model`, but in place of the model its `params`, and `statistics` if it has any, over a mesh."""
+    """As `restore_model`, but in place of the model its `params`, and `statistics` if it has any, over a mesh.
+
+    Raises what `restore_model` raises.
+    """
     folder = pathlib.Path(folder).absolute()
     settings = workdir.read_config(folder)
     require_checkpoint(folder)

@@ -94,7 +94,11 @@ def _read_launch(known: argparse.Namespace) -> hosts.Launch | None:
 
 
 def load_config(spec: str) -> config.Config:
-    """Runs `get_config` of the file in `spec`, "FILE.py" or "FILE.py:ARGUMENT"."""
+    """Runs `get_config` of the file in `spec`, "FILE.py" or "FILE.py:ARGUMENT".
+
+    Raises:
+      ValueError: there is no such file, it fails, or it returns no `Config`.
+    """
     name, colon, argument = spec.partition(":")
     path = pathlib.Path(name)
     if not path.is_file():

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 Params = dict[str, Any]
+"""Arrays by the names of a model's modules, nested."""
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +46,7 @@ class TrainState:
 
 
 Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Array, ""]]]]
+"""From state and batch to the state behind the update and its metrics."""
 
 
 def init_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:

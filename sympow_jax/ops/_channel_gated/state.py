@@ -19,11 +19,14 @@ class ChannelGatedState:
 
     As `PowerState`, with the normaliser and the decays of the window kept for every channel: about twice its size.
 
-    kv: S_fe <- gamma_e S_fe + phi(k)_f v_e up to and including the last folded token.
-    norm: Z_fe <- gamma_e Z_fe + phi(k)_f.
-    keys, values, log_decays: the exact window in order of time, 2W slots of which the first `length` are in use.
-    length: tokens held in the window.
-    segment: segment id of the document, -1 before the first token.
+    Attributes:
+        kv: S_fe <- gamma_e S_fe + phi(k)_f v_e up to and including the last folded token.
+        norm: Z_fe <- gamma_e Z_fe + phi(k)_f.
+        keys: those of the exact window, in order of time, 2W slots of which the first `length` are in use.
+        values: theirs.
+        log_decays: theirs.
+        length: tokens held in the window.
+        segment: segment id of the document, -1 before the first token.
     """
 
     kv: Float[Array, "B K F E"]
@@ -35,7 +38,17 @@ class ChannelGatedState:
     segment: Int[Array, " B"]
 
     @classmethod
-    def zeros(cls, batch, kv_heads, head_dim, value_dim, *, power, window=64, dtype=jnp.float32):
+    def zeros(
+        cls,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        *,
+        power: int,
+        window: int = 64,
+        dtype=jnp.float32,
+    ) -> "ChannelGatedState":
         """The state before any token. Raises ValueError where it would exceed the device's memory."""
         sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, **sizes)

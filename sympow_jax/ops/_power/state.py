@@ -21,12 +21,15 @@ class PowerState:
     in feature space cancels where few keys count. Running a then b from a's state equals running a and b in one
     call, wherever the sequence is split.
 
-    kv: S, decayed up to and including the last folded token. The F features are those of
-        `feature_maps.symmetric_power`: non-decreasing indices in lexicographic order, whatever the implementation.
-    norm: the same sum without the values.
-    keys, values, log_decays: the exact window in order of time, 2W slots of which the first `length` are in use.
-    length: tokens held in the window.
-    segment: segment id of the document, -1 before the first token.
+    Attributes:
+        kv: S, decayed up to and including the last folded token. The F features are those of
+            `feature_maps.symmetric_power`: non-decreasing indices in lexicographic order, whatever the implementation.
+        norm: the same sum without the values.
+        keys: those of the exact window, in order of time, 2W slots of which the first `length` are in use.
+        values: theirs.
+        log_decays: theirs.
+        length: tokens held in the window.
+        segment: segment id of the document, -1 before the first token.
     """
 
     kv: Float[Array, "B K F E"]
@@ -38,7 +41,17 @@ class PowerState:
     segment: Int[Array, " B"]
 
     @classmethod
-    def zeros(cls, batch, kv_heads, head_dim, value_dim, *, power, window=64, dtype=jnp.float32):
+    def zeros(
+        cls,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        *,
+        power: int,
+        window: int = 64,
+        dtype=jnp.float32,
+    ) -> "PowerState":
         """The state before any token. Raises ValueError where it would exceed the device's memory."""
         sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         costs.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, **sizes)

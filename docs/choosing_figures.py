@@ -1,0 +1,175 @@
+"""The figures of choosing.md, by the models of cost and size that the ops choose by."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.axes
+import matplotlib.figure
+import matplotlib.lines
+import matplotlib.ticker
+import numpy as np
+
+from sympow_jax import config, models, ops
+from sympow_jax.evaluation import figures
+from sympow_jax.ops._power import costs
+
+__all__ = ["FIGURES"]
+
+LENGTHS = [2**n for n in range(8, 21)]
+BLUE, RED, GREEN, PINK, YELLOW, *_ = figures.COLOURS
+
+
+def flops() -> matplotlib.figure.Figure:
+    """FLOPs of the forward pass for a token and a head, by context."""
+    figure, panels = figures.make(2, width=9.6, height=4.2)
+    named = []
+    for axes, power, sizes in zip(panels, (2, 4), ((32, 64, 128), (16, 32, 64))):
+        ends = []
+        for size, colour in zip(sizes, (BLUE, RED, GREEN)):
+            shape: dict[str, Any] = {
+                "head_dim": size,
+                "value_dim": size,
+                "power": power,
+                "chunk": 128,
+                "window": 64,
+            }
+            pairs = [costs.flops_per_token("attention", time=time, **shape) for time in LENGTHS]
+            features = costs.flops_per_token("chunked", time=1, **shape)
+            axes.plot(LENGTHS, pairs, color=colour, linestyle=":", linewidth=1.4)
+            axes.plot(LENGTHS, [features] * len(LENGTHS), color=colour)
+            crossing = features / (2 * size)
+            if crossing < LENGTHS[-1]:
+                axes.plot([crossing], [features], "o", color=colour, markersize=6, markeredgecolor="white")
+            ends.append((f"D = {size}", colour, features))
+        _style_costs(axes, "FLOPs a token and head" if power == 2 else "", f"p = {power}")
+        named.append((axes, ends))
+    for axes, ends in named:
+        _name_ends(axes, ends)
+    _legend_forms(panels[0])
+    return figure
+
+
+def predicted_times() -> matplotlib.figure.Figure:
+    """Predicted milliseconds of both passes of a layer on an H100, 65,536 tokens in rows of each length."""
+    figure, panels = figures.make(2, width=9.6, height=4.2)
+    lengths = [time for time in LENGTHS if time >= 512]
+    named = []
+    for axes, power, sizes in zip(panels, (2, 4), ((32, 64, 128), (16, 32))):
+        ends = []
+        for size, colour in zip(sizes, (BLUE, RED, GREEN)):
+            for form, style in (("attention", ":"), ("chunked", "-")):
+                seconds = [_predicted(form, time, power, size) for time in lengths]
+                axes.plot(lengths, seconds, color=colour, linestyle=style, linewidth=1.6)
+            ends.append((f"D = {size}", colour, seconds[-1]))
+        _style_costs(axes, "ms a layer, both passes, 65,536 tokens" if power == 2 else "", f"p = {power}")
+        named.append((axes, ends))
+    for axes, ends in named:
+        _name_ends(axes, ends)
+    _legend_forms(panels[0])
+    return figure
+
+
+def _predicted(form: str, time: int, power: int, size: int) -> float:
+    batch, heads = max(1, 65_536 // time), 768 // size
+    seconds = costs.kernel_seconds(
+        form,
+        time=time,
+        batch=batch,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=size,
+        value_dim=size,
+        power=power,
+        chunk=None,
+        window=64,
+    )
+    return 1e3 * costs.HOPPER.both_passes[form] * seconds * 65_536 / (batch * time)
+
+
+def _style_costs(axes: matplotlib.axes.Axes, y_label: str, title: str) -> None:
+    axes.set_yscale("log")
+    figures.style(axes, x_label="context T (tokens)", y_label=y_label)
+    axes.set_title(title, fontsize=10, color=figures.INK)
+    axes.set_xscale("log", base=2)
+    ticks = LENGTHS[::3]
+    axes.set_xticks(
+        ticks, [str(time) if time < 1024 else f"{time // 1024}k" if time < 2**20 else "1M" for time in ticks]
+    )
+    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+
+
+def _name_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]]) -> None:
+    low, high = np.log(axes.get_ylim())  # those of all panels, once all are drawn
+    lowest = -1.0
+    for label, colour, end in sorted(ends, key=lambda named: named[2]):
+        # Pushed apart where names would overlap.
+        height = lowest = max((np.log(end) - low) / (high - low), lowest + 0.06)
+        axes.annotate(
+            label,
+            (1.0, height),
+            (3, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colour,
+            weight="bold",
+        )
+
+
+def _legend_forms(axes: matplotlib.axes.Axes) -> None:
+    lines = [matplotlib.lines.Line2D([], [], color=figures.GREY, linestyle=style) for style in (":", "-")]
+    axes.legend(lines, ["attention form", "chunked form"], frameon=False, fontsize=9, loc="upper left")
+
+
+def state_sizes() -> matplotlib.figure.Figure:
+    """What a document takes in memory while it is decoded, by its length: the 124M model with heads of each size."""
+    figure, (axes,) = figures.make(width=8.4, height=4.6)
+    shape: Any = config.MODEL_SIZES["gpt2_124m"]
+    kept = [shape["layers"] * 2 * shape["width"] * 2 * time for time in LENGTHS]
+    axes.plot(LENGTHS, kept, color="#000000")
+    ends = [("keys and values,\nbfloat16", "#000000", kept[-1])]
+    for power, size, colour in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
+        attention = config.preset("sympow", power=power)
+        model = config.ModelConfig(**{**shape, "heads": shape["width"] // size, "attention": attention})
+        state = models.state_bytes(model, bytes_per_element=4)
+        axes.plot(LENGTHS, [state] * len(LENGTHS), color=colour)
+        ends.append((f"p = {power}, D = {size}", colour, state))
+    _style_costs(axes, "bytes a document", "")
+    axes.set_yticks([2**n for n in (20, 25, 30, 35)], ["1 MiB", "32 MiB", "1 GiB", "32 GiB"])
+    axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    _name_ends(axes, ends)
+    return figure
+
+
+def chunks() -> matplotlib.figure.Figure:
+    """What a chunk's length changes: exact pairs, and states that the kernels keep for the backward pass."""
+    figure, (left, right) = figures.make(2, width=9.6, height=3.8, sharey=False)
+    lengths = [64, 128, 256, 512, 1024, 2048, 4096]
+    for power, size, colour in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
+        shape: dict[str, Any] = {"head_dim": size, "value_dim": size, "power": power, "window": 64}
+        cost = [costs.flops_per_token("chunked", time=1, chunk=chunk, **shape) for chunk in lengths]
+        left.plot(lengths, np.array(cost) / cost[0], color=colour, label=f"p = {power}, D = {size}")
+        kept = [2 * ops.symmetric_power_dim(size, power) * size / chunk for chunk in lengths]
+        right.plot(lengths, kept, color=colour)
+    kept_keys = 2 * 2 * 64
+    right.axhline(
+        kept_keys, color="#888888", linestyle=(0, (4, 3)), linewidth=1.1, label="keys and values, D = 64"
+    )
+    right.legend(frameon=False, fontsize=8.5)
+    left.legend(frameon=False, fontsize=8.5)
+    right.set_yscale("log")
+    figures.style(left, x_label="chunk C (tokens)", y_label="FLOPs, relative to C = 64")
+    figures.style(right, x_label="chunk C (tokens)", y_label="bytes of states a token and head")
+    for axes in (left, right):
+        figures.set_log2_ticks(axes, lengths)
+        axes.tick_params(axis="x", labelsize=8)
+    return figure
+
+
+FIGURES = {
+    "flops": flops,
+    "predicted_times": predicted_times,
+    "state_sizes": state_sizes,
+    "chunks": chunks,
+}

@@ -1,0 +1,325 @@
+"""The documentation: its code runs, its command lines parse, its links and settings exist, nothing public is missing.
+
+`mkdocs build --strict`, in `.ci/run`, checks links of the site with their anchors.
+"""
+
+import argparse
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import itertools
+import os
+import pathlib
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+import types
+import typing
+
+import pytest
+
+import train
+from sympow_jax import config, models
+from sympow_jax.training import flags
+
+ROOT = pathlib.Path(__file__).parents[1]
+PATTERNS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "examples/README.md",
+    "docs/**/*.md",
+    "experiments/README.md",
+    "pallas_kernels/**/README.md",
+)
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for pattern in PATTERNS
+    for path in sorted(ROOT.glob(pattern))
+}
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+# Packages whose every exported name is in the reference.
+PACKAGES = ("ops", "layers", "models", "generation", "config", "data", "evaluation")
+# Commands of a page that make the files which its code reads.
+FIRST = {
+    "docs/weights.md": [
+        "uv run python -m sympow_jax.weights export --workdir=runs/quickstart --out=quickstart.safetensors"
+    ]
+}
+# Commands that read their arguments without a parser.
+UNPARSED = ("tests.pallas_kernels.h100", "tests.training.compiled")
+
+
+def blocks(text: str, *languages: str) -> list[tuple[int, str]]:
+    """The fenced blocks of these languages, each with the line that it starts at."""
+    return [
+        (text.count("\n", 0, found.start(3)) + 1, re.sub(rf"(?m)^{found[1]}", "", found[3]))
+        for found in FENCE.finditer(text)
+        if found[2] in languages
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the run that the pages read, `runs/quickstart`: their command on other text, at small sizes."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "books").mkdir()
+    for index in range(12):
+        (folder / "books" / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps. " * 8)
+    settings = {
+        "model.layers": 2,
+        "model.width": 32,
+        "model.heads": 4,
+        "data.paths": f"{folder}/books/*.txt",
+        "data.heldout_fraction": 0.3,
+        "data.context_length": 32,
+        "data.batch_tokens": 128,
+        "training.steps": 3,
+        "evaluation.context_lengths": "16,32,64",
+    }
+    arguments = [f"--config={ROOT}/configs/quickstart.py", f"--workdir={folder}/runs/quickstart"]
+    assert train.main([*arguments, *(f"--config.{name}={value}" for name, value in settings.items())]) == 0
+    return folder
+
+
+@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text, "python")])
+def test_code_of_a_page_runs(page, folder, monkeypatch):
+    """All of its Python, from the top down in one namespace."""
+    monkeypatch.chdir(folder)
+    for line in FIRST.get(page, ()):
+        assert line in PAGES[page]
+        program, *arguments = line.removeprefix("uv run python -m ").split()
+        monkeypatch.setattr(sys, "argv", [program, *arguments])
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_module(program, run_name="__main__")
+    namespace: dict = {"__name__": "page"}
+    for line, block in blocks(PAGES[page], "python"):
+        # Lines of a traceback are those of the page.
+        exec(compile("\n" * (line - 1) + block, ROOT / page, "exec"), namespace)
+
+
+class Parsed(BaseException):
+    """The parser is content: what follows is not wanted."""
+
+
+def command_lines(text: str) -> list[str]:
+    """Shell commands that start programs of this repository."""
+    found = re.findall(r"`((?:uv run|python3?) [^`\n]+)`", text)
+    for _, block in blocks(text, "", "sh", "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            loop = re.fullmatch(r"for (\w+) in ([^;]+); do (.*); done", line)
+            lines = [loop[3].replace(f"${loop[1]}", x) for x in loop[2].split()] if loop else [line]
+            found += [part for each in lines for part in re.split(r"&&|;", each)]
+    for _, block in blocks(text, "yaml"):
+        if "train.py" in block:
+            given = re.findall(r"- (--\S+)", block.replace("$(JOB_COMPLETION_INDEX)", "0"))
+            found.append(shlex.join(["python", "train.py", *given]))
+    return [line for line in found if re.search(r"\buv run\b|\bpython3? ", line)]
+
+
+COMMANDS = {page: lines for page, text in PAGES.items() if (lines := command_lines(text))}
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_command_lines_parse(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for line in COMMANDS[page]:
+        check_command_line(line, monkeypatch)
+
+
+def check_command_line(line: str, monkeypatch) -> None:
+    # What a reader is to fill in.
+    line = line.replace("METHOD", "type2").replace("--config=... ", "--config=configs/quickstart.py ")
+    words = shlex.split(line, comments=True)
+    words = words[words.index("uv") + 2 :] if "uv" in words else words
+    while words[0].startswith("-"):
+        check_option_of_uv(words)
+    if words[0].startswith("python"):
+        words = words[1:]
+    program, *arguments = words
+    run = runpy.run_path
+    if program == "-m":
+        program, *arguments = arguments
+        assert importlib.util.find_spec(program), line
+        run = runpy.run_module
+    elif program in ("pytest", "mkdocs"):
+        if program == "pytest":
+            check_pytest(arguments)
+        return
+    else:
+        assert (ROOT / program).is_file(), line
+    if program == "train.py":
+        check_training(arguments)
+    elif program == "docs/figures.py":
+        assert all((ROOT / "docs" / "figures" / f"{name}.png").is_file() for name in arguments), line
+    elif arguments and program not in UNPARSED:
+        with monkeypatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "parse_known_args", stop_when_parsed)
+            patch.setattr(sys, "argv", [program, *arguments])
+            with pytest.raises(Parsed):
+                run(program, run_name="__main__")
+
+
+def stop_when_parsed(parser, args=None, namespace=None, parse=argparse.ArgumentParser.parse_known_args):
+    """`parse_known_args` that ends the program; what a parser does not know must be settings."""
+    _, rest = parse(parser, args, namespace)
+    settings = [argument.partition("=")[0].removeprefix("--config.") for argument in rest]
+    assert [name for name in settings if not setting_exists(name)] == []
+    raise Parsed
+
+
+def check_option_of_uv(words: list[str]) -> None:
+    """Takes an option of `uv run` away; extras and groups must be there."""
+    option = words.pop(0)
+    known = {
+        "--extra": PROJECT["project"]["optional-dependencies"],
+        "--group": PROJECT["dependency-groups"],
+        "--only-group": PROJECT["dependency-groups"],
+    }
+    assert option == "--isolated" or words.pop(0) in known[option], option
+
+
+def check_training(arguments: list[str]) -> None:
+    if "--help" in arguments:
+        with pytest.raises(SystemExit) as stopped:
+            flags.parse(arguments)
+        assert stopped.value.code == 0
+    elif arguments:
+        flags.parse(arguments)
+
+
+def check_pytest(arguments: list[str]) -> None:
+    """Markers that there are and paths that there are; -k and -n take anything."""
+    markers = {marker.partition(":")[0] for marker in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
+    arguments = iter(arguments)
+    for argument in arguments:
+        if argument == "-m":
+            assert set(next(arguments).split()) - {"and", "not", "or"} <= markers
+        elif argument in ("-k", "-n"):
+            next(arguments)
+        else:
+            assert (ROOT / argument).exists(), argument
+
+
+def test_commands_were_found():
+    assert {"README.md", "docs/tutorial.md", "docs/many_hosts.md", "experiments/README.md"} <= set(COMMANDS)
+    assert sum(map(len, COMMANDS.values())) > 60
+
+
+def setting_exists(path: str) -> bool:
+    kind: typing.Any = config.Config
+    for name in path.split("."):
+        hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+        if name not in hints:
+            return False
+        kind = hints[name]
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_exist(page):
+    groups = "|".join(typing.get_type_hints(config.Config))
+    spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", PAGES[page]))
+    named = {
+        path
+        for span in spans
+        for path in re.findall(rf"(?:^|[ ]|--config\.)((?:{groups})\.[a-z_.0-9]*[a-z_0-9])(?=[ =,]|$)", span)
+        if not path.endswith((".json", ".safetensors"))
+    }
+    attributes = {f"model.{name}" for name in dir(models.DecoderLM)}
+    assert [path for path in sorted(named - attributes) if not setting_exists(path)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"`[^`\n]*`", "", FENCE.sub("", PAGES[page]))
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    there = [ROOT / page if link == "" else (ROOT / page).parent / link for link in links]
+    assert [str(path) for path in there if not path.exists()] == []
+
+
+def documented() -> dict[tuple[str, str], str]:
+    """What the reference shows: module and name, by the page that has it."""
+    found = {}
+    for page in (page for page in PAGES if page.startswith("docs/reference/")):
+        for directive in re.finditer(r"^::: ([\w.]+)\n((?:    .*\n)*)", PAGES[page] + "\n", re.MULTILINE):
+            path, members = directive[1], re.search(r"members: \[(.*)\]", directive[2])
+            if importlib.util.find_spec(path.rpartition(".")[0]) and path.rpartition(".")[2][0].isupper():
+                found[tuple(path.rpartition(".")[::2])] = page
+                continue
+            module = importlib.import_module(path)
+            shown = members[1].split(", ") if members else module.__all__
+            if "members: false" not in directive[2]:
+                found |= {(path, name): page for name in shown}
+    return found
+
+
+def exported(package: types.ModuleType) -> list[tuple[str, str]]:
+    """The module that defines each exported name, and the name; those of exported modules are exported too."""
+    source = ast.parse(pathlib.Path(package.__file__ or "").read_text())
+    imported = {
+        alias.asname or alias.name: node.module
+        for node in ast.walk(source)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    found = []
+    for name in package.__all__:
+        value = getattr(package, name)
+        if inspect.ismodule(value):
+            found += [(value.__name__, inner) for inner in value.__all__]
+        else:
+            own = inspect.isclass(value) or inspect.isroutine(value)
+            found.append((value.__module__ if own else imported[name], name))
+    return found
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_exported_name_is_in_the_reference(name):
+    shown = documented()
+    names = exported(importlib.import_module(f"sympow_jax.{name}"))
+    assert names
+    assert [found for found in names if found not in shown] == []
+
+
+def has_docstring(module: types.ModuleType, name: str) -> bool:
+    value = getattr(module, name)
+    # Compiled functions are no routines.
+    if not (inspect.isclass(value) or inspect.isroutine(value) or hasattr(value, "__wrapped__")):
+        statements = ast.parse(inspect.getsource(module)).body
+        return any(
+            isinstance(one, ast.Assign | ast.AnnAssign)
+            and name in ast.unparse(one).partition("=")[0]
+            and isinstance(two, ast.Expr)
+            and isinstance(two.value, ast.Constant)
+            for one, two in itertools.pairwise(statements)
+        )
+    # Dataclasses without one are given their signature.
+    own = bool(value.__doc__) and not value.__doc__.startswith(f"{name}(")
+    if not inspect.isclass(value):
+        return own
+    public = {n: x for n, x in vars(value).items() if not n.startswith("_")}
+    methods = (x for x in public.values() if isinstance(x, property | classmethod) or inspect.isroutine(x))
+    return own and all(method.__doc__ for method in methods)
+
+
+def test_everything_in_the_reference_has_a_docstring():
+    missing = [
+        f"{module}.{name}"
+        for module, name in documented()
+        if not has_docstring(importlib.import_module(module), name)
+    ]
+    assert missing == []
+
+
+def test_the_site_has_what_the_tests_read():
+    """The pages are those of the site: docs/hooks.py names the files outside docs/."""
+    text = (ROOT / "docs" / "hooks.py").read_text()
+    outside = {pattern for pattern in PATTERNS if not pattern.startswith("docs/")}
+    assert all(f'"{pattern}"' in text for pattern in outside)
+    assert os.path.exists(ROOT / "mkdocs.yml")
