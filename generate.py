@@ -15,7 +15,7 @@ import jax
 from sympow_jax import extras
 
 with extras.required("train", __name__):
-    from sympow_jax import config, generation, models
+    from sympow_jax import config, data, generation, models
     from sympow_jax.training import checkpoint, cli, workdir
 
 
@@ -128,7 +128,7 @@ def generate(flags: argparse.Namespace) -> int:
     settings = workdir.read_config(folder)
     _require_decoder(settings, folder)
     checkpoint.require_checkpoint(folder)
-    codec = generation.codec_of_run(settings, flags.tokenizer)
+    codec = data.codec_of_run(settings, flags.tokenizer)
     sampling = generation.Sampling(
         temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, vocab_size=codec.drawn
     )

@@ -18,10 +18,12 @@ def test_ops_layers_and_models_import_nothing_of_training():
 import sys
 from sympow_jax import ops
 assert "flax" not in sys.modules
-from sympow_jax import config, layers, models
+from sympow_jax import config, generation, layers, models
 found = {TRAINING!r} & set(sys.modules)
 found |= {{name for name in sys.modules if name.startswith(("sympow_jax.data", "sympow_jax.training"))}}
 assert not found, found
+from sympow_jax import weights
+assert not {TRAINING!r} & set(sys.modules)
 assert not any(name.startswith("pallas_kernels") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

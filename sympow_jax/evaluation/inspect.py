@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from sympow_jax import config as config_lib
-from sympow_jax import generation, models
+from sympow_jax import data, models
 from sympow_jax.evaluation import attention_figures, attention_maps, workdirs
 from sympow_jax.training import checkpoint, cli, workdir
 
@@ -44,7 +44,7 @@ def inspect(
       name: what errors call the text.
       layer: the one to show, from 0; None shows all.
       out: the folder to write to; None is `inspect` in the workdir.
-      tokenizer: as `generation.codec_of_run`.
+      tokenizer: as `data.codec_of_run`.
 
     Raises:
       ValueError: the folder holds no run of tokens or no checkpoint, the text is empty, too long or not in the
@@ -56,7 +56,7 @@ def inspect(
         raise ValueError(f"{folder} holds a run on images; only models that read text can be inspected")
     wanted = _wanted(settings, layer)
     checkpoint.require_checkpoint(folder)
-    codec = generation.codec_of_run(settings, tokenizer)
+    codec = data.codec_of_run(settings, tokenizer)
     tokens = codec.encode(text, name)
     _require_few(settings, len(tokens), len(wanted), name)
     target = workdirs.writable_folder(folder / "inspect" if out is None else out)
@@ -102,7 +102,7 @@ def _require_few(settings: config_lib.Config, tokens: int, layers: int, name: st
         )
 
 
-def _text_of(codec: generation.Codec, token: int) -> bytes:
+def _text_of(codec: data.Codec, token: int) -> bytes:
     # The id in front of a document need not be one of the tokenizer's.
     return codec.decode([token]) or f"<{token}>".encode()
 

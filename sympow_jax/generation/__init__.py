@@ -4,7 +4,6 @@ States are pytrees of arrays whose first axis is the batch; every function is pu
 """
 
 from sympow_jax.generation.batches import fork, insert, take
-from sympow_jax.generation.codec import Codec, codec_of_run
 from sympow_jax.generation.decoding import decode, fold, init_state, prefill
 from sympow_jax.generation.loop import generate
 from sympow_jax.generation.sampling import Sampling, sample
@@ -12,10 +11,8 @@ from sympow_jax.generation.state_file import restore_state, save_state
 from sympow_jax.generation.transcript import Transcript
 
 __all__ = [
-    "Codec",
     "Sampling",
     "Transcript",
-    "codec_of_run",
     "decode",
     "fold",
     "fork",

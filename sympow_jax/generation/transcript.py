@@ -2,13 +2,27 @@
 
 import codecs
 from collections.abc import Sequence
-
-from sympow_jax.generation import codec as codec_lib
+from typing import Protocol
 
 __all__ = ["Transcript"]
 
 # Tokenizers decode a token by those before it; so many of the prompt are enough for the first.
 _PROMPT_TOKENS = 16
+
+
+class _Codec(Protocol):
+    """What makes text of tokens, such as `sympow_jax.data.Codec`."""
+
+    @property
+    def end(self) -> int | None:
+        """The id behind a document; None for none."""
+
+    @property
+    def of_bytes(self) -> bool:
+        """Whether tokens are bytes, so that a character may begin in one and end in another."""
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of tokens."""
 
 
 class Transcript:
@@ -18,9 +32,7 @@ class Transcript:
     or after `max_tokens`; then it is `done`.
     """
 
-    def __init__(
-        self, codec: codec_lib.Codec, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()
-    ):
+    def __init__(self, codec: _Codec, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()):
         """Raises ValueError for an empty stop string."""
         if "" in stops:
             raise ValueError("a stop string is empty; it would stop everything")
@@ -61,7 +73,7 @@ class Transcript:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = decoder.decode(data, final=self.done)
         # Tokenizers of text have already replaced the bytes of a character that is not whole.
-        return text if self.done or self._codec.tokenizer.name == "byte" else text.rstrip("\ufffd")
+        return text if self.done or self._codec.of_bytes else text.rstrip("\ufffd")
 
     def _held(self, text: str) -> int:
         """Characters at the end that a stop string may begin with."""

@@ -41,7 +41,7 @@ class Codec:
         if not tokens:
             raise ValueError(f"{name} has no tokens, says tokenizer {self.tokenizer.name}")
         if beyond := sorted({token for token in tokens if token >= self.vocab_size}):
-            kind = "bytes" if self.tokenizer.name == "byte" else "tokens"
+            kind = "bytes" if self.of_bytes else "tokens"
             listed = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
             raise ValueError(
                 f"{name} has {kind} that the model's vocabulary of {self.vocab_size} lacks: {listed}"
@@ -51,6 +51,11 @@ class Codec:
     def decode(self, tokens: Sequence[int]) -> bytes:
         """The bytes of tokens, which need not be whole characters."""
         return self.tokenizer.decode(tokens)
+
+    @property
+    def of_bytes(self) -> bool:
+        """Whether tokens are bytes."""
+        return self.tokenizer.name == "byte"
 
     @property
     def drawn(self) -> int:

@@ -1,0 +1,82 @@
+"""Text as the tokens of a run's data, and back."""
+
+import pytest
+import tokenizers
+
+from sympow_jax import config, generation
+from sympow_jax import data as data_lib
+from sympow_jax.data import tokenizer
+
+BYTES = data_lib.Codec(tokenizer.load("byte"), 256)
+
+
+def run(**data):
+    model = config.ModelConfig(vocab_size=data.pop("vocab_size", 300), layers=1, width=16, heads=2)
+    return config.Config(model=model, data=config.DataConfig(**data))
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A tokenizer whose words lose the spaces between them unless they are decoded together."""
+    built = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "the": 1, "fox": 2, "</s>": 3}, unk_token="[UNK]")
+    )
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    built.save(str(tmp_path / "words.json"))
+    return str(tmp_path / "words.json")
+
+
+def test_a_tokenizer_of_words(words):
+    codec = data_lib.codec_of_run(run(source="tokens", paths=("x",), document_separator=3), words)
+    prompt = codec.encode(b"the fox")
+    assert prompt == [1, 2]
+    transcript = generation.Transcript(codec, prompt, max_tokens=9)
+    assert transcript.add([2, 1, 3, 2]) == " fox the"
+    assert codec.drawn == 4
+
+
+def test_a_document_of_longcrawl64_begins_with_its_id(words):
+    codec = data_lib.codec_of_run(run(source="longcrawl64", paths=("x",), vocab_size=50_304), words)
+    assert codec.encode(b"fox") == [50_256, 2]
+    assert codec.drawn == 50_257
+
+
+@pytest.mark.parametrize(
+    ("codec", "prompt", "message"),
+    [
+        (BYTES, b"", "the prompt is empty"),
+        (
+            data_lib.Codec(tokenizer.load("byte"), 128),
+            "a€".encode(),
+            "vocabulary of 128 lacks: 130, 172, 226",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be(codec, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        codec.encode(prompt)
+
+
+def test_prompts_that_a_tokenizer_cannot_read(words):
+    codec = data_lib.codec_of_run(run(source="tokens", paths=("x",), vocab_size=2), words)
+    with pytest.raises(ValueError, match=r"not UTF-8 \(byte 2\), which tokenizer words\.json reads"):
+        codec.encode(b"a\xff")
+    with pytest.raises(ValueError, match=r"has no tokens, says tokenizer words\.json"):
+        codec.encode(b" ")
+    with pytest.raises(ValueError, match="has tokens that the model's vocabulary of 2 lacks: 2"):
+        codec.encode(b"the fox")
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "message"),
+    [
+        ({"source": "tokens", "paths": ("x",)}, None, "--tokenizer=FILE"),
+        ({"source": "longcrawl64", "paths": ("x",)}, None, "--tokenizer=FILE"),
+        ({"source": "tokens", "paths": ("x",)}, "no/file.json", "there is no such file"),
+        ({"source": "text"}, "words.json", "read text as bytes"),
+        ({"source": "listops", "context_length": 2048, "batch_tokens": 2048}, None, "no text can be made"),
+    ],
+)
+def test_runs_without_text(data, name, message):
+    with pytest.raises(ValueError, match=message):
+        data_lib.codec_of_run(run(**data), name)
