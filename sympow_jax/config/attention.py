@@ -160,6 +160,11 @@ class AttentionConfig:
                 f"attention.decay is {self.decay!r}, which the kernel 'power' has and {self.kernel!r} has not; "
                 f"use 'learned'"
             )
+        if self.decay.startswith("channel") and self.form not in (None, "chunked"):
+            raise ValueError(
+                f"attention.decay is {self.decay!r}, which has the chunked form alone, and attention.form "
+                f"{self.form!r}; leave form out"
+            )
         if not self.causal and self.kernel == "power":
             raise ValueError(
                 "attention.causal is False, which the kernel 'power' has not; use kernel 'linear' with feature_map "

@@ -54,7 +54,7 @@ class Kernel:
         attention = self.config.attention
         if attention.kernel in ("softmax", "expressive"):
             return True
-        return attention.kernel == "power" and attention.form == "attention" and not self._gates_channels
+        return attention.kernel == "power" and attention.form == "attention"
 
     def kept_keys(self, batch: int, max_length: int) -> ops.KeyValueState:
         """The state before any token, with room for so many positions."""

@@ -16,6 +16,10 @@ from sympow_jax import config
             "attention.decay is 'channel_learned', which the kernel 'power' has and 'linear' has not; use 'learned'",
         ),
         (
+            {"kernel": "power", "decay": "channel_fixed", "form": "attention"},
+            "attention.decay is 'channel_fixed', which has the chunked form alone, and attention.form 'attention'",
+        ),
+        (
             {"kernel": "power", "decay": "none", "causal": False},
             "attention.causal is False, which the kernel 'power' has not; use kernel 'linear' with feature_map",
         ),
