@@ -244,7 +244,8 @@ def test_a_mistake_is_one_line(tmp_path, settings):
     assert done.stdout == ""
     assert done.stderr == (
         "error: there is no setting --config.model.layer; model has vocab_size, layers, width, heads, "
-        "kv_heads, head_dim, mlp_ratio, activation, norm, patch_size, channels, dtype, remat, attention\n"
+        "kv_heads, head_dim, mlp_ratio, activation, norm, embedding_norm, biases, patch_size, channels, dtype, remat, "
+        "attention\n"
     )
 
 
