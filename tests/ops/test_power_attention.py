@@ -237,6 +237,41 @@ def test_one_overwhelming_gate_everywhere_keeps_only_the_own_value():
         assert np.abs(result["log_decay"]).max() == 0
 
 
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_kept_keys_are_the_last_queries_of_the_whole(power, queries):
+    case = cases.Case(
+        power=power, head_dim=8, value_dim=5, time=90, decay="mixed", segments="padded", group=2
+    )
+    drawn = cases.arrays(case, kv_heads=2)
+    drawn["segment_ids"][:, -30:] = 7  # a document over the last queries
+    drawn["dout"][:, :-queries] = 0
+
+    @functools.partial(jax.jit, static_argnames="kept")
+    def run(drawn, *, kept):
+        def loss(arguments):
+            out = ops.power_attention(
+                arguments["query"][:, -queries:] if kept else arguments["query"],
+                **{name: arguments[name] for name in ("key", "value", "log_decay")},
+                segment_ids=drawn["segment_ids"],
+                power=power,
+                implementation="xla" if kept else "reference",
+                form="attention",
+            )[:, -queries:]
+            return (out * drawn["dout"][:, -queries:]).sum(), out
+
+        gradients, out = jax.grad(loss, has_aux=True)({name: drawn[name] for name in cases.GRADIENTS})
+        return {"out": out} | gradients
+
+    with jax.enable_x64(True):
+        wide = cast(drawn, "float64")
+        expected = jax.device_get(run(wide, kept=False))
+        for name, value in errors(jax.device_get(run(wide, kept=True)), expected, drawn).items():
+            assert value <= 1e-10, (name, value)
+    for name, value in errors(run(cast(drawn, "float32"), kept=True), expected, drawn).items():
+        assert value <= (2e-6 if name == "out" else 1e-5), (name, value)
+
+
 def test_gradients_without_any_form_named_are_those_of_the_reference():
     case = cases.Case(time=90, head_dim=8, decay="gentle")
     check_float64(case, [(None, None)])

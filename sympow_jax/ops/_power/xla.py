@@ -202,25 +202,37 @@ def _sums(query, sequence, *, power, state, chunk, precision):
     time = query.shape[1]
     key, value, decay = _keys_time_last(sequence)
     query = time_last(query, key.shape[1])
-
-    block = min(chunk, time)
-    front = -(key.shape[-1] - time) % block
-    back = -time % block
-    first = (jnp.argmax(sequence.valid, axis=1).min() + front) // block
-    core = functools.partial(quadratic.sums, quadratic.Settings(power, block, precision))
-    sums = jax.vmap(jax.vmap(core, in_axes=(0, 0, 0, 0, None)), in_axes=(0, 0, 0, 0, None))(
-        _pad_last(query, 0, back),
-        _pad_last(key, front, back),
-        _pad_last(value, front, back),
-        _pad_last(decay, front, back),
-        first.astype(jnp.int32),
-    )[..., :time]
+    if time == 1:
+        sums = _sums_of_last(query[..., 0], sequence, decay, power, precision)
+    else:
+        block = min(chunk, time)
+        front = -(key.shape[-1] - time) % block
+        back = -time % block
+        first = (jnp.argmax(sequence.valid, axis=1).min() + front) // block
+        core = functools.partial(quadratic.sums, quadratic.Settings(power, block, precision))
+        sums = jax.vmap(jax.vmap(core, in_axes=(0, 0, 0, 0, None)), in_axes=(0, 0, 0, 0, None))(
+            _pad_last(query, 0, back),
+            _pad_last(key, front, back),
+            _pad_last(value, front, back),
+            _pad_last(decay, front, back),
+            first.astype(jnp.int32),
+        )[..., :time]
     if state is None:
         return sums
     from_start = decays.exp(jnp.cumsum(decay, -1))[..., -time:]
     far = functools.partial(read_all, power=power, precision=precision)
     groups = _groups_of(state.kv, state.norm, key.shape[2], power)
     return sums + from_start[:, :, None, None] * jax.vmap(jax.vmap(far))(groups, query)
+
+
+def _sums_of_last(query, sequence, decay, power, precision):
+    """Those of the last position's queries [B, K, G, D], as in decoding: all keys in one product, where they lie."""
+    behind = jnp.cumsum(jnp.pad(decay[..., 1:], [(0, 0), (0, 0), (0, 1)])[..., ::-1], -1)[..., ::-1]
+    query, key, value = (x.astype(decay.dtype) for x in (query, sequence.key, sequence.value))
+    scores = jnp.einsum("bkgd,bxkd->bkgx", query, key, precision=precision)
+    weights = decays.exp(behind)[:, :, None] * jax.lax.integer_pow(scores, power)
+    values = jnp.einsum("bkgx,bxke->bkge", weights, value, precision=precision)
+    return jnp.concatenate([values, weights.sum(-1, keepdims=True)], -1)[..., None]
 
 
 def _folded(sequence, *, power, state, window, precision):
