@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Sample", "ceilings", "in_turn", "kernel_seconds", "queued", "spread"]
+__all__ = ["Sample", "ceilings", "in_turn", "kernel_seconds", "medians", "queued", "spread"]
 
 ROUNDS = 10
 # A sample is long beside the clock's resolution and the last call's latency.
@@ -65,6 +65,19 @@ def in_turn(
                 announce(name)
                 samples[name].append(sampler(calls))
     return samples
+
+
+def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
+    """Median seconds of each call of no arguments, compiled before; the calls take turns, each waited for."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        jax.block_until_ready(call())
+    for _ in range(rounds):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(taken) for name, taken in seconds.items()}
 
 
 def spread(seconds: Sequence[float]) -> float:

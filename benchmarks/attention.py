@@ -12,10 +12,8 @@ import functools
 import json
 import pathlib
 import platform
-import statistics
 import subprocess
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +21,7 @@ import numpy as np
 import rich.console
 import rich.table
 
+from benchmarks import _timing
 from sympow_jax import ops
 
 HEADS = 4
@@ -98,20 +97,7 @@ def _compare(kernel: str, length: int, head_dim: int, repeats: int) -> dict:
     if length <= LONGEST["softmax"]:
         calls["softmax"] = functools.partial(jax.jit(softmax), query, key, value)
         calls["softmax_grad"] = functools.partial(with_backward(softmax), (query, key, value))
-    return {"length": length, "head_dim": head_dim, "seconds": _medians(calls, repeats)}
-
-
-def _medians(calls: dict, repeats: int) -> dict[str, float]:
-    """Median seconds of each call, the calls taken in turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        jax.block_until_ready(call())
-    for _ in range(repeats):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
+    return {"length": length, "head_dim": head_dim, "seconds": _timing.medians(calls, repeats)}
 
 
 def _million_tokens(kernel: str) -> dict:
@@ -123,7 +109,7 @@ def _million_tokens(kernel: str) -> dict:
     )
     log_decay = jax.nn.log_sigmoid(4 + random.standard_normal((1, MILLION, 1), np.float32))
     call = functools.partial(jax.jit(KERNELS[kernel]), query, key, value, log_decay)
-    seconds = _medians({"forward": call}, repeats=1)["forward"]
+    seconds = _timing.medians({"forward": call}, rounds=1)["forward"]
     return {"length": MILLION, "head_dim": 32, "seconds": seconds, "peak_bytes": _peak_bytes()}
 
 

@@ -27,6 +27,7 @@ import matplotlib.ticker
 import numpy as np
 from flax import nnx
 
+from benchmarks import _timing
 from sympow_jax import config, generation, models, ops
 from sympow_jax.generation import loop
 from sympow_jax.training import loss
@@ -136,16 +137,8 @@ def measure_prefill(preset: str, sizes: dict, length: int, *, rounds: int) -> Pr
         "prefill": lambda: generation.prefill(model, batch["inputs"], np.array([length])),
         "training": lambda: training(model, batch),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        jax.block_until_ready(call())
-    for _ in range(rounds):
-        for name, call in calls.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(call())
-            seconds[name].append(time.perf_counter() - begin)
-    medians = {name: statistics.median(samples) for name, samples in seconds.items()}
-    return Prefill(preset, length, medians["prefill"], medians["training"])
+    seconds = _timing.medians(calls, rounds)
+    return Prefill(preset, length, seconds["prefill"], seconds["training"])
 
 
 def _model(preset: str, sizes: dict) -> models.DecoderLM:

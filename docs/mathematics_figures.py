@@ -77,16 +77,22 @@ def attention_maps() -> matplotlib.figure.Figure:
         "expressive": ops.expressive_attention(query, key, value),
     }
     figure, panels = figures.make(len(maps), width=12.0, height=2.9)
-    for axes, (name, weights) in zip(panels, maps.items()):
+    for axes, weights in zip(panels, maps.values()):
         norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
         axes.imshow(np.where(np.tri(time), np.asarray(weights)[0, :, 0], np.nan), cmap="Blues", norm=norm)
-        axes.set_title(name, fontsize=10, color=figures.INK)
+    _name_pairs(panels, maps)
+    return figure
+
+
+def _name_pairs(panels, titles) -> None:
+    """Titles of pictures of pairs, queries down and keys across."""
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title, fontsize=10, color=figures.INK)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.spines[:].set_color("#cccccc")
         axes.set_xlabel("key", color=figures.INK, fontsize=9)
     panels[0].set_ylabel("query", color=figures.INK, fontsize=9)
-    return figure
 
 
 def features() -> matplotlib.figure.Figure:
@@ -129,14 +135,9 @@ def forms() -> matplotlib.figure.Figure:
     }
     figure, panels = figures.make(3, width=9.6, height=4.1)
     colours = matplotlib.colors.ListedColormap(["#ffffff", "#F6C9A8", BLUE])
-    for axes, (name, first) in zip(panels, first_exact.items()):
+    for axes, first in zip(panels, first_exact.values()):
         axes.imshow(np.where(seen, 1 + (key >= first), 0), cmap=colours, vmin=0, vmax=2)
-        axes.set_title(name, fontsize=10, color=figures.INK)
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.spines[:].set_color("#cccccc")
-        axes.set_xlabel("key", color=figures.INK, fontsize=9)
-    panels[0].set_ylabel("query", color=figures.INK, fontsize=9)
+    _name_pairs(panels, first_exact)
     patches = [matplotlib.patches.Patch(color=colour) for colour in (BLUE, "#F6C9A8")]
     figure.legend(
         patches,

@@ -9,6 +9,7 @@ import pytest
 
 import eval as eval_program
 import train
+from tests import mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -96,14 +97,7 @@ def test_training_ends_with_the_evaluation_of_its_config(trained, tmp_path):
 )
 def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys, arguments, message):
     arguments = [f"--out={tmp_path}", *(argument.format(runs=trained) for argument in arguments)]
-    with pytest.raises(SystemExit) as stopped:
-        eval_program.main(arguments)
-    assert stopped.value.code == 1
-    printed, error = capsys.readouterr()
-    assert printed == ""  # no run was evaluated
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert message in error
+    assert message in mistakes.line(eval_program.main, arguments, capsys)
 
 
 def test_a_mistake_leaves_no_traceback_in_a_process_of_its_own(trained, tmp_path):

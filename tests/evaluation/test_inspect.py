@@ -11,6 +11,7 @@ from flax import nnx
 from sympow_jax import config, models
 from sympow_jax.evaluation import attention_figures, attention_maps, inspect
 from sympow_jax.training import checkpoint, sharding, step, workdir
+from tests import mistakes
 
 TEXT = "the quick brown fox"
 WIDTH, HEADS, LAYERS = 16, 2, 2
@@ -275,13 +276,7 @@ def test_labels_of_tokens():
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        inspect.main([argument.format(runs=runs) for argument in arguments])
-    assert stopped.value.code == 1
-    printed, error = capsys.readouterr()
-    assert printed == ""
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
+    error = mistakes.line(inspect.main, [argument.format(runs=runs) for argument in arguments], capsys)
     assert message.format(runs=runs) in error
 
 

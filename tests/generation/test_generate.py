@@ -12,6 +12,7 @@ import pytest
 import generate
 import train
 from sympow_jax import config, generation
+from tests import mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -105,13 +106,7 @@ def test_a_prompt_alone_and_in_a_file(runs, capsys):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        generate.main([argument.format(runs=runs) for argument in arguments])
-    assert stopped.value.code == 1
-    printed, error = capsys.readouterr()
-    assert printed == ""
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
+    error = mistakes.line(generate.main, [argument.format(runs=runs) for argument in arguments], capsys)
     assert message.format(runs=runs) in error
 
 
