@@ -48,7 +48,7 @@ def test_proposition_2_rotating_vectors_rotates_features(head_dim, power):
     rotation[0] *= np.sign(np.linalg.det(rotation))
     key = random.normal(size=head_dim)
     with jax.enable_x64(True):
-        induced = ops.symmetric_power_rotation(jnp.asarray(rotation), power)
+        induced = np.asarray(ops.symmetric_power_rotation(jnp.asarray(rotation), power))
         rotated = ops.symmetric_power(jnp.asarray(rotation @ key), power)
         np.testing.assert_allclose(
             induced @ ops.symmetric_power(jnp.asarray(key), power), rotated, atol=1e-12
