@@ -5,11 +5,15 @@ import contextlib
 import logging
 import signal
 import sys
+import time
 import types
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 __all__ = ["Parser", "StopSignals", "user_errors"]
+
+# Seconds. `uv run` and `timeout` pass a signal on that the process, being of their group, has had already.
+_ONE_PRESS = 1.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,11 +51,13 @@ def user_errors() -> Iterator[None]:
 class StopSignals:
     """Within its context, the first SIGINT or SIGTERM is only noted, so that the step under way can finish.
 
-    A second one acts as it would have without us. Works in the main thread only, as signals do.
+    One that comes more than a second later acts as it would have without us; sooner it is the first again, passed on by
+    a parent. Works in the main thread only, as signals do.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._at = 0.0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -64,8 +70,12 @@ class StopSignals:
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
         del frame
-        self.received = signal.Signals(number)
-        self._restore()
+        now = time.monotonic()
+        if self.received is None:
+            self.received, self._at = signal.Signals(number), now
+        elif now - self._at >= _ONE_PRESS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         while self._previous:

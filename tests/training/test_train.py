@@ -146,10 +146,21 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, c
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_a_second_signal_stops_at_once():
+def test_a_second_signal_stops_at_once(monkeypatch):
+    monkeypatch.setattr(cli, "_ONE_PRESS", 0.0)
     with pytest.raises(KeyboardInterrupt), cli.StopSignals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_signal_that_a_parent_passes_on_too_is_one():
+    """As under `uv run` without a terminal: it would otherwise stop at once, without a checkpoint."""
+    with cli.StopSignals() as signals:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signals.received == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_chosen_steps_are_traced(tmp_path, with_training):
