@@ -48,12 +48,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
     )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        help="the tokenizer that made the tokens of data.source tokens or longcrawl64: a `tokenizers` JSON file, a "
-        ".tiktoken file, or the name of a tiktoken encoding",
-    )
+    parser.add_tokenizer()
     return parser.parse_args(arguments)
 
 

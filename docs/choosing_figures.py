@@ -43,9 +43,7 @@ def flops() -> matplotlib.figure.Figure:
             ends.append((f"D = {size}", colour, features))
         _style_costs(axes, "FLOPs a token and head" if power == 2 else "", f"p = {power}")
         named.append((axes, ends))
-    for axes, ends in named:
-        _name_ends(axes, ends)
-    _legend_forms(panels[0])
+    _name_lines(named)
     return figure
 
 
@@ -63,9 +61,7 @@ def predicted_times() -> matplotlib.figure.Figure:
             ends.append((f"D = {size}", colour, seconds[-1]))
         _style_costs(axes, "ms a layer, both passes, 65,536 tokens" if power == 2 else "", f"p = {power}")
         named.append((axes, ends))
-    for axes, ends in named:
-        _name_ends(axes, ends)
-    _legend_forms(panels[0])
+    _name_lines(named)
     return figure
 
 
@@ -117,9 +113,13 @@ def _name_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]
         )
 
 
-def _legend_forms(axes: matplotlib.axes.Axes) -> None:
+def _name_lines(named: Sequence[tuple[matplotlib.axes.Axes, list]]) -> None:
+    """Names the ends of the lines of each panel, and the forms in the first."""
+    for axes, ends in named:
+        _name_ends(axes, ends)
     lines = [matplotlib.lines.Line2D([], [], color=figures.GREY, linestyle=style) for style in (":", "-")]
-    axes.legend(lines, ["attention form", "chunked form"], frameon=False, fontsize=9, loc="upper left")
+    forms = ["attention form", "chunked form"]
+    named[0][0].legend(lines, forms, frameon=False, fontsize=9, loc="upper left")
 
 
 def state_sizes() -> matplotlib.figure.Figure:

@@ -182,12 +182,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     texts.add_argument("--text_file", metavar="FILE", help="a file that holds the text")
     parser.add_argument("--layer", type=int, metavar="L", help="one layer, from 0 (default: all)")
     parser.add_argument("--out", metavar="DIR", help="the folder to write to (default: WORKDIR/inspect)")
-    parser.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        help="the tokenizer that made the tokens of data.source tokens or longcrawl64: a `tokenizers` JSON file, a "
-        ".tiktoken file, or the name of a tiktoken encoding",
-    )
+    parser.add_tokenizer()
     return parser.parse_args(arguments)
 
 

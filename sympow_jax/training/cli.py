@@ -23,6 +23,15 @@ class Parser(argparse.ArgumentParser):
         """Raises ValueError with the message and where help is."""
         raise ValueError(f"{message}; see {self.prog} --help")
 
+    def add_tokenizer(self) -> None:
+        """Adds `--tokenizer`, the name that `data.codec_of_run` takes."""
+        self.add_argument(
+            "--tokenizer",
+            metavar="FILE",
+            help="the tokenizer that made the tokens of data.source tokens or longcrawl64: a `tokenizers` JSON file, a "
+            ".tiktoken file, or the name of a tiktoken encoding",
+        )
+
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:

@@ -227,10 +227,9 @@ def _sums(query, sequence, *, power, state, chunk, precision):
 
 def _sums_of_last(query, sequence, decay, power, precision):
     """Those of the last position's queries [B, K, G, D], as in decoding: all keys in one product, where they lie."""
-    behind = jnp.cumsum(jnp.pad(decay[..., 1:], [(0, 0), (0, 0), (0, 1)])[..., ::-1], -1)[..., ::-1]
     query, key, value = (x.astype(decay.dtype) for x in (query, sequence.key, sequence.value))
     scores = jnp.einsum("bkgd,bxkd->bkgx", query, key, precision=precision)
-    weights = decays.exp(behind)[:, :, None] * jax.lax.integer_pow(scores, power)
+    weights = decays.exp(_sums_from(decay)[..., 1:])[:, :, None] * jax.lax.integer_pow(scores, power)
     values = jnp.einsum("bkgx,bxke->bkge", weights, value, precision=precision)
     return jnp.concatenate([values, weights.sum(-1, keepdims=True)], -1)[..., None]
 
@@ -240,15 +239,20 @@ def _folded(sequence, *, power, state, window, precision):
     key, value, decay = _keys_time_last(sequence)
     folds = (sequence.after >= window)[:, None]
     folded_decay = jnp.where(folds, decay, 0)
-    behind = jnp.cumsum(folded_decay[..., ::-1], -1)[..., ::-1]
-    weight = jnp.where(folds, decays.exp(jnp.pad(behind[..., 1:], [(0, 0), (0, 0), (0, 1)])), 0)
+    sums = _sums_from(folded_decay)
+    weight = jnp.where(folds, decays.exp(sums[..., 1:]), 0)
     fold = functools.partial(fold_all, power=power, precision=precision)
     final = jax.vmap(jax.vmap(fold))(value * weight[:, :, None], key)
     if state is not None:
-        carry = decays.exp(behind[..., 0])[..., None, None]
+        carry = decays.exp(sums[..., 0])[..., None, None]
         groups = _groups_of(state.kv, state.norm, key.shape[2], power)
         final = tuple(carry * s + n for s, n in zip(groups, final))
     return kv_and_norm(final, key.shape[2], power).values()
+
+
+def _sums_from(decay):
+    """Sums over each position and those behind it, and the empty one behind the last: [B, K, X] -> [B, K, X + 1]."""
+    return jnp.pad(jnp.cumsum(decay[..., ::-1], -1)[..., ::-1], [(0, 0), (0, 0), (0, 1)])
 
 
 def _keys_time_last(sequence):
