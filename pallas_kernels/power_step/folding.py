@@ -73,7 +73,17 @@ def _body(
         state_smem[...] = state
         norm_smem[...] = weight
         plgpu.commit_smem()
-        # What lies beyond the last feature is not written.
-        plgpu.copy_smem_to_gmem(state_smem, state_gmem)
-        plgpu.copy_smem_to_gmem(norm_smem, norm_gmem)
+        # A contiguous copy to global memory is cut off only where the whole array ends, not where this head's
+        # features do, so the last tile stores exactly the rows that the head has left.
+        remainder = norm.shape[2] % tile
+        whole = begin + tile <= norm.shape[2]
+
+        def store(count):
+            tile_rows, state_rows = pl.ds(0, count), pl.ds(begin, count)
+            plgpu.copy_smem_to_gmem(state_smem.at[tile_rows], kv.at[row, head, state_rows])
+            plgpu.copy_smem_to_gmem(norm_smem.at[tile_rows], norm.at[row, head, state_rows])
+
+        pl.when(whole)(lambda: store(tile))
+        if remainder:
+            pl.when(~whole)(lambda: store(remainder))
         plgpu.wait_smem_to_gmem(0)
