@@ -5,6 +5,8 @@ token; gates of vectors are what that paper leaves to future work. The normalise
 each channel stays a mean of values.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +15,7 @@ from sympow_jax.ops._channel_gated import chunked, reference
 from sympow_jax.ops._channel_gated import state as channel_state
 from sympow_jax.ops._channel_gated import step as channel_step
 from sympow_jax.ops._power import dispatch, xla
+from sympow_jax.ops._shared import calls
 
 __all__ = ["ChannelGatedState", "channel_gated_attention", "channel_gated_attention_step"]
 
@@ -99,24 +102,53 @@ def channel_gated_attention(
                 "implementation 'reference' computes whole sequences; leave out initial_state and return_state, or use "
                 "implementation='xla'"
             )
-        return reference.attention(query, key, value, log_decay, power=power, segment_ids=segment_ids)
-    channel_state.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
+    else:
+        channel_state.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
+    plan = _Plan(power, implementation or "xla", chunk_size or DEFAULT_CHUNK, window, return_state)
+    out, final = _attend(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        state=initial_state,
+    )
+    return (out, final) if return_state else out
+
+
+class _Plan(NamedTuple):
+    """What is static of a call."""
+
+    power: int
+    implementation: str
+    chunk: int
+    window: int
+    return_state: bool
+
+
+@calls.op(
+    calls.ATTENTION, lambda plan: ("B T N E", ChannelGatedState.layout() if plan.return_state else None)
+)
+def _attend(plan, query, key, value, log_decay, segment_ids, state):
+    if plan.implementation == "reference":
+        out = reference.attention(query, key, value, log_decay, power=plan.power, segment_ids=segment_ids)
+        return out, None
     with jax.named_scope("channel_gated_xla"):
-        out, final = xla.chunked(
+        return xla.chunked(
             query,
             key,
             value,
-            power=power,
+            power=plan.power,
             log_decay=log_decay,
             segment_ids=segment_ids,
-            state=initial_state,
-            window=window,
-            chunk=chunk_size or DEFAULT_CHUNK,
-            return_state=return_state,
+            state=state,
+            window=plan.window,
+            chunk=plan.chunk,
+            return_state=plan.return_state,
             core=chunked.core,
             state_type=ChannelGatedState,
         )
-    return (out, final) if return_state else out
 
 
 def channel_gated_attention_step(
@@ -139,6 +171,13 @@ def channel_gated_attention_step(
     _require_channels(log_decay, value)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     dispatch.check_state(state, ChannelGatedState, dtype, power=power, **sizes)
+    return _step(
+        power, query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids, state=state
+    )
+
+
+@calls.op(calls.STEP, lambda power: ("B N E", ChannelGatedState.layout()))
+def _step(power, query, key, value, log_decay, segment_ids, state):
     return channel_step.step(query, key, value, log_decay, state, power=power, segment_ids=segment_ids)
 
 

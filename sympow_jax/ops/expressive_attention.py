@@ -4,6 +4,7 @@
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import _expressive_blocks, _pairs, _time_axis, documents
 from sympow_jax.ops._power import decay as decays
 from sympow_jax.ops._power import xla as power_xla
+from sympow_jax.ops._shared import calls
 
 __all__ = ["expressive_attention"]
 
@@ -75,12 +77,39 @@ def expressive_attention(
         raise ValueError(f"implementation is {implementation!r}; it must be None, 'reference' or 'xla'")
     if block_size < 1:
         raise ValueError(f"block_size is {block_size}; it must be at least 1")
-    compute = _reference if implementation == "reference" else functools.partial(_blockwise, block_size)
-    attend = functools.partial(compute, causal, scale)
-    with jax.named_scope(f"expressive_{implementation or 'xla'}"):
-        if axis_name is None:
+    fixed, traced = calls.static_or_traced(scale)
+    plan = _Plan(causal, fixed, implementation or "xla", block_size, axis_name)
+    return _call(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        scale=traced,
+    )
+
+
+class _Plan(NamedTuple):
+    """What is static of a call."""
+
+    causal: bool
+    scale: float | None
+    implementation: str
+    block_size: int
+    axis_name: str | None
+
+
+@calls.op(calls.ATTENTION, lambda plan: "B T N E")
+def _call(plan, query, key, value, log_decay, segment_ids, scale):
+    compute = (
+        _reference if plan.implementation == "reference" else functools.partial(_blockwise, plan.block_size)
+    )
+    attend = functools.partial(compute, plan.causal, plan.scale if scale is None else scale)
+    with jax.named_scope(f"expressive_{plan.implementation}"):
+        if plan.axis_name is None:
             return attend(query, key, value, log_decay, segment_ids)
-        return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
+        return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
 
 
 def _reference(causal, scale, query, key, value, log_decay, segment_ids):

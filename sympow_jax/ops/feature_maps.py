@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 
+@functools.partial(jax.jit, static_argnames="power")
 def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batch F"]:
     """The p-fold tensor product of x with itself: phi(q) . phi(k) = (q . k)^p, F = D^p.
 
@@ -37,6 +38,7 @@ def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batc
     return features
 
 
+@functools.partial(jax.jit, static_argnames="power")
 def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batch F"]:
     """The p-th symmetric power of x: phi(q) . phi(k) = (q . k)^p with F = binomial(D + p - 1, p).
 
@@ -54,6 +56,7 @@ def symmetric_power_dim(head_dim: int, power: int) -> int:
     return math.comb(head_dim + power - 1, power)
 
 
+@functools.partial(jax.jit, static_argnames="power")
 def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]:
     """The distinct monomials of degree p in the leading axis of x, in the order of `symmetric_power`.
 
@@ -99,6 +102,7 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
     return count
 
 
+@functools.partial(jax.jit, static_argnames="power")
 def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float[Array, "F F"]:
     """The rotation P' of features with phi(P k) = P' phi(k), for a rotation P of vectors.
 
@@ -125,6 +129,7 @@ def _isometry(head_dim: int, power: int) -> np.ndarray:
     return matrix / np.sqrt(matrix.sum(0))
 
 
+@jax.jit
 def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """elu(x) + 1 > 0, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020)."""
     # exp(min(x, 0)) rather than elu(x) + 1, which rounds small features to zero.

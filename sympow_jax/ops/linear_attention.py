@@ -17,6 +17,7 @@ from sympow_jax.ops import _linear_bidirectional, feature_maps
 from sympow_jax.ops._power import dispatch, xla
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
+from sympow_jax.ops._shared import calls
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -68,6 +69,12 @@ class LinearState:
             return cls(zeros(head_dim, value_dim, power=kernel.power), None)
         numerator = zeros(turned_dim, value_dim, power=1)
         return cls(numerator, None if normaliser == "rotated" else zeros(head_dim, 0, power=kernel.power))
+
+    @classmethod
+    def layout(cls, *, separate: bool) -> "LinearState":
+        """The axes of each array; `separate` where there is a denominator."""
+        one = power_state.PowerState.layout()
+        return cls(one, one if separate else None)
 
     @property
     def window(self) -> int:
@@ -213,8 +220,7 @@ class _Kernel:
     division: whether all of these weights have one sign.
     """
 
-    map: Callable
-    expand: Callable
+    feature_map: str
     power: int
     division: means.Division
 
@@ -224,12 +230,18 @@ class _Kernel:
         dispatch.require_choice("feature_map", feature_map, (*_ELEMENTWISE, *_POWERS))
         signed, positive = means.Division.SIGNED, means.Division.POSITIVE
         if feature_map in _ELEMENTWISE:
-            division = signed if feature_map == "identity" else positive
-            return cls(_ELEMENTWISE[feature_map], lambda x: x, 1, division)
+            return cls(feature_map, 1, signed if feature_map == "identity" else positive)
         if power < 1:
             raise ValueError(f"power is {power}; the feature map {feature_map!r} needs at least 1")
-        expand = functools.partial(_POWERS[feature_map], power=power)
-        return cls(_ELEMENTWISE["identity"], expand, power, signed if power % 2 else positive)
+        return cls(feature_map, power, signed if power % 2 else positive)
+
+    def map(self, x):
+        """The elementwise part of phi."""
+        return _ELEMENTWISE.get(self.feature_map, lambda x: x)(x)
+
+    def expand(self, x):
+        """The power that phi is of `map`."""
+        return _POWERS[self.feature_map](x, power=self.power) if self.feature_map in _POWERS else x
 
 
 def _mean(attend, kernel, query, key, value, turn, normaliser, state):
@@ -237,16 +249,18 @@ def _mean(attend, kernel, query, key, value, turn, normaliser, state):
 
     attend(query, key, value, state=, power=, division=) returns means or sums, and a PowerState or None.
     """
-    query, key = kernel.map(query), kernel.map(key)
     if turn is None:
+        query, key = _mapped(kernel, query), _mapped(kernel, key)
         _require_state(state, kernel, query, key, value, None, separate=False)
         first = None if state is None else state.numerator
         out, final = attend(query, key, value, state=first, power=kernel.power, division=kernel.division)
         return out, LinearState(final, None)
 
     # One scale for both sums, which the mean cancels.
-    query = xla.unit_scale(query)
-    turned = _turned(turn, kernel.expand(query)), _turned(turn, kernel.expand(key))
+    (query, features), (key, key_features) = (
+        _expanded((kernel, scaled), x) for x, scaled in ((query, True), (key, False))
+    )
+    turned = _turned(turn, features), _turned(turn, key_features)
     if turned[0].shape[-1] != turned[1].shape[-1]:
         raise ValueError(
             f"turn makes features of {turned[0].shape[-1]} of queries and of {turned[1].shape[-1]} of keys; their "
@@ -261,8 +275,30 @@ def _mean(attend, kernel, query, key, value, turn, normaliser, state):
     sums = functools.partial(attend, division=means.Division.NONE)
     values, numerator = sums(*turned, value, state=first[0], power=1)
     weights, denominator = sums(query, key, value[..., :0], state=first[1], power=kernel.power)
-    out = means.mean(values[..., :-1], weights, -1, kernel.division)
-    return out.astype(value.dtype), LinearState(numerator, denominator)
+    out = _divided((kernel.division, value.dtype), values, weights)
+    return out, LinearState(numerator, denominator)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mapped(kernel, x):
+    return kernel.map(x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _expanded(plan, x):
+    """x after the map, of unit scale if wanted, and its features."""
+    kernel, scaled = plan
+    mapped = kernel.map(x)
+    mapped = xla.unit_scale(mapped) if scaled else mapped
+    return mapped, kernel.expand(mapped)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _divided(plan, values, weights):
+    """The mean, of sums of weighted values beside one that is dropped, and sums of weights."""
+    division, dtype = plan
+    values, weights = calls.same_variation((values, weights))
+    return means.mean(values[..., :-1], weights, -1, division).astype(dtype)
 
 
 def _turned(turn, features):

@@ -16,6 +16,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import phase, rotary
+from sympow_jax.ops._shared import calls
 
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 
@@ -69,13 +70,37 @@ def encode(
     turned = _turned(core, head_dim, identity_dim)
     if householder is not None:
         _require_rows("householder", householder.shape, head_dim, x.shape[2])
-    parts = _transformed(x.astype(jnp.promote_types(x.dtype, jnp.float32)), basis, householder)
+    cycles = fixed_rates = None
     if core == "permutation":
-        cycles = _cycles_of(permutation, head_dim)
-        parts = [_permuted(cycles, part, positions) for part in parts]
+        cycles, rates = _cycles_of(permutation, head_dim), None
     else:
         count = turned if core == "unitary" else turned // 2
         _require_rows("rates", None if rates is None else rates.shape, count, x.shape[2])
+        if isinstance(rates, np.ndarray):
+            fixed_rates, rates = (rates.shape, tuple(rates.ravel().tolist())), None
+    plan = _Plan(core, basis, fixed_rates, cycles)
+    return _encode(plan, x=x, positions=positions, rates=rates, householder=householder)
+
+
+class _Plan(NamedTuple):
+    """What is static of an encoding: names, fixed rates as their shape and values, and a permutation's cycles."""
+
+    core: str
+    basis: str
+    rates: tuple | None
+    cycles: "_Cycles | None"
+
+
+@calls.op({"x": "B T N D", "positions": "B T"}, lambda plan: "B T N D")
+def _encode(plan, x, positions, rates, householder):
+    core = plan.core
+    parts = _transformed(x.astype(jnp.promote_types(x.dtype, jnp.float32)), plan.basis, householder)
+    if core == "permutation":
+        parts = [_permuted(plan.cycles, part, positions) for part in parts]
+    else:
+        if plan.rates is not None:
+            shape, values = plan.rates
+            rates = np.array(values).reshape(shape)
         angles = _angles(positions, rates, parts[0].dtype)
         turn = _multiplied if core == "unitary" else _rotated
         parts = turn(parts, angles)

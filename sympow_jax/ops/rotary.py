@@ -11,6 +11,7 @@ split.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int, UInt32
 from sympow_jax.ops import documents, fixed_point, phase
+from sympow_jax.ops._shared import calls
 
 __all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rope_rates", "rotate", "sinusoidal"]
 
@@ -48,6 +50,12 @@ class RotaryState:
             fraction=jnp.zeros(shape, jnp.uint32),
             segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
         )
+
+    @classmethod
+    def layout(cls, by_pair: bool = False) -> "RotaryState":
+        """The axes of each array; `by_pair` where every pair has a rate of its own."""
+        reached = "B K D" if by_pair else "B K"
+        return cls(reached, reached, "B")  # type: ignore[arg-type]
 
 
 def rope(
@@ -104,6 +112,23 @@ def learned_angles(
     """
     rates = rope_rates(head_dim, max_document_length=max_document_length)
     _require_heads_or_pairs(rate, len(rates), state)
+    plan = _Angles(tuple(rates.tolist()), rate.ndim == 4, axis_name)
+    return _learned_angles(plan, rate=rate, segment_ids=segment_ids, state=state)
+
+
+class _Angles(NamedTuple):
+    """What is static of learned angles: rates, whether each pair has a beta of its own, and the axis over time."""
+
+    rates: tuple[float, ...]
+    by_pair: bool
+    axis_name: str | None
+
+
+@calls.op(
+    {"rate": "B T K D", "segment_ids": "B T"}, lambda plan: ("B T K D", RotaryState.layout(plan.by_pair))
+)
+def _learned_angles(plan, rate, segment_ids, state):
+    rates, by_pair, axis_name = np.array(plan.rates), plan.by_pair, plan.axis_name
     batch, time, *heads = rate.shape
     if state is None:
         state = RotaryState.zeros(batch, *heads)
@@ -125,7 +150,6 @@ def learned_angles(
         state = documents.state_before(lambda state: reach(state)[-1], _add, segment_ids, state, axis_name)
     whole, fraction, starts, state = reach(state)
     theta = jnp.asarray(rates, jnp.float32)
-    by_pair = len(heads) == 2
     reached = (whole, fraction) if by_pair else (whole[..., None], fraction[..., None])
     return _with_gradient(axis_name, by_pair, _angles(*reached, rates), rate, starts, theta), state
 
@@ -135,6 +159,11 @@ def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Fl
 
     Computed in float32 or wider and returned in the dtype of x.
     """
+    return _rotate(None, x=x, angles=angles)
+
+
+@calls.op({"x": "B T N D", "angles": "B T K D"}, lambda _: "B T N D")
+def _rotate(_, x, angles):
     batch, time, heads, head_dim = x.shape
     pairs = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     pairs = pairs.reshape(batch, time, angles.shape[2], -1, head_dim // 2, 2)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import _pairs, _time_axis, documents, fixed_point
 from sympow_jax.ops._power import target
+from sympow_jax.ops._shared import calls
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -69,26 +70,40 @@ def softmax_attention(
     _pairs.check(query, key, value, log_decay, segment_ids, causal=causal)
     if implementation not in (None, *_IMPLEMENTATIONS):
         raise ValueError(f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn'")
-    if axis_name is not None:
-        attend = functools.partial(
-            _attend_all, causal=causal, scale=scale, implementation=implementation, block_size=block_size
-        )
-        return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
-    return _attend_all(
-        query,
-        key,
-        value,
-        log_decay,
-        segment_ids,
-        causal=causal,
-        scale=scale,
-        implementation=implementation,
-        block_size=block_size,
+    fixed, traced = calls.static_or_traced(scale)
+    plan = _Plan(causal, fixed, implementation, block_size, axis_name)
+    return _call(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        scale=traced,
     )
 
 
-def _attend_all(query, key, value, log_decay, segment_ids, *, causal, scale, implementation, block_size):
+class _Plan(NamedTuple):
+    """What is static of a call."""
+
+    causal: bool
+    scale: float | None
+    implementation: str | None
+    block_size: int
+    axis_name: str | None
+
+
+@calls.op(calls.ATTENTION, lambda plan: "B T N E")
+def _call(plan, query, key, value, log_decay, segment_ids, scale):
+    attend = functools.partial(_attend_all, plan, plan.scale if scale is None else scale)
+    if plan.axis_name is None:
+        return attend(query, key, value, log_decay, segment_ids)
+    return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
+
+
+def _attend_all(plan, scale, query, key, value, log_decay, segment_ids):
     """`softmax_attention` where one device has all of the time."""
+    causal, implementation, block_size = plan.causal, plan.implementation, plan.block_size
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     dtype, value_dim = value.dtype, value.shape[-1]
     query, key, value = _same_last_size(query.astype(dtype), key.astype(dtype), value)

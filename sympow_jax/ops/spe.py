@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import phase
+from sympow_jax.ops._shared import calls
 
 __all__ = ["encode"]
 
@@ -43,6 +44,21 @@ def encode(
     `query` and `key`. Raises ValueError for shapes that do not fit.
     """
     _require_shapes(query, key, frequencies, phases, gains, noise)
+    return _encode(
+        None,
+        query=query,
+        key=key,
+        positions=positions,
+        key_positions=key_positions,
+        frequencies=frequencies,
+        phases=phases,
+        gains=gains,
+        noise=noise,
+    )
+
+
+@calls.op({"query": "B T N D", "key": "B S K D"}, lambda _: ("B T N R", "B S K R"))
+def _encode(_, query, key, positions, key_positions, frequencies, phases, gains, noise):
     dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), jnp.float32)
     # The phases turn the noise of queries, so that cosines and sines are those of keys.
     cos, sin = (wave(phases.astype(dtype))[..., None] for wave in (jnp.cos, jnp.sin))

@@ -1,7 +1,9 @@
 """Checks the arguments of an attention with a state, chooses form and implementation, and calls it."""
 
+import dataclasses
 import functools
 import importlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
 from sympow_jax.ops._power import step as xla_step
+from sympow_jax.ops._shared import calls
 
 __all__ = ["attend", "attend_step", "check", "check_state", "require_choice", "require_even"]
 
@@ -67,18 +70,66 @@ def attend(
         )
     if form != "attention" or return_state:
         costs.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
-    name, compute = _compute(implementation, form, query, value, **needs)
+    implementation = _implementation(implementation, form, query, value, **needs)
+    plan = Plan(
+        form=form,
+        implementation=implementation,
+        power=power,
+        window=window,
+        chunk=chunk_size,
+        division=division,
+        return_state=return_state,
+        axis_name=axis_name,
+        interpret=target.interpret(),
+    )
+    out, final = _attend(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        state=initial_state,
+    )
+    return (out, final) if return_state else out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an attention does, decided from shapes and options."""
+
+    form: str
+    implementation: str
+    power: int
+    window: int
+    chunk: int | None
+    division: means.Division
+    return_state: bool
+    axis_name: str | None
+    interpret: Any
+
+
+@calls.op(
+    calls.ATTENTION, lambda plan: ("B T N E", power_state.PowerState.layout() if plan.return_state else None)
+)
+def _attend(plan, query, key, value, log_decay, segment_ids, state):
     compute = functools.partial(
-        compute, power=power, state=initial_state, window=window, chunk=chunk_size, return_state=return_state
+        _compute(plan),
+        power=plan.power,
+        state=state,
+        window=plan.window,
+        chunk=plan.chunk,
+        return_state=plan.return_state,
     )
     # Profiles and compiled programs say by this what ran.
-    with jax.named_scope(f"{form}_{name}"):
-        if axis_name is not None and form == "attention":
-            return _attention_by_heads(compute, query, key, value, log_decay, segment_ids, axis_name)
-        if axis_name is not None:
-            compute = functools.partial(compute, axis_name=axis_name)
-        out, final = compute(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
-    return (out, final) if return_state else out
+    with jax.named_scope(f"{plan.form}_{plan.implementation}"):
+        if plan.axis_name is not None and plan.form == "attention":
+            return _attention_by_heads(
+                compute, query, key, value, log_decay, segment_ids, plan.axis_name
+            ), None
+        if plan.axis_name is not None:
+            compute = functools.partial(compute, axis_name=plan.axis_name)
+        return compute(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
 
 
 def _attention_by_heads(compute, query, key, value, log_decay, segment_ids, axis_name):
@@ -111,8 +162,35 @@ def attend_step(
             "implementation 'reference' has no step; call the op with one token and implementation='reference'"
         )
     kernels = _kernels(implementation, "mosaic_step", query, state, power=power, division=division)
-    compute = kernels.step if kernels else functools.partial(xla_step.step, division=division)
-    return compute(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
+    plan = Plan(
+        form="step",
+        implementation="mosaic_gpu" if kernels else "xla",
+        power=power,
+        window=state.window,
+        chunk=None,
+        division=division,
+        return_state=True,
+        axis_name=None,
+        interpret=target.interpret(),
+    )
+    return _step(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        state=state,
+    )
+
+
+@calls.op(calls.STEP, lambda plan: ("B N E", power_state.PowerState.layout()))
+def _step(plan, query, key, value, log_decay, segment_ids, state):
+    if plan.implementation == "mosaic_gpu":
+        compute = importlib.import_module("sympow_jax.ops._power.mosaic_step").step
+    else:
+        compute = functools.partial(xla_step.step, division=plan.division)
+    return compute(query, key, value, state, power=plan.power, log_decay=log_decay, segment_ids=segment_ids)
 
 
 def _cheapest_form(implementation, query, value, time, sizes, *, stateless, **needs):
@@ -135,21 +213,28 @@ def _cheapest_form(implementation, query, value, time, sizes, *, stateless, **ne
     )
 
 
-def _compute(implementation, form, query, value, *, division, **needs):
-    """The implementation that is taken, and its function of that form; all functions take the same arguments."""
+def _implementation(implementation, form, query, value, **needs):
+    """The implementation that is taken."""
     if implementation == "reference":
         if form == "chunked":
             raise NotImplementedError(
                 "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
             )
+        return "reference"
+    return "mosaic_gpu" if _kernels(implementation, "mosaic", query, value, form=form, **needs) else "xla"
+
+
+def _compute(plan):
+    """The plan's function; all of them take the same arguments."""
+    division, form = plan.division, plan.form
+    if plan.implementation == "reference":
         compute = reference.attention if form == "attention" else reference.recurrent
-        return "reference", lambda *arrays, chunk, **arguments: compute(
-            *arrays, division=division, **arguments
-        )
-    if kernels := _kernels(implementation, "mosaic", query, value, form=form, division=division, **needs):
-        return "mosaic_gpu", kernels.attention if form == "attention" else kernels.chunked
+        return lambda *arrays, chunk, **arguments: compute(*arrays, division=division, **arguments)
+    if plan.implementation == "mosaic_gpu":
+        kernels = importlib.import_module("sympow_jax.ops._power.mosaic")
+        return kernels.attention if form == "attention" else kernels.chunked
     compute = xla.attention if form == "attention" else xla.chunked
-    return "xla", lambda *arrays, chunk, **arguments: compute(
+    return lambda *arrays, chunk, **arguments: compute(
         *arrays, chunk=chunk or costs.default_chunk(form), division=division, **arguments
     )
 
