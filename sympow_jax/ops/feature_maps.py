@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float
+from sympow_jax.ops._shared import arguments
 
 __all__ = [
     "elu_plus_one",
@@ -30,7 +31,9 @@ def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batc
 
     Entry (i_1, ..., i_p), in row-major order, is x[i_1] * ... * x[i_p]. Raises ValueError unless power >= 1.
     """
-    _require_power(power)
+    power = arguments.check_power(power, even=False)
+    x = arguments.to_array("x", x)
+    arguments.check_floating("x", x)
     features = x
     for _ in range(power - 1):
         features = (features[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
@@ -44,13 +47,15 @@ def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*b
     x[i_1] * ... * x[i_p] times the square root of p! / (c_1! ... c_D!), the number of orders in which the tensor
     product repeats it (c_d counts how often d occurs). Raises ValueError unless power >= 1.
     """
+    x = arguments.to_array("x", x)
+    arguments.check_floating("x", x)
     weight = jnp.asarray(np.sqrt(multiplicities(x.shape[-1], power)), x.dtype)
     return jnp.moveaxis(monomials(jnp.moveaxis(x, -1, 0), power), 0, -1) * weight
 
 
 def symmetric_power_dim(head_dim: int, power: int) -> int:
     """F = binomial(D + p - 1, p), the number of features of `symmetric_power`. Raises ValueError unless power >= 1."""
-    _require_power(power)
+    power = arguments.check_power(power, even=False)
     return math.comb(head_dim + power - 1, power)
 
 
@@ -61,7 +66,7 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
     nothing is gathered. The feature axis leads so that products and copies are contiguous in the axes behind it.
     Raises ValueError unless power >= 1.
     """
-    _require_power(power)
+    power = arguments.check_power(power, even=False)
     features = x
     for degree in range(2, power + 1):
         starts = suffix_starts(x.shape[0], degree - 1)
@@ -82,7 +87,7 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
 
     Raises ValueError unless power >= 1.
     """
-    _require_power(power)
+    power = arguments.check_power(power, even=False)
     count = np.ones(head_dim)
     run = np.ones(head_dim)  # how often the first index opens the monomial: x_i x_i x_j has a run of 2
     for degree in range(2, power + 1):
@@ -127,10 +132,7 @@ def _isometry(head_dim: int, power: int) -> np.ndarray:
 
 def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """elu(x) + 1 > 0, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020)."""
+    x = arguments.to_array("x", x)
+    arguments.check_floating("x", x)
     # exp(min(x, 0)) rather than elu(x) + 1, which rounds small features to zero.
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
-
-
-def _require_power(power: int) -> None:
-    if power < 1:
-        raise ValueError(f"power is {power}; it must be at least 1")

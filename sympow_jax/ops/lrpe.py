@@ -16,6 +16,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import phase, rotary
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 
@@ -63,9 +64,12 @@ def encode(
     Raises ValueError for unknown names, a head size or an `identity_dim` that the core cannot divide, and shapes that
     do not fit.
     """
-    x, positions = jnp.asarray(x), jnp.asarray(positions)
+    x, positions = arguments.to_arrays(x=x, positions=positions)
+    arguments.check_axes("x", x, "[B, T, N, D]")
+    arguments.check_floating("x", x)
+    arguments.check_positions("positions", positions, "[B, T]")
     head_dim = x.shape[-1]
-    _require_choice("basis", basis, BASES)
+    arguments.check_choice("basis", basis, BASES)
     turned = _turned(core, head_dim, identity_dim)
     if householder is not None:
         _require_rows("householder", householder.shape, head_dim, x.shape[2])
@@ -99,7 +103,7 @@ def rates(
     at hand, which a sequence that goes on does not have. The core `permutation` has none, R = 0. Raises ValueError for
     unknown names and sizes that the core cannot divide.
     """
-    _require_choice("kind", kind, KINDS)
+    arguments.check_choice("kind", kind, KINDS)
     turned = _turned(core, head_dim, identity_dim)
     count = {"permutation": 0, "unitary": turned}.get(core, turned // 2)
     index = np.arange(count)
@@ -131,7 +135,7 @@ def _random_bits(count: int) -> np.ndarray:
 
 def _turned(core: str, head_dim: int, identity_dim: int) -> int:
     """How many of the first dimensions the core acts on; raises ValueError where it cannot."""
-    _require_choice("core", core, CORES)
+    arguments.check_choice("core", core, CORES)
     if identity_dim and core != "orthogonal":
         raise ValueError(
             f"identity_dim is {identity_dim}; only core 'orthogonal' has an identity part, not {core!r}"
@@ -148,11 +152,6 @@ def _turned(core: str, head_dim: int, identity_dim: int) -> int:
     if core == "mixed":
         return (head_dim // 2 + 1) // 2 * 2
     return head_dim - identity_dim
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; choose from {', '.join(choices)}")
 
 
 def _require_rows(name: str, shape: tuple[int, ...] | None, width: int, heads: int) -> None:

@@ -7,6 +7,7 @@ Transformations for Symmetric Power Transformers" (Kumar et al. 2025).
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops._power import dispatch
 from sympow_jax.ops._power import state as power_state
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["PowerState", "power_attention", "power_attention_step"]
 
@@ -70,7 +71,7 @@ def power_attention(
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: where a named implementation cannot do what is asked.
     """
-    dispatch.require_even(power)
+    power = arguments.check_power(power)
     return dispatch.attend(
         query,
         key,
@@ -105,7 +106,7 @@ def power_attention_step(
     steps cost a product with the state and no more. `mosaic_gpu` takes inputs of float32 or shorter and updates a
     state that is donated to `jax.jit` in place. Arguments and errors are those of `power_attention`.
     """
-    dispatch.require_even(power)
+    power = arguments.check_power(power)
     return dispatch.attend_step(
         query,
         key,

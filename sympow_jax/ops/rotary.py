@@ -18,6 +18,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int, UInt32
 from sympow_jax.ops import documents, fixed_point, phase
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rope_rates", "rotate", "sinusoidal"]
 
@@ -57,6 +58,8 @@ def rope(
 
     Raises ValueError for an odd head size.
     """
+    x = arguments.to_array("x", x)
+    arguments.check_axes("x", x, "[B, T, N, D]")
     return rotate(x, rope_angles(positions, x.shape[-1], max_document_length=max_document_length))
 
 
@@ -65,7 +68,7 @@ def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarra
 
     Raises ValueError for an odd head size.
     """
-    _require_even(head_dim, "head size")
+    arguments.check_even("head size", head_dim)
     return 2 * np.pi * float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
 
 
@@ -76,6 +79,8 @@ def rope_angles(
 
     Raises ValueError for an odd head size.
     """
+    positions = arguments.to_array("positions", positions)
+    arguments.check_positions("positions", positions, "[B, T]")
     return phase.fixed(positions[..., None], rope_rates(head_dim, max_document_length=max_document_length))
 
 
@@ -103,7 +108,9 @@ def learned_angles(
     one. Raises ValueError for an odd head size and for shapes that do not fit.
     """
     rates = rope_rates(head_dim, max_document_length=max_document_length)
+    rate, segment_ids = arguments.to_arrays(rate=rate, segment_ids=segment_ids)
     _require_heads_or_pairs(rate, len(rates), state)
+    arguments.check_floating("rate", rate)
     batch, time, *heads = rate.shape
     if state is None:
         state = RotaryState.zeros(batch, *heads)
@@ -135,7 +142,16 @@ def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Fl
 
     Computed in float32 or wider and returned in the dtype of x.
     """
+    x, angles = arguments.to_arrays(x=x, angles=angles)
+    for name, array in {"x": x, "angles": angles}.items():
+        arguments.check_axes(name, array, "[B, T, N, D]" if name == "x" else "[B, T, K, D/2]")
+        arguments.check_floating(name, array)
     batch, time, heads, head_dim = x.shape
+    if angles.shape[-1] != head_dim // 2 or heads % angles.shape[2]:
+        raise ValueError(
+            f"angles has shape {angles.shape} and x {x.shape}; angles must be [B, T, K, D/2] with a K that divides the "
+            f"{heads} heads of x"
+        )
     pairs = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     pairs = pairs.reshape(batch, time, angles.shape[2], -1, head_dim // 2, 2)
     cos, sin = jnp.cos(angles)[:, :, :, None], jnp.sin(angles)[:, :, :, None]
@@ -149,14 +165,11 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
 
     Raises ValueError for an odd width.
     """
-    _require_even(width, "width")
+    arguments.check_even("width", width)
+    positions = arguments.to_array("positions", positions)
+    arguments.check_positions("positions", positions)
     angles = phase.fixed(positions, 10_000.0 ** (-2 * np.arange(width // 2) / width))
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, width)
-
-
-def _require_even(size: int, name: str) -> None:
-    if size % 2:
-        raise ValueError(f"{name} is {size}; it must be even, since positions turn pairs of dimensions")
 
 
 def _require_heads_or_pairs(rate, pairs: int, state: RotaryState | None) -> None:

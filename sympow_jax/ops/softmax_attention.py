@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import _pairs, _time_axis, documents, fixed_point
+from sympow_jax.ops import _time_axis, documents, fixed_point
 from sympow_jax.ops._power import target
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -66,9 +67,13 @@ def softmax_attention(
         NotImplementedError: where cudnn is asked for and cannot do it, naming the constraint; for kept keys where time
             is divided.
     """
-    _pairs.check(query, key, value, log_decay, segment_ids, causal=causal)
-    if implementation not in (None, *_IMPLEMENTATIONS):
-        raise ValueError(f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn'")
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    causal = arguments.check_flag("causal", causal)
+    arguments.check_attention(query, key, value, log_decay, segment_ids, causal=causal)
+    arguments.check_choice("implementation", implementation, (None, *_IMPLEMENTATIONS))
+    block_size = arguments.check_integer("block_size", block_size, 1)
     if axis_name is not None:
         attend = functools.partial(
             _attend_all, causal=causal, scale=scale, implementation=implementation, block_size=block_size
