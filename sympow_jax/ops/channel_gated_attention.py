@@ -71,6 +71,13 @@ def channel_gated_attention(
     Raises:
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: for `axis_name`, for `mosaic_gpu`, and for states with `reference`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 32, 4, 16))  # [B, T, N, D]
+        >>> ops.channel_gated_attention(query, key, value, log_decay=-0.1 * value).shape
+        (1, 32, 4, 16)
     """
     power = arguments.check_power(power)
     query, key, value, log_decay, segment_ids = arguments.to_arrays(
@@ -135,6 +142,15 @@ def channel_gated_attention_step(
 
     The window holds between W and 2W tokens; when it is full, its oldest W are folded. Errors are those of
     `channel_gated_attention`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 4, 16))  # one token: [B, N, D]
+        >>> state = ops.ChannelGatedState.zeros(1, 4, 16, 16, power=2)
+        >>> out, state = ops.channel_gated_attention_step(query, key, value, -0.1 * value, state)
+        >>> out.shape
+        (1, 4, 16)
     """
     power = arguments.check_power(power)
     query, key, value, log_decay, segment_ids = arguments.to_arrays(

@@ -70,6 +70,13 @@ def expressive_attention(
     Raises:
         ValueError: for shapes or options that do not fit each other.
         NotImplementedError: for kept keys where time is divided.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 32, 4, 16))  # [B, T, N, D]
+        >>> ops.expressive_attention(query, key, value).shape
+        (1, 32, 4, 16)
     """
     query, key, value, log_decay, segment_ids = arguments.to_arrays(
         query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids

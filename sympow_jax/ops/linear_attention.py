@@ -136,6 +136,14 @@ def linear_attention(
     Raises:
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: where a named implementation, or `causal=False`, cannot do what is asked.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 32, 4, 16))  # [B, T, N, D]
+        >>> out, state = ops.linear_attention(query, key, value, feature_map="elu", return_state=True)
+        >>> out.shape, state.numerator.kv.shape
+        ((1, 32, 4, 16), (1, 4, 16, 16))
     """
     kernel = _Kernel.named(feature_map, power)
     arguments.check_choice("normaliser", normaliser, _NORMALISERS)
@@ -197,6 +205,14 @@ def linear_attention_step(
     """`linear_attention` for the next token of each row; returns its output and the state behind it.
 
     `turn` is given features [B, 1, H, F]. Arguments and errors are those of `linear_attention`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 4, 16))  # one token: [B, N, D]
+        >>> out, state = ops.linear_attention_step(query, key, value, ops.LinearState.zeros(1, 4, 16, 16))
+        >>> out.shape
+        (1, 4, 16)
     """
     kernel = _Kernel.named(feature_map, power)
     arguments.check_choice("normaliser", normaliser, _NORMALISERS)

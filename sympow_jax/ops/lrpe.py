@@ -63,6 +63,14 @@ def encode(
 
     Raises ValueError for unknown names, a head size or an `identity_dim` that the core cannot divide, and shapes that
     do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import lrpe
+        >>> rates = lrpe.rates("orthogonal", 16, kind="rope")
+        >>> x, positions = jnp.ones((1, 8, 4, 16)), jnp.arange(8)[None]
+        >>> lrpe.encode(x, positions, core="orthogonal", basis="identity", rates=rates).shape
+        (1, 8, 4, 16)
     """
     x, positions = arguments.to_arrays(x=x, positions=positions)
     arguments.check_axes("x", x, "[B, T, N, D]")
@@ -102,6 +110,11 @@ def rates(
     `max_document_length`, the rates of `rotary.rope`. The pseudocode divides `b` and `c` by the length of the sequence
     at hand, which a sequence that goes on does not have. The core `permutation` has none, R = 0. Raises ValueError for
     unknown names and sizes that the core cannot divide.
+
+    Example:
+        >>> from sympow_jax.ops import lrpe
+        >>> lrpe.rates("orthogonal", 8, kind="a").round(4).tolist()
+        [1.0, 0.1, 0.01, 0.001]
     """
     arguments.check_choice("kind", kind, KINDS)
     turned = _turned(core, head_dim, identity_dim)
@@ -117,12 +130,25 @@ def rates(
 
 
 def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
-    """The fixed permutation pi, drawn once for every head size."""
+    """The fixed permutation pi, drawn once for every head size.
+
+    Example:
+        >>> from sympow_jax.ops import lrpe
+        >>> sorted(lrpe.permutation(4).tolist())
+        [0, 1, 2, 3]
+    """
     return np.argsort(_random_bits(head_dim), kind="stable")
 
 
 def householder(head_dim: int) -> Float[np.ndarray, " D"]:
-    """The fixed Householder vector v, of length 1, drawn once from a normal distribution for every head size."""
+    """The fixed Householder vector v, of length 1, drawn once from a normal distribution for every head size.
+
+    Example:
+        >>> from sympow_jax.ops import lrpe
+        >>> v = lrpe.householder(4)
+        >>> round(float(v @ v), 6)
+        1.0
+    """
     uniform = (_random_bits(head_dim) >> 11).astype(np.float64) * 2.0**-53 + 2.0**-54
     normal = np.array([statistics.NormalDist().inv_cdf(u) for u in uniform])
     return normal / np.linalg.norm(normal)

@@ -57,6 +57,13 @@ def rope(
     """R(positions * theta) x: queries or keys turned by fixed rates (Su et al. 2021). Positions are >= 0.
 
     Raises ValueError for an odd head size.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> x, positions = jnp.ones((1, 8, 4, 16)), jnp.arange(8)[None]
+        >>> rotary.rope(x, positions).shape
+        (1, 8, 4, 16)
     """
     x = arguments.to_array("x", x)
     arguments.check_axes("x", x, "[B, T, N, D]")
@@ -67,6 +74,11 @@ def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarra
     """The rates theta in radians a position, the fastest first; float64 [D/2].
 
     Raises ValueError for an odd head size.
+
+    Example:
+        >>> from sympow_jax.ops import rotary
+        >>> (rotary.rope_rates(4, max_document_length=256) / (2 * 3.141592653589793)).tolist()  # turns per token
+        [1.0, 0.0625]
     """
     arguments.check_even("head size", head_dim)
     return 2 * np.pi * float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
@@ -78,6 +90,12 @@ def rope_angles(
     """The angles positions * theta in radians, reduced to [-pi, pi].
 
     Raises ValueError for an odd head size.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> rotary.rope_angles(jnp.arange(8)[None], 16).shape
+        (1, 8, 1, 8)
     """
     positions = arguments.to_array("positions", positions)
     arguments.check_positions("positions", positions, "[B, T]")
@@ -106,6 +124,14 @@ def learned_angles(
     state, which is integers. `axis_name` is a manual mesh axis over which time is divided, in order: then
     `state` is what came before the first device's tokens, and the position returned is behind those of this
     one. Raises ValueError for an odd head size and for shapes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> rate = jnp.ones((1, 8, 2))  # [B, T, K]; at rate 1 these are the angles of `rope` at positions from 1
+        >>> angles, state = rotary.learned_angles(rate, 16)
+        >>> angles.shape, state.whole.tolist()
+        ((1, 8, 2, 8), [[8, 8]])
     """
     rates = rope_rates(head_dim, max_document_length=max_document_length)
     rate, segment_ids = arguments.to_arrays(rate=rate, segment_ids=segment_ids)
@@ -141,6 +167,13 @@ def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Fl
     """Each pair (x_{2m-1}, x_{2m}) turned by its angle; head n uses the angles of group n // (N / K).
 
     Computed in float32 or wider and returned in the dtype of x.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> quarter = jnp.full((1, 1, 1, 1), jnp.pi / 2)
+        >>> rotary.rotate(jnp.array([[[[1.0, 0.0]]]]), quarter).round(3).tolist()
+        [[[[-0.0, 1.0]]]]
     """
     x, angles = arguments.to_arrays(x=x, angles=angles)
     for name, array in {"x": x, "angles": angles}.items():
@@ -164,6 +197,12 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
     """The sine and cosine of positions / 10000^(2 m / M), interleaved (Vaswani et al. 2017, section 3.5).
 
     Raises ValueError for an odd width.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> rotary.sinusoidal(jnp.arange(2)[None], 4).round(1).tolist()[0][0]  # position 0
+        [0.0, 1.0, 0.0, 1.0]
     """
     arguments.check_even("width", width)
     positions = arguments.to_array("positions", positions)

@@ -42,6 +42,18 @@ def encode(
 
     `key_positions` are those of the queries unless given. Computed in float32 or wider, returned in the dtypes of
     `query` and `key`. Raises ValueError for shapes that do not fit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from sympow_jax.ops import spe
+        >>> query, key = jnp.ones((2, 1, 8, 4, 16))
+        >>> sines = jnp.full((4, 16, 3), 0.1)  # frequencies, phases and gains of 3 sines: [K, D, sines]
+        >>> noise = jax.random.normal(jax.random.key(0), (4, 16, 6, 32))
+        >>> query, key = spe.encode(
+        ...     query, key, jnp.arange(8)[None], frequencies=sines, phases=sines, gains=sines, noise=noise
+        ... )
+        >>> query.shape
+        (1, 8, 4, 32)
     """
     query, key, positions, key_positions, frequencies, phases, gains, noise = arguments.to_arrays(
         query=query,
