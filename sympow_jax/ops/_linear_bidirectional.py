@@ -16,7 +16,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import documents
 from sympow_jax.ops._power import costs, features, shares, xla
 from sympow_jax.ops._power import mean as means
-from sympow_jax.ops._shared import calls
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["attend", "require_supported"]
 
@@ -33,10 +33,7 @@ def require_supported(query, key, implementation, absent: dict) -> None:
         raise NotImplementedError(
             f"causal is False, which has the implementations 'reference' and 'xla', not {implementation!r}"
         )
-    if key.shape[1] != query.shape[1]:
-        raise ValueError(
-            f"key has {key.shape[1]} tokens and query {query.shape[1]}; causal=False needs a key for each query"
-        )
+    arguments.check_same_length(query, key)
 
 
 def attend(

@@ -17,7 +17,7 @@ from sympow_jax.ops import _linear_bidirectional, feature_maps
 from sympow_jax.ops._power import dispatch, xla
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
-from sympow_jax.ops._shared import calls
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -63,7 +63,7 @@ class LinearState:
             The feature map `tensor` has, unturned, the state of `symmetric`, which is the same kernel.
         """
         kernel = _Kernel.named(feature_map, power)
-        dispatch.require_choice("normaliser", normaliser, _NORMALISERS)
+        arguments.check_choice("normaliser", normaliser, _NORMALISERS)
         zeros = functools.partial(power_state.PowerState.zeros, batch, kv_heads, window=window, dtype=dtype)
         if turned_dim is None:
             return cls(zeros(head_dim, value_dim, power=kernel.power), None)
@@ -142,10 +142,23 @@ def linear_attention(
     Raises:
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: where a named implementation, or `causal=False`, cannot do what is asked.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 32, 4, 16))  # [B, T, N, D]
+        >>> out, state = ops.linear_attention(query, key, value, feature_map="elu", return_state=True)
+        >>> out.shape, state.numerator.kv.shape
+        ((1, 32, 4, 16), (1, 4, 16, 16))
     """
     kernel = _Kernel.named(feature_map, power)
-    dispatch.require_choice("normaliser", normaliser, _NORMALISERS)
-    dispatch.check(query, key, value, log_decay, segment_ids, lead="B, T")
+    arguments.check_choice("normaliser", normaliser, _NORMALISERS)
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    arguments.check_attention(query, key, value, log_decay, segment_ids)
+    causal = arguments.check_flag("causal", causal)
+    return_state = arguments.check_flag("return_state", return_state)
     if not causal:
         absent = {
             "log_decay": log_decay,
@@ -198,10 +211,21 @@ def linear_attention_step(
     """`linear_attention` for the next token of each row; returns its output and the state behind it.
 
     `turn` is given features [B, 1, H, F]. Arguments and errors are those of `linear_attention`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 4, 16))  # one token: [B, N, D]
+        >>> out, state = ops.linear_attention_step(query, key, value, ops.LinearState.zeros(1, 4, 16, 16))
+        >>> out.shape
+        (1, 4, 16)
     """
     kernel = _Kernel.named(feature_map, power)
-    dispatch.require_choice("normaliser", normaliser, _NORMALISERS)
-    dispatch.check(query, key, value, log_decay, segment_ids, lead="B")
+    arguments.check_choice("normaliser", normaliser, _NORMALISERS)
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    arguments.check_attention(query, key, value, log_decay, segment_ids, step=True)
 
     def turn_token(features):
         assert turn is not None  # else nothing calls this
@@ -227,12 +251,11 @@ class _Kernel:
     @classmethod
     def named(cls, feature_map: str, power: int) -> "_Kernel":
         """Raises ValueError for a name or a power that there is not."""
-        dispatch.require_choice("feature_map", feature_map, (*_ELEMENTWISE, *_POWERS))
+        arguments.check_choice("feature_map", feature_map, (*_ELEMENTWISE, *_POWERS))
         signed, positive = means.Division.SIGNED, means.Division.POSITIVE
         if feature_map in _ELEMENTWISE:
             return cls(feature_map, 1, signed if feature_map == "identity" else positive)
-        if power < 1:
-            raise ValueError(f"power is {power}; the feature map {feature_map!r} needs at least 1")
+        power = arguments.check_power(power, even=False)
         return cls(feature_map, power, signed if power % 2 else positive)
 
     def map(self, x):
@@ -249,9 +272,14 @@ def _mean(attend, kernel, query, key, value, turn, normaliser, state):
 
     attend(query, key, value, state=, power=, division=) returns means or sums, and a PowerState or None.
     """
+
+    def check_state(**options):
+        if state is not None:
+            arguments.check_linear_state(state, LinearState, query, key, value, power=kernel.power, **options)
+
     if turn is None:
         query, key = _mapped(kernel, query), _mapped(kernel, key)
-        _require_state(state, kernel, query, key, value, None, separate=False)
+        check_state(turned_dim=None, separate=False)
         first = None if state is None else state.numerator
         out, final = attend(query, key, value, state=first, power=kernel.power, division=kernel.division)
         return out, LinearState(final, None)
@@ -267,7 +295,7 @@ def _mean(attend, kernel, query, key, value, turn, normaliser, state):
             f"lengths must be equal"
         )
     separate = normaliser == "unrotated"
-    _require_state(state, kernel, query, key, value, turned[1].shape[-1], separate=separate)
+    check_state(turned_dim=turned[1].shape[-1], separate=separate)
     first = (None, None) if state is None else (state.numerator, state.denominator)
     if not separate:
         out, final = attend(*turned, value, state=first[0], power=1, division=means.Division.SIGNED)
@@ -309,24 +337,3 @@ def _turned(turn, features):
             f"length may change"
         )
     return turned
-
-
-def _require_state(state, kernel, query, key, value, turned_dim, *, separate):
-    """Raises ValueError for a state of other sizes or another kernel than the arguments'."""
-    if state is None:
-        return
-    batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
-    made = f"make it with LinearState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, turned_dim={turned_dim}, ...)"
-    if not isinstance(state, LinearState):
-        raise ValueError(f"the state is a {type(state).__name__}; {made}")
-    if separate != (state.denominator is not None):
-        has = "no" if separate else "a"
-        raise ValueError(
-            f"the state has {has} denominator of its own, unlike this turn and normaliser; {made}"
-        )
-    features = turned_dim or feature_maps.symmetric_power_dim(head_dim, kernel.power)
-    expected = (batch, kv_heads, features, value_dim)
-    if state.numerator.kv.shape != expected:
-        raise ValueError(
-            f"the state's kv has shape {state.numerator.kv.shape}; these inputs need {expected}: {made}"
-        )

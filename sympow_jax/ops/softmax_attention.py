@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import _pairs, _time_axis, documents, fixed_point
+from sympow_jax.ops import _time_axis, documents, fixed_point
 from sympow_jax.ops._power import target
-from sympow_jax.ops._shared import calls
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -66,10 +66,23 @@ def softmax_attention(
         ValueError: for shapes or options that do not fit each other.
         NotImplementedError: where cudnn is asked for and cannot do it, naming the constraint; for kept keys where time
             is divided.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query = jnp.ones((1, 32, 4, 16))  # [B, T, N, D]
+        >>> key, value = jnp.ones((2, 1, 32, 2, 16))  # two query heads share a key head
+        >>> slopes = jnp.asarray(ops.alibi_slopes(2))
+        >>> ops.softmax_attention(query, key, value, log_decay=jnp.broadcast_to(-slopes, (1, 32, 2))).shape
+        (1, 32, 4, 16)
     """
-    _pairs.check(query, key, value, log_decay, segment_ids, causal=causal)
-    if implementation not in (None, *_IMPLEMENTATIONS):
-        raise ValueError(f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn'")
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    causal = arguments.check_flag("causal", causal)
+    arguments.check_attention(query, key, value, log_decay, segment_ids, causal=causal)
+    arguments.check_choice("implementation", implementation, (None, *_IMPLEMENTATIONS))
+    block_size = arguments.check_integer("block_size", block_size, 1)
     fixed, traced = calls.static_or_traced(scale)
     plan = _Plan(causal, fixed, implementation, block_size, axis_name)
     return _call(
@@ -122,6 +135,11 @@ def alibi_slopes(heads: int) -> list[float]:
 
     Where heads is not a power of two, those of the next lower one and then every other one of the next
     higher.
+
+    Example:
+        >>> from sympow_jax import ops
+        >>> ops.alibi_slopes(4)
+        [0.25, 0.0625, 0.015625, 0.00390625]
     """
     lower = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]

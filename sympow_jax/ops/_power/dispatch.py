@@ -1,4 +1,4 @@
-"""Checks the arguments of an attention with a state, chooses form and implementation, and calls it."""
+"""Chooses form and implementation of an attention with a state and calls it."""
 
 import dataclasses
 import functools
@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops import _time_axis, feature_maps
+from sympow_jax.ops import _time_axis
 from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
 from sympow_jax.ops._power import step as xla_step
-from sympow_jax.ops._shared import calls
+from sympow_jax.ops._shared import arguments, calls
 
-__all__ = ["attend", "attend_step", "check", "check_state", "require_choice", "require_even"]
+__all__ = ["FORMS", "IMPLEMENTATIONS", "attend", "attend_step"]
 
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
@@ -42,16 +42,22 @@ def attend(
 
     Without division the result is sums [B, T, N, E + 1] in the dtype of states, those of weights last; E may be 0.
     """
-    sizes = check(query, key, value, log_decay, segment_ids, lead="B, T", division=division)
-    require_choice("form", form, (None, *FORMS))
-    require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    if window < 0:
-        raise ValueError(f"window is {window}; it must be at least 0")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    no_values = division is means.Division.NONE
+    sizes = arguments.check_attention(query, key, value, log_decay, segment_ids, may_lack_values=no_values)
+    arguments.check_choice("form", form, (None, *FORMS))
+    arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    window = arguments.check_integer("window", window, 0)
+    if chunk_size is not None:
+        chunk_size = arguments.check_integer("chunk_size", chunk_size, 1)
+    return_state = arguments.check_flag("return_state", return_state)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     if initial_state is not None:
-        check_state(initial_state, power_state.PowerState, dtype, power=power, window=window, **sizes)
+        arguments.check_state(
+            initial_state, power_state.PowerState, dtype, power=power, window=window, **sizes
+        )
     kept_keys = key.shape[1] > query.shape[1]
     if kept_keys and (initial_state is not None or form not in (None, "attention")):
         raise ValueError(
@@ -153,10 +159,16 @@ def attend_step(
     division=means.Division.POSITIVE,
 ):
     """`power_attention_step` for any power >= 1 and any division, as `attend`; see there."""
-    sizes = check(query, key, value, log_decay, segment_ids, lead="B", division=division)
-    require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    no_values = division is means.Division.NONE
+    sizes = arguments.check_attention(
+        query, key, value, log_decay, segment_ids, step=True, may_lack_values=no_values
+    )
+    arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    check_state(state, power_state.PowerState, dtype, power=power, **sizes)
+    arguments.check_state(state, power_state.PowerState, dtype, power=power, **sizes)
     if implementation == "reference":
         raise NotImplementedError(
             "implementation 'reference' has no step; call the op with one token and implementation='reference'"
@@ -229,13 +241,13 @@ def _compute(plan):
     division, form = plan.division, plan.form
     if plan.implementation == "reference":
         compute = reference.attention if form == "attention" else reference.recurrent
-        return lambda *arrays, chunk, **arguments: compute(*arrays, division=division, **arguments)
+        return lambda *arrays, chunk, **options: compute(*arrays, division=division, **options)
     if plan.implementation == "mosaic_gpu":
         kernels = importlib.import_module("sympow_jax.ops._power.mosaic")
         return kernels.attention if form == "attention" else kernels.chunked
     compute = xla.attention if form == "attention" else xla.chunked
-    return lambda *arrays, chunk, **arguments: compute(
-        *arrays, chunk=chunk or costs.default_chunk(form), division=division, **arguments
+    return lambda *arrays, chunk, **options: compute(
+        *arrays, chunk=chunk or costs.default_chunk(form), division=division, **options
     )
 
 
@@ -275,76 +287,3 @@ def _require_divisible(axis_name, implementation, *, kept_keys, stateless) -> No
         raise NotImplementedError(
             f"{divided} implementation 'reference' cannot; use implementation='xla', or leave out axis_name"
         )
-
-
-def check(query, key, value, log_decay, segment_ids, *, lead, division=means.Division.POSITIVE):
-    """Raises ValueError for shapes or dtypes that do not fit together; returns the sizes of a state."""
-    axes = {"query": f"[{lead}, N, D]", "key": f"[{lead}, K, D]", "value": f"[{lead}, K, E]"}
-    rank = len(lead.split(", "))
-    arrays = {"query": query, "key": key, "value": value}
-    for name, array in arrays.items():
-        if array.ndim != rank + 2:
-            raise ValueError(f"{name} has shape {array.shape}; it must be {axes[name]}")
-    shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-    batch, kv_heads, head_dim = query.shape[0], key.shape[-2], query.shape[-1]
-    if key.shape[:-1] != value.shape[:-1] or key.shape[0] != batch or key.shape[-1] != head_dim:
-        raise ValueError(
-            f"shapes do not fit: {shapes}; expected query {axes['query']}, key {axes['key']}, value {axes['value']}"
-        )
-    no_values = division is means.Division.NONE and not value.shape[-1]
-    if 0 in (*query.shape, *key.shape) or (0 in value.shape and not no_values):
-        raise ValueError(f"nothing to attend to: {shapes}")
-    if query.shape[-2] % kv_heads:
-        raise ValueError(f"query has {query.shape[-2]} heads and key {kv_heads}; N must be a multiple of K")
-    if rank == 2 and key.shape[1] < query.shape[1]:
-        raise ValueError(
-            f"key has {key.shape[1]} tokens and query {query.shape[1]}; there must be a key for each query"
-        )
-    if len({array.dtype for array in arrays.values()}) > 1 or not jnp.issubdtype(query.dtype, jnp.floating):
-        dtypes = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-        raise ValueError(f"dtypes are {dtypes}; query, key and value need one floating-point dtype")
-    if log_decay is not None and log_decay.shape != key.shape[:-1]:
-        raise ValueError(
-            f"log_decay has shape {log_decay.shape}; it must be {key.shape[:-1]}, one per token and key head"
-        )
-    if segment_ids is not None:
-        if segment_ids.shape != key.shape[:rank]:
-            raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be {key.shape[:rank]}")
-        if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
-            raise ValueError(
-                f"segment_ids has dtype {segment_ids.dtype}; it must be int32, negative for padding"
-            )
-    return {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value.shape[-1]}
-
-
-def check_state(state, kind, dtype, *, batch, kv_heads, head_dim, value_dim, power, window=None):
-    """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window."""
-    of_window = "" if window is None else f", window={window}"
-    made = f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_window})"
-    if not isinstance(state, kind):
-        raise ValueError(f"the state is a {type(state).__name__}; make it with {made}")
-    count = feature_maps.symmetric_power_dim(head_dim, power)
-    expected = (batch, kv_heads, count, value_dim)
-    if state.kv.shape != expected:
-        raise ValueError(
-            f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}: make it with "
-            f"{made}"
-        )
-    if state.kv.dtype != dtype:
-        raise ValueError(f"the state has dtype {state.kv.dtype}; inputs of this dtype accumulate in {dtype}")
-    if window is not None and state.window != window:
-        raise ValueError(
-            f"window is {window} and initial_state holds one of {state.window}; pass window={state.window}"
-        )
-
-
-def require_choice(name, value, choices):
-    """Raises ValueError unless value is one of choices."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
-
-
-def require_even(power: int) -> None:
-    """Raises ValueError unless power is positive and even."""
-    if power <= 0 or power % 2:
-        raise ValueError(f"power is {power}; it must be positive and even, so that no weight is negative")
