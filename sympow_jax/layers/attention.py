@@ -59,6 +59,15 @@ class Attention(nnx.Module):
     the state and the normaliser are in float32 whatever `config.dtype`.
     Over a mesh in scope each device has its rows, times and heads, as `layers.partitioning` names the axes.
     Positions that are added to the embedding belong to the model.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from sympow_jax import config, layers
+        >>> model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2, attention=config.preset("conformal"))
+        >>> layer = layers.Attention(model, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 16, 32))).shape
+        (1, 16, 32)
     """
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
