@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from benchmarks import _timing
 from benchmarks._shapes import CONTENDERS, WINDOW, Shape
 from sympow_jax import ops
-from sympow_jax.ops._power import target
+from sympow_jax.ops._shared import target
 
 __all__ = ["Prepared", "WrongResult", "ceilings", "machine", "prepare", "program_bytes"]
 

@@ -9,9 +9,9 @@ import itertools
 import math
 from collections.abc import Mapping
 
+from benchmarks import predicted
 from sympow_jax import config
 from sympow_jax.ops import feature_maps
-from sympow_jax.ops._power import costs
 from sympow_jax.training import flops
 
 __all__ = ["AXES", "H100S", "Cluster", "Job", "Plan", "Prediction", "Traffic", "best", "predict", "traffic"]
@@ -284,7 +284,7 @@ def _computation(job: Job, plan: Plan, cluster: Cluster) -> dict[str, float]:
     logit_bytes = _LOGIT_BYTES * model.vocab_size / plan.tensor
     updated = _parameters(model) / (plan.fsdp * plan.tensor)
     products = passes * (_parameters(model) - _embedding(model)) + 4 * _embedding(model)
-    attention = costs.HOPPER.both_passes[plan.form] + (plan.remat == "full")
+    attention = predicted.HOPPER.both_passes[plan.form] + (plan.remat == "full")
     bandwidth = cluster.memory_sustained * cluster.memory_bandwidth
     return {
         "products": 2 * products / plan.tensor * tokens / (cluster.sustained * cluster.peak),
@@ -310,7 +310,7 @@ def _kernel(job: Job, plan: Plan) -> float:
 
 @functools.cache
 def _kernel_seconds(form, time, batch, heads, kv_heads, channels, power, window):
-    return costs.kernel_seconds(
+    return predicted.kernel_seconds(
         form,
         time=time,
         batch=batch,

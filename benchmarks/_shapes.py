@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
-from sympow_jax.ops._power import costs
+from sympow_jax.ops._recurrent import cost
 
 __all__ = [
     "CONTENDERS",
@@ -81,13 +81,13 @@ def flops(shape: Shape, contender: str) -> float | None:
     if form == "step":
         return None
     linear = form == "linear"
-    per_token = costs.flops_per_token(
+    per_token = cost.flops_per_token(
         "chunked" if linear else form,
         time=shape.time,
         head_dim=shape.head_dim,
         value_dim=shape.head_dim,
         power=1 if linear else shape.power,
-        chunk=64 if linear else costs.default_chunk("chunked"),
+        chunk=64 if linear else cost.default_chunk("chunked"),
         window=0 if linear else WINDOW,
         backward=shape.mode == "training",
     )
@@ -100,7 +100,7 @@ def step_bytes(shape: Shape) -> float:
     The state read once; read and written once more in W steps, to fold; and the 3 W / 2 tokens that a window holds on
     average.
     """
-    state = costs.state_bytes(
+    state = cost.state_bytes(
         batch=shape.batch,
         kv_heads=shape.heads,
         head_dim=shape.head_dim,

@@ -11,9 +11,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import _scaling
+from benchmarks import _scaling, predicted
 from sympow_jax import config
-from sympow_jax.ops._power import costs
 
 GPUS = (8, 64, 512)
 CONTEXTS = (4096, 65_536, 1_048_576)
@@ -94,7 +93,7 @@ _SENT = "GB a GPU sends in a step, by NVLink and by InfiniBand (IB):"
 
 
 def _of_computation(cluster: _scaling.Cluster) -> str:
-    kernels = costs.HOPPER
+    kernels = predicted.HOPPER
     both = ", ".join(f"{factor} times in the {form} form" for form, factor in kernels.both_passes.items())
     return f"""\
 ## What is assumed
@@ -115,7 +114,7 @@ Of the computation on a GPU:
 * Products with weights take 2 FLOPs a weight and token, three times: forward, and twice that backward. Logits are \
 computed once more in the backward pass. `model.remat` computes all products of a block once more, `full` its \
 attention too.
-* Attention takes what its kernels are predicted to take on an H100 (`sympow_jax/ops/_power/costs.py`); both passes \
+* Attention takes what its kernels are predicted to take on an H100 (`benchmarks/predicted.py`); both passes \
 take the forward pass {both}.
 * Everything between products moves memory: {_scaling._STREAM_BYTES} bytes a token and channel of the residual stream \
 in the forward pass of a block (norms, additions), {_scaling._HEAD_BYTES} a channel of a head (rotations), \

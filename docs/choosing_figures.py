@@ -9,9 +9,10 @@ import matplotlib.lines
 import matplotlib.ticker
 import numpy as np
 
+from benchmarks import predicted
 from sympow_jax import config, models, ops
 from sympow_jax.evaluation import figures
-from sympow_jax.ops._power import costs
+from sympow_jax.ops._recurrent import cost
 
 __all__ = ["FIGURES"]
 
@@ -33,8 +34,8 @@ def flops() -> matplotlib.figure.Figure:
                 "chunk": 128,
                 "window": 64,
             }
-            pairs = [costs.flops_per_token("attention", time=time, **shape) for time in LENGTHS]
-            features = costs.flops_per_token("chunked", time=1, **shape)
+            pairs = [cost.flops_per_token("attention", time=time, **shape) for time in LENGTHS]
+            features = cost.flops_per_token("chunked", time=1, **shape)
             axes.plot(LENGTHS, pairs, color=colour, linestyle=":", linewidth=1.4)
             axes.plot(LENGTHS, [features] * len(LENGTHS), color=colour)
             crossing = features / (2 * size)
@@ -67,7 +68,7 @@ def predicted_times() -> matplotlib.figure.Figure:
 
 def _predicted(form: str, time: int, power: int, size: int) -> float:
     batch, heads = max(1, 65_536 // time), 768 // size
-    seconds = costs.kernel_seconds(
+    seconds = predicted.kernel_seconds(
         form,
         time=time,
         batch=batch,
@@ -79,7 +80,7 @@ def _predicted(form: str, time: int, power: int, size: int) -> float:
         chunk=None,
         window=64,
     )
-    return 1e3 * costs.HOPPER.both_passes[form] * seconds * 65_536 / (batch * time)
+    return 1e3 * predicted.HOPPER.both_passes[form] * seconds * 65_536 / (batch * time)
 
 
 def _style_costs(axes: matplotlib.axes.Axes, y_label: str, title: str) -> None:
@@ -148,8 +149,8 @@ def chunks() -> matplotlib.figure.Figure:
     lengths = [64, 128, 256, 512, 1024, 2048, 4096]
     for power, size, colour in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
         shape: dict[str, Any] = {"head_dim": size, "value_dim": size, "power": power, "window": 64}
-        cost = [costs.flops_per_token("chunked", time=1, chunk=chunk, **shape) for chunk in lengths]
-        left.plot(lengths, np.array(cost) / cost[0], color=colour, label=f"p = {power}, D = {size}")
+        flops = [cost.flops_per_token("chunked", time=1, chunk=chunk, **shape) for chunk in lengths]
+        left.plot(lengths, np.array(flops) / flops[0], color=colour, label=f"p = {power}, D = {size}")
         kept = [2 * ops.symmetric_power_dim(size, power) * size / chunk for chunk in lengths]
         right.plot(lengths, kept, color=colour)
     kept_keys = 2 * 2 * 64

@@ -16,7 +16,7 @@ from sympow_jax.layers import positions
 
 __all__ = ["Kernel", "Memory"]
 
-Memory = ops.PowerState | ops.LinearState | ops.ChannelGatedState | ops.KeyValueState
+Memory = ops.PowerState | ops.LinearState | ops.KeyValueState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +80,9 @@ class Kernel:
                 normaliser=attention.normaliser,
                 window=attention.window,
             )
-        state: Any = ops.ChannelGatedState if self._gates_channels else ops.PowerState
-        return state.zeros(*sizes, power=attention.power, window=attention.window)
+        return ops.PowerState.zeros(
+            *sizes, power=attention.power, window=attention.window, per_channel=self._gates_channels
+        )
 
     def fold(self, kept: ops.KeyValueState) -> Memory:
         """The recurrent state of kept keys and values; NaN in rows whose document has outgrown them."""
@@ -172,12 +173,8 @@ class Kernel:
         settings: dict[str, Any] = {"chunk_size": attention.chunk_size, "window": attention.window}
         op: Callable = ops.power_attention
         step: Callable = ops.power_attention_step
-        if self._gates_channels:
-            op, step = ops.channel_gated_attention, ops.channel_gated_attention_step
-            settings["implementation"] = attention.implementation
-        else:
-            shared["implementation"] = attention.implementation
-            settings["form"] = attention.form
+        shared["implementation"] = attention.implementation
+        settings["form"] = attention.form
         if attention.kernel == "linear":
             op, step = ops.linear_attention, ops.linear_attention_step
             shared |= {

@@ -4,11 +4,6 @@ from sympow_jax.ops import feature_maps as feature_maps
 from sympow_jax.ops import lrpe as lrpe
 from sympow_jax.ops import rotary as rotary
 from sympow_jax.ops import spe as spe
-from sympow_jax.ops.channel_gated_attention import (
-    ChannelGatedState,
-    channel_gated_attention,
-    channel_gated_attention_step,
-)
 from sympow_jax.ops.expressive_attention import expressive_attention
 from sympow_jax.ops.feature_maps import (
     elu_plus_one,
@@ -19,18 +14,16 @@ from sympow_jax.ops.feature_maps import (
 )
 from sympow_jax.ops.key_value_state import KeyValueState
 from sympow_jax.ops.linear_attention import LinearState, linear_attention, linear_attention_step
-from sympow_jax.ops.power_attention import PowerState, power_attention, power_attention_step
+from sympow_jax.ops.power_attention import PowerState, explain, power_attention, power_attention_step
 from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
 
 __all__ = [
-    "ChannelGatedState",
     "KeyValueState",
     "LinearState",
     "PowerState",
     "alibi_slopes",
-    "channel_gated_attention",
-    "channel_gated_attention_step",
     "elu_plus_one",
+    "explain",
     "expressive_attention",
     "feature_maps",
     "linear_attention",

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops._power import decay as decays
+from sympow_jax.ops._shared import decay as decays
 
 __all__ = ["Blocks", "Settings", "attend"]
 

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import documents
-from sympow_jax.ops._power import costs, features, shares, xla
-from sympow_jax.ops._power import mean as means
+from sympow_jax.ops._recurrent import context, cost, features, rows, xla
+from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["attend", "require_supported"]
@@ -47,7 +47,7 @@ def attend(
     implementation: str | None,
     chunk_size: int | None,
 ) -> Float[Array, "B T N L"]:
-    """Means, L = E, or sums, L = E + 1, with weights (q . k)^p of the tokens of a document; as `dispatch.attend`."""
+    """Means, L = E, or sums, L = E + 1, with weights (q . k)^p of the tokens of a document; as `attend`."""
     plan = _Plan(power, division, implementation, chunk_size)
     return _attend(plan, query=query, key=key, value=value, segment_ids=segment_ids)
 
@@ -66,7 +66,7 @@ def _attend(plan, query, key, value, segment_ids):
     power, division, implementation, chunk_size = plan
     dtype, kv_heads = jnp.promote_types(query.dtype, jnp.float32), key.shape[2]
     if division is not means.Division.NONE:
-        query = xla.unit_scale(query)
+        query = rows.unit_scale(query)
     document = None
     weighed = jnp.pad(value, [(0, 0), (0, 0), (0, 0), (0, 1)], constant_values=1)
     if segment_ids is not None:
@@ -86,9 +86,9 @@ def _attend(plan, query, key, value, segment_ids):
     elif document is None:
         compute = _whole
     else:
-        chunk = min(chunk_size or costs.default_chunk("chunked"), query.shape[1])
+        chunk = min(chunk_size or cost.default_chunk("chunked"), query.shape[1])
         compute = functools.partial(_by_document, chunk=chunk)
-    compute = functools.partial(compute, power=power, precision=xla.precision_of(value.dtype))
+    compute = functools.partial(compute, power=power, precision=cost.precision_of(value.dtype))
     by_head = jax.vmap(compute, in_axes=(0, 0, 0, None))
     sums = jax.vmap(by_head, in_axes=(0, 0, 0, None if document is None else 0))(*arrays, document)
     out = means.of_sums(xla.time_second(sums), -1, division)
@@ -107,7 +107,7 @@ def _whole(query, key, value, document, *, power, precision):
     """`_all_pairs` by features, every token seeing every other."""
     del document
     state = xla.fold_all(value, key, power=power, precision=precision)
-    return shares.arriving_sums(power, precision, state, query, None)
+    return context.arriving_sums(power, precision, state, query, None)
 
 
 def _by_document(query, key, value, document, *, power, precision, chunk):

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
-from sympow_jax.ops import _time_axis
-from sympow_jax.ops._shared import calls
+from sympow_jax.ops._shared import calls, time_axis
 
 __all__ = [
     "NO_SEGMENT",
@@ -90,7 +89,7 @@ def segment_before(segment_ids: Int[Array, "B T"], axis_name: str) -> Int[Array,
     """The segment id of the last token on the devices before this one; -1 where there is none."""
     nothing = jnp.full_like(segment_ids[:, 0], NO_SEGMENT)
     last = boundaries(segment_ids, nothing).last
-    return _time_axis.carried(lambda carry, own: jnp.where(own < 0, carry, own), nothing, last, axis_name)
+    return time_axis.carried(lambda carry, own: jnp.where(own < 0, carry, own), nothing, last, axis_name)
 
 
 def positions(
@@ -146,7 +145,7 @@ def state_before[State](
         )
         return dataclasses.replace(total, segment=jnp.where(first < 0, before.segment, own.segment))
 
-    return _time_axis.carried(step, state, (own, first, restarts), axis_name)
+    return time_axis.carried(step, state, (own, first, restarts), axis_name)
 
 
 def _first_segment(segment_ids):
@@ -180,7 +179,7 @@ def sums_to_end(
             before_start, starts = share
             return before_start + jnp.where(starts, 0, behind)
 
-        behind = _time_axis.carried(step, jnp.zeros_like(x[:, 0]), share, axis_name, reverse=True)
+        behind = time_axis.carried(step, jnp.zeros_like(x[:, 0]), share, axis_name, reverse=True)
         x = x.at[:, -1].add(behind)
     ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=True)
     total = jnp.cumsum(x[:, ::-1], axis=1)

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import _expressive_blocks, _time_axis, documents
-from sympow_jax.ops._power import decay as decays
-from sympow_jax.ops._power import xla as power_xla
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops import _expressive_blocks, documents
+from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._shared import arguments, calls, time_axis
+from sympow_jax.ops._shared import decay as decays
 
 __all__ = ["expressive_attention"]
 
@@ -64,7 +64,7 @@ def expressive_attention(
             blocks of queries and keys, of which it skips those behind the diagonal and those of other documents, and
             recomputes them in the backward pass: memory is linear in S.
         block_size: queries and keys of a block of `xla`. Changes speed and memory alone.
-        axis_name: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
+        axis_name: a manual mesh axis, of a `jax.shard_map`, over which time is divided in order:
             arguments and output are this device's share, of equal length on all. Each device attends over all of the
             time for a share of the heads; there are as many keys as queries.
 
@@ -118,7 +118,7 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
     with jax.named_scope(f"expressive_{plan.implementation}"):
         if plan.axis_name is None:
             return attend(query, key, value, log_decay, segment_ids)
-        return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
+        return time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
 
 
 def _reference(causal, scale, query, key, value, log_decay, segment_ids):
@@ -155,7 +155,7 @@ def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_
     batch, time, heads, _ = query.shape
     key_time, kv_heads = key.shape[1:3]
     dtype, out_dtype = jnp.promote_types(query.dtype, jnp.float32), value.dtype
-    settings = _expressive_blocks.Settings(causal, power_xla.precision_of(key.dtype))
+    settings = _expressive_blocks.Settings(causal, cost.precision_of(key.dtype))
     # Queries fill up at their end, unless one block has them all; keys before their begin too, so that blocks of both
     # end together.
     block = min(block_size, key_time)

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import _linear_bidirectional, feature_maps
-from sympow_jax.ops._power import dispatch, xla
-from sympow_jax.ops._power import mean as means
-from sympow_jax.ops._power import state as power_state
+from sympow_jax.ops._recurrent import attend as recurrent
+from sympow_jax.ops._recurrent import mean as means
+from sympow_jax.ops._recurrent import plan as plans
+from sympow_jax.ops._recurrent import rows
+from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
@@ -174,21 +176,32 @@ def linear_attention(
         if not causal:
             options = {"segment_ids": segment_ids, "implementation": implementation, "chunk_size": chunk_size}
             return _linear_bidirectional.attend(*arrays, power=power, division=division, **options), None
-        found = dispatch.attend(
-            *arrays,
+        query, key, value = arrays
+        plan = plans.make(
+            query,
+            key,
+            value,
+            log_decay,
+            segment_ids,
+            state,
             power=power,
-            division=division,
-            log_decay=log_decay,
-            segment_ids=segment_ids,
             form=form,
             implementation=implementation,
             chunk_size=chunk_size,
             window=window,
-            initial_state=state,
             return_state=return_state,
             axis_name=axis_name,
+            division=division,
         )
-        return found if return_state else (found, None)
+        return recurrent.attend(
+            plan,
+            query=query,
+            key=key,
+            value=value,
+            log_decay=log_decay,
+            segment_ids=segment_ids,
+            state=state,
+        )
 
     out, state = _mean(attend, kernel, query, key, value, turn, normaliser, initial_state)
     return (out, state) if return_state else out
@@ -231,9 +244,28 @@ def linear_attention_step(
         assert turn is not None  # else nothing calls this
         return turn(features[:, None])[:, 0]
 
-    attend = functools.partial(
-        dispatch.attend_step, log_decay=log_decay, segment_ids=segment_ids, implementation=implementation
-    )
+    def attend(query, key, value, *, state, power, division):
+        plan = plans.make_step(
+            query,
+            key,
+            value,
+            log_decay,
+            segment_ids,
+            state,
+            power=power,
+            implementation=implementation,
+            division=division,
+        )
+        return recurrent.attend_step(
+            plan,
+            query=query,
+            key=key,
+            value=value,
+            log_decay=log_decay,
+            segment_ids=segment_ids,
+            state=state,
+        )
+
     return _mean(attend, kernel, query, key, value, turn and turn_token, normaliser, state)
 
 
@@ -317,7 +349,7 @@ def _expanded(plan, x):
     """x after the map, of unit scale if wanted, and its features."""
     kernel, scaled = plan
     mapped = kernel.map(x)
-    mapped = xla.unit_scale(mapped) if scaled else mapped
+    mapped = rows.unit_scale(mapped) if scaled else mapped
     return mapped, kernel.expand(mapped)
 
 

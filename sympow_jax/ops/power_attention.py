@@ -5,12 +5,13 @@ Transformations for Symmetric Power Transformers" (Kumar et al. 2025).
 """
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops._power import dispatch
-from sympow_jax.ops._power import state as power_state
+from sympow_jax.ops._recurrent import attend, plan
+from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import arguments
 
-__all__ = ["PowerState", "power_attention", "power_attention_step"]
+__all__ = ["Plan", "PowerState", "explain", "power_attention", "power_attention_step"]
 
+Plan = plan.Plan
 PowerState = power_state.PowerState
 
 
@@ -20,7 +21,7 @@ def power_attention(
     value: Float[Array, "B S K E"],
     *,
     power: int = 2,
-    log_decay: Float[Array, "B S K"] | None = None,
+    log_decay: Float[Array, "B S K *E"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     form: str | None = None,
     implementation: str | None = None,
@@ -47,13 +48,15 @@ def power_attention(
         value: E may differ from D. Query, key and value have one dtype; sums and states are float32 (float64 for
             float64), and products of float32 are taken at full precision on every device.
         power: p, positive and even.
-        log_decay: natural logarithm of the gate, at most 0 (not checked). A token's decay discounts what came
-            before it, not its own key.
+        log_decay: natural logarithm of the gate, at most 0 (not checked), one per key head [B, S, K] or one per value
+            [B, S, K, E]. A token's decay discounts what came before it, not its own key. Gates per value give each
+            channel weights of its own; they have the chunked form by `xla`, the attention form by `reference` and a
+            step, and cost about three times as much on a CPU. The state has to be of the same kind.
         segment_ids: a document starts where the id changes; ids may recur. Negative ids are padding: output zero,
             and state and decay pass through. None continues the document of `initial_state`.
         form: `attention` costs O(T^2) and holds a few blocks of scores; `chunked` costs O(T F E) and, with its
             backward pass, holds memory linear in T; `recurrent` folds one token at a time. All agree to rounding.
-            None takes the one with fewer FLOPs, or where kernels would run the one they are predicted to end first in.
+            None takes the one with fewer FLOPs; `explain` returns the choice and its reasons.
         implementation: `reference` is the formula, unoptimised; `xla` runs on any device; `mosaic_gpu` are the kernels
             for Hopper GPUs, for inputs of 16 bits, which the README's table limits further; a mesh in scope divides
             batch and heads for them. None takes a kernel where there is a Hopper GPU and one that can do it, else
@@ -66,7 +69,7 @@ def power_attention(
             whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the state.
         initial_state: what came before; running a and then b from a's state equals running a and b together.
         return_state: return (output, state after the last token).
-        axis_name: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
+        axis_name: a manual mesh axis, of a `jax.shard_map`, over which time is divided in order:
             arguments and output are this device's share, of equal length on all, and documents and windows go on
             from one to the next. In the chunked and recurrent forms devices send each other the tokens of a window
             and one state a head, 1 + ceil(log2(P - 1)) times; shares must be as long as the window. In the
@@ -90,19 +93,76 @@ def power_attention(
         >>> rest.shape
         (1, 28, 4, 16)
     """
-    power = arguments.check_power(power)
-    return dispatch.attend(
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    made = plan.make(
         query,
         key,
         value,
-        power=power,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
+        log_decay,
+        segment_ids,
+        initial_state,
+        power=arguments.check_power(power),
         form=form,
         implementation=implementation,
         chunk_size=chunk_size,
         window=window,
-        initial_state=initial_state,
+        return_state=return_state,
+        axis_name=axis_name,
+    )
+    out, state = attend.attend(
+        made,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        state=initial_state,
+    )
+    return (out, state) if return_state else out
+
+
+def explain(
+    query,
+    key,
+    value,
+    *,
+    power: int = 2,
+    log_decay=None,
+    segment_ids=None,
+    form: str | None = None,
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+    window: int = 64,
+    initial_state: PowerState | None = None,
+    return_state: bool = False,
+    axis_name: str | None = None,
+) -> Plan:
+    """Returns what `power_attention` would do with these arguments, and why not otherwise; computes nothing.
+
+    Arrays may be abstract (`jax.ShapeDtypeStruct`). Arguments and errors are those of `power_attention`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> x = jax.ShapeDtypeStruct((1, 65536, 12, 64), jnp.float32)
+        >>> plan = ops.explain(x, x, x)
+        >>> plan.form, plan.chunk
+        ('chunked', 128)
+    """
+    return plan.make(
+        query,
+        key,
+        value,
+        log_decay,
+        segment_ids,
+        initial_state,
+        power=arguments.check_power(power),
+        form=form,
+        implementation=implementation,
+        chunk_size=chunk_size,
+        window=window,
         return_state=return_state,
         axis_name=axis_name,
     )
@@ -115,7 +175,7 @@ def power_attention_step(
     state: PowerState,
     *,
     power: int = 2,
-    log_decay: Float[Array, "B K"] | None = None,
+    log_decay: Float[Array, "B K *E"] | None = None,
     segment_ids: Int[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N E"], PowerState]:
@@ -134,14 +194,19 @@ def power_attention_step(
         >>> out.shape, int(state.length[0])
         ((1, 4, 16), 1)
     """
-    power = arguments.check_power(power)
-    return dispatch.attend_step(
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    made = plan.make_step(
         query,
         key,
         value,
+        log_decay,
+        segment_ids,
         state,
-        power=power,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
+        power=arguments.check_power(power),
         implementation=implementation,
+    )
+    return attend.attend_step(
+        made, query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids, state=state
     )

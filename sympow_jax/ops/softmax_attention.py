@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import _time_axis, documents, fixed_point
-from sympow_jax.ops._power import target
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops import documents, fixed_point
+from sympow_jax.ops._shared import arguments, calls, target, time_axis
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -58,7 +57,7 @@ def softmax_attention(
             gradients differ from run to run in the last bits unless XLA is told --xla_gpu_deterministic_ops=true.
             None is cudnn where it can do it, else xla.
         block_size: queries of a block of `xla`. Changes speed and memory alone.
-        axis_name: a manual mesh axis, of a `jax.shard_map` with check_vma=False, over which time is divided in order:
+        axis_name: a manual mesh axis, of a `jax.shard_map`, over which time is divided in order:
             arguments and output are this device's share, of equal length on all. Each device attends over all of the
             time for a share of the heads; there are as many keys as queries.
 
@@ -111,7 +110,7 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
     attend = functools.partial(_attend_all, plan, plan.scale if scale is None else scale)
     if plan.axis_name is None:
         return attend(query, key, value, log_decay, segment_ids)
-    return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
+    return time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
 
 
 def _attend_all(plan, scale, query, key, value, log_decay, segment_ids):

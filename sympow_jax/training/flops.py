@@ -5,7 +5,7 @@ import jax
 from sympow_jax import config
 from sympow_jax.layers import positions
 from sympow_jax.ops import feature_maps
-from sympow_jax.ops._power import costs
+from sympow_jax.ops._recurrent import cost
 
 __all__ = ["model_flops_per_token", "peak_flops"]
 
@@ -96,13 +96,13 @@ def _attention_flops(model: config.ModelConfig, context_length: int) -> float:
     columns = 2 * size if attention.decay.startswith("channel") else size
 
     def by(form: str) -> float:
-        a_head = costs.flops_per_token(
+        a_head = cost.flops_per_token(
             form,
             time=context_length,
             head_dim=compared,
             value_dim=columns,
             power=power,
-            chunk=attention.chunk_size or costs.default_chunk(form),
+            chunk=attention.chunk_size or cost.default_chunk(form),
             window=attention.window,
         )
         if form == "attention":

@@ -6,9 +6,8 @@ import pathlib
 
 import pytest
 
-from benchmarks import _scaling, scaling
+from benchmarks import _scaling, predicted, scaling
 from sympow_jax import config
-from sympow_jax.ops._power import costs
 from sympow_jax.training import flops
 
 CLUSTER = _scaling.H100S
@@ -127,7 +126,7 @@ def test_products_by_hand():
 def test_attention_takes_its_kernels_time():
     job = _job(65_536, 524_288)
     shape = {"batch": 1, "kv_heads": 12, "head_dim": 64, "value_dim": 64, "power": 2, "window": 64}
-    kernel = costs.kernel_seconds("chunked", time=65_536, heads=12, chunk=None, **shape)
+    kernel = predicted.kernel_seconds("chunked", time=65_536, heads=12, chunk=None, **shape)
     attention = {
         remat: _scaling.predict(job, _scaling.Plan(data=8, remat=remat)).computation["attention"]
         for remat in _scaling.REMATS

@@ -81,15 +81,20 @@ def power_step(tokens):
 
 
 def channel_gated():
-    call = functools.partial(ops.channel_gated_attention, window=WINDOW, return_state=True)
+    call = functools.partial(ops.power_attention, window=WINDOW, return_state=True)
 
     def arguments(**options):
         arrays = drawn(**options)
         return arrays | {"log_decay": arrays["log_decay"][..., None] * (1 + arrays["value"] ** 2)}
 
     state = call(**arguments(time=11, seed=1))[1]
-    layouts = LAYOUTS | {"log_decay": "B S K E", "initial_state": ops.ChannelGatedState.layout()}
-    return call, arguments() | {"initial_state": state}, layouts, (OUT, ops.ChannelGatedState.layout())
+    layouts = LAYOUTS | {"log_decay": "B S K E", "initial_state": ops.PowerState.layout(per_channel=True)}
+    return (
+        call,
+        arguments() | {"initial_state": state},
+        layouts,
+        (OUT, ops.PowerState.layout(per_channel=True)),
+    )
 
 
 def channel_gated_step():
@@ -97,7 +102,7 @@ def channel_gated_step():
     state = call(**arguments)[1]
     arrays = last({name: x for name, x in arguments.items() if name != "initial_state"})
     layouts = STEP | {"log_decay": "B K E", "state": state_layout}
-    return ops.channel_gated_attention_step, arrays | {"state": state}, layouts, (STEP_OUT, state_layout)
+    return ops.power_attention_step, arrays | {"state": state}, layouts, (STEP_OUT, state_layout)
 
 
 def turned(f, positions, **arguments):

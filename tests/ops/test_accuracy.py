@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax import ops
-from sympow_jax.ops._power import decay as decays
+from sympow_jax.ops._shared import decay as decays
 from tests.ops import cases
 
 

@@ -19,7 +19,7 @@ WHOLE = {
     "linear": ops.linear_attention,
     "softmax": ops.softmax_attention,
     "expressive": ops.expressive_attention,
-    "channel_gated": functools.partial(ops.channel_gated_attention, log_decay=X),
+    "channel_gated": functools.partial(ops.power_attention, log_decay=X),
 }
 
 

@@ -1,6 +1,5 @@
 """A second call of an op outside `jax.jit` traces and compiles nothing, and is about as fast as a jitted one."""
 
-import statistics
 import time
 
 import jax
@@ -13,14 +12,14 @@ jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: 
 
 
 def seconds(f, arguments):
-    """The median over calls."""
+    """The fastest of ten calls, since other programs may run beside these."""
 
     def once():
         begin = time.perf_counter()
         jax.block_until_ready(f(**arguments))
         return time.perf_counter() - begin
 
-    return statistics.median(once() for _ in range(5))
+    return min(once() for _ in range(10))
 
 
 @pytest.mark.parametrize("name", meshes.OPS)

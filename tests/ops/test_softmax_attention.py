@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax.ops._power import target
+from sympow_jax.ops._shared import target
 from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
 
 SEGMENTS = [0] * 5 + [1] * 9 + [-1] * 4 + [1] * 6 + [0] * 9

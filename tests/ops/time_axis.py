@@ -16,7 +16,7 @@ import numpy as np
 
 from sympow_jax import ops
 from sympow_jax.ops import documents, rotary
-from sympow_jax.ops._power import target
+from sympow_jax.ops._shared import target
 from tests.ops import cases, linear_formula
 from tests.training import collectives
 

@@ -5,7 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops._power import mosaic
+from sympow_jax.ops._recurrent import mosaic
 
 
 def division(kind: str, spec: list) -> dict:

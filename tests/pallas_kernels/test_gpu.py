@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
-from sympow_jax.ops._power import target
+from sympow_jax.ops._shared import target
 from tests.ops import cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_step as kernels
 from sympow_jax import ops
-from sympow_jax.ops._power import mosaic_step, target
-from sympow_jax.ops._power import step as xla_step
+from sympow_jax.ops._recurrent import mosaic_step
+from sympow_jax.ops._shared import target
 from tests.ops import cases
 from tests.pallas_kernels import h100
 
@@ -56,6 +56,9 @@ def formula(drawn, power):
         return np.asarray(whole(**jax.tree.map(jnp.asarray, exact)))
 
 
+plain_step = functools.partial(ops.power_attention_step, implementation="xla")
+
+
 def interpreted_step(detect_races=True, **arguments):
     """The step of the op by its kernels."""
     with target.interpreted(plgpu.InterpretGPUParams(detect_races=detect_races)):
@@ -73,7 +76,7 @@ def test_interpreted(name, monkeypatch):
     drawn = drawn_case(case, kv_heads=1 if case.power == 4 else 2)
     expected = formula(drawn, case.power)
     outputs, plain_outputs, folded = [], [], False
-    both = zip(by_steps(interpreted_step, drawn, case.power), by_steps(xla_step.step, drawn, case.power))
+    both = zip(by_steps(interpreted_step, drawn, case.power), by_steps(plain_step, drawn, case.power))
     for (out, state), (plain, plain_state) in both:
         for field in ("kv", "norm"):
             assert cases.error(getattr(state, field), getattr(plain_state, field)) <= 1e-6
@@ -94,7 +97,7 @@ def test_rows_are_ragged():
     drawn = drawn_case(cases.Case(time=12, decay="gentle"), batch=3)
     drawn["segment_ids"] = jnp.where(jnp.arange(12) < jnp.array([[0], [1], [3]]), -1, 0).astype(jnp.int32)
     lengths = []
-    both = zip(by_steps(interpreted_step, drawn, 2), by_steps(xla_step.step, drawn, 2))
+    both = zip(by_steps(interpreted_step, drawn, 2), by_steps(plain_step, drawn, 2))
     for (out, state), (plain, plain_state) in both:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), state, plain_state)
         np.testing.assert_allclose(out, plain, rtol=2e-5, atol=1e-5)
@@ -117,7 +120,7 @@ def test_gradients_are_those_of_the_xla_step():
         return jax.grad(loss)(drawn)
 
     expected, actual = (
-        gradients(xla_step.step),
+        gradients(plain_step),
         gradients(functools.partial(interpreted_step, detect_races=False)),
     )
     for name in expected:

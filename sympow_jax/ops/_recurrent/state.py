@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, feature_maps
-from sympow_jax.ops._power import costs
+from sympow_jax.ops._recurrent import cost
 
 __all__ = ["PowerState", "Sequence", "window_of"]
 
@@ -24,7 +24,7 @@ class PowerState:
     Attributes:
         kv: S, decayed up to and including the last folded token. The F features are those of
             `feature_maps.symmetric_power`: non-decreasing indices in lexicographic order, whatever the implementation.
-        norm: the same sum without the values.
+        norm: the same sum without the values. With one decay per value it has one sum per value.
         keys: those of the exact window, in order of time, 2W slots of which the first `length` are in use.
         values: theirs.
         log_decays: theirs.
@@ -33,10 +33,10 @@ class PowerState:
     """
 
     kv: Float[Array, "B K F E"]
-    norm: Float[Array, "B K F"]
+    norm: Float[Array, "B K F *E"]
     keys: Float[Array, "B 2*W K D"]
     values: Float[Array, "B 2*W K E"]
-    log_decays: Float[Array, "B 2*W K"]
+    log_decays: Float[Array, "B 2*W K *E"]
     length: Int[Array, " B"]
     segment: Int[Array, " B"]
 
@@ -50,33 +50,44 @@ class PowerState:
         *,
         power: int,
         window: int = 64,
+        per_channel: bool = False,
         dtype=jnp.float32,
     ) -> "PowerState":
-        """The state before any token. Raises ValueError where it would exceed the device's memory."""
+        """The state before any token. Raises ValueError where it would exceed the device's memory.
+
+        per_channel: decays are one per value, [B, T, K, E], instead of one per key head; the state is twice as large.
+        """
         sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
-        costs.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, **sizes)
+        cost.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, per_channel=per_channel, **sizes)
         features = feature_maps.symmetric_power_dim(head_dim, power)
         slots = 2 * window
+        channels = (value_dim,) if per_channel else ()
         return cls(
             kv=jnp.zeros((batch, kv_heads, features, value_dim), dtype),
-            norm=jnp.zeros((batch, kv_heads, features), dtype),
+            norm=jnp.zeros((batch, kv_heads, features, *channels), dtype),
             keys=jnp.zeros((batch, slots, kv_heads, head_dim), dtype),
             values=jnp.zeros((batch, slots, kv_heads, value_dim), dtype),
-            log_decays=jnp.zeros((batch, slots, kv_heads), dtype),
+            log_decays=jnp.zeros((batch, slots, kv_heads, *channels), dtype),
             length=jnp.zeros(batch, jnp.int32),
             segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
         )
 
     @classmethod
-    def layout(cls) -> "PowerState":
+    def layout(cls, *, per_channel: bool = False) -> "PowerState":
         """The axes of each array."""
-        held = "B 2W K"
-        return cls("B K F E", "B K F", f"{held} D", f"{held} E", held, "B", "B")  # type: ignore[arg-type]
+        held, channels = "B 2W K", " E" if per_channel else ""
+        decays = held + channels
+        return cls("B K F E", "B K F" + channels, held + " D", held + " E", decays, "B", "B")  # type: ignore[arg-type]
 
     @property
     def window(self) -> int:
         """W: every query sees at least its last W keys exactly."""
         return self.keys.shape[1] // 2
+
+    @property
+    def per_channel(self) -> bool:
+        """Whether decays are one per value."""
+        return self.norm.ndim == self.kv.ndim
 
     @property
     def nbytes(self) -> int:
@@ -103,17 +114,16 @@ class Sequence:
     segment: Int[Array, " B"]
 
     @classmethod
-    def join(cls, key, value, log_decay, segment_ids, state: PowerState | None, dtype, axis_name=None):
-        """Puts the window of `state`, if any, in front of the new tokens; decays come out in `dtype`.
+    def join(cls, plan, key, value, log_decay, segment_ids, state: PowerState | None):
+        """Puts the window of `state`, if any, in front of the new tokens; decays come out in the plan's dtype.
 
-        axis_name: the manual mesh axis over which time is divided. A document may then have begun on another device.
+        Where time is divided over a mesh axis, a document may have begun on another device.
         """
         batch, time, kv_heads, _ = key.shape
-        log_decay = (
-            jnp.zeros_like(key, dtype, shape=(batch, time, kv_heads))
-            if log_decay is None
-            else log_decay.astype(dtype)
-        )
+        if log_decay is None:
+            channels = value.shape[3:] if plan.per_channel else ()
+            log_decay = jnp.zeros_like(key, plan.dtype, shape=(batch, time, kv_heads, *channels))
+        log_decay = log_decay.astype(plan.dtype)
         if state is None:
             window = {"keys": key[:, :0], "values": value[:, :0], "log_decays": log_decay[:, :0]}
             length, previous = jnp.zeros(batch, jnp.int32), jnp.full(batch, documents.NO_SEGMENT, jnp.int32)
@@ -124,8 +134,8 @@ class Sequence:
             segment = jnp.where(previous == documents.NO_SEGMENT, 0, previous)
             valid, start = jnp.ones((batch, time), bool), jnp.zeros((batch, time), bool)
         else:
-            if axis_name is not None:
-                previous = documents.segment_before(segment_ids, axis_name)
+            if plan.axis_name is not None:
+                previous = documents.segment_before(segment_ids, plan.axis_name)
             start, valid, segment = documents.boundaries(segment_ids, previous)
         held = jnp.arange(window["keys"].shape[1]) < length[:, None]
         valid = jnp.concatenate([held, valid], 1)

@@ -14,26 +14,17 @@ import numpy as np
 from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops._power import decay as decays
-from sympow_jax.ops._power import features
-from sympow_jax.ops._power import mean as means
+from sympow_jax.ops._recurrent import features
+from sympow_jax.ops._recurrent import mean as means
+from sympow_jax.ops._recurrent import plan as plans
+from sympow_jax.ops._shared import decay as decays
 
-__all__ = ["Settings", "chunked"]
-
-
-class Settings(NamedTuple):
-    """What is static: the power, chunk C and window W in positions, the precision of products, and the division."""
-
-    power: int
-    chunk: int
-    window: int
-    precision: jax.lax.Precision
-    division: means.Division = means.Division.POSITIVE
+__all__ = ["chunked"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked(
-    settings: Settings,
+    plan: plans.Plan,
     query: Float[Array, "G D X"],
     key: Float[Array, "D X"],
     value: Float[Array, "E X"],
@@ -51,53 +42,51 @@ def chunked(
     Differentiable in query, key, value, log_decay and state. Saved for the backward pass: the arguments, the output,
     one denominator a query and the final state; states and features between are computed again. Of sums, neither.
     """
-    results, final = _forward(settings, query, key, value, log_decay, folds, state)
+    results, final = _forward(plan, query, key, value, log_decay, folds, state)
     return results[0], final
 
 
-def _forward(settings, query, key, value, log_decay, folds, state):
-    blocks = _Blocks(settings, query, key, value, log_decay, folds, state[0].dtype)
+def _forward(plan, query, key, value, log_decay, folds, state):
+    blocks = _Blocks(plan, query, key, value, log_decay, folds, state[0].dtype)
 
     def step(state, index):
         block = blocks[index]
-        weights, _ = _near_weights(settings, block)
-        sums = jnp.einsum("ek,gqk->geq", block.value, weights, precision=settings.precision)
-        far = features.query(
-            blocks.weighted(state), _columns(block.query), settings.power, settings.precision
-        )
+        weights, _ = _near_weights(plan, block)
+        sums = jnp.einsum("ek,gqk->geq", block.value, weights, precision=plan.precision)
+        far = features.query(blocks.weighted(state), _columns(block.query), plan.power, plan.precision)
         sums += block.to_query * _groups(far, len(query))
-        state = _folded(settings, state, block)
-        if settings.division is means.Division.NONE:
+        state = _folded(plan, state, block)
+        if plan.division is means.Division.NONE:
             return state, (sums,)
         denominator = sums[:, -1:]
-        out = means.mean(sums[:, :-1], denominator, 1, settings.division)
+        out = means.mean(sums[:, :-1], denominator, 1, plan.division)
         return state, (out.astype(value.dtype), denominator)
 
     final, results = jax.lax.scan(step, state, blocks.indices)
     return tuple(map(_joined, results)), final
 
 
-def _chunked_fwd(settings, query, key, value, log_decay, folds, state):
-    results, final = _forward(settings, query, key, value, log_decay, folds, state)
+def _chunked_fwd(plan, query, key, value, log_decay, folds, state):
+    results, final = _forward(plan, query, key, value, log_decay, folds, state)
     final = tuple(ad_checkpoint.checkpoint_name(x, means.STATES_SAVED_AS) for x in final)
     divided = None
-    if settings.division is not means.Division.NONE:
+    if plan.division is not means.Division.NONE:
         divided = results = tuple(ad_checkpoint.checkpoint_name(x, means.SAVED_AS) for x in results)
     return (results[0], final), (query, key, value, log_decay, folds, state, divided, final)
 
 
-def _chunked_bwd(settings, residuals, cotangents):
+def _chunked_bwd(plan, residuals, cotangents):
     query, key, value, log_decay, folds, state, divided, final = residuals
     dsums, dfinal = cotangents
     if divided is not None:
         out, denominator = divided
-        dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 1, settings.division)
+        dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 1, plan.division)
         dsums = jnp.concatenate(dsums, 1)
 
-    blocks = _Blocks(settings, query, key, value, log_decay, folds, state[0].dtype)
-    dquery_far, reads = _read_states(settings, blocks, dsums, state)
+    blocks = _Blocks(plan, query, key, value, log_decay, folds, state[0].dtype)
+    dquery_far, reads = _read_states(plan, blocks, dsums, state)
     dquery_near, (dkey, dvalue, ddecay), dstate = _write_states(
-        settings, blocks, dsums, reads, dfinal, sum(map(jnp.vdot, dfinal, final))
+        plan, blocks, dsums, reads, dfinal, sum(map(jnp.vdot, dfinal, final))
     )
     return (
         _joined(dquery_far + dquery_near).astype(query.dtype),
@@ -112,7 +101,7 @@ def _chunked_bwd(settings, residuals, cotangents):
 chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
-def _read_states(settings, blocks, dsums, state):
+def _read_states(plan, blocks, dsums, state):
     """dq through the states, which are computed again, and each chunk's share of d/d(log of its state)."""
 
     def step(state, index):
@@ -122,17 +111,17 @@ def _read_states(settings, blocks, dsums, state):
             blocks.weighted(state),
             _columns(block.query),
             _columns(cotangent),
-            settings.power,
-            settings.precision,
+            plan.power,
+            plan.precision,
         )
         dquery = _groups(dquery, len(block.query))
-        return _folded(settings, state, block), (dquery, (block.query * dquery).sum((0, 1)) / settings.power)
+        return _folded(plan, state, block), (dquery, (block.query * dquery).sum((0, 1)) / plan.power)
 
     _, (dquery, reads) = jax.lax.scan(step, state, blocks.indices)
     return dquery, reads
 
 
-def _write_states(settings, blocks, dsums, reads, dfinal, dlog_final):
+def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
     """Everything else, with the gradient R of the state running against time.
 
     Gradients of log decays need no products of their own: a weight has degree p in query and key, so q_i . dq_i / p
@@ -140,14 +129,14 @@ def _write_states(settings, blocks, dsums, reads, dfinal, dlog_final):
     is in the weights of the pairs on either side of it: for position t of a block, the sum over its queries from t on
     minus the sum over its keys from t on, plus, where t is folded, <R, S> of the state that it is folded into.
     """
-    chunk, window, power, precision = settings.chunk, settings.window, settings.power, settings.precision
+    chunk, window, power, precision = plan.chunk, plan.window, plan.power, plan.precision
 
     def step(carry, inputs):
         dstate, tail, dlog_state = carry
         index, read = inputs
         block = blocks[index]
         dsums_block = blocks.of_queries(dsums, index)
-        dquery, dkey, dvalue, dlog_query, dlog_key = _near_vjp(settings, block, dsums_block)
+        dquery, dkey, dvalue, dlog_query, dlog_key = _near_vjp(plan, block, dsums_block)
         dlog_near = (-dlog_key).at[window:].add(dlog_query + read)
 
         old, value = block.key[:, :chunk], block.value[:, :chunk] * block.to_state
@@ -197,10 +186,10 @@ class _Block(NamedTuple):
 class _Blocks:
     """The blocks of a sequence by index, cut on demand."""
 
-    def __init__(self, settings, query, key, value, log_decay, folds, dtype):
-        chunk, window = settings.chunk, settings.window
+    def __init__(self, plan, query, key, value, log_decay, folds, dtype):
+        chunk, window = plan.chunk, plan.window
         count = query.shape[-1] // chunk
-        self.settings, self.dtype = settings, dtype
+        self.plan, self.dtype = plan, dtype
         self.indices = jnp.arange(count)
         self.query = query
         front = [(0, 0), (window, 0)]
@@ -209,7 +198,7 @@ class _Blocks:
             jnp.pad(value, front),
             jnp.pad(folds, front[1:]),
         )
-        self.weights = features.weights(query.shape[1], settings.power, dtype)
+        self.weights = features.weights(query.shape[1], plan.power, dtype)
         self.has_decay = log_decay is not None
         if self.has_decay:
             cut = np.arange(count)[:, None] * chunk + np.arange(chunk + window)
@@ -221,7 +210,7 @@ class _Blocks:
             self.carry = decays.exp(folded.sum(-1))
 
     def __getitem__(self, index) -> _Block:
-        chunk, window = self.settings.chunk, self.settings.window
+        chunk, window = self.plan.chunk, self.plan.window
         seen = np.arange(chunk)[:, None] + window >= np.arange(chunk + window)
         folds = self.folds_at(index).astype(self.dtype)
         if self.has_decay:
@@ -249,41 +238,41 @@ class _Blocks:
 
     def of_queries(self, x, index):
         """The chunk's part of an array over queries."""
-        return self._cut(x, index, self.settings.chunk)
+        return self._cut(x, index, self.plan.chunk)
 
     def folds_at(self, index):
         """Which of the first C positions of the block enter the state."""
-        return jax.lax.dynamic_slice_in_dim(self.folds, index * self.settings.chunk, self.settings.chunk)
+        return jax.lax.dynamic_slice_in_dim(self.folds, index * self.plan.chunk, self.plan.chunk)
 
     def _cut(self, x, index, length):
-        part = jax.lax.dynamic_slice_in_dim(x, index * self.settings.chunk, length, -1)
+        part = jax.lax.dynamic_slice_in_dim(x, index * self.plan.chunk, length, -1)
         # Left to itself, XLA cuts again in every fusion that reads the part, which then is not vectorised on CPUs.
         return jax.lax.optimization_barrier(part.astype(self.dtype))
 
 
-def _near_weights(settings, block):
-    scores = jnp.einsum("gdq,dk->gqk", block.query, block.key, precision=settings.precision)
-    return block.near * jax.lax.integer_pow(scores, settings.power), scores
+def _near_weights(plan, block):
+    scores = jnp.einsum("gdq,dk->gqk", block.query, block.key, precision=plan.precision)
+    return block.near * jax.lax.integer_pow(scores, plan.power), scores
 
 
-def _near_vjp(settings, block, dsums):
+def _near_vjp(plan, block, dsums):
     """Gradients of the block's exact part, and sums of d/d(log weight) by query and by key."""
-    weights, scores = _near_weights(settings, block)
-    dweights = jnp.einsum("geq,ek->gqk", dsums, block.value, precision=settings.precision)
-    power = settings.power
+    weights, scores = _near_weights(plan, block)
+    dweights = jnp.einsum("geq,ek->gqk", dsums, block.value, precision=plan.precision)
+    power = plan.power
     dscores = dweights * block.near * power * jax.lax.integer_pow(scores, power - 1)
     # Products with scores as they lie, queries first: of dq, only the result needs to be transposed.
-    dquery = jnp.einsum("gqk,dk->gqd", dscores, block.key, precision=settings.precision).swapaxes(1, 2)
-    dkey = jnp.einsum("gqk,gdq->dk", dscores, block.query, precision=settings.precision)
-    dvalue = jnp.einsum("geq,gqk->ek", dsums[:, :-1], weights, precision=settings.precision)
+    dquery = jnp.einsum("gqk,dk->gqd", dscores, block.key, precision=plan.precision).swapaxes(1, 2)
+    dkey = jnp.einsum("gqk,gdq->dk", dscores, block.query, precision=plan.precision)
+    dvalue = jnp.einsum("geq,gqk->ek", dsums[:, :-1], weights, precision=plan.precision)
     dlog = dweights * weights
     return dquery, dkey, dvalue, dlog.sum((0, 2)), dlog.sum((0, 1))
 
 
-def _folded(settings, state, block):
-    value = block.value[:, : settings.chunk] * block.to_state
-    key = block.key[:, : settings.chunk]
-    new = features.fold(value, key, settings.power, settings.precision)
+def _folded(plan, state, block):
+    value = block.value[:, : plan.chunk] * block.to_state
+    key = block.key[:, : plan.chunk]
+    new = features.fold(value, key, plan.power, plan.precision)
     return tuple(block.carry * s + n for s, n in zip(state, new))
 
 

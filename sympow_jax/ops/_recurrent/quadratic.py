@@ -7,29 +7,21 @@ off the diagonal no pair needs an exponential.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops._power import decay as decays
+from sympow_jax.ops._recurrent import plan as plans
+from sympow_jax.ops._shared import decay as decays
 
-__all__ = ["Settings", "sums"]
-
-
-class Settings(NamedTuple):
-    """What is static: the power, the block length C, and the precision of products."""
-
-    power: int
-    block: int
-    precision: jax.lax.Precision
+__all__ = ["sums"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sums(
-    settings: Settings,
+    plan: plans.Plan,
     query: Float[Array, "G D T"],
     key: Float[Array, "D X"],
     value: Float[Array, "E X"],
@@ -41,23 +33,23 @@ def sums(
     T and X are multiples of the block; `log_decay` is `decay.bounded`; blocks of keys before block `first` are
     skipped. Differentiable in all but `first`; only the arguments are saved for the backward pass.
     """
-    return _sums(settings, query, key, value, log_decay, first)
+    return _sums(plan, query, key, value, log_decay, first)
 
 
-def _sums(settings, query, key, value, log_decay, first):
-    pairs = _Pairs(settings, query, key, value, log_decay)
+def _sums(plan, query, key, value, log_decay, first):
+    pairs = _Pairs(plan, query, key, value, log_decay)
 
     def row(_, i):
         q = pairs.cut(query, i)
         near = _product(
-            settings, pairs.value(i + pairs.offset), pairs.weights(q, i + pairs.offset)[0] * pairs.near(i)
+            plan, pairs.value(i + pairs.offset), pairs.weights(q, i + pairs.offset)[0] * pairs.near(i)
         )
 
         def column(n, carry):
             far, between = carry
             j = i + pairs.offset - 1 - n
             weights, _ = pairs.weights(q, j)
-            far += _product(settings, pairs.value(j) * pairs.to_end(j, between), weights)
+            far += _product(plan, pairs.value(j) * pairs.to_end(j, between), weights)
             return far, between + pairs.total[j]
 
         far, _ = jax.lax.fori_loop(
@@ -68,18 +60,18 @@ def _sums(settings, query, key, value, log_decay, first):
         )
         return None, near + pairs.from_start[i] * far
 
-    _, out = jax.lax.scan(row, None, jnp.arange(query.shape[-1] // settings.block, dtype=jnp.int32))
+    _, out = jax.lax.scan(row, None, jnp.arange(query.shape[-1] // plan.chunk, dtype=jnp.int32))
     return _joined(out)
 
 
-def _sums_fwd(settings, query, key, value, log_decay, first):
-    return _sums(settings, query, key, value, log_decay, first), (query, key, value, log_decay, first)
+def _sums_fwd(plan, query, key, value, log_decay, first):
+    return _sums(plan, query, key, value, log_decay, first), (query, key, value, log_decay, first)
 
 
-def _sums_bwd(settings, residuals, dsums):
+def _sums_bwd(plan, residuals, dsums):
     query, key, value, log_decay, first = residuals
-    pairs = _Pairs(settings, query, key, value, log_decay)
-    block, dtype = settings.block, pairs.dtype
+    pairs = _Pairs(plan, query, key, value, log_decay)
+    block, dtype = plan.chunk, pairs.dtype
     rows = query.shape[-1] // block
 
     def row(carry, i):
@@ -150,10 +142,10 @@ sums.defvjp(_sums_fwd, _sums_bwd)
 class _Pairs:
     """Blocks of keys and queries by index, and the decays within and between them."""
 
-    def __init__(self, settings, query, key, value, log_decay):
-        self.settings, self.dtype = settings, log_decay.dtype
+    def __init__(self, plan, query, key, value, log_decay):
+        self.plan, self.dtype = plan, log_decay.dtype
         self._key, self._value = key, value
-        block = settings.block
+        block = plan.chunk
         self.offset = (key.shape[-1] - query.shape[-1]) // block
         by_block = log_decay.reshape(-1, block)
         self.coarse, self.fine = decays.split(by_block)
@@ -162,7 +154,7 @@ class _Pairs:
         self.from_start = decays.exp(self.coarse + self.fine)[self.offset :]
 
     def cut(self, x, index):
-        block = self.settings.block
+        block = self.plan.chunk
         part = jax.lax.dynamic_slice_in_dim(x, index * block, block, -1)
         # As in the chunked form: cut once, not in every fusion that reads the part.
         return jax.lax.optimization_barrier(part.astype(self.dtype))
@@ -181,12 +173,12 @@ class _Pairs:
         return decays.exp(self.after[j] + between)
 
     def weights(self, q, j):
-        scores = jnp.einsum("gdq,dk->gqk", q, self.cut(self._key, j), precision=self.settings.precision)
-        return jax.lax.integer_pow(scores, self.settings.power), scores
+        scores = jnp.einsum("gdq,dk->gqk", q, self.cut(self._key, j), precision=self.plan.precision)
+        return jax.lax.integer_pow(scores, self.plan.power), scores
 
     def vjp(self, q, d, j, value, near):
         """Gradients of sum(d * value weights^T), and sums over keys and over queries of d/d(log weight)."""
-        power, precision = self.settings.power, self.settings.precision
+        power, precision = self.plan.power, self.plan.precision
         key = self.cut(self._key, j)
         weights, scores = self.weights(q, j)
         dweights = jnp.einsum("geq,ek->gqk", d, value, precision=precision)
@@ -203,8 +195,8 @@ class _Pairs:
         )
 
 
-def _product(settings, value, weights):
-    return jnp.einsum("ek,gqk->geq", value, weights, precision=settings.precision)
+def _product(plan, value, weights):
+    return jnp.einsum("ek,gqk->geq", value, weights, precision=plan.precision)
 
 
 def _add(total, part, index, block):

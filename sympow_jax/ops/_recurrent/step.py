@@ -7,55 +7,44 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.ops import documents, feature_maps
-from sympow_jax.ops._power import decay as decays
-from sympow_jax.ops._power import features, xla
-from sympow_jax.ops._power import mean as means
+from sympow_jax.ops._recurrent import features, xla
+from sympow_jax.ops._recurrent import mean as means
+from sympow_jax.ops._recurrent import rows as rows_of
+from sympow_jax.ops._shared import decay as decays
 
 __all__ = ["step"]
 
 
-def step(
-    query,
-    key,
-    value,
-    state,
-    *,
-    power,
-    log_decay,
-    segment_ids,
-    division=means.Division.POSITIVE,
-    read=None,
-    fold=None,
-):
+def step(plan, query, key, value, log_decay, segment_ids, state, *, read=None, fold=None):
     """Appends a token to the window and attends; W tokens are folded whenever 2W are held.
 
     `read` and `fold` take the place of the functions of those names below, which alone touch the folded state.
     """
-    read, fold = read or functools.partial(_read, division=division), fold or _fold
-    dtype, window = state.kv.dtype, state.window
+    read = read or (_read_channels if plan.per_channel else _read)
+    fold = fold or (_fold_channels if plan.per_channel else _fold)
+    dtype, window = plan.dtype, plan.window
     batch, kv_heads, head_dim = key.shape
-    precision = xla.precision_of(key.dtype)
     valid, state = _enter_document(state, segment_ids)
     # Bounded decays keep the sums over the window finite.
-    log_decay = jnp.zeros_like(key[..., 0], dtype) if log_decay is None else log_decay.astype(dtype)
-    token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay, False)}
+    if log_decay is None:
+        log_decay = jnp.zeros_like(value if plan.per_channel else key[..., 0])
+    token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay.astype(dtype), False)}
     token = {name: x[:, None].astype(dtype) for name, x in token.items()}
     if window == 0:
-        state = dataclasses.replace(state, **fold(state, token, valid, power, precision))
+        state = dataclasses.replace(state, **fold(plan, state, token, valid))
     else:
         state = _appended(state, token, valid)
 
     query = query.reshape(batch, kv_heads, -1, head_dim).astype(dtype)
-    if division is not means.Division.NONE:
-        query = xla.unit_scale(query)
-    out = jnp.where(valid[:, None, None, None], read(query, state, power, precision), 0)
+    if plan.division is not means.Division.NONE:
+        query = rows_of.unit_scale(query)
+    out = jnp.where(valid[:, None, None, None], read(plan, query, state), 0)
     if window:
         # What is folded is read first: else XLA keeps a copy to read from.
         out, state = jax.lax.optimization_barrier((out, state))
-        fold_window = functools.partial(_fold_window, fold=fold, power=power, precision=precision)
-        state = _in_place(fold_window, state.length == 2 * window, state)
+        state = _in_place(functools.partial(_fold_window, plan, fold), state.length == 2 * window, state)
     out = out.reshape(batch, -1, out.shape[-1])
-    return out if division is means.Division.NONE else out.astype(value.dtype), state
+    return out if plan.division is means.Division.NONE else out.astype(value.dtype), state
 
 
 def _enter_document(state, segment_ids):
@@ -114,41 +103,72 @@ def _emptied(rows, state):
     return jax.tree.map(lambda x: _where(rows, jnp.zeros_like(x), x), state)
 
 
-def _read(query, state, power, precision, *, division):
+def _read(plan, query, state):
     """One query per head, [B, K, G, D] -> [B, K, G, E], against the window and the folded state."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 2)
-    scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=precision)
-    weights = jax.lax.integer_pow(scores, power) * decays.exp(decays.suffix_sums(log_decay))[:, :, None]
-    phi = feature_maps.symmetric_power(query, power) * decays.exp(log_decay.sum(-1))[..., None, None]
-    numerator = jnp.einsum("bkgw,bwke->bkge", weights, state.values, precision=precision)
-    numerator += jnp.einsum("bkgf,bkfe->bkge", phi, state.kv, precision=precision)
-    denominator = weights.sum(-1) + jnp.einsum("bkgf,bkf->bkg", phi, state.norm, precision=precision)
-    return means.of_sums(jnp.concatenate([numerator, denominator[..., None]], -1), -1, division)
+    scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
+    weights = jax.lax.integer_pow(scores, plan.power) * decays.exp(decays.suffix_sums(log_decay))[:, :, None]
+    phi = feature_maps.symmetric_power(query, plan.power) * decays.exp(log_decay.sum(-1))[..., None, None]
+    numerator = jnp.einsum("bkgw,bwke->bkge", weights, state.values, precision=plan.precision)
+    numerator += jnp.einsum("bkgf,bkfe->bkge", phi, state.kv, precision=plan.precision)
+    denominator = weights.sum(-1) + jnp.einsum("bkgf,bkf->bkg", phi, state.norm, precision=plan.precision)
+    return means.of_sums(jnp.concatenate([numerator, denominator[..., None]], -1), -1, plan.division)
 
 
-def _fold_window(full, state, *, fold, power, precision):
+def _read_channels(plan, query, state):
+    """`_read` with decays per value."""
+    log_decay = jnp.moveaxis(state.log_decays, 1, 3)
+    decay = decays.exp(decays.suffix_sums(log_decay))
+    scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
+    scores = jax.lax.integer_pow(scores, plan.power)
+    phi = feature_maps.symmetric_power(query, plan.power)
+    to_query = decays.exp(log_decay.sum(-1))[:, :, None]
+
+    def sums(window, folded):
+        near = jnp.einsum("bkgw,bkew->bkge", scores, window, precision=plan.precision)
+        return near + to_query * jnp.einsum("bkgf,bkfe->bkge", phi, folded, precision=plan.precision)
+
+    numerator = sums(decay * jnp.moveaxis(state.values, 1, 3), state.kv)
+    return means.mean(numerator[..., None], sums(decay, state.norm)[..., None], -1)[..., 0]
+
+
+def _fold_window(plan, fold, full, state):
     """Folds the oldest W of 2W tokens in the rows that are full."""
-    window = state.window
+    window = plan.window
     names = ("keys", "values", "log_decays")
     oldest = {name: getattr(state, name)[:, :window] for name in names}
     newest = {name: getattr(state, name)[:, window:] for name in names}
     shifted = {name: jnp.concatenate([x, jnp.zeros_like(x)], 1) for name, x in newest.items()}
-    folded = fold(state, oldest, full, power, precision)
+    folded = fold(plan, state, oldest, full)
     state = _replaced(state, full, **shifted, length=state.length - window)
     return dataclasses.replace(state, **folded)
 
 
-def _fold(state, tokens, rows, power, precision):
+def _fold(plan, state, tokens, rows):
     """kv and norm after S <- gamma S + phi(k) v^T for each of `tokens`, fields of a window, in the chosen rows."""
     log_decay = jnp.moveaxis(tokens["log_decays"], 1, 2)
     keys, values = jnp.moveaxis(tokens["keys"], 1, 3), jnp.moveaxis(tokens["values"], 1, 3)
     values = jnp.pad(values, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     values *= decays.exp(decays.suffix_sums(log_decay))[:, :, None]
-    fold = functools.partial(features.fold, power=power, precision=precision)
-    new = xla.kv_and_norm(jax.vmap(jax.vmap(fold))(values, keys), keys.shape[2], power)
+    fold = functools.partial(features.fold, power=plan.power, precision=plan.precision)
+    new = xla.kv_and_norm(jax.vmap(jax.vmap(fold))(values, keys), keys.shape[2], plan.power)
     carry = decays.exp(log_decay.sum(-1))[..., None]
     kv, norm = carry[..., None] * state.kv + new["kv"], carry * state.norm + new["norm"]
     return {"kv": _where(rows, kv, state.kv), "norm": _where(rows, norm, state.norm)}
+
+
+def _fold_channels(plan, state, tokens, rows):
+    """`_fold` with decays per value."""
+    keys, values, log_decay = (jnp.moveaxis(tokens[name], 1, 3) for name in ("keys", "values", "log_decays"))
+    decay = decays.exp(decays.suffix_sums(log_decay))
+    fold = functools.partial(features.fold, power=plan.power, precision=plan.precision)
+    new = jax.vmap(jax.vmap(fold))(jnp.concatenate([decay * values, decay], 2), keys)
+    new = jnp.split(features.to_canonical(new, keys.shape[2], plan.power), 2, axis=-1)
+    carry = decays.exp(log_decay.sum(-1))[:, :, None]
+    return {
+        name: _where(rows, carry * getattr(state, name) + added, getattr(state, name))
+        for name, added in zip(("kv", "norm"), new)
+    }
 
 
 def _replaced(state, rows, **fields):

@@ -1,4 +1,4 @@
-"""The chunked form with a decay for every value channel: a core for `xla.chunked`, differentiated by JAX.
+"""The chunked form with a decay for every value channel: a leaf, differentiated by JAX.
 
 A chunk's queries see the W keys before the chunk and those in it exactly, and older ones through features. Decays are
 exponentials of at most 0 throughout. Within a block of a few tokens that is one for each pair and channel; between a
@@ -6,6 +6,7 @@ block and what lies before it, a product of one for each query and one for each 
 with the values and the ones of the normaliser, side by side.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops._power import decay as decays
-from sympow_jax.ops._power import features, xla
-from sympow_jax.ops._power import mean as means
+from sympow_jax.ops._recurrent import features
+from sympow_jax.ops._recurrent import mean as means
+from sympow_jax.ops._recurrent import rows as rows_of
+from sympow_jax.ops._shared import decay as decays
 
-__all__ = ["BLOCK", "core"]
+__all__ = ["BLOCK", "chunked"]
 
 # Tokens whose pairs each have an exponential a channel.
 BLOCK = 16
@@ -33,54 +35,53 @@ class _Tokens(NamedTuple):
     folds: Bool[Array, " X"]
 
 
-def core(settings, rows: xla.Rows, return_state: bool, axis_name: None):
-    """What `xla.chunked` asks of a core; chunks are rounded up to whole blocks."""
-    del axis_name
+def chunked(plan, rows: rows_of.Rows):
+    """The leaf of decays per value: (out [B, X, N, E], kv, norm). Chunks are rounded up to whole blocks."""
     length, kv_heads, head_dim = rows.query.shape[1], *rows.key.shape[2:]
-    settings = settings._replace(chunk=-(-min(settings.chunk, length) // BLOCK) * BLOCK)
-    rows = xla.padded(rows, settings.chunk)
-    assert rows.log_decay is not None
-    dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
+    plan = dataclasses.replace(plan, chunk=-(-min(plan.chunk, length) // BLOCK) * BLOCK)
+    rows = rows_of.padded(rows, plan.chunk)
+    log_decay = rows.log_decay
+    if log_decay is None:
+        log_decay = jnp.zeros_like(rows.value, plan.dtype)
     batch, _, heads, _ = rows.query.shape
     if rows.kv is None or rows.norm is None:
-        state = features.zeros(
-            rows.value, (batch, kv_heads), head_dim, 2 * rows.value.shape[-1], settings.power, dtype
-        )
+        columns = 2 * rows.value.shape[-1]
+        state = features.zeros(rows.value, (batch, kv_heads), head_dim, columns, plan.power, plan.dtype)
     else:
         both = jnp.concatenate([rows.kv, rows.norm], -1)
-        state = features.from_canonical(both, head_dim, settings.power)
+        state = features.from_canonical(both, head_dim, plan.power)
     query = rows.query.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim)
 
     def row(folds, *by_head):
         def head(query, key, value, log_decay, state):
-            return _head(settings, query, _Tokens(key, value, log_decay, folds), state)
+            return _head(plan, query, _Tokens(key, value, log_decay, folds), state)
 
         return jax.vmap(head)(*by_head)
 
-    by_head = (jnp.moveaxis(x, 2, 1) for x in (rows.key, rows.value, rows.log_decay))
+    by_head = (jnp.moveaxis(x, 2, 1) for x in (rows.key, rows.value, log_decay))
     out, final = jax.vmap(row)(rows.folds, jnp.moveaxis(query, 1, 3), *by_head, state)
     out = jnp.moveaxis(out, 3, 1).reshape(batch, -1, heads, out.shape[-1])[:, :length]
-    if not return_state:
+    if not plan.return_state:
         return out, None, None
-    return out, *jnp.split(features.to_canonical(final, head_dim, settings.power), 2, axis=-1)
+    return out, *jnp.split(features.to_canonical(final, head_dim, plan.power), 2, axis=-1)
 
 
-def _head(settings, query: Float[Array, "G X D"], tokens: _Tokens, state: features.Groups):
+def _head(plan, query: Float[Array, "G X D"], tokens: _Tokens, state: features.Groups):
     """The outputs [G, X, E] of one key head and the state, values and then normalisers, after the last fold."""
-    chunks = query.shape[1] // settings.chunk
+    chunks = query.shape[1] // plan.chunk
 
     def cut(x):
-        return x.reshape(chunks, settings.chunk, *x.shape[1:])
+        return x.reshape(chunks, plan.chunk, *x.shape[1:])
 
     # Saved for the backward pass: the state and the window before each chunk.
-    step = jax.checkpoint(functools.partial(_step, settings), prevent_cse=False)
-    empty = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(settings.window, *x.shape[1:])), tokens)
-    by_chunk = jnp.moveaxis(query.reshape(len(query), chunks, settings.chunk, -1), 1, 0)
+    step = jax.checkpoint(functools.partial(_step, plan), prevent_cse=False)
+    empty = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(plan.window, *x.shape[1:])), tokens)
+    by_chunk = jnp.moveaxis(query.reshape(len(query), chunks, plan.chunk, -1), 1, 0)
     (state, _), out = jax.lax.scan(step, (state, empty), (by_chunk, jax.tree.map(cut, tokens)))
     return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:2], -1), state
 
 
-def _step(settings, carry, inputs):
+def _step(plan, carry, inputs):
     """One chunk: the state and the last W tokens before it to those behind it, and its outputs [G, C, E]."""
     state, window = carry
     query, new = inputs
@@ -90,68 +91,68 @@ def _step(settings, carry, inputs):
     query = query.astype(dtype)
     # Prefix sums, whose differences are right to rounding.
     prefix = tuple(x.T for x in decays.split(tokens.log_decay.T))
-    sums = _before_block(settings, query, exact, prefix) + _own_block(settings, query, exact, prefix)
-    sums += _from_state(settings, query, state, prefix)
+    sums = _before_block(plan, query, exact, prefix) + _own_block(plan, query, exact, prefix)
+    sums += _from_state(plan, query, state, prefix)
     numerator, denominator = jnp.split(sums, 2, axis=-1)
     out = means.mean(numerator[..., None], denominator[..., None], -1)[..., 0]
-    kept = jax.tree.map(lambda x: x[settings.chunk :], tokens)
-    return (_folded(settings, state, exact), kept), out
+    kept = jax.tree.map(lambda x: x[plan.chunk :], tokens)
+    return (_folded(plan, state, exact), kept), out
 
 
-def _before_block(settings, query, tokens, prefix):
+def _before_block(plan, query, tokens, prefix):
     """Sums over the pairs of each query with the keys before its block, [G, C, 2E]."""
-    chunk, window = settings.chunk, settings.window
+    chunk, window = plan.chunk, plan.window
     begins = window + np.arange(0, chunk, BLOCK)
     # Up to the beginning of each block.
     at_begin = tuple(jnp.pad(x, [(1, 0), (0, 0)])[window::BLOCK][: len(begins), None] for x in prefix)
     earlier = (np.arange(window + chunk) < begins[:, None])[..., None]
     to_begin = _decay(at_begin, prefix, earlier)
     to_query = _decay(_in_blocks(prefix, window), at_begin, True)
-    scores = _scores(settings, "gid,xd->gix", query, tokens.key)
+    scores = _scores(plan, "gid,xd->gix", query, tokens.key)
     scores = scores.reshape(len(query), len(begins), BLOCK, -1)
     columns = jnp.concatenate([to_begin * tokens.value, to_begin], -1)
-    sums = jnp.einsum("gnix,nxe->gnie", scores, columns, precision=settings.precision)
+    sums = jnp.einsum("gnix,nxe->gnie", scores, columns, precision=plan.precision)
     return (sums * _twice(to_query)).reshape(len(query), chunk, -1)
 
 
-def _own_block(settings, query, tokens, prefix):
+def _own_block(plan, query, tokens, prefix):
     """Sums over the pairs of each query with the keys of its block up to itself, [G, C, 2E]."""
-    prefix = _in_blocks(prefix, settings.window)
+    prefix = _in_blocks(prefix, plan.window)
     queries, keys = (x[:, :, None] for x in prefix), (x[:, None] for x in prefix)
     decay = _decay(queries, keys, np.tri(BLOCK, dtype=bool)[..., None])
     query_blocks = query.reshape(len(query), -1, BLOCK, query.shape[-1])
-    key, value = _in_blocks((tokens.key, tokens.value), settings.window)
-    scores = _scores(settings, "gnid,njd->gnij", query_blocks, key)[..., None]
+    key, value = _in_blocks((tokens.key, tokens.value), plan.window)
+    scores = _scores(plan, "gnid,njd->gnij", query_blocks, key)[..., None]
     sums = [(scores * decay * value[:, None]).sum(3), (scores * decay).sum(3)]
     return jnp.concatenate(sums, -1).reshape(*query.shape[:2], -1)
 
 
-def _from_state(settings, query, state, prefix):
+def _from_state(plan, query, state, prefix):
     """Sums over the folded tokens, [G, C, 2E]."""
-    weights = features.weights(query.shape[-1], settings.power, query.dtype)
+    weights = features.weights(query.shape[-1], plan.power, query.dtype)
     weighted = tuple(s * w for s, w in zip(state, weights))
     columns = query.reshape(-1, query.shape[-1]).T
-    sums = features.query(weighted, columns, settings.power, settings.precision).T
+    sums = features.query(weighted, columns, plan.power, plan.precision).T
     coarse, fine = prefix
-    to_query = decays.exp((coarse + fine)[settings.window :])
+    to_query = decays.exp((coarse + fine)[plan.window :])
     return sums.reshape(*query.shape[:2], -1) * _twice(to_query)
 
 
-def _folded(settings, state, tokens):
+def _folded(plan, state, tokens):
     """The state after the oldest C tokens."""
-    old = jax.tree.map(lambda x: x[: settings.chunk], tokens)
+    old = jax.tree.map(lambda x: x[: plan.chunk], tokens)
     log_decay = jnp.where(old.folds[:, None], old.log_decay, 0)
     to_state = decays.exp(decays.suffix_sums(log_decay.T).T)
     to_state = jnp.where(old.folds[:, None], to_state, 0)
     columns = jnp.concatenate([to_state * old.value, to_state], -1)
-    new = features.fold(columns.T, old.key.T, settings.power, settings.precision)
+    new = features.fold(columns.T, old.key.T, plan.power, plan.precision)
     carry = _twice(decays.exp(log_decay.sum(0)))
     return tuple(carry * s + n for s, n in zip(state, new))
 
 
-def _scores(settings, axes, query, key):
-    scores = jnp.einsum(axes, query, key, precision=settings.precision)
-    return jax.lax.integer_pow(scores, settings.power)
+def _scores(plan, axes, query, key):
+    scores = jnp.einsum(axes, query, key, precision=plan.precision)
+    return jax.lax.integer_pow(scores, plan.power)
 
 
 def _decay(later, earlier, where):

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops import _time_axis
-from sympow_jax.ops._power import decay as decays
-from sympow_jax.ops._power import features
+from sympow_jax.ops._recurrent import features
+from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops._shared import time_axis
 
 __all__ = ["arriving_sums", "combined", "log_decay_over", "with_halo"]
 
@@ -25,7 +25,7 @@ _CHUNK = 128
 def with_halo(
     arrays: dict[str, Array], valid: Bool[Array, "B T"], *, window: int, ragged: bool, axis_name: str
 ) -> tuple[dict[str, Array], Bool[Array, "B W+T"]]:
-    """The arrays of xla.Rows over time [B, T, ...] with the last W tokens before this share in front; what is valid.
+    """The arrays of rows.Rows over time [B, T, ...] with the last W tokens before this share in front; what is valid.
 
     ragged: whether anything is not valid. Then the W tokens may come from several devices, and are last among W
     positions; positions that are not valid hold zeros. Raises ValueError where a share is shorter than a window.
@@ -45,7 +45,7 @@ def with_halo(
         folds = behind >= window
     else:
         # The first device's are zeros, which weigh nothing.
-        halo = _time_axis.from_left({name: x[:, time - window :] for name, x in tokens.items()}, axis_name)
+        halo = time_axis.from_left({name: x[:, time - window :] for name, x in tokens.items()}, axis_name)
         valid = jnp.ones((batch, window + time), bool)
         folds = jnp.broadcast_to(jnp.arange(window + time) < time, valid.shape)
     nothing = jnp.zeros_like(arrays["query"], shape=(batch, window, *arrays["query"].shape[2:]))
@@ -75,15 +75,15 @@ def _tokens_before(tokens, valid, window, axis_name):
         }
 
     own = {name: at(x, newest) for name, x in (tokens | {"held": valid}).items()}
-    halo = _time_axis.exclusive_prefix(last_of_both, own, axis_name)
+    halo = time_axis.exclusive_prefix(last_of_both, own, axis_name)
     held = halo.pop("held")
     return halo, held
 
 
-def log_decay_over(log_decay: Float[Array, "B X K"] | None, folds: Bool[Array, "B X"], kv_heads: int):
+def log_decay_over(log_decay: Float[Array, "B X K"] | None, folds, kv_heads: int):
     """The sum of the decays of what is folded, [B, K]."""
     if log_decay is None:
-        return jnp.zeros((len(folds), kv_heads))
+        return jnp.zeros_like(folds, jnp.float32, shape=(len(folds), kv_heads))
     return jnp.where(folds[..., None], log_decay, 0).sum(1)
 
 

@@ -23,7 +23,7 @@ STATEFUL = cases.Case(head_dim=8, value_dim=5, time=150, segments="padded", grou
 SIZES = (2, 2, 8, 5)
 OPTIONS = ("implementation", "power", "window", "chunk_size", "return_state")
 
-attend = jax.jit(ops.channel_gated_attention, static_argnames=OPTIONS)
+attend = jax.jit(ops.power_attention, static_argnames=OPTIONS)
 
 
 def arrays(case, kv_heads=2):
@@ -44,7 +44,7 @@ def cast(drawn, dtype):
 @functools.partial(jax.jit, static_argnames=OPTIONS)
 def outputs_and_gradients(drawn, **options):
     def loss(arguments):
-        out = ops.channel_gated_attention(**arguments, segment_ids=drawn["segment_ids"], **options)
+        out = ops.power_attention(**arguments, segment_ids=drawn["segment_ids"], **options)
         return (out * drawn["dout"]).sum(), out
 
     gradients, out = jax.grad(loss, has_aux=True)({name: drawn[name] for name in cases.GRADIENTS})
@@ -116,10 +116,12 @@ def whole():
 def by_steps(drawn, *, window, begin=0, state=None):
     tokens = part(drawn, begin, None)
     if state is None:
-        state = ops.ChannelGatedState.zeros(*SIZES, power=2, window=window, dtype=tokens["key"].dtype)
+        state = ops.PowerState.zeros(
+            *SIZES, power=2, window=window, per_channel=True, dtype=tokens["key"].dtype
+        )
 
     def step(state, token):
-        out, state = ops.channel_gated_attention_step(**token, state=state)
+        out, state = ops.power_attention_step(**token, state=state)
         return state, out
 
     state, out = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
@@ -137,7 +139,7 @@ def test_any_split_is_the_whole(window, lengths):
     drawn = arrays(STATEFUL)
     with jax.enable_x64(True):
         state, outputs, begin = (
-            ops.ChannelGatedState.zeros(*SIZES, power=2, window=window, dtype=float),
+            ops.PowerState.zeros(*SIZES, power=2, window=window, per_channel=True, dtype=float),
             [],
             0,
         )
@@ -172,9 +174,7 @@ def test_gradients_through_states():
 
     def loss(arguments):
         given = drawn | arguments
-        first, state = ops.channel_gated_attention(
-            **part(given, 0, 130), window=6, chunk_size=16, return_state=True
-        )
+        first, state = ops.power_attention(**part(given, 0, 130), window=6, chunk_size=16, return_state=True)
         second, _ = by_steps(given, window=6, begin=130, state=state)
         return (jnp.concatenate([first, second], 1) * drawn["dout"]).sum()
 
@@ -190,7 +190,7 @@ def test_padding_passes_the_state_through():
     drawn = arrays(STATEFUL)
     call = functools.partial(attend, window=6, chunk_size=16, return_state=True)
     with jax.enable_x64(True):
-        state = ops.ChannelGatedState.zeros(*SIZES, power=2, window=6, dtype=float)
+        state = ops.PowerState.zeros(*SIZES, power=2, window=6, per_channel=True, dtype=float)
         _, before = call(**part(drawn, 0, 50), initial_state=state)
         padding = part(drawn, 0, 50) | {"segment_ids": jnp.full((2, 50), -1, jnp.int32)}
         out, after = call(**padding, initial_state=before)
@@ -222,7 +222,8 @@ def test_memory_is_linear_in_time():
     x = jax.ShapeDtypeStruct((1, 2**16, 1, 8), jnp.float32)
 
     def loss(*arrays):
-        return ops.channel_gated_attention(*arrays).sum()
+        *arrays, log_decay = arrays
+        return ops.power_attention(*arrays, log_decay=log_decay).sum()
 
     compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(x, x, x, x).compile()
     # Arguments, copies and gradients of 2 MiB each, and states and windows; one T x T array would be 16 GiB.
@@ -231,29 +232,30 @@ def test_memory_is_linear_in_time():
 
 def test_errors_name_the_numbers_and_the_remedy():
     x = jnp.ones((1, 8, 2, 4))
-    state = ops.ChannelGatedState.zeros(1, 2, 4, 4, power=2, window=3)
-    call = functools.partial(ops.channel_gated_attention, x, x, x)
-    with pytest.raises(ValueError, match=r"log_decay has shape \(1, 8, 2\); it must be \(1, 8, 2, 4\)"):
-        call(x[..., 0])
-    with pytest.raises(ValueError, match="power is 3; it must be positive and even"):
-        call(x, power=3)
-    with pytest.raises(
-        NotImplementedError, match="'mosaic_gpu' has one decay a head; use implementation='xla'"
-    ):
-        call(x, implementation="mosaic_gpu")
-    with pytest.raises(ValueError, match="key has 8 tokens and query 7; they must be equal"):
-        ops.channel_gated_attention(x[:, 1:], x, x, x)
+    state = ops.PowerState.zeros(1, 2, 4, 4, power=2, window=3, per_channel=True)
+    call = functools.partial(ops.power_attention, x, x, x, log_decay=x)
+    with pytest.raises(ValueError, match=r"log_decay has shape \(1, 8, 2, 3\); it must be"):
+        call(log_decay=x[..., :3])
     with pytest.raises(ValueError, match=r"initial_state holds one of 3; pass window=3"):
-        call(x, initial_state=state)
+        call(initial_state=state)
     with pytest.raises(
-        ValueError, match=r"\(1, 2, 35, 4\); make it with ChannelGatedState.zeros\(1, 2, 4, 4, power=4"
+        ValueError, match=r"\(1, 2, 35, 4\); make it with PowerState.zeros\(1, 2, 4, 4, power=4"
     ):
-        call(x, power=4, initial_state=state)
-    with pytest.raises(ValueError, match=r"the state is a PowerState; make it with ChannelGatedState\.zeros"):
-        call(x, initial_state=ops.PowerState.zeros(1, 2, 4, 4, power=2))
-    with pytest.raises(NotImplementedError, match="cannot divide time over the mesh axis 'time'"):
-        call(x, axis_name="time")
-    with pytest.raises(
-        NotImplementedError, match="'reference' computes whole sequences; leave out initial_state"
-    ):
-        call(x, implementation="reference", return_state=True)
+        call(power=4, initial_state=state)
+    with pytest.raises(NotImplementedError, match="form 'attention' has one decay per key head"):
+        ops.power_attention(x[:, 1:], x, x, log_decay=x)
+
+
+def test_the_state_of_the_reference():
+    """That of the chunked form, from which it goes on."""
+    drawn = arrays(STATEFUL)
+    with jax.enable_x64(True):
+        _, first = attend(**part(drawn, 0, 50), window=6, chunk_size=16, return_state=True)
+        call = functools.partial(
+            attend, **part(drawn, 50, 90), window=6, initial_state=first, return_state=True
+        )
+        out, state = call(chunk_size=16)
+        expected, formula = call(implementation="reference")
+    assert cases.error(out, expected) <= 1e-10
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+    jax.tree.map(compare, state, formula)

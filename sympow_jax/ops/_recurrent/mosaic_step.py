@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import power_step as kernels
 from sympow_jax.ops import feature_maps
-from sympow_jax.ops._power import decay as decays
-from sympow_jax.ops._power import mean as means
-from sympow_jax.ops._power import mosaic, target
-from sympow_jax.ops._power import step as xla_step
+from sympow_jax.ops._recurrent import mean as means
+from sympow_jax.ops._recurrent import mosaic
+from sympow_jax.ops._recurrent import step as xla_step
+from sympow_jax.ops._shared import decay as decays
 
 __all__ = ["require_supported", "step"]
 
@@ -36,51 +36,34 @@ def require_supported(query, state, *, power) -> None:
     )
 
 
-def step(query, key, value, state, *, power, log_decay, segment_ids):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def step(plan, query, key, value, log_decay, segment_ids, state):
     """`xla_step.step` by the kernels. A donated state is updated where it lies.
 
     Saves its arguments alone for the backward pass, which is that of the `xla` step.
     """
-    return _step(power, target.interpret(), query, key, value, state, log_decay, segment_ids)
+    return xla_step.step(plan, query, key, value, log_decay, segment_ids, state, read=_read, fold=_fold)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _step(power, interpret, query, key, value, state, log_decay, segment_ids):
-    return xla_step.step(
-        query,
-        key,
-        value,
-        state,
-        power=power,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
-        read=functools.partial(_read, interpret=interpret),
-        fold=functools.partial(_fold, interpret=interpret),
-    )
+def _step_fwd(plan, *arrays):
+    return step(plan, *arrays), arrays
 
 
-def _step_fwd(power, interpret, *arguments):
-    return _step(power, interpret, *arguments), arguments
+def _step_bwd(plan, arrays, cotangents):
+    query, key, value, log_decay, segment_ids, state = arrays
+
+    def plain(query, key, value, log_decay, state):
+        return xla_step.step(plan, query, key, value, log_decay, segment_ids, state)
+
+    *gradients, dstate = jax.vjp(plain, query, key, value, log_decay, state)[1](cotangents)
+    return *gradients, None, dstate
 
 
-def _step_bwd(power, interpret, arguments, cotangents):
-    del interpret
-    *differentiable, segment_ids = arguments
-
-    def plain(query, key, value, state, log_decay):
-        return xla_step.step(
-            query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids
-        )
-
-    return *jax.vjp(plain, *differentiable)[1](cotangents), None
+step.defvjp(_step_fwd, _step_bwd)
 
 
-_step.defvjp(_step_fwd, _step_bwd)
-
-
-def _read(query, state, power, precision, *, interpret):
+def _read(plan, query, state):
     """`xla_step._read`; products are of float32 whatever the precision asked for."""
-    del precision
     arrays = {
         "query": query[:, None],
         "key": state.keys,
@@ -89,7 +72,7 @@ def _read(query, state, power, precision, *, interpret):
         "kv": state.kv,
         "norm": state.norm,
     }
-    compute = functools.partial(_read_share, power=power, interpret=interpret)
+    compute = functools.partial(_read_share, power=plan.power, interpret=plan.interpret)
     return mosaic.per_device(compute, arrays, ("out",))["out"][:, 0]
 
 
@@ -110,9 +93,8 @@ def _read_share(arrays, *, power, interpret):
     return {"out": means.mean(numerator, denominator[..., None], -1)[:, None]}
 
 
-def _fold(state, tokens, rows, power, precision, *, interpret):
+def _fold(plan, state, tokens, rows):
     """`xla_step._fold`, in place."""
-    del precision
     arrays = {
         "query": tokens["keys"],
         "key": tokens["keys"],
@@ -122,7 +104,7 @@ def _fold(state, tokens, rows, power, precision, *, interpret):
         "norm": state.norm,
         "rows": rows,
     }
-    compute = functools.partial(_fold_share, power=power, interpret=interpret)
+    compute = functools.partial(_fold_share, power=plan.power, interpret=plan.interpret)
     return mosaic.per_device(compute, arrays, ("kv", "norm"))
 
 

@@ -4,6 +4,7 @@ The kernels compute what the plain forms compute, forward and backward: ragged r
 `xla`.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -12,9 +13,10 @@ from jax import ad_checkpoint
 
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
-from sympow_jax.ops import _time_axis
-from sympow_jax.ops._power import mean as means
-from sympow_jax.ops._power import shares, target, xla
+from sympow_jax.ops._recurrent import context
+from sympow_jax.ops._recurrent import mean as means
+from sympow_jax.ops._recurrent import rows as rows_of
+from sympow_jax.ops._shared import time_axis
 
 __all__ = ["attention", "chunked", "per_device", "require_supported"]
 
@@ -48,10 +50,10 @@ def require_supported(query, value, *, form, power, window, chunk_size, stateles
         )
 
 
-def attention(query, key, value, *, power, log_decay, segment_ids, state, window, chunk, return_state):
-    """The attention form; arguments as in `xla.attention`, without a state."""
-    del state, window, chunk, return_state
-    return _attention(power, target.interpret(), query, key, value, log_decay, segment_ids), None
+def attention(plan, query, key, value, log_decay, segment_ids, state):
+    """The attention form; as `xla.attention`, without a state."""
+    assert state is None  # `require_supported`
+    return _attention(plan.power, plan.interpret, query, key, value, log_decay, segment_ids), None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -96,41 +98,35 @@ def _named(results):
     return {name: ad_checkpoint.checkpoint_name(x, _SAVED_AS[name]) for name, x in results.items()}
 
 
-def chunked(query, key, value, *, power, state, window, chunk, axis_name=None, **arguments):
-    """The chunked form; arguments as in `xla.chunked`. `chunk` None is what the kernels do best."""
-    before = 2 * window if state is not None else window if axis_name is not None else 0
-    length = query.shape[1] + before
+def chunked(plan, rows: rows_of.Rows):
+    """The chunked form; returns as `xla.chunked`. A chunk of None is what the kernels do best."""
+    (batch, length, kv_heads, head_dim), dtype = rows.key.shape, rows.query.dtype
+    chunk = plan.chunk
     if chunk is not None:
         # A key is seen exactly from two chunks at most.
-        chunk = max(min(chunk, -(-length // _BLOCK) * _BLOCK), window)
+        chunk = max(min(chunk, -(-length // _BLOCK) * _BLOCK), plan.window)
     chunk = state_kernel.choose(
-        power=power,
-        head_dim=query.shape[-1],
-        value_dim=value.shape[-1],
+        power=plan.power,
+        head_dim=head_dim,
+        value_dim=rows.value.shape[-1],
         time=length,
-        heads=key.shape[0] * key.shape[2],
-        dtype=query.dtype,
-        window=window,
+        heads=batch * kv_heads,
+        dtype=dtype,
+        window=plan.window,
         chunk=chunk,
     ).chunk
-    core = functools.partial(_core, dtype=query.dtype)
-    arguments |= {"power": power, "state": state, "window": window, "chunk": chunk, "axis_name": axis_name}
-    return xla.chunked(query, key, value, core=core, **arguments)
-
-
-def _core(settings, rows, return_state, axis_name, *, dtype):
     # The window of a state holds float32, of inputs of 16 bits.
     rows = rows._replace(**{name: getattr(rows, name).astype(dtype) for name in ("query", "key", "value")})
-    results = _chunked(settings, target.interpret(), return_state, axis_name, rows)
-    return results if return_state else (*results, None, None)
+    results = _chunked(dataclasses.replace(plan, chunk=chunk), rows)
+    return results if plan.return_state else (*results, None, None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _chunked(settings, interpret, return_state, axis_name, rows):
-    return _chunked_fwd(settings, interpret, return_state, axis_name, rows)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(plan, rows):
+    return _chunked_fwd(plan, rows)[0]
 
 
-def _chunked_fwd(settings, interpret, return_state, axis_name, rows):
+def _chunked_fwd(plan, rows):
     """Saves the arguments, the output, the denominators and the states before each chunk.
 
     By the names of `checkpoint_name`, a policy of `jax.checkpoint` may have the states computed again instead.
@@ -139,10 +135,10 @@ def _chunked_fwd(settings, interpret, return_state, axis_name, rows):
     def compute(arrays):
         initial = (arrays["kv"], arrays["norm"]) if "kv" in arrays else None
         query, *others = _arguments(arrays)
-        options = _options(settings, interpret)
+        options = _options(plan)
         saved, final = state_kernel.fold(*others, initial, **options)
-        if axis_name is not None:
-            saved, final = _met(saved, final, others, options, axis_name)
+        if plan.axis_name is not None:
+            saved, final = _met(saved, final, others, options, plan.axis_name)
         out, denominator = state_kernel.attend(query, *others, saved, **options)
         kv, norm = final
         return {"out": out, "denominator": denominator, "kv": kv, "norm": norm} | saved._asdict()
@@ -151,27 +147,27 @@ def _chunked_fwd(settings, interpret, return_state, axis_name, rows):
     results = per_device(compute, rows._asdict(), names)
     kv, norm = results.pop("kv"), results.pop("norm")
     saved = _named(results)
-    return (saved["out"], kv, norm) if return_state else (saved["out"],), (rows, saved)
+    return (saved["out"], kv, norm) if plan.return_state else (saved["out"],), (rows, saved)
 
 
-def _chunked_bwd(settings, interpret, return_state, axis_name, residuals, cotangents):
+def _chunked_bwd(plan, residuals, cotangents):
     rows, saved = residuals
 
     def compute(arrays):
-        options = _options(settings, interpret)
+        options = _options(plan)
         arguments, results = _arguments(arrays), (arrays["out"], arrays["denominator"])
         states = state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields))
-        dfinal = (arrays["final_kv"], arrays["final_norm"]) if return_state else None
+        dfinal = (arrays["final_kv"], arrays["final_norm"]) if plan.return_state else None
         dual, initial = state_kernel.fold_vjp(*arguments, *results, arrays["dout"], dfinal, **options)
-        if axis_name is not None:
-            dual, initial = _met(dual, initial, arguments[1:], options, axis_name, reverse=True)
+        if plan.axis_name is not None:
+            dual, initial = _met(dual, initial, arguments[1:], options, plan.axis_name, reverse=True)
         gradients = state_kernel.attend_vjp(*arguments, *results, states, dual, arrays["dout"], **options)
         gradients = gradients._asdict() | dict(zip(("kv", "norm"), initial))
         return {name: gradients[name] for name in wanted}
 
     arrays = rows._asdict() | saved | dict(zip(("dout", "final_kv", "final_norm"), cotangents))
     wanted = tuple(name for name, x in rows._asdict().items() if x is not None and name != "folds")
-    return (xla.Rows(**dict.fromkeys(xla.Rows._fields) | per_device(compute, arrays, wanted)),)
+    return (rows_of.Rows(**dict.fromkeys(rows_of.Rows._fields) | per_device(compute, arrays, wanted)),)
 
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
@@ -183,8 +179,8 @@ def _met(saved, final, arguments, options, axis_name, reverse=False):
     reverse: dual states and the first one, from the devices behind.
     """
     key, _, log_decay, folds = arguments
-    decay = shares.log_decay_over(log_decay, folds, key.shape[2])
-    _, incoming = _time_axis.exclusive_prefix(shares.combined, (decay, final), axis_name, reverse=reverse)
+    decay = context.log_decay_over(log_decay, folds, key.shape[2])
+    _, incoming = time_axis.exclusive_prefix(context.combined, (decay, final), axis_name, reverse=reverse)
     options = {name: x for name, x in options.items() if name != "interpret"}
     return state_kernel.add_incoming(saved, final, incoming, *arguments, **options, reverse=reverse)
 
@@ -197,10 +193,10 @@ def _arguments(arrays):
     return *(arrays[name] for name in ("query", "key", "value")), decay, arrays["folds"]
 
 
-def _options(settings, interpret):
+def _options(plan):
     """What is static of a call of the kernels, states in float16."""
-    sizes = {"power": settings.power, "chunk": settings.chunk, "window": settings.window}
-    return sizes | {"state_dtype": jnp.float16, "interpret": interpret}
+    sizes = {"power": plan.power, "chunk": plan.chunk, "window": plan.window}
+    return sizes | {"state_dtype": jnp.float16, "interpret": plan.interpret}
 
 
 def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:

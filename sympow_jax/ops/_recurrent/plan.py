@@ -1,0 +1,330 @@
+"""The plan of a recurrent attention: what is computed and how, decided once, from shapes and options."""
+
+import dataclasses
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._recurrent import mean as means
+from sympow_jax.ops._recurrent import state as power_state
+from sympow_jax.ops._shared import arguments, target
+
+__all__ = ["FORMS", "IMPLEMENTATIONS", "Plan", "make", "make_step"]
+
+FORMS = ("attention", "chunked", "recurrent")
+IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an attention computes, and why not otherwise.
+
+    Attributes:
+        form: `attention`, `chunked` or `recurrent`; `step` for one token.
+        implementation: `reference`, `xla` or `mosaic_gpu`.
+        power: the degree p of the weights.
+        chunk: tokens of a chunk, or of a block of the attention form; None if the kernels choose.
+        window: tokens that every query sees exactly.
+        division: what becomes of sums of weighted values and of weights.
+        per_channel: whether decays are one per value instead of one per key head.
+        return_state: whether the state after the last token is computed.
+        axis_name: the manual mesh axis over which time is divided, or None.
+        dtype: the dtype of sums and states.
+        precision: the precision of products.
+        interpret: parameters of the GPU interpreter, or None.
+        flops: predicted FLOPs of the forward pass of each form that was compared.
+        not_taken: pairs of a choice and the reason why it was not taken.
+    """
+
+    form: str
+    implementation: str
+    power: int
+    chunk: int | None
+    window: int
+    dtype: Any
+    precision: jax.lax.Precision
+    division: means.Division = means.Division.POSITIVE
+    per_channel: bool = False
+    return_state: bool = False
+    axis_name: str | None = None
+    interpret: Any = None
+    flops: tuple[tuple[str, float], ...] = ()
+    not_taken: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.form} form by {self.implementation}, chunk {self.chunk}, window {self.window}"]
+        lines += [f"  {form}: {flops:.3g} FLOPs in the forward pass" for form, flops in self.flops]
+        lines += [f"  not {choice}: {reason}" for choice, reason in self.not_taken]
+        return "\n".join(lines)
+
+
+def make(
+    query,
+    key,
+    value,
+    log_decay,
+    segment_ids,
+    state,
+    *,
+    power,
+    form,
+    implementation,
+    chunk_size,
+    window,
+    return_state,
+    axis_name,
+    division=means.Division.POSITIVE,
+) -> Plan:
+    """Checks the arguments of `power_attention`, which may be abstract, and decides how they are computed.
+
+    Raises ValueError or NotImplementedError; see there.
+    """
+    sizes = arguments.check_attention(
+        query,
+        key,
+        value,
+        log_decay,
+        segment_ids,
+        per_channel=None,
+        may_lack_values=division is means.Division.NONE,
+    )
+    arguments.check_choice("form", form, (None, *FORMS))
+    arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    window = arguments.check_integer("window", window, 0)
+    if chunk_size is not None:
+        chunk_size = arguments.check_integer("chunk_size", chunk_size, 1)
+    return_state = arguments.check_flag("return_state", return_state)
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    per_channel = _per_channel(log_decay, value, state)
+    if state is not None:
+        arguments.check_state(state, power_state.PowerState, dtype, power=power, window=window, **sizes)
+    more_keys = key.shape[1] > query.shape[1]
+    if more_keys and (state is not None or form not in (None, "attention")):
+        raise ValueError(
+            f"key has {key.shape[1]} tokens and query {query.shape[1]}; more keys than queries need the attention "
+            f"form without an initial state"
+        )
+    stateless = state is None and not return_state
+    if axis_name is not None:
+        _require_divisible(axis_name, implementation, more_keys=more_keys, stateless=stateless)
+    if per_channel:
+        _require_channels(form, implementation, axis_name, more_keys=more_keys)
+
+    # What kernels can do comes before the choice of a form, which they may limit.
+    not_taken: dict[str, str] = {}
+    kernels = []
+    if implementation in (None, "mosaic_gpu") and not per_channel:
+        for candidate in (form,) if form else ("attention", "chunked"):
+            reason = _why_no_kernels(
+                "mosaic",
+                query,
+                value,
+                named=implementation is not None,
+                division=division,
+                form=candidate,
+                power=power,
+                window=window,
+                chunk_size=chunk_size,
+                stateless=stateless,
+            )
+            if reason is None:
+                kernels.append(candidate)
+            else:
+                not_taken[f"{candidate} by mosaic_gpu"] = reason
+
+    flops: dict[str, float] = {}
+    if form is None:
+        time = query.shape[1] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+        flops = {
+            candidate: sizes["batch"]
+            * query.shape[2]
+            * time
+            * cost.flops_per_token(
+                candidate,
+                time=time,
+                head_dim=sizes["head_dim"],
+                value_dim=sizes["value_dim"],
+                power=power,
+                chunk=chunk_size or cost.default_chunk("chunked"),
+                window=window,
+            )
+            for candidate in ("attention", "chunked")
+        }
+        state_bytes = cost.state_bytes(power=power, per_channel=per_channel, **sizes)
+        if more_keys:
+            form, reason = "attention", "there are more keys than queries"
+        elif implementation == "reference":
+            form, reason = "attention", "implementation 'reference' has no chunked form"
+        elif per_channel:
+            form, reason = "chunked", "it has one decay per key head"
+        # The scan holds the state, its decayed copy and its update.
+        elif 3 * state_bytes > cost.memory_bytes():
+            form, reason = "attention", f"three states of {state_bytes:,} bytes do not fit in memory"
+        # With a state, the plain attention form computes with features too.
+        elif len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):
+            form, reason = kernels[0], "it has no kernel"
+        else:
+            form, reason = min(flops, key=flops.__getitem__), "it takes more FLOPs"
+        not_taken["chunked" if form == "attention" else "attention"] = reason
+
+    if form != "attention" or return_state:
+        cost.require_memory(power=power, itemsize=dtype.itemsize, per_channel=per_channel, **sizes)
+    if implementation == "mosaic_gpu" and form not in kernels:
+        raise NotImplementedError(not_taken[f"{form} by mosaic_gpu"])
+    if implementation == "reference" and form == "chunked":
+        raise NotImplementedError(
+            "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
+        )
+    implementation = implementation or ("mosaic_gpu" if form in kernels else "xla")
+    return Plan(
+        form=form,
+        implementation=implementation,
+        power=power,
+        chunk=chunk_size if implementation == "mosaic_gpu" else chunk_size or cost.default_chunk(form),
+        window=window,
+        division=division,
+        per_channel=per_channel,
+        return_state=return_state,
+        axis_name=axis_name,
+        dtype=dtype,
+        precision=cost.precision_of(key.dtype),
+        interpret=target.interpret(),
+        flops=tuple(flops.items()),
+        not_taken=tuple(not_taken.items()),
+    )
+
+
+def make_step(
+    query,
+    key,
+    value,
+    log_decay,
+    segment_ids,
+    state,
+    *,
+    power,
+    implementation,
+    division=means.Division.POSITIVE,
+) -> Plan:
+    """The plan of `power_attention_step`, as `make`."""
+    no_values = division is means.Division.NONE
+    sizes = arguments.check_attention(
+        query,
+        key,
+        value,
+        log_decay,
+        segment_ids,
+        step=True,
+        per_channel=None,
+        may_lack_values=no_values,
+    )
+    arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    per_channel = _per_channel(log_decay, value, state)
+    arguments.check_state(state, power_state.PowerState, dtype, power=power, **sizes)
+    if implementation == "reference":
+        raise NotImplementedError(
+            "implementation 'reference' has no step; call the op with one token and implementation='reference'"
+        )
+    not_taken = {}
+    if implementation == "mosaic_gpu" and per_channel:
+        raise NotImplementedError(_ONE_DECAY_PER_HEAD)
+    if implementation != "xla" and not per_channel:
+        reason = _why_no_kernels(
+            "mosaic_step", query, state, named=implementation is not None, division=division, power=power
+        )
+        if reason is None:
+            implementation = "mosaic_gpu"
+        elif implementation is None:
+            not_taken["step by mosaic_gpu"] = reason
+        else:
+            raise NotImplementedError(reason)
+    return Plan(
+        form="step",
+        implementation=implementation or "xla",
+        power=power,
+        chunk=None,
+        window=state.window,
+        division=division,
+        per_channel=per_channel,
+        return_state=True,
+        dtype=dtype,
+        precision=cost.precision_of(key.dtype),
+        interpret=target.interpret(),
+        not_taken=tuple(not_taken.items()),
+    )
+
+
+_ONE_DECAY_PER_HEAD = (
+    "implementation 'mosaic_gpu' has one decay per key head; use implementation='xla' for one per value"
+)
+
+
+def _per_channel(log_decay, value, state) -> bool:
+    """Whether decays are one per value; raises ValueError for a state of the other kind."""
+    if log_decay is None:
+        return isinstance(state, power_state.PowerState) and state.per_channel
+    per_channel = log_decay.ndim == value.ndim
+    if isinstance(state, power_state.PowerState) and state.per_channel != per_channel:
+        raise ValueError(
+            f"log_decay has shape {log_decay.shape} and the state was made with per_channel={state.per_channel}; make "
+            f"it with PowerState.zeros(..., per_channel={per_channel})"
+        )
+    return per_channel
+
+
+def _require_channels(form, implementation, axis_name, *, more_keys) -> None:
+    """Raises NotImplementedError, naming the constraint, for what has one decay per key head alone."""
+    if implementation == "mosaic_gpu":
+        raise NotImplementedError(_ONE_DECAY_PER_HEAD)
+    if axis_name is not None:
+        raise NotImplementedError(
+            f"time is divided over the mesh axis {axis_name!r}, which needs one decay per key head, not one per value; "
+            f"leave out axis_name"
+        )
+    if implementation == "reference":
+        if form == "recurrent":
+            raise NotImplementedError(
+                "form 'recurrent' of the reference has one decay per key head; use form='attention' for one per value"
+            )
+    elif form in ("attention", "recurrent") or more_keys:
+        raise NotImplementedError(
+            f"form {form or 'attention'!r} has one decay per key head; use form='chunked' for one per value"
+        )
+
+
+def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
+    """Why the kernels of that module cannot do it, or None if they can. `named` if they were asked for."""
+    try:
+        target.require_hopper()
+        if division is not means.Division.POSITIVE:
+            raise NotImplementedError(
+                "implementation 'mosaic_gpu' has even powers of queries and keys, and no other denominator; use "
+                "implementation='xla'"
+            )
+        # Pallas takes a second to import: only where a kernel may run.
+        kernels = importlib.import_module(f"sympow_jax.ops._recurrent.{module}")
+        kernels.require_supported(*arrays, **needs)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _require_divisible(axis_name, implementation, *, more_keys, stateless) -> None:
+    """Raises NotImplementedError, naming the constraint, for what needs all of the time on one device."""
+    divided = f"time is divided over the mesh axis {axis_name!r}, which"
+    if not stateless:
+        raise NotImplementedError(
+            f"{divided} goes without states; leave out initial_state and return_state, or axis_name"
+        )
+    if more_keys:
+        raise NotImplementedError(
+            f"{divided} needs as many keys as queries; leave out kept keys, or axis_name"
+        )
+    if implementation == "reference":
+        raise NotImplementedError(
+            f"{divided} implementation 'reference' cannot; use implementation='xla', or leave out axis_name"
+        )

@@ -1,0 +1,223 @@
+"""Power attention as its papers write it: slow, plain, and right in float64.
+
+Equations are those of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025), except that
+rotations have been applied to queries and keys by the caller. It shares nothing with what it checks but feature maps.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Bool, Float, Int
+from sympow_jax.ops import feature_maps
+from sympow_jax.ops._recurrent import mean as means
+from sympow_jax.ops._recurrent import state as power_state
+
+__all__ = ["LEAVES"]
+
+
+class _Tokens(NamedTuple):
+    """The tokens in the window of a state, in 2W slots, and the new ones behind them.
+
+    document: 0 for that of the state, counted on from there; -1 for empty slots and padding.
+    last: the document that the tokens end in, and its segment id.
+    """
+
+    key: Float[Array, "B X K D"]
+    value: Float[Array, "B X K E"]
+    log_decay: Float[Array, "B X K c"]  # c is 1, or E for decays per value
+    document: Int[Array, "B X"]
+    last: tuple[Int[Array, " B"], Int[Array, " B"]]
+
+    @property
+    def valid(self) -> Bool[Array, "B X"]:
+        return self.document >= 0
+
+
+def _attention(plan, query, key, value, log_decay, segment_ids, state):
+    """Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p and b_ij = prod_{j < m <= i} gamma_m.
+
+    (Section 3.1, the attention formulation.) Keys that were folded into `state` count through their features.
+    `key` may be longer than `query`; the queries are its last tokens. With decays per value, b_ij is one for each
+    channel, which that paper leaves to future work.
+    """
+    time = query.shape[1]
+    tokens = _tokens(plan, key, value, log_decay, segment_ids, state)
+    q_BKGTD = _by_group(query.astype(plan.dtype), key.shape[2])
+    document = tokens.document
+    seen = (document[:, -time:, None] == document[:, None]) & tokens.valid[:, None]
+    steps = jnp.arange(document.shape[1])
+    seen &= steps[-time:, None] >= steps
+
+    # The sum of log decays over j < m <= i at (i, j), each column from its own start.
+    later = (steps[:, None] > steps)[:, :, None]
+    log_BKXc = jnp.moveaxis(tokens.log_decay, 1, 2)
+    between_BKTXc = jnp.cumsum(jnp.where(later, log_BKXc[:, :, :, None], 0), 2)[:, :, -time:]
+    decay_BKTXc = jnp.where(seen[:, None, :, :, None], jnp.exp(between_BKTXc), 0)
+    scores = jnp.einsum("bkgtd,bxkd->bkgtx", q_BKGTD, tokens.key, precision="highest")
+    numerator, denominator = _weighted(scores**plan.power, decay_BKTXc, tokens.value)
+
+    if state is not None:
+        features = feature_maps.symmetric_power(q_BKGTD, plan.power)
+        in_first = (document == 0)[:, None, -time:, None]
+        from_start = jnp.cumsum(log_BKXc, 2)[:, :, -time:]
+        decay = jnp.where(in_first, jnp.exp(from_start), 0)[:, :, None]
+        kv, norm = state.kv, state.norm if plan.per_channel else state.norm[..., None]
+        numerator += decay * jnp.einsum("bkgtf,bkfe->bkgte", features, kv, precision="highest")
+        denominator += decay * jnp.einsum("bkgtf,bkfc->bkgtc", features, norm, precision="highest")
+    out = _ungrouped(_result(plan, numerator, denominator, value.dtype))
+    return out, _state_after(plan, tokens, state) if plan.return_state else None
+
+
+def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
+    """Equation (2): S_i = gamma_i S_{i-1} + V_i phi(K_i)^T, Z_i likewise, Y_i = S_i phi(Q_i) / Z_i phi(Q_i).
+
+    Everything is folded: no window, and none in the state that comes out.
+    """
+    time = query.shape[1]
+    tokens = _tokens(plan, key, value, log_decay, segment_ids, state)
+    slots = tokens.key.shape[1] - time
+    query = jnp.pad(query.astype(plan.dtype), [(0, 0), (slots, 0), (0, 0), (0, 0)])
+
+    def step(carry, inputs):
+        kv, norm, current = carry
+        q, k, v, log_gamma, document = inputs
+        valid = document >= 0
+        starts = valid & (document != current)
+        gamma = jnp.where(starts[:, None], 0, jnp.exp(log_gamma[..., 0]))
+        features = jnp.where(valid[:, None, None], feature_maps.symmetric_power(k, plan.power), 0)
+        kv = gamma[..., None, None] * kv + features[..., None] * v[..., None, :]
+        norm = gamma[..., None] * norm + features
+        features = jnp.where(valid[:, None, None, None], feature_maps.symmetric_power(q, plan.power), 0)
+        numerator = jnp.einsum("bkgf,bkfe->bkge", features, kv, precision="highest")
+        denominator = jnp.einsum("bkgf,bkf->bkg", features, norm, precision="highest")
+        out = _result(plan, numerator, denominator[..., None], value.dtype)
+        return (kv, norm, jnp.where(valid, document, current)), out
+
+    by_time = (
+        jnp.moveaxis(_by_group(query, key.shape[2]), 3, 0),
+        *(jnp.moveaxis(x, 1, 0) for x in (tokens.key, tokens.value, tokens.log_decay, tokens.document)),
+    )
+    sizes = query.shape[0], *key.shape[2:], value.shape[-1]
+    empty = power_state.PowerState.zeros(*sizes, power=plan.power, window=plan.window, dtype=plan.dtype)
+    start = empty if state is None else state
+    # What a loop carries varies over mesh axes as the tokens do.
+    first = tuple(x + jnp.zeros_like(query, x.dtype, shape=x.shape) for x in (start.kv, start.norm))
+    (kv, norm, _), out = jax.lax.scan(step, (*first, jnp.zeros_like(tokens.document[:, 0])), by_time)
+    out = _ungrouped(jnp.moveaxis(out, 0, 3)[..., -time:, :])
+    if not plan.return_state:
+        return out, None
+    kept = {name: getattr(empty, name) for name in ("keys", "values", "log_decays", "length")}
+    return out, power_state.PowerState(kv=kv, norm=norm, segment=tokens.last[1], **kept)
+
+
+LEAVES = {"attention": _attention, "recurrent": _recurrent}
+
+
+def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:
+    """The window of the state and the new tokens, everything zero where there is no token."""
+    batch, time, kv_heads, _ = key.shape
+    channels = value.shape[-1] if plan.per_channel else 1
+    if log_decay is None:
+        log_decay = jnp.zeros((batch, time, kv_heads, channels), plan.dtype)
+    log_decay = log_decay.reshape(batch, time, kv_heads, channels)
+    before = jnp.full(batch, -1, jnp.int32) if state is None else state.segment
+    if segment_ids is None:
+        # All tokens are of the document that the state ends in.
+        before = jnp.where(before < 0, 0, before)
+        segment_ids = jnp.broadcast_to(before[:, None], (batch, time))
+    segment_ids = segment_ids.astype(jnp.int32)
+    arrays = [x.astype(plan.dtype) for x in (key, value, log_decay)]
+    if state is not None:
+        slots = state.keys.shape[1]
+        in_use = jnp.arange(slots) < state.length[:, None]
+        held_decays = state.log_decays.reshape(batch, slots, kv_heads, channels)
+        held = (state.keys, state.values, held_decays)
+        arrays = [jnp.concatenate([x.astype(plan.dtype), y], 1) for x, y in zip(held, arrays)]
+        held_ids = jnp.where(in_use, before[:, None], -1)
+        segment_ids = jnp.concatenate([held_ids, segment_ids], 1)
+
+    def count(carry, segment):
+        current, number = carry
+        number += (segment >= 0) & (segment != current)
+        current = jnp.where(segment >= 0, segment, current)
+        return (current, number), jnp.where(segment >= 0, number, -1)
+
+    # Padding changes nothing; any other id that differs from the last one starts a document.
+    start = before + jnp.zeros_like(segment_ids[:, 0]), jnp.zeros_like(segment_ids[:, 0])
+    (segment, number), document = jax.lax.scan(count, start, segment_ids.T)
+    valid = (document.T >= 0)[..., None, None]
+    key, value, log_decay = (jnp.where(valid, x, 0) for x in arrays)
+    return _Tokens(key, value, log_decay, document.T, (number, segment))
+
+
+def _state_after(plan, tokens, state):
+    """The state after the tokens: the last `window` exactly, the tokens before them as features."""
+    number, segment = tokens.last
+    of_last = tokens.valid & (tokens.document == number[:, None])
+    # How many tokens of the last document follow each of them.
+    following = jnp.cumsum(of_last[:, ::-1], 1)[:, ::-1] - of_last
+    held, folded = of_last & (following < plan.window), of_last & (following >= plan.window)
+    # Decay from each token to the last folded one: all of it but the window's.
+    log_decay = jnp.where(held[..., None, None], 0, tokens.log_decay)
+    behind = jnp.pad(log_decay[:, 1:], [(0, 0), (0, 1), (0, 0), (0, 0)])
+    decay_BXKc = jnp.exp(jnp.cumsum(behind[:, ::-1], 1)[:, ::-1])
+    decay_BXKc = jnp.where(folded[..., None, None], decay_BXKc, 0)
+    features = feature_maps.symmetric_power(tokens.key, plan.power)
+    kv = jnp.einsum("bxkf,bxke->bkfe", features, tokens.value * decay_BXKc, precision="highest")
+    norm = jnp.einsum("bxkf,bxkc->bkfc", features, decay_BXKc, precision="highest")
+    if state is not None:
+        old = jnp.where((number == 0)[:, None, None], jnp.exp(log_decay.sum(1)), 0)[:, :, None]
+        old_norm = state.norm if plan.per_channel else state.norm[..., None]
+        kv, norm = old * state.kv + kv, old * old_norm + norm
+    # Slot s holds the s-th of the held tokens.
+    place = jnp.where(held, jnp.cumsum(held, 1) - 1, -1)
+    chosen = (place[:, :, None] == jnp.arange(2 * plan.window)).astype(plan.dtype)
+    slots = (
+        jnp.einsum("bxs,bxkd->bskd", chosen, x, precision="highest")
+        for x in (tokens.key, tokens.value, tokens.log_decay)
+    )
+    keys, values, log_decays = slots
+    return power_state.PowerState(
+        kv=kv,
+        norm=norm if plan.per_channel else norm[..., 0],
+        keys=keys,
+        values=values,
+        log_decays=log_decays if plan.per_channel else log_decays[..., 0],
+        length=held.sum(1, dtype=jnp.int32),
+        segment=segment,
+    )
+
+
+def _weighted(powers, decay_BKTXc, value):
+    """Sums over keys of weighted values and of weights, [B, K, G, T, E] and [B, K, G, T, c]."""
+    weights = powers[..., None] * decay_BKTXc[:, :, None]
+    if weights.shape[-1] == 1:
+        numerator = jnp.einsum("bkgtx,bxke->bkgte", weights[..., 0], value, precision="highest")
+    else:
+        numerator = jnp.einsum("bkgtxe,bxke->bkgte", weights, value, precision="highest")
+    return numerator, weights.sum(4)
+
+
+def _result(plan, numerator, denominator, dtype):
+    """The mean in the dtype of values; without division the sums, those of weights last, in their own."""
+    if plan.division is means.Division.NONE:
+        return jnp.concatenate([numerator, denominator], -1)
+    some = denominator != 0 if plan.division is means.Division.SIGNED else denominator > 0
+    safe = jnp.where(some, denominator, 1)
+    # Both over the same constant, which cancels: the gradient of a quotient squares its denominator.
+    size = jax.lax.stop_gradient(safe)
+    return jnp.where(some, (numerator / size) / (safe / size), 0).astype(dtype)
+
+
+def _by_group(query, kv_heads):
+    """[B, X, N, D] -> [B, K, G, X, D]."""
+    batch, time, heads, head_dim = query.shape
+    return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 3)
+
+
+def _ungrouped(out):
+    """[B, K, G, X, E] -> [B, X, N, E]."""
+    batch, kv_heads, group, time, value_dim = out.shape
+    return jnp.moveaxis(out, 3, 1).reshape(batch, time, kv_heads * group, value_dim)

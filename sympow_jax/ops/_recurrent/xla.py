@@ -1,0 +1,221 @@
+"""Leaves of power attention in plain JAX, on any device: the chunked form, also over devices, and the attention form.
+
+Products of float32 inputs are taken at the highest precision, those of bfloat16 inputs in float32 at the device's
+default.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array
+from sympow_jax.ops._recurrent import chunked as chunked_core
+from sympow_jax.ops._recurrent import context, features, quadratic
+from sympow_jax.ops._recurrent import mean as means
+from sympow_jax.ops._recurrent import rows as rows_of
+from sympow_jax.ops._recurrent import state as power_state
+from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops._shared import time_axis
+
+__all__ = [
+    "attention",
+    "chunked",
+    "chunked_over_devices",
+    "fold_all",
+    "kv_and_norm",
+    "time_last",
+    "time_second",
+]
+
+# Positions folded at once where the attention form leaves a state.
+_STATE_CHUNK = 128
+
+
+def chunked(plan, rows: rows_of.Rows):
+    """The chunked form; with a chunk of 1, the recurrence. Returns (out [B, X, N, E], kv, norm)."""
+    length = rows.query.shape[1]
+    plan, rows = _in_whole_chunks(plan, rows)
+    out, final = _over_heads(chunked_core.chunked, plan, rows)(*_by_head(rows, plan.power))
+    out = time_second(out)[:, :length]
+    if not plan.return_state:
+        return out, None, None
+    return out, *kv_and_norm(final, rows.key.shape[-1], plan.power).values()
+
+
+def chunked_over_devices(plan, rows: rows_of.Rows):
+    """The chunked form of a share of the time, with a halo; returns as `chunked`, without a state."""
+    length, kv_heads = rows.query.shape[1], rows.key.shape[2]
+    decay = context.log_decay_over(rows.log_decay, rows.folds, kv_heads)
+    undivided = dataclasses.replace(plan, division=means.Division.NONE)
+    undivided, rows = _in_whole_chunks(undivided, rows)
+    arguments = _by_head(rows, plan.power)
+    sums, final = _over_heads(chunked_core.chunked, undivided, rows)(*arguments)
+    _, before = time_axis.exclusive_prefix(
+        context.combined, (decay.astype(sums.dtype), final), plan.axis_name
+    )
+    add = functools.partial(context.arriving_sums, plan.power, plan.precision)
+    axes = (0, 0, None if rows.log_decay is None else 0)
+    query, log_decay = arguments[0], arguments[3]
+    sums += jax.vmap(jax.vmap(add, in_axes=axes), in_axes=axes)(before, query, log_decay)
+    return time_second(means.of_sums(sums, -2, plan.division))[:, :length], None, None
+
+
+def attention(plan, query, key, value, log_decay, segment_ids, state):
+    """The attention form: the output and the state or None. `key` may be longer than `query`."""
+    sequence = power_state.Sequence.join(plan, key, value, log_decay, segment_ids, state)
+    query = rows_of.masked_queries(plan, query, sequence)[:, -query.shape[1] :]
+    out = time_second(means.of_sums(_sums(plan, query, sequence, state), -2, plan.division))
+    if plan.division is not means.Division.NONE:
+        out = out.astype(value.dtype)
+    if not plan.return_state:
+        return out, None
+    return out, rows_of.state_after(plan, sequence, *_folded(plan, sequence, state))
+
+
+def _in_whole_chunks(plan, rows):
+    """Rows as long as a number of chunks, and chunks no longer than the rows."""
+    plan = dataclasses.replace(plan, chunk=min(plan.chunk, rows.query.shape[1]))
+    return plan, rows_of.padded(rows, plan.chunk)
+
+
+def _by_head(rows, power):
+    """The arguments of `chunked_core.chunked` for all heads: time last, the state in its features."""
+    batch, _, kv_heads, head_dim = rows.key.shape
+    if rows.kv is None:
+        dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
+        state = features.zeros(
+            rows.value, (batch, kv_heads), head_dim, rows.value.shape[-1] + 1, power, dtype
+        )
+    else:
+        state = _groups_of(rows.kv, rows.norm, head_dim, power)
+    return (
+        time_last(rows.query, kv_heads),
+        jnp.moveaxis(rows.key, 1, 3),
+        jnp.moveaxis(rows.value, 1, 3),
+        None if rows.log_decay is None else jnp.moveaxis(rows.log_decay, 1, 2),
+        rows.folds,
+        state,
+    )
+
+
+def _over_heads(f, plan, rows):
+    """f of one head, for a batch of heads; arguments are those of `_by_head`."""
+    decay = None if rows.log_decay is None else 0
+    f = jax.vmap(functools.partial(f, plan), in_axes=(0, 0, 0, decay, None, 0))
+    return jax.vmap(f, in_axes=(0, 0, 0, decay, 0, 0))
+
+
+def _sums(plan, query, sequence, state):
+    """Weighted sums of values and, last, of weights for every query, [B, K, G, E+1, T]."""
+    time, power, precision = query.shape[1], plan.power, plan.precision
+    key, value, decay = _keys_time_last(sequence)
+    query = time_last(query, key.shape[1])
+    if time == 1:
+        sums = _sums_of_last(query[..., 0], sequence, decay, power, precision)
+    else:
+        block = min(plan.chunk, time)
+        front = -(key.shape[-1] - time) % block
+        back = -time % block
+        first = (jnp.argmax(sequence.valid, axis=1).min() + front) // block
+        core = functools.partial(quadratic.sums, dataclasses.replace(plan, chunk=block))
+        sums = jax.vmap(jax.vmap(core, in_axes=(0, 0, 0, 0, None)), in_axes=(0, 0, 0, 0, None))(
+            _pad_last(query, 0, back),
+            _pad_last(key, front, back),
+            _pad_last(value, front, back),
+            _pad_last(decay, front, back),
+            first.astype(jnp.int32),
+        )[..., :time]
+    if state is None:
+        return sums
+    far = functools.partial(context.arriving_sums, power, precision)
+    groups = _groups_of(state.kv, state.norm, key.shape[2], power)
+    return sums + jax.vmap(jax.vmap(far))(groups, query, decay)
+
+
+def _sums_of_last(query, sequence, decay, power, precision):
+    """Those of the last position's queries [B, K, G, D], as in decoding: all keys in one product, where they lie."""
+    query, key, value = (x.astype(decay.dtype) for x in (query, sequence.key, sequence.value))
+    scores = jnp.einsum("bkgd,bxkd->bkgx", query, key, precision=precision)
+    weights = decays.exp(_sums_from(decay)[..., 1:])[:, :, None] * jax.lax.integer_pow(scores, power)
+    values = jnp.einsum("bkgx,bxke->bkge", weights, value, precision=precision)
+    return jnp.concatenate([values, weights.sum(-1, keepdims=True)], -1)[..., None]
+
+
+def _folded(plan, sequence, state):
+    """kv and norm after all of the sequence but its window."""
+    power, precision = plan.power, plan.precision
+    key, value, decay = _keys_time_last(sequence)
+    folds = (sequence.after >= plan.window)[:, None]
+    folded_decay = jnp.where(folds, decay, 0)
+    sums = _sums_from(folded_decay)
+    weight = jnp.where(folds, decays.exp(sums[..., 1:]), 0)
+    fold = functools.partial(fold_all, power=power, precision=precision)
+    final = jax.vmap(jax.vmap(fold))(value * weight[:, :, None], key)
+    if state is not None:
+        carry = decays.exp(sums[..., 0])[..., None, None]
+        groups = _groups_of(state.kv, state.norm, key.shape[2], power)
+        final = tuple(carry * s + n for s, n in zip(groups, final))
+    return kv_and_norm(final, key.shape[2], power).values()
+
+
+def _sums_from(decay):
+    """Sums over each position and those behind it, and the empty one behind the last: [B, K, X] -> [B, K, X + 1]."""
+    return jnp.pad(jnp.cumsum(decay[..., ::-1], -1)[..., ::-1], [(0, 0), (0, 0), (0, 1)])
+
+
+def _keys_time_last(sequence):
+    """Keys [B, K, D, X], values with a row of ones [B, K, E+1, X], and decays [B, K, X]."""
+    value = jnp.moveaxis(sequence.value, 1, 3)
+    value = jnp.pad(value, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
+    decay = decays.bounded(sequence.log_decay, sequence.start[..., None])
+    return jnp.moveaxis(sequence.key, 1, 3), value, jnp.moveaxis(decay, 1, 2)
+
+
+def fold_all(value, key, *, power, precision):
+    """The state of all keys of a head: [E+1, X], [D, X] -> state."""
+
+    @jax.checkpoint
+    def chunk(v, k):
+        return features.fold(v, k, power, precision)
+
+    def step(state, inputs):
+        return tuple(s + n for s, n in zip(state, chunk(*inputs))), None
+
+    inputs = (_in_chunks(value), _in_chunks(key).astype(value.dtype))
+    start = features.zeros(value, (), len(key), len(value), power, value.dtype)
+    return jax.lax.scan(step, start, inputs)[0]
+
+
+def _groups_of(kv, norm, head_dim: int, power: int) -> features.Groups:
+    """A state as the cores hold it, [B, K, F_g, E+1] a group, the normaliser a column of its own."""
+    return features.from_canonical(jnp.concatenate([kv, norm[..., None]], -1), head_dim, power)
+
+
+def kv_and_norm(sums: features.Groups, head_dim: int, power: int) -> dict[str, Array]:
+    """The inverse of `_groups_of`."""
+    both = features.to_canonical(sums, head_dim, power)
+    return {"kv": both[..., :-1], "norm": both[..., -1]}
+
+
+def time_last(query, kv_heads):
+    """[B, X, N, D] -> [B, K, G, D, X]."""
+    batch, time, heads, head_dim = query.shape
+    return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 4)
+
+
+def time_second(out):
+    """[B, K, G, E, X] -> [B, X, N, E]."""
+    batch, kv_heads, group, value_dim, time = out.shape
+    return jnp.moveaxis(out, 4, 1).reshape(batch, time, kv_heads * group, value_dim)
+
+
+def _pad_last(x, front, back):
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(front, back)])
+
+
+def _in_chunks(x):
+    """[A, X] -> [n, A, C], the last chunk filled with zeros."""
+    x = _pad_last(x, 0, -x.shape[-1] % _STATE_CHUNK)
+    return jnp.moveaxis(x.reshape(len(x), -1, _STATE_CHUNK), 1, 0)

@@ -1,0 +1,95 @@
+"""The plan of a call: its form by counted FLOPs, and the reasons against the others."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from sympow_jax import ops
+from sympow_jax.ops._recurrent import cost
+
+
+def explain(time=4096, batch=1, heads=12, head_dim=64, value_dim=64, power=2, dtype=jnp.float32, **options):
+    """The plan for abstract arrays."""
+    query, value = (jax.ShapeDtypeStruct((batch, time, heads, size), dtype) for size in (head_dim, value_dim))
+    return ops.explain(query, query, value, power=power, **options)
+
+
+def crossover(**shape):
+    """The first power of 2^(1/16) at which the chunked form is chosen."""
+    times = (int(2 ** (n / 16)) for n in range(16 * 8, 16 * 21))
+    return next(time for time in times if explain(time=time, **shape).form == "chunked")
+
+
+def test_the_form_with_fewer_flops_is_taken():
+    # 2 (D + E) T / 2 and 4 F E + (D + E) (128 + 2 W).
+    assert cost.default_chunk("chunked") == 128
+    assert 4160 + 256 < crossover() < 1.05 * (4160 + 256)
+    assert crossover() == crossover(batch=8)
+
+
+def test_power_4_at_head_size_64_keeps_pairs_to_a_million_tokens():
+    assert explain(power=4, time=2**20).form == "attention"
+
+
+def test_reasons_name_the_choices_not_taken():
+    plan = explain(time=65_536)
+    assert (plan.form, plan.implementation, plan.chunk) == ("chunked", "xla", 128)
+    assert dict(plan.not_taken)["attention"] == "it takes more FLOPs"
+    assert "Hopper" in dict(plan.not_taken)["chunked by mosaic_gpu"]
+    flops = dict(plan.flops)
+    assert flops["attention"] == 65_536 * 12 * 128 * 65_536
+    assert flops["chunked"] < flops["attention"]
+    assert "chunked form by xla" in str(plan)
+
+
+def test_a_large_state_is_a_reason(monkeypatch):
+    monkeypatch.setattr(cost, "memory_bytes", lambda: 2**20)
+    assert "do not fit in memory" in dict(explain(time=65_536).not_taken)["chunked"]
+
+
+def test_a_plan_says_what_a_call_does():
+    arrays = [jnp.ones((1, 300, 2, 8))] * 3
+    plan = ops.explain(*arrays, form="chunked", chunk_size=32)
+    program = jax.jit(lambda *arrays: ops.power_attention(*arrays, form="chunked", chunk_size=32))
+    text = program.lower(*arrays).as_text(debug_info=True)
+    assert f"{plan.form}_{plan.implementation}" in text
+
+
+def test_equal_plans_are_one_program():
+    assert hash(explain()) == hash(explain())
+    assert explain() == explain()
+    assert dataclasses.replace(explain(), chunk=7) != explain()
+
+
+def test_the_reference_always_has_a_form():
+    assert explain(time=65_536, implementation="reference").form == "attention"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"form": "attention"}, "form 'attention' has one decay per key head"),
+        ({"form": "recurrent"}, "form 'recurrent' has one decay per key head"),
+        (
+            {"form": "recurrent", "implementation": "reference"},
+            "form 'recurrent' of the reference has one decay",
+        ),
+        ({"implementation": "mosaic_gpu"}, "'mosaic_gpu' has one decay per key head"),
+        ({"axis_name": "context"}, "'context', which needs one decay per key head"),
+    ],
+)
+def test_decays_per_value_name_the_form_that_lacks_them(options, words):
+    log_decay = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
+    with pytest.raises(NotImplementedError, match=words):
+        explain(time=16, heads=2, head_dim=8, value_dim=8, log_decay=log_decay, **options)
+
+
+def test_decays_and_state_are_of_one_kind():
+    x = jnp.ones((1, 4, 2, 8))
+    state = ops.PowerState.zeros(1, 2, 8, 8, power=2)
+    with pytest.raises(ValueError, match=r"make it with PowerState.zeros\(..., per_channel=True\)"):
+        ops.power_attention(x, x, x, log_decay=-x, initial_state=state)
+    with pytest.raises(ValueError, match="per_channel=True"):
+        ops.power_attention_step(x[:, 0], x[:, 0], x[:, 0], state, log_decay=-x[:, 0])
