@@ -78,7 +78,7 @@ def fold_vjp(
     layout, end, end_norm = forward.start_of(dfinal, key, value)
     dual = preparation_vjp.dual_of(of, unit, mean, preparation.size_of(end, dfinal))
     duals, first = forward.walk(
-        *preparation.update_operands(dual.query, dual.value, dual.carried, layout, operand),
+        *preparation.update_operands(dual.query, dual.value, dual.carried, operand),
         dual.carried,
         end,
         layout=layout,
@@ -155,9 +155,9 @@ def _attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpr
         **options,
     )
     dkey, dvalue, of_keys = key_kernel.key_vjp(
-        preparation_vjp.lengthened(of.key, length),
+        preparation_vjp.at_least(of.key, length),
         _scalars_of_keys(of, length).astype(dual.states.dtype),
-        preparation_vjp.lengthened(of.value, length),
+        preparation_vjp.at_least(of.value, length),
         dual.states,
         preparation.split(dual.norms, jnp.bfloat16, 2),
         unit,

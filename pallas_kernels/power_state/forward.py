@@ -120,7 +120,7 @@ def fold(key, value, log_decay, folds, initial_state=None, *, power, chunk, wind
     )
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), power)
     states, final = walk(
-        *preparation.update_operands(of.old_key, of.old_value, carried, layout, operand),
+        *preparation.update_operands(of.old_key, of.old_value, carried, operand),
         carried,
         start,
         layout=layout,
@@ -240,6 +240,6 @@ def walk(key, value, carried, start, *, layout, config, chunk, terms, interpret)
     )
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
     if count == 1 or terms == 1:
-        return segments.join(states, finals, carried.log2_carry)
-    joined, final = segments.join(whole(states, terms), finals, carried.log2_carry)
+        return segments.join(states, finals, carried.log2_carry, interpret=interpret)
+    joined, final = segments.join(whole(states, terms), finals, carried.log2_carry, interpret=interpret)
     return preparation.split(joined, states.dtype, terms), final

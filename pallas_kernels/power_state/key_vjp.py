@@ -75,8 +75,8 @@ def key_vjp(
 ):
     """Gradients dk bfloat16 [H, Y, D] and dv bfloat16 [H, Y, E], and sums for those of decays, float32 [H, 2, Y].
 
-    key: bfloat16 [H, Y, D]; value: bfloat16 [H, Y, E]; of the padded positions, Y = n C or (n + 1) C, of which keys
-        of chunk n meet no dual state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
+    key: bfloat16 [H, at least Y, D]; value: bfloat16 [H, at least Y, E]; of the padded positions, Y = n C or
+        (n + 1) C, of which keys of chunk n meet no dual state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
     dual: 16-bit [H, n, 16, terms E, P], the dual state of chunk c at n - 1 - c, the sum of its terms. dual_norm:
         bfloat16 [H, n, 2 D, D], Rz at the same places, symmetric, as the sum of two.
     query: bfloat16 [H N / K, X, D]; dout: bfloat16 [H N / K, X, E]; the queries of a group add up.
@@ -97,7 +97,8 @@ def key_vjp(
 def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
     """The results by name that go with the gradients that are wanted."""
     key, scalars, value, dual, _, query, *_ = arrays
-    heads, time, head_dim = key.shape
+    heads, _, head_dim = key.shape
+    time = scalars.shape[2]
     value_dim, count = value.shape[-1], config.key_vjp_blocks
     slices = _BLOCK // 2 if _reads_tiles(wanted, layout) else None
     columns_of_part = layout.width // config.key_vjp_parts
@@ -127,11 +128,15 @@ def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
         }
     options = {"layout": layout, "config": config, "chunk": chunk, "window": window}
     body = functools.partial(_body, wanted=wanted, groups=query.shape[0] // heads, **options)
-    shapes = {"dkey": key, "dvalue": value, "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32)}
+    shapes = {
+        "dkey": jax.ShapeDtypeStruct((heads, time, head_dim), key.dtype),
+        "dvalue": jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
+        "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
+    }
     names = _results(wanted)
     results = plgpu.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct(shapes[name].shape, shapes[name].dtype) for name in names),
+        out_type=tuple(shapes[name] for name in names),
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(heads, time // chunk, chunk // (count * _BLOCK)),

@@ -100,11 +100,10 @@ class Carried(NamedTuple):
     log2_carry: jax.Array  # float32 [H, n], finite
 
 
-def update_operands(key, value, carried, layout, dtype):
-    """What the update at p = 2 takes: key [H, n, C, D] as [H, R, X], and value [H, n, C, E] scaled as [H, E, X]."""
-    key = time_last(key.astype(dtype))
-    value = time_last((value * carried.strength[..., None]).astype(dtype))
-    return jnp.concatenate([key, key[:, : layout.rows - layout.head_dim]], 1), value
+def update_operands(key, value, carried, dtype):
+    """What the update at p = 2 takes: key [H, n, C, D] as [H, D, X], and value [H, n, C, E] scaled as [H, E, X]."""
+    value = value * carried.strength[..., None]
+    return time_last(key.astype(dtype)), time_last(value.astype(dtype))
 
 
 def square_norms(key, strength, carried, start):
@@ -115,10 +114,10 @@ def square_norms(key, strength, carried, start):
     """
     peak = jnp.abs(strength).max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
-    key, weighted = key.astype(jnp.float16), _terms(relative[..., None] * key, jnp.float16, 2)
-    new = sum(
-        jnp.einsum("hnxd,hnxe->hnde", key, term, preferred_element_type=jnp.float32) for term in weighted
-    )
+    # Side by side, so that one product reads the keys once.
+    weighted = jnp.concatenate(_terms(relative[..., None] * key, jnp.float16, 2), -1)
+    new = jnp.einsum("hnxd,hnxe->hnde", key.astype(jnp.float16), weighted, preferred_element_type=jnp.float32)
+    new = sum(jnp.split(new, 2, -1))
     start = numerics.scaled(start, -carried.shift[:, :1, None])
     return norms(carried.log2_carry, new * peak[..., None], start)
 
@@ -143,8 +142,10 @@ def scale_of(of: Tokens, shift):
 
 def queries(query, chunk):
     """Queries [B, T, N, D] with largest entries in [1/2, 1), [B N, X, D], and the powers of two, int32 [B N, X, 1]."""
-    query = _pad(heads_first(query), 0, -query.shape[1] % chunk)
-    exponent = exponent_of(query)
+    extra = -query.shape[1] % chunk
+    # Largest entries are found where queries lie: after a transpose, XLA would read their rows in strides.
+    exponent = jax.lax.optimization_barrier(exponent_of(query.reshape(-1, query.shape[-1])))
+    query, exponent = (_pad(heads_first(x), 0, extra) for x in (query, exponent.reshape(*query.shape[:3], 1)))
     return numerics.scaled(query, -exponent), exponent
 
 
@@ -152,8 +153,7 @@ def tokens(key, value, log_decay, folds, *, chunk, window) -> Tokens:
     """From key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K], folds [B, T]."""
     extra = -key.shape[1] % chunk
     key, value = (_pad(heads_first(x), window, extra) for x in (key, value))
-    seen = _seen(key.shape[1], chunk, window)
-    old_key, old_value = (x[:, seen[:, :chunk]].astype(jnp.float32) for x in (key, value))
+    old_key, old_value = (_folded(x, chunk, window).astype(jnp.float32) for x in (key, value))
     old_exponent = exponent_of(old_key)
     block, folded = _decays(log_decay, folds, chunk, window)
     coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
@@ -185,14 +185,17 @@ def _decays(log_decay, folds, chunk, window):
     heads, extra = log_decay.shape[2], -log_decay.shape[1] % chunk
     log_decay = _pad(heads_first(log_decay.astype(jnp.float32)), window, extra)
     folds = _pad(jnp.repeat(folds, heads, 0), window, extra)
-    seen = _seen(log_decay.shape[1], chunk, window)
-    block = jnp.where(log_decay < _FLOOR, _FORGET, log_decay)[:, seen] * _LOG2E
-    return block, folds[:, seen[:, :chunk]]
+    log2_decay = jnp.where(log_decay < _FLOOR, _FORGET, log_decay) * _LOG2E
+    # A chunk sees what it folds, and then the first positions of what the next one folds.
+    own = _folded(log2_decay, chunk, window)
+    after = jnp.concatenate([own[:, 1:, :window], log2_decay[:, None, log2_decay.shape[1] - window :]], 1)
+    return jnp.concatenate([own, after], -1), _folded(folds, chunk, window)
 
 
-def _seen(length, chunk, window):
-    """Positions that each chunk sees, of W + X."""
-    return np.arange((length - window) // chunk)[:, None] * chunk + np.arange(window + chunk)
+def _folded(x, chunk, window):
+    """[H, W + X, ...] -> [H, n, C, ...], the positions that each chunk folds: the first of what it sees."""
+    length = x.shape[1] - window
+    return x[:, :length].reshape(len(x), -1, chunk, *x.shape[2:])
 
 
 def carry_along(strength, size, over_chunk, start_size) -> Carried:

@@ -150,7 +150,7 @@ def states_of(vector, scalars, value, carried, start, layout, config, chunk, int
     def stored(state):
         return layouts.beside(state * weights, layout)
 
-    return segments.join(states, finals, carried.log2_carry, stored)
+    return segments.join(states, finals, carried.log2_carry, stored, interpret=interpret)
 
 
 def norms(vector, strength, carried, start):

@@ -31,7 +31,7 @@ _CONSUMERS = 2
 def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interpret=None):
     """States that the chunks read, and the state after each segment.
 
-    key: 16-bit [H, R, X], time last, R = layout.rows with the first indices repeated at the end.
+    key: 16-bit [H, D, X], time last.
     value: 16-bit [H, E, X], times its decay up to the end of its chunk; E a multiple of 64.
     carry: float32 [H, n], what the state is multiplied by over each of the n = X / chunk chunks.
     initial: float32 [H, segments, 16, sections, E, P / sections], the state before the first chunk of each segment.
@@ -47,7 +47,7 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interp
     grid = (heads, segments, value_dim // _BLOCK, layout.sections, layouts.TILE // scalars)
     tiles = len(layout.section)
     lead = (config.update_stages,)
-    copies = 2 + tiles
+    copies = 1 + len(_key_pieces(layout)) + tiles
     mine = scalars // _CONSUMERS
     accumulators = [(_BLOCK, layout.section_width)] * mine
     scratch = {
@@ -127,18 +127,17 @@ def _body(
 ):
     place = _Place.of_block(config, chunks, segments)
     warpgroup, blocks = lax.axis_index("warpgroup"), chunk // _BLOCK
-    # Of 168 each at launch. Two terms have more to copy to, and smaller accumulators.
-    give, take = (24, 240) if terms == 1 else (40, 232)
 
     @pl.when(warpgroup == _CONSUMERS)
     def _produce():
-        plgpu.set_max_registers(give, action="decrease")
+        # Of 168 registers each at launch; with fewer than 40 the copies of pieces spill.
+        plgpu.set_max_registers(40, action="decrease")
         copy = functools.partial(_copy_tokens, key, value, smem, place, place.chunk * chunk, layout, config)
         ring.fill(place.chunk_count * blocks, config.update_stages, smem["free"], copy)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _consume():
-        plgpu.set_max_registers(take, action="increase")
+        plgpu.set_max_registers(232, action="increase")
         mine = config.update_scalars // _CONSUMERS
         groups = [place.group + warpgroup * mine + n for n in range(mine)]
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
@@ -180,12 +179,23 @@ def _body(
         products.with_accumulators(walk, [(_BLOCK, layout.section_width)] * mine, held)
 
 
+def _key_pieces(layout):
+    """Rows of keys that are copied at once, (first, count): the windows of a section go round past the last index."""
+    if layout.sections == 1:
+        pieces = (0, layout.head_dim), (layout.head_dim, layout.section_rows - layout.head_dim)
+        return tuple(piece for piece in pieces if piece[1])
+    # Where a section goes round depends on the section, but always between two tiles.
+    return tuple((begin, layouts.TILE) for begin in range(0, layout.section_rows, layouts.TILE))
+
+
 def _copy_tokens(key, value, smem, place, first_token, layout, config, step, slot):
     """Keys of the section, values, and the scalars of every tile, for 64 tokens."""
     tokens, full = pl.ds(first_token + step * _BLOCK, _BLOCK), smem["full"].at[slot]
     first_row = place.section * layouts.TILE
-    rows = pl.ds(first_row, layout.section_rows)
-    plgpu.copy_gmem_to_smem(key.at[place.head, rows, tokens], smem["key_smem"].at[slot], full)
+    for begin, count in _key_pieces(layout):
+        rows = pl.ds(lax.rem(first_row + begin, layout.head_dim), count)
+        piece = smem["key_smem"].at[slot, pl.ds(begin, count)]
+        plgpu.copy_gmem_to_smem(key.at[place.head, rows, tokens], piece, full)
     rows = pl.ds(place.values * _BLOCK, _BLOCK)
     plgpu.copy_gmem_to_smem(value.at[place.head, rows, tokens], smem["value_smem"].at[slot], full)
     for tile, window in enumerate(layout.section):

@@ -66,7 +66,7 @@ def build(case: str):
     options = {"layout": layout, "config": config, "chunk": chunk}
     if kernel == "update":
         return functools.partial(update.update, **options, terms=terms), [
-            shape(HEADS, layout.rows, time),
+            shape(HEADS, layout.head_dim, time),
             shape(HEADS, value_dim, time),
             exact(HEADS, CHUNKS),
             exact(HEADS, SEGMENTS, *state),

@@ -12,9 +12,10 @@ from pallas_kernels.power_state import backward, forward
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import segments
 from tests.pallas_kernels import state_vjp
 
-__all__ = ["kernels", "query_states", "query_vjp", "update"]
+__all__ = ["add_arriving", "kernels", "query_states", "query_vjp", "update"]
 
 
 @contextlib.contextmanager
@@ -26,6 +27,7 @@ def kernels(multiprocessors=20):
             (forward.query_kernel, "query_states", query_states),
             (backward.query_kernel, "query_vjp", query_vjp),
             (backward.key_kernel, "key_vjp", key_vjp),
+            (segments, "add_arriving", add_arriving),
             (configs, "MULTIPROCESSORS", multiprocessors),
         ):
             stack.enter_context(mock.patch.object(module, name, plain))
@@ -52,6 +54,14 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms, interpre
         finals.append(state)
     finals = jnp.stack(finals, 1).reshape(*initial.shape[:4], layout.sections, -1)
     return jnp.stack(states, 1), jnp.swapaxes(finals, 3, 4)
+
+
+def add_arriving(states, arriving, factor, *, interpret):
+    """As `segments.add_arriving`."""
+    chunks = states.shape[1]
+    more = jnp.repeat(arriving, -(-chunks // arriving.shape[1]), 1)[:, :chunks]
+    factor = factor.reshape(*factor.shape, *[1] * (states.ndim - 2))
+    return (states + factor * more).astype(states.dtype)
 
 
 def query_states(

@@ -1,0 +1,492 @@
+"""Cases of `python -m pallas_kernels.check`: a kernel, a shape, and what its results must be."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import power_attention, power_state, power_step
+from pallas_kernels.check import formula
+
+__all__ = ["CASES", "Case", "Prepared", "prepare"]
+
+WINDOW = 64
+# Queries whose results are compared, and features of a state.
+ROWS, FEATURES = 192, 192
+# Relative RMS errors. Outputs and gradients are rounded to bfloat16, whose unit is 2^-8; operands made from them are
+# rounded to 11 bits, states to float16. What is float32 throughout errs by the length of its sums.
+OUTPUT, GRADIENT, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-7, 2.0**-10, 2.0**-18
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kernel at one shape.
+
+    Attributes:
+        kernel: key of `_KERNELS`.
+        family: one of `verdict.FAMILIES`, or "toolchain".
+        power: p.
+        head_dim: D, and E unless `value_dim` says otherwise.
+        time: T, or for a step the number of tokens folded at once.
+        documents: whether rows hold several documents.
+        real: whether the shape is one that a model has; those are timed.
+    """
+
+    kernel: str
+    family: str
+    power: int = 2
+    head_dim: int = 64
+    value_dim: int | None = None
+    time: int = 300
+    batch: int = 2
+    kv_heads: int = 2
+    group: int = 2
+    documents: bool = True
+    real: bool = False
+
+    @property
+    def name(self) -> str:
+        """Unique among `CASES`."""
+        sizes = f"p{self.power}-d{self.head_dim}-e{self.width}-t{self.time}-b{self.batch}"
+        return f"{self.family}.{self.kernel}-{sizes}-k{self.kv_heads}-g{self.group}"
+
+    @property
+    def brief(self) -> bool:
+        """Whether `--brief` keeps the case, of real shapes: those that run several kernels at once."""
+        return not self.real or (self.kernel in _BRIEF and self.head_dim < 128)
+
+    @property
+    def width(self) -> int:
+        """E."""
+        return self.value_dim or self.head_dim
+
+
+class Prepared(NamedTuple):
+    """A case that is ready to run.
+
+    call: maps arrays to results by name; to be jitted. arrays: its argument. compare: maps results to what is compared
+    with `expected`; None compares results. bounds: largest relative RMS error of each.
+    """
+
+    call: Callable[[dict], dict]
+    arrays: dict
+    compare: Callable[[dict], dict]
+    expected: dict
+    bounds: dict[str, float]
+
+
+def prepare(case: Case, interpret=None) -> Prepared:
+    """Draws the arrays of a case and computes what the kernel should return.
+
+    Args:
+        case: one of `CASES`.
+        interpret: parameters of the GPU interpreter, or None to run on a GPU.
+    """
+    return _KERNELS[case.kernel](case, interpret)
+
+
+class _Sequence(NamedTuple):
+    """Arguments of an op for whole sequences, and the rows of them that are compared."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    dout: jax.Array  # zero but for the rows that are compared
+    log_decay: np.ndarray  # without boundaries
+    documents: np.ndarray  # int32 [B, T], numbered from 0
+    positions: np.ndarray
+
+    @classmethod
+    def of(cls, case: Case) -> "_Sequence":
+        """Random arrays; heads remember from 50 to 20,000 tokens."""
+        random = np.random.default_rng(0)
+        lead = case.batch, case.time
+
+        def normal(*sizes):
+            drawn = random.standard_normal((*lead, *sizes), np.float32)
+            return jnp.asarray(drawn, jnp.bfloat16)
+
+        heads = case.kv_heads * case.group
+        positions = np.arange(case.time)
+        if case.time > ROWS:
+            middle = random.choice(np.arange(1, case.time - 1), ROWS - 2, replace=False)
+            positions = np.sort(np.concatenate([middle, [0, case.time - 1]]))
+        dout = np.zeros((*lead, heads, case.width), np.float32)
+        dout[:, positions] = random.standard_normal((case.batch, len(positions), heads, case.width))
+        forgotten = np.exp(random.uniform(np.log(5e-5), np.log(2e-2), (*lead, case.kv_heads)))
+        starts = np.zeros(lead, np.int32)
+        if case.documents:
+            # Boundaries next to the edges of blocks, and inside them, in different places in each row.
+            for row in range(case.batch):
+                for position in (63 + row, 130, 192, case.time // 2, case.time - 20):
+                    if 0 < position < case.time:
+                        starts[row, position] = 1
+        return cls(
+            normal(heads, case.head_dim),
+            normal(case.kv_heads, case.head_dim),
+            normal(case.kv_heads, case.width),
+            jnp.asarray(dout, jnp.bfloat16),
+            np.log1p(-forgotten).astype(np.float32),
+            np.cumsum(starts, 1, dtype=np.int32),
+            positions,
+        )
+
+    @property
+    def decays(self) -> formula.Decays:
+        return formula.Decays.of(self.log_decay)
+
+    @property
+    def bounded_decay(self) -> jax.Array:
+        """log_decay with a boundary, below -87, where a document starts."""
+        starts = np.diff(self.documents, axis=1, prepend=0) > 0
+        return jnp.asarray(np.where(starts[..., None], -88, self.log_decay))
+
+    def rows(self, power: int) -> formula.Rows:
+        """Expected results of the queries at `positions`."""
+        call = jax.jit(functools.partial(formula.attend, power=power))
+        return call(self.query, self.key, self.value, self.decays, self.documents, self.positions)
+
+    def gradients(self, power: int) -> dict[str, jax.Array]:
+        """Expected gradients; that of log_decay is zero where a document starts, which a boundary stands for."""
+        call = jax.jit(functools.partial(formula.gradients, power=power))
+        cotangent = self.dout[:, self.positions].astype(jnp.float32)
+        found = call(self.query, self.key, self.value, self.decays, self.documents, self.positions, cotangent)
+        starts = np.diff(self.documents, axis=1, prepend=0) > 0
+        found["log_decay"] = jnp.where(starts[..., None], 0, found["log_decay"])
+        return found
+
+    def mean_only(self, results: dict) -> dict:
+        return {
+            name: x[:, self.positions] if name in ("mean", "denominator") else x
+            for name, x in results.items()
+        }
+
+
+def _copy(case, interpret):
+    """Copies a block through shared memory by TMA: the least that all kernels need of the toolchain."""
+    shape = (case.time, case.head_dim)
+
+    def body(source, target, smem, full):
+        plgpu.copy_gmem_to_smem(source, smem, full)
+        plgpu.barrier_wait(full)
+        plgpu.copy_smem_to_gmem(smem, target)
+        plgpu.wait_smem_to_gmem(0)
+
+    def call(arrays):
+        kernel = plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+            scratch_types=[plgpu.SMEM(shape, jnp.float32), plgpu.Barrier()],
+            kernel_name="check_copy",
+            **({} if interpret is None else {"interpret": interpret}),
+        )
+        return {"copy": kernel(arrays["source"])}
+
+    source = jax.random.normal(jax.random.key(0), shape)
+    return Prepared(call, {"source": source}, dict, {"copy": source}, {"copy": 0.0})
+
+
+def _attention_results(case, interpret, arrays):
+    fixed = {"power": case.power, "interpret": interpret}
+    fixed |= {name: arrays[name] for name in ("log_decay", "segment_ids")}
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    return power_attention.power_attention(query, key, value, **fixed), fixed
+
+
+def _attention_forward(case, interpret):
+    drawn = _Sequence.of(case)
+    rows = drawn.rows(case.power)
+
+    def call(arrays):
+        (numerator, denominator, exponent), _ = _attention_results(case, interpret, arrays)
+        mean = numerator / jnp.where(denominator > 0, denominator, 1)[..., None]
+        return {"mean": mean, "denominator": jnp.ldexp(denominator, exponent)}
+
+    bounds = {"mean": OUTPUT, "denominator": FLOAT16}
+    return Prepared(call, _attention_arrays(drawn), drawn.mean_only, rows._asdict(), bounds)
+
+
+def _attention_arrays(drawn):
+    arrays = {name: getattr(drawn, name) for name in ("query", "key", "value", "dout")}
+    return arrays | {"log_decay": jnp.asarray(drawn.log_decay), "segment_ids": jnp.asarray(drawn.documents)}
+
+
+def _attention_gradients(names, case, interpret):
+    drawn = _Sequence.of(case)
+    expected = {name: x for name, x in drawn.gradients(case.power).items() if name in names}
+
+    def call(arrays):
+        (numerator, denominator, exponent), fixed = _attention_results(case, interpret, arrays)
+        out = numerator / jnp.where(denominator > 0, denominator, 1)[..., None]
+        results = power_attention.power_attention_vjp(
+            *(arrays[name] for name in ("query", "key", "value")),
+            out,
+            denominator,
+            exponent,
+            arrays["dout"],
+            **fixed,
+        )
+        found = dict(zip(("query", "key", "value", "log_decay"), results))
+        # What is not returned is not computed, so that a kernel can be run without the others.
+        return {name: found[name] for name in names}
+
+    return Prepared(call, _attention_arrays(drawn), dict, expected, dict.fromkeys(names, GRADIENT))
+
+
+def _state_arguments(case, drawn):
+    """Arguments that all parts of the chunked form share, its options, and which tokens enter the state."""
+    included = np.broadcast_to(np.arange(case.time) < case.time - WINDOW, (case.batch, case.time))
+    arrays = {name: getattr(drawn, name) for name in ("query", "key", "value", "dout")}
+    arrays |= {"log_decay": drawn.bounded_decay, "folds": jnp.asarray(included)}
+    chosen = power_state.choose(
+        power=case.power,
+        head_dim=case.head_dim,
+        value_dim=case.width,
+        time=case.time,
+        heads=case.batch * case.kv_heads,
+        dtype=jnp.bfloat16,
+        window=WINDOW,
+        # A small shape has several chunks too.
+        chunk=None if case.real else 192,
+    )
+    options = {"power": case.power, "chunk": chosen.chunk, "window": WINDOW, "state_dtype": jnp.float16}
+    return arrays, options, included
+
+
+def _of_state(arrays, *names):
+    return tuple(arrays[name] for name in (*names, "key", "value", "log_decay", "folds"))
+
+
+def _state_update(case, interpret):
+    drawn = _Sequence.of(case)
+    arrays, options, included = _state_arguments(case, drawn)
+    sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
+    expected = formula.state(
+        drawn.key, drawn.value, drawn.log_decay, drawn.documents, jnp.asarray(included), sample
+    )
+
+    def call(arrays):
+        _, (kv, norm) = power_state.fold(*_of_state(arrays), **options, interpret=interpret)
+        return {"kv": kv, "norm": norm}
+
+    def compare(results):
+        return {name: x[:, :, sample[0]] for name, x in results.items()}
+
+    return Prepared(call, arrays, compare, expected, {"kv": FLOAT16, "norm": FLOAT16})
+
+
+def _state_query(case, interpret):
+    drawn = _Sequence.of(case)
+    arrays, options, _ = _state_arguments(case, drawn)
+    rows = drawn.rows(case.power)
+
+    def call(arrays):
+        (out, denominator, _), _ = power_state.power_state_fwd(
+            *_of_state(arrays, "query"), **options, interpret=interpret
+        )
+        largest = jnp.abs(arrays["query"].astype(jnp.float32)).max(-1)
+        return {"mean": out, "denominator": jnp.ldexp(denominator, case.power * jnp.frexp(largest)[1])}
+
+    bounds = {"mean": OUTPUT, "denominator": FLOAT16}
+    return Prepared(call, arrays, drawn.mean_only, rows._asdict(), bounds)
+
+
+def _state_results(arrays, options, interpret):
+    (out, denominator, _), saved = power_state.power_state_fwd(
+        *_of_state(arrays, "query"), **options, interpret=interpret
+    )
+    return out, denominator, saved
+
+
+def _state_dual(case, interpret):
+    drawn = _Sequence.of(case)
+    arrays, options, _ = _state_arguments(case, drawn)
+    sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
+    cotangent = drawn.dout[:, drawn.positions].astype(jnp.float32)
+    expected = formula.state_gradient(
+        drawn.query, drawn.rows(case.power), drawn.decays, drawn.documents, drawn.positions, cotangent, sample
+    )
+
+    def call(arrays):
+        out, denominator, _ = _state_results(arrays, options, interpret)
+        _, (kv, norm) = power_state.fold_vjp(
+            *_of_state(arrays, "query"), out, denominator, arrays["dout"], **options, interpret=interpret
+        )
+        return {"kv": kv, "norm": norm}
+
+    def compare(results):
+        return {name: x[:, :, sample[0]] for name, x in results.items()}
+
+    # The output that the backward pass reads is rounded to bfloat16.
+    return Prepared(call, arrays, compare, expected, {"kv": FLOAT16, "norm": GRADIENT})
+
+
+def _state_gradients(names, case, interpret):
+    drawn = _Sequence.of(case)
+    arrays, options, _ = _state_arguments(case, drawn)
+    expected = {name: x for name, x in drawn.gradients(case.power).items() if name in names}
+
+    def call(arrays):
+        out, denominator, saved = _state_results(arrays, options, interpret)
+        found, _ = power_state.power_state_vjp(
+            *_of_state(arrays, "query"),
+            out,
+            denominator,
+            saved,
+            arrays["dout"],
+            **options,
+            interpret=interpret,
+        )
+        return {name: getattr(found, name) for name in names}
+
+    starts = np.diff(drawn.documents, axis=1, prepend=0) > 0
+
+    def compare(results):
+        # The gradient of a boundary means nothing.
+        return {
+            name: jnp.where(starts[..., None], 0, x) if name == "log_decay" else x
+            for name, x in results.items()
+        }
+
+    return Prepared(call, arrays, compare, expected, dict.fromkeys(names, GRADIENT))
+
+
+def _step_read(case, interpret):
+    random = np.random.default_rng(0)
+    batch, kv_heads, group, width = case.batch, case.kv_heads, case.group, case.width
+    features = formula.monomials(case.head_dim, case.power, 10**9, 0)
+    count = len(features[0])
+
+    def normal(*sizes):
+        return jnp.asarray(random.standard_normal(sizes, np.float32))
+
+    arrays = {
+        "features": normal(batch, kv_heads, group, count),
+        "kv": normal(batch, kv_heads, count, width),
+        "norm": normal(batch, kv_heads, count),
+        "query": normal(batch, kv_heads, group, case.head_dim),
+        "keys": normal(batch, 2 * case.time, kv_heads, case.head_dim),
+        "values": normal(batch, 2 * case.time, kv_heads, width),
+        "decay": jnp.asarray(random.uniform(0, 1, (batch, kv_heads, 2 * case.time)), jnp.float32),
+    }
+
+    def call(arrays):
+        names = "numerator", "denominator"
+        return dict(zip(names, power_step.read(**arrays, power=case.power, interpret=interpret)))
+
+    @jax.jit
+    def plain(features, kv, norm, query, keys, values, decay):
+        exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        weights = exact("bkgd,bwkd->bkgw", query, keys) ** case.power * decay[:, :, None]
+        numerator = exact("bkgf,bkfe->bkge", features, kv) + exact("bkgw,bwke->bkge", weights, values)
+        return {
+            "numerator": numerator,
+            "denominator": exact("bkgf,bkf->bkg", features, norm) + weights.sum(-1),
+        }
+
+    return Prepared(call, arrays, dict, plain(**arrays), {"numerator": FLOAT32, "denominator": FLOAT32})
+
+
+def _step_fold(case, interpret):
+    random = np.random.default_rng(0)
+    batch, kv_heads, width, window = case.batch, case.kv_heads, case.width, case.time
+    count = len(formula.monomials(case.head_dim, case.power, 10**9, 0)[0])
+
+    def normal(*sizes):
+        return jnp.asarray(random.standard_normal(sizes, np.float32))
+
+    # The last row is left out, so that writes outside the chosen rows show.
+    rows = np.arange(batch, dtype=np.int32)[::-1].copy()
+    chosen = max(batch - 1, 1)
+    rows = np.concatenate([rows[1:], rows[:1]]) if batch > 1 else rows
+    arrays = {
+        "kv": normal(batch, kv_heads, count, width),
+        "norm": normal(batch, kv_heads, count),
+        "rows": jnp.asarray(rows),
+        "count": jnp.int32(chosen),
+        "features": normal(batch, kv_heads, window, count),
+        "values": normal(batch, window, kv_heads, width),
+        "carry": jnp.asarray(random.uniform(0, 1, (batch, kv_heads)), jnp.float32),
+    }
+
+    def call(arrays):
+        return dict(zip(("kv", "norm"), power_step.fold(**arrays, interpret=interpret)))
+
+    @jax.jit
+    def plain(kv, norm, rows, count, features, values, carry):
+        del count
+        exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        first, place = slice(chosen), rows[:chosen]
+        added = exact("nkwf,nwke->nkfe", features[first], values[first])
+        decay = carry[first]
+        kv = kv.at[place].set(kv[place] * decay[..., None, None] + added)
+        norm = norm.at[place].set(norm[place] * decay[..., None] + features[first].sum(2))
+        return {"kv": kv, "norm": norm}
+
+    return Prepared(call, arrays, dict, plain(**arrays), {"kv": FLOAT32, "norm": FLOAT32})
+
+
+_OF_KEYS = ("key", "value", "log_decay")
+_KERNELS: dict[str, Callable[..., Prepared]] = {
+    "copy": _copy,
+    "forward": _attention_forward,
+    "query_vjp": functools.partial(_attention_gradients, ("query",)),
+    "key_vjp": functools.partial(_attention_gradients, _OF_KEYS),
+    "state_update": _state_update,
+    "state_query": _state_query,
+    "state_dual_update": _state_dual,
+    "state_query_vjp": functools.partial(_state_gradients, ("query",)),
+    "state_key_vjp": functools.partial(_state_gradients, _OF_KEYS),
+    "read": _step_read,
+    "fold": _step_fold,
+}
+_ATTENTION = ("forward", "query_vjp", "key_vjp")
+_BRIEF = ("fold", "read", "forward", "key_vjp", "state_query", "state_key_vjp")
+_STATE = ("state_update", "state_query", "state_dual_update", "state_query_vjp", "state_key_vjp")
+
+
+def _each(kernels, family, **sizes):
+    return [Case(kernel=kernel, family=family, **sizes) for kernel in kernels]
+
+
+def _small():
+    step = {"kernel": "fold", "family": "power_step", "group": 1}
+    # The last tile of a head is full only at some sizes.
+    yield Case(**step, head_dim=16, time=8)
+    yield Case(**step, head_dim=64, time=64, batch=3)
+    step |= {"kernel": "read", "group": 2}
+    yield Case(**step, head_dim=16, time=8)
+    yield Case(**step, head_dim=64, time=64)
+    for power, head_dim in ((2, 64), (4, 64), (2, 128), (2, 32)):
+        yield from _each(_ATTENTION, "power_attention", power=power, head_dim=head_dim)
+    for head_dim in (64, 32, 128):
+        yield from _each(_STATE, "power_state_square", head_dim=head_dim, time=700)
+    for head_dim in (16, 32):
+        yield from _each(_STATE, "power_state_quartic", power=4, head_dim=head_dim, time=700)
+
+
+def _real():
+    model = {"batch": 1, "kv_heads": 8, "group": 1, "documents": False, "real": True}
+    decode = model | {"batch": 64, "time": 64, "family": "power_step"}
+    yield Case(kernel="fold", **decode)
+    yield Case(kernel="read", **decode)
+    for power, head_dim in ((2, 64), (4, 64), (2, 128)):
+        yield from _each(_ATTENTION, "power_attention", power=power, head_dim=head_dim, time=8192, **model)
+    yield from _each(_STATE, "power_state_square", time=65_536, **model)
+    for head_dim in (32, 128):
+        yield from _each(_STATE, "power_state_square", head_dim=head_dim, time=16_384, **model)
+    for head_dim, time in ((16, 16_384), (32, 8192)):
+        yield from _each(_STATE, "power_state_quartic", power=4, head_dim=head_dim, time=time, **model)
+
+
+# Smallest first, so that the first failure is the simplest.
+CASES: tuple[Case, ...] = (
+    Case(kernel="copy", family="toolchain", time=64, batch=1, kv_heads=1, group=1, documents=False),
+    *_small(),
+    *_real(),
+)

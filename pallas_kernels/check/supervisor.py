@@ -1,0 +1,166 @@
+"""Runs each case of a check in a process of its own, and goes on after a failure, a hang or a crash."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import enum
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["Outcome", "Status", "run", "run_all"]
+
+RESULT = "check-result "
+DEBUGGER_SECONDS = 20.0
+# Characters of stderr that an outcome keeps.
+_STDERR = 1500
+
+
+class Status(enum.StrEnum):
+    """How a case ended."""
+
+    OK = "ok"
+    WRONG = "wrong"
+    HANG = "hang"
+    CRASH = "crash"
+    SKIPPED = "skipped"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Outcome of a case.
+
+    Attributes:
+        case: name of the case.
+        status: how it ended.
+        detail: what went wrong; empty if nothing did.
+        seconds: duration of its process.
+        result: what the process measured.
+    """
+
+    case: str
+    status: Status
+    detail: str = ""
+    seconds: float = 0.0
+    result: dict = dataclasses.field(default_factory=dict)
+
+    def line(self) -> str:
+        """One line for the terminal."""
+        words = [f"{self.status.value:<8}{self.case}"]
+        if errors := self.result.get("errors"):
+            bounds = self.result["bounds"]
+            words.append(
+                ", ".join(f"{name} {error:.1e}/{bounds[name]:.1e}" for name, error in errors.items())
+            )
+        if "call_milliseconds" in self.result:
+            kernels = self.result.get("kernels", {})
+            named = {name: ms for name, ms in kernels.items() if "power_" in name}
+            of_kernels = "".join(f", {name} {ms:.3f}" for name, ms in named.items())
+            words.append(f"{self.result['call_milliseconds']:.3f} ms{of_kernels}")
+        if self.detail:
+            words.append(self.detail.strip().splitlines()[-1][:200])
+        return "  ".join(words)
+
+
+def run_all(
+    cases: Sequence[str],
+    command: Callable[[str], Sequence[str]],
+    *,
+    seconds: float,
+    deadline: float,
+    jobs: int = 1,
+) -> Iterator[Outcome]:
+    """Runs every case, `jobs` of them at once, and yields outcomes in the order of the cases.
+
+    Args:
+        cases: names.
+        command: maps a name to the command of its process.
+        seconds: time limit of a process.
+        deadline: value of `time.monotonic` after which no process begins.
+        jobs: number of processes at once.
+    """
+
+    def one(case: str) -> Outcome:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return Outcome(case=case, status=Status.SKIPPED, detail="not run: the time was over")
+        return run(case, command(case), seconds=min(seconds, left))
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(one, cases)
+
+
+def run(case: str, command: Sequence[str], *, seconds: float) -> Outcome:
+    """Runs the process of a case and judges what it printed."""
+    begin = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        # A session of its own, so that everything it starts ends with it.
+        process = subprocess.Popen(command, stdout=output, stderr=errors, text=True, start_new_session=True)
+        debugged, hung = "", False
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            hung = True
+            debugged = _debug(process.pid)
+        finally:
+            _end(process)
+        output.seek(0)
+        errors.seek(0)
+        printed, complaints = output.read(), errors.read()
+    taken = {"case": case, "seconds": round(time.monotonic() - begin, 1)}
+    if hung:
+        detail = f"{complaints[-_STDERR:]}\n{debugged}\nno result within {seconds:.0f} s"
+        return Outcome(status=Status.HANG, detail=detail, **taken)
+    lines = [line for line in printed.splitlines() if line.startswith(RESULT)]
+    if process.returncode or not lines:
+        detail = f"{complaints[-_STDERR:]}\nexit status {process.returncode}: {_last_line(complaints)}"
+        return Outcome(status=Status.CRASH, detail=detail, **taken)
+    return _judged(lines[-1].removeprefix(RESULT), taken)
+
+
+def _judged(line: str, taken: dict) -> Outcome:
+    try:
+        result = json.loads(line)
+        errors, bounds, different = result["errors"], result["bounds"], result["different"]
+        wrong = [
+            f"{name} is off by {error:.1e}, more than {bounds[name]:.1e}"
+            for name, error in errors.items()
+            if not (math.isfinite(error) and error <= bounds[name])
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        return Outcome(status=Status.CRASH, detail=f"its result cannot be read: {error}", **taken)
+    if not errors:
+        wrong.append("it compared nothing")
+    wrong += [f"{name} differs between runs on the same arrays" for name in different]
+    status = Status.WRONG if wrong else Status.OK
+    return Outcome(status=status, detail="; ".join(wrong), result=result, **taken)
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no message"
+
+
+def _debug(pid: int) -> str:
+    """Returns what cuda-gdb says of a process's kernels, if it is installed."""
+    debugger = shutil.which("cuda-gdb")
+    if debugger is None:
+        return ""
+    command = [debugger, "-p", str(pid), "-batch", "-ex", "info cuda kernels", "-ex", "info cuda warps"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DEBUGGER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"cuda-gdb said nothing within {DEBUGGER_SECONDS:.0f} s"
+    return done.stdout[-_STDERR:]
+
+
+def _end(process: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

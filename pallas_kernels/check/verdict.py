@@ -1,0 +1,105 @@
+"""Verdicts of `python -m pallas_kernels.check`, kept per GPU kind, driver, jax version and kernel sources."""
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+
+import jax
+
+__all__ = ["COMMAND", "FAMILIES", "driver_version", "machine", "path", "store", "trusted"]
+
+COMMAND = "python -m pallas_kernels.check"
+# A verdict is given for each: a family is trusted if every case that ran its kernels was right.
+FAMILIES = ("power_attention", "power_state_square", "power_state_quartic", "power_step")
+
+
+def trusted(family: str, device: jax.Device) -> bool:
+    """Whether a check of this machine found every kernel of a family right.
+
+    Args:
+        family: one of `FAMILIES`.
+        device: device that the kernels are for; its kind selects the verdict.
+    """
+    return _load(device.device_kind).get(family, False)
+
+
+def store(device_kind: str, families: Mapping[str, bool], details: Mapping) -> pathlib.Path:
+    """Replaces the verdict of this machine and returns its file.
+
+    Args:
+        device_kind: kind of the GPU that was checked.
+        families: whether each family of kernels is right.
+        details: everything else worth keeping, as JSON types.
+    """
+    file = path(device_kind)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": machine(device_kind), "families": dict(families), **details}
+    # A reader sees the old verdict or the new one, never half of one.
+    partial = file.with_suffix(f".{os.getpid()}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.replace(file)
+    _load.cache_clear()
+    return file
+
+
+def path(device_kind: str) -> pathlib.Path:
+    """File of the verdict on this machine, in the user's cache directory; it need not exist."""
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    identity = "-".join(machine(device_kind).values())
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", identity).strip("-")
+    return pathlib.Path(root, "sympow-jax", "kernels", f"{name}.json")
+
+
+def machine(device_kind: str) -> dict[str, str]:
+    """What a verdict depends on: GPU kind, driver, and the versions of jax and of the kernels."""
+    return {
+        "device": device_kind,
+        "driver": driver_version() or "unknown",
+        "jax": jax.__version__,
+        "kernels": _kernels_version(),
+    }
+
+
+@functools.cache
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver, or None if there is none."""
+    module = pathlib.Path("/proc/driver/nvidia/version")
+    if module.exists() and (found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", module.read_text())):
+        return found[0]
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    return lines[0] if lines else None
+
+
+@functools.cache
+def _kernels_version() -> str:
+    """Version of the package and a digest of the kernels' sources, which change without a release in a checkout."""
+    digest = hashlib.sha256()
+    root = pathlib.Path(__file__).parents[1]
+    for file in sorted(root.rglob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
+    try:
+        version = importlib.metadata.version("sympow-jax")
+    except importlib.metadata.PackageNotFoundError:
+        version = "uninstalled"
+    return f"{version}-{digest.hexdigest()[:12]}"
+
+
+@functools.cache
+def _load(device_kind: str) -> dict[str, bool]:
+    try:
+        families = json.loads(path(device_kind).read_text())["families"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}  # never checked, or not by this version
+    if not isinstance(families, dict):
+        return {}
+    return {name: found is True for name, found in families.items()}
