@@ -1,5 +1,73 @@
 """Attention with a recurrent state whose size you choose.
 
-`from sympow_jax import ops` for functions of arrays, `layers` and `models` for Flax modules, `config` for their
-settings. Data, training, evaluation and generation need the extra `train`.
+`ops` has functions of arrays, `layers` and `models` have Flax modules, `config` has their settings. Each is imported
+when it is first used: `import sympow_jax` alone imports neither jax nor flax. `data`, `training`, `evaluation`,
+`generation` and `weights` need the extra `train` for all or some of what they do.
+
+Example:
+    >>> import jax.numpy as jnp
+    >>> import sympow_jax
+    >>> x = jnp.ones((1, 8, 2, 4))
+    >>> sympow_jax.ops.power_attention(x, x, x).shape
+    (1, 8, 2, 4)
 """
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sympow_jax import (
+        array_types,
+        config,
+        data,
+        evaluation,
+        generation,
+        layers,
+        models,
+        ops,
+        training,
+        weights,
+    )
+
+    __version__: str
+
+_MODULES = (
+    "array_types",
+    "config",
+    "data",
+    "evaluation",
+    "generation",
+    "layers",
+    "models",
+    "ops",
+    "training",
+    "weights",
+)
+
+__all__ = [
+    "__version__",
+    "array_types",
+    "config",
+    "data",
+    "evaluation",
+    "generation",
+    "layers",
+    "models",
+    "ops",
+    "training",
+    "weights",
+]
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name == "__version__":
+        # Reading the metadata of packages takes longer than the rest of the import.
+        metadata = importlib.import_module("importlib.metadata")
+        return metadata.version("sympow-jax")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,7 +15,16 @@ _ACTIVATIONS = {"gelu": nnx.gelu, "relu": nnx.relu}
 
 
 class MLP(nnx.Module):
-    """W_2 f(W_1 x + b_1) + b_2, as in GPT-2, with biases if `config.biases`; f is `config.activation`."""
+    """W_2 f(W_1 x + b_1) + b_2, as in GPT-2, with biases if `config.biases`; f is `config.activation`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from sympow_jax import config, layers
+        >>> layer = layers.MLP(config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2), rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 16, 32))).shape
+        (1, 16, 32)
+    """
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int):
         rngs = initializers.as_rngs(rngs)

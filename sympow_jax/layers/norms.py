@@ -24,6 +24,13 @@ def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) 
     Batch normalisation ("Batch Normalization", Ioffe and Szegedy 2015) uses its running means until the model's
     `train()` is called; then those of the batch, each with the biased variance, and moves the running ones by a tenth
     of the difference. They are variables of the kind `nnx.BatchStat`.
+
+    Example:
+        >>> from flax import nnx
+        >>> from sympow_jax import config, layers
+        >>> model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2)
+        >>> type(layers.make_norm(model, "bfloat16", rngs=nnx.Rngs(0))).__name__
+        'LayerNorm'
     """
     rngs = initializers.as_rngs(rngs)
     if config.norm == "layer":
@@ -43,7 +50,17 @@ def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) 
 def normalise(
     norm: Norm, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B T M"]:
-    """x normalised; padding (a negative segment id) counts in no mean."""
+    """x normalised; padding (a negative segment id) counts in no mean.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from sympow_jax import config, layers
+        >>> model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2)
+        >>> norm = layers.make_norm(model, "float32", rngs=nnx.Rngs(0))
+        >>> layers.normalise(norm, jnp.ones((1, 16, 32)), None).shape
+        (1, 16, 32)
+    """
     if isinstance(norm, nnx.LayerNorm):
         return norm(x)
     return norm(x, mask=None if segment_ids is None else segment_ids[..., None] >= 0)

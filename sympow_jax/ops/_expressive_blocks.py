@@ -76,8 +76,8 @@ def _attend(settings, blocks):
             return numerator, denominator * shrink + weights.sum(1, keepdims=True), new
 
         _, heads, _, group, block = blocks.query.shape
-        empty = jnp.zeros((heads, 1, group, block), pairs.dtype)
-        wide = jnp.zeros((heads, blocks.value.shape[2], group, block), pairs.dtype)
+        empty = jnp.zeros_like(blocks.query, shape=(heads, 1, group, block))
+        wide = jnp.zeros_like(blocks.query, shape=(heads, blocks.value.shape[2], group, block))
         numerator, denominator, largest = pairs.over_keys(i, add, (wide, empty, empty + tiny))
         some = denominator > 0
         out = jnp.where(some, numerator / jnp.where(some, denominator, 1), 0)
@@ -121,7 +121,7 @@ def _attend_bwd(settings, residuals, dout):
 
         drow = None
         if blocks.half_decay is not None:
-            drow = jnp.zeros((blocks.key.shape[1], blocks.query.shape[-1]), pairs.dtype)
+            drow = jnp.zeros_like(blocks.query, shape=(blocks.key.shape[1], blocks.query.shape[-1]))
         start = (jnp.zeros_like(blocks.query[i]), *carry[:2], drow, carry[2])
         dquery, dkeys, dvalues, drow, dcolumns = pairs.over_keys(i, add, start)
         return (dkeys, dvalues, dcolumns), (dquery, drow)

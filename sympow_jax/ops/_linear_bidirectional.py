@@ -7,14 +7,16 @@ carried forward, and what later ones hold by a state that is carried backward.
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import documents
-from sympow_jax.ops._power import costs, features, xla
+from sympow_jax.ops._power import costs, features, shares, xla
 from sympow_jax.ops._power import mean as means
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["attend", "require_supported"]
 
@@ -31,10 +33,7 @@ def require_supported(query, key, implementation, absent: dict) -> None:
         raise NotImplementedError(
             f"causal is False, which has the implementations 'reference' and 'xla', not {implementation!r}"
         )
-    if key.shape[1] != query.shape[1]:
-        raise ValueError(
-            f"key has {key.shape[1]} tokens and query {query.shape[1]}; causal=False needs a key for each query"
-        )
+    arguments.check_same_length(query, key)
 
 
 def attend(
@@ -49,6 +48,22 @@ def attend(
     chunk_size: int | None,
 ) -> Float[Array, "B T N L"]:
     """Means, L = E, or sums, L = E + 1, with weights (q . k)^p of the tokens of a document; as `dispatch.attend`."""
+    plan = _Plan(power, division, implementation, chunk_size)
+    return _attend(plan, query=query, key=key, value=value, segment_ids=segment_ids)
+
+
+class _Plan(NamedTuple):
+    """What is static of a call."""
+
+    power: int
+    division: means.Division
+    implementation: str | None
+    chunk_size: int | None
+
+
+@calls.op(calls.ATTENTION, lambda plan: "B T N E")
+def _attend(plan, query, key, value, segment_ids):
+    power, division, implementation, chunk_size = plan
     dtype, kv_heads = jnp.promote_types(query.dtype, jnp.float32), key.shape[2]
     if division is not means.Division.NONE:
         query = xla.unit_scale(query)
@@ -92,7 +107,7 @@ def _whole(query, key, value, document, *, power, precision):
     """`_all_pairs` by features, every token seeing every other."""
     del document
     state = xla.fold_all(value, key, power=power, precision=precision)
-    return xla.read_all(state, query, power=power, precision=precision)
+    return shares.arriving_sums(power, precision, state, query, None)
 
 
 def _by_document(query, key, value, document, *, power, precision, chunk):
@@ -123,7 +138,10 @@ def _by_document(query, key, value, document, *, power, precision, chunk):
             state = tuple(jnp.where(continues, s, 0) + n for s, n in zip(state, own, strict=True))
             return (state, document[edge]), jnp.where(document == held, read, 0)
 
-        nothing = features.zeros((), head_dim, len(value), power, dtype), jnp.full((), -1, document.dtype)
+        nothing = (
+            features.zeros(value, (), head_dim, len(value), power, dtype),
+            jnp.full_like(document[0], -1),
+        )
         return jax.lax.scan(step, nothing, tuple(arrays), reverse=edge == 0)[1]
 
     sums = jax.lax.map(near, tuple(arrays)) + carried(-1) + carried(0)

@@ -5,6 +5,8 @@ token; gates of vectors are what that paper leaves to future work. The normalise
 each channel stays a mean of values.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +15,7 @@ from sympow_jax.ops._channel_gated import chunked, reference
 from sympow_jax.ops._channel_gated import state as channel_state
 from sympow_jax.ops._channel_gated import step as channel_step
 from sympow_jax.ops._power import dispatch, xla
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["ChannelGatedState", "channel_gated_attention", "channel_gated_attention_step"]
 
@@ -70,17 +73,25 @@ def channel_gated_attention(
     Raises:
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: for `axis_name`, for `mosaic_gpu`, and for states with `reference`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 32, 4, 16))  # [B, T, N, D]
+        >>> ops.channel_gated_attention(query, key, value, log_decay=-0.1 * value).shape
+        (1, 32, 4, 16)
     """
-    dispatch.require_even(power)
-    sizes = dispatch.check(query, key, value, None, segment_ids, lead="B, T")
-    dispatch.require_choice("implementation", implementation, (None, *dispatch.IMPLEMENTATIONS))
-    if key.shape[1] != query.shape[1]:
-        raise ValueError(f"key has {key.shape[1]} tokens and query {query.shape[1]}; these must be as many")
-    _require_channels(log_decay, value)
-    if window < 0:
-        raise ValueError(f"window is {window}; it must be at least 0")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+    power = arguments.check_power(power)
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    sizes = arguments.check_attention(query, key, value, log_decay, segment_ids, per_channel=True)
+    arguments.check_choice("implementation", implementation, (None, *dispatch.IMPLEMENTATIONS))
+    arguments.check_same_length(query, key)
+    window = arguments.check_integer("window", window, 0)
+    if chunk_size is not None:
+        chunk_size = arguments.check_integer("chunk_size", chunk_size, 1)
+    return_state = arguments.check_flag("return_state", return_state)
     if implementation == "mosaic_gpu":
         raise NotImplementedError(
             "implementation 'mosaic_gpu' has one decay a head; use implementation='xla' for one a value channel"
@@ -92,31 +103,60 @@ def channel_gated_attention(
         )
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     if initial_state is not None:
-        dispatch.check_state(initial_state, ChannelGatedState, dtype, power=power, window=window, **sizes)
+        arguments.check_state(initial_state, ChannelGatedState, dtype, power=power, window=window, **sizes)
     if implementation == "reference":
         if initial_state is not None or return_state:
             raise NotImplementedError(
                 "implementation 'reference' computes whole sequences; leave out initial_state and return_state, or use "
                 "implementation='xla'"
             )
-        return reference.attention(query, key, value, log_decay, power=power, segment_ids=segment_ids)
-    channel_state.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
+    else:
+        channel_state.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
+    plan = _Plan(power, implementation or "xla", chunk_size or DEFAULT_CHUNK, window, return_state)
+    out, final = _attend(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        state=initial_state,
+    )
+    return (out, final) if return_state else out
+
+
+class _Plan(NamedTuple):
+    """What is static of a call."""
+
+    power: int
+    implementation: str
+    chunk: int
+    window: int
+    return_state: bool
+
+
+@calls.op(
+    calls.ATTENTION, lambda plan: ("B T N E", ChannelGatedState.layout() if plan.return_state else None)
+)
+def _attend(plan, query, key, value, log_decay, segment_ids, state):
+    if plan.implementation == "reference":
+        out = reference.attention(query, key, value, log_decay, power=plan.power, segment_ids=segment_ids)
+        return out, None
     with jax.named_scope("channel_gated_xla"):
-        out, final = xla.chunked(
+        return xla.chunked(
             query,
             key,
             value,
-            power=power,
+            power=plan.power,
             log_decay=log_decay,
             segment_ids=segment_ids,
-            state=initial_state,
-            window=window,
-            chunk=chunk_size or DEFAULT_CHUNK,
-            return_state=return_state,
+            state=state,
+            window=plan.window,
+            chunk=plan.chunk,
+            return_state=plan.return_state,
             core=chunked.core,
             state_type=ChannelGatedState,
         )
-    return (out, final) if return_state else out
 
 
 def channel_gated_attention_step(
@@ -133,15 +173,28 @@ def channel_gated_attention_step(
 
     The window holds between W and 2W tokens; when it is full, its oldest W are folded. Errors are those of
     `channel_gated_attention`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 4, 16))  # one token: [B, N, D]
+        >>> state = ops.ChannelGatedState.zeros(1, 4, 16, 16, power=2)
+        >>> out, state = ops.channel_gated_attention_step(query, key, value, -0.1 * value, state)
+        >>> out.shape
+        (1, 4, 16)
     """
-    dispatch.require_even(power)
-    sizes = dispatch.check(query, key, value, None, segment_ids, lead="B")
-    _require_channels(log_decay, value)
+    power = arguments.check_power(power)
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    sizes = arguments.check_attention(query, key, value, log_decay, segment_ids, step=True, per_channel=True)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    dispatch.check_state(state, ChannelGatedState, dtype, power=power, **sizes)
+    arguments.check_state(state, ChannelGatedState, dtype, power=power, **sizes)
+    return _step(
+        power, query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids, state=state
+    )
+
+
+@calls.op(calls.STEP, lambda power: ("B N E", ChannelGatedState.layout()))
+def _step(power, query, key, value, log_decay, segment_ids, state):
     return channel_step.step(query, key, value, log_decay, state, power=power, segment_ids=segment_ids)
-
-
-def _require_channels(log_decay, value) -> None:
-    if log_decay.shape != value.shape:
-        raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {value.shape}, one per value")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
 from sympow_jax.ops import _time_axis
+from sympow_jax.ops._shared import calls
 
 __all__ = [
     "NO_SEGMENT",
@@ -79,6 +80,11 @@ class PositionState:
         """The state before any token."""
         return cls(position=jnp.zeros(batch, jnp.int32), segment=jnp.full(batch, NO_SEGMENT, jnp.int32))
 
+    @classmethod
+    def layout(cls) -> "PositionState":
+        """The axes of each array."""
+        return cls("B", "B")  # type: ignore[arg-type]
+
 
 def segment_before(segment_ids: Int[Array, "B T"], axis_name: str) -> Int[Array, " B"]:
     """The segment id of the last token on the devices before this one; -1 where there is none."""
@@ -95,7 +101,11 @@ def positions(
     Padding repeats the place before it. `axis_name` is a manual mesh axis over which time is divided, in order: then
     `state` is what came before the first device's tokens, and the state returned is behind those of this one.
     """
+    return _positions(axis_name, segment_ids=segment_ids, state=state)
 
+
+@calls.op({"segment_ids": "B T"}, lambda axis_name: ("B T", PositionState.layout()))
+def _positions(axis_name, segment_ids, state):
     def count(state):
         starts, valid, last = boundaries(segment_ids, state.segment)
         count = state.position[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)

@@ -4,14 +4,16 @@
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import _expressive_blocks, _pairs, _time_axis, documents
+from sympow_jax.ops import _expressive_blocks, _time_axis, documents
 from sympow_jax.ops._power import decay as decays
 from sympow_jax.ops._power import xla as power_xla
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["expressive_attention"]
 
@@ -69,18 +71,54 @@ def expressive_attention(
     Raises:
         ValueError: for shapes or options that do not fit each other.
         NotImplementedError: for kept keys where time is divided.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 32, 4, 16))  # [B, T, N, D]
+        >>> ops.expressive_attention(query, key, value).shape
+        (1, 32, 4, 16)
     """
-    _pairs.check(query, key, value, log_decay, segment_ids, causal=causal)
-    if implementation not in (None, *_IMPLEMENTATIONS):
-        raise ValueError(f"implementation is {implementation!r}; it must be None, 'reference' or 'xla'")
-    if block_size < 1:
-        raise ValueError(f"block_size is {block_size}; it must be at least 1")
-    compute = _reference if implementation == "reference" else functools.partial(_blockwise, block_size)
-    attend = functools.partial(compute, causal, scale)
-    with jax.named_scope(f"expressive_{implementation or 'xla'}"):
-        if axis_name is None:
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    causal = arguments.check_flag("causal", causal)
+    arguments.check_attention(query, key, value, log_decay, segment_ids, causal=causal)
+    arguments.check_choice("implementation", implementation, (None, *_IMPLEMENTATIONS))
+    block_size = arguments.check_integer("block_size", block_size, 1)
+    fixed, traced = calls.static_or_traced(scale)
+    plan = _Plan(causal, fixed, implementation or "xla", block_size, axis_name)
+    return _call(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        scale=traced,
+    )
+
+
+class _Plan(NamedTuple):
+    """What is static of a call."""
+
+    causal: bool
+    scale: float | None
+    implementation: str
+    block_size: int
+    axis_name: str | None
+
+
+@calls.op(calls.ATTENTION, lambda plan: "B T N E")
+def _call(plan, query, key, value, log_decay, segment_ids, scale):
+    compute = (
+        _reference if plan.implementation == "reference" else functools.partial(_blockwise, plan.block_size)
+    )
+    attend = functools.partial(compute, plan.causal, plan.scale if scale is None else scale)
+    with jax.named_scope(f"expressive_{plan.implementation}"):
+        if plan.axis_name is None:
             return attend(query, key, value, log_decay, segment_ids)
-        return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
+        return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
 
 
 def _reference(causal, scale, query, key, value, log_decay, segment_ids):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float
+from sympow_jax.ops._shared import arguments
 
 __all__ = [
     "elu_plus_one",
@@ -29,8 +30,21 @@ def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batc
     """The p-fold tensor product of x with itself: phi(q) . phi(k) = (q . k)^p, F = D^p.
 
     Entry (i_1, ..., i_p), in row-major order, is x[i_1] * ... * x[i_p]. Raises ValueError unless power >= 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> ops.tensor_power(jnp.array([1.0, 2.0]), 2).tolist()
+        [1.0, 2.0, 2.0, 4.0]
     """
-    _require_power(power)
+    power = arguments.check_power(power, even=False)
+    x = arguments.to_array("x", x)
+    arguments.check_floating("x", x)
+    return _tensor_power(power, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _tensor_power(power, x):
     features = x
     for _ in range(power - 1):
         features = (features[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
@@ -43,14 +57,36 @@ def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*b
     One feature for each non-decreasing index i_1 <= ... <= i_p, in lexicographic order: the monomial
     x[i_1] * ... * x[i_p] times the square root of p! / (c_1! ... c_D!), the number of orders in which the tensor
     product repeats it (c_d counts how often d occurs). Raises ValueError unless power >= 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key = jnp.array([1.0, 2.0]), jnp.array([3.0, 1.0])
+        >>> phi = ops.symmetric_power(query, 2), ops.symmetric_power(key, 2)
+        >>> round(float(phi[0] @ phi[1]), 3), float((query @ key) ** 2)
+        (25.0, 25.0)
     """
+    power = arguments.check_power(power, even=False)
+    x = arguments.to_array("x", x)
+    arguments.check_floating("x", x)
+    return _symmetric_power(power, x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _symmetric_power(power, x):
     weight = jnp.asarray(np.sqrt(multiplicities(x.shape[-1], power)), x.dtype)
     return jnp.moveaxis(monomials(jnp.moveaxis(x, -1, 0), power), 0, -1) * weight
 
 
 def symmetric_power_dim(head_dim: int, power: int) -> int:
-    """F = binomial(D + p - 1, p), the number of features of `symmetric_power`. Raises ValueError unless power >= 1."""
-    _require_power(power)
+    """F = binomial(D + p - 1, p), the number of features of `symmetric_power`. Raises ValueError unless power >= 1.
+
+    Example:
+        >>> from sympow_jax import ops
+        >>> ops.symmetric_power_dim(64, 2)
+        2080
+    """
+    power = arguments.check_power(power, even=False)
     return math.comb(head_dim + power - 1, power)
 
 
@@ -60,8 +96,18 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
     The monomials that start with i are x[i] times those of degree p - 1 that start with i or later: a suffix, so
     nothing is gathered. The feature axis leads so that products and copies are contiguous in the axes behind it.
     Raises ValueError unless power >= 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import feature_maps
+        >>> feature_maps.monomials(jnp.array([2.0, 3.0]), 2).tolist()
+        [4.0, 6.0, 9.0]
     """
-    _require_power(power)
+    return _monomials(arguments.check_power(power, even=False), x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _monomials(power, x):
     features = x
     for degree in range(2, power + 1):
         starts = suffix_starts(x.shape[0], degree - 1)
@@ -81,8 +127,13 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
     """How often the tensor power repeats each monomial: p! / (c_1! ... c_D!), float64, in order [F].
 
     Raises ValueError unless power >= 1.
+
+    Example:
+        >>> from sympow_jax.ops import feature_maps
+        >>> feature_maps.multiplicities(2, 2).tolist()
+        [1.0, 2.0, 1.0]
     """
-    _require_power(power)
+    power = arguments.check_power(power, even=False)
     count = np.ones(head_dim)
     run = np.ones(head_dim)  # how often the first index opens the monomial: x_i x_i x_j has a run of 2
     for degree in range(2, power + 1):
@@ -105,7 +156,19 @@ def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float
     Proposition 2 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025), for the
     symmetric power itself rather than the tensor power of the paper's proof: with A the isometry from symmetric
     features into the tensor power, P' = A^T (P x ... x P) A. Holds D^p x F numbers: for small D.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> quarter = jnp.array([[0.0, -1.0], [1.0, 0.0]])  # x_1 and x_2 swap, and one changes its sign
+        >>> ops.symmetric_power_rotation(quarter, 2).round(3).tolist()
+        [[0.0, 0.0, 1.0], [0.0, -1.0, 0.0], [1.0, 0.0, 0.0]]
     """
+    return _rotation_of_features(arguments.check_power(power, even=False), rotation)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rotation_of_features(power, rotation):
     head_dim = rotation.shape[0]
     isometry = jnp.asarray(_isometry(head_dim, power), rotation.dtype)
     rotated = isometry.reshape(*(head_dim,) * power, -1)
@@ -126,11 +189,20 @@ def _isometry(head_dim: int, power: int) -> np.ndarray:
 
 
 def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """elu(x) + 1 > 0, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020)."""
+    """elu(x) + 1 > 0, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> ops.elu_plus_one(jnp.array([0.0, 2.0])).tolist()
+        [1.0, 3.0]
+    """
+    x = arguments.to_array("x", x)
+    arguments.check_floating("x", x)
+    return _elu_plus_one(x)
+
+
+@jax.jit
+def _elu_plus_one(x):
     # exp(min(x, 0)) rather than elu(x) + 1, which rounds small features to zero.
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
-
-
-def _require_power(power: int) -> None:
-    if power < 1:
-        raise ValueError(f"power is {power}; it must be at least 1")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents
+from sympow_jax.ops._shared import calls
 
 __all__ = ["KeyValueState"]
 
@@ -49,6 +50,11 @@ class KeyValueState:
             complete=jnp.ones(batch, bool),
         )
 
+    @classmethod
+    def layout(cls) -> "KeyValueState":
+        """The axes of each array."""
+        return cls("B S K D", "B S K E", "B S K", "B S", "B", "B")  # type: ignore[arg-type]
+
     def append(
         self,
         key: Float[Array, "B T K D"],
@@ -57,49 +63,67 @@ class KeyValueState:
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple["KeyValueState", Bool[Array, "B T"]]:
         """The S + T positions that the new ones attend to, and which of the new ones miss keys."""
-        batch, time, kv_heads, _ = key.shape
-        if log_decay is None:
-            log_decay = jnp.zeros((batch, time, kv_heads))
-        if segment_ids is None:
-            segment_ids = jnp.zeros((batch, time), jnp.int32)
-        starts, valid, last = documents.boundaries(segment_ids, self.segment)
-        continues = valid & (jnp.cumsum(starts, axis=1) == 0)
-        old_and_new = {"key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
-        joined = {
-            name: jnp.concatenate([getattr(self, name), new.astype(getattr(self, name).dtype)], axis=1)
-            for name, new in old_and_new.items()
-        }
-        complete = self.complete | starts.any(axis=1)
-        return KeyValueState(**joined, segment=last, complete=complete), continues & ~self.complete[:, None]
+        return _appended(None, state=self, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids)
 
     def without_gaps(self) -> "KeyValueState":
         """The same positions with padding in front, where its slots are the first to be dropped."""
-        order = jnp.argsort(self.segment_ids >= 0, axis=1, stable=True)
-
-        def in_order(x):
-            return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
-
-        return KeyValueState(
-            key=in_order(self.key),
-            value=in_order(self.value),
-            log_decay=in_order(self.log_decay),
-            segment_ids=in_order(self.segment_ids),
-            segment=self.segment,
-            complete=self.complete,
-        )
+        return _without_gaps(None, state=self, segment_ids=self.segment_ids, key=self.key)
 
     def newest(self, capacity: int) -> "KeyValueState":
         """The last `capacity` positions, at most as many as there are."""
-        nothing = jnp.full_like(self.segment, documents.NO_SEGMENT)
-        starts, valid, _ = documents.boundaries(self.segment_ids, nothing)
-        document = jnp.cumsum(starts, axis=1)
-        dropped = self.segment_ids.shape[1] - capacity
-        outgrown = (valid & (document == document[:, -1:]))[:, :dropped].any(axis=1)
-        return KeyValueState(
-            key=self.key[:, dropped:],
-            value=self.value[:, dropped:],
-            log_decay=self.log_decay[:, dropped:],
-            segment_ids=self.segment_ids[:, dropped:],
-            segment=self.segment,
-            complete=self.complete & ~outgrown,
-        )
+        return _newest(capacity, state=self, segment_ids=self.segment_ids, key=self.key)
+
+
+_LAYOUTS = {"key": "B T K D", "value": "B T K E", "segment_ids": "B T"}
+
+
+@calls.op(_LAYOUTS, lambda _: (KeyValueState.layout(), "B T"))
+def _appended(_, state, key, value, log_decay, segment_ids):
+    batch, time, kv_heads, _ = key.shape
+    if log_decay is None:
+        log_decay = jnp.zeros((batch, time, kv_heads))
+    if segment_ids is None:
+        segment_ids = jnp.zeros((batch, time), jnp.int32)
+    starts, valid, last = documents.boundaries(segment_ids, state.segment)
+    continues = valid & (jnp.cumsum(starts, axis=1) == 0)
+    old_and_new = {"key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
+    joined = {
+        name: jnp.concatenate([getattr(state, name), new.astype(getattr(state, name).dtype)], axis=1)
+        for name, new in old_and_new.items()
+    }
+    complete = state.complete | starts.any(axis=1)
+    return KeyValueState(**joined, segment=last, complete=complete), continues & ~state.complete[:, None]
+
+
+@calls.op(_LAYOUTS, lambda _: KeyValueState.layout())
+def _without_gaps(_, state, key, segment_ids):
+    order = jnp.argsort(segment_ids >= 0, axis=1, stable=True)
+
+    def in_order(x):
+        return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+
+    return KeyValueState(
+        key=in_order(key),
+        value=in_order(state.value),
+        log_decay=in_order(state.log_decay),
+        segment_ids=in_order(segment_ids),
+        segment=state.segment,
+        complete=state.complete,
+    )
+
+
+@calls.op(_LAYOUTS, lambda capacity: KeyValueState.layout())
+def _newest(capacity, state, key, segment_ids):
+    nothing = jnp.full_like(state.segment, documents.NO_SEGMENT)
+    starts, valid, _ = documents.boundaries(segment_ids, nothing)
+    document = jnp.cumsum(starts, axis=1)
+    dropped = segment_ids.shape[1] - capacity
+    outgrown = (valid & (document == document[:, -1:]))[:, :dropped].any(axis=1)
+    return KeyValueState(
+        key=key[:, dropped:],
+        value=state.value[:, dropped:],
+        log_decay=state.log_decay[:, dropped:],
+        segment_ids=segment_ids[:, dropped:],
+        segment=state.segment,
+        complete=state.complete & ~outgrown,
+    )

@@ -17,6 +17,7 @@ from sympow_jax.ops import _linear_bidirectional, feature_maps
 from sympow_jax.ops._power import dispatch, xla
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -62,12 +63,18 @@ class LinearState:
             The feature map `tensor` has, unturned, the state of `symmetric`, which is the same kernel.
         """
         kernel = _Kernel.named(feature_map, power)
-        dispatch.require_choice("normaliser", normaliser, _NORMALISERS)
+        arguments.check_choice("normaliser", normaliser, _NORMALISERS)
         zeros = functools.partial(power_state.PowerState.zeros, batch, kv_heads, window=window, dtype=dtype)
         if turned_dim is None:
             return cls(zeros(head_dim, value_dim, power=kernel.power), None)
         numerator = zeros(turned_dim, value_dim, power=1)
         return cls(numerator, None if normaliser == "rotated" else zeros(head_dim, 0, power=kernel.power))
+
+    @classmethod
+    def layout(cls, *, separate: bool) -> "LinearState":
+        """The axes of each array; `separate` where there is a denominator."""
+        one = power_state.PowerState.layout()
+        return cls(one, one if separate else None)
 
     @property
     def window(self) -> int:
@@ -135,10 +142,23 @@ def linear_attention(
     Raises:
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: where a named implementation, or `causal=False`, cannot do what is asked.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 32, 4, 16))  # [B, T, N, D]
+        >>> out, state = ops.linear_attention(query, key, value, feature_map="elu", return_state=True)
+        >>> out.shape, state.numerator.kv.shape
+        ((1, 32, 4, 16), (1, 4, 16, 16))
     """
     kernel = _Kernel.named(feature_map, power)
-    dispatch.require_choice("normaliser", normaliser, _NORMALISERS)
-    dispatch.check(query, key, value, log_decay, segment_ids, lead="B, T")
+    arguments.check_choice("normaliser", normaliser, _NORMALISERS)
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    arguments.check_attention(query, key, value, log_decay, segment_ids)
+    causal = arguments.check_flag("causal", causal)
+    return_state = arguments.check_flag("return_state", return_state)
     if not causal:
         absent = {
             "log_decay": log_decay,
@@ -191,10 +211,21 @@ def linear_attention_step(
     """`linear_attention` for the next token of each row; returns its output and the state behind it.
 
     `turn` is given features [B, 1, H, F]. Arguments and errors are those of `linear_attention`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 4, 16))  # one token: [B, N, D]
+        >>> out, state = ops.linear_attention_step(query, key, value, ops.LinearState.zeros(1, 4, 16, 16))
+        >>> out.shape
+        (1, 4, 16)
     """
     kernel = _Kernel.named(feature_map, power)
-    dispatch.require_choice("normaliser", normaliser, _NORMALISERS)
-    dispatch.check(query, key, value, log_decay, segment_ids, lead="B")
+    arguments.check_choice("normaliser", normaliser, _NORMALISERS)
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    arguments.check_attention(query, key, value, log_decay, segment_ids, step=True)
 
     def turn_token(features):
         assert turn is not None  # else nothing calls this
@@ -213,23 +244,27 @@ class _Kernel:
     division: whether all of these weights have one sign.
     """
 
-    map: Callable
-    expand: Callable
+    feature_map: str
     power: int
     division: means.Division
 
     @classmethod
     def named(cls, feature_map: str, power: int) -> "_Kernel":
         """Raises ValueError for a name or a power that there is not."""
-        dispatch.require_choice("feature_map", feature_map, (*_ELEMENTWISE, *_POWERS))
+        arguments.check_choice("feature_map", feature_map, (*_ELEMENTWISE, *_POWERS))
         signed, positive = means.Division.SIGNED, means.Division.POSITIVE
         if feature_map in _ELEMENTWISE:
-            division = signed if feature_map == "identity" else positive
-            return cls(_ELEMENTWISE[feature_map], lambda x: x, 1, division)
-        if power < 1:
-            raise ValueError(f"power is {power}; the feature map {feature_map!r} needs at least 1")
-        expand = functools.partial(_POWERS[feature_map], power=power)
-        return cls(_ELEMENTWISE["identity"], expand, power, signed if power % 2 else positive)
+            return cls(feature_map, 1, signed if feature_map == "identity" else positive)
+        power = arguments.check_power(power, even=False)
+        return cls(feature_map, power, signed if power % 2 else positive)
+
+    def map(self, x):
+        """The elementwise part of phi."""
+        return _ELEMENTWISE.get(self.feature_map, lambda x: x)(x)
+
+    def expand(self, x):
+        """The power that phi is of `map`."""
+        return _POWERS[self.feature_map](x, power=self.power) if self.feature_map in _POWERS else x
 
 
 def _mean(attend, kernel, query, key, value, turn, normaliser, state):
@@ -237,23 +272,30 @@ def _mean(attend, kernel, query, key, value, turn, normaliser, state):
 
     attend(query, key, value, state=, power=, division=) returns means or sums, and a PowerState or None.
     """
-    query, key = kernel.map(query), kernel.map(key)
+
+    def check_state(**options):
+        if state is not None:
+            arguments.check_linear_state(state, LinearState, query, key, value, power=kernel.power, **options)
+
     if turn is None:
-        _require_state(state, kernel, query, key, value, None, separate=False)
+        query, key = _mapped(kernel, query), _mapped(kernel, key)
+        check_state(turned_dim=None, separate=False)
         first = None if state is None else state.numerator
         out, final = attend(query, key, value, state=first, power=kernel.power, division=kernel.division)
         return out, LinearState(final, None)
 
     # One scale for both sums, which the mean cancels.
-    query = xla.unit_scale(query)
-    turned = _turned(turn, kernel.expand(query)), _turned(turn, kernel.expand(key))
+    (query, features), (key, key_features) = (
+        _expanded((kernel, scaled), x) for x, scaled in ((query, True), (key, False))
+    )
+    turned = _turned(turn, features), _turned(turn, key_features)
     if turned[0].shape[-1] != turned[1].shape[-1]:
         raise ValueError(
             f"turn makes features of {turned[0].shape[-1]} of queries and of {turned[1].shape[-1]} of keys; their "
             f"lengths must be equal"
         )
     separate = normaliser == "unrotated"
-    _require_state(state, kernel, query, key, value, turned[1].shape[-1], separate=separate)
+    check_state(turned_dim=turned[1].shape[-1], separate=separate)
     first = (None, None) if state is None else (state.numerator, state.denominator)
     if not separate:
         out, final = attend(*turned, value, state=first[0], power=1, division=means.Division.SIGNED)
@@ -261,8 +303,30 @@ def _mean(attend, kernel, query, key, value, turn, normaliser, state):
     sums = functools.partial(attend, division=means.Division.NONE)
     values, numerator = sums(*turned, value, state=first[0], power=1)
     weights, denominator = sums(query, key, value[..., :0], state=first[1], power=kernel.power)
-    out = means.mean(values[..., :-1], weights, -1, kernel.division)
-    return out.astype(value.dtype), LinearState(numerator, denominator)
+    out = _divided((kernel.division, value.dtype), values, weights)
+    return out, LinearState(numerator, denominator)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mapped(kernel, x):
+    return kernel.map(x)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _expanded(plan, x):
+    """x after the map, of unit scale if wanted, and its features."""
+    kernel, scaled = plan
+    mapped = kernel.map(x)
+    mapped = xla.unit_scale(mapped) if scaled else mapped
+    return mapped, kernel.expand(mapped)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _divided(plan, values, weights):
+    """The mean, of sums of weighted values beside one that is dropped, and sums of weights."""
+    division, dtype = plan
+    values, weights = calls.same_variation((values, weights))
+    return means.mean(values[..., :-1], weights, -1, division).astype(dtype)
 
 
 def _turned(turn, features):
@@ -273,24 +337,3 @@ def _turned(turn, features):
             f"length may change"
         )
     return turned
-
-
-def _require_state(state, kernel, query, key, value, turned_dim, *, separate):
-    """Raises ValueError for a state of other sizes or another kernel than the arguments'."""
-    if state is None:
-        return
-    batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
-    made = f"make it with LinearState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, turned_dim={turned_dim}, ...)"
-    if not isinstance(state, LinearState):
-        raise ValueError(f"the state is a {type(state).__name__}; {made}")
-    if separate != (state.denominator is not None):
-        has = "no" if separate else "a"
-        raise ValueError(
-            f"the state has {has} denominator of its own, unlike this turn and normaliser; {made}"
-        )
-    features = turned_dim or feature_maps.symmetric_power_dim(head_dim, kernel.power)
-    expected = (batch, kv_heads, features, value_dim)
-    if state.numerator.kv.shape != expected:
-        raise ValueError(
-            f"the state's kv has shape {state.numerator.kv.shape}; these inputs need {expected}: {made}"
-        )

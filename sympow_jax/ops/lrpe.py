@@ -16,6 +16,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import phase, rotary
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 
@@ -62,20 +63,55 @@ def encode(
 
     Raises ValueError for unknown names, a head size or an `identity_dim` that the core cannot divide, and shapes that
     do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import lrpe
+        >>> rates = lrpe.rates("orthogonal", 16, kind="rope")
+        >>> x, positions = jnp.ones((1, 8, 4, 16)), jnp.arange(8)[None]
+        >>> lrpe.encode(x, positions, core="orthogonal", basis="identity", rates=rates).shape
+        (1, 8, 4, 16)
     """
-    x, positions = jnp.asarray(x), jnp.asarray(positions)
+    x, positions = arguments.to_arrays(x=x, positions=positions)
+    arguments.check_axes("x", x, "[B, T, N, D]")
+    arguments.check_floating("x", x)
+    arguments.check_positions("positions", positions, "[B, T]")
     head_dim = x.shape[-1]
-    _require_choice("basis", basis, BASES)
+    arguments.check_choice("basis", basis, BASES)
     turned = _turned(core, head_dim, identity_dim)
     if householder is not None:
         _require_rows("householder", householder.shape, head_dim, x.shape[2])
-    parts = _transformed(x.astype(jnp.promote_types(x.dtype, jnp.float32)), basis, householder)
+    cycles = fixed_rates = None
     if core == "permutation":
-        cycles = _cycles_of(permutation, head_dim)
-        parts = [_permuted(cycles, part, positions) for part in parts]
+        cycles, rates = _cycles_of(permutation, head_dim), None
     else:
         count = turned if core == "unitary" else turned // 2
         _require_rows("rates", None if rates is None else rates.shape, count, x.shape[2])
+        if isinstance(rates, np.ndarray):
+            fixed_rates, rates = (rates.shape, tuple(rates.ravel().tolist())), None
+    plan = _Plan(core, basis, fixed_rates, cycles)
+    return _encode(plan, x=x, positions=positions, rates=rates, householder=householder)
+
+
+class _Plan(NamedTuple):
+    """What is static of an encoding: names, fixed rates as their shape and values, and a permutation's cycles."""
+
+    core: str
+    basis: str
+    rates: tuple | None
+    cycles: "_Cycles | None"
+
+
+@calls.op({"x": "B T N D", "positions": "B T"}, lambda plan: "B T N D")
+def _encode(plan, x, positions, rates, householder):
+    core = plan.core
+    parts = _transformed(x.astype(jnp.promote_types(x.dtype, jnp.float32)), plan.basis, householder)
+    if core == "permutation":
+        parts = [_permuted(plan.cycles, part, positions) for part in parts]
+    else:
+        if plan.rates is not None:
+            shape, values = plan.rates
+            rates = np.array(values).reshape(shape)
         angles = _angles(positions, rates, parts[0].dtype)
         turn = _multiplied if core == "unitary" else _rotated
         parts = turn(parts, angles)
@@ -98,8 +134,13 @@ def rates(
     `max_document_length`, the rates of `rotary.rope`. The pseudocode divides `b` and `c` by the length of the sequence
     at hand, which a sequence that goes on does not have. The core `permutation` has none, R = 0. Raises ValueError for
     unknown names and sizes that the core cannot divide.
+
+    Example:
+        >>> from sympow_jax.ops import lrpe
+        >>> lrpe.rates("orthogonal", 8, kind="a").round(4).tolist()
+        [1.0, 0.1, 0.01, 0.001]
     """
-    _require_choice("kind", kind, KINDS)
+    arguments.check_choice("kind", kind, KINDS)
     turned = _turned(core, head_dim, identity_dim)
     count = {"permutation": 0, "unitary": turned}.get(core, turned // 2)
     index = np.arange(count)
@@ -113,12 +154,25 @@ def rates(
 
 
 def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
-    """The fixed permutation pi, drawn once for every head size."""
+    """The fixed permutation pi, drawn once for every head size.
+
+    Example:
+        >>> from sympow_jax.ops import lrpe
+        >>> sorted(lrpe.permutation(4).tolist())
+        [0, 1, 2, 3]
+    """
     return np.argsort(_random_bits(head_dim), kind="stable")
 
 
 def householder(head_dim: int) -> Float[np.ndarray, " D"]:
-    """The fixed Householder vector v, of length 1, drawn once from a normal distribution for every head size."""
+    """The fixed Householder vector v, of length 1, drawn once from a normal distribution for every head size.
+
+    Example:
+        >>> from sympow_jax.ops import lrpe
+        >>> v = lrpe.householder(4)
+        >>> round(float(v @ v), 6)
+        1.0
+    """
     uniform = (_random_bits(head_dim) >> 11).astype(np.float64) * 2.0**-53 + 2.0**-54
     normal = np.array([statistics.NormalDist().inv_cdf(u) for u in uniform])
     return normal / np.linalg.norm(normal)
@@ -131,7 +185,7 @@ def _random_bits(count: int) -> np.ndarray:
 
 def _turned(core: str, head_dim: int, identity_dim: int) -> int:
     """How many of the first dimensions the core acts on; raises ValueError where it cannot."""
-    _require_choice("core", core, CORES)
+    arguments.check_choice("core", core, CORES)
     if identity_dim and core != "orthogonal":
         raise ValueError(
             f"identity_dim is {identity_dim}; only core 'orthogonal' has an identity part, not {core!r}"
@@ -148,11 +202,6 @@ def _turned(core: str, head_dim: int, identity_dim: int) -> int:
     if core == "mixed":
         return (head_dim // 2 + 1) // 2 * 2
     return head_dim - identity_dim
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; choose from {', '.join(choices)}")
 
 
 def _require_rows(name: str, shape: tuple[int, ...] | None, width: int, heads: int) -> None:

@@ -30,8 +30,14 @@ def fixed(
 
     Positions are >= 0. A rate counts as the exact value of its float64.
     """
-    dtype = np.dtype(dtype)
-    return _angles(positions, words(rates, _word_count(dtype)), dtype)
+    rates = np.asarray(rates)
+    return _fixed(tuple(rates.ravel().tolist()), rates.shape, np.dtype(dtype), positions)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _fixed(rates, shape, dtype, positions):
+    fraction = words(np.array(rates).reshape(shape), _word_count(dtype))
+    return _angles(positions, fraction, dtype)
 
 
 def learned(
@@ -47,7 +53,7 @@ def learned(
     the exact value of its float32, or float64 where `dtype` is that. The derivative by a rate is the position (for
     turns, 2 pi of it). A rate that is not finite makes its angles nan.
     """
-    return _learned(unit, np.dtype(dtype), jnp.asarray(positions), jnp.asarray(rates))
+    return _learned_call(unit, np.dtype(dtype), jnp.asarray(positions), jnp.asarray(rates))
 
 
 def words(rates: Float[np.ndarray, "*rates"], count: int) -> list[UInt32[np.ndarray, "*rates"]]:
@@ -80,6 +86,9 @@ def _learned_jvp(unit, dtype, primals, tangents):
     positions, rates = primals
     slope = _behind(positions, rates.ndim).astype(dtype) * (2 * np.pi if unit == "turns" else 1)
     return _learned(unit, dtype, positions, rates), slope * tangents[1].astype(dtype)
+
+
+_learned_call = jax.jit(_learned, static_argnums=(0, 1))
 
 
 def _fraction(rates: Float[Array, "*rates"], unit: str, count: int) -> list[UInt32[Array, "*rates"]]:

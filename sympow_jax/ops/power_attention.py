@@ -7,6 +7,7 @@ Transformations for Symmetric Power Transformers" (Kumar et al. 2025).
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops._power import dispatch
 from sympow_jax.ops._power import state as power_state
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["PowerState", "power_attention", "power_attention_step"]
 
@@ -33,6 +34,12 @@ def power_attention(
 
     Returns the weighted mean of values in value's dtype, zero where every weight is zero. There is no scale argument: a
     scale cancels in the mean.
+
+    Shapes are those of `jax.nn.dot_product_attention`, batch axis included. Of its other arguments these have no
+    counterpart: `bias` (if it grows with distance, use `log_decay`); `mask`, `query_seq_lengths` and
+    `key_value_seq_lengths` (use `segment_ids`, negative for padding); `scale` (it cancels); `is_causal` (always true;
+    `linear_attention` with feature map `symmetric` and `causal=False` is bidirectional); `local_window_size` (`window`
+    is not one, since older tokens still count; use `log_decay` to forget); `return_residual`.
 
     Args:
         query: N is a multiple of K; N / K query heads share a key head.
@@ -69,8 +76,21 @@ def power_attention(
     Raises:
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: where a named implementation cannot do what is asked.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 128, 4, 16))  # [B, T, N, D]
+        >>> ops.power_attention(query, key, value, power=2).shape
+        (1, 128, 4, 16)
+        >>> first, state = ops.power_attention(query[:, :100], key[:, :100], value[:, :100], return_state=True)
+        >>> state.kv.shape  # whatever the length: [B, K, F, E], F = D (D + 1) / 2
+        (1, 4, 136, 16)
+        >>> rest = ops.power_attention(query[:, 100:], key[:, 100:], value[:, 100:], initial_state=state)
+        >>> rest.shape
+        (1, 28, 4, 16)
     """
-    dispatch.require_even(power)
+    power = arguments.check_power(power)
     return dispatch.attend(
         query,
         key,
@@ -104,8 +124,17 @@ def power_attention_step(
     The window holds between W and 2W tokens; when it is full, its oldest W are folded, so that all but one in W
     steps cost a product with the state and no more. `mosaic_gpu` takes inputs of float32 or shorter and updates a
     state that is donated to `jax.jit` in place. Arguments and errors are those of `power_attention`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query, key, value = jnp.ones((3, 1, 4, 16))  # one token: [B, N, D]
+        >>> state = ops.PowerState.zeros(1, 4, 16, 16, power=2)
+        >>> out, state = ops.power_attention_step(query, key, value, state)
+        >>> out.shape, int(state.length[0])
+        ((1, 4, 16), 1)
     """
-    dispatch.require_even(power)
+    power = arguments.check_power(power)
     return dispatch.attend_step(
         query,
         key,

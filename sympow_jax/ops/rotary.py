@@ -11,6 +11,7 @@ split.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int, UInt32
 from sympow_jax.ops import documents, fixed_point, phase
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rope_rates", "rotate", "sinusoidal"]
 
@@ -49,6 +51,12 @@ class RotaryState:
             segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
         )
 
+    @classmethod
+    def layout(cls, by_pair: bool = False) -> "RotaryState":
+        """The axes of each array; `by_pair` where every pair has a rate of its own."""
+        reached = "B K D" if by_pair else "B K"
+        return cls(reached, reached, "B")  # type: ignore[arg-type]
+
 
 def rope(
     x: Float[Array, "B T N D"], positions: Int[Array, "B T"], *, max_document_length: int = 65_536
@@ -56,7 +64,16 @@ def rope(
     """R(positions * theta) x: queries or keys turned by fixed rates (Su et al. 2021). Positions are >= 0.
 
     Raises ValueError for an odd head size.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> x, positions = jnp.ones((1, 8, 4, 16)), jnp.arange(8)[None]
+        >>> rotary.rope(x, positions).shape
+        (1, 8, 4, 16)
     """
+    x = arguments.to_array("x", x)
+    arguments.check_axes("x", x, "[B, T, N, D]")
     return rotate(x, rope_angles(positions, x.shape[-1], max_document_length=max_document_length))
 
 
@@ -64,8 +81,13 @@ def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarra
     """The rates theta in radians a position, the fastest first; float64 [D/2].
 
     Raises ValueError for an odd head size.
+
+    Example:
+        >>> from sympow_jax.ops import rotary
+        >>> (rotary.rope_rates(4, max_document_length=256) / (2 * 3.141592653589793)).tolist()  # turns per token
+        [1.0, 0.0625]
     """
-    _require_even(head_dim, "head size")
+    arguments.check_even("head size", head_dim)
     return 2 * np.pi * float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
 
 
@@ -75,7 +97,15 @@ def rope_angles(
     """The angles positions * theta in radians, reduced to [-pi, pi].
 
     Raises ValueError for an odd head size.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> rotary.rope_angles(jnp.arange(8)[None], 16).shape
+        (1, 8, 1, 8)
     """
+    positions = arguments.to_array("positions", positions)
+    arguments.check_positions("positions", positions, "[B, T]")
     return phase.fixed(positions[..., None], rope_rates(head_dim, max_document_length=max_document_length))
 
 
@@ -101,9 +131,36 @@ def learned_angles(
     state, which is integers. `axis_name` is a manual mesh axis over which time is divided, in order: then
     `state` is what came before the first device's tokens, and the position returned is behind those of this
     one. Raises ValueError for an odd head size and for shapes that do not fit.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> rate = jnp.ones((1, 8, 2))  # [B, T, K]; at rate 1 these are the angles of `rope` at positions from 1
+        >>> angles, state = rotary.learned_angles(rate, 16)
+        >>> angles.shape, state.whole.tolist()
+        ((1, 8, 2, 8), [[8, 8]])
     """
     rates = rope_rates(head_dim, max_document_length=max_document_length)
+    rate, segment_ids = arguments.to_arrays(rate=rate, segment_ids=segment_ids)
     _require_heads_or_pairs(rate, len(rates), state)
+    arguments.check_floating("rate", rate)
+    plan = _Angles(tuple(rates.tolist()), rate.ndim == 4, axis_name)
+    return _learned_angles(plan, rate=rate, segment_ids=segment_ids, state=state)
+
+
+class _Angles(NamedTuple):
+    """What is static of learned angles: rates, whether each pair has a beta of its own, and the axis over time."""
+
+    rates: tuple[float, ...]
+    by_pair: bool
+    axis_name: str | None
+
+
+@calls.op(
+    {"rate": "B T K D", "segment_ids": "B T"}, lambda plan: ("B T K D", RotaryState.layout(plan.by_pair))
+)
+def _learned_angles(plan, rate, segment_ids, state):
+    rates, by_pair, axis_name = np.array(plan.rates), plan.by_pair, plan.axis_name
     batch, time, *heads = rate.shape
     if state is None:
         state = RotaryState.zeros(batch, *heads)
@@ -125,7 +182,6 @@ def learned_angles(
         state = documents.state_before(lambda state: reach(state)[-1], _add, segment_ids, state, axis_name)
     whole, fraction, starts, state = reach(state)
     theta = jnp.asarray(rates, jnp.float32)
-    by_pair = len(heads) == 2
     reached = (whole, fraction) if by_pair else (whole[..., None], fraction[..., None])
     return _with_gradient(axis_name, by_pair, _angles(*reached, rates), rate, starts, theta), state
 
@@ -134,7 +190,28 @@ def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Fl
     """Each pair (x_{2m-1}, x_{2m}) turned by its angle; head n uses the angles of group n // (N / K).
 
     Computed in float32 or wider and returned in the dtype of x.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> quarter = jnp.full((1, 1, 1, 1), jnp.pi / 2)
+        >>> rotary.rotate(jnp.array([[[[1.0, 0.0]]]]), quarter).round(3).tolist()
+        [[[[-0.0, 1.0]]]]
     """
+    x, angles = arguments.to_arrays(x=x, angles=angles)
+    for name, array in {"x": x, "angles": angles}.items():
+        arguments.check_axes(name, array, "[B, T, N, D]" if name == "x" else "[B, T, K, D/2]")
+        arguments.check_floating(name, array)
+    if angles.shape[-1] != x.shape[-1] // 2 or x.shape[2] % angles.shape[2]:
+        raise ValueError(
+            f"angles has shape {angles.shape} and x {x.shape}; angles must be [B, T, K, D/2] with a K that divides the "
+            f"{x.shape[2]} heads of x"
+        )
+    return _rotate(None, x=x, angles=angles)
+
+
+@calls.op({"x": "B T N D", "angles": "B T K D"}, lambda _: "B T N D")
+def _rotate(_, x, angles):
     batch, time, heads, head_dim = x.shape
     pairs = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     pairs = pairs.reshape(batch, time, angles.shape[2], -1, head_dim // 2, 2)
@@ -148,15 +225,18 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
     """The sine and cosine of positions / 10000^(2 m / M), interleaved (Vaswani et al. 2017, section 3.5).
 
     Raises ValueError for an odd width.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax.ops import rotary
+        >>> rotary.sinusoidal(jnp.arange(2)[None], 4).round(1).tolist()[0][0]  # position 0
+        [0.0, 1.0, 0.0, 1.0]
     """
-    _require_even(width, "width")
+    arguments.check_even("width", width)
+    positions = arguments.to_array("positions", positions)
+    arguments.check_positions("positions", positions)
     angles = phase.fixed(positions, 10_000.0 ** (-2 * np.arange(width // 2) / width))
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, width)
-
-
-def _require_even(size: int, name: str) -> None:
-    if size % 2:
-        raise ValueError(f"{name} is {size}; it must be even, since positions turn pairs of dimensions")
 
 
 def _require_heads_or_pairs(rate, pairs: int, state: RotaryState | None) -> None:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import _pairs, _time_axis, documents, fixed_point
+from sympow_jax.ops import _time_axis, documents, fixed_point
 from sympow_jax.ops._power import target
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -65,30 +66,57 @@ def softmax_attention(
         ValueError: for shapes or options that do not fit each other.
         NotImplementedError: where cudnn is asked for and cannot do it, naming the constraint; for kept keys where time
             is divided.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import ops
+        >>> query = jnp.ones((1, 32, 4, 16))  # [B, T, N, D]
+        >>> key, value = jnp.ones((2, 1, 32, 2, 16))  # two query heads share a key head
+        >>> slopes = jnp.asarray(ops.alibi_slopes(2))
+        >>> ops.softmax_attention(query, key, value, log_decay=jnp.broadcast_to(-slopes, (1, 32, 2))).shape
+        (1, 32, 4, 16)
     """
-    _pairs.check(query, key, value, log_decay, segment_ids, causal=causal)
-    if implementation not in (None, *_IMPLEMENTATIONS):
-        raise ValueError(f"implementation is {implementation!r}; it must be None, 'xla' or 'cudnn'")
-    if axis_name is not None:
-        attend = functools.partial(
-            _attend_all, causal=causal, scale=scale, implementation=implementation, block_size=block_size
-        )
-        return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, axis_name)
-    return _attend_all(
-        query,
-        key,
-        value,
-        log_decay,
-        segment_ids,
-        causal=causal,
-        scale=scale,
-        implementation=implementation,
-        block_size=block_size,
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    causal = arguments.check_flag("causal", causal)
+    arguments.check_attention(query, key, value, log_decay, segment_ids, causal=causal)
+    arguments.check_choice("implementation", implementation, (None, *_IMPLEMENTATIONS))
+    block_size = arguments.check_integer("block_size", block_size, 1)
+    fixed, traced = calls.static_or_traced(scale)
+    plan = _Plan(causal, fixed, implementation, block_size, axis_name)
+    return _call(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        scale=traced,
     )
 
 
-def _attend_all(query, key, value, log_decay, segment_ids, *, causal, scale, implementation, block_size):
+class _Plan(NamedTuple):
+    """What is static of a call."""
+
+    causal: bool
+    scale: float | None
+    implementation: str | None
+    block_size: int
+    axis_name: str | None
+
+
+@calls.op(calls.ATTENTION, lambda plan: "B T N E")
+def _call(plan, query, key, value, log_decay, segment_ids, scale):
+    attend = functools.partial(_attend_all, plan, plan.scale if scale is None else scale)
+    if plan.axis_name is None:
+        return attend(query, key, value, log_decay, segment_ids)
+    return _time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
+
+
+def _attend_all(plan, scale, query, key, value, log_decay, segment_ids):
     """`softmax_attention` where one device has all of the time."""
+    causal, implementation, block_size = plan.causal, plan.implementation, plan.block_size
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     dtype, value_dim = value.dtype, value.shape[-1]
     query, key, value = _same_last_size(query.astype(dtype), key.astype(dtype), value)
@@ -107,6 +135,11 @@ def alibi_slopes(heads: int) -> list[float]:
 
     Where heads is not a power of two, those of the next lower one and then every other one of the next
     higher.
+
+    Example:
+        >>> from sympow_jax import ops
+        >>> ops.alibi_slopes(4)
+        [0.25, 0.0625, 0.015625, 0.00390625]
     """
     lower = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import phase
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["encode"]
 
@@ -41,8 +42,48 @@ def encode(
 
     `key_positions` are those of the queries unless given. Computed in float32 or wider, returned in the dtypes of
     `query` and `key`. Raises ValueError for shapes that do not fit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from sympow_jax.ops import spe
+        >>> query, key = jnp.ones((2, 1, 8, 4, 16))
+        >>> sines = jnp.full((4, 16, 3), 0.1)  # frequencies, phases and gains of 3 sines: [K, D, sines]
+        >>> noise = jax.random.normal(jax.random.key(0), (4, 16, 6, 32))
+        >>> query, key = spe.encode(
+        ...     query, key, jnp.arange(8)[None], frequencies=sines, phases=sines, gains=sines, noise=noise
+        ... )
+        >>> query.shape
+        (1, 8, 4, 32)
     """
+    query, key, positions, key_positions, frequencies, phases, gains, noise = arguments.to_arrays(
+        query=query,
+        key=key,
+        positions=positions,
+        key_positions=key_positions,
+        frequencies=frequencies,
+        phases=phases,
+        gains=gains,
+        noise=noise,
+    )
     _require_shapes(query, key, frequencies, phases, gains, noise)
+    for name, array in {"positions": positions, "key_positions": key_positions}.items():
+        if array is not None:
+            arguments.check_positions(name, array, "[B, T]" if name == "positions" else "[B, S]")
+    return _encode(
+        None,
+        query=query,
+        key=key,
+        positions=positions,
+        key_positions=key_positions,
+        frequencies=frequencies,
+        phases=phases,
+        gains=gains,
+        noise=noise,
+    )
+
+
+@calls.op({"query": "B T N D", "key": "B S K D"}, lambda _: ("B T N R", "B S K R"))
+def _encode(_, query, key, positions, key_positions, frequencies, phases, gains, noise):
     dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), jnp.float32)
     # The phases turn the noise of queries, so that cosines and sines are those of keys.
     cos, sin = (wave(phases.astype(dtype))[..., None] for wave in (jnp.cos, jnp.sin))
@@ -73,6 +114,8 @@ def _mixed(x, waves, mixing):
 
 
 def _require_shapes(query, key, frequencies, phases, gains, noise):
+    arguments.check_axes("query", query, "[B, T, N, D]")
+    arguments.check_axes("key", key, "[B, S, K, D]")
     heads, (kv_heads, head_dim) = query.shape[2], key.shape[2:]
     if query.shape[-1] != head_dim or heads % kv_heads:
         raise ValueError(

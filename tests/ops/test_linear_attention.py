@@ -309,7 +309,7 @@ BAD = {
     "feature_map is 'cosine'; it must be one of 'elu', 'relu', 'identity', 'symmetric', 'tensor'": {
         "feature_map": "cosine"
     },
-    "power is 0; the feature map 'tensor' needs at least 1": {"feature_map": "tensor", "power": 0},
+    "power is 0; it must be at least 1": {"feature_map": "tensor", "power": 0},
     "normaliser is 'none'; it must be one of 'unrotated', 'rotated'": {"normaliser": "none"},
     "only their length may change": {"turn": lambda x: x[:, 1:]},
     "turn makes features of 3 of queries and of 4 of keys": {
@@ -320,7 +320,7 @@ BAD = {
         "initial_state": ops.PowerState.zeros(1, 1, 4, 4, power=2)
     },
     "the state has a denominator of its own, unlike this turn and normaliser": {"initial_state": STATE},
-    "kv has shape (1, 1, 8, 4); these inputs need (1, 1, 4, 4)": {
+    "kv has shape (1, 1, 8, 4); these inputs need (1, 1, 4, 4); make it with": {
         "initial_state": STATE,
         "turn": lambda x: x,
     },
@@ -333,7 +333,7 @@ BAD = {
         "causal": False,
         "implementation": "mosaic_gpu",
     },
-    "causal=False needs a key for each query": {"causal": False, "query": X[:, 1:]},
+    "key has 4 tokens and query 3; they must be equal": {"causal": False, "query": X[:, 1:]},
 }
 
 

@@ -285,8 +285,14 @@ def test_the_settings_have_the_same_names():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"core": "orthogonl"}, "core is 'orthogonl'; choose from orthogonal, unitary, permutation, mixed"),
-        ({"basis": "dct"}, "basis is 'dct'; choose from identity, householder, odd_even, fourier"),
+        (
+            {"core": "orthogonl"},
+            "core is 'orthogonl'; it must be one of 'orthogonal', 'unitary', 'permutation', 'mixed'",
+        ),
+        (
+            {"basis": "dct"},
+            "basis is 'dct'; it must be one of 'identity', 'householder', 'odd_even', 'fourier'",
+        ),
         ({"identity_dim": 12}, "identity_dim is 12; it must be between 0 and the head size 8"),
         ({"identity_dim": -2}, "identity_dim is -2; it must be between 0"),
         ({"identity_dim": 3}, "head size is 8 and identity_dim 3; .* must be even"),
@@ -312,7 +318,10 @@ def test_mistakes_in_rates_are_one_line():
     for options, message in (
         ({"core": "orthogonal", "head_dim": 7, "kind": "a"}, "head size is 7"),
         ({"core": "mixed", "head_dim": 2, "kind": "a"}, "head size is 2; core 'mixed' needs at least 3"),
-        ({"core": "orthogonal", "head_dim": 8, "kind": "d"}, "kind is 'd'; choose from a, b, c, rope"),
+        (
+            {"core": "orthogonal", "head_dim": 8, "kind": "d"},
+            "kind is 'd'; it must be one of 'a', 'b', 'c', 'rope'",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             lrpe.rates(**options)

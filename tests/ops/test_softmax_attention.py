@@ -208,14 +208,14 @@ def test_decays_need_a_direction():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": (2, 33, 3, 8)}, r"they must be \[B, T, N, D\]"),
+        ({"key": (2, 33, 3, 8)}, r"they must be query \[B, T, N, D\]"),
         (
             {"key": (2, 33, 3, 8), "value": (2, 33, 3, 8)},
-            "4 heads and key 3; the second must divide the first",
+            "4 heads and key 3; N must be a multiple of K",
         ),
-        ({"query": (2, 34, 4, 8)}, "34 positions and key 33"),
-        ({"log_decay": (2, 33)}, r"log_decay is \(2, 33\); it must be \(2, 33, 2\)"),
-        ({"segment_ids": (2, 32)}, r"segment_ids is \(2, 32\); it must be \(2, 33\)"),
+        ({"query": (2, 34, 4, 8)}, "key has 33 tokens and query 34; there must be a key for each query"),
+        ({"log_decay": (2, 33)}, r"log_decay has shape \(2, 33\); it must be \(2, 33, 2\)"),
+        ({"segment_ids": (2, 32)}, r"segment_ids has shape \(2, 32\); it must be \(2, 33\)"),
     ],
 )
 def test_shapes_that_do_not_fit(change, message):
@@ -293,7 +293,9 @@ def test_without_cudnn_it_is_not_chosen(gpu, monkeypatch):
 def test_without_a_gpu_there_is_no_cudnn():
     with pytest.raises(NotImplementedError, match="'cudnn' needs a GPU, not cpu"):
         softmax_attention(*inputs(), implementation="cudnn")
-    with pytest.raises(ValueError, match="implementation is 'mosaic_gpu'; it must be None, 'xla' or 'cudnn'"):
+    with pytest.raises(
+        ValueError, match="implementation is 'mosaic_gpu'; it must be one of None, 'xla', 'cudnn'"
+    ):
         softmax_attention(*inputs(), implementation="mosaic_gpu")
 
 

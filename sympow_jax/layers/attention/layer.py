@@ -52,7 +52,16 @@ class AttentionMaps:
 
 
 def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Attention":
-    """Returns the attention layer of a model's blocks."""
+    """Returns the attention layer of a model's blocks.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import config, layers
+        >>> model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2, attention=config.preset("conformal"))
+        >>> layer = layers.make_attention(model, rngs=0)
+        >>> layer(jnp.ones((1, 16, 32))).shape
+        (1, 16, 32)
+    """
     return Attention(
         config.width,
         kernels.from_config(config),
@@ -84,6 +93,14 @@ class Attention(nnx.Module):
         use_bias: projections have a bias, except those of decays and rotation rates.
         out_scale: factor of the initial standard deviation of the output projection.
         rngs: source of initial values, or a seed.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import config, layers
+        >>> from sympow_jax.layers.attention import kernels
+        >>> kernel = kernels.make(config.preset("conformal"), num_heads=2, num_kv_heads=2, head_dim=16)
+        >>> layers.Attention(32, kernel, rngs=0)(jnp.ones((1, 16, 32))).shape
+        (1, 16, 32)
     """
 
     def __init__(

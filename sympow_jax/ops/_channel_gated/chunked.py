@@ -43,7 +43,9 @@ def core(settings, rows: xla.Rows, return_state: bool, axis_name: None):
     dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
     batch, _, heads, _ = rows.query.shape
     if rows.kv is None or rows.norm is None:
-        state = features.zeros((batch, kv_heads), head_dim, 2 * rows.value.shape[-1], settings.power, dtype)
+        state = features.zeros(
+            rows.value, (batch, kv_heads), head_dim, 2 * rows.value.shape[-1], settings.power, dtype
+        )
     else:
         both = jnp.concatenate([rows.kv, rows.norm], -1)
         state = features.from_canonical(both, head_dim, settings.power)
@@ -72,7 +74,7 @@ def _head(settings, query: Float[Array, "G X D"], tokens: _Tokens, state: featur
 
     # Saved for the backward pass: the state and the window before each chunk.
     step = jax.checkpoint(functools.partial(_step, settings), prevent_cse=False)
-    empty = jax.tree.map(lambda x: jnp.zeros((settings.window, *x.shape[1:]), x.dtype), tokens)
+    empty = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(settings.window, *x.shape[1:])), tokens)
     by_chunk = jnp.moveaxis(query.reshape(len(query), chunks, settings.chunk, -1), 1, 0)
     (state, _), out = jax.lax.scan(step, (state, empty), (by_chunk, jax.tree.map(cut, tokens)))
     return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:2], -1), state

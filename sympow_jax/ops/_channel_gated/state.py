@@ -64,6 +64,13 @@ class ChannelGatedState:
             segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
         )
 
+    @classmethod
+    def layout(cls) -> "ChannelGatedState":
+        """The axes of each array."""
+        held = "B 2W K"
+        folded = "B K F E"
+        return cls(folded, folded, f"{held} D", f"{held} E", f"{held} E", "B", "B")  # type: ignore[arg-type]
+
     @property
     def window(self) -> int:
         """W: every query sees at least its last W keys exactly."""

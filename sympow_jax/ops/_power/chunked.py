@@ -174,7 +174,8 @@ def _write_states(settings, blocks, dsums, reads, dfinal, dlog_final):
 
     dtype = dfinal[0].dtype
     width, value_width = blocks.key.shape[0], blocks.value.shape[0]
-    tail = [jnp.zeros(shape, dtype) for shape in ((width, window), (value_width, window), (window,))]
+    shapes = (width, window), (value_width, window), (window,)
+    tail = [jnp.zeros_like(dsums, dtype, shape=shape) for shape in shapes]
     (dstate, _, _), (dquery, gradients) = jax.lax.scan(
         step, (dfinal, tail, dlog_final.astype(dtype)), (blocks.indices, reads), reverse=True
     )

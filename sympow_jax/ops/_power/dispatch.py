@@ -1,18 +1,21 @@
-"""Checks the arguments of an attention with a state, chooses form and implementation, and calls it."""
+"""Chooses form and implementation of an attention with a state and calls it."""
 
+import dataclasses
 import functools
 import importlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops import _time_axis, feature_maps
+from sympow_jax.ops import _time_axis
 from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
 from sympow_jax.ops._power import step as xla_step
+from sympow_jax.ops._shared import arguments, calls
 
-__all__ = ["attend", "attend_step", "check", "check_state", "require_choice", "require_even"]
+__all__ = ["FORMS", "IMPLEMENTATIONS", "attend", "attend_step"]
 
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
@@ -39,16 +42,22 @@ def attend(
 
     Without division the result is sums [B, T, N, E + 1] in the dtype of states, those of weights last; E may be 0.
     """
-    sizes = check(query, key, value, log_decay, segment_ids, lead="B, T", division=division)
-    require_choice("form", form, (None, *FORMS))
-    require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    if window < 0:
-        raise ValueError(f"window is {window}; it must be at least 0")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    no_values = division is means.Division.NONE
+    sizes = arguments.check_attention(query, key, value, log_decay, segment_ids, may_lack_values=no_values)
+    arguments.check_choice("form", form, (None, *FORMS))
+    arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    window = arguments.check_integer("window", window, 0)
+    if chunk_size is not None:
+        chunk_size = arguments.check_integer("chunk_size", chunk_size, 1)
+    return_state = arguments.check_flag("return_state", return_state)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     if initial_state is not None:
-        check_state(initial_state, power_state.PowerState, dtype, power=power, window=window, **sizes)
+        arguments.check_state(
+            initial_state, power_state.PowerState, dtype, power=power, window=window, **sizes
+        )
     kept_keys = key.shape[1] > query.shape[1]
     if kept_keys and (initial_state is not None or form not in (None, "attention")):
         raise ValueError(
@@ -67,18 +76,66 @@ def attend(
         )
     if form != "attention" or return_state:
         costs.require_memory(power=power, itemsize=dtype.itemsize, **sizes)
-    name, compute = _compute(implementation, form, query, value, **needs)
+    implementation = _implementation(implementation, form, query, value, **needs)
+    plan = Plan(
+        form=form,
+        implementation=implementation,
+        power=power,
+        window=window,
+        chunk=chunk_size,
+        division=division,
+        return_state=return_state,
+        axis_name=axis_name,
+        interpret=target.interpret(),
+    )
+    out, final = _attend(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        state=initial_state,
+    )
+    return (out, final) if return_state else out
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an attention does, decided from shapes and options."""
+
+    form: str
+    implementation: str
+    power: int
+    window: int
+    chunk: int | None
+    division: means.Division
+    return_state: bool
+    axis_name: str | None
+    interpret: Any
+
+
+@calls.op(
+    calls.ATTENTION, lambda plan: ("B T N E", power_state.PowerState.layout() if plan.return_state else None)
+)
+def _attend(plan, query, key, value, log_decay, segment_ids, state):
     compute = functools.partial(
-        compute, power=power, state=initial_state, window=window, chunk=chunk_size, return_state=return_state
+        _compute(plan),
+        power=plan.power,
+        state=state,
+        window=plan.window,
+        chunk=plan.chunk,
+        return_state=plan.return_state,
     )
     # Profiles and compiled programs say by this what ran.
-    with jax.named_scope(f"{form}_{name}"):
-        if axis_name is not None and form == "attention":
-            return _attention_by_heads(compute, query, key, value, log_decay, segment_ids, axis_name)
-        if axis_name is not None:
-            compute = functools.partial(compute, axis_name=axis_name)
-        out, final = compute(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
-    return (out, final) if return_state else out
+    with jax.named_scope(f"{plan.form}_{plan.implementation}"):
+        if plan.axis_name is not None and plan.form == "attention":
+            return _attention_by_heads(
+                compute, query, key, value, log_decay, segment_ids, plan.axis_name
+            ), None
+        if plan.axis_name is not None:
+            compute = functools.partial(compute, axis_name=plan.axis_name)
+        return compute(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
 
 
 def _attention_by_heads(compute, query, key, value, log_decay, segment_ids, axis_name):
@@ -102,17 +159,50 @@ def attend_step(
     division=means.Division.POSITIVE,
 ):
     """`power_attention_step` for any power >= 1 and any division, as `attend`; see there."""
-    sizes = check(query, key, value, log_decay, segment_ids, lead="B", division=division)
-    require_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    no_values = division is means.Division.NONE
+    sizes = arguments.check_attention(
+        query, key, value, log_decay, segment_ids, step=True, may_lack_values=no_values
+    )
+    arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    check_state(state, power_state.PowerState, dtype, power=power, **sizes)
+    arguments.check_state(state, power_state.PowerState, dtype, power=power, **sizes)
     if implementation == "reference":
         raise NotImplementedError(
             "implementation 'reference' has no step; call the op with one token and implementation='reference'"
         )
     kernels = _kernels(implementation, "mosaic_step", query, state, power=power, division=division)
-    compute = kernels.step if kernels else functools.partial(xla_step.step, division=division)
-    return compute(query, key, value, state, power=power, log_decay=log_decay, segment_ids=segment_ids)
+    plan = Plan(
+        form="step",
+        implementation="mosaic_gpu" if kernels else "xla",
+        power=power,
+        window=state.window,
+        chunk=None,
+        division=division,
+        return_state=True,
+        axis_name=None,
+        interpret=target.interpret(),
+    )
+    return _step(
+        plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        state=state,
+    )
+
+
+@calls.op(calls.STEP, lambda plan: ("B N E", power_state.PowerState.layout()))
+def _step(plan, query, key, value, log_decay, segment_ids, state):
+    if plan.implementation == "mosaic_gpu":
+        compute = importlib.import_module("sympow_jax.ops._power.mosaic_step").step
+    else:
+        compute = functools.partial(xla_step.step, division=plan.division)
+    return compute(query, key, value, state, power=plan.power, log_decay=log_decay, segment_ids=segment_ids)
 
 
 def _cheapest_form(implementation, query, value, time, sizes, *, stateless, **needs):
@@ -135,22 +225,29 @@ def _cheapest_form(implementation, query, value, time, sizes, *, stateless, **ne
     )
 
 
-def _compute(implementation, form, query, value, *, division, **needs):
-    """The implementation that is taken, and its function of that form; all functions take the same arguments."""
+def _implementation(implementation, form, query, value, **needs):
+    """The implementation that is taken."""
     if implementation == "reference":
         if form == "chunked":
             raise NotImplementedError(
                 "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
             )
+        return "reference"
+    return "mosaic_gpu" if _kernels(implementation, "mosaic", query, value, form=form, **needs) else "xla"
+
+
+def _compute(plan):
+    """The plan's function; all of them take the same arguments."""
+    division, form = plan.division, plan.form
+    if plan.implementation == "reference":
         compute = reference.attention if form == "attention" else reference.recurrent
-        return "reference", lambda *arrays, chunk, **arguments: compute(
-            *arrays, division=division, **arguments
-        )
-    if kernels := _kernels(implementation, "mosaic", query, value, form=form, division=division, **needs):
-        return "mosaic_gpu", kernels.attention if form == "attention" else kernels.chunked
+        return lambda *arrays, chunk, **options: compute(*arrays, division=division, **options)
+    if plan.implementation == "mosaic_gpu":
+        kernels = importlib.import_module("sympow_jax.ops._power.mosaic")
+        return kernels.attention if form == "attention" else kernels.chunked
     compute = xla.attention if form == "attention" else xla.chunked
-    return "xla", lambda *arrays, chunk, **arguments: compute(
-        *arrays, chunk=chunk or costs.default_chunk(form), division=division, **arguments
+    return lambda *arrays, chunk, **options: compute(
+        *arrays, chunk=chunk or costs.default_chunk(form), division=division, **options
     )
 
 
@@ -190,76 +287,3 @@ def _require_divisible(axis_name, implementation, *, kept_keys, stateless) -> No
         raise NotImplementedError(
             f"{divided} implementation 'reference' cannot; use implementation='xla', or leave out axis_name"
         )
-
-
-def check(query, key, value, log_decay, segment_ids, *, lead, division=means.Division.POSITIVE):
-    """Raises ValueError for shapes or dtypes that do not fit together; returns the sizes of a state."""
-    axes = {"query": f"[{lead}, N, D]", "key": f"[{lead}, K, D]", "value": f"[{lead}, K, E]"}
-    rank = len(lead.split(", "))
-    arrays = {"query": query, "key": key, "value": value}
-    for name, array in arrays.items():
-        if array.ndim != rank + 2:
-            raise ValueError(f"{name} has shape {array.shape}; it must be {axes[name]}")
-    shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-    batch, kv_heads, head_dim = query.shape[0], key.shape[-2], query.shape[-1]
-    if key.shape[:-1] != value.shape[:-1] or key.shape[0] != batch or key.shape[-1] != head_dim:
-        raise ValueError(
-            f"shapes do not fit: {shapes}; expected query {axes['query']}, key {axes['key']}, value {axes['value']}"
-        )
-    no_values = division is means.Division.NONE and not value.shape[-1]
-    if 0 in (*query.shape, *key.shape) or (0 in value.shape and not no_values):
-        raise ValueError(f"nothing to attend to: {shapes}")
-    if query.shape[-2] % kv_heads:
-        raise ValueError(f"query has {query.shape[-2]} heads and key {kv_heads}; N must be a multiple of K")
-    if rank == 2 and key.shape[1] < query.shape[1]:
-        raise ValueError(
-            f"key has {key.shape[1]} tokens and query {query.shape[1]}; there must be a key for each query"
-        )
-    if len({array.dtype for array in arrays.values()}) > 1 or not jnp.issubdtype(query.dtype, jnp.floating):
-        dtypes = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
-        raise ValueError(f"dtypes are {dtypes}; query, key and value need one floating-point dtype")
-    if log_decay is not None and log_decay.shape != key.shape[:-1]:
-        raise ValueError(
-            f"log_decay has shape {log_decay.shape}; it must be {key.shape[:-1]}, one per token and key head"
-        )
-    if segment_ids is not None:
-        if segment_ids.shape != key.shape[:rank]:
-            raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be {key.shape[:rank]}")
-        if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
-            raise ValueError(
-                f"segment_ids has dtype {segment_ids.dtype}; it must be int32, negative for padding"
-            )
-    return {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value.shape[-1]}
-
-
-def check_state(state, kind, dtype, *, batch, kv_heads, head_dim, value_dim, power, window=None):
-    """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window."""
-    of_window = "" if window is None else f", window={window}"
-    made = f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_window})"
-    if not isinstance(state, kind):
-        raise ValueError(f"the state is a {type(state).__name__}; make it with {made}")
-    count = feature_maps.symmetric_power_dim(head_dim, power)
-    expected = (batch, kv_heads, count, value_dim)
-    if state.kv.shape != expected:
-        raise ValueError(
-            f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}: make it with "
-            f"{made}"
-        )
-    if state.kv.dtype != dtype:
-        raise ValueError(f"the state has dtype {state.kv.dtype}; inputs of this dtype accumulate in {dtype}")
-    if window is not None and state.window != window:
-        raise ValueError(
-            f"window is {window} and initial_state holds one of {state.window}; pass window={state.window}"
-        )
-
-
-def require_choice(name, value, choices):
-    """Raises ValueError unless value is one of choices."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
-
-
-def require_even(power: int) -> None:
-    """Raises ValueError unless power is positive and even."""
-    if power <= 0 or power % 2:
-        raise ValueError(f"power is {power}; it must be positive and even, so that no weight is negative")

@@ -55,10 +55,13 @@ def weights(head_dim: int, power: int, dtype) -> Groups:
     return tuple(jnp.asarray(w[:, None], dtype) for w in np.split(weight, _splits(head_dim, power)))
 
 
-def zeros(lead: tuple[int, ...], head_dim: int, value_dim: int, power: int, dtype) -> Groups:
-    """An empty state with the given axes in front."""
+def zeros(
+    like: Float[Array, "..."], lead: tuple[int, ...], head_dim: int, value_dim: int, power: int, dtype
+) -> Groups:
+    """An empty state with the given axes in front, which varies over manual mesh axes as `like` does."""
     ends = (*_splits(head_dim, power), len(_table(head_dim, power)[0]))
-    return tuple(jnp.zeros((*lead, size, value_dim), dtype) for size in np.diff(ends, prepend=0))
+    sizes = np.diff(ends, prepend=0).tolist()
+    return tuple(jnp.zeros_like(like, dtype, shape=(*lead, size, value_dim)) for size in sizes)
 
 
 def from_canonical(state: Float[Array, "*rest F E"], head_dim: int, power: int) -> Groups:

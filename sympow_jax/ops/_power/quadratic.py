@@ -64,7 +64,7 @@ def _sums(settings, query, key, value, log_decay, first):
             0,
             jnp.maximum(i + pairs.offset - first, 0),
             column,
-            (jnp.zeros_like(near), jnp.zeros((), near.dtype)),
+            (jnp.zeros_like(near), jnp.zeros_like(near, shape=())),
         )
         return None, near + pairs.from_start[i] * far
 
@@ -111,9 +111,9 @@ def _sums_bwd(settings, residuals, dsums):
             jnp.zeros_like(dquery),
             dkeys,
             dvalues,
-            jnp.zeros(block, dtype),
-            jnp.zeros((len(pairs.total), block), dtype),
-            jnp.zeros((), dtype),
+            jnp.zeros_like(dlog_row),
+            jnp.zeros_like(dlog_column, shape=(len(pairs.total), block)),
+            jnp.zeros_like(dlog_row, shape=()),
         )
         dquery_far, dkeys, dvalues, dlog_rows, dlog_columns, _ = jax.lax.fori_loop(
             0, jnp.maximum(diagonal - first, 0), column, start
@@ -130,9 +130,9 @@ def _sums_bwd(settings, residuals, dsums):
         return (dkeys, dvalues, crossing), dquery + dquery_far
 
     start = (
-        jnp.zeros(key.shape, dtype),
-        jnp.zeros(value.shape, dtype),
-        jnp.zeros((key.shape[-1] // block, block), dtype),
+        jnp.zeros_like(key, dtype),
+        jnp.zeros_like(value, dtype),
+        jnp.zeros_like(log_decay, shape=(key.shape[-1] // block, block)),
     )
     (dkey, dvalue, ddecay), dquery = jax.lax.scan(row, start, jnp.arange(rows, dtype=jnp.int32))
     return (

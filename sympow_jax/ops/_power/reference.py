@@ -112,7 +112,9 @@ def recurrent(query, key, value, *, power, log_decay, segment_ids, state, window
         query.shape[0], *key.shape[2:], value.shape[-1], power=power, window=window, dtype=dtype
     )
     start = empty if state is None else state
-    (kv, norm), out = jax.lax.scan(step, (start.kv, start.norm), by_time)
+    # What a loop carries varies over mesh axes as the queries do.
+    start = tuple(x + jnp.zeros_like(query, x.dtype, shape=x.shape) for x in (start.kv, start.norm))
+    (kv, norm), out = jax.lax.scan(step, start, by_time)
     out = ungroup_heads(jnp.moveaxis(out, 0, 3)[..., -time:, :])
     if not return_state:
         return out, None

@@ -105,17 +105,19 @@ def arriving_sums(
     power: int,
     precision: jax.lax.Precision,
     state: features.Groups,
-    query: Float[Array, "G D X"],
+    query: Float[Array, "G D T"],
     log_decay: Float[Array, " X"] | None,
-) -> Float[Array, "G E+1 X"]:
-    """What a state from before the rows adds to the sums of a head's queries; log_decay is that of the rows, bounded.
+) -> Float[Array, "G E+1 T"]:
+    """What a state from before X positions adds to the sums of a head's queries, which are at the last T of them.
+
+    log_decay is that of the X positions, bounded; None is no decay.
 
     Differentiable in all three; only the arguments are saved, and neither pass computes a product twice.
     """
     weighted = _weighted(state, query, power)
     parts = _in_chunks(query.astype(state[0].dtype))
     sums = jax.lax.map(lambda q: features.query(weighted, q, power, precision), parts)
-    return _since_start(log_decay) * _joined(sums, query.shape)
+    return _since_start(log_decay, query) * _joined(sums, query.shape)
 
 
 def _arriving_fwd(power, precision, state, query, log_decay):
@@ -134,11 +136,15 @@ def _arriving_bwd(power, precision, residuals, dsums):
         new = features.fold(cotangent, q, power, precision)
         return tuple(s + n for s, n in zip(dstate, new, strict=True)), dquery
 
-    inputs = _in_chunks(wide), _in_chunks(_since_start(log_decay) * dsums)
+    inputs = _in_chunks(wide), _in_chunks(_since_start(log_decay, query) * dsums)
     dstate, dquery = jax.lax.scan(step, tuple(map(jnp.zeros_like, state)), inputs)
     dquery = _joined(dquery, query.shape)
-    dlog = jax.lax.cumsum((wide * dquery).sum((0, 1)) / power, reverse=True)
-    return _weighted(dstate, query, power), dquery.astype(query.dtype), None if log_decay is None else dlog
+    dlog = None
+    if log_decay is not None:
+        at_queries = (wide * dquery).sum((0, 1)) / power
+        at_rows = jnp.pad(at_queries, (len(log_decay) - len(at_queries), 0))
+        dlog = jax.lax.cumsum(at_rows, reverse=True)
+    return _weighted(dstate, query, power), dquery.astype(query.dtype), dlog
 
 
 arriving_sums.defvjp(_arriving_fwd, _arriving_bwd)
@@ -150,9 +156,11 @@ def _weighted(state, query, power):
     return tuple(s * w for s, w in zip(state, weights, strict=True))
 
 
-def _since_start(log_decay):
-    """The decay from before the rows to each position."""
-    return 1 if log_decay is None else decays.exp(jnp.cumsum(log_decay))
+def _since_start(log_decay, query):
+    """The decay from before the rows to each query."""
+    if log_decay is None:
+        return 1
+    return decays.exp(jnp.cumsum(log_decay))[len(log_decay) - query.shape[-1] :]
 
 
 def _in_chunks(x):

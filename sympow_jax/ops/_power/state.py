@@ -67,6 +67,12 @@ class PowerState:
             segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
         )
 
+    @classmethod
+    def layout(cls) -> "PowerState":
+        """The axes of each array."""
+        held = "B 2W K"
+        return cls("B K F E", "B K F", f"{held} D", f"{held} E", held, "B", "B")  # type: ignore[arg-type]
+
     @property
     def window(self) -> int:
         """W: every query sees at least its last W keys exactly."""
@@ -104,7 +110,9 @@ class Sequence:
         """
         batch, time, kv_heads, _ = key.shape
         log_decay = (
-            jnp.zeros((batch, time, kv_heads), dtype) if log_decay is None else log_decay.astype(dtype)
+            jnp.zeros_like(key, dtype, shape=(batch, time, kv_heads))
+            if log_decay is None
+            else log_decay.astype(dtype)
         )
         if state is None:
             window = {"keys": key[:, :0], "values": value[:, :0], "log_decays": log_decay[:, :0]}

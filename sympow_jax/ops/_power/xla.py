@@ -26,7 +26,6 @@ __all__ = [
     "kv_and_norm",
     "padded",
     "precision_of",
-    "read_all",
     "time_last",
     "time_second",
     "unit_scale",
@@ -151,7 +150,9 @@ def _by_head(rows, power):
     batch, _, kv_heads, head_dim = rows.key.shape
     if rows.kv is None:
         dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
-        state = features.zeros((batch, kv_heads), head_dim, rows.value.shape[-1] + 1, power, dtype)
+        state = features.zeros(
+            rows.value, (batch, kv_heads), head_dim, rows.value.shape[-1] + 1, power, dtype
+        )
     else:
         state = _groups_of(rows.kv, rows.norm, head_dim, power)
     return (
@@ -219,10 +220,9 @@ def _sums(query, sequence, *, power, state, chunk, precision):
         )[..., :time]
     if state is None:
         return sums
-    from_start = decays.exp(jnp.cumsum(decay, -1))[..., -time:]
-    far = functools.partial(read_all, power=power, precision=precision)
+    far = functools.partial(shares.arriving_sums, power, precision)
     groups = _groups_of(state.kv, state.norm, key.shape[2], power)
-    return sums + from_start[:, :, None, None] * jax.vmap(jax.vmap(far))(groups, query)
+    return sums + jax.vmap(jax.vmap(far))(groups, query, decay)
 
 
 def _sums_of_last(query, sequence, decay, power, precision):
@@ -308,21 +308,6 @@ _permuted.defvjp(
 )
 
 
-def read_all(state, query, *, power, precision):
-    """Sums over the folded tokens for all queries of a head: state, [G, D, T] -> [G, E+1, T]."""
-    dtype = state[0].dtype
-    weighted = tuple(s * w for s, w in zip(state, features.weights(query.shape[1], power, dtype)))
-
-    @jax.checkpoint
-    def chunk(q):
-        return features.query(weighted, q, power, precision)
-
-    groups, head_dim, time = query.shape
-    by_chunk = _in_chunks(jnp.moveaxis(query, 0, 1).reshape(head_dim, -1)).astype(dtype)
-    out = jnp.moveaxis(jax.lax.map(chunk, by_chunk), 0, 1).reshape(state[0].shape[-1], -1)
-    return jnp.moveaxis(out[:, : groups * time].reshape(-1, groups, time), 1, 0)
-
-
 def fold_all(value, key, *, power, precision):
     """The state of all keys of a head: [E+1, X], [D, X] -> state."""
 
@@ -334,7 +319,7 @@ def fold_all(value, key, *, power, precision):
         return tuple(s + n for s, n in zip(state, chunk(*inputs))), None
 
     inputs = (_in_chunks(value), _in_chunks(key).astype(value.dtype))
-    start = features.zeros((), len(key), len(value), power, value.dtype)
+    start = features.zeros(value, (), len(key), len(value), power, value.dtype)
     return jax.lax.scan(step, start, inputs)[0]
 
 

@@ -1,0 +1,350 @@
+"""Checks of the arguments of every op. A mistake is one clear line, raised before anything is traced.
+
+Arrays may be abstract (`jax.ShapeDtypeStruct`) in every check; `to_arrays` comes first where values are needed.
+"""
+
+import math
+import operator
+import pathlib
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = [
+    "LayoutWarning",
+    "Sizes",
+    "check_attention",
+    "check_axes",
+    "check_choice",
+    "check_even",
+    "check_flag",
+    "check_floating",
+    "check_integer",
+    "check_linear_state",
+    "check_positions",
+    "check_power",
+    "check_same_length",
+    "check_state",
+    "to_array",
+    "to_arrays",
+]
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_INT32 = np.iinfo(np.int32)
+_PACKAGE = str(pathlib.Path(__file__).parents[2])
+
+
+class LayoutWarning(UserWarning):
+    """Shapes that fit but look like [B, N, T, D] where the ops take [B, T, N, D]."""
+
+
+# Layers know their layout, and a short prompt of a model with many heads looks like the mistake.
+warnings.filterwarnings("ignore", category=LayoutWarning, module=r"sympow_jax\.")
+
+
+class Sizes(TypedDict):
+    """Sizes of the state of an attention, as `PowerState.zeros` takes them."""
+
+    batch: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def to_arrays(**arguments) -> list[Any]:
+    """Returns the arguments as JAX arrays, in order, leaving out None as it is.
+
+    Raises ValueError for what is not an array, and for segment ids that int32 does not hold.
+    """
+    return [None if x is None else to_array(name, x) for name, x in arguments.items()]
+
+
+def to_array(name: str, x) -> jax.Array:
+    """Returns a JAX or NumPy array as a JAX array.
+
+    Raises ValueError for anything else, and for segment ids that int32 does not hold.
+    """
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ValueError(f"{name} is a {type(x).__name__}; it must be an array; pass jnp.asarray({name})")
+    if name == "segment_ids":
+        _check_int32(name, x)
+    return jnp.asarray(x)
+
+
+def check_attention(
+    query,
+    key,
+    value,
+    log_decay,
+    segment_ids,
+    *,
+    step: bool = False,
+    per_channel: bool | None = False,
+    causal: bool = True,
+    may_lack_values: bool = False,
+) -> Sizes:
+    """Returns the sizes of a state; raises ValueError for shapes or dtypes that do not fit together.
+
+    Args:
+        query: [B, T, N, D], or [B, N, D] of a step.
+        key: [B, S, K, D] with S >= T, or [B, K, D].
+        value: [B, S, K, E], or [B, K, E].
+        log_decay: [B, S, K] or [B, K], or None.
+        segment_ids: [B, S] or [B], or None.
+        step: the arrays are those of one token.
+        per_channel: log_decay has value's shape; None accepts either shape.
+        causal: False goes without decays.
+        may_lack_values: E may be 0.
+    """
+    lead, key_lead = ("B", "B") if step else ("B, T", "B, S")
+    arrays = {"query": query, "key": key, "value": value}
+    axes = {"query": f"[{lead}, N, D]", "key": f"[{key_lead}, K, D]", "value": f"[{key_lead}, K, E]"}
+    for name, array in arrays.items():
+        check_axes(name, array, axes[name])
+    shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+    heads, (kv_heads, head_dim) = query.shape[-2], key.shape[-2:]
+    if key.shape[:-1] != value.shape[:-1] or key.shape[0] != query.shape[0] or head_dim != query.shape[-1]:
+        raise ValueError(
+            f"shapes do not fit: {shapes}; they must be query {axes['query']}, key {axes['key']}, value {axes['value']}"
+        )
+    if 0 in (*query.shape, *key.shape) or (0 in value.shape and not may_lack_values):
+        raise ValueError(f"shapes are {shapes}; every size must be at least 1; pass at least one token")
+    _check_layout(query, key, step=step, plain=log_decay is None and segment_ids is None)
+    if heads % kv_heads:
+        raise ValueError(f"query has {heads} heads and key {kv_heads}; N must be a multiple of K")
+    if len({array.dtype for array in arrays.values()}) > 1 or query.dtype.name not in _DTYPES:
+        dtypes = ", ".join(f"{name} {array.dtype}" for name, array in arrays.items())
+        raise ValueError(
+            f"dtypes are {dtypes}; they must be equal and one of {', '.join(_DTYPES)}; convert with astype"
+        )
+    if log_decay is not None:
+        if not causal:
+            raise ValueError(
+                "log_decay is given and causal is False; decays run in one direction; leave one of them out"
+            )
+        _check_decay(log_decay, key.shape[:-1], value.shape, per_channel)
+    if segment_ids is not None:
+        if segment_ids.shape != key.shape[:-2]:
+            raise ValueError(
+                f"segment_ids has shape {segment_ids.shape}; it must be {key.shape[:-2]}, one per token"
+            )
+        if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
+            raise ValueError(
+                f"segment_ids has dtype {segment_ids.dtype}; it must be int32, negative for padding"
+            )
+    return {
+        "batch": query.shape[0],
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "value_dim": value.shape[-1],
+    }
+
+
+def _check_decay(log_decay, per_head, per_value, per_channel: bool | None) -> None:
+    expected = {per_head: per_channel is not True, per_value: per_channel is not False}
+    if not expected.get(log_decay.shape):
+        by_head = f"{per_head}, one per token and key head"
+        by_channel = f"{per_value}, one per value"
+        wanted = {False: by_head, True: by_channel, None: f"{by_head}, or {by_channel}"}[per_channel]
+        raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {wanted}")
+    check_floating("log_decay", log_decay)
+
+
+def _check_layout(query, key, *, step: bool, plain: bool) -> None:
+    """Raises ValueError for fewer keys than queries; warns of a layout that fits by accident."""
+    if step:
+        return
+    (_, time, heads, head_dim), (_, key_time, kv_heads, _) = query.shape, key.shape
+    swapped = (
+        f"if axes 1 and 2 are heads and time, as in [{query.shape[0]}, {time}, T, {head_dim}], swap them"
+    )
+    if key_time < time:
+        hint = f" ({swapped})" if heads == kv_heads else ""
+        raise ValueError(
+            f"key has {key_time} tokens and query {time}; there must be a key for each query{hint}"
+        )
+    # The wrong layout has equal times on axis 2; a decay or segment ids of the right shape would not fit it.
+    if plain and 1 < time < heads and time == key_time and heads == kv_heads:
+        warnings.warn(
+            f"query has shape {query.shape}, which is {time} tokens of {heads} heads; {swapped} with "
+            f"jnp.swapaxes(x, 1, 2)",
+            LayoutWarning,
+            stacklevel=2,
+            skip_file_prefixes=(str(pathlib.Path(_PACKAGE) / "ops"),),
+        )
+
+
+def check_state(
+    state: Any,
+    kind: type[Any],
+    dtype,
+    *,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    power: int,
+    window: int | None = None,
+) -> None:
+    """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window."""
+    of_window = "" if window is None else f", window={window}"
+    made = f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_window})"
+    if not isinstance(state, kind):
+        raise ValueError(f"the state is a {type(state).__name__}; make it with {made}")
+    expected = (batch, kv_heads, math.comb(head_dim + power - 1, power), value_dim)
+    if state.kv.shape != expected:
+        raise ValueError(
+            f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}; make it with "
+            f"{made}"
+        )
+    if state.kv.dtype != dtype:
+        raise ValueError(
+            f"the state has dtype {state.kv.dtype}; it must be {dtype}, in which inputs of this dtype accumulate; make "
+            f"it with {made[:-1]}, dtype={jnp.dtype(dtype).name!r})"
+        )
+    if window is not None and state.window != window:
+        raise ValueError(
+            f"window is {window} and initial_state holds one of {state.window}; pass window={state.window}"
+        )
+
+
+def check_linear_state(
+    state: Any,
+    kind: type[Any],
+    query,
+    key,
+    value,
+    *,
+    power: int,
+    turned_dim: int | None,
+    separate: bool,
+) -> None:
+    """Raises ValueError for a state of other sizes, or of another feature map, than the arguments.
+
+    Args:
+        state: what was passed as the state of linear attention.
+        kind: `LinearState`.
+        query: [..., N, D].
+        key: [..., K, D].
+        value: [..., K, E].
+        power: the degree of the feature map.
+        turned_dim: number of features after a turn; None without one.
+        separate: the denominator has a state of its own.
+    """
+    batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
+    made = f"make it with LinearState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, turned_dim={turned_dim}, ...)"
+    if not isinstance(state, kind):
+        raise ValueError(f"the state is a {type(state).__name__}; {made}")
+    if separate != (state.denominator is not None):
+        has = "no" if separate else "a"
+        raise ValueError(
+            f"the state has {has} denominator of its own, unlike this turn and normaliser; {made}"
+        )
+    expected = (batch, kv_heads, turned_dim or math.comb(head_dim + power - 1, power), value_dim)
+    if state.numerator.kv.shape != expected:
+        raise ValueError(
+            f"the state's kv has shape {state.numerator.kv.shape}; these inputs need {expected}; {made}"
+        )
+
+
+def check_same_length(query, key) -> None:
+    """Raises ValueError unless there is one key for each query."""
+    if key.shape[1] != query.shape[1]:
+        raise ValueError(f"key has {key.shape[1]} tokens and query {query.shape[1]}; they must be equal")
+
+
+def check_power(power, *, even: bool = True, minimum: int = 1) -> int:
+    """Returns the power as a Python int; raises ValueError unless it is one and positive and, if asked, even."""
+    power = check_integer("power", power, None if even else minimum)
+    if even and (power <= 0 or power % 2):
+        raise ValueError(f"power is {power}; it must be positive and even, so that no weight is negative")
+    return power
+
+
+def check_integer(name: str, value, minimum: int | None = None) -> int:
+    """Returns a Python or NumPy integer as an int; raises ValueError for anything else or below the minimum."""
+    expected = "an integer" if minimum is None else f"an integer of at least {minimum}"
+    if isinstance(value, (bool, np.bool_)):
+        raise ValueError(f"{name} is {value}; it must be {expected}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        if isinstance(value, jax.Array):
+            raise ValueError(
+                f"{name} is {_described(value)}; it must be {expected} known when tracing; mark it static, as in "
+                f"jax.jit(f, static_argnames={name!r})"
+            ) from None
+        raise ValueError(f"{name} is {value!r}; it must be {expected}") from None
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name} is {number}; it must be at least {minimum}")
+    return number
+
+
+def check_choice(name: str, value, choices: Sequence[str | None]) -> None:
+    """Raises ValueError unless the value is one of the choices."""
+    if isinstance(value, str | None) and value in choices:
+        return
+    described = _described(value) if isinstance(value, jax.Array) else repr(value)
+    raise ValueError(f"{name} is {described}; it must be one of {', '.join(map(repr, choices))}")
+
+
+def check_flag(name: str, value) -> bool:
+    """Returns a bool; raises ValueError for anything else, a traced value included."""
+    if not isinstance(value, (bool, np.bool_)):
+        described = _described(value) if isinstance(value, jax.Array) else repr(value)
+        raise ValueError(f"{name} is {described}; it must be True or False, known when tracing")
+    return bool(value)
+
+
+def check_even(name: str, size: int) -> None:
+    """Raises ValueError for an odd size, which has dimensions that are in no pair."""
+    if size % 2:
+        raise ValueError(f"{name} is {size}; it must be even, since rotations act on pairs of dimensions")
+
+
+def check_axes(name: str, array, axes: str) -> None:
+    """Raises ValueError unless the array has the rank of the axes, written as "[B, T, N, D]"."""
+    rank = axes.count(",") + 1
+    if array.ndim == rank:
+        return
+    missing = axes.startswith("[B, ") and array.ndim == rank - 1
+    remedy = f"; add the batch axis with {name}[None] if that is what is missing" if missing else ""
+    raise ValueError(f"{name} has shape {array.shape}; it must be {axes}{remedy}")
+
+
+def check_floating(name: str, array) -> None:
+    """Raises ValueError unless the array's dtype is one of the floating-point dtypes that ops compute with."""
+    if array.dtype.name not in _DTYPES:
+        raise ValueError(
+            f"{name} has dtype {array.dtype}; it must be one of {', '.join(_DTYPES)}; convert with astype"
+        )
+
+
+def check_positions(name: str, positions, axes: str | None = None) -> None:
+    """Raises ValueError unless positions are integers and, if axes are given, of that rank."""
+    if axes is not None:
+        check_axes(name, positions, axes)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {positions.dtype}; it must be an integer dtype, such as int32")
+
+
+def _check_int32(name: str, x) -> None:
+    """Raises ValueError for concrete integers that int32 does not hold: converted, they would wrap and be equal."""
+    if x.dtype.itemsize <= 4 or not jnp.issubdtype(x.dtype, jnp.integer) or isinstance(x, jax.core.Tracer):
+        return
+    values = np.asarray(x)
+    outside = values[(values < _INT32.min) | (values > _INT32.max)]
+    if outside.size:
+        raise ValueError(
+            f"{name} holds {outside[0]}; it must fit in int32, at most {_INT32.max}; number the documents from 0"
+        )
+
+
+def _described(value: jax.Array) -> str:
+    if isinstance(value, jax.core.Tracer):
+        return "traced"
+    return f"an array of shape {value.shape} and dtype {value.dtype}"

@@ -1,0 +1,122 @@
+"""Calls of an op: compiled once for a plan and shapes, on any mesh and inside `jax.shard_map`.
+
+Within a call, no axis of the mesh is Explicit and all floats vary over the same manual axes. Below it code is written
+as for one device, except that what a loop carries begins as `zeros_like` of an array that it is to hold.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array
+
+__all__ = ["ATTENTION", "STEP", "on_any_mesh", "op", "same_variation", "static_or_traced"]
+
+# The axes of what attention is given, over time and of one token.
+ATTENTION = {
+    "query": "B T N D",
+    "key": "B S K D",
+    "value": "B S K E",
+    "log_decay": "B S K",
+    "segment_ids": "B S",
+}
+STEP = {name: layout.replace(" T", "").replace(" S", "") for name, layout in ATTENTION.items()}
+
+# Axes of arrays that a mesh may divide; all others are whole in what a call returns.
+_DIVIDED = frozenset("BTSNK")
+
+
+def op[**P, R](
+    layouts: dict[str, str], outputs: Callable[[Any], Any]
+) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Makes f(plan, **arrays) a function that is compiled once for each hashable plan and set of shapes.
+
+    Args:
+        layouts: the axes of the named arguments, as in "B T N D". Others are divided as JAX decides.
+        outputs: from the plan, a tree of the axes of each array that f returns.
+
+    Outputs keep the sharding that the arguments have on axes of the same letter.
+    """
+
+    def compiled(f):
+        @functools.partial(jax.jit, static_argnums=0)
+        @functools.wraps(f)
+        def call(plan, **arrays):
+            spec = _Specs(layouts, arrays)
+            wanted = jax.tree.map(spec, outputs(plan))
+            return on_any_mesh(functools.partial(f, plan), arrays, wanted)
+
+        return call
+
+    return compiled
+
+
+def on_any_mesh(f: Callable, arrays: dict, outputs):
+    """f(**arrays) with neither Explicit mesh axes nor floats that vary over different manual axes.
+
+    outputs: a tree of the PartitionSpec of each array that f returns.
+    """
+    arrays = same_variation(arrays)
+    mesh = _mesh(arrays)
+    if mesh is None or not mesh.explicit_axes:
+        return f(**arrays)
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), outputs)
+
+    def call(arrays):
+        return f(**arrays)
+
+    return jax.sharding.auto_axes(call, axes=mesh.explicit_axes, out_sharding=shardings)(arrays)
+
+
+def same_variation(tree):
+    """The tree, its floats varying over all manual mesh axes that any of its arrays varies over.
+
+    Integers stay as they are: lengths and segment ids of rows are the same for all heads.
+    """
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(tree)))
+    if not axes:
+        return tree
+
+    def cast(x):
+        missing = tuple(sorted(axes - _varying(x)))
+        if not missing or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jax.lax.pcast(x, missing, to="varying")
+
+    return jax.tree.map(cast, tree)
+
+
+def static_or_traced(number) -> tuple[float | None, Array | None]:
+    """A number of Python as (number, None), an array as (None, array), and None as two of them."""
+    if number is None or isinstance(number, int | float):
+        return number, None
+    return None, jnp.asarray(number)
+
+
+def _varying(x):
+    """The manual mesh axes that x varies over."""
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _mesh(arrays):
+    """The mesh in the types of the arrays, if it is not empty."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+    return next((mesh for mesh in meshes if not mesh.empty), None)
+
+
+class _Specs:
+    """The mesh axes of each letter of the layouts."""
+
+    def __init__(self, layouts, arrays):
+        self._axes = {}
+        for name, layout in layouts.items():
+            if (x := arrays.get(name)) is not None:
+                for letter, axes in zip(layout.split(), jax.typeof(x).sharding.spec):
+                    if axes is not None and letter in _DIVIDED:
+                        self._axes.setdefault(letter, axes)
+
+    def __call__(self, layout: str) -> jax.sharding.PartitionSpec:
+        return jax.sharding.PartitionSpec(*(self._axes.get(letter) for letter in layout.split()))

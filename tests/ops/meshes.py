@@ -1,0 +1,356 @@
+"""Ops on meshes of four devices against the same ops on one; prints the errors as JSON.
+
+    python -m tests.ops.meshes few|all OP ...
+
+A process of its own, since a process has its devices from its start.
+"""
+
+import contextlib
+import functools
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sympow_jax import ops
+from sympow_jax.ops import documents, key_value_state, rotary
+from tests.ops import cases
+
+Spec = jax.sharding.PartitionSpec
+BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, WINDOW = 4, 21, 4, 2, 4, 3, 4
+AXES = {"B": "data", "N": "model", "K": "model"}
+LAYOUTS = {
+    "query": "B T N D",
+    "key": "B S K D",
+    "value": "B S K E",
+    "log_decay": "B S K",
+    "segment_ids": "B S",
+}
+STEP = {name: layout.replace(" T", "").replace(" S", "") for name, layout in LAYOUTS.items()}
+OUT, STEP_OUT = "B T N E", "B N E"
+
+
+def drawn(time=TIME, seed=0):
+    """Arguments of attention, with documents and padding."""
+    case = cases.Case(
+        time=time, head_dim=HEAD_DIM, value_dim=VALUE_DIM, decay="gentle", segments="padded", group=2
+    )
+    arrays = cases.arrays(case, batch=BATCH, kv_heads=KV_HEADS, seed=seed)
+    del arrays["dout"]
+    return {
+        name: jnp.asarray(x, jnp.int32 if name == "segment_ids" else jnp.float32)
+        for name, x in arrays.items()
+    }
+
+
+def without(*names, time=TIME):
+    return {name: x for name, x in drawn(time).items() if name not in names}
+
+
+def last(arrays):
+    return {name: x[:, -1] for name, x in arrays.items()}
+
+
+def power(form, **options):
+    """The op from a state to a state."""
+    call = functools.partial(ops.power_attention, form=form, window=WINDOW, chunk_size=8, **options)
+    state = call(**drawn(11, seed=1), return_state=True)[1]
+    layouts = LAYOUTS | {"initial_state": ops.PowerState.layout()}
+    return (
+        functools.partial(call, return_state=True),
+        drawn() | {"initial_state": state},
+        layouts,
+        (OUT, ops.PowerState.layout()),
+    )
+
+
+def plain(form):
+    """The op without states, decays and documents."""
+    call = functools.partial(ops.power_attention, form=form, window=WINDOW, chunk_size=8)
+    return call, without("log_decay", "segment_ids"), LAYOUTS, OUT
+
+
+def power_step(tokens):
+    """A token behind so many others; the window is full at some."""
+    state = ops.power_attention(**drawn(tokens, seed=1), window=WINDOW, return_state=True, form="chunked")[1]
+    layouts = STEP | {"state": ops.PowerState.layout()}
+    arguments = last(drawn()) | {"state": state}
+    return ops.power_attention_step, arguments, layouts, (STEP_OUT, ops.PowerState.layout())
+
+
+def channel_gated():
+    call = functools.partial(ops.channel_gated_attention, window=WINDOW, return_state=True)
+
+    def arguments(**options):
+        arrays = drawn(**options)
+        return arrays | {"log_decay": arrays["log_decay"][..., None] * (1 + arrays["value"] ** 2)}
+
+    state = call(**arguments(time=11, seed=1))[1]
+    layouts = LAYOUTS | {"log_decay": "B S K E", "initial_state": ops.ChannelGatedState.layout()}
+    return call, arguments() | {"initial_state": state}, layouts, (OUT, ops.ChannelGatedState.layout())
+
+
+def channel_gated_step():
+    call, arguments, layouts, (_, state_layout) = channel_gated()
+    state = call(**arguments)[1]
+    arrays = last({name: x for name, x in arguments.items() if name != "initial_state"})
+    layouts = STEP | {"log_decay": "B K E", "state": state_layout}
+    return ops.channel_gated_attention_step, arrays | {"state": state}, layouts, (STEP_OUT, state_layout)
+
+
+def turned(f, positions, **arguments):
+    """`f` with features turned by position."""
+
+    def turn(features):
+        angles = rotary.rope_angles(positions, features.shape[-1])
+        return rotary.rotate(features, angles)
+
+    return f(**arguments, turn=turn)
+
+
+def linear():
+    call = functools.partial(turned, ops.linear_attention, form="chunked", window=WINDOW, return_state=True)
+
+    def arguments(**options):
+        arrays = drawn(**options)
+        count = jnp.cumsum(jnp.ones_like(arrays["segment_ids"]), 1)
+        return arrays | {"positions": count}
+
+    state = call(**arguments(time=11, seed=1))[1]
+    layouts = LAYOUTS | {"positions": "B T", "initial_state": ops.LinearState.layout(separate=True)}
+    outputs = OUT, ops.LinearState.layout(separate=True)
+    return call, arguments() | {"initial_state": state}, layouts, outputs
+
+
+def linear_step():
+    call, arguments, _, (_, state_layout) = linear()
+    state = call(**arguments)[1]
+    arrays = last({name: x for name, x in arguments.items() if name not in ("initial_state", "positions")})
+    arrays["positions"] = arguments["positions"][:, -1:]
+    layouts = STEP | {"positions": "B T", "state": state_layout}
+    step = functools.partial(turned, ops.linear_attention_step)
+    return step, arrays | {"state": state}, layouts, (STEP_OUT, state_layout)
+
+
+def bidirectional(segments):
+    arrays = without("log_decay") if segments else without("log_decay", "segment_ids")
+    return functools.partial(ops.linear_attention, causal=False, chunk_size=8), arrays, LAYOUTS, OUT
+
+
+def softmax(**options):
+    return functools.partial(ops.softmax_attention, block_size=4, **options), drawn(), LAYOUTS, OUT
+
+
+def expressive(**options):
+    return functools.partial(ops.expressive_attention, block_size=4, **options), drawn(), LAYOUTS, OUT
+
+
+def learned_positions():
+    """Angles of learned rates, with the state they leave behind."""
+
+    def call(rate, segment_ids, state):
+        return rotary.learned_angles(rate, HEAD_DIM, segment_ids=segment_ids, state=state)
+
+    rate = jnp.abs(drawn()["log_decay"])
+    ids = drawn()["segment_ids"]
+    state = rotary.RotaryState.zeros(BATCH, KV_HEADS)
+    layouts = {"rate": "B T K", "segment_ids": "B T", "state": rotary.RotaryState.layout()}
+    outputs = "B T K D", rotary.RotaryState.layout()
+    return call, {"rate": rate, "segment_ids": ids, "state": state}, layouts, outputs
+
+
+def positions():
+    arguments = {"segment_ids": drawn()["segment_ids"], "state": documents.PositionState.zeros(BATCH)}
+    layouts = {"segment_ids": "B T", "state": documents.PositionState.layout()}
+    return documents.positions, arguments, layouts, ("B T", documents.PositionState.layout())
+
+
+def rope():
+    arguments = {"x": drawn()["query"], "positions": jnp.ones((BATCH, TIME), jnp.int32).cumsum(1)}
+    return ops.rotary.rope, arguments, {"x": "B T N D", "positions": "B T"}, "B T N D"
+
+
+def lrpe(core, basis, outputs="B T N D"):
+    call = functools.partial(ops.lrpe.encode, core=core, basis=basis)
+    arguments = {"x": drawn()["query"], "positions": jnp.ones((BATCH, TIME), jnp.int32).cumsum(1)}
+    layouts = {"x": "B T N D", "positions": "B T", "rates": "R"}
+    if core != "permutation":
+        arguments["rates"] = jnp.asarray(ops.lrpe.rates(core, HEAD_DIM, kind="a"), jnp.float32)
+    return call, arguments, layouts, outputs
+
+
+def spe():
+    random = np.random.default_rng(0)
+    shapes = {"frequencies": 2, "phases": 2, "gains": 2}
+    arguments = {name: random.random((KV_HEADS, HEAD_DIM, size)) for name, size in shapes.items()}
+    arguments["noise"] = random.normal(size=(KV_HEADS, HEAD_DIM, 4, 5))
+    arguments = {name: jnp.asarray(x, jnp.float32) for name, x in arguments.items()}
+    arguments |= {name: drawn()[name] for name in ("query", "key")}
+    arguments["positions"] = jnp.ones((BATCH, TIME), jnp.int32).cumsum(1)
+    layouts = dict.fromkeys(shapes, "K D Q") | {"noise": "K D Q R"}
+    layouts |= {"query": "B T N D", "key": "B T K D", "positions": "B T"}
+    return ops.spe.encode, arguments, layouts, ("B T N R", "B T K R")
+
+
+def kept():
+    """Appending to kept keys and values, and dropping the oldest."""
+
+    def call(state, **new):
+        both, missing = state.append(**new)
+        return both.without_gaps().newest(8), missing
+
+    state = key_value_state.KeyValueState.zeros(BATCH, 8, KV_HEADS, HEAD_DIM, VALUE_DIM)
+    layout = key_value_state.KeyValueState.layout()
+    return call, without("query") | {"state": state}, LAYOUTS | {"state": layout}, (layout, "B T")
+
+
+def feature_map():
+    arguments = {"x": drawn()["query"]}
+    return functools.partial(ops.symmetric_power, power=4), arguments, {"x": "B T N D"}, "B T N F"
+
+
+OPS = {
+    "attention": functools.partial(power, "attention"),
+    "chunked": functools.partial(power, "chunked"),
+    "recurrent": functools.partial(power, "recurrent"),
+    "reference": functools.partial(power, "attention", implementation="reference"),
+    "recurrent-reference": functools.partial(power, "recurrent", implementation="reference"),
+    "plain-attention": functools.partial(plain, "attention"),
+    "plain-chunked": functools.partial(plain, "chunked"),
+    "step": functools.partial(power_step, 11),
+    "step-that-folds": functools.partial(power_step, 2 * WINDOW - 1),
+    "channel-gated": channel_gated,
+    "channel-gated-step": channel_gated_step,
+    "linear": linear,
+    "linear-step": linear_step,
+    "bidirectional": functools.partial(bidirectional, False),
+    "bidirectional-documents": functools.partial(bidirectional, True),
+    "softmax": softmax,
+    "expressive": expressive,
+    "expressive-reference": functools.partial(expressive, implementation="reference"),
+    "learned-positions": learned_positions,
+    "positions": positions,
+    "rope": rope,
+    "lrpe": functools.partial(lrpe, "orthogonal", "householder"),
+    "lrpe-complex": functools.partial(lrpe, "unitary", "fourier"),
+    "lrpe-permutation": functools.partial(lrpe, "permutation", "odd_even"),
+    "spe": spe,
+    "kept": kept,
+    "feature-map": feature_map,
+}
+WAYS = (
+    "Auto jit",
+    "Auto eager",
+    "Explicit jit",
+    "Explicit eager",
+    "Explicit without a mesh in scope",
+    "shard_map jit",
+    "shard_map eager",
+    "shard_map jit check_vma=False",
+    "shard_map jit gradient within",
+)
+
+
+# Both kinds of types that arrays have on a mesh.
+FEW = "Explicit jit", "shard_map jit", "Explicit without a mesh in scope"
+
+
+def spec_of(layout):
+    return Spec(*(AXES.get(letter) for letter in layout.split()))
+
+
+def outputs_and_gradients(f, arrays, *, backward=True):
+    """What f returns, and the gradients of a sum over it with respect to its arguments of floats."""
+    leaves, tree = jax.tree.flatten(arrays)
+    floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def loss(varied):
+        merged = list(leaves)
+        for i, x in zip(floats, varied):
+            merged[i] = x
+        out = f(**jax.tree.unflatten(tree, merged))
+        # Positive and unequal weights, so that no gradient vanishes.
+        total = sum((jnp.sin(x + 1) * (1 + i)).sum() for i, x in enumerate(_floats(out)))
+        return total, out
+
+    if not backward or not floats:
+        return loss([leaves[i] for i in floats])[1], []
+    gradients, out = jax.grad(loss, has_aux=True)([leaves[i] for i in floats])
+    return out, gradients
+
+
+def _floats(tree):
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def results(way, f, arrays, layouts, outputs):
+    """Outputs and gradients of f one way."""
+    kind, *_ = way.split()
+    axis_type = jax.sharding.AxisType["Explicit" if kind == "Explicit" else "Auto"]
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type, axis_type))
+    specs = jax.tree.map(spec_of, {name: layouts[name] for name in arrays})
+    backward = "without" not in way
+    maybe_jit = jax.jit if "jit" in way else lambda g: g
+    if kind == "shard_map":
+        out_specs = jax.tree.map(spec_of, outputs)
+        if "within" in way:
+            floats = [
+                spec
+                for spec, x in zip(jax.tree.leaves(specs), jax.tree.leaves(arrays), strict=True)
+                if jnp.issubdtype(x.dtype, jnp.floating)
+            ]
+
+            def local(arrays):
+                return outputs_and_gradients(f, arrays)
+
+            mapped = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(out_specs, floats))
+            return jax.jit(mapped)(arrays)
+
+        def call(**arrays):
+            mapped = jax.shard_map(
+                lambda arrays: f(**arrays),
+                mesh=mesh,
+                in_specs=(specs,),
+                out_specs=out_specs,
+                check_vma="check_vma=False" not in way,
+            )
+            return mapped(arrays)
+
+        return maybe_jit(functools.partial(outputs_and_gradients, call))(arrays)
+    arrays = jax.tree.map(lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)), arrays, specs)
+    with jax.set_mesh(mesh) if backward else contextlib.nullcontext():
+        found = maybe_jit(functools.partial(outputs_and_gradients, f, backward=backward))(arrays)
+    if kind == "Explicit":
+        for x, layout in zip(jax.tree.leaves(found[0]), jax.tree.leaves(outputs), strict=True):
+            assert x.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec_of(layout)), x.ndim), (x, layout)
+    return found
+
+
+def check(name, ways):
+    """Errors by way."""
+    f, arrays, layouts, outputs = OPS[name]()
+    expected = jax.jit(functools.partial(outputs_and_gradients, f))(arrays)
+    errors = {}
+    for way in ways:
+        if "within" in way and name in ("lrpe", "lrpe-complex"):
+            continue  # the gradient of rates that all devices share is a sum over devices
+        try:
+            found = results(way, f, arrays, layouts, outputs)
+        except Exception as error:
+            errors[way] = f"{type(error).__name__}: {error}"
+            continue
+        wanted = expected if found[1] or not expected[1] else (expected[0], [])
+        errors[way] = max(
+            (cases.error(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)),
+            default=0.0,
+        )
+    return errors
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    chosen, *names = sys.argv[1:]
+    print(json.dumps({name: check(name, FEW if chosen == "few" else WAYS) for name in names or OPS}))

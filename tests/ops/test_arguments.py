@@ -1,0 +1,224 @@
+"""Mistakes in arguments are one clear line, raised before anything is traced."""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import ops
+from sympow_jax.ops import feature_maps, lrpe, rotary
+
+X = jnp.ones((1, 4, 1, 4))
+STATE = ops.PowerState.zeros(1, 1, 4, 4, power=2, window=3)
+WHOLE = {
+    "power": ops.power_attention,
+    "linear": ops.linear_attention,
+    "softmax": ops.softmax_attention,
+    "expressive": ops.expressive_attention,
+    "channel_gated": functools.partial(ops.channel_gated_attention, log_decay=X),
+}
+
+
+def raises_one_line(message, call, *arrays, error=ValueError, **options):
+    with pytest.raises(error, match=re.escape(message)) as raised:
+        call(*arrays, **options)
+    assert "\n" not in str(raised.value)
+
+
+EVERY_OP = {
+    "query is a list; it must be an array; pass jnp.asarray(query)": {"query": np.asarray(X).tolist()},
+    "query has shape (4, 1, 4); it must be [B, T, N, D]; add the batch axis with query[None]": {
+        "query": X[0]
+    },
+    "key has shape (4, 1, 4); it must be [B, S, K, D]": {"key": X[0]},
+    "value has shape (1, 1, 4, 1, 4); it must be [B, S, K, E]": {"value": X[None]},
+    "shapes do not fit: query (1, 4, 1, 4), key (1, 4, 1, 3), value (1, 4, 1, 4); they must be query [B, T, N, D], "
+    "key [B, S, K, D], value [B, S, K, E]": {"key": X[..., :3]},
+    "shapes do not fit: query (1, 4, 1, 4), key (1, 3, 1, 4), value (1, 4, 1, 4)": {"key": X[:, 1:]},
+    "shapes are query (1, 0, 1, 4), key (1, 4, 1, 4)": {"query": X[:, :0]},
+    "key has 3 tokens and query 4; there must be a key for each query": {
+        "key": X[:, 1:],
+        "value": X[:, 1:],
+    },
+    "query has 3 heads and key 2; N must be a multiple of K": {
+        "query": jnp.repeat(X, 3, 2),
+        "key": jnp.repeat(X, 2, 2),
+        "value": jnp.repeat(X, 2, 2),
+    },
+    "dtypes are query float32, key bfloat16, value float32; they must be equal and one of float16, bfloat16, float32, "
+    "float64; convert with astype": {"key": X.astype("bfloat16")},
+    "dtypes are query int32, key int32, value int32": dict.fromkeys(
+        ("query", "key", "value"), X.astype("int32")
+    ),
+    "dtypes are query complex64, key complex64, value complex64": dict.fromkeys(
+        ("query", "key", "value"), X.astype("complex64")
+    ),
+    "dtypes are query bool, key bool, value bool": dict.fromkeys(("query", "key", "value"), X.astype("bool")),
+    "dtypes are query float8_e4m3fn": dict.fromkeys(("query", "key", "value"), X.astype("float8_e4m3fn")),
+    "segment_ids is a list; it must be an array": {"segment_ids": [[0] * 4]},
+    "segment_ids has shape (4,); it must be (1, 4), one per token": {"segment_ids": jnp.zeros(4, int)},
+    "segment_ids has dtype float32; it must be int32, negative for padding": {"segment_ids": X[..., 0, 0]},
+    "segment_ids has dtype uint32; it must be int32": {"segment_ids": X[..., 0, 0].astype("uint32")},
+    "segment_ids holds 4294967296; it must fit in int32": {"segment_ids": np.array([[0, 0, 2**32, 2**32]])},
+    "log_decay is a float; it must be an array": {"log_decay": -0.1},
+    "implementation is 'cuda'; it must be one of None, ": {"implementation": "cuda"},
+    "implementation is 3; it must be one of None, ": {"implementation": 3},
+}
+CASES = [(name, message) for name in WHOLE for message in EVERY_OP]
+
+
+@pytest.mark.parametrize(("name", "message"), CASES, ids=map("-".join, CASES))
+def test_every_op_refuses(name, message):
+    wrong = EVERY_OP[message]
+    if name == "channel_gated" and message.startswith(("key has 3 tokens", "query has 3 heads")):
+        wrong = wrong | {"log_decay": wrong["value"]}
+    raises_one_line(message, WHOLE[name], **{"query": X, "key": X, "value": X} | wrong)
+
+
+POWER = {
+    "power is 3; it must be positive and even, so that no weight is negative": {"power": 3},
+    "power is 0; it must be positive and even": {"power": 0},
+    "power is 2.0; it must be an integer": {"power": 2.0},
+    "power is True; it must be an integer": {"power": True},
+    "window is -1; it must be at least 0": {"window": -1},
+    "window is 8.0; it must be an integer of at least 0": {"window": 8.0},
+    "window is True; it must be an integer of at least 0": {"window": True},
+    "window is None; it must be an integer of at least 0": {"window": None},
+    "chunk_size is 0; it must be at least 1": {"chunk_size": 0},
+    "chunk_size is 16.0; it must be an integer of at least 1": {"chunk_size": 16.0},
+    "form is 'chunk'; it must be one of None, 'attention', 'chunked', 'recurrent'": {"form": "chunk"},
+    "form is an array of shape () and dtype int32; it must be one of None": {"form": jnp.int32(1)},
+    "return_state is 2; it must be True or False": {"return_state": 2},
+    "log_decay has shape (1, 4); it must be (1, 4, 1), one per token and key head": {
+        "log_decay": X[..., 0, 0]
+    },
+    "log_decay has dtype int32; it must be one of float16": {"log_decay": X[..., 0].astype("int32")},
+    "the state is a LinearState; make it with PowerState.zeros(1, 1, 4, 4, power=2, window=64)": {
+        "initial_state": ops.LinearState.zeros(1, 1, 4, 4)
+    },
+    "window is 64 and initial_state holds one of 3; pass window=3": {"initial_state": STATE},
+    "the state's kv has shape (1, 1, 10, 4); power 4 and these inputs need (1, 1, 35, 4)": {
+        "initial_state": STATE,
+        "power": 4,
+    },
+    "the state has dtype bfloat16; it must be float32": {
+        "initial_state": jax.tree.map(lambda x: x.astype("bfloat16"), STATE)
+    },
+}
+
+
+@pytest.mark.parametrize(("message", "wrong"), POWER.items(), ids=POWER)
+def test_power_attention_refuses(message, wrong):
+    raises_one_line(message, ops.power_attention, **{"query": X, "key": X, "value": X} | wrong)
+
+
+@pytest.mark.parametrize("name", ["power", "form", "window", "chunk_size", "return_state", "implementation"])
+def test_a_traced_option_is_one_line(name):
+    call = jax.jit(lambda option: ops.power_attention(X, X, X, **{name: option}))
+    raises_one_line(f"{name} is traced; it must be", call, jnp.int32(2))
+
+
+def test_a_step_names_its_own_axes():
+    token = X[:, 0]
+    raises_one_line(
+        "query has shape (1, 4, 1, 4); it must be [B, N, D]", ops.power_attention_step, X, X, X, STATE
+    )
+    raises_one_line(
+        "log_decay has shape (1, 4); it must be (1, 1), one per token and key head",
+        ops.power_attention_step,
+        *(token, token, token, STATE),
+        log_decay=token[:, 0],
+    )
+
+
+def test_numpy_arguments_are_as_good_as_those_of_jax():
+    expected = ops.power_attention(X, X, X, segment_ids=jnp.zeros((1, 4), jnp.int32), window=3)
+    actual = ops.power_attention(
+        *(np.asarray(X, "float64"),) * 3,
+        segment_ids=np.zeros((1, 4), "int64"),
+        power=np.int64(2),
+        window=np.int32(3),
+        chunk_size=np.int8(4),
+        form=np.str_("chunked"),
+        return_state=np.False_,
+    )
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+HEADS_FIRST = jnp.ones((2, 3, 50, 8))
+
+
+@pytest.mark.parametrize("name", sorted(WHOLE.keys() - {"channel_gated"}))
+def test_heads_before_time_is_warned_of_once(name):
+    call = WHOLE[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            call(HEADS_FIRST, HEADS_FIRST, HEADS_FIRST)
+    assert [str(x.message) for x in caught] == [
+        "query has shape (2, 3, 50, 8), which is 3 tokens of 50 heads; if axes 1 and 2 are heads and time, as in "
+        "[2, 3, T, 8], swap them with jnp.swapaxes(x, 1, 2)"
+    ]
+    assert caught[0].filename == __file__  # the caller's line, wherever the check is
+
+
+def test_fewer_keys_than_queries_hints_at_heads_before_time():
+    raises_one_line(
+        "key has 3 tokens and query 6; there must be a key for each query (if axes 1 and 2 are heads and time",
+        ops.power_attention,
+        *(jnp.ones((2, 6, 50, 8)), HEADS_FIRST, HEADS_FIRST),
+    )
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        [jnp.ones((1, 1, 4, 8))] * 3,  # one token
+        [jnp.ones((1, 3, 4, 8)), *[jnp.ones((1, 3, 2, 8))] * 2],  # grouped queries
+        [jnp.ones((1, 5, 4, 8))] * 3,
+    ],
+)
+def test_no_warning_of_other_shapes(arrays):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ops.power_attention(*arrays)
+
+
+def test_layers_and_models_know_their_layout():
+    """In a new process, since pytest has warning filters of its own."""
+    import subprocess
+    import sys
+
+    program = (
+        "from flax import nnx; import jax.numpy as jnp; from sympow_jax import config, models\n"
+        "model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=8)\n"
+        "models.DecoderLM(model, rngs=nnx.Rngs(0))(jnp.zeros((1, 3), jnp.int32))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "LayoutWarning" not in done.stderr
+
+
+def test_other_functions_refuse_odd_arguments():
+    positions = jnp.zeros((1, 4), jnp.int32)
+    for message, call in (
+        ("power is 0; it must be at least 1", lambda: feature_maps.symmetric_power(X, 0)),
+        ("power is 1.5; it must be an integer", lambda: feature_maps.tensor_power(X, 1.5)),
+        ("x has dtype int32", lambda: feature_maps.symmetric_power(X.astype("int32"), 2)),
+        ("x has shape (4, 1, 4); it must be [B, T, N, D]", lambda: rotary.rope(X[0], positions)),
+        ("positions has dtype float32", lambda: rotary.rope(X, positions.astype("float32"))),
+        ("positions has shape (4,); it must be [B, T]", lambda: rotary.rope(X, positions[0])),
+        (
+            "angles has shape (1, 4, 1, 3) and x (1, 4, 1, 4)",
+            lambda: rotary.rotate(X, jnp.ones((1, 4, 1, 3))),
+        ),
+        (
+            "positions has shape (1, 4, 1); it must be [B, T]",
+            lambda: lrpe.encode(X, positions[..., None], core="mixed", basis="identity"),
+        ),
+    ):
+        raises_one_line(message, call)

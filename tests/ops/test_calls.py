@@ -1,0 +1,36 @@
+"""A second call of an op outside `jax.jit` traces and compiles nothing, and is about as fast as a jitted one."""
+
+import statistics
+import time
+
+import jax
+import pytest
+
+from tests.ops import meshes
+
+_events = []
+jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: _events.append(name))
+
+
+def seconds(f, arguments):
+    """The median over calls."""
+
+    def once():
+        begin = time.perf_counter()
+        jax.block_until_ready(f(**arguments))
+        return time.perf_counter() - begin
+
+    return statistics.median(once() for _ in range(5))
+
+
+@pytest.mark.parametrize("name", meshes.OPS)
+def test_a_second_call_compiles_nothing(name):
+    f, arguments, _, _ = meshes.OPS[name]()
+    jax.block_until_ready(f(**arguments))
+    _events.clear()
+    jax.block_until_ready(f(**arguments))
+    assert not [event for event in _events if "compile" in event]
+
+    jitted = jax.jit(f)
+    jax.block_until_ready(jitted(**arguments))
+    assert seconds(f, arguments) <= 2 * seconds(jitted, arguments) + 5e-3

@@ -1,0 +1,43 @@
+"""Ops on meshes of Auto and Explicit axes and within `jax.shard_map` are the ops of one device."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.ops import meshes
+
+# Those that between them have every loop and every gradient of their own.
+FAST = (
+    ("plain-chunked", "chunked"),
+    ("attention",),
+    ("step-that-folds", "kept"),
+    ("linear",),
+    ("channel-gated",),
+    ("bidirectional-documents", "softmax", "expressive"),
+    ("learned-positions", "positions", "rope", "lrpe", "spe", "feature-map"),
+)
+
+
+def check(which, names):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.ops.meshes", which, *names], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name, ways in json.loads(done.stdout).items():
+        for way, error in ways.items():
+            assert isinstance(error, float), (name, way, error)
+            assert error <= 1e-5, (name, way, error)
+
+
+@pytest.mark.parametrize("names", FAST, ids="-".join)
+def test_sharded_arrays(names):
+    check("few", names)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", meshes.OPS)
+def test_every_kind_of_mesh(name):
+    check("all", [name])
