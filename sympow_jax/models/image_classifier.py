@@ -58,5 +58,8 @@ class ImageClassifier(trunk.Trunk):
 def _patches(images: Float[Array, "B H W channels"], side: int) -> Float[Array, "B T values"]:
     """Squares of `side` pixels, from left to right and then down, each its pixels in the same order."""
     batch, height, width, channels = images.shape
-    x = images.reshape(batch, height // side, side, width // side, side, channels)
-    return x.swapaxes(2, 3).reshape(batch, -1, side * side * channels)
+    down, across = height // side, width // side
+    # One axis at a time: on a mesh with Explicit axes a reshape may split or merge but one.
+    x = images.reshape(batch, down, side, width, channels).reshape(batch, down, side, across, side, channels)
+    x = x.swapaxes(2, 3).reshape(batch, down * across, side, side, channels)
+    return x.reshape(batch, down * across, side * side * channels)
