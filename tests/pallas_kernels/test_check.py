@@ -225,6 +225,20 @@ def test_kernels_are_a_default_only_where_they_were_found_right(cache, monkeypat
     assert f"{form}_xla" in taken("xla")
 
 
+def test_a_user_of_a_hopper_gpu_is_told_of_the_check_once_it_would_help(cache):
+    said = verdict.advice(HOPPER)
+    assert "python -m pallas_kernels.check --brief" in said
+    assert "power_step" in said
+    assert "\n" not in said
+    verdict.store(KIND, dict.fromkeys(verdict.FAMILIES, True) | {"power_state_quartic": False}, {})
+    assert "power_state_quartic" in verdict.advice(HOPPER)
+    assert "power_step" not in verdict.advice(HOPPER)
+    verdict.store(KIND, dict.fromkeys(verdict.FAMILIES, True), {})
+    assert verdict.advice(HOPPER) is None
+    assert verdict.advice(types.SimpleNamespace(device_kind="cpu", platform="cpu")) is None
+    assert verdict.advice(types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")) is None
+
+
 def test_cases_have_names_of_their_own_and_families_that_are_known():
     names = [case.name for case in cases.CASES]
     assert len(set(names)) == len(names)
