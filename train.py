@@ -56,10 +56,9 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
         hosts.say(sharding.describe(mesh, abstract))
-        attention = settings.model.attention
-        if attention.kernel == "power" and attention.implementation is None:
-            if advice := verdict.advice(mesh.devices.flat[0]):
-                hosts.say(advice)
+        attention, advice = settings.model.attention, verdict.advice(mesh.devices.flat[0])
+        if advice and attention.kernel == "power" and attention.implementation is None:
+            hosts.say(advice)
         hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps} in {folder}")
 
         with (
