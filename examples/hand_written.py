@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config, layers
+from sympow_jax import layers
 
-SETTINGS = config.ModelConfig(vocab_size=16, layers=1, width=32, heads=2, dtype="float32")
+VOCABULARY, WIDTH, HEADS = 16, 32, 2
 LEARNING_RATE = 0.5
 
-graph, arrays = nnx.split(layers.Attention(SETTINGS, rngs=nnx.Rngs(0)))
+graph, arrays = nnx.split(layers.PowerAttention(WIDTH, HEADS, rngs=0))
 params = {
-    "embedding": jax.random.normal(jax.random.key(1), (SETTINGS.vocab_size, SETTINGS.width)) / 4,
+    "embedding": jax.random.normal(jax.random.key(1), (VOCABULARY, WIDTH)) / 4,
     "attention": nnx.to_pure_dict(arrays),
 }
 
@@ -48,7 +48,7 @@ def update(params, tokens):
 
 def rows(key):
     """8 rows of 33 tokens, each a random pair again and again."""
-    return jnp.tile(jax.random.randint(key, (8, 2), 0, SETTINGS.vocab_size), (1, 17))[:, :33]
+    return jnp.tile(jax.random.randint(key, (8, 2), 0, VOCABULARY), (1, 17))[:, :33]
 
 
 losses = []

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import optax
 from flax import linen, nnx
 
-from sympow_jax import config, layers
+from sympow_jax import layers
 
-SETTINGS = config.ModelConfig(vocab_size=16, layers=1, width=32, heads=2, dtype="float32")
+VOCABULARY, WIDTH, HEADS = 16, 32, 2
 
 
 class Model(linen.Module):
@@ -15,15 +15,15 @@ class Model(linen.Module):
 
     @linen.compact
     def __call__(self, tokens):
-        x = linen.Embed(SETTINGS.vocab_size, SETTINGS.width)(tokens)
-        attention = nnx.bridge.to_linen(layers.Attention, SETTINGS, name="attention")
+        x = linen.Embed(VOCABULARY, WIDTH)(tokens)
+        attention = nnx.bridge.to_linen(layers.PowerAttention, WIDTH, HEADS, name="attention")
         x = x + attention(linen.LayerNorm()(x))
-        return linen.Dense(SETTINGS.vocab_size)(linen.LayerNorm()(x))
+        return linen.Dense(VOCABULARY)(linen.LayerNorm()(x))
 
 
 def rows(key):
     """8 rows of 33 tokens, each a random pair again and again."""
-    return jnp.tile(jax.random.randint(key, (8, 2), 0, SETTINGS.vocab_size), (1, 17))[:, :33]
+    return jnp.tile(jax.random.randint(key, (8, 2), 0, VOCABULARY), (1, 17))[:, :33]
 
 
 model, optimizer = Model(), optax.adam(1e-2)

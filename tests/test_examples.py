@@ -1,12 +1,18 @@
 """The examples run as they are, and do what they say."""
 
+import os
 import pathlib
+import re
 import runpy
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+# Those for meshes, which run on any number of devices.
+MESHES = {"explicit_mesh", "in_shard_map", "sharded_trainer"}
 
 
 def run(name):
@@ -36,5 +42,53 @@ def test_a_hand_written_model_learns_and_goes_on_from_its_state():
     assert found["text"] == [3, 5, 3, 5, 3, 5, 3, 5, 3]
 
 
+@pytest.mark.slow
+def test_an_equinox_model_learns():
+    losses = run("equinox_module")["losses"]
+    assert losses[0] > 2.5
+    assert losses[-1] < 0.5
+
+
+def run_on_devices(name, devices):
+    """What an example prints where there are so many devices."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py")],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_an_explicit_mesh():
+    said = run_on_devices("explicit_mesh", 4)
+    assert "output float32[8@data,256,4,32], state float32[8@data,4,528,32]\n" in said
+    assert "gradient float32[8@data,256,4,32]\n" in said
+    assert float(said.split()[-1]) < 1e-5
+
+
+def test_shard_map():
+    said = run_on_devices("in_shard_map", 4)
+    assert "output float32[4@data,256,4@heads,32]\n" in said
+    assert float(said.split()[-1]) < 1e-5
+
+
+def test_a_trainer_with_its_own_mesh():
+    said = run_on_devices("sharded_trainer", 4)
+    assert "query float32[32@data,32@model]\n" in said
+    first, last = map(float, re.search(r"loss (\S+) at first, (\S+) after 20 steps", said).groups())
+    assert first > 2.5  # log 16 = 2.77
+    assert last < 2.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(MESHES))
+def test_meshes_of_one_device(name):
+    run_on_devices(name, 1)
+
+
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"plain_jax", "linen_model", "hand_written"}
+    tested = {"plain_jax", "linen_model", "hand_written", "equinox_module", *MESHES}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

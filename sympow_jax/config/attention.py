@@ -1,23 +1,99 @@
 """Attention as a kernel, a decay and a position encoding, and the papers' names for their combinations."""
 
 import dataclasses
+import enum
+from collections.abc import Mapping
 from typing import Any
 
 from sympow_jax.config import _checks as checks
 
-__all__ = ["PRESETS", "AttentionConfig", "LrpeConfig", "SpeConfig", "preset"]
+__all__ = [
+    "DECAYS",
+    "KERNELS",
+    "PRESETS",
+    "AttentionConfig",
+    "Decay",
+    "DecaySource",
+    "Kernel",
+    "LrpeConfig",
+    "SpeConfig",
+    "preset",
+]
 
-KERNELS = ("softmax", "power", "linear", "expressive")
-DECAYS = ("none", "alibi", "learned", "channel_fixed", "channel_constant", "channel_learned")
-POSITIONS = (
-    *("none", "sinusoidal", "learned_absolute"),
-    *("rope", "learned_rope", "learned_rope_pairs", "lrpe", "spe"),
-)
+# Positions that a model adds to its embedding, and those that a layer applies to queries and keys.
+ADDED_POSITIONS = ("sinusoidal", "learned_absolute")
+LAYER_POSITIONS = ("none", "rope", "learned_rope", "learned_rope_pairs", "lrpe", "spe")
+POSITIONS = (*ADDED_POSITIONS, *LAYER_POSITIONS)
 FEATURE_MAPS = ("elu", "relu", "identity", "symmetric", "tensor")
 NORMALISERS = ("unrotated", "rotated")
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
-SOFTMAX_IMPLEMENTATIONS = ("xla", "cudnn")
+
+
+class DecaySource(enum.Enum):
+    """Where the decay of a token comes from."""
+
+    NONE = enum.auto()
+    FIXED = enum.auto()  # the slopes of ALiBi
+    PARAMETER = enum.auto()  # learned, the same for all tokens
+    DATA = enum.auto()  # sigmoid(W x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decay:
+    """A decay that `attention.decay` can name.
+
+    Attributes:
+        source: where the decay of a token comes from.
+        per_channel: one decay per value channel, instead of one per key/value head.
+    """
+
+    source: DecaySource
+    per_channel: bool = False
+
+
+DECAYS: Mapping[str, Decay] = {
+    "none": Decay(DecaySource.NONE),
+    "alibi": Decay(DecaySource.FIXED),
+    "learned": Decay(DecaySource.DATA),
+    "channel_fixed": Decay(DecaySource.FIXED, per_channel=True),
+    "channel_constant": Decay(DecaySource.PARAMETER, per_channel=True),
+    "channel_learned": Decay(DecaySource.DATA, per_channel=True),
+}
+"""The decays by the names that `AttentionConfig.decay` takes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel that `attention.kernel` can name: the class that computes it, and what it can be combined with.
+
+    Attributes:
+        target: "module:class" of a subclass of `sympow_jax.layers.attention.kernels.Kernel`. A string, because configs
+            import no layers.
+        implementations: the choices of `attention.implementation`.
+        even_power: `attention.power` must be even.
+        per_channel_decay: decays may be per value channel.
+        bidirectional: `causal=False` is possible.
+    """
+
+    target: str
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    even_power: bool = False
+    per_channel_decay: bool = False
+    bidirectional: bool = True
+
+
+_MODULES = "sympow_jax.layers.attention.kernels"
+KERNELS: dict[str, Kernel] = {
+    "softmax": Kernel(target=f"{_MODULES}.softmax:SoftmaxKernel", implementations=("xla", "cudnn")),
+    "power": Kernel(
+        target=f"{_MODULES}.power:PowerKernel", even_power=True, per_channel_decay=True, bidirectional=False
+    ),
+    "linear": Kernel(target=f"{_MODULES}.linear:LinearKernel"),
+    "expressive": Kernel(target=f"{_MODULES}.expressive:ExpressiveKernel"),
+}
+"""The kernels by the names that `AttentionConfig.kernel` takes. A new kernel is one more row."""
+
 LRPE_CORES = ("orthogonal", "unitary", "permutation", "mixed")
 LRPE_BASES = ("identity", "householder", "odd_even", "fourier")
 LRPE_RATES = ("a", "b", "c", "rope")
@@ -63,19 +139,19 @@ class LrpeConfig:
                 f"not {self.core!r}"
             )
 
-    def check_head(self, head_dim: int) -> None:
-        """Raises ValueError for a head size that the encoding cannot divide."""
+    def check_head(self, head_dim: int, *, name: str = "model.head_dim") -> None:
+        """Raises ValueError, which calls the head size `name`, for one that the encoding cannot divide."""
         if self.identity_dim > head_dim:
             raise ValueError(
-                f"attention.lrpe.identity_dim is {self.identity_dim}, larger than model.head_dim {head_dim}"
+                f"attention.lrpe.identity_dim is {self.identity_dim}, larger than {name} {head_dim}"
             )
         if self.core == "orthogonal" and (head_dim - self.identity_dim) % 2:
             raise ValueError(
-                f"model.head_dim is {head_dim} and attention.lrpe.identity_dim {self.identity_dim}; core 'orthogonal' "
+                f"{name} is {head_dim} and attention.lrpe.identity_dim {self.identity_dim}; core 'orthogonal' "
                 f"rotates pairs of the other dimensions, whose number must be even"
             )
         if self.core == "mixed" and head_dim < 3:
-            raise ValueError(f"model.head_dim is {head_dim}; attention.lrpe.core 'mixed' needs at least 3")
+            raise ValueError(f"{name} is {head_dim}; attention.lrpe.core 'mixed' needs at least 3")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,17 +199,17 @@ class AttentionConfig:
     spe: SpeConfig = dataclasses.field(default_factory=SpeConfig)
 
     def __post_init__(self):
-        checks.require_choice("attention.kernel", self.kernel, KERNELS)
-        checks.require_choice("attention.decay", self.decay, DECAYS)
+        checks.require_choice("attention.kernel", self.kernel, tuple(KERNELS))
+        checks.require_choice("attention.decay", self.decay, tuple(DECAYS))
         checks.require_choice("attention.position", self.position, POSITIONS)
         checks.require_choice("attention.feature_map", self.feature_map, FEATURE_MAPS)
         checks.require_choice("attention.normaliser", self.normaliser, NORMALISERS)
         if self.form is not None:
             checks.require_choice("attention.form", self.form, FORMS)
         if self.implementation is not None:
-            choices = SOFTMAX_IMPLEMENTATIONS if self.kernel == "softmax" else IMPLEMENTATIONS
+            choices = KERNELS[self.kernel].implementations
             checks.require_choice("attention.implementation", self.implementation, choices)
-        if self.kernel == "power" and (self.power <= 0 or self.power % 2):
+        if KERNELS[self.kernel].even_power and (self.power <= 0 or self.power % 2):
             raise ValueError(
                 f"attention.power is {self.power}; it must be positive and even, so that weights are >= 0"
             )
@@ -147,28 +223,44 @@ class AttentionConfig:
     @property
     def adds_position(self) -> bool:
         """Whether the model adds positions to the embedding; others turn queries and keys, in each layer."""
-        return self.position in ("sinusoidal", "learned_absolute")
+        return self.position in ADDED_POSITIONS
+
+    @property
+    def decay_kind(self) -> Decay:
+        """The row of `DECAYS` that `decay` names."""
+        return DECAYS[self.decay]
 
     @property
     def longest_document(self) -> int | None:
         """The tokens of the longest document that positions reach; None for any."""
         return self.max_document_length if self.position == "learned_absolute" else None
 
-    def _check_composition(self):
-        if self.decay.startswith("channel") and self.kernel != "power":
+    def check_head(self, head_dim: int, *, name: str = "model.head_dim") -> None:
+        """Raises ValueError, which calls the head size `name`, for one that the positions cannot divide."""
+        if "rope" in self.position and head_dim % 2:
             raise ValueError(
-                f"attention.decay is {self.decay!r}, which the kernel 'power' has and {self.kernel!r} has not; "
+                f"{name} is {head_dim}; position {self.position!r} rotates pairs of dimensions and needs an even one"
+            )
+        if self.position == "lrpe":
+            self.lrpe.check_head(head_dim, name=name)
+
+    def _check_composition(self):
+        kernel = KERNELS[self.kernel]
+        if self.decay_kind.per_channel and not kernel.per_channel_decay:
+            have = " and ".join(repr(name) for name, row in KERNELS.items() if row.per_channel_decay)
+            raise ValueError(
+                f"attention.decay is {self.decay!r}, which the kernel {have} has and {self.kernel!r} has not; "
                 f"use 'learned'"
             )
-        if self.decay.startswith("channel") and self.form not in (None, "chunked"):
+        if self.decay_kind.per_channel and self.form not in (None, "chunked"):
             raise ValueError(
                 f"attention.decay is {self.decay!r}, which has the chunked form alone, and attention.form "
                 f"{self.form!r}; leave form out"
             )
-        if not self.causal and self.kernel == "power":
+        if not self.causal and not kernel.bidirectional:
             raise ValueError(
-                "attention.causal is False, which the kernel 'power' has not; use kernel 'linear' with feature_map "
-                "'symmetric'"
+                f"attention.causal is False, which the kernel {self.kernel!r} has not; use kernel 'linear' with "
+                f"feature_map 'symmetric'"
             )
         if not self.causal and self.decay != "none":
             raise ValueError(

@@ -17,6 +17,8 @@ NORMS = ("layer", "batch")
 class ModelConfig:
     """A pre-norm transformer; `dtype` is that of the matrix products, parameters are float32.
 
+    `dtype` may be given as a dtype such as `jnp.bfloat16`; the field holds its name.
+
     `activation` is that of the feed-forward layers, `norm` the normalisation in front of each half of a block and
     behind the last: over the width, or over the batch with running means for evaluation. `embedding_norm` is one more
     behind the embedding, `biases` are those of all projections but decays and rotation rates; GPT-2 has biases and no
@@ -48,38 +50,27 @@ class ModelConfig:
     )
 
     def __post_init__(self):
-        sizes = ["layers", "width", "heads", "mlp_ratio", "channels"]
-        sizes += ["vocab_size"] if self.patch_size is None else []
-        checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in sizes})
+        positive = ["layers", "width", "heads", "mlp_ratio", "channels"]
+        positive += ["vocab_size"] if self.patch_size is None else []
+        checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
         if self.patch_size is not None:
             checks.require_at_least(1, **{"model.patch_size": self.patch_size})
         checks.require_choice("model.activation", self.activation, ACTIVATIONS)
         checks.require_choice("model.norm", self.norm, NORMS)
+        object.__setattr__(self, "dtype", checks.dtype_name(self.dtype))
         checks.require_choice("model.dtype", self.dtype, DTYPES)
         checks.require_choice("model.remat", self.remat, REMATS)
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ValueError(
-                f"model.heads is {self.heads} and model.kv_heads is {self.kv_heads}; "
-                f"kv_heads must divide heads"
-            )
-        if self.head_dim is None:
-            if self.width % self.heads:
-                raise ValueError(
-                    f"model.heads is {self.heads} and does not divide model.width {self.width}; "
-                    f"change one of them or set model.head_dim"
-                )
-            object.__setattr__(self, "head_dim", self.width // self.heads)
-        checks.require_at_least(1, **{"model.head_dim": self.head_dim})
+        sizes = checks.head_sizes(
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            prefix="model.",
+        )
+        object.__setattr__(self, "kv_heads", sizes[0])
+        object.__setattr__(self, "head_dim", sizes[1])
+        self.attention.check_head(sizes[1])
         position = self.attention.position
-        if "rope" in position and self.head_dim % 2:
-            raise ValueError(
-                f"model.head_dim is {self.head_dim}; position {position!r} rotates pairs of dimensions and needs an "
-                f"even one"
-            )
-        if position == "lrpe":
-            self.attention.lrpe.check_head(self.head_dim)
         if position == "sinusoidal" and self.width % 2:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")
 

@@ -214,7 +214,7 @@ class Config:
                 f"sharding.context is {context} and does not divide data.context_length {length}; "
                 f"use a divisor of it"
             )
-        if context > 1 and attention.decay.startswith("channel"):
+        if context > 1 and attention.decay_kind.per_channel:
             raise ValueError(
                 f"sharding.context is {context} and attention.decay {attention.decay!r}; gates by channel cannot "
                 f"divide the sequence over devices: set sharding.context=1, or use decay 'learned'"

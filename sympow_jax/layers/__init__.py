@@ -1,7 +1,29 @@
 """flax.nnx modules: they own parameters and call `sympow_jax.ops`."""
 
-from sympow_jax.layers.attention import Attention, AttentionMaps, AttentionState
+from sympow_jax.layers.attention import (
+    Attention,
+    AttentionMaps,
+    AttentionState,
+    ExpressiveAttention,
+    LinearAttention,
+    PowerAttention,
+    SoftmaxAttention,
+    make_attention,
+)
 from sympow_jax.layers.mlp import MLP
 from sympow_jax.layers.norms import Norm, make_norm, normalise
 
-__all__ = ["MLP", "Attention", "AttentionMaps", "AttentionState", "Norm", "make_norm", "normalise"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "AttentionMaps",
+    "AttentionState",
+    "ExpressiveAttention",
+    "LinearAttention",
+    "Norm",
+    "PowerAttention",
+    "SoftmaxAttention",
+    "make_attention",
+    "make_norm",
+    "normalise",
+]

@@ -1,82 +1,133 @@
-"""GPT-2's initialisation (Radford et al. 2019, section 2.3), and the projections that use it."""
+"""GPT-2's initialization (Radford et al. 2019, section 2.3), and the projections that use it."""
 
-import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import parallel, partitioning
 
-__all__ = ["STANDARD_DEVIATION", "Linear", "linear", "project"]
+__all__ = ["STANDARD_DEVIATION", "Linear", "as_rngs", "linear", "project", "table"]
 
 STANDARD_DEVIATION = 0.02
 
 
+def as_rngs(rngs: nnx.Rngs | int) -> nnx.Rngs:
+    """Returns `rngs`, or streams from it if it is a seed."""
+    return rngs if isinstance(rngs, nnx.Rngs) else nnx.Rngs(rngs)
+
+
+def table(rows: int, width: int, *, names: tuple[str, str], rngs: nnx.Rngs) -> nnx.Param:
+    """Returns a float32 table [rows, width] of GPT-2's scale; `names` are the logical names of its axes."""
+    init = partitioning.named(nnx.initializers.normal(STANDARD_DEVIATION), names)
+    return nnx.Param(init(rngs.params(), (rows, width), jnp.float32))
+
+
 def linear(
-    config: configs.ModelConfig,
     size_in: int,
     size_out: int,
     *,
-    residual: bool = False,
+    names: tuple[str, str],
+    dtype: Any,
+    use_bias: bool = False,
+    scale: float = 1.0,
     exact: bool = False,
     rngs: nnx.Rngs,
 ) -> "Linear":
-    """A projection, with a bias if `config.biases`, float32 parameters used in the config's dtype.
+    """Returns a projection with float32 parameters.
 
-    `residual`: its output is added to the residual stream, so its scale shrinks by 1 / sqrt(2 * layers), and over a
-    mesh its input is divided. `exact`: computed in float32 whatever the dtype and without a bias, for decays and
-    rotation rates.
+    Args:
+        size_in: size of its inputs.
+        size_out: size of its outputs.
+        names: logical names of the axes of its matrix, among those of `partitioning.RULES`.
+        dtype: of the product.
+        use_bias: it has a bias.
+        scale: factor of the initial standard deviation. GPT-2 has 1 / sqrt(2 * layers) for outputs that are added to
+            the residual stream.
+        exact: computed in float32 whatever the dtype and without a bias, for decays and rotation rates.
+        rngs: source of initial values.
     """
-    shrink = 1 / math.sqrt(2 * config.layers) if residual else 1.0
-    projection = Linear(
+    return Linear(
         size_in,
         size_out,
-        use_bias=config.biases and not exact,
-        dtype=jnp.float32 if exact else jnp.dtype(config.dtype),
+        names=names,
+        use_bias=use_bias and not exact,
+        dtype=jnp.float32 if exact else jnp.dtype(dtype),
         precision=jax.lax.Precision.HIGHEST if exact else None,
-        kernel_init=nnx.initializers.normal(STANDARD_DEVIATION * shrink),
+        scale=scale,
         rngs=rngs,
     )
-    projection.spec = partitioning.ROWS if residual else partitioning.COLUMNS
-    return projection
 
 
 class Linear(nnx.Linear):
-    """`nnx.Linear` over one axis of rows, its matrix divided over a mesh as `spec` says, its bias as the results are.
+    """`nnx.Linear` whose parameters carry logical axis names, and which multiplies rows along one axis.
 
-    XLA's CPU backend takes the gradient of a product over [B, T, size] three times as long as over [B * T, size], for
-    it writes transposed copies. `out_sharding` is that of the rows.
+    XLA's CPU backend takes the gradient of a product over [B, T, size] three times as long as over [B * T, size],
+    because it writes transposed copies.
     """
 
-    spec: jax.sharding.PartitionSpec
+    def __init__(
+        self,
+        size_in: int,
+        size_out: int,
+        *,
+        names: tuple[str, str],
+        use_bias: bool,
+        dtype: Any,
+        precision: jax.lax.Precision | None,
+        scale: float,
+        rngs: nnx.Rngs,
+    ):
+        # A bias of the width of the residual stream is whole on every device.
+        bias_names = (None if names[1] == "embed" else names[1],)
+        super().__init__(
+            size_in,
+            size_out,
+            use_bias=use_bias,
+            dtype=dtype,
+            precision=precision,
+            kernel_init=partitioning.named(nnx.initializers.normal(STANDARD_DEVIATION * scale), names),
+            bias_init=partitioning.named(nnx.initializers.zeros, bias_names),
+            rngs=rngs,
+        )
+        self.names = names
 
     @property
-    def bias_spec(self) -> jax.sharding.PartitionSpec:
-        """How the bias is divided over a mesh: where the results are, over `tensor`."""
-        columns = self.spec == partitioning.COLUMNS
-        return jax.sharding.PartitionSpec(partitioning.TENSOR) if columns else partitioning.REPLICATED
+    def spec(self) -> jax.sharding.PartitionSpec:
+        """Sharding of the matrix over the mesh axes of `partitioning`."""
+        return partitioning.spec_of(self.names)
 
     def __call__(
         self, inputs: Float[Array, "B T size_in"], out_sharding=None
     ) -> Float[Array, "B T size_out"]:
+        """Returns the products; `out_sharding` is that of the rows."""
         rows = inputs.reshape(-1, inputs.shape[-1])
         return super().__call__(rows, out_sharding).reshape(*inputs.shape[:-1], -1)
 
 
 def project(x: Float[Array, "B T size_in"], *projections: Linear) -> tuple[Float[Array, "B T _"], ...]:
-    """x by each of the projections, all divided in the same way over the mesh in scope."""
-    if not partitioning.is_divided():
+    """Returns x times each of the projections, all sharded in the same way over the mesh in scope."""
+    kernels = tuple(projection.kernel[...] for projection in projections)
+    if partitioning.is_divided():
+        kinds = tuple((projection.dtype, projection.precision) for projection in projections)
+        results = parallel.products(x, kernels, projections[0].spec, kinds)
+    elif partitioning.is_explicit(x, *kernels):
+        results = tuple(
+            parallel.explicit_product(x, kernel, dtype=projection.dtype, precision=projection.precision)
+            for kernel, projection in zip(kernels, projections)
+        )
+    else:
         return tuple(projection(x) for projection in projections)
-    results = parallel.products(
-        x,
-        tuple(projection.kernel[...] for projection in projections),
-        projections[0].spec,
-        tuple((projection.dtype, projection.precision) for projection in projections),
-    )
     return tuple(
-        result if projection.bias is None else result + projection.bias[...].astype(result.dtype)
+        result if projection.bias is None else _add_bias(result, projection.bias[...])
         for projection, result in zip(projections, results)
     )
+
+
+def _add_bias(x: Float[Array, "B T size"], bias: Float[Array, " size"]) -> Float[Array, "B T size"]:
+    bias = bias.astype(x.dtype)
+    if partitioning.is_explicit(x, bias):
+        bias = partitioning.reshard(bias, partitioning.explicit_spec(x)[-1:], x)
+    return x + bias

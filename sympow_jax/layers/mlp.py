@@ -1,5 +1,8 @@
 """The feed-forward half of a block."""
 
+import math
+from typing import Any
+
 from flax import nnx
 
 from sympow_jax import config as configs
@@ -23,11 +26,15 @@ class MLP(nnx.Module):
         (1, 16, 32)
     """
 
-    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int):
+        rngs = initializers.as_rngs(rngs)
         hidden = config.mlp_ratio * config.width
+        options: dict[str, Any] = {"dtype": config.dtype, "use_bias": config.biases, "rngs": rngs}
         self.activation = _ACTIVATIONS[config.activation]
-        self.up = initializers.linear(config, config.width, hidden, rngs=rngs)
-        self.down = initializers.linear(config, hidden, config.width, residual=True, rngs=rngs)
+        self.up = initializers.linear(config.width, hidden, names=("embed", "mlp"), **options)
+        # The output is added to a residual stream that 2 * layers outputs go to.
+        scale = 1 / math.sqrt(2 * config.layers)
+        self.down = initializers.linear(hidden, config.width, names=("mlp", "embed"), scale=scale, **options)
 
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         (hidden,) = initializers.project(x, self.up)

@@ -6,6 +6,7 @@ from flax import nnx
 
 from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers import initializers
 
 __all__ = ["EPSILON", "MOMENTUM", "Norm", "make_norm", "normalise"]
 
@@ -17,7 +18,7 @@ Norm = nnx.LayerNorm | nnx.BatchNorm
 """What `make_norm` makes."""
 
 
-def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs) -> Norm:
+def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) -> Norm:
     """The normalisation that `config.norm` names, its statistics in float32 and its results in `dtype`.
 
     Batch normalisation ("Batch Normalization", Ioffe and Szegedy 2015) uses its running means until the model's
@@ -31,6 +32,7 @@ def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs) -> Nor
         >>> type(layers.make_norm(model, "bfloat16", rngs=nnx.Rngs(0))).__name__
         'LayerNorm'
     """
+    rngs = initializers.as_rngs(rngs)
     if config.norm == "layer":
         return nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
     return nnx.BatchNorm(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import partitioning
 
-__all__ = ["gather", "lookup", "products", "scatter"]
+__all__ = ["explicit_product", "gather", "lookup", "products", "scatter"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -85,9 +85,51 @@ def _products_bwd(spec, kinds, residuals, dresults):
 products.defvjp(_products_fwd, _products_bwd)
 
 
-@jax.custom_vjp
+def explicit_product(
+    x: Float[Array, "B T I"],
+    matrix: Float[Array, "I O"],
+    *,
+    dtype: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+) -> Float[Array, "B T O"]:
+    """Returns x times a matrix, of arrays on a mesh with Explicit axes.
+
+    Rows and times keep their sharding. The inner dimension has that of x: axes that shard the matrix alone are
+    gathered, those that shard x are summed over. Outputs keep the axes of the matrix that x does not use.
+    """
+    *rows, inner = partitioning.explicit_spec(x)
+    used = {axis for entry in (*rows, inner) for axis in entry}
+    outputs = tuple(axis for axis in partitioning.explicit_spec(matrix)[1] if axis not in used)
+    # Cast first, so that what is gathered is in the dtype of the product.
+    matrix = partitioning.reshard(matrix.astype(dtype), (inner, outputs), x)
+    return jnp.einsum(
+        "bti,io->bto",
+        x.astype(dtype),
+        matrix,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=partitioning.explicit_sharding((*rows, outputs), x, matrix),
+    )
+
+
 def lookup(table: Float[Array, "V M"], tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-    """Rows of a table that ROWS divides, gathered whole: it is smaller than the rows of a training step's tokens."""
+    """Returns rows of a table.
+
+    A sharded table is gathered whole: it is smaller than the rows of a training step's tokens.
+    """
+    if partitioning.is_divided():
+        return _divided_lookup(table, tokens)
+    if partitioning.is_explicit(table, tokens):
+        table = partitioning.reshard(table, ((), ()), tokens)
+        spec = (*partitioning.explicit_spec(tokens), ())
+        return table.at[tokens].get(out_sharding=partitioning.explicit_sharding(spec, tokens, table))
+    return table[tokens]
+
+
+@jax.custom_vjp
+def _divided_lookup(table, tokens):
+    """`lookup` in a table that ROWS divides over the Auto axes of the mesh in scope."""
     return _lookup_fwd(table, tokens)[0]
 
 
@@ -125,7 +167,7 @@ def _lookup_bwd(residuals, drows):
     return partitioning.over_devices(local, (table, tokens, drows), specs, out), None
 
 
-lookup.defvjp(_lookup_fwd, _lookup_bwd)
+_divided_lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
 def gather(part: Float[Array, "_ _"], axes: tuple[str | None, ...], name: str) -> Float[Array, "_ _"]:

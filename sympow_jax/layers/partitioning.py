@@ -7,13 +7,17 @@
 | `context` | time |
 | `tensor` | heads, hidden units of feed-forward layers, the vocabulary |
 
-Only axes of `AxisType.Auto` count: the others are a caller's own affair.
+Only axes of `AxisType.Auto` count for these. Along axes of `AxisType.Explicit`, whatever their names, arrays keep the
+shardings that their types have (`is_explicit`, `explicit_spec`, `reshard`).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from flax import nnx
+from flax.core import spmd
 
 from sympow_jax.array_types import Array, Shaped
 
@@ -27,15 +31,23 @@ __all__ = [
     "HEADS",
     "REPLICATED",
     "ROWS",
+    "RULES",
     "TENSOR",
     "TOKENS",
     "constrain",
     "dividing",
+    "explicit_axes",
+    "explicit_sharding",
+    "explicit_spec",
     "fit",
     "fitted",
     "is_divided",
+    "is_explicit",
+    "named",
     "over_devices",
+    "reshard",
     "size",
+    "spec_of",
 ]
 
 Spec = jax.sharding.PartitionSpec
@@ -49,6 +61,34 @@ TOKENS, HEADS = Spec(BATCH, CONTEXT), Spec(BATCH, CONTEXT, TENSOR)
 # Of matrices [size_in, size_out] whose results or whose arguments are divided over `tensor`.
 COLUMNS, ROWS = Spec(FSDP, TENSOR), Spec(TENSOR, FSDP)
 REPLICATED = Spec()
+
+# Logical names of parameter axes, and the mesh axes that a run shards them over.
+RULES = (
+    ("embed", FSDP),  # the width of the residual stream
+    ("heads", TENSOR),  # query heads and their channels
+    ("kv_heads", TENSOR),  # key/value heads and their channels
+    ("gates", TENSOR),  # decays and rotation rates, a few per key/value head
+    ("mlp", TENSOR),  # hidden units of feed-forward layers
+    ("vocab", TENSOR),
+    ("position", TENSOR),  # rows of learned absolute positions
+)
+
+
+def named(initializer: Callable[..., Any], names: tuple[str | None, ...]) -> Callable[..., Any]:
+    """Returns an initializer of parameters whose axes carry logical names, as `nnx.with_partitioning` gives them.
+
+    `nnx.get_partition_spec` and `nnx.get_named_sharding` read them, under `nnx.logical_axis_rules` that map them to
+    axes of a mesh. Parameters that are created with such rules and a mesh in scope are sharded at once.
+    """
+    # Without rules these names are no axes of any mesh, and Flax would fail to shard by them.
+    eager = bool(spmd.get_logical_axis_rules()) and not jax.sharding.get_abstract_mesh().empty
+    return nnx.with_partitioning(initializer, names, eager_sharding=eager)
+
+
+def spec_of(names: tuple[str | None, ...]) -> Spec:
+    """Returns the sharding of a parameter by `RULES`."""
+    rules = dict(RULES)
+    return Spec(*(None if name is None else rules[name] for name in names))
 
 
 def is_divided() -> bool:
@@ -103,6 +143,42 @@ def over_devices(f: Callable[..., Any], arguments: tuple[Any, ...], specs: tuple
     )
     mapped = jax.shard_map(f, in_specs=in_specs, out_specs=out, axis_names=set(sizes), check_vma=False)
     return mapped(*arguments)
+
+
+def is_explicit(*arrays: Shaped[Array, "..."]) -> bool:
+    """Returns whether any of the arrays is on a mesh with Explicit axes, in scope or not."""
+    explicit = jax.sharding.AxisType.Explicit
+    return any(explicit in jax.typeof(x).sharding.mesh.axis_types for x in arrays)
+
+
+def explicit_spec(x: Shaped[Array, "..."]) -> tuple[tuple[str, ...], ...]:
+    """Returns the Explicit axes that shard each dimension of x, as its type says."""
+    spec = jax.typeof(x).sharding.spec
+    return tuple(_axes(entry) for entry in (*spec, *[None] * (x.ndim - len(spec))))
+
+
+def explicit_axes(axes: tuple[str, ...], length: int, *arrays: Shaped[Array, "..."]) -> tuple[str, ...]:
+    """Returns the axes, of the mesh of the arrays, if together they divide a dimension of `length`; else none."""
+    sizes = _explicit_mesh(*arrays).shape
+    return axes if length % math.prod(sizes[axis] for axis in axes) == 0 else ()
+
+
+def reshard(
+    x: Shaped[Array, "..."], spec: tuple[tuple[str, ...], ...], *others: Shaped[Array, "..."]
+) -> Shaped[Array, "..."]:
+    """Returns x with these Explicit axes over each dimension, on the mesh of x or of one of `others`."""
+    return jax.sharding.reshard(x, explicit_sharding(spec, x, *others))
+
+
+def explicit_sharding(
+    spec: tuple[tuple[str, ...], ...], *arrays: Shaped[Array, "..."]
+) -> jax.sharding.NamedSharding:
+    """Returns the sharding of these axes on the first mesh that any of the arrays is on."""
+    return jax.sharding.NamedSharding(_explicit_mesh(*arrays), Spec(*(entry or None for entry in spec)))
+
+
+def _explicit_mesh(*arrays: Any) -> Any:
+    return next(mesh for x in arrays if not (mesh := jax.typeof(x).sharding.mesh).empty)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

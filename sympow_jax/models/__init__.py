@@ -1,11 +1,11 @@
 """Assemblies of layers."""
 
-from sympow_jax.models.block import logits
 from sympow_jax.models.build import Model, make, parameter_name, parameter_specs
 from sympow_jax.models.decoder import DecoderLM, DecoderState
 from sympow_jax.models.encoder import Encoder
 from sympow_jax.models.image_classifier import ImageClassifier
 from sympow_jax.models.state_size import state_bytes
+from sympow_jax.models.trunk import logits
 
 __all__ = [
     "DecoderLM",

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from sympow_jax import config as configs
-from sympow_jax.layers import initializers, partitioning
+from sympow_jax.layers import partitioning
 from sympow_jax.models import decoder, encoder, image_classifier
 
 __all__ = ["Model", "make", "parameter_name", "parameter_specs"]
@@ -15,7 +15,7 @@ Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier
 """What `make` makes."""
 
 
-def make(config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs) -> Model:
+def make(config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int) -> Model:
     """A new model: of images if it has a patch size, else a decoder for the next token and an encoder for others."""
     if config.patch_size is not None:
         return image_classifier.ImageClassifier(config, task, rngs=rngs)
@@ -30,13 +30,7 @@ def parameter_name(path: tuple[Any, ...]) -> str:
 
 
 def parameter_specs(model: Model) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:
-    """How a model's matrices and biases are divided over a mesh, by path; all other parameters are on every device."""
-    specs: dict[tuple[Any, ...], jax.sharding.PartitionSpec] = {
-        ("embedding",): partitioning.ROWS,
-        ("position_embedding",): partitioning.ROWS,
-    }
-    for path, module in nnx.iter_modules(model):
-        if isinstance(module, initializers.Linear):
-            specs[*path, "kernel"] = module.spec
-            specs[*path, "bias"] = module.bias_spec
-    return specs
+    """Returns how a model's parameters are sharded over the mesh of a run, by path: by their logical axis names."""
+    with nnx.logical_axis_rules(partitioning.RULES):
+        specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
+    return {path: spec.get_value() for path, spec in nnx.to_flat_state(specs)}

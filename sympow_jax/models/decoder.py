@@ -4,14 +4,10 @@ import dataclasses
 from typing import Literal, overload
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 
-from sympow_jax import config as configs
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.layers import initializers, parallel
-from sympow_jax.models import block as block_lib
+from sympow_jax.models import trunk
 from sympow_jax.ops import documents
 
 __all__ = ["DecoderLM", "DecoderState"]
@@ -31,24 +27,13 @@ class DecoderState:
     position: documents.PositionState | None
 
 
-class DecoderLM(nnx.Module):
+class DecoderLM(trunk.TokenTrunk):
     """Pre-norm decoder with a LayerNorm after the embedding and the embedding's transpose as output.
 
     The architecture of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025,
     section 4); with `biases` and position `learned_absolute`, and without `embedding_norm`, that of GPT-2.
     Matrix products are in `config.dtype`; parameters, the residual stream and logits are float32.
     """
-
-    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        normal = nnx.initializers.normal(initializers.STANDARD_DEVIATION)
-        self.embedding = nnx.Param(normal(rngs.params(), (config.vocab_size, config.width), jnp.float32))
-        if config.embedding_norm:
-            self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
-        if config.attention.position == "learned_absolute":
-            self.position_embedding = block_lib.position_table(config, rngs=rngs)
-        self.blocks = nnx.List([block_lib.Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
 
     @overload
     def __call__(
@@ -119,13 +104,12 @@ class DecoderLM(nnx.Module):
         return_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
         """As a call of the model, but the final normalised hidden states that `unembed` turns into logits."""
-        x = parallel.lookup(self.embedding[...], tokens)
-        x, position = block_lib.stem(self, x, segment_ids, None if state is None else state.position)
+        x = self.embed(tokens)
         if state is None and not return_state:
-            x = block_lib.run(self.blocks, x, segment_ids, self.config.remat)
-            return layers.normalise(self.final_norm, x, segment_ids)
+            return self.encode(x, segment_ids)
+        x, position = self.stem(x, segment_ids, None if state is None else state.position)
+        x = trunk.residual_stream(x)
         layer_states = []
-        x = block_lib.divided(x)
         for index, block in enumerate(self.blocks):
             layer_state = None if state is None else state.layers[index]
             x, layer_state = block(x, segment_ids=segment_ids, state=layer_state, return_state=return_state)
@@ -133,10 +117,6 @@ class DecoderLM(nnx.Module):
                 layer_states.append(layer_state)
         x = layers.normalise(self.final_norm, x, segment_ids)
         return (x, DecoderState(layers=tuple(layer_states), position=position)) if return_state else x
-
-    def unembed(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
-        """Logits in float32: hidden states times the embedding's transpose."""
-        return block_lib.logits(hidden, self.embedding[...], jnp.dtype(self.config.dtype))
 
     def init_state(self, batch: int, *, max_length: int, keep_keys: bool | None = None) -> DecoderState:
         """The state before any token, for documents streamed in calls of up to `max_length` tokens in all.

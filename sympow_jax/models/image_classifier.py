@@ -4,15 +4,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sympow_jax import config as configs
-from sympow_jax import layers
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import initializers
-from sympow_jax.models import block, head
+from sympow_jax.models import head, trunk
 
 __all__ = ["ImageClassifier"]
 
 
-class ImageClassifier(nnx.Module):
+class ImageClassifier(trunk.Trunk):
     """Blocks over the patches of an image, row by row, and a linear layer of their mean.
 
     DeiT (Touvron et al. 2021) differs in this: a class token beside the patches is read out, and, as settings may have
@@ -20,24 +19,22 @@ class ImageClassifier(nnx.Module):
     parameters, the residual stream and the head are float32.
     """
 
-    def __init__(self, config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int):
         assert config.patch_size is not None  # `Config` wants it for images
         assert task.outputs is not None
-        self.config, self.patch_size = config, config.patch_size
+        self.patch_size = config.patch_size
+        rngs = initializers.as_rngs(rngs)
+        super().__init__(config, rngs=rngs)
+        self.head = head.Head(config, task.outputs, rngs=rngs)
+
+    def _init_embedding(self, rngs):
         self.patch = nnx.Linear(
-            config.patch_size**2 * config.channels,
-            config.width,
-            dtype=jnp.dtype(config.dtype),
+            self.patch_size**2 * self.config.channels,
+            self.config.width,
+            dtype=jnp.dtype(self.config.dtype),
             kernel_init=nnx.initializers.normal(initializers.STANDARD_DEVIATION),
             rngs=rngs,
         )
-        if config.embedding_norm:
-            self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
-        if config.attention.position == "learned_absolute":
-            self.position_embedding = block.position_table(config, rngs=rngs)
-        self.blocks = nnx.List([block.Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
-        self.head = head.Head(config, task.outputs, rngs=rngs)
 
     def classify(self, images: Float[Array, "B H W channels"]) -> Float[Array, "B outputs"]:
         """Logits of the classes of each image, or the number predicted for it, in float32.
@@ -55,13 +52,14 @@ class ImageClassifier(nnx.Module):
         if channels != self.config.channels:
             raise ValueError(f"images have {channels} channels, but model.channels is {self.config.channels}")
         x = self.patch(_patches(images, side)).astype(jnp.float32)
-        x, _ = block.stem(self, x, None)
-        x = block.run(self.blocks, x, None, self.config.remat)
-        return self.head(layers.normalise(self.final_norm, x, None), None)
+        return self.head(self.encode(x, None), None)
 
 
 def _patches(images: Float[Array, "B H W channels"], side: int) -> Float[Array, "B T values"]:
     """Squares of `side` pixels, from left to right and then down, each its pixels in the same order."""
     batch, height, width, channels = images.shape
-    x = images.reshape(batch, height // side, side, width // side, side, channels)
-    return x.swapaxes(2, 3).reshape(batch, -1, side * side * channels)
+    down, across = height // side, width // side
+    # One axis at a time: on a mesh with Explicit axes a reshape may split or merge but one.
+    x = images.reshape(batch, down, side, width, channels).reshape(batch, down, side, across, side, channels)
+    x = x.swapaxes(2, 3).reshape(batch, down * across, side, side, channels)
+    return x.reshape(batch, down * across, side * side * channels)

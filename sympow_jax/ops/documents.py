@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
-from sympow_jax.ops._shared import calls, time_axis
+from sympow_jax.ops._shared import arguments, calls, time_axis
 
 __all__ = [
     "NO_SEGMENT",
@@ -100,6 +100,7 @@ def positions(
     Padding repeats the place before it. `axis_name` is a manual mesh axis over which time is divided, in order: then
     `state` is what came before the first device's tokens, and the state returned is behind those of this one.
     """
+    segment_ids = arguments.to_array("segment_ids", segment_ids)
     return _positions(axis_name, segment_ids=segment_ids, state=state)
 
 

@@ -19,7 +19,7 @@ from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import plan as plans
 from sympow_jax.ops._recurrent import rows
 from sympow_jax.ops._recurrent import state as power_state
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared import arguments, calls, nonfinite
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -159,6 +159,9 @@ def linear_attention(
         query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
     )
     arguments.check_attention(query, key, value, log_decay, segment_ids)
+    # Before features are made of it: their gradients would be NaN.
+    if segment_ids is not None:
+        query, key = _without_padding(None, query=query, key=key, segment_ids=segment_ids)
     causal = arguments.check_flag("causal", causal)
     return_state = arguments.check_flag("return_state", return_state)
     if not causal:
@@ -337,6 +340,12 @@ def _mean(attend, kernel, query, key, value, turn, normaliser, state):
     weights, denominator = sums(query, key, value[..., :0], state=first[1], power=kernel.power)
     out = _divided((kernel.division, value.dtype), values, weights)
     return out, LinearState(numerator, denominator)
+
+
+@calls.op(calls.ATTENTION, lambda plan: ("B T N D", "B S K D"))
+def _without_padding(plan, query, key, segment_ids):
+    del plan
+    return tuple(nonfinite.without_padding(segment_ids, query, key))
 
 
 @functools.partial(jax.jit, static_argnums=0)

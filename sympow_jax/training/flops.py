@@ -3,9 +3,8 @@
 import jax
 
 from sympow_jax import config
-from sympow_jax.layers import positions
-from sympow_jax.ops import feature_maps
-from sympow_jax.ops._recurrent import cost
+from sympow_jax.config import attention as attention_lib
+from sympow_jax.layers.attention import kernels
 
 __all__ = ["model_flops_per_token", "peak_flops"]
 
@@ -60,7 +59,10 @@ def model_flops_per_token(
     width, heads, kv_heads, size = model.width, model.heads, model.kv_heads, model.head_dim
     assert kv_heads is not None  # ModelConfig derives what is not given
     assert size is not None
-    gates = {"learned": 1, "channel_learned": size}.get(model.attention.decay, 0)
+    decay = model.attention.decay_kind
+    gates = 0
+    if decay.source is attention_lib.DecaySource.DATA:
+        gates += size if decay.per_channel else 1
     gates += {"learned_rope": 1, "learned_rope_pairs": size // 2}.get(model.attention.position, 0)
     weights = 2 * (heads + kv_heads) * size + gates * kv_heads + 2 * model.mlp_ratio * width
     task = task or config.TaskConfig()
@@ -68,7 +70,7 @@ def model_flops_per_token(
     if model.patch_size is not None:
         outside += model.patch_size**2 * model.channels
     dense = 2 * width * (model.layers * weights + outside)
-    return _PASSES * (dense + model.layers * _attention_flops(model, context_length))
+    return _PASSES * (dense + model.layers * kernels.from_config(model).flops_per_token(context_length))
 
 
 def peak_flops(device: jax.Device) -> float | None:
@@ -81,40 +83,3 @@ def peak_flops(device: jax.Device) -> float | None:
     if "MIG" in words:
         return None
     return next((peak for names, peak in _PEAKS if all(name in words for name in names)), None)
-
-
-def _attention_flops(model: config.ModelConfig, context_length: int) -> float:
-    """Of the forward pass of one layer for one token."""
-    attention, heads, kv_heads, size = model.attention, model.heads, model.kv_heads, model.head_dim
-    assert kv_heads is not None
-    assert size is not None
-    turned = positions.turned_dim(model)
-    compared = turned or positions.compared_dim(model)
-    powers = attention.kernel == "linear" and attention.feature_map in ("symmetric", "tensor")
-    power = attention.power if attention.kernel == "power" or (powers and turned is None) else 1
-    # The normaliser of a gate by channel is as large as the state; else it does not count.
-    columns = 2 * size if attention.decay.startswith("channel") else size
-
-    def by(form: str) -> float:
-        a_head = cost.flops_per_token(
-            form,
-            time=context_length,
-            head_dim=compared,
-            value_dim=columns,
-            power=power,
-            chunk=attention.chunk_size or cost.default_chunk(form),
-            window=attention.window,
-        )
-        if form == "attention":
-            return heads * (a_head if attention.causal else 2 * a_head)
-        # Query heads that share a key head share its state, which is updated once.
-        update = 2 * feature_maps.symmetric_power_dim(compared, power) * columns
-        if not attention.causal:
-            return (heads + kv_heads) * update
-        return heads * a_head - (heads - kv_heads) * update
-
-    if attention.kernel in ("softmax", "expressive"):
-        return by("attention")
-    if attention.decay.startswith("channel"):
-        return by("chunked")
-    return by(attention.form) if attention.form else min(by("attention"), by("chunked"))

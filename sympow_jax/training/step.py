@@ -91,12 +91,14 @@ def check_model(settings: config.Config, mesh: jax.sharding.Mesh, row: Mapping[s
     sizes that do not fit each other or the mesh, NotImplementedError for an implementation that the settings name and
     that cannot do it on these devices.
     """
+    # Outside of the mesh, of which Flax would want the axes that parameters are named by.
+    graphdef = _graphdef(settings)
 
     def total() -> Float[Array, ""]:
         state = _init(settings)
         rows = settings.data.batch_size // settings.optimizer.accumulate
         batch = {name: jnp.zeros((rows, *values.shape), values.dtype) for name, values in row.items()}
-        return loss.sums(merge(settings, state.params, state.statistics), batch).loss
+        return loss.sums(nnx.merge(graphdef, state.params, state.statistics), batch).loss
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jax.eval_shape(total)

@@ -20,7 +20,7 @@ def model_config(preset, *, dtype="float32", kv_heads=2, **changes):
 
 
 def make(preset, **changes):
-    return layers.Attention(model_config(preset, **changes), rngs=nnx.Rngs(0))
+    return layers.make_attention(model_config(preset, **changes), rngs=nnx.Rngs(0))
 
 
 def inputs(batch=1, time=TIME, dtype=jnp.float32):
@@ -117,7 +117,7 @@ def test_state_is_what_costs_less(preset, max_length, changes, recurrent):
 def test_power_4_at_head_size_64_keeps_keys():
     sizes = config.MODEL_SIZES["gpt2_124m"]
     layer = nnx.eval_shape(
-        lambda: layers.Attention(
+        lambda: layers.make_attention(
             config.ModelConfig(**sizes, attention=config.preset("conformal", power=4)), rngs=nnx.Rngs(0)
         )
     )

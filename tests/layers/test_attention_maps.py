@@ -30,7 +30,7 @@ def make(attention, kv_heads=2):
         dtype="float32",
         attention=attention,
     )
-    layer = layers.Attention(settings, rngs=nnx.Rngs(0))
+    layer = layers.make_attention(settings, rngs=nnx.Rngs(0))
     for name in ("query", "key", "value", "decay", "rate"):
         if hasattr(layer, name):
             getattr(layer, name).kernel[...] *= 20

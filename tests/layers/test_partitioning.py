@@ -20,7 +20,7 @@ settings = config.ModelConfig(
     vocab_size=64, layers=1, width=48, heads=6, kv_heads=3, head_dim=8, dtype="float32",
     attention=config.preset("conformal", window=4, form="chunked"),
 )
-graph, params = nnx.split(layers.Attention(settings, rngs=nnx.Rngs(0)))
+graph, params = nnx.split(layers.make_attention(settings, rngs=nnx.Rngs(0)))
 auto = (jax.sharding.AxisType.Auto,) * 4
 mesh = jax.make_mesh((2, 1, 2, 2), partitioning.AXES, axis_types=auto)
 

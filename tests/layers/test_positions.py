@@ -7,7 +7,6 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, layers
-from sympow_jax.layers import positions
 
 WIDTH, TIME = 32, 26
 Lrpe = config.LrpeConfig
@@ -62,7 +61,7 @@ def make(variant, **changes):
         dtype="float32",
         attention=config.preset(preset, **{"window": 4, "chunk_size": 8} | options | changes),
     )
-    return layers.Attention(model, rngs=nnx.Rngs(0))
+    return layers.make_attention(model, rngs=nnx.Rngs(0))
 
 
 def inputs(time=TIME):
@@ -119,7 +118,7 @@ def test_without_a_direction_order_does_not_matter_but_to_positions(preset):
     model = {"vocab_size": 32, "layers": 2, "width": WIDTH, "heads": 4, "dtype": "float32"}
     for position in ("none", "rope"):
         attention = config.preset(preset, position=position, causal=False)
-        layer = layers.Attention(config.ModelConfig(**model, attention=attention), rngs=nnx.Rngs(0))
+        layer = layers.make_attention(config.ModelConfig(**model, attention=attention), rngs=nnx.Rngs(0))
         error = jnp.abs(run(layer, x[:, order]) - run(layer, x)[:, order]).max()
         assert error < 1e-5 if position == "none" else error > 1e-3
         with pytest.raises(ValueError, match="attention that is not causal has no state"):
@@ -129,11 +128,12 @@ def test_without_a_direction_order_does_not_matter_but_to_positions(preset):
 def test_what_positions_make_of_sizes():
     sizes = {}
     for variant in ("rope behind features", "unitary", "of symmetric features", "of powers", "stochastic"):
-        model = make(variant).config
+        kernel = make(variant).kernel
+        linear = kernel.attention.kernel == "linear"
         sizes[variant] = (
-            positions.compared_dim(model),
-            positions.features_dim(model) if model.attention.kernel == "linear" else None,
-            positions.turned_dim(model),
+            kernel.compared_dim,
+            kernel.mapped_dim if linear else None,
+            kernel.rotated_dim if linear else None,
         )
     assert sizes == {
         "rope behind features": (8, 8, 8),

@@ -236,7 +236,7 @@ def test_errors_name_the_numbers_and_the_remedy():
     call = functools.partial(ops.power_attention, x, x, x, log_decay=x)
     with pytest.raises(ValueError, match=r"log_decay has shape \(1, 8, 2, 3\); it must be"):
         call(log_decay=x[..., :3])
-    with pytest.raises(ValueError, match=r"initial_state holds one of 3; pass window=3"):
+    with pytest.raises(ValueError, match=r"initial_state has 3; pass window=3"):
         call(initial_state=state)
     with pytest.raises(
         ValueError, match=r"\(1, 2, 35, 4\); make it with PowerState.zeros\(1, 2, 4, 4, power=4"

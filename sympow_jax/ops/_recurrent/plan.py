@@ -100,7 +100,15 @@ def make(
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     per_channel = _per_channel(log_decay, value, state)
     if state is not None:
-        arguments.check_state(state, power_state.PowerState, dtype, power=power, window=window, **sizes)
+        arguments.check_state(
+            state,
+            power_state.PowerState,
+            dtype,
+            power=power,
+            window=window,
+            segment_ids=segment_ids,
+            **sizes,
+        )
     more_keys = key.shape[1] > query.shape[1]
     if more_keys and (state is not None or form not in (None, "attention")):
         raise ValueError(
@@ -224,7 +232,7 @@ def make_step(
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     per_channel = _per_channel(log_decay, value, state)
-    arguments.check_state(state, power_state.PowerState, dtype, power=power, **sizes)
+    arguments.check_state(state, power_state.PowerState, dtype, power=power, segment_ids=segment_ids, **sizes)
     if implementation == "reference":
         raise NotImplementedError(
             "implementation 'reference' has no step; call the op with one token and implementation='reference'"
@@ -297,7 +305,10 @@ def _require_channels(form, implementation, axis_name, *, more_keys) -> None:
 
 
 def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
-    """Why the kernels of that module cannot do it, or None if they can. `named` if they were asked for."""
+    """Why the kernels of that module cannot do it, or None if they can.
+
+    Kernels that were not `named` have to have been found right on this kind of machine.
+    """
     try:
         target.require_hopper()
         if division is not means.Division.POSITIVE:
@@ -308,6 +319,8 @@ def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
         # Pallas takes a second to import: only where a kernel may run.
         kernels = importlib.import_module(f"sympow_jax.ops._recurrent.{module}")
         kernels.require_supported(*arrays, **needs)
+        if not named and not target.trusts_kernels(kernels.family(**needs)):
+            return "no check has found the kernels right on this machine; run python -m pallas_kernels.check"
     except NotImplementedError as error:
         return str(error)
     return None

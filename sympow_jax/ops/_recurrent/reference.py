@@ -127,7 +127,9 @@ def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:
         # All tokens are of the document that the state ends in.
         before = jnp.where(before < 0, 0, before)
         segment_ids = jnp.broadcast_to(before[:, None], (batch, time))
-    segment_ids = segment_ids.astype(jnp.int32)
+    # In the wider dtype of the two: ids that wrap could be equal.
+    ids_dtype = jnp.result_type(segment_ids, before)
+    segment_ids, before = segment_ids.astype(ids_dtype), before.astype(ids_dtype)
     arrays = [x.astype(plan.dtype) for x in (key, value, log_decay)]
     if state is not None:
         slots = state.keys.shape[1]
@@ -204,7 +206,7 @@ def _result(plan, numerator, denominator, dtype):
     """The mean in the dtype of values; without division the sums, those of weights last, in their own."""
     if plan.division is means.Division.NONE:
         return jnp.concatenate([numerator, denominator], -1)
-    some = denominator != 0 if plan.division is means.Division.SIGNED else denominator > 0
+    some = denominator != 0 if plan.division is means.Division.SIGNED else ~(denominator <= 0)
     safe = jnp.where(some, denominator, 1)
     # Both over the same constant, which cancels: the gradient of a quotient squares its denominator.
     size = jax.lax.stop_gradient(safe)

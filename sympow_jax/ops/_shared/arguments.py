@@ -70,8 +70,9 @@ def to_array(name: str, x) -> jax.Array:
     """
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ValueError(f"{name} is a {type(x).__name__}; it must be an array; pass jnp.asarray({name})")
-    if name == "segment_ids":
+    if name == "segment_ids" and x.dtype == np.int64 and not isinstance(x, jax.core.Tracer):
         _check_int32(name, x)
+        return jnp.asarray(x, jnp.int32)
     return jnp.asarray(x)
 
 
@@ -189,8 +190,12 @@ def check_state(
     value_dim: int,
     power: int,
     window: int | None = None,
+    segment_ids=None,
 ) -> None:
-    """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window."""
+    """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window.
+
+    Segment ids, if given, must fit in the dtype of the state's.
+    """
     of_window = "" if window is None else f", window={window}"
     made = f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_window})"
     if not isinstance(state, kind):
@@ -208,7 +213,11 @@ def check_state(
         )
     if window is not None and state.window != window:
         raise ValueError(
-            f"window is {window} and initial_state holds one of {state.window}; pass window={state.window}"
+            f"window is {window} and initial_state has {state.window}; pass window={state.window}"
+        )
+    if segment_ids is not None and segment_ids.dtype.itemsize > state.segment.dtype.itemsize:
+        raise ValueError(
+            f"segment_ids has dtype {segment_ids.dtype} and the state {state.segment.dtype}; convert them with astype"
         )
 
 
@@ -333,9 +342,7 @@ def check_positions(name: str, positions, axes: str | None = None) -> None:
 
 
 def _check_int32(name: str, x) -> None:
-    """Raises ValueError for concrete integers that int32 does not hold: converted, they would wrap and be equal."""
-    if x.dtype.itemsize <= 4 or not jnp.issubdtype(x.dtype, jnp.integer) or isinstance(x, jax.core.Tracer):
-        return
+    """Raises ValueError for integers that int32 does not hold: converted, they would wrap and could be equal."""
     values = np.asarray(x)
     outside = values[(values < _INT32.min) | (values > _INT32.max)]
     if outside.size:

@@ -1,0 +1,20 @@
+"""Attention as a kernel, a decay and a position encoding."""
+
+from sympow_jax.layers.attention.layer import Attention, AttentionMaps, AttentionState, make_attention
+from sympow_jax.layers.attention.plain import (
+    ExpressiveAttention,
+    LinearAttention,
+    PowerAttention,
+    SoftmaxAttention,
+)
+
+__all__ = [
+    "Attention",
+    "AttentionMaps",
+    "AttentionState",
+    "ExpressiveAttention",
+    "LinearAttention",
+    "PowerAttention",
+    "SoftmaxAttention",
+    "make_attention",
+]

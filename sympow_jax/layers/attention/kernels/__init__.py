@@ -1,0 +1,45 @@
+"""Attention kernels: one class each, chosen once, from the config."""
+
+import pkgutil
+
+from sympow_jax import config as configs
+from sympow_jax.config import attention as attention_lib
+from sympow_jax.layers.attention.kernels.kernel import CachePolicy, Kernel, Memory, RecurrentKernel
+
+__all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel", "from_config", "make"]
+
+
+def make(
+    attention: configs.AttentionConfig,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str = "float32",
+) -> Kernel:
+    """Returns the kernel that `attention.kernel` names, with its options.
+
+    Args:
+        attention: the options; `config.attention.KERNELS` has a row for each kernel.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads.
+        head_dim: size of a head.
+        dtype: name of the dtype of queries, keys and values, and of a KV cache.
+    """
+    kind = pkgutil.resolve_name(attention_lib.KERNELS[attention.kernel].target)
+    return kind(
+        attention=attention, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+    )
+
+
+def from_config(config: configs.ModelConfig) -> Kernel:
+    """Returns the kernel of a model's layers."""
+    assert config.kv_heads is not None  # ModelConfig derives what is not given
+    assert config.head_dim is not None
+    return make(
+        config.attention,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype=config.dtype,
+    )

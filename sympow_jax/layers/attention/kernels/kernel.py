@@ -1,0 +1,295 @@
+"""Interface of attention kernels, and what all of them or all recurrent ones share."""
+
+import abc
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from sympow_jax import config as configs
+from sympow_jax import ops
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers.attention import positions
+from sympow_jax.ops._recurrent import cost
+
+__all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel"]
+
+Memory = ops.PowerState | ops.LinearState | ops.KeyValueState
+"""What a kernel carries from one call to the next: a recurrent state or a KV cache."""
+
+
+class CachePolicy(enum.Enum):
+    """When a kernel's memory is a KV cache instead of a recurrent state."""
+
+    ALWAYS = enum.auto()
+    """There is no recurrent state, or the config asks for the attention form."""
+    NEVER = enum.auto()
+    """The recurrent state is the only one."""
+    WHILE_SMALLER = enum.auto()
+    """Both exist: the cache while it is the smaller or the cheaper one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel(abc.ABC):
+    """An attention op with its options: a pure function of queries, keys, values and a memory.
+
+    A subclass implements `attend`. One with a recurrent state derives from `RecurrentKernel`. Instances are hashable,
+    so that they are static in a module's graph.
+
+    Attributes:
+        attention: the options, already validated.
+        num_heads: number of query heads, N.
+        num_kv_heads: number of key/value heads, K.
+        head_dim: size of a head, and E, the size of its values.
+        dtype: name of the dtype of queries, keys and values, and of a KV cache.
+    """
+
+    attention: configs.AttentionConfig
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "float32"
+
+    rotates_features: ClassVar[bool] = False
+    """Positions are applied to features of queries and keys instead of to queries and keys."""
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B S K D"],
+        value: Float[Array, "B S K E"],
+        *,
+        rotate: positions.Rotation | None,
+        log_decay: Float[Array, "B S K ..."] | None,
+        segment_ids: Int[Array, "B S"] | None,
+        axis_name: str | None = None,
+    ) -> Float[Array, "B T N E"]:
+        """Returns the output of a whole sequence, S = T.
+
+        Args:
+            query: queries, with positions applied unless `rotates_features`.
+            key: keys, likewise.
+            value: values.
+            rotate: rotation of features; None unless `rotates_features` and there are positions.
+            log_decay: logarithm of each token's decay, per head or per value channel; None without decay.
+            segment_ids: document of each token, negative for padding; None for one document.
+            axis_name: mesh axis that time is sharded over; None if time is whole.
+        """
+
+    @property
+    def cache_policy(self) -> CachePolicy:
+        """When the memory is a KV cache."""
+        return CachePolicy.ALWAYS
+
+    @property
+    def compared_dim(self) -> int:
+        """D, the size of queries and keys as `attend` gets them."""
+        return positions.encoded_dim(self.attention, self.head_dim)
+
+    @property
+    def position_dim(self) -> int:
+        """Size of the vectors that positions are applied to."""
+        return self.head_dim
+
+    def attend_cache(
+        self,
+        query: Float[Array, "B T N D"],
+        cache: ops.KeyValueState,
+        *,
+        rotate: positions.Rotation | None,
+        log_decay: Float[Array, "B S K"] | None,
+    ) -> Float[Array, "B T N E"]:
+        """Returns the output of the last T of the S positions of a cache."""
+        return self.attend(
+            query,
+            cache.key,
+            cache.value,
+            rotate=rotate,
+            log_decay=log_decay,
+            segment_ids=cache.segment_ids,
+        )
+
+    def init_cache(self, batch: int, capacity: int) -> ops.KeyValueState:
+        """Returns an empty KV cache with room for `capacity` positions of each row."""
+        return ops.KeyValueState.zeros(
+            batch,
+            capacity,
+            self.num_kv_heads,
+            self.compared_dim,
+            self.head_dim,
+            dtype=jnp.dtype(self.dtype),
+        )
+
+    def init_state(self, batch: int) -> Memory:
+        """Returns the recurrent state before any token.
+
+        Raises:
+            ValueError: there is no recurrent state, or it would exceed the memory of the device.
+        """
+        raise ValueError(f"kernel {self.attention.kernel!r} has no recurrent state; use a KV cache")
+
+    def recur(
+        self,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B T K D"],
+        value: Float[Array, "B T K E"],
+        *,
+        rotate: positions.Rotation | None,
+        log_decay: Float[Array, "B T K ..."] | None,
+        segment_ids: Int[Array, "B T"] | None,
+        state: Memory,
+    ) -> tuple[Float[Array, "B T N E"], Memory]:
+        """Returns the output from a recurrent state, and the state after it; arguments as for `attend`."""
+        raise ValueError(f"kernel {self.attention.kernel!r} has no recurrent state; use a KV cache")
+
+    def compress(self, cache: ops.KeyValueState) -> Memory:
+        """Returns the recurrent state of the positions in a cache; NaN in rows whose document has outgrown it.
+
+        Raises:
+            ValueError: the policy is not `CachePolicy.WHILE_SMALLER`.
+        """
+        raise ValueError(
+            f"this attention of kernel {self.attention.kernel!r} has no recurrent state to fold its keys into"
+        )
+
+    def prefers_cache(self, max_length: int) -> bool:
+        """Whether attending to a cache of `max_length` positions costs less than the recurrent state, or is forced."""
+        return self.cache_policy is CachePolicy.ALWAYS
+
+    @property
+    def max_cache_length(self) -> int | None:
+        """Longest cache that takes no more memory than the recurrent state; 0 if none may, None if any may."""
+        return None if self.cache_policy is CachePolicy.ALWAYS else 0
+
+    def state_bytes(
+        self, *, bytes_per_element: int = 4, feature_map: str = "symmetric", normaliser: bool = True
+    ) -> int:
+        """Returns the bytes of the recurrent state of one row; `models.state_bytes` documents the arguments.
+
+        Raises:
+            ValueError: there is no recurrent state.
+        """
+        raise ValueError(
+            f"kernel {self.attention.kernel!r} has no recurrent state; its keys and values grow with the context"
+        )
+
+    def flops_per_token(self, context_length: int) -> float:
+        """Returns the FLOPs of a forward pass per token, all heads, averaged over a context.
+
+        2 (D + E) for each of T / 2 causal pairs of a query head, or of T pairs if bidirectional.
+        """
+        return self.pairwise_flops(context_length)
+
+    def pairwise_flops(self, context_length: int) -> float:
+        """Returns the FLOPs per token of the attention form."""
+        pairs = context_length / 2 if self.attention.causal else context_length
+        return self.num_heads * 2 * (self.compared_dim + self.head_dim) * pairs
+
+    def weights(
+        self,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B T K D"],
+        *,
+        rotate: positions.Rotation | None,
+        log_decay: Float[Array, "B T K ..."] | None,
+        segment_ids: Int[Array, "B T"] | None,
+    ) -> Float[Array, "B T N T"]:
+        """Returns the factor of each value in the output of `attend`, for per-channel decays their mean over channels.
+
+        Computed as the output of one-hot values in the attention form, so exact for every kernel.
+        """
+        batch, time, kv_heads, _ = key.shape
+        one_hot = jnp.broadcast_to(jnp.eye(time, dtype=key.dtype)[:, None], (batch, time, kv_heads, time))
+        kernel = dataclasses.replace(self, attention=self._pairwise_options())
+        return kernel.attend(query, key, one_hot, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
+
+    def _pairwise_options(self) -> configs.AttentionConfig:
+        """The options of `weights`, whose values are one-hot."""
+        return dataclasses.replace(self.attention, implementation="xla")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecurrentKernel(Kernel):
+    """A kernel with a recurrent state of a fixed size.
+
+    A subclass implements `op`, `step`, `init_state` and the three sizes.
+    """
+
+    @abc.abstractmethod
+    def op(self, rotate: positions.Rotation | None) -> Callable:
+        """Returns the op over a sequence, its options bound."""
+
+    @abc.abstractmethod
+    def step(self, rotate: positions.Rotation | None) -> Callable:
+        """Returns the op for one token, its options bound."""
+
+    @property
+    @abc.abstractmethod
+    def num_features(self) -> int:
+        """F, the exact number of features of a key in the state."""
+
+    @property
+    @abc.abstractmethod
+    def num_normaliser_elements(self) -> int:
+        """Elements of the state's normaliser per key/value head."""
+
+    @property
+    @abc.abstractmethod
+    def flop_shape(self) -> tuple[int, int, int]:
+        """(D, E, p) of the op by whose pairs and features FLOPs are counted."""
+
+    def recur(self, query, key, value, *, rotate, log_decay, segment_ids, state):
+        """Returns the output from a recurrent state, and the state after it; a single token takes `step`."""
+        tokens = {"log_decay": log_decay, "segment_ids": segment_ids}
+        if query.shape[1] > 1:
+            return self.op(rotate)(query, key, value, **tokens, initial_state=state, return_state=True)
+        token = {name: None if x is None else x[:, 0] for name, x in tokens.items()}
+        out, state = self.step(rotate)(query[:, 0], key[:, 0], value[:, 0], state=state, **token)
+        return out[:, None], state
+
+    def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normaliser=True):
+        """Returns the bytes of the recurrent state of one row; `feature_map` matters to powers alone."""
+        return self._state_bytes(
+            self.num_features, self.num_normaliser_elements, bytes_per_element, normaliser
+        )
+
+    def _state_bytes(self, features: int, normalisers: int, bytes_per_element: int, normaliser: bool) -> int:
+        elements = features * self.head_dim + (normalisers if normaliser else 0)
+        return self.num_kv_heads * elements * bytes_per_element
+
+    def flops_per_token(self, context_length):
+        """Returns the FLOPs of a forward pass per token, all heads, averaged over a context.
+
+        By features: 2 F E for every key head, which updates a state, and for every query head, which reads one, and if
+        causal 2 (D + E) for each of C / 2 + W pairs. By pairs: as every kernel. The form named in the options counts,
+        or the cheaper one.
+        """
+        form = self.attention.form
+        if form == "attention":
+            return self.pairwise_flops(context_length)
+        by_features = self.feature_flops(form or "chunked")
+        return by_features if form else min(by_features, self.pairwise_flops(context_length))
+
+    def pairwise_flops(self, context_length):
+        """Returns the FLOPs per token of the attention form."""
+        compared, columns, _ = self.flop_shape
+        pairs = context_length / 2 if self.attention.causal else context_length
+        return self.num_heads * 2 * (compared + columns) * pairs
+
+    def feature_flops(self, form: str) -> float:
+        """Returns the FLOPs per token of a form with a state, "chunked" or "recurrent"."""
+        compared, columns, power = self.flop_shape
+        update = 2 * ops.symmetric_power_dim(compared, power) * columns
+        flops = (self.num_heads + self.num_kv_heads) * update
+        if self.attention.causal:
+            chunk = self.attention.chunk_size or cost.default_chunk(form)
+            flops += self.num_heads * (compared + columns) * (chunk + 2 * self.attention.window)
+        return flops
+
+    def _pairwise_options(self):
+        # The attention form of a whole document is its only one.
+        form = "attention" if self.attention.causal else None
+        return dataclasses.replace(super()._pairwise_options(), form=form)

@@ -1,0 +1,111 @@
+"""Linear attention: weights are products of features."""
+
+import dataclasses
+import functools
+
+from sympow_jax import ops
+from sympow_jax.layers.attention import positions
+from sympow_jax.layers.attention.kernels import kernel
+
+__all__ = ["LinearKernel"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearKernel(kernel.RecurrentKernel):
+    """`ops.linear_attention` with a feature map; positions are applied to the features, but for SPE.
+
+    Rotated features are what makes weights depend on distances ("Roformer", Su et al. 2021, section 3.3).
+    """
+
+    rotates_features = True
+
+    @property
+    def cache_policy(self):
+        return kernel.CachePolicy.NEVER
+
+    def attend(self, query, key, value, *, rotate, log_decay, segment_ids, axis_name=None):
+        return self.op(rotate)(
+            query,
+            key,
+            value,
+            log_decay=log_decay,
+            segment_ids=segment_ids,
+            axis_name=axis_name,
+            causal=self.attention.causal,
+        )
+
+    def op(self, rotate):
+        attention = self.attention
+        return functools.partial(
+            ops.linear_attention,
+            **self._features(rotate),
+            form=attention.form,
+            chunk_size=attention.chunk_size,
+            window=attention.window,
+        )
+
+    def step(self, rotate):
+        return functools.partial(ops.linear_attention_step, **self._features(rotate))
+
+    def init_state(self, batch):
+        attention = self.attention
+        return ops.LinearState.zeros(
+            batch,
+            self.num_kv_heads,
+            self.compared_dim,
+            self.head_dim,
+            feature_map=attention.feature_map,
+            power=attention.power,
+            turned_dim=self.rotated_dim,
+            normaliser=attention.normaliser,
+            window=attention.window,
+        )
+
+    @property
+    def compared_dim(self):
+        return self.head_dim if positions.rotates(self.attention) else super().compared_dim
+
+    @property
+    def position_dim(self):
+        return self.mapped_dim if positions.rotates(self.attention) else self.head_dim
+
+    @property
+    def mapped_dim(self) -> int:
+        """Number of features before they are rotated."""
+        match self.attention.feature_map:
+            case "symmetric":
+                return ops.symmetric_power_dim(self.compared_dim, self.attention.power)
+            case "tensor":
+                return self.compared_dim**self.attention.power
+        return self.compared_dim
+
+    @property
+    def rotated_dim(self) -> int | None:
+        """Number of features after their rotation; None if they are not rotated."""
+        if not positions.rotates(self.attention):
+            return None
+        return positions.encoded_dim(self.attention, self.mapped_dim)
+
+    @property
+    def num_features(self):
+        return self.rotated_dim or self.mapped_dim
+
+    @property
+    def num_normaliser_elements(self):
+        return self.num_features if self.attention.normaliser == "rotated" else self.mapped_dim
+
+    @property
+    def flop_shape(self):
+        # Features that are not rotated are not formed: their products are powers of q . k.
+        powers = self.attention.feature_map in ("symmetric", "tensor") and self.rotated_dim is None
+        return self.rotated_dim or self.compared_dim, self.head_dim, self.attention.power if powers else 1
+
+    def _features(self, rotate):
+        attention = self.attention
+        return {
+            "power": attention.power,
+            "feature_map": attention.feature_map,
+            "turn": rotate,
+            "normaliser": attention.normaliser,
+            "implementation": attention.implementation,
+        }

@@ -1,0 +1,147 @@
+"""Power attention: weights are even powers of q . k."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax import ops
+from sympow_jax.layers.attention.kernels import kernel
+
+__all__ = ["PowerKernel"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PowerKernel(kernel.RecurrentKernel):
+    """`ops.power_attention`, with decays per head or per value channel."""
+
+    @property
+    def cache_policy(self):
+        if self._per_channel:
+            return kernel.CachePolicy.NEVER
+        match self.attention.form:
+            case "attention":
+                return kernel.CachePolicy.ALWAYS
+            case None:
+                return kernel.CachePolicy.WHILE_SMALLER
+        return kernel.CachePolicy.NEVER
+
+    def attend(self, query, key, value, *, rotate, log_decay, segment_ids, axis_name=None):
+        return self.op(rotate)(
+            query, key, value, log_decay=log_decay, segment_ids=segment_ids, axis_name=axis_name
+        )
+
+    def attend_cache(self, query, cache, *, rotate, log_decay):
+        return self.op(rotate)(
+            query,
+            cache.key,
+            cache.value,
+            log_decay=log_decay,
+            segment_ids=cache.segment_ids,
+            form="attention",
+        )
+
+    def op(self, rotate):
+        attention = self.attention
+        options = {
+            "power": attention.power,
+            "chunk_size": attention.chunk_size,
+            "window": attention.window,
+            "implementation": attention.implementation,
+        }
+        return functools.partial(ops.power_attention, **options, form=attention.form)
+
+    def step(self, rotate):
+        attention = self.attention
+        return functools.partial(
+            ops.power_attention_step, power=attention.power, implementation=attention.implementation
+        )
+
+    def init_state(self, batch):
+        attention, sizes = self.attention, (batch, self.num_kv_heads, self.compared_dim, self.head_dim)
+        return ops.PowerState.zeros(
+            *sizes, power=attention.power, window=attention.window, per_channel=self._per_channel
+        )
+
+    def compress(self, cache):
+        if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
+            return super().compress(cache)
+        batch, capacity = cache.segment_ids.shape
+        # The output of these queries is dropped, so XLA computes none of it.
+        query = jnp.zeros((batch, capacity, self.num_heads, self.compared_dim), cache.key.dtype)
+        _, state = self.recur(
+            query,
+            cache.key,
+            cache.value,
+            rotate=None,
+            log_decay=cache.log_decay,
+            segment_ids=cache.segment_ids,
+            state=self.init_state(batch),
+        )
+        kv = jnp.where(cache.complete[:, None, None, None], state.kv, jnp.nan)
+        return dataclasses.replace(state, kv=kv, segment=cache.segment)
+
+    def prefers_cache(self, max_length):
+        if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
+            return super().prefers_cache(max_length)
+        # FLOPs per token and head: 2 (D + E) S to attend to a cache, 4 F E to update and read a state.
+        return 2 * (self.compared_dim + self.head_dim) * max_length <= 4 * self.num_features * self.head_dim
+
+    @property
+    def max_cache_length(self):
+        if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
+            return super().max_cache_length
+        # The state holds kv, the normaliser, and a window of 2 W keys and values in addition.
+        elements = self.num_features * (self.head_dim + 1)
+        return elements // (self.compared_dim + self.head_dim) + 2 * self.attention.window
+
+    @property
+    def num_features(self):
+        return ops.symmetric_power_dim(self.compared_dim, self.attention.power)
+
+    @property
+    def num_normaliser_elements(self):
+        return self.num_features * self._decays_per_head
+
+    @property
+    def flop_shape(self):
+        # The normaliser of a decay per channel is as large as the state; else it does not count.
+        columns = 2 * self.head_dim if self._per_channel else self.head_dim
+        return self.compared_dim, columns, self.attention.power
+
+    def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normaliser=True):
+        features = (
+            self.num_features if feature_map == "symmetric" else self.compared_dim**self.attention.power
+        )
+        normalisers = features * self._decays_per_head
+        return self._state_bytes(features, normalisers, bytes_per_element, normaliser)
+
+    def flops_per_token(self, context_length):
+        # Decays per channel have no attention form.
+        if self._per_channel:
+            return self.feature_flops("chunked")
+        return super().flops_per_token(context_length)
+
+    def weights(self, query, key, *, rotate, log_decay, segment_ids):
+        if not self._per_channel:
+            return super().weights(query, key, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
+        # One channel is power attention with a decay per head. All at once would take T x T elements per channel.
+        per_head = dataclasses.replace(self, attention=dataclasses.replace(self.attention, decay="learned"))
+
+        def add(total, channel):
+            weights = per_head.weights(query, key, rotate=rotate, log_decay=channel, segment_ids=segment_ids)
+            return total + weights, None
+
+        batch, time, num_heads, _ = query.shape
+        zeros = jnp.zeros((batch, time, num_heads, time), key.dtype)
+        channels = jnp.moveaxis(log_decay, -1, 0)
+        return jax.lax.scan(add, zeros, channels)[0] / len(channels)
+
+    @property
+    def _per_channel(self) -> bool:
+        return self.attention.decay_kind.per_channel
+
+    @property
+    def _decays_per_head(self) -> int:
+        return self.head_dim if self._per_channel else 1

@@ -1,0 +1,371 @@
+"""Attention as a kernel, a decay and a position encoding."""
+
+import dataclasses
+import math
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax import ops
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.config import attention as attention_lib
+from sympow_jax.layers import initializers, partitioning
+from sympow_jax.layers.attention import kernels, positions
+
+__all__ = ["Attention", "AttentionMaps", "AttentionState", "make_attention"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionState:
+    """State of a layer after a prefix of tokens.
+
+    Attributes:
+        memory: the recurrent state or the KV cache.
+        position: how far the document has got; None if the layer needs no position.
+    """
+
+    memory: kernels.Memory
+    position: positions.PositionState | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionMaps:
+    """Attention weights, decays and rotation rates of a layer for a sequence.
+
+    Attributes:
+        weights: factor of the value of each token (last axis) in the output of each (second last). They sum to 1 over
+            values, or to 0 where nothing has a weight. Weights of the kernel `linear` with rotated features need not
+            sum to 1, and may be negative. For decays per value channel, the mean over channels.
+        log_decay: logarithm of the decay of each head, or of each value channel of a head; None without decay.
+        rate: distance that each token moves the learned position of a head, or of each of its pairs; None unless
+            learned. `Positions.theta` is the angle of a pair at rate 1.
+    """
+
+    weights: Float[Array, "B N T T"]
+    log_decay: Float[Array, "B T K ..."] | None
+    rate: Float[Array, "B T K ..."] | None
+
+
+def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Attention":
+    """Returns the attention layer of a model's blocks.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import config, layers
+        >>> model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2, attention=config.preset("conformal"))
+        >>> layer = layers.make_attention(model, rngs=0)
+        >>> layer(jnp.ones((1, 16, 32))).shape
+        (1, 16, 32)
+    """
+    return Attention(
+        config.width,
+        kernels.from_config(config),
+        dtype=config.dtype,
+        use_bias=config.biases,
+        # The output is added to a residual stream that 2 * layers outputs go to.
+        out_scale=1 / math.sqrt(2 * config.layers),
+        rngs=rngs,
+    )
+
+
+class Attention(nnx.Module):
+    """Attention over [B, T, M] with any kernel, decay and position encoding.
+
+    Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head,
+    are those of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section
+    3). Decays `channel_...` are one per value channel: fixed, the slopes of ALiBi over all channels; constant, learned
+    from there; learned, sigmoid(W x). `learned_rope_pairs` has a rate per pair of dimensions. They, rotation angles,
+    the state and the normaliser are in float32 whatever `dtype`.
+
+    Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. Under a
+    mesh with Explicit axes, arrays keep the shardings of the caller's `x`.
+
+    Args:
+        width: M, the size of the input and of the output.
+        kernel: an instance of `kernels.Kernel`, whose options name the decay and the position encoding. Positions that
+            are added to the embedding belong to the model.
+        dtype: of the matrix products, by name or as a dtype; parameters are float32.
+        use_bias: projections have a bias, except those of decays and rotation rates.
+        out_scale: factor of the initial standard deviation of the output projection.
+        rngs: source of initial values, or a seed.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import config, layers
+        >>> from sympow_jax.layers.attention import kernels
+        >>> kernel = kernels.make(config.preset("conformal"), num_heads=2, num_kv_heads=2, head_dim=16)
+        >>> layers.Attention(32, kernel, rngs=0)(jnp.ones((1, 16, 32))).shape
+        (1, 16, 32)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        kernel: kernels.Kernel,
+        *,
+        dtype: Any = jnp.float32,
+        use_bias: bool = False,
+        out_scale: float = 1.0,
+        rngs: nnx.Rngs | int,
+    ):
+        rngs = initializers.as_rngs(rngs)
+        self.kernel = kernel
+        self.num_heads, self.kv_heads, self.head_dim = kernel.num_heads, kernel.num_kv_heads, kernel.head_dim
+        self.decay_kind = kernel.attention.decay_kind
+
+        def project(
+            size_in: int, size_out: int, names: tuple[str, str], **options: Any
+        ) -> initializers.Linear:
+            options = {"dtype": dtype, "use_bias": use_bias} | options
+            return initializers.linear(size_in, size_out, names=names, rngs=rngs, **options)
+
+        heads, kv_heads = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
+        self.query = project(width, heads, ("embed", "heads"))
+        self.key = project(width, kv_heads, ("embed", "kv_heads"))
+        self.value = project(width, kv_heads, ("embed", "kv_heads"))
+        self.out = project(heads, width, ("heads", "embed"), scale=out_scale)
+        self.positions = positions.make(
+            kernel.attention,
+            num_kv_heads=self.kv_heads,
+            size=kernel.position_dim,
+            of_features=kernel.rotates_features,
+            rngs=rngs,
+        )
+        # Decays and rates are exact: float32, whatever the dtype, and without a bias.
+        if self.decay_kind.source is attention_lib.DecaySource.DATA:
+            decays = kv_heads if self.decay_kind.per_channel else self.kv_heads
+            self.decay = project(width, decays, ("embed", "gates"), exact=True)
+        if self.decay_kind.source is attention_lib.DecaySource.PARAMETER:
+            fixed = jnp.exp(self._fixed_decays())
+            self.decay_logits = nnx.Param(jnp.log(fixed) - jnp.log1p(-fixed))
+        if self.positions.rates_per_head:
+            rates = self.kv_heads * self.positions.rates_per_head
+            self.rate = project(width, rates, ("embed", "gates"), exact=True)
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: AttentionState | None = None,
+        return_state: Literal[False] = False,
+    ) -> Float[Array, "B T M"]: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: AttentionState | None = None,
+        return_state: Literal[True],
+    ) -> tuple[Float[Array, "B T M"], AttentionState]: ...
+
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        state: AttentionState | None = None,
+        return_state: bool = False,
+    ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], AttentionState]:
+        """The layer's output, and with `return_state` the state behind x.
+
+        Consecutive calls, each given the state of the one before, equal one call. Raises ValueError for
+        `return_state` without a state where keys are kept, as they need a capacity: start from `init_state`;
+        and for any state of attention that is not causal.
+        """
+        if (return_state or state is not None) and not self.kernel.attention.causal:
+            raise ValueError("attention that is not causal has no state; leave out state and return_state")
+        if return_state and state is None:
+            state = self._first_state(x.shape[0])
+        batch, time, _ = x.shape
+        arrays = self._project(x) | {"segment_ids": segment_ids}
+        if state is None:
+            mixed = self._over_devices(arrays)
+        else:
+            mixed, state = self._mix(**arrays, learned=self.positions.learned(), state=state, axis_name=None)
+        (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
+        return out if state is None or not return_state else (out, state)
+
+    def maps(
+        self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> AttentionMaps:
+        """The weights, in the attention form, decays and rates of a call without a state; T x T numbers a head."""
+        arrays = self._project(x)
+        query, key, rate, log_decay = (arrays[name] for name in ("query", "key", "rate", "log_decay"))
+        assert query is not None
+        assert key is not None
+        query, key, rotate, _ = self.positions(
+            query,
+            key,
+            rate=rate,
+            learned=self.positions.learned(),
+            segment_ids=segment_ids,
+            state=None,
+            axis_name=None,
+        )
+        weights = self.kernel.weights(query, key, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
+        return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=log_decay, rate=rate)
+
+    def init_state(self, batch: int, *, max_length: int, keep_keys: bool | None = None) -> AttentionState:
+        """The state before any token, for up to `max_length` positions.
+
+        Keys and values are kept, with that capacity, if `keep_keys`; None keeps them where attending to them costs
+        less than the recurrent state or is what `form` asks for. Raises ValueError where the recurrent state would
+        exceed memory, and for `keep_keys` that the kernel does not leave open.
+        """
+        if keep_keys is None:
+            keep_keys = self.kernel.prefers_cache(max_length)
+        elif (not keep_keys) if self.kept_length is None else (keep_keys and not self.kept_length):
+            name = self.kernel.attention.kernel
+            raise ValueError(f"keep_keys is {keep_keys}, which this attention of kernel {name!r} cannot do")
+        if not keep_keys:
+            return self._recurrent_state(batch)
+        memory = self.kernel.init_cache(batch, max_length)
+        return AttentionState(memory=memory, position=self.positions.init_state(batch))
+
+    @property
+    def kept_length(self) -> int | None:
+        """Longest KV cache that takes no more memory than the recurrent state.
+
+        0 if there is never a cache, None if there always is.
+        """
+        return self.kernel.max_cache_length
+
+    def fold(self, state: AttentionState) -> AttentionState:
+        """Returns the state with a KV cache replaced by the recurrent state of its positions, which does not grow.
+
+        A row whose document has outgrown the cache is NaN from there on. Raises ValueError where no recurrent
+        state exists.
+        """
+        if not isinstance(state.memory, ops.KeyValueState):
+            return state
+        return dataclasses.replace(state, memory=self.kernel.compress(state.memory))
+
+    def _first_state(self, batch: int) -> AttentionState:
+        if self.kernel.cache_policy is kernels.CachePolicy.ALWAYS:
+            attention = self.kernel.attention
+            raise ValueError(
+                f"return_state is set without a state, but kernel {attention.kernel!r} in form "
+                f"{attention.form or 'attention'!r} keeps keys; pass state=init_state(batch, max_length=...)"
+            )
+        return self._recurrent_state(batch)
+
+    def _recurrent_state(self, batch: int) -> AttentionState:
+        return AttentionState(memory=self.kernel.init_state(batch), position=self.positions.init_state(batch))
+
+    def _project(self, x) -> dict[str, Array | None]:
+        """Queries, keys and values by head, and decays and rotation rates by key/value head."""
+        projections = [self.query, self.key, self.value]
+        has_decay = self.decay_kind.source is attention_lib.DecaySource.DATA
+        projections += [self.decay] if has_decay else []
+        projections += [self.rate] if self.positions.rates_per_head else []
+        query, key, value, *rest = initializers.project(x, *projections)
+        decay = rest.pop(0) if has_decay else None
+        query, key, value, decay, rate = self._shard_heads(
+            query, key, value, decay, rest[0] if rest else None
+        )
+        heads = (*x.shape[:2], -1, self.head_dim)
+        return {
+            "query": query.reshape(heads),
+            "key": key.reshape(heads),
+            "value": value.reshape(heads),
+            "rate": None if rate is None else self.positions.rate(rate),
+            "log_decay": self._log_decay(x, decay),
+        }
+
+    def _shard_heads(self, query, *others):
+        """Projections [B, T, heads * size] on a mesh with Explicit axes, their last dimension sharded by whole heads.
+
+        All have the axes of the query's heads, if those divide the key/value heads, and else none.
+        """
+        if not partitioning.is_explicit(query):
+            return query, *others
+        *rows, heads = partitioning.explicit_spec(query)
+        spec = (*rows, partitioning.explicit_axes(heads, self.kv_heads, query))
+        return tuple(None if x is None else partitioning.reshard(x, spec) for x in (query, *others))
+
+    def _over_devices(self, arrays):
+        """The kernel's output [B, T, N, E] without a state, each device having its rows, heads and times."""
+        names, shape = list(arrays), arrays["query"].shape
+        divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
+        heads = partitioning.HEADS if divisible else partitioning.TOKENS
+        divided = partitioning.CONTEXT in partitioning.dividing(heads, shape)
+        axis_name = partitioning.CONTEXT if divided else None
+
+        def mix(learned, *arrays):
+            arguments = dict(zip(names, arrays))
+            return self._mix(**arguments, learned=learned, state=None, axis_name=axis_name)[0]
+
+        # Key/value heads come first in what is learned.
+        of_heads = jax.sharding.PartitionSpec(partitioning.TENSOR if divisible else None)
+        specs = (partitioning.TOKENS if name == "segment_ids" else heads for name in names)
+        return partitioning.over_devices(
+            mix,
+            (self.positions.learned(), *arrays.values()),
+            (of_heads, *specs),
+            partitioning.fit(heads, shape),
+        )
+
+    def _mix(self, query, key, value, rate, log_decay, segment_ids, learned, state, axis_name):
+        """The kernel's output [B, T, N, E], and the state behind it if there was one to begin with.
+
+        `learned` is of the positions; `axis_name` is the mesh axis over which time is divided, if it is.
+        """
+        query, key, rotate, position = self.positions(
+            query,
+            key,
+            rate=rate,
+            learned=learned,
+            segment_ids=segment_ids,
+            state=None if state is None else state.position,
+            axis_name=axis_name,
+        )
+        tokens: dict[str, Any] = {"rotate": rotate, "log_decay": log_decay}
+        if state is None:
+            tokens |= {"segment_ids": segment_ids, "axis_name": axis_name}
+            return self.kernel.attend(query, key, value, **tokens), None
+        memory = state.memory
+        if isinstance(memory, ops.KeyValueState):
+            mixed, memory = self._extend(query, key, value, **tokens, segment_ids=segment_ids, cache=memory)
+        else:
+            tokens |= {"segment_ids": segment_ids, "state": memory}
+            mixed, memory = self.kernel.recur(query, key, value, **tokens)
+        return mixed, AttentionState(memory=memory, position=position)
+
+    def _extend(self, query, key, value, rotate, log_decay, segment_ids, cache):
+        """The kernel's output [B, T, N, E] and the KV cache after these tokens, from the one before them."""
+        capacity = cache.key.shape[1]
+        joined, missing = cache.append(key, value, log_decay, segment_ids)
+        out = self.kernel.attend_cache(
+            query, joined, rotate=rotate, log_decay=None if log_decay is None else joined.log_decay
+        )
+        if segment_ids is not None and key.shape[1] > 1:
+            joined = joined.without_gaps()
+        return jnp.where(missing[..., None, None], jnp.nan, out), joined.newest(capacity)
+
+    def _log_decay(self, x, projected) -> Float[Array, "B T K ..."] | None:
+        """The logarithm of gamma, finite where sigmoid itself rounds to 0."""
+        shape = (self.kv_heads, self.head_dim) if self.decay_kind.per_channel else (self.kv_heads,)
+        match self.decay_kind.source:
+            case attention_lib.DecaySource.NONE:
+                return None
+            case attention_lib.DecaySource.DATA:
+                return jax.nn.log_sigmoid(projected.reshape(*x.shape[:2], *shape))
+            case attention_lib.DecaySource.PARAMETER:
+                fixed = jax.nn.log_sigmoid(self.decay_logits[...])
+            case attention_lib.DecaySource.FIXED:
+                fixed = self._fixed_decays()
+        return jnp.broadcast_to(fixed, (*x.shape[:2], *shape))
+
+    def _fixed_decays(self) -> Float[Array, "K ..."]:
+        """The slopes of ALiBi as logarithms of decays, by head or by value channel."""
+        shape = (self.kv_heads, self.head_dim) if self.decay_kind.per_channel else (self.kv_heads,)
+        return -jnp.array(ops.alibi_slopes(math.prod(shape)), jnp.float32).reshape(shape)

@@ -1,0 +1,340 @@
+"""Attention layers that take plain arguments, for code with models of its own."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax.config import _checks as checks
+from sympow_jax.config import attention as attention_lib
+from sympow_jax.config import model as model_lib
+from sympow_jax.layers.attention import kernels, layer
+
+__all__ = ["ExpressiveAttention", "LinearAttention", "PowerAttention", "SoftmaxAttention"]
+
+
+class PowerAttention(layer.Attention):
+    """Power attention: the weight of a key is an even power of q . k, times the decay between key and query.
+
+    Args:
+        width: M, the size of the input and of the output.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
+        head_dim: size of a head. If None, `width // num_heads`.
+        power: degree of the weights, positive and even. The recurrent state has binomial(head_dim + power - 1, power)
+            x head_dim elements per key/value head.
+        decay: "none"; "alibi", fixed per head; "learned", sigmoid(W x) per head; "channel_fixed", "channel_constant" or
+            "channel_learned", per value channel.
+        position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
+        form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest by its shapes.
+        implementation: of the op. If None, the op chooses.
+        chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
+        exact_window: number of last keys, at least, that every query sees exactly instead of through the state.
+        max_document_length: longest document in tokens, from which rotation rates follow.
+        lrpe: options of position "lrpe".
+        spe: options of position "spe".
+        use_bias: the four projections have a bias.
+        dtype: of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
+        rngs: source of initial values, or a seed.
+
+    Raises:
+        ValueError: an argument is out of range, or two of them contradict each other.
+
+    Example:
+        >>> import jax
+        >>> from sympow_jax import layers
+        >>> attention = layers.PowerAttention(64, 4, num_kv_heads=2, power=2, rngs=0)
+        >>> x = jax.random.normal(jax.random.key(0), (2, 128, 64))
+        >>> attention(x).shape
+        (2, 128, 64)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        power: int = 2,
+        decay: str = "learned",
+        position: str = "learned_rope",
+        form: str | None = None,
+        implementation: str | None = None,
+        chunk_size: int | None = None,
+        exact_window: int = 64,
+        max_document_length: int = 65_536,
+        lrpe: configs.LrpeConfig | None = None,
+        spe: configs.SpeConfig | None = None,
+        use_bias: bool = False,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs | int,
+    ):
+        kernel = _kernel(
+            width,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            kernel="power",
+            power=power,
+            decay=decay,
+            position=position,
+            form=form,
+            implementation=implementation,
+            chunk_size=chunk_size,
+            window=exact_window,
+            max_document_length=max_document_length,
+            lrpe=lrpe,
+            spe=spe,
+        )
+        super().__init__(width, kernel, dtype=dtype, use_bias=use_bias, rngs=rngs)
+
+
+class LinearAttention(layer.Attention):
+    """Linear attention: the weight of a key is a product of features, f(q) . f(k), times the decay between them.
+
+    Positions that rotate are applied to the features.
+
+    Args:
+        width: M, the size of the input and of the output.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
+        head_dim: size of a head. If None, `width // num_heads`.
+        feature_map: "elu" (elu(x) + 1), "relu", "identity", "symmetric" or "tensor".
+        power: degree of the feature maps "symmetric" and "tensor".
+        normalizer: "unrotated" or "rotated", the features that the denominator is made of.
+        decay: "none"; "alibi", fixed per head; or "learned", sigmoid(W x) per head.
+        position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
+        causal: a token sees those before it; if False, its whole document.
+        form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest by its shapes.
+        implementation: of the op. If None, the op chooses.
+        chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
+        exact_window: number of last keys, at least, that every query sees exactly instead of through the state.
+        max_document_length: longest document in tokens, from which rotation rates follow.
+        lrpe: options of position "lrpe".
+        spe: options of position "spe".
+        use_bias: the four projections have a bias.
+        dtype: of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
+        rngs: source of initial values, or a seed.
+
+    Raises:
+        ValueError: an argument is out of range, or two of them contradict each other.
+
+    Example:
+        >>> import jax
+        >>> from sympow_jax import layers
+        >>> attention = layers.LinearAttention(64, 4, feature_map="relu", rngs=0)
+        >>> attention(jax.random.normal(jax.random.key(0), (2, 128, 64))).shape
+        (2, 128, 64)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        feature_map: str = "elu",
+        power: int = 2,
+        normalizer: str = "unrotated",
+        decay: str = "none",
+        position: str = "rope",
+        causal: bool = True,
+        form: str | None = None,
+        implementation: str | None = None,
+        chunk_size: int | None = None,
+        exact_window: int = 64,
+        max_document_length: int = 65_536,
+        lrpe: configs.LrpeConfig | None = None,
+        spe: configs.SpeConfig | None = None,
+        use_bias: bool = False,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs | int,
+    ):
+        kernel = _kernel(
+            width,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            kernel="linear",
+            feature_map=feature_map,
+            power=power,
+            normaliser=normalizer,
+            decay=decay,
+            position=position,
+            causal=causal,
+            form=form,
+            implementation=implementation,
+            chunk_size=chunk_size,
+            window=exact_window,
+            max_document_length=max_document_length,
+            lrpe=lrpe,
+            spe=spe,
+        )
+        super().__init__(width, kernel, dtype=dtype, use_bias=use_bias, rngs=rngs)
+
+
+class SoftmaxAttention(layer.Attention):
+    """Softmax attention with scores q . k / sqrt(head_dim); a KV cache is its only memory.
+
+    Args:
+        width: M, the size of the input and of the output.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
+        head_dim: size of a head. If None, `width // num_heads`.
+        decay: "none"; "alibi", fixed per head; or "learned", sigmoid(W x) per head.
+        position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
+        causal: a token sees those before it; if False, its whole document.
+        implementation: "xla" or "cudnn". If None, the op chooses.
+        max_document_length: longest document in tokens, from which rotation rates follow.
+        lrpe: options of position "lrpe".
+        spe: options of position "spe".
+        use_bias: the four projections have a bias.
+        dtype: of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
+        rngs: source of initial values, or a seed.
+
+    Raises:
+        ValueError: an argument is out of range, or two of them contradict each other.
+
+    Example:
+        >>> import jax
+        >>> from sympow_jax import layers
+        >>> attention = layers.SoftmaxAttention(64, 4, causal=False, rngs=0)
+        >>> attention(jax.random.normal(jax.random.key(0), (2, 128, 64))).shape
+        (2, 128, 64)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        decay: str = "none",
+        position: str = "rope",
+        causal: bool = True,
+        implementation: str | None = None,
+        max_document_length: int = 65_536,
+        lrpe: configs.LrpeConfig | None = None,
+        spe: configs.SpeConfig | None = None,
+        use_bias: bool = False,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs | int,
+    ):
+        kernel = _kernel(
+            width,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            kernel="softmax",
+            decay=decay,
+            position=position,
+            causal=causal,
+            implementation=implementation,
+            max_document_length=max_document_length,
+            lrpe=lrpe,
+            spe=spe,
+        )
+        super().__init__(width, kernel, dtype=dtype, use_bias=use_bias, rngs=rngs)
+
+
+class ExpressiveAttention(layer.Attention):
+    """Expressive attention, `ops.expressive_attention`; a KV cache is its only memory.
+
+    Args:
+        width: M, the size of the input and of the output.
+        num_heads: number of query heads.
+        num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
+        head_dim: size of a head. If None, `width // num_heads`.
+        decay: "none"; "alibi", fixed per head; or "learned", sigmoid(W x) per head.
+        position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
+        causal: a token sees those before it; if False, its whole document.
+        implementation: of the op. If None, the op chooses.
+        max_document_length: longest document in tokens, from which rotation rates follow.
+        lrpe: options of position "lrpe".
+        spe: options of position "spe".
+        use_bias: the four projections have a bias.
+        dtype: of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
+        rngs: source of initial values, or a seed.
+
+    Raises:
+        ValueError: an argument is out of range, or two of them contradict each other.
+
+    Example:
+        >>> import jax
+        >>> from sympow_jax import layers
+        >>> attention = layers.ExpressiveAttention(64, 4, rngs=0)
+        >>> attention(jax.random.normal(jax.random.key(0), (2, 128, 64))).shape
+        (2, 128, 64)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        decay: str = "none",
+        position: str = "rope",
+        causal: bool = True,
+        implementation: str | None = None,
+        max_document_length: int = 65_536,
+        lrpe: configs.LrpeConfig | None = None,
+        spe: configs.SpeConfig | None = None,
+        use_bias: bool = False,
+        dtype: Any = jnp.float32,
+        rngs: nnx.Rngs | int,
+    ):
+        kernel = _kernel(
+            width,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            dtype,
+            kernel="expressive",
+            decay=decay,
+            position=position,
+            causal=causal,
+            implementation=implementation,
+            max_document_length=max_document_length,
+            lrpe=lrpe,
+            spe=spe,
+        )
+        super().__init__(width, kernel, dtype=dtype, use_bias=use_bias, rngs=rngs)
+
+
+def _kernel(
+    width: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    dtype: Any,
+    *,
+    position: str,
+    lrpe: configs.LrpeConfig | None,
+    spe: configs.SpeConfig | None,
+    **options: Any,
+) -> kernels.Kernel:
+    """Returns the kernel of these arguments, all of them checked."""
+    num_kv_heads, head_dim = checks.head_sizes(
+        width=width, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, heads_name="num_"
+    )
+    checks.require_choice("position", position, attention_lib.LAYER_POSITIONS)
+    checks.require_choice("dtype", dtype := checks.dtype_name(dtype), model_lib.DTYPES)
+    attention = configs.AttentionConfig(
+        position=position,
+        lrpe=configs.LrpeConfig() if lrpe is None else lrpe,
+        spe=configs.SpeConfig() if spe is None else spe,
+        **options,
+    )
+    attention.check_head(head_dim, name="head_dim")
+    return kernels.make(
+        attention, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+    )

@@ -1,0 +1,322 @@
+"""Position encodings that a layer applies to queries and keys, or to their features, and what is learned of them."""
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.ops import documents, lrpe, rotary, spe
+
+__all__ = ["PositionState", "Positions", "Rotation", "encoded_dim", "make", "rotates"]
+
+PositionState = rotary.RotaryState | documents.PositionState
+"""How far the document has got: accumulated rates, or a number of tokens."""
+Rotation = Callable[[Float[Array, "B T N _"]], Float[Array, "B T N _"]]
+"""Rotates vectors by the positions of their tokens."""
+Learned = Mapping[str, Float[Array, "K ..."]]
+
+# Frequencies of SPE begin low: the logistic of a normal variable less this (Liutkus et al. 2021, their code).
+_LOW_FREQUENCIES = 4.0
+
+
+def rotates(attention: configs.AttentionConfig) -> bool:
+    """Returns whether positions rotate one vector at a time, so that they can be applied to features too."""
+    return issubclass(_CLASSES[attention.position], _Rotating)
+
+
+def encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
+    """Returns the size of the vectors that positions make of vectors of `size`."""
+    return _CLASSES[attention.position].encoded_dim(attention, size)
+
+
+def make(
+    attention: configs.AttentionConfig, *, num_kv_heads: int, size: int, of_features: bool, rngs: nnx.Rngs
+) -> "Positions":
+    """Returns the module for `attention.position`.
+
+    Args:
+        attention: the options.
+        num_kv_heads: number of key/value heads; each has parameters of its own.
+        size: of the vectors that positions are applied to.
+        of_features: rotations are applied to features, by the kernel, instead of to queries and keys.
+        rngs: source of initial values.
+    """
+    return _CLASSES[attention.position](
+        attention, num_kv_heads=num_kv_heads, size=size, of_features=of_features, rngs=rngs
+    )
+
+
+class Positions(nnx.Module):
+    """No position, or one that the model adds to its embedding: queries and keys stay as they are."""
+
+    def __init__(
+        self,
+        attention: configs.AttentionConfig,
+        *,
+        num_kv_heads: int,
+        size: int,
+        of_features: bool,
+        rngs: nnx.Rngs,
+    ):
+        self.attention = attention
+        self.num_kv_heads, self.size, self.of_features = num_kv_heads, size, of_features
+        self.init_parameters(rngs)
+
+    @staticmethod
+    def encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
+        """Returns the size of the vectors that positions make of vectors of `size`."""
+        return size
+
+    def init_parameters(self, rngs: nnx.Rngs) -> None:
+        """Creates the parameters, if there are any."""
+
+    @property
+    def rates_per_head(self) -> int:
+        """Number of rotation rates per key/value head that the layer computes from its input."""
+        return 0
+
+    def rate(self, projected: Float[Array, "B T _"] | None) -> Float[Array, "B T K ..."] | None:
+        """Returns the distance, in [0, 2], that each token moves its position; None unless learned from the data."""
+        return None
+
+    def learned(self) -> dict[str, Float[Array, "K ..."]]:
+        """Returns the parameters by name, their first axis the key/value heads."""
+        return {}
+
+    def theta(self) -> np.ndarray | None:
+        """Returns the radians that a token of rate 1 rotates each pair by; None unless rates are learned."""
+        return None
+
+    def init_state(self, batch: int) -> PositionState | None:
+        """Returns the position before any token; None if none is needed."""
+        return None
+
+    def __call__(
+        self,
+        query: Float[Array, "B T N D"],
+        key: Float[Array, "B T K D"],
+        *,
+        rate: Float[Array, "B T K ..."] | None,
+        learned: Learned,
+        segment_ids: Int[Array, "B T"] | None,
+        state: PositionState | None,
+        axis_name: str | None,
+    ) -> tuple[Float[Array, "B T N _"], Float[Array, "B T K _"], Rotation | None, PositionState | None]:
+        """Returns queries and keys for the kernel, the rotation of their features or None, and the new state.
+
+        Args:
+            query: queries.
+            key: keys.
+            rate: what `rate` returns.
+            learned: what `learned` returns, of the heads in `key`.
+            segment_ids: document of each token, negative for padding; positions restart at each document.
+            state: position before the first token; None for none.
+            axis_name: mesh axis that time is sharded over; None if time is whole.
+        """
+        return query, key, None, None
+
+
+class _Rotating(Positions, abc.ABC):
+    """Positions that rotate one vector at a time: queries and keys, or features of them."""
+
+    @abc.abstractmethod
+    def rotation(
+        self,
+        rate: Float[Array, "B T K ..."] | None,
+        learned: Learned,
+        segment_ids: Int[Array, "B T"],
+        state: PositionState | None,
+        axis_name: str | None,
+    ) -> tuple[Rotation, PositionState]:
+        """Returns the rotation of each token's vectors, and the new state."""
+
+    def __call__(self, query, key, *, rate, learned, segment_ids, state, axis_name):
+        segment_ids = _one_document(query) if segment_ids is None else segment_ids
+        rotation, state = self.rotation(rate, learned, segment_ids, state, axis_name)
+        if self.of_features:
+            return query, key, rotation, state
+        return rotation(query), rotation(key), None, state
+
+    def init_state(self, batch):
+        return documents.PositionState.zeros(batch)
+
+
+class Rope(_Rotating):
+    """Rotary position embeddings: pairs rotate by position times a fixed rate."""
+
+    def rotation(self, rate, learned, segment_ids, state, axis_name):
+        places, state = _places(segment_ids, state, axis_name)
+        longest = self.attention.max_document_length
+        angles = rotary.rope_angles(places, self.size, max_document_length=longest)
+        return functools.partial(rotary.rotate, angles=angles), state
+
+
+class LearnedRope(_Rotating):
+    """Rotary embeddings whose position moves by 1 + tanh(W x) per token and head (Kumar et al. 2025, section 3)."""
+
+    @property
+    def rates_per_head(self):
+        return 1
+
+    def rate(self, projected):
+        return 1 + jnp.tanh(projected)
+
+    def theta(self):
+        return rotary.rope_rates(self.size, max_document_length=self.attention.max_document_length)
+
+    def init_state(self, batch):
+        return rotary.RotaryState.zeros(batch, self.num_kv_heads)
+
+    def rotation(self, rate, learned, segment_ids, state, axis_name):
+        angles, state = rotary.learned_angles(
+            rate,
+            self.size,
+            max_document_length=self.attention.max_document_length,
+            segment_ids=segment_ids,
+            state=state,
+            axis_name=axis_name,
+        )
+        return functools.partial(rotary.rotate, angles=angles), state
+
+
+class LearnedRopePairs(LearnedRope):
+    """`LearnedRope` with a rate of its own for each pair of dimensions."""
+
+    @property
+    def rates_per_head(self):
+        return self.size // 2
+
+    def rate(self, projected):
+        return super().rate(projected.reshape(*projected.shape[:2], -1, self.rates_per_head))
+
+    def init_state(self, batch):
+        return rotary.RotaryState.zeros(batch, self.num_kv_heads, self.size // 2)
+
+
+class Lrpe(_Rotating):
+    """Linearized relative positional encoding; `config.LrpeConfig` has its options."""
+
+    @staticmethod
+    def encoded_dim(attention, size):
+        # Complex numbers are twice as many real ones.
+        complex_valued = attention.lrpe.core == "unitary" or attention.lrpe.basis == "fourier"
+        return 2 * size if complex_valued else size
+
+    def init_parameters(self, rngs):
+        if self.attention.lrpe.learned_rates:
+            rates = jnp.asarray(self._fixed_rates(), jnp.float32)
+            self.rates = nnx.Param(jnp.broadcast_to(rates, (self.num_kv_heads, len(rates))))
+        if self.attention.lrpe.learned_basis:
+            shape = (self.num_kv_heads, self.size)
+            self.householder = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32))
+
+    def learned(self):
+        found = {}
+        if self.attention.lrpe.learned_rates:
+            found["rates"] = self.rates[...]
+        if self.attention.lrpe.learned_basis:
+            found["householder"] = self.householder[...]
+        return found
+
+    def rotation(self, rate, learned, segment_ids, state, axis_name):
+        places, state = _places(segment_ids, state, axis_name)
+        options = self.attention.lrpe
+        fixed: dict[str, Any] = {
+            "core": options.core,
+            "basis": options.basis,
+            "identity_dim": options.identity_dim,
+        }
+        if options.core == "permutation":
+            fixed["permutation"] = lrpe.permutation(self.size)
+        else:
+            fixed["rates"] = self._fixed_rates()
+        if options.basis == "householder":
+            fixed["householder"] = lrpe.householder(self.size)
+        return functools.partial(lrpe.encode, positions=places, **fixed | learned), state
+
+    def _fixed_rates(self):
+        options = self.attention.lrpe
+        return lrpe.rates(
+            options.core,
+            self.size,
+            kind=options.rates,
+            identity_dim=options.identity_dim,
+            reference_length=options.reference_length,
+            max_document_length=self.attention.max_document_length,
+        )
+
+
+class Spe(Positions):
+    """Stochastic positional encoding, before the feature map of a kernel `linear`, as its authors have it.
+
+    Its noise is drawn once; its authors draw it for every batch.
+    """
+
+    @staticmethod
+    def encoded_dim(attention, size):
+        return attention.spe.realizations
+
+    def init_parameters(self, rngs):
+        shape = (self.num_kv_heads, self.size, self.attention.spe.sines)
+        gains = jax.random.normal(rngs.params(), shape)
+        self.frequencies = nnx.Param(jax.random.normal(rngs.params(), shape) - _LOW_FREQUENCIES)
+        self.phases = nnx.Param(jax.random.normal(rngs.params(), shape))
+        self.gains = nnx.Param(gains / jnp.linalg.norm(gains, axis=-1, keepdims=True) / 2)
+
+    def learned(self):
+        return {
+            "frequencies": self.frequencies[...],
+            "phases": self.phases[...],
+            "gains": self.gains[...],
+        }
+
+    def init_state(self, batch):
+        return documents.PositionState.zeros(batch)
+
+    def __call__(self, query, key, *, rate, learned, segment_ids, state, axis_name):
+        segment_ids = _one_document(query) if segment_ids is None else segment_ids
+        places, state = _places(segment_ids, state, axis_name)
+        kv_heads, head_dim, sines = learned["phases"].shape
+        shape = (kv_heads, head_dim, 2 * sines, self.attention.spe.realizations)
+        query, key = spe.encode(
+            query,
+            key,
+            places,
+            frequencies=jax.nn.sigmoid(learned["frequencies"]) / 2,
+            phases=learned["phases"],
+            gains=jax.nn.softplus(learned["gains"]),
+            noise=jax.random.normal(jax.random.key(0), shape),
+        )
+        return query, key, None, state
+
+
+_CLASSES: Mapping[str, type[Positions]] = {
+    "none": Positions,
+    "sinusoidal": Positions,
+    "learned_absolute": Positions,
+    "rope": Rope,
+    "learned_rope": LearnedRope,
+    "learned_rope_pairs": LearnedRopePairs,
+    "lrpe": Lrpe,
+    "spe": Spe,
+}
+
+
+def _one_document(query: Float[Array, "B T N D"]) -> Int[Array, "B T"]:
+    return jnp.zeros(query.shape[:2], jnp.int32)
+
+
+def _places(
+    segment_ids: Int[Array, "B T"], state: PositionState | None, axis_name: str | None
+) -> tuple[Int[Array, "B T"], documents.PositionState]:
+    """The position of each token in its document, and the new state."""
+    before = state or documents.PositionState.zeros(len(segment_ids))
+    assert isinstance(before, documents.PositionState)
+    return documents.positions(segment_ids, before, axis_name=axis_name)

@@ -1,0 +1,174 @@
+"""What all models share: an embedding, pre-norm blocks of attention and a feed-forward layer, and a final norm."""
+
+import abc
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sympow_jax import config as configs
+from sympow_jax import layers
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers import initializers, parallel, partitioning
+from sympow_jax.ops import documents, rotary
+
+__all__ = ["Block", "TokenTrunk", "Trunk", "logits"]
+
+# What the backward pass finds of a block, by `config.remat`, in addition to its input.
+_SAVED = {
+    "attention": jax.checkpoint_policies.save_only_these_names("power_attention_out"),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); x is float32."""
+
+    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
+        dtype = jnp.dtype(config.dtype)
+        self.attention_norm = layers.make_norm(config, dtype, rngs=rngs)
+        self.attention = layers.make_attention(config, rngs=rngs)
+        self.mlp_norm = layers.make_norm(config, dtype, rngs=rngs)
+        self.mlp = layers.MLP(config, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T M"],
+        *,
+        segment_ids: Int[Array, "B T"] | None,
+        state: layers.AttentionState | None = None,
+        return_state: bool = False,
+    ) -> tuple[Float[Array, "B T M"], layers.AttentionState | None]:
+        """The new residual stream and, with `return_state`, the layer's state."""
+        normed = layers.normalise(self.attention_norm, x, segment_ids)
+        if return_state:
+            mixed, state = self.attention(normed, segment_ids=segment_ids, state=state, return_state=True)
+        else:
+            mixed, state = self.attention(normed, segment_ids=segment_ids, state=state), None
+        x = x + mixed
+        return x + self.mlp(layers.normalise(self.mlp_norm, x, segment_ids)), state
+
+
+class Trunk(nnx.Module, abc.ABC):
+    """Embedding, blocks and final norm; a model derives from it and adds its inputs and outputs.
+
+    Args:
+        config: the shape of the model.
+        rngs: source of initial values, or a seed.
+    """
+
+    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int):
+        rngs = initializers.as_rngs(rngs)
+        self.config = config
+        self._init_embedding(rngs)
+        if config.embedding_norm:
+            self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
+        if config.attention.position == "learned_absolute":
+            self.position_embedding = initializers.table(
+                config.attention.max_document_length, config.width, names=("position", "embed"), rngs=rngs
+            )
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
+
+    @abc.abstractmethod
+    def _init_embedding(self, rngs: nnx.Rngs) -> None:
+        """Creates the parameters of the embedding; they come first."""
+
+    def encode(
+        self, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
+    ) -> Float[Array, "B T M"]:
+        """Returns the final normalized hidden states of embedded tokens or patches, without a state.
+
+        The backward pass recomputes what `config.remat` says.
+        """
+        x, _ = self.stem(x, segment_ids)
+        x = residual_stream(x)
+        for block in self.blocks:
+            x = residual_stream(_rematerialized(block, x, segment_ids, self.config.remat))
+        return layers.normalise(self.final_norm, x, segment_ids)
+
+    def stem(
+        self,
+        x: Float[Array, "B T M"],
+        segment_ids: Int[Array, "B T"] | None,
+        state: documents.PositionState | None = None,
+    ) -> tuple[Float[Array, "B T M"], documents.PositionState | None]:
+        """Returns embedded tokens or patches as the first block gets them, and the position after `state`.
+
+        They are normalized by `embedding_norm`, and positions are added, as the config says. Positions beyond the
+        table of learned absolute positions give NaN.
+
+        Raises:
+            ValueError: there are more tokens than that table has rows.
+        """
+        attention = self.config.attention
+        if self.config.embedding_norm:
+            x = layers.normalise(self.embedding_norm, x, segment_ids)
+        if not attention.adds_position:
+            return x, None
+        longest = attention.longest_document
+        if longest is not None and x.shape[1] > longest:
+            raise ValueError(
+                f"there are {x.shape[1]} tokens, but learned positions end at model.attention.max_document_length, "
+                f"{longest}; use shorter documents or another position"
+            )
+        if segment_ids is None:
+            segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
+        places, state = documents.positions(segment_ids, state or documents.PositionState.zeros(len(x)))
+        # After the norm, so that tokens and positions are of one scale.
+        if longest is None:
+            return x + rotary.sinusoidal(places, x.shape[-1]), state
+        rows = parallel.lookup(self.position_embedding[...], jnp.clip(places - 1, 0, longest - 1))
+        return x + jnp.where((places > longest)[..., None], jnp.nan, rows), state
+
+
+class TokenTrunk(Trunk):
+    """A trunk whose inputs are tokens, its unembedding the transpose of its embedding."""
+
+    def _init_embedding(self, rngs):
+        self.embedding = initializers.table(
+            self.config.vocab_size, self.config.width, names=("vocab", "embed"), rngs=rngs
+        )
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+        """Returns the rows of the embedding."""
+        return parallel.lookup(self.embedding[...], tokens)
+
+    def unembed(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
+        """Returns logits in float32: hidden states times the embedding's transpose."""
+        return logits(hidden, self.embedding[...], jnp.dtype(self.config.dtype))
+
+
+def residual_stream(x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """Returns x, sharded over the mesh in scope."""
+    return partitioning.constrain(x, partitioning.TOKENS)
+
+
+def logits(
+    hidden: Float[Array, "B T M"], embedding: Float[Array, "V M"], dtype: Any
+) -> Float[Array, "B T V"]:
+    """Returns hidden . embedding^T, a product in `dtype` whose sums and result are float32."""
+    if partitioning.is_explicit(hidden, embedding):
+        return parallel.explicit_product(hidden, embedding.T, dtype=dtype, preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        "btm,vm->btv", hidden.astype(dtype), embedding.astype(dtype), preferred_element_type=jnp.float32
+    )
+
+
+def _rematerialized(
+    block: Block, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None, remat: str
+) -> Float[Array, "B T M"]:
+    if remat == "none":
+        return block(x, segment_ids=segment_ids)[0]
+    graph, *variables = nnx.split(block, nnx.Param, nnx.BatchStat)
+
+    @functools.partial(jax.checkpoint, policy=_SAVED[remat])
+    def call(x: Float[Array, "B T M"], *variables: nnx.State) -> tuple[Float[Array, "B T M"], nnx.State]:
+        layer = nnx.merge(graph, *variables)
+        return layer(x, segment_ids=segment_ids)[0], nnx.state(layer, nnx.BatchStat)
+
+    x, statistics = call(x, *variables)
+    nnx.update(block, statistics)
+    return x

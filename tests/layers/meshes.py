@@ -1,0 +1,161 @@
+"""Layers and models on a caller's mesh: how far they are from the same arrays on one device, a line per case.
+
+Run as a program, with the names of the cases, where there are four devices.
+"""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sympow_jax import config, models
+
+# Two of four devices have the same rows, and different heads.
+AXES = ("data", "model")
+RULES = (
+    ("embed", "data"),
+    ("heads", "model"),
+    ("kv_heads", "model"),
+    ("gates", "model"),
+    ("mlp", "model"),
+    ("vocab", "model"),
+    ("position", None),
+)
+BATCH, TIME, WIDTH, VOCABULARY = 4, 22, 16, 32
+
+ATTENTION = {
+    "power": {"preset": "conformal", "form": "chunked", "window": 4, "chunk_size": 8},
+    "power by pairs": {"preset": "conformal", "form": "attention"},
+    "channels": {"preset": "sympow", "decay": "channel_learned", "window": 4, "chunk_size": 8},
+    "linear": {"preset": "linear_lrpe", "window": 4, "chunk_size": 8},
+    "softmax": {"preset": "softmax"},
+    "alibi": {"preset": "softmax_alibi"},
+    "expressive": {"preset": "expressive"},
+    "spe": {"preset": "linear", "position": "spe", "window": 4, "chunk_size": 8},
+    "table": {"preset": "gpt2", "max_document_length": 64},
+}
+MODELS = ("layer", "decoder", "stream", "encoder", "images")
+
+
+def settings(attention: str, model: str) -> config.ModelConfig:
+    """A model of one layer."""
+    options = dict(ATTENTION[attention])
+    causal = model not in ("encoder", "images")
+    kind = config.preset(options.pop("preset"), causal=causal, **options)
+    inputs: dict[str, Any] = (
+        {"patch_size": 2, "channels": 1} if model == "images" else {"vocab_size": VOCABULARY}
+    )
+    return config.ModelConfig(
+        layers=1,
+        width=WIDTH,
+        heads=4,
+        kv_heads=2,
+        dtype="float32",
+        biases=attention == "table",
+        attention=kind,
+        **inputs,
+    )
+
+
+def make(attention: str, model: str) -> nnx.Module:
+    """The layer or model, its projections so large that attention matters."""
+    task = {"encoder": config.TaskConfig(name="masked_token")}.get(
+        model,
+        config.TaskConfig(name="classification", classes=3) if model == "images" else config.TaskConfig(),
+    )
+    made = models.make(settings(attention, model), task, rngs=0)
+    for name in ("query", "key", "value", "out"):
+        getattr(made.blocks[0].attention, name).kernel[...] *= 20
+    return made.blocks[0].attention if model == "layer" else made
+
+
+def inputs(model: str) -> jax.Array:
+    """Tokens, images or activations, rows first."""
+    key = jax.random.key(1)
+    if model == "layer":
+        return jax.random.normal(key, (BATCH, TIME, WIDTH))
+    if model == "images":
+        return jax.random.normal(key, (BATCH, 8, 6, 1))
+    return jax.random.randint(key, (BATCH, TIME), 0, VOCABULARY)
+
+
+def call(model: str, made: Any, x: jax.Array) -> jax.Array:
+    """What the model makes of its inputs; `stream` is in two pieces, from a state of zeros, the second one a token."""
+    match model:
+        case "encoder":
+            return made.hidden(x)
+        case "images":
+            return made.classify(x)
+        case "stream":
+            # As many rows as x has here: within `shard_map` those of one device.
+            state = made.init_state(len(x), max_length=TIME)
+            first, state = made(x[:, :-1], state=state, return_state=True)
+            second, _ = made(x[:, -1:], state=state, return_state=True)
+            return jnp.concatenate([first, second], axis=1)
+    return made(x)
+
+
+def compare(attention: str, model: str, kind: str, how: str) -> dict[str, float]:
+    """Relative errors of values and gradients on a mesh; `kind` is of its axes, `how` is jit or eager."""
+    graph, params = nnx.split(make(attention, model))
+    x = inputs(model)
+
+    def forward(params, x):
+        return call(model, nnx.merge(graph, params), x)
+
+    def gradient(forward, params, x):
+        def loss(params):
+            out = forward(params, x)
+            return (out * jnp.cos(out)).mean()
+
+        return jax.grad(loss)(params)
+
+    expected = jax.jit(forward)(params, x)
+    wanted = jax.jit(lambda params, x: gradient(forward, params, x))(params, x)
+    types = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
+    axis_type = types.get(kind, jax.sharding.AxisType.Explicit)
+    mesh = jax.make_mesh((2, 2), AXES, axis_types=(axis_type, axis_type))
+    rows, mapped = jax.P("data"), forward
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        # Within `shard_map` parameters are whole, and rows are over both axes.
+        if kind == "shard_map":
+            rows = jax.P(AXES)
+            mapped = jax.shard_map(forward, in_specs=(jax.P(), rows), out_specs=rows)
+            params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
+        else:
+            params = jax.device_put(params, nnx.get_named_sharding(params, mesh))
+        x = jax.device_put(x, jax.NamedSharding(mesh, rows))
+        if how == "eager":
+            return {"value": error(mapped(params, x), expected)}
+        found = jax.jit(mapped)(params, x)
+        gradients = jax.jit(lambda params, x: gradient(mapped, params, x))(params, x)
+    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True)
+    natural = max(float(jnp.sqrt((x**2).mean())) for x in jax.tree.leaves(wanted))
+    return {"value": error(found, expected), "gradient": max(error(a, b, natural) for a, b in pairs)}
+
+
+def error(actual: jax.Array, expected: jax.Array, natural: float = 0.0) -> float:
+    """RMS of the difference by RMS of what is expected; a gradient that is but rounding counts by the largest one."""
+    actual, expected = (np.asarray(jax.device_get(x), np.float64) for x in (actual, expected))
+    scale = max(np.sqrt(np.mean(expected**2)), 1e-3 * natural)
+    return float(np.sqrt(np.mean((actual - expected) ** 2)) / scale)
+
+
+def main(report: Callable[[str], None] = print) -> None:
+    for case in sys.argv[1:]:
+        try:
+            found: dict[str, Any] = compare(*case.split("/"))
+        except Exception:  # a case that fails is one line among the others
+            found = {"raised": traceback.format_exc(limit=-6)}
+        report(json.dumps({"case": case} | found))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4)
+    main()

@@ -1,0 +1,204 @@
+"""Every kernel of the config is its formula, streams, counts its state and its FLOPs, and runs in a model."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, layers, models, ops
+from sympow_jax.config import attention as attention_lib
+from sympow_jax.layers.attention import kernels
+
+BATCH, TIME, HEADS, KV_HEADS, SIZE = 2, 21, 4, 2, 8
+SEGMENT_IDS = np.array([[0] * 9 + [-1] * 2 + [1] * 10, [3] * TIME], np.int32)
+
+
+def features(x):
+    """elu(x) + 1."""
+    return np.where(x > 0, x + 1, np.exp(x))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel's weights from vectors [..., D] of queries and keys, and the memory that it has."""
+
+    weigh: object
+    memory: type
+    policy: kernels.CachePolicy
+    changes: dict = dataclasses.field(default_factory=dict)
+    # Elements of a state per key/value head with its normalizer; None if there is none.
+    elements: int | None = None
+
+    def kernel(self, name, **changes):
+        """In float32, without positions, which are those of the layer."""
+        options = (
+            {"decay": "learned", "position": "none", "window": 4, "chunk_size": 8} | self.changes | changes
+        )
+        attention = config.AttentionConfig(kernel=name, **options)
+        return kernels.make(attention, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=SIZE)
+
+
+KERNELS = {
+    "power": Case(
+        lambda q, k: np.einsum("td,sd->ts", q, k) ** 2,
+        ops.PowerState,
+        kernels.CachePolicy.NEVER,
+        {"form": "chunked"},
+        elements=36 * (SIZE + 1),
+    ),
+    "linear": Case(
+        lambda q, k: features(q) @ features(k).T,
+        ops.LinearState,
+        kernels.CachePolicy.NEVER,
+        elements=SIZE * (SIZE + 1),
+    ),
+    "softmax": Case(
+        lambda q, k: np.exp(q @ k.T / np.sqrt(SIZE)), ops.KeyValueState, kernels.CachePolicy.ALWAYS
+    ),
+    "expressive": Case(
+        lambda q, k: (q @ k.T) ** 2 / (1 + (q @ k.T) ** 2), ops.KeyValueState, kernels.CachePolicy.ALWAYS
+    ),
+}
+EACH = pytest.mark.parametrize("name", KERNELS)
+
+
+def arrays():
+    random = np.random.default_rng(0)
+    query = random.normal(size=(BATCH, TIME, HEADS, SIZE))
+    key, value = random.normal(size=(2, BATCH, TIME, KV_HEADS, SIZE))
+    log_decay = -random.exponential(0.1, size=(BATCH, TIME, KV_HEADS))
+    return tuple(x.astype(np.float32) for x in (query, key, value, log_decay))
+
+
+def formula(weigh, query, key, value, log_decay, segment_ids):
+    """The weighted mean of values, one head and one row at a time, in float64."""
+    out = np.zeros(query.shape)
+    sums = np.cumsum(np.where(segment_ids[..., None] < 0, 0, log_decay), axis=1, dtype=np.float64)
+    ages = np.arange(TIME)[:, None] - np.arange(TIME)
+    for row, ids in enumerate(segment_ids):
+        seen = (ages >= 0) & (ids[:, None] == ids) & (ids >= 0) & (ids[:, None] >= 0)
+        for head in range(HEADS):
+            kv_head = head * KV_HEADS // HEADS
+            decay = np.exp(np.where(seen, sums[row, :, None, kv_head] - sums[row, None, :, kv_head], 0))
+            q, k = query[row, :, head].astype(np.float64), key[row, :, kv_head].astype(np.float64)
+            weights = np.where(seen, weigh(q, k) * decay, 0)
+            total = weights.sum(-1, keepdims=True)
+            out[row, :, head] = weights @ value[row, :, kv_head] / np.where(total == 0, 1, total)
+    return out
+
+
+def error(actual, expected):
+    return np.sqrt(np.mean((np.asarray(actual, np.float64) - expected) ** 2) / np.mean(expected**2))
+
+
+def test_every_kernel_of_the_config_is_here():
+    assert set(KERNELS) == set(attention_lib.KERNELS)
+    for name, case in KERNELS.items():
+        assert isinstance(case.kernel(name), kernels.Kernel)
+        assert case.kernel(name) == case.kernel(name)  # static in a graph
+        assert hash(case.kernel(name)) == hash(case.kernel(name))
+
+
+@EACH
+def test_attention_is_the_formula(name):
+    case, (query, key, value, log_decay) = KERNELS[name], arrays()
+    out = jax.jit(case.kernel(name).attend, static_argnames="rotate")(
+        query, key, value, rotate=None, log_decay=log_decay, segment_ids=SEGMENT_IDS
+    )
+    assert error(out, formula(case.weigh, query, key, value, log_decay, SEGMENT_IDS)) < 2e-6
+
+
+@EACH
+def test_weights_are_those_of_the_formula(name):
+    case, (query, key, value, log_decay) = KERNELS[name], arrays()
+    weights = jax.jit(case.kernel(name).weights, static_argnames="rotate")(
+        query, key, rotate=None, log_decay=log_decay, segment_ids=SEGMENT_IDS
+    )
+    out = np.einsum("btns,bsne->btne", weights, np.repeat(value, HEADS // KV_HEADS, axis=2))
+    assert error(out, formula(case.weigh, query, key, value, log_decay, SEGMENT_IDS)) < 2e-6
+
+
+@EACH
+def test_the_memory_of_a_kernel(name):
+    case = KERNELS[name]
+    kernel = case.kernel(name)
+    assert kernel.cache_policy is case.policy
+    assert kernel.prefers_cache(10**9) == (case.policy is kernels.CachePolicy.ALWAYS)
+    assert kernel.max_cache_length == (None if case.policy is kernels.CachePolicy.ALWAYS else 0)
+    if case.elements is None:
+        for call in (kernel.state_bytes, lambda: kernel.init_state(1)):
+            with pytest.raises(ValueError, match=f"kernel '{name}' has no recurrent state"):
+                call()
+    else:
+        assert kernel.state_bytes() == 4 * KV_HEADS * case.elements
+        assert type(kernel.init_state(BATCH)) is case.memory
+
+
+@EACH
+def test_a_layer_streams_in_pieces(name):
+    kernel = KERNELS[name].kernel(name, position="rope")
+    layer = layers.Attention(16, kernel, rngs=0)
+    x = 3 * jax.random.normal(jax.random.key(1), (BATCH, TIME, 16))
+    call = nnx.jit(lambda layer, x, ids, state: layer(x, segment_ids=ids, state=state, return_state=True))
+    state = layer.init_state(BATCH, max_length=TIME)
+    assert type(state.memory) is KERNELS[name].memory
+    parts = []
+    for start, stop in ((0, 7), (7, 8), (8, TIME)):
+        out, state = call(layer, x[:, start:stop], SEGMENT_IDS[:, start:stop], state)
+        parts.append(out)
+    whole = nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, SEGMENT_IDS)
+    assert error(jnp.concatenate(parts, 1), np.asarray(whole, np.float64)) < 1e-5
+
+
+@EACH
+def test_a_model_takes_it_by_name(name):
+    shape = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
+    attention = config.AttentionConfig(kernel=name, decay="none", position="rope")
+    tokens = jnp.zeros((1, 9), jnp.int32)
+    decoder = models.DecoderLM(config.ModelConfig(**shape, attention=attention), rngs=0)
+    assert jax.eval_shape(decoder, tokens).shape == (1, 9, 32)
+    assert type(decoder.blocks[0].attention.kernel) is type(KERNELS[name].kernel(name))
+    if attention_lib.KERNELS[name].bidirectional:
+        attention = dataclasses.replace(attention, causal=False)
+        task = config.TaskConfig(name="masked_token")
+        encoder = models.make(config.ModelConfig(**shape, attention=attention), task, rngs=0)
+        assert jax.eval_shape(encoder.hidden, tokens).shape == (1, 9, 16)
+
+
+@EACH
+def test_flops_grow_with_the_context_only_without_a_state(name):
+    kernel = KERNELS[name].kernel(name)
+    short, long = kernel.flops_per_token(1000), kernel.flops_per_token(100_000)
+    assert kernel.pairwise_flops(1000) == HEADS * 2 * (SIZE + SIZE) * 500
+    assert long == (100 * short if KERNELS[name].elements is None else short)
+
+
+def test_power_keeps_a_cache_while_it_is_smaller():
+    kernel = KERNELS["power"].kernel("power", form=None)
+    assert kernel.cache_policy is kernels.CachePolicy.WHILE_SMALLER
+    # 36 features by 8 values and a normalizer, and a window of 8, against 16 numbers per key.
+    assert kernel.max_cache_length == 36 * 9 // 16 + 8
+    assert kernel.prefers_cache(36)
+    assert not kernel.prefers_cache(37)
+    assert KERNELS["power"].kernel("power", form="attention").cache_policy is kernels.CachePolicy.ALWAYS
+
+
+def test_a_row_added_at_run_time(monkeypatch):
+    row = attention_lib.Kernel(target="sympow_jax.layers.attention.kernels.softmax:SoftmaxKernel")
+    monkeypatch.setitem(attention_lib.KERNELS, "mine", row)
+    layer = layers.make_attention(
+        config.ModelConfig(
+            vocab_size=8,
+            layers=1,
+            width=16,
+            heads=2,
+            attention=config.AttentionConfig(kernel="mine", decay="none"),
+        ),
+        rngs=0,
+    )
+    assert layer(jnp.zeros((1, 5, 16))).shape == (1, 5, 16)
+    with pytest.raises(ValueError, match=r"attention\.kernel is 'other'; it must be one of softmax, power"):
+        config.AttentionConfig(kernel="other")

@@ -1,0 +1,88 @@
+"""Layers and models on a caller's mesh are those of one device: Explicit or Auto axes, inside `shard_map`, or eager."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from flax import nnx
+
+from tests.layers import meshes
+
+VALUE_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
+OFTEN = [
+    *(f"{name}/layer/explicit/jit" for name in ("power", "softmax", "expressive")),
+    "power/layer/shard_map/jit",
+    *(f"power/stream/{kind}/jit" for kind in ("explicit", "shard_map")),
+    "softmax/stream/explicit/jit",
+    "power/decoder/explicit/eager",
+    "table/decoder/explicit/jit",
+    "linear/encoder/explicit/jit",
+    "softmax/images/explicit/jit",
+]
+CAUSAL_ONLY = ("power", "power by pairs", "channels", "alibi")
+RARE = [
+    case
+    for kind in ("explicit", "shard_map", "auto")
+    for how in ("jit", "eager")
+    for model in meshes.MODELS
+    for name in meshes.ATTENTION
+    if (case := f"{name}/{model}/{kind}/{how}") not in OFTEN
+    and not (model in ("encoder", "images") and name in CAUSAL_ONLY)
+]
+
+
+def run(cases):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.layers.meshes", *cases],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=pathlib.Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {found.pop("case"): found for found in map(json.loads, done.stdout.splitlines())}
+
+
+def check(found):
+    assert "raised" not in found, found["raised"]
+    assert found["value"] <= VALUE_BOUND
+    assert found.get("gradient", 0) <= GRADIENT_BOUND
+
+
+@pytest.fixture(scope="module")
+def often():
+    return run(OFTEN)
+
+
+@pytest.mark.parametrize("case", OFTEN)
+def test_on_a_mesh(case, often):
+    check(often[case])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", RARE)
+def test_everything_on_a_mesh(case):
+    check(run([case])[case])
+
+
+def test_names_of_axes_are_those_that_nnx_reads():
+    """On every matrix of a model; names without a rule stay as they are."""
+    model = meshes.make("power", "decoder")
+    specs = dict(nnx.to_flat_state(nnx.get_partition_spec(nnx.state(model))))
+    named = {".".join(map(str, path)): tuple(spec.get_value()) for path, spec in specs.items()}
+    assert {name: spec for name, spec in named.items() if any(spec)} == {
+        "embedding": ("vocab", "embed"),
+        "blocks.0.attention.query.kernel": ("embed", "heads"),
+        "blocks.0.attention.key.kernel": ("embed", "kv_heads"),
+        "blocks.0.attention.value.kernel": ("embed", "kv_heads"),
+        "blocks.0.attention.decay.kernel": ("embed", "gates"),
+        "blocks.0.attention.rate.kernel": ("embed", "gates"),
+        "blocks.0.attention.out.kernel": ("heads", "embed"),
+        "blocks.0.mlp.up.kernel": ("embed", "mlp"),
+        "blocks.0.mlp.down.kernel": ("mlp", "embed"),
+    }

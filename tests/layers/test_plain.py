@@ -1,0 +1,120 @@
+"""Layers by plain arguments: they are those of a model's config, and mistakes name the argument."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, layers
+
+WIDTH, HEADS, KV_HEADS, TIME = 32, 4, 2, 19
+
+PLAIN = {
+    layers.PowerAttention: ("conformal", {"power": 4, "exact_window": 8}, {"power": 4, "window": 8}),
+    layers.LinearAttention: (
+        "linear",
+        {"feature_map": "symmetric", "normalizer": "rotated", "decay": "learned", "position": "rope"},
+        {"feature_map": "symmetric", "normaliser": "rotated", "decay": "learned", "position": "rope"},
+    ),
+    layers.SoftmaxAttention: ("softmax", {"causal": False}, {"causal": False}),
+    layers.ExpressiveAttention: ("expressive", {"decay": "alibi"}, {"decay": "alibi"}),
+}
+EACH = pytest.mark.parametrize("kind", PLAIN)
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(1), (2, TIME, WIDTH))
+
+
+@EACH
+def test_it_is_the_layer_of_a_config(kind):
+    preset, plain, changes = PLAIN[kind]
+    model = config.ModelConfig(
+        vocab_size=8,
+        layers=2,
+        width=WIDTH,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        dtype="float32",
+        attention=config.preset(preset, **changes),
+    )
+    expected = layers.make_attention(model, rngs=nnx.Rngs(7))
+    layer = kind(WIDTH, HEADS, num_kv_heads=KV_HEADS, **plain, rngs=7)
+    assert layer.kernel == expected.kernel
+    expected.out.kernel[...] *= 2  # a model's is smaller by sqrt(2 * layers)
+    run = nnx.jit(lambda layer, x: layer(x))
+    np.testing.assert_allclose(run(layer, inputs()), run(expected, inputs()), rtol=1e-6)
+
+
+@EACH
+def test_every_argument_is_documented(kind):
+    named = set(inspect.signature(kind.__init__).parameters) - {"self"}
+    section = re.search(r"Args:\n(.*?)\n\n", inspect.cleandoc(kind.__doc__) + "\n\n", re.DOTALL)
+    assert set(re.findall(r"^    (\w+): ", section[1], re.MULTILINE)) == named
+
+
+@EACH
+@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
+def test_dtypes_by_name_and_as_dtypes(kind, dtype):
+    layer = kind(WIDTH, HEADS, dtype=dtype, use_bias=True, rngs=nnx.Rngs(0))
+    assert layer.query.dtype == jnp.bfloat16
+    assert layer.query.bias.dtype == layer.out.kernel.dtype == jnp.float32
+    out = jax.eval_shape(layer, jax.ShapeDtypeStruct((1, 8, WIDTH), jnp.bfloat16))
+    assert out.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (
+            "PowerAttention",
+            {"num_heads": 5},
+            "num_heads is 5 and does not divide width 32; change one of them or set",
+        ),
+        (
+            "PowerAttention",
+            {"num_kv_heads": 3},
+            "num_heads is 4 and num_kv_heads is 3; kv_heads must divide heads",
+        ),
+        ("PowerAttention", {"head_dim": 0}, "head_dim is 0; it must be at least 1"),
+        ("PowerAttention", {"width": 0}, "width is 0; it must be at least 1"),
+        ("PowerAttention", {"head_dim": 5}, "head_dim is 5; position 'learned_rope' rotates pairs"),
+        ("PowerAttention", {"power": 3}, "power is 3; it must be positive and even"),
+        (
+            "PowerAttention",
+            {"position": "sinusoidal"},
+            "position is 'sinusoidal'; it must be one of none, rope",
+        ),
+        ("PowerAttention", {"decay": "gated"}, "decay is 'gated'; it must be one of none, alibi"),
+        ("PowerAttention", {"dtype": "float15"}, "dtype is 'float15'; it must be one of float32, bfloat16"),
+        ("SoftmaxAttention", {"causal": False, "decay": "alibi"}, "decays run in one direction: use 'none'"),
+        ("LinearAttention", {"decay": "channel_fixed"}, "which the kernel 'power' has and 'linear' has not"),
+        ("SoftmaxAttention", {"implementation": "mosaic_gpu"}, "it must be one of xla, cudnn"),
+    ],
+)
+def test_mistakes(kind, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        getattr(layers, kind)(**{"width": WIDTH, "num_heads": HEADS, "rngs": 0} | arguments)
+    assert "\n" not in str(raised.value)
+    assert "model." not in str(raised.value)
+
+
+def test_a_prompt_and_a_step():
+    layer = layers.PowerAttention(WIDTH, HEADS, form="chunked", rngs=0)
+    x = inputs()
+    resume = nnx.jit(lambda layer, x, state: layer(x, state=state, return_state=True))
+    _, state = resume(layer, x[:, :-1], layer.init_state(2, max_length=TIME))
+    last, _ = resume(layer, x[:, -1:], state)
+    np.testing.assert_allclose(last, nnx.jit(lambda layer, x: layer(x))(layer, x)[:, -1:], atol=1e-6)
+
+
+def test_channel_options():
+    lrpe = config.LrpeConfig(core="unitary", learned_rates=True)
+    layer = layers.PowerAttention(WIDTH, HEADS, decay="channel_learned", position="lrpe", lrpe=lrpe, rngs=0)
+    assert layer.decay.kernel.shape == (WIDTH, WIDTH)
+    assert layer.kernel.compared_dim == 16
+    assert layer.positions.rates.shape == (HEADS, 8)

@@ -1,0 +1,71 @@
+"""A second call of a layer or a model outside `jax.jit` traces and compiles nothing."""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from sympow_jax import config, layers, models
+
+_events: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: _events.append(name))
+
+
+def small(preset, *, remat="none", **changes):
+    attention = config.preset(preset, **changes)
+    model = config.ModelConfig(
+        vocab_size=16, layers=2, width=16, heads=2, dtype="float32", remat=remat, attention=attention
+    )
+    return models.DecoderLM(model, rngs=0)
+
+
+def events(call):
+    """What JAX traces and compiles in the second of two calls, and that it does in the first."""
+    jax.clear_caches()
+    found = []
+    for _ in range(2):
+        _events.clear()
+        jax.block_until_ready(call())
+        found.append([name for name in _events if "compile" in name])
+    assert found[0]
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [
+        ("conformal", {"form": "chunked"}),
+        ("softmax_alibi", {}),
+        pytest.param("conformal", {"remat": "full"}, marks=pytest.mark.slow),
+        pytest.param("linear_lrpe", {}, marks=pytest.mark.slow),
+        pytest.param("expressive", {}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_call_compiles_nothing(preset, changes):
+    model, tokens = small(preset, **changes), jnp.zeros((2, 24), jnp.int32)
+    assert events(lambda: model(tokens)) == []
+    state = model.init_state(2, max_length=32)
+    assert events(lambda: model(tokens, state=state, return_state=True)) == []
+    assert events(lambda: model(tokens[:, :1], state=state, return_state=True)) == []
+
+
+def milliseconds(call):
+    """The median over calls."""
+
+    def once():
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        return 1e3 * (time.perf_counter() - begin)
+
+    once()
+    return statistics.median(once() for _ in range(9))
+
+
+def test_a_layer_takes_little_longer_than_a_jitted_one():
+    layer, x = layers.PowerAttention(32, 4, form="chunked", rngs=0), jnp.ones((2, 256, 32))
+    jitted = nnx.jit(lambda layer, x: layer(x))
+    assert milliseconds(lambda: layer(x)) <= 2 * milliseconds(lambda: jitted(layer, x)) + 5
