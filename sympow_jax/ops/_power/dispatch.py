@@ -233,7 +233,10 @@ def _cheapest_form(implementation, query, value, time, sizes, *, stateless, **ne
     kernels = ()
     if implementation in (None, "mosaic_gpu"):
         forms = ("attention", "chunked")
-        kernels = tuple(form for form in forms if _kernels(None, "mosaic", query, value, form=form, **needs))
+        named = implementation is not None
+        kernels = tuple(
+            form for form in forms if _kernels(None, "mosaic", query, value, form=form, named=named, **needs)
+        )
     # With a state, the plain attention form computes with features too; named kernels leave no choice of their own.
     if len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):
         return kernels[0]
@@ -274,8 +277,11 @@ def _compute(plan):
     )
 
 
-def _kernels(implementation, module, *arrays, division, **needs):
-    """The module of that name if its kernels do it; else None, or NotImplementedError if they were asked for."""
+def _kernels(implementation, module, *arrays, division, named=False, **needs):
+    """The module of that name if its kernels do it; else None, or NotImplementedError if they were asked for.
+
+    Kernels that were not `named` have to have been found right on this kind of machine.
+    """
     if implementation == "xla":
         return None
     try:
@@ -288,6 +294,8 @@ def _kernels(implementation, module, *arrays, division, **needs):
         # Pallas takes a second to import: only where a kernel may run.
         kernels = importlib.import_module(f"sympow_jax.ops._power.{module}")
         kernels.require_supported(*arrays, **needs)
+        if not named and implementation is None and not target.trusts_kernels(kernels.family(**needs)):
+            return None
     except NotImplementedError:
         if implementation == "mosaic_gpu":
             raise
