@@ -75,7 +75,8 @@ def prepare(name: str, shape: Shape) -> Prepared:
     if shape.mode == "training":
         inputs = [(*arguments, _cotangent(shape)) for arguments in inputs]
         call = jax.jit(_both_passes(contender.call)).lower(*inputs[0]).compile()
-        result, gradients = call(*inputs[0])
+        with _timing.exclusive():
+            result, gradients = jax.block_until_ready(call(*inputs[0]))
         _require_finite(gradients)
         if shape.time <= GRADIENT_TIME:
             _check_gradients(contender, inputs[0], gradients)
@@ -83,7 +84,8 @@ def prepare(name: str, shape: Shape) -> Prepared:
             _check_trained(name, dataclasses.replace(shape, time=GRADIENT_TIME, batch=1))
     else:
         call = jax.jit(contender.call).lower(*inputs[0]).compile()
-        result = call(*inputs[0])
+        with _timing.exclusive():
+            result = jax.block_until_ready(call(*inputs[0]))
     error = _error_of_rows(contender, inputs[0], contender.output(result))
     return Prepared(
         functools.partial(_timing.queued, call, inputs),
@@ -277,12 +279,17 @@ def _gradient_errors(formula, arguments, gradients):
 def _error_of_rows(contender, arguments, out):
     """Error of the rows at the end and of those in the middle, the larger; the last sequence of the batch."""
     time = out.shape[1]
-    worst = max(
-        float(_row_error(contender.formula, end, arguments[:4], out)) for end in (time // 2 + 1, time)
-    )
+    worst = max(_run(_row_error, contender.formula, end, arguments[:4], out) for end in (time // 2 + 1, time))
     _require_finite(out)
     _require_close("the output", worst, VALUE_BOUND)
     return worst
+
+
+def _run(function, *arguments):
+    """A number that a jitted function computes, compiled before the device is held."""
+    compiled = function.lower(*arguments).compile()
+    with _timing.exclusive():
+        return float(compiled(*(x for x in arguments if isinstance(x, tuple | jax.Array))))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -165,16 +165,30 @@ def _training_shapes() -> Iterator[Comparison]:
 
 def _brief() -> Iterator[Comparison]:
     """The figures that decide, first those that decide most."""
-    yield _comparison("brief", _CHUNKED, time=65_536)
-    yield _comparison("brief", (*_CHUNKED, "attention/mosaic_gpu"), time=8192)
+    chunked, attention, softmax = "chunked/mosaic_gpu", "attention/mosaic_gpu", "softmax/cudnn"
+    for time in (65_536, 8192, 16_384, 4096, 1024, 262_144):
+        for mode in ("training", "forward"):
+            names = (chunked, attention, softmax) if time <= 65_536 else (chunked, softmax)
+            yield _comparison("brief", names, mode=mode, time=time)
     yield _comparison("brief", _STEP, mode="step", batch=64, time=_STEPS)
-    yield _comparison("brief", _ATTENTION[:2] + _ATTENTION[3:], power=4, time=8192)
-    yield _comparison("brief", _ATTENTION[:2] + _ATTENTION[3:], power=4, time=65_536)
-    for time in (65_536, 8192, 1024):
-        kernels = ("chunked/mosaic_gpu", "attention/mosaic_gpu", "softmax/cudnn")
-        yield _comparison("brief", kernels, mode="training", time=time)
-        yield _comparison("brief", kernels[1:], mode="training", power=4, time=time)
+    for time in (8192, 65_536, 1024):
+        for mode in ("training", "forward"):
+            yield _comparison("brief", (attention, softmax), mode=mode, power=4, time=time)
+    for head_dim in (32, 128):
+        for time in (4096, 16_384, 65_536):
+            yield _comparison(
+                "brief", (chunked, attention, softmax), mode="training", head_dim=head_dim, time=time
+            )
+    for head_dim in (16, 32):
+        for time in (8192, 65_536):
+            yield _comparison(
+                "brief", (chunked, attention), mode="training", power=4, head_dim=head_dim, time=time
+            )
+    for time in (1024, 4096, 16_384, 65_536):
+        yield _comparison("brief", ("retention",), mode="training", time=time)
+    yield _comparison("brief", (chunked,), time=1_048_576)
     yield _comparison("brief", ("chunked/xla",), mode="training", time=65_536)
+    yield _comparison("brief", _STEP, mode="step", batch=1, time=_STEPS)
 
 
 def _comparison(part, contenders, **sizes) -> Comparison:

@@ -1,16 +1,31 @@
 """Time on the device: calls enqueued behind each other, taken in turn, and the kernels that CUPTI saw."""
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
+import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Sample", "ceilings", "in_turn", "kernel_seconds", "medians", "queued", "spread"]
+__all__ = [
+    "LOCK",
+    "Sample",
+    "ceilings",
+    "exclusive",
+    "in_turn",
+    "kernel_seconds",
+    "medians",
+    "queued",
+    "spread",
+]
 
+# Names the file by whose lock workers take turns on the device; without it there is one worker.
+LOCK = "SYMPOW_BENCHMARK_LOCK"
 ROUNDS = 10
 # A sample is long beside the clock's resolution and the last call's latency.
 SAMPLE_SECONDS = 0.02
@@ -27,6 +42,17 @@ class Sample:
 
     seconds: float
     host_bound: bool
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """Holds the device, as far as other workers are concerned: they compile meanwhile."""
+    if (path := os.environ.get(LOCK)) is None:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def queued(call: Callable, inputs: Sequence[tuple], calls: int) -> Sample:
@@ -123,8 +149,7 @@ def ceilings(*, size: int, copied: int) -> dict[str, float]:
     for name, (call, arguments) in calls.items():
         jax.block_until_ready(call(*arguments))
         samplers[name] = functools.partial(queued, call, [arguments])
-    best = {
-        name: statistics.median(sample.seconds for sample in samples)
-        for name, samples in in_turn(samplers).items()
-    }
+    with exclusive():
+        taken = in_turn(samplers)
+    best = {name: statistics.median(sample.seconds for sample in samples) for name, samples in taken.items()}
     return {"flops": 2 * size**3 / best["matmul"], "bytes": 2 * 4 * words.size / best["copy"]}

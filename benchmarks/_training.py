@@ -81,18 +81,19 @@ def measure(run: Run, emit: Callable[[dict], None]) -> dict:
     compile_seconds = time.perf_counter() - begin
     emit({"sign": "compiled"})
 
-    state = step.init_state(settings, mesh)
     seconds: list[float] = []
     losses: list[float] = []
-    while len(seconds) < WARMUP_STEPS + LEAST_STEPS or (
-        len(seconds) < WARMUP_STEPS + MOST_STEPS and sum(seconds[WARMUP_STEPS:]) < SECONDS
-    ):
-        begin = time.perf_counter()
-        state, metrics = update(state, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - begin)
-        losses.append(float(metrics["loss"]))
-        emit({"sign": f"step {len(losses)}"})
+    state = step.init_state(settings, mesh)
+    with _timing.exclusive():
+        while len(seconds) < WARMUP_STEPS + LEAST_STEPS or (
+            len(seconds) < WARMUP_STEPS + MOST_STEPS and sum(seconds[WARMUP_STEPS:]) < SECONDS
+        ):
+            begin = time.perf_counter()
+            state, metrics = update(state, batch)
+            jax.block_until_ready((state, metrics))
+            seconds.append(time.perf_counter() - begin)
+            losses.append(float(metrics["loss"]))
+            emit({"sign": f"step {len(losses)}"})
     if not all(map(math.isfinite, losses)):
         raise _contenders.WrongResult(f"the losses are not all finite: {losses}")
 

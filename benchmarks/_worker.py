@@ -31,6 +31,8 @@ LONGEST_CALL = 5.0
 _EVENT = "benchmark-event "
 # What begins when the kernels of a call are timed one by one, which is the profiler's work and not a contender's.
 _KERNELS = "kernel times"
+# What begins when a worker waits for others that time something.
+_WAITING = "waiting for the device"
 _NO_MEMORY = "out of memory"
 # Contenders' errors after which a process can go on; others may leave the device unusable.
 _HARMLESS = (NotImplementedError, ImportError, ValueError, TypeError)
@@ -83,7 +85,9 @@ def _compare(contenders, comparison, number, skip, history, emit):
         if note is not None:
             notes[name] = note
     samplers = {name: contender.sample for name, contender in prepared.items()}
-    taken = _timing.in_turn(samplers, announce=lambda name: emit({"begin": [number, _key(name, shape)]}))
+    emit({"begin": [number, _WAITING]})
+    with _timing.exclusive():
+        taken = _timing.in_turn(samplers, announce=lambda name: emit({"begin": [number, _key(name, shape)]}))
     rows = []
     for name in comparison.contenders:
         measured = row(comparison, name)
@@ -93,7 +97,8 @@ def _compare(contenders, comparison, number, skip, history, emit):
             measured |= _measured(prepared[name], taken[name])
             if _KERNELS not in skip:
                 emit({"begin": [number, _KERNELS]})
-                measured |= _by_kernel(prepared[name], measured["host_bound"])
+                with _timing.exclusive():
+                    measured |= _by_kernel(prepared[name], measured["host_bound"])
             if measured["host_bound"]:
                 measured["note"] = "the host was slower: " + (
                     "kernels' sum" if "kernels" in measured else "with its time"

@@ -18,16 +18,20 @@ same run. Memory is what a call takes at once with its arguments and results, by
 """
 
 import argparse
+import concurrent.futures
 import itertools
+import os
 import pathlib
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 
 import rich.console
 import rich.table
 
-from benchmarks import _peers, _report, _shapes, _worker
+from benchmarks import _peers, _report, _shapes, _timing, _worker
 
 BRIEF_SECONDS = 450.0
 # Without an event for so long, a worker hangs: compilation takes a minute or two, tuning Triton's kernels more.
@@ -45,6 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--smoke", action="store_true", help="tiny shapes, on any device, in this process; writes only --out"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="workers that compile at once; they take turns on the device"
+    )
     options = parser.parse_args(arguments)
     started = time.monotonic()
     if options.smoke:
@@ -54,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         comparisons = tuple(itertools.chain.from_iterable(_shapes.PARTS[part] for part in parts))
     report = Report(options.out, "" if options.smoke else "".join(f"-{part}" for part in options.part or ()))
     try:
-        _measure(comparisons, report, options.smoke, started)
+        _measure(comparisons, report, options.smoke, started, options.jobs)
     except _worker.NoDevice as error:
         sys.exit(f"benchmarks.kernels measures on a GPU: {error}; --smoke runs tiny shapes without one")
     _print(report.content)
@@ -66,34 +73,50 @@ class Report:
     def __init__(self, path: pathlib.Path | None, suffix: str):
         self.content: dict = {"machine": {"driver": _report.driver()}, "ceilings": {}, "rows": []}
         self._file = _report.File("kernels", path, suffix)
+        self._lock = threading.Lock()
 
     def add(self, event: dict) -> None:
-        """Takes an event of `_worker.serve`."""
-        for name in ("machine", "ceilings"):
-            self.content[name] |= event.get(name, {})
-        for row in event.get("rows", ()):
-            self.content["rows"].append(row | _rates(row, self.content["ceilings"]))
-        self._file.write(self.content)
+        """Takes an event of `_worker.serve`, from any thread."""
+        with self._lock:
+            for name in ("machine", "ceilings"):
+                self.content[name] |= event.get(name, {})
+            for row in event.get("rows", ()):
+                self.content["rows"].append(row | _rates(row, self.content["ceilings"]))
+            self._file.write(self.content)
 
 
-def _measure(comparisons, report, smoke, started):
+def _measure(comparisons, report, smoke, started, jobs):
     ours = _shapes.of_side(comparisons, lambda name: name not in _shapes.PEERS)
-    if smoke:
-        _worker.serve("jax", ours, {}, True, report.add)
-    else:
-        brief = all(comparison.part == "brief" for comparison in comparisons)
-        deadline = started + BRIEF_SECONDS if brief else float("inf")
-        silence = BRIEF_SILENCE if brief else SILENCE["jax"]
-        _supervise("jax", ours, report.add, silence, deadline)
-
     absent = {name: "PyTorch's peers need a GPU" if smoke else _peers.missing(name) for name in _shapes.PEERS}
     for comparison in _shapes.of_side(comparisons, lambda name: absent.get(name) is not None):
         report.add({"rows": [_row(comparison, name, absent[name]) for name in comparison.contenders]})
     theirs = _shapes.of_side(comparisons, lambda name: name in absent and absent[name] is None)
+    if smoke:
+        _worker.serve("jax", ours, {}, True, report.add)
+        return
+    brief = all(comparison.part == "brief" for comparison in comparisons)
+    deadline = started + BRIEF_SECONDS if brief else float("inf")
+    with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ThreadPoolExecutor(jobs + 1) as pool:
+        # Workers inherit both: they take turns, and leave memory to each other.
+        if jobs > 1:
+            os.environ |= {_timing.LOCK: lock.name, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        # Comparisons are dealt out in order, so that those that decide most come first in every worker. A worker that
+        # waits for the others is silent for longer.
+        silence = (BRIEF_SILENCE if brief else SILENCE["jax"]) * (1 + jobs / 4)
+        dealt = [ours[number::jobs] for number in range(jobs)]
+        running = [
+            pool.submit(_supervise, "jax", part, report.add, silence, deadline) for part in dealt if part
+        ]
+        running.append(pool.submit(_supervise_peers, theirs, report, deadline))
+        for future in running:
+            future.result()
+
+
+def _supervise_peers(comparisons, report, deadline):
     try:
-        _supervise("torch", theirs, report.add, SILENCE["torch"], float("inf"))
+        _supervise("torch", comparisons, report.add, SILENCE["torch"], deadline)
     except _worker.NoDevice as error:
-        for comparison in theirs:
+        for comparison in comparisons:
             report.add({"rows": [_row(comparison, name, str(error)) for name in comparison.contenders]})
 
 

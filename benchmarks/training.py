@@ -14,11 +14,14 @@ otherwise, with a plot beside it.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import itertools
+import os
 import pathlib
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 
@@ -28,7 +31,7 @@ import matplotlib.ticker
 import rich.console
 import rich.table
 
-from benchmarks import _contenders, _report, _training, _worker
+from benchmarks import _contenders, _report, _timing, _training, _worker
 
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     deadline = started + BRIEF_SECONDS if options.brief else float("inf")
     try:
-        report = _measure(runs, file, deadline, BRIEF_SILENCE if options.brief else SILENCE)
+        report = _measure(runs, file, deadline, BRIEF_SILENCE if options.brief else SILENCE, options.jobs)
     except _worker.NoDevice as error:
         sys.exit(f"benchmarks.training measures on a GPU: {error}; --smoke runs tiny shapes without one")
     _print(report)
@@ -82,6 +85,9 @@ def _options(arguments):
     parser.add_argument(
         "--smoke", action="store_true", help="tiny shapes, on any device, in this process; writes only --out"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile at once; they take turns on the device"
+    )
     options = parser.parse_args(arguments)
     if options.context and (options.smoke or options.brief):
         parser.error("--smoke and --brief have contexts of their own")
@@ -93,20 +99,28 @@ def _options(arguments):
     return options
 
 
-def _measure(runs, file, deadline, silence) -> dict:
+def _measure(runs, file, deadline, silence, jobs) -> dict:
     """The report of all runs, written to the file whenever a row is added."""
     report: dict = {"machine": {"driver": _report.driver()}, "rows": []}
-    for run in runs:
+
+    def measured(run):
         row = {"context": run.context, "preset": run.preset, "tokens": run.tokens}
         if run.tiny:
-            report["machine"] |= _contenders.machine()
-            row |= _training.measure(run, lambda event: None)
-        else:
-            for event in _events(run, silence, deadline):
-                report["machine"] |= event.get("machine", {})
-                row |= event.get("row", {})
-        report["rows"].append(row)
-        file.write(report)
+            return _contenders.machine(), row | _training.measure(run, lambda event: None)
+        machine: dict = {}
+        for event in _events(run, silence * jobs, deadline):
+            machine |= event.get("machine", {})
+            row |= event.get("row", {})
+        return machine, row
+
+    with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        if jobs > 1:
+            # Processes inherit both: they take turns, and leave memory to each other.
+            os.environ |= {_timing.LOCK: lock.name, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        for machine, row in pool.map(measured, runs):
+            report["machine"] |= machine
+            report["rows"].append(row)
+            file.write(report)
     return report
 
 

@@ -9,6 +9,7 @@ the kernels of a family only after all its cases were right here. Exits with sta
 """
 
 import argparse
+import functools
 import json
 import os
 import pathlib
@@ -59,9 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = []
     for real, jobs in ((False, options.jobs), (True, 1)):
         names = [case.name for case in chosen if case.real == real]
-        for outcome in supervisor.run_all(
-            names, _command, seconds=CASE_SECONDS, deadline=deadline, jobs=jobs
-        ):
+        command = functools.partial(_command, options=() if real else ("--untuned",))
+        for outcome in supervisor.run_all(names, command, seconds=CASE_SECONDS, deadline=deadline, jobs=jobs):
             outcomes.append(outcome)
             print(outcome.line(), flush=True)
     family_of = {case.name: case.family for case in chosen}
@@ -86,8 +86,8 @@ def _families(outcomes, family_of) -> dict[str, bool]:
     return {family: right("toolchain") and right(family) for family in verdict.FAMILIES}
 
 
-def _command(case: str) -> list[str]:
-    return [sys.executable, "-m", "pallas_kernels.check.case_process", case]
+def _command(case: str, options: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "pallas_kernels.check.case_process", case, *options]
 
 
 def _gpu() -> str | None:

@@ -1,6 +1,7 @@
-"""Runs one case of the check in this process: `python -m pallas_kernels.check.case_process NAME`.
+"""Runs one case of the check in this process: `python -m pallas_kernels.check.case_process NAME [--untuned]`.
 
-Prints one line, `RESULT` and the result as JSON. A kernel that hangs or ends the process prints none.
+Prints one line, `RESULT` and the result as JSON. A kernel that hangs or ends the process prints none. With `--untuned`
+XLA tries no variants of its own kernels, which halves the time of compilation where nothing is timed.
 """
 
 import json
@@ -10,14 +11,15 @@ import time
 
 # Before JAX is imported: other processes need memory too, and a kernel inside a CUDA graph is harder to find.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
+_FLAGS = ["--xla_gpu_enable_command_buffer="] + ["--xla_gpu_autotune_level=0"] * ("--untuned" in sys.argv)
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 
-from pallas_kernels.check import cases
-from pallas_kernels.check.supervisor import RESULT
+from pallas_kernels.check import cases  # noqa: E402
+from pallas_kernels.check.supervisor import RESULT  # noqa: E402
 
 __all__ = ["measure"]
 

@@ -18,6 +18,7 @@ __all__ = ["Outcome", "Status", "run", "run_all"]
 
 RESULT = "check-result "
 DEBUGGER_SECONDS = 20.0
+_OVER = "not run to its end: the time was over"
 # Characters of stderr that an outcome keeps.
 _STDERR = 1500
 
@@ -89,8 +90,12 @@ def run_all(
     def one(case: str) -> Outcome:
         left = deadline - time.monotonic()
         if left <= 0:
-            return Outcome(case=case, status=Status.SKIPPED, detail="not run: the time was over")
-        return run(case, command(case), seconds=min(seconds, left))
+            return Outcome(case=case, status=Status.SKIPPED, detail=_OVER)
+        outcome = run(case, command(case), seconds=min(seconds, left))
+        if outcome.status is Status.HANG and left < seconds:
+            # It was given less time than a case may take.
+            return dataclasses.replace(outcome, status=Status.SKIPPED, detail=_OVER)
+        return outcome
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(one, cases)

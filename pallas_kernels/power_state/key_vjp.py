@@ -76,7 +76,8 @@ def key_vjp(
     """Gradients dk bfloat16 [H, Y, D] and dv bfloat16 [H, Y, E], and sums for those of decays, float32 [H, 2, Y].
 
     key: bfloat16 [H, at least Y, D]; value: bfloat16 [H, at least Y, E]; of the padded positions, Y = n C or
-        (n + 1) C, of which keys of chunk n meet no dual state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
+        (n + 1) C, of which keys of chunk n meet no dual state. scalars: 16-bit [H, D, Y], keys times `narrow_key`,
+        time last.
     dual: 16-bit [H, n, 16, terms E, P], the dual state of chunk c at n - 1 - c, the sum of its terms. dual_norm:
         bfloat16 [H, n, 2 D, D], Rz at the same places, symmetric, as the sum of two.
     query: bfloat16 [H N / K, X, D]; dout: bfloat16 [H N / K, X, E]; the queries of a group add up.

@@ -102,7 +102,7 @@ def test_a_process_that_ends_has_a_note(monkeypatch, tmp_path, events, note):
     )
     runs = [_training.Run(preset="softmax", context=1024, tokens=65_536)]
     file = _report.File("training", tmp_path / "out.json", "")
-    report = training._measure(runs, file, float("inf"), 1.0)
+    report = training._measure(runs, file, float("inf"), 1.0, 1)
     assert [row.get("note") for row in report["rows"]] == [note]
     assert report["machine"]["jax"] == "1"
     assert json.loads((tmp_path / "out.json").read_text()) == report
@@ -110,7 +110,7 @@ def test_a_process_that_ends_has_a_note(monkeypatch, tmp_path, events, note):
 
 def test_what_is_left_when_the_time_is_over_has_notes(tmp_path):
     runs = [_training.Run(preset="softmax", context=1024, tokens=65_536)] * 2
-    report = training._measure(runs, _report.File("training", None, ""), time.monotonic() - 1, 1.0)
+    report = training._measure(runs, _report.File("training", None, ""), time.monotonic() - 1, 1.0, 1)
     assert [row["note"] for row in report["rows"]] == ["not measured: the time was over"] * 2
 
 
