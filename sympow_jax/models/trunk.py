@@ -116,6 +116,7 @@ class Trunk(nnx.Module, abc.ABC):
             )
         if segment_ids is None:
             segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
+        segment_ids = partitioning.gather_time(segment_ids)
         places, state = documents.positions(segment_ids, state or documents.PositionState.zeros(len(x)))
         # After the norm, so that tokens and positions are of one scale.
         if longest is None:
