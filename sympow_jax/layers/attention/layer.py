@@ -82,8 +82,9 @@ class Attention(nnx.Module):
     from there; learned, sigmoid(W x). `learned_rope_pairs` has a rate per pair of dimensions. They, rotation angles,
     the state and the normaliser are in float32 whatever `dtype`.
 
-    Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. Under a
-    mesh with Explicit axes, arrays keep the shardings of the caller's `x`.
+    Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
+    mesh with Explicit axes the output has the rows of `x`, and heads have the axes of the parameters that they come
+    from; time is gathered.
 
     Args:
         width: M, the size of the input and of the output.
@@ -181,11 +182,17 @@ class Attention(nnx.Module):
         `return_state` without a state where keys are kept, as they need a capacity: start from `init_state`;
         and for any state of attention that is not causal.
         """
+        if x.ndim != 3:
+            raise ValueError(
+                f"x has shape {x.shape}; it must be [B, T, M]; add the batch axis to one row with x[None]"
+            )
         if (return_state or state is not None) and not self.kernel.attention.causal:
             raise ValueError("attention that is not causal has no state; leave out state and return_state")
         if return_state and state is None:
             state = self._first_state(x.shape[0])
         batch, time, _ = x.shape
+        if segment_ids is not None:
+            segment_ids = partitioning.gather_time(segment_ids)
         arrays = self._project(x) | {"segment_ids": segment_ids}
         if state is None:
             mixed = self._over_devices(arrays)
@@ -284,12 +291,12 @@ class Attention(nnx.Module):
     def _shard_heads(self, query, *others):
         """Projections [B, T, heads * size] on a mesh with Explicit axes, their last dimension sharded by whole heads.
 
-        All have the axes of the query's heads, if those divide the key/value heads, and else none.
+        All have the axes of the query's heads, if those divide the key/value heads, and else none. Time is gathered.
         """
         if not partitioning.is_explicit(query):
             return query, *others
-        *rows, heads = partitioning.explicit_spec(query)
-        spec = (*rows, partitioning.explicit_axes(heads, self.kv_heads, query))
+        rows, _, heads = partitioning.explicit_spec(query)
+        spec = (rows, (), partitioning.explicit_axes(heads, self.kv_heads, query))
         return tuple(None if x is None else partitioning.reshard(x, spec) for x in (query, *others))
 
     def _over_devices(self, arrays):
