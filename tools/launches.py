@@ -11,6 +11,7 @@ import dataclasses
 import math
 import os
 import re
+from typing import Any
 
 __all__ = ["Launch", "main", "parse", "report"]
 
@@ -67,7 +68,7 @@ def report(passes: str, *, time: int, head_dim: int, power: int) -> list[Launch]
     chosen = power_state.choose(
         power=power, head_dim=head_dim, value_dim=head_dim, time=time, heads=HEADS, dtype=jnp.bfloat16
     )
-    options = {"power": power, "chunk": chosen.chunk, "window": 64}
+    options: dict[str, Any] = {"power": power, "chunk": chosen.chunk, "window": 64}
     options |= {"state_dtype": jnp.float16, "interpret": None}
 
     def forward(query, key, value, log_decay, folds):
