@@ -1,4 +1,4 @@
-"""Settings of the tests that run kernels: in GPU interpret mode, `pytest -m interpret`, or on a GPU, `pytest -m gpu`."""
+"""Settings of tests that run kernels, interpreted (`pytest -m interpret`) or on a GPU (`pytest -m gpu`)."""
 
 import os
 
