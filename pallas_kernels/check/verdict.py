@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-__all__ = ["COMMAND", "FAMILIES", "agree", "driver_version", "machine", "path", "store", "trusted"]
+__all__ = ["COMMAND", "FAMILIES", "advice", "agree", "driver_version", "machine", "path", "store", "trusted"]
 
 COMMAND = "python -m pallas_kernels.check"
 # A verdict is given for each: a family is trusted if every case that ran its kernels was right.
@@ -44,6 +44,23 @@ def agree(device_kind: str) -> None:
     mine = np.array([_load(device_kind).get(family, False) for family in FAMILIES])
     every = multihost_utils.process_allgather(mine).reshape(-1, len(FAMILIES)).all(0)
     _agreed[device_kind] = dict(zip(FAMILIES, every.tolist()))
+
+
+def advice(device: jax.Device) -> str | None:
+    """Returns one line for users whose GPU has kernels that are not trusted, or None if nothing can be gained.
+
+    Args:
+        device: device of the program.
+    """
+    if not str(getattr(device, "compute_capability", "")).startswith("9."):
+        return None
+    absent = [family for family in FAMILIES if not trusted(family, device.device_kind)]
+    if not absent:
+        return None
+    return (
+        f"kernels for Hopper GPUs are not used for {', '.join(absent)}: no check found them right on this "
+        f"{device.device_kind}; run `{COMMAND} --brief` once, on every machine of the run (8 minutes)"
+    )
 
 
 def store(device_kind: str, families: Mapping[str, bool], details: Mapping) -> pathlib.Path:
