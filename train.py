@@ -12,6 +12,7 @@ from sympow_jax import extras
 with extras.required("train", __name__):
     import grain
 
+    from pallas_kernels.check import verdict
     from sympow_jax import config, data, evaluation
     from sympow_jax.training import checkpoint, cli, flags, hosts, initial, metrics, sharding, step, workdir
 
@@ -55,6 +56,9 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
         hosts.say(sharding.describe(mesh, abstract))
+        attention, advice = settings.model.attention, verdict.advice(mesh.devices.flat[0])
+        if advice and attention.kernel == "power" and attention.implementation is None:
+            hosts.say(advice)
         hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps} in {folder}")
 
         with (

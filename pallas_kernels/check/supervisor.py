@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 __all__ = ["Outcome", "Status", "run", "run_all"]
 
@@ -118,7 +119,7 @@ def run(case: str, command: Sequence[str], *, seconds: float) -> Outcome:
         output.seek(0)
         errors.seek(0)
         printed, complaints = output.read(), errors.read()
-    taken = {"case": case, "seconds": round(time.monotonic() - begin, 1)}
+    taken: dict[str, Any] = {"case": case, "seconds": round(time.monotonic() - begin, 1)}
     if hung:
         detail = f"{complaints[-_STDERR:]}\n{debugged}\nno result within {seconds:.0f} s"
         return Outcome(status=Status.HANG, detail=detail, **taken)

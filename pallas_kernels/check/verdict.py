@@ -12,22 +12,55 @@ import subprocess
 from collections.abc import Mapping
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
-__all__ = ["COMMAND", "FAMILIES", "driver_version", "machine", "path", "store", "trusted"]
+__all__ = ["COMMAND", "FAMILIES", "advice", "agree", "driver_version", "machine", "path", "store", "trusted"]
 
 COMMAND = "python -m pallas_kernels.check"
 # A verdict is given for each: a family is trusted if every case that ran its kernels was right.
 FAMILIES = ("power_attention", "power_state_square", "power_state_quartic", "power_step")
 
 
-def trusted(family: str, device: jax.Device) -> bool:
+# What the processes of one program agreed on, by device kind.
+_agreed: dict[str, dict[str, bool]] = {}
+
+
+def trusted(family: str, device_kind: str) -> bool:
     """Whether a check of this machine found every kernel of a family right.
+
+    In a program of several processes no family is trusted before `agree`, since all must compile the same program.
 
     Args:
         family: one of `FAMILIES`.
-        device: device that the kernels are for; its kind selects the verdict.
+        device_kind: kind of the GPU that the kernels are for.
     """
-    return _load(device.device_kind).get(family, False)
+    found = _agreed.get(device_kind, {}) if jax.process_count() > 1 else _load(device_kind)
+    return found.get(family, False)
+
+
+def agree(device_kind: str) -> None:
+    """Lets all processes trust the families that every one of them trusts. A collective: all of them must call it."""
+    mine = np.array([_load(device_kind).get(family, False) for family in FAMILIES])
+    every = multihost_utils.process_allgather(mine).reshape(-1, len(FAMILIES)).all(0)
+    _agreed[device_kind] = dict(zip(FAMILIES, every.tolist()))
+
+
+def advice(device: jax.Device) -> str | None:
+    """Returns one line for users whose GPU has kernels that are not trusted, or None if nothing can be gained.
+
+    Args:
+        device: device of the program.
+    """
+    if not str(getattr(device, "compute_capability", "")).startswith("9."):
+        return None
+    absent = [family for family in FAMILIES if not trusted(family, device.device_kind)]
+    if not absent:
+        return None
+    return (
+        f"kernels for Hopper GPUs are not used for {', '.join(absent)}: no check found them right on this "
+        f"{device.device_kind}; run `{COMMAND} --brief` once, on every machine of the run (8 minutes)"
+    )
 
 
 def store(device_kind: str, families: Mapping[str, bool], details: Mapping) -> pathlib.Path:

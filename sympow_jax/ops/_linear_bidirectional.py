@@ -16,7 +16,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import documents
 from sympow_jax.ops._power import costs, features, shares, xla
 from sympow_jax.ops._power import mean as means
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared import arguments, calls, nonfinite
 
 __all__ = ["attend", "require_supported"]
 
@@ -64,6 +64,8 @@ class _Plan(NamedTuple):
 @calls.op(calls.ATTENTION, lambda plan: "B T N E")
 def _attend(plan, query, key, value, segment_ids):
     power, division, implementation, chunk_size = plan
+    finite = nonfinite.remove(query, key, value, None, segment_ids, causal=False)
+    query, key, value = finite[:3]
     dtype, kv_heads = jnp.promote_types(query.dtype, jnp.float32), key.shape[2]
     if division is not means.Division.NONE:
         query = xla.unit_scale(query)
@@ -74,7 +76,7 @@ def _attend(plan, query, key, value, segment_ids):
             segment_ids, jnp.full_like(segment_ids[:, 0], documents.NO_SEGMENT)
         )
         document = jnp.cumsum(starts, 1, dtype=jnp.int32)
-        query, key, weighed = (jnp.where(valid[..., None, None], x, 0) for x in (query, key, weighed))
+        weighed = jnp.where(valid[..., None, None], weighed, 0)
     arrays = (
         xla.time_last(query, kv_heads).astype(dtype),
         jnp.moveaxis(key, 1, 3).astype(dtype),
@@ -92,7 +94,8 @@ def _attend(plan, query, key, value, segment_ids):
     by_head = jax.vmap(compute, in_axes=(0, 0, 0, None))
     sums = jax.vmap(by_head, in_axes=(0, 0, 0, None if document is None else 0))(*arrays, document)
     out = means.of_sums(xla.time_second(sums), -1, division)
-    return out if division is means.Division.NONE else out.astype(value.dtype)
+    out = out if division is means.Division.NONE else out.astype(value.dtype)
+    return nonfinite.restore(out, finite, segment_ids)
 
 
 def _all_pairs(query, key, value, document, *, power, precision):

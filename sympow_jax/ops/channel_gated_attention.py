@@ -15,7 +15,7 @@ from sympow_jax.ops._channel_gated import chunked, reference
 from sympow_jax.ops._channel_gated import state as channel_state
 from sympow_jax.ops._channel_gated import step as channel_step
 from sympow_jax.ops._power import dispatch, xla
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared import arguments, calls, nonfinite
 
 __all__ = ["ChannelGatedState", "channel_gated_attention", "channel_gated_attention_step"]
 
@@ -103,7 +103,15 @@ def channel_gated_attention(
         )
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     if initial_state is not None:
-        arguments.check_state(initial_state, ChannelGatedState, dtype, power=power, window=window, **sizes)
+        arguments.check_state(
+            initial_state,
+            ChannelGatedState,
+            dtype,
+            power=power,
+            window=window,
+            segment_ids=segment_ids,
+            **sizes,
+        )
     if implementation == "reference":
         if initial_state is not None or return_state:
             raise NotImplementedError(
@@ -139,24 +147,27 @@ class _Plan(NamedTuple):
     calls.ATTENTION, lambda plan: ("B T N E", ChannelGatedState.layout() if plan.return_state else None)
 )
 def _attend(plan, query, key, value, log_decay, segment_ids, state):
+    finite = nonfinite.remove(query, key, value, log_decay, segment_ids, state=state)
     if plan.implementation == "reference":
-        out = reference.attention(query, key, value, log_decay, power=plan.power, segment_ids=segment_ids)
-        return out, None
+        out = reference.attention(*finite[:4], power=plan.power, segment_ids=segment_ids)
+        return nonfinite.restore(out, finite, segment_ids), None
     with jax.named_scope("channel_gated_xla"):
-        return xla.chunked(
-            query,
-            key,
-            value,
+        out, final = xla.chunked(
+            finite.query,
+            finite.key,
+            finite.value,
             power=plan.power,
-            log_decay=log_decay,
+            log_decay=finite.log_decay,
             segment_ids=segment_ids,
-            state=state,
+            state=finite.state,
             window=plan.window,
             chunk=plan.chunk,
             return_state=plan.return_state,
             core=chunked.core,
             state_type=ChannelGatedState,
         )
+    out = nonfinite.restore(out, finite, segment_ids)
+    return out, None if final is None else nonfinite.restore_state(final, finite)
 
 
 def channel_gated_attention_step(
@@ -189,7 +200,7 @@ def channel_gated_attention_step(
     )
     sizes = arguments.check_attention(query, key, value, log_decay, segment_ids, step=True, per_channel=True)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    arguments.check_state(state, ChannelGatedState, dtype, power=power, **sizes)
+    arguments.check_state(state, ChannelGatedState, dtype, power=power, segment_ids=segment_ids, **sizes)
     return _step(
         power, query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids, state=state
     )

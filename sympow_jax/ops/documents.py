@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
 from sympow_jax.ops import _time_axis
-from sympow_jax.ops._shared import calls
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = [
     "NO_SEGMENT",
@@ -101,6 +101,9 @@ def positions(
     Padding repeats the place before it. `axis_name` is a manual mesh axis over which time is divided, in order: then
     `state` is what came before the first device's tokens, and the state returned is behind those of this one.
     """
+    segment_ids = arguments.to_array("segment_ids", segment_ids)
+    arguments.check_axes("segment_ids", segment_ids, "[B, T]")
+    arguments.check_segment_ids(segment_ids, (len(state.segment), segment_ids.shape[1]))
     return _positions(axis_name, segment_ids=segment_ids, state=state)
 
 

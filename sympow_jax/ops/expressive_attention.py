@@ -13,7 +13,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import _expressive_blocks, _time_axis, documents
 from sympow_jax.ops._power import decay as decays
 from sympow_jax.ops._power import xla as power_xla
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared import arguments, calls, nonfinite
 
 __all__ = ["expressive_attention"]
 
@@ -114,7 +114,13 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
     compute = (
         _reference if plan.implementation == "reference" else functools.partial(_blockwise, plan.block_size)
     )
-    attend = functools.partial(compute, plan.causal, plan.scale if scale is None else scale)
+    scale = plan.scale if scale is None else scale
+
+    def attend(query, key, value, log_decay, segment_ids):
+        finite = nonfinite.remove(query, key, value, log_decay, segment_ids, causal=plan.causal)
+        out = compute(plan.causal, scale, *finite[:4], segment_ids)
+        return nonfinite.restore(out, finite, segment_ids)
+
     with jax.named_scope(f"expressive_{plan.implementation}"):
         if plan.axis_name is None:
             return attend(query, key, value, log_decay, segment_ids)

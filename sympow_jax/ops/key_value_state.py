@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents
-from sympow_jax.ops._shared import calls
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["KeyValueState"]
 
@@ -63,6 +63,9 @@ class KeyValueState:
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple["KeyValueState", Bool[Array, "B T"]]:
         """The S + T positions that the new ones attend to, and which of the new ones miss keys."""
+        key, value, log_decay, segment_ids = arguments.to_arrays(
+            key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+        )
         return _appended(None, state=self, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids)
 
     def without_gaps(self) -> "KeyValueState":
@@ -86,11 +89,13 @@ def _appended(_, state, key, value, log_decay, segment_ids):
         segment_ids = jnp.zeros((batch, time), jnp.int32)
     starts, valid, last = documents.boundaries(segment_ids, state.segment)
     continues = valid & (jnp.cumsum(starts, axis=1) == 0)
-    old_and_new = {"key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
+    old_and_new = {"key": key, "value": value, "log_decay": log_decay}
     joined = {
         name: jnp.concatenate([getattr(state, name), new.astype(getattr(state, name).dtype)], axis=1)
         for name, new in old_and_new.items()
     }
+    # In the wider dtype of the two: ids that wrap could be equal.
+    joined["segment_ids"] = jnp.concatenate([state.segment_ids, segment_ids], axis=1)
     complete = state.complete | starts.any(axis=1)
     return KeyValueState(**joined, segment=last, complete=complete), continues & ~state.complete[:, None]
 

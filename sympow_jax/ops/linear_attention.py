@@ -17,7 +17,7 @@ from sympow_jax.ops import _linear_bidirectional, feature_maps
 from sympow_jax.ops._power import dispatch, xla
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared import arguments, calls, nonfinite
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -157,6 +157,9 @@ def linear_attention(
         query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
     )
     arguments.check_attention(query, key, value, log_decay, segment_ids)
+    # Before features are made of it: their gradients would be NaN.
+    if segment_ids is not None:
+        query, key = _without_padding(None, query=query, key=key, segment_ids=segment_ids)
     causal = arguments.check_flag("causal", causal)
     return_state = arguments.check_flag("return_state", return_state)
     if not causal:
@@ -305,6 +308,12 @@ def _mean(attend, kernel, query, key, value, turn, normaliser, state):
     weights, denominator = sums(query, key, value[..., :0], state=first[1], power=kernel.power)
     out = _divided((kernel.division, value.dtype), values, weights)
     return out, LinearState(numerator, denominator)
+
+
+@calls.op(calls.ATTENTION, lambda plan: ("B T N D", "B S K D"))
+def _without_padding(plan, query, key, segment_ids):
+    del plan
+    return tuple(nonfinite.without_padding(segment_ids, query, key))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import _time_axis, documents, fixed_point
 from sympow_jax.ops._power import target
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared import arguments, calls, nonfinite
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -116,6 +116,13 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
 
 def _attend_all(plan, scale, query, key, value, log_decay, segment_ids):
     """`softmax_attention` where one device has all of the time."""
+    finite = nonfinite.remove(query, key, value, log_decay, segment_ids, causal=plan.causal)
+    query, key, value, log_decay = finite[:4]
+    out = _attend_finite(plan, scale, query, key, value, log_decay, segment_ids)
+    return nonfinite.restore(out, finite, segment_ids)
+
+
+def _attend_finite(plan, scale, query, key, value, log_decay, segment_ids):
     causal, implementation, block_size = plan.causal, plan.implementation, plan.block_size
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     dtype, value_dim = value.dtype, value.shape[-1]

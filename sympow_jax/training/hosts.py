@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from pallas_kernels.check import verdict
+
 __all__ = [
     "TIMEOUT",
     "Launch",
@@ -135,6 +137,8 @@ def join(launch: Launch | None) -> None:
             f"process {jax.process_index()} has {jax.local_device_count()} of {jax.device_count()} devices of "
             f"{jax.process_count()} processes; each must have as many"
         )
+    # Kernels are used where every process has found them right, so that all compile the same program.
+    verdict.agree(jax.devices()[0].device_kind)
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ POWER = {
     "the state is a LinearState; make it with PowerState.zeros(1, 1, 4, 4, power=2, window=64)": {
         "initial_state": ops.LinearState.zeros(1, 1, 4, 4)
     },
-    "window is 64 and initial_state holds one of 3; pass window=3": {"initial_state": STATE},
+    "window is 64 and initial_state has 3; pass window=3": {"initial_state": STATE},
     "the state's kv has shape (1, 1, 10, 4); power 4 and these inputs need (1, 1, 35, 4)": {
         "initial_state": STATE,
         "power": 4,
@@ -148,6 +148,84 @@ def test_numpy_arguments_are_as_good_as_those_of_jax():
     )
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+LARGE_IDS = np.repeat(
+    np.array([[5, 5 + 2**32, 2**33]]), 8, axis=1
+)  # equal and padding, once wrapped to int32
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *(
+            functools.partial(ops.power_attention, implementation=implementation, form=form)
+            for implementation, form in (("xla", "attention"), ("xla", "chunked"), ("reference", "recurrent"))
+        ),
+        ops.linear_attention,
+        functools.partial(ops.linear_attention, causal=False),
+        ops.softmax_attention,
+        ops.expressive_attention,
+    ],
+)
+def test_traced_ids_of_64_bits_are_right_or_refused(call):
+    """Of arrays whose values are not known, in their own dtype; of others, `EVERY_OP`."""
+    small = np.repeat(np.array([[0, 1, 2]], np.int32), 8, axis=1)
+    with jax.enable_x64(True):
+        arrays = np.random.default_rng(0).normal(size=(3, 1, 24, 2, 4)).astype("float32")
+        actual = jax.jit(lambda ids: call(*arrays, segment_ids=ids))(LARGE_IDS)
+        np.testing.assert_array_equal(actual, jax.jit(lambda ids: call(*arrays, segment_ids=ids))(small))
+        raises_one_line("segment_ids holds 4294967301", call, *arrays, segment_ids=jnp.asarray(LARGE_IDS))
+
+
+def test_a_state_of_32_bits_refuses_ids_of_64():
+    token = jnp.ones((1, 1, 4))
+    with jax.enable_x64(True):
+        step = jax.jit(lambda ids: ops.power_attention_step(token, token, token, STATE, segment_ids=ids))
+        raises_one_line("segment_ids has dtype int64 and the state int32", step, np.zeros(1, np.int64))
+        kept = ops.KeyValueState.zeros(1, 2, 1, 4, 4)
+        joined = jax.jit(lambda ids: kept.append(X, X, None, ids)[0].segment_ids)(LARGE_IDS[:, 6:10])
+        assert joined.tolist() == [[-1, -1, 5, 5, 5 + 2**32, 5 + 2**32]]
+    raises_one_line("segment_ids holds 4294967301", kept.append, X, X, None, LARGE_IDS[:, 6:10])
+
+
+@pytest.mark.parametrize("return_state", [False, True])
+def test_a_window_beyond_all_tokens_costs_what_all_tokens_cost(return_state):
+    x = jax.ShapeDtypeStruct((1, 20, 2, 4), jnp.float32)
+
+    def loss(x, window):
+        out = ops.power_attention(x, x, x, window=window, form="chunked", return_state=return_state)
+        return sum(leaf.sum() for leaf in jax.tree.leaves(out) if leaf.dtype == jnp.float32)
+
+    def memory(window):
+        compiled = jax.jit(jax.grad(functools.partial(loss, window=window))).lower(x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    slots = 2 * (20_000 - 20) * 2 * (4 + 4 + 1) * 4 if return_state else 0
+    assert memory(20_000) <= memory(20) + 4 * slots + 1024
+
+
+def test_a_window_beyond_all_tokens_changes_nothing():
+    arrays = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 40, 2, 4)), jnp.float32)
+    segments = jnp.asarray(np.repeat([[0, 0, -1, 1]], 10, axis=1))
+    for options in ({}, {"segment_ids": segments}):
+        (far, far_state), (near, near_state) = (
+            ops.power_attention(
+                *arrays, window=window, form="chunked", chunk_size=8, return_state=True, **options
+            )
+            for window in (300, 40)
+        )
+        np.testing.assert_allclose(far, near, rtol=1e-6)
+        assert far_state.keys.shape == (1, 600, 2, 4)
+        np.testing.assert_array_equal(far_state.keys[:, :40], near_state.keys[:, :40])
+        # Both states go on to the same.
+        (a, _), (b, _) = (
+            ops.power_attention(
+                *arrays, window=state.window, form="chunked", initial_state=state, return_state=True
+            )
+            for state in (far_state, near_state)
+        )
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
 HEADS_FIRST = jnp.ones((2, 3, 50, 8))

@@ -243,7 +243,7 @@ def test_errors_name_the_numbers_and_the_remedy():
         call(x, implementation="mosaic_gpu")
     with pytest.raises(ValueError, match="key has 8 tokens and query 7; they must be equal"):
         ops.channel_gated_attention(x[:, 1:], x, x, x)
-    with pytest.raises(ValueError, match=r"initial_state holds one of 3; pass window=3"):
+    with pytest.raises(ValueError, match=r"initial_state has 3; pass window=3"):
         call(x, initial_state=state)
     with pytest.raises(
         ValueError, match=r"\(1, 2, 35, 4\); make it with ChannelGatedState.zeros\(1, 2, 4, 4, power=4"

@@ -49,6 +49,7 @@ class Kernel:
     serialised: bool  # the assembler gave up on asynchronous wgmma
     hgmma: int
     tma_loads: int
+    bulk_stores: int  # contiguous copies to global memory, cut off only where the whole array ends
     instructions: int
     loops: list[
         dict[str, int]
@@ -159,6 +160,7 @@ def _assemble(path: pathlib.Path) -> Kernel:
         serialised=bool(re.search("instructions are serialized|C75(10|11|12|15|20)", ptxas.stderr)),
         hgmma=sum(text.startswith("HGMMA") for _, text in code),
         tma_loads=sum(text.startswith("UTMALDG") for _, text in code),
+        bulk_stores=len(re.findall(r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", ptx)),
         instructions=len(code),
         loops=_loops(code, sass),
         short_dots=_short_dots(ptx),

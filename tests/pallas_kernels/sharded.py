@@ -5,6 +5,7 @@
 A process of its own, since LLVM may end it.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -51,14 +52,14 @@ def op(form: str, policy=None):
 
 
 def training(form: str):
-    """An update of one layer of the papers' model in its default settings, the batch divided over eight devices.
-
-    The context is one at which this form is the one that is chosen.
-    """
+    """An update of one layer of the papers' model by the kernels of a form, the batch divided over eight devices."""
     context, rows = {"attention": 4096, "chunked": 8192}[form], 8
+    attention = dataclasses.replace(
+        config.preset("conformal", power=2), form=form, implementation="mosaic_gpu"
+    )
     model = config.ModelConfig(
         **config.MODEL_SIZES["gpt2_124m"] | {"layers": 1, "vocab_size": 512},
-        attention=config.preset("conformal", power=2),
+        attention=attention,
     )
     data = config.DataConfig(context_length=context, batch_tokens=rows * context)
     settings = config.Config(model=model, data=data)

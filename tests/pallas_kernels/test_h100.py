@@ -1,10 +1,12 @@
 """Every kernel compiled for an H100, on a machine that needs none."""
 
 import collections
+import math
 import re
 
 import pytest
 
+from pallas_kernels.power_step import config as folding_config
 from tests.pallas_kernels import h100
 
 pytestmark = [pytest.mark.h100, h100.needs_packages]
@@ -34,6 +36,22 @@ def test_compiled(name, case):
         assert kernel.short_dots == 0, kernel
         assert kernel.tf32 == 0, kernel
         assert kernel.hgmma > 0 or name in WITHOUT_PRODUCTS, kernel
+        assert kernel.bulk_stores == bulk_stores_of(case), kernel
+
+
+def bulk_stores_of(case):
+    """The contiguous stores that a kernel may have: those of the fold, each of exactly the rows that a head has left.
+
+    Such a store is cut off where the whole array ends and not where its slice's axis does: past the last row of a head
+    it would write into the next.
+    """
+    fold = re.fullmatch(r"fold-p(\d+)-d(\d+)-.*", case)
+    if fold is None:
+        return 0
+    power, width = map(int, fold.groups())
+    ragged = math.comb(width + power - 1, power) % folding_config.FOLD_TILE != 0
+    # Of the state and of its normalizer: a whole tile, and what the last one has.
+    return 2 * (1 + ragged)
 
 
 @pytest.mark.parametrize("what", ["attention", "chunked", "training-attention", "training-chunked"])

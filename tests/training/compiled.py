@@ -48,7 +48,9 @@ class Case:
             model=config.ModelConfig(
                 **config.MODEL_SIZES[self.size],
                 remat=self.remat,
-                attention=config.preset("conformal", power=self.power),
+                attention=dataclasses.replace(
+                    config.preset("conformal", power=self.power), implementation="mosaic_gpu"
+                ),
             ),
             data=config.DataConfig(context_length=self.context, batch_tokens=self.tokens),
             sharding=config.ShardingConfig(**self.sharding),

@@ -192,6 +192,10 @@ class Attention(nnx.Module):
         `return_state` without a state where keys are kept, as they need a capacity: start from `init_state`;
         and for any state of attention that is not causal.
         """
+        if x.ndim != 3:
+            raise ValueError(
+                f"x has shape {x.shape}; it must be [B, T, M]; add the batch axis to one row with x[None]"
+            )
         if (return_state or state is not None) and not self.kernel.attention.causal:
             raise ValueError("attention that is not causal has no state; leave out state and return_state")
         if return_state and state is None:

@@ -13,7 +13,7 @@ from sympow_jax.ops._power import costs, reference, target, xla
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import state as power_state
 from sympow_jax.ops._power import step as xla_step
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared import arguments, calls, nonfinite
 
 __all__ = ["FORMS", "IMPLEMENTATIONS", "attend", "attend_step"]
 
@@ -56,7 +56,13 @@ def attend(
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     if initial_state is not None:
         arguments.check_state(
-            initial_state, power_state.PowerState, dtype, power=power, window=window, **sizes
+            initial_state,
+            power_state.PowerState,
+            dtype,
+            power=power,
+            window=window,
+            segment_ids=segment_ids,
+            **sizes,
         )
     kept_keys = key.shape[1] > query.shape[1]
     if kept_keys and (initial_state is not None or form not in (None, "attention")):
@@ -119,14 +125,27 @@ class Plan:
     calls.ATTENTION, lambda plan: ("B T N E", power_state.PowerState.layout() if plan.return_state else None)
 )
 def _attend(plan, query, key, value, log_decay, segment_ids, state):
-    compute = functools.partial(
+    leaf = functools.partial(
         _compute(plan),
         power=plan.power,
-        state=state,
         window=plan.window,
         chunk=plan.chunk,
         return_state=plan.return_state,
     )
+
+    def compute(query, key, value, *, log_decay, segment_ids):
+        finite = nonfinite.remove(query, key, value, log_decay, segment_ids, state=state)
+        out, final = leaf(
+            finite.query,
+            finite.key,
+            finite.value,
+            log_decay=finite.log_decay,
+            segment_ids=segment_ids,
+            state=finite.state,
+        )
+        out = nonfinite.restore(out, finite, segment_ids)
+        return out, None if final is None else nonfinite.restore_state(final, finite)
+
     # Profiles and compiled programs say by this what ran.
     with jax.named_scope(f"{plan.form}_{plan.implementation}"):
         if plan.axis_name is not None and plan.form == "attention":
@@ -134,7 +153,11 @@ def _attend(plan, query, key, value, log_decay, segment_ids, state):
                 compute, query, key, value, log_decay, segment_ids, plan.axis_name
             ), None
         if plan.axis_name is not None:
-            compute = functools.partial(compute, axis_name=plan.axis_name)
+            # A bad token may be on another device: its NaN go where sums take them.
+            arrays = nonfinite.without_padding(segment_ids, query, key, value, log_decay)
+            query, key, value, log_decay = arrays
+            options = {"log_decay": log_decay, "segment_ids": segment_ids}
+            return leaf(query, key, value, **options, state=None, axis_name=plan.axis_name)
         return compute(query, key, value, log_decay=log_decay, segment_ids=segment_ids)
 
 
@@ -168,7 +191,7 @@ def attend_step(
     )
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    arguments.check_state(state, power_state.PowerState, dtype, power=power, **sizes)
+    arguments.check_state(state, power_state.PowerState, dtype, power=power, segment_ids=segment_ids, **sizes)
     if implementation == "reference":
         raise NotImplementedError(
             "implementation 'reference' has no step; call the op with one token and implementation='reference'"
@@ -210,7 +233,10 @@ def _cheapest_form(implementation, query, value, time, sizes, *, stateless, **ne
     kernels = ()
     if implementation in (None, "mosaic_gpu"):
         forms = ("attention", "chunked")
-        kernels = tuple(form for form in forms if _kernels(None, "mosaic", query, value, form=form, **needs))
+        named = implementation is not None
+        kernels = tuple(
+            form for form in forms if _kernels(None, "mosaic", query, value, form=form, named=named, **needs)
+        )
     # With a state, the plain attention form computes with features too; named kernels leave no choice of their own.
     if len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):
         return kernels[0]
@@ -251,8 +277,11 @@ def _compute(plan):
     )
 
 
-def _kernels(implementation, module, *arrays, division, **needs):
-    """The module of that name if its kernels do it; else None, or NotImplementedError if they were asked for."""
+def _kernels(implementation, module, *arrays, division, named=False, **needs):
+    """The module of that name if its kernels do it; else None, or NotImplementedError if they were asked for.
+
+    Kernels that were not `named` have to have been found right on this kind of machine.
+    """
     if implementation == "xla":
         return None
     try:
@@ -265,6 +294,8 @@ def _kernels(implementation, module, *arrays, division, **needs):
         # Pallas takes a second to import: only where a kernel may run.
         kernels = importlib.import_module(f"sympow_jax.ops._power.{module}")
         kernels.require_supported(*arrays, **needs)
+        if not named and implementation is None and not target.trusts_kernels(kernels.family(**needs)):
+            return None
     except NotImplementedError:
         if implementation == "mosaic_gpu":
             raise

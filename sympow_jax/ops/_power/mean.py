@@ -63,7 +63,8 @@ def mean_vjp(out, denominator, dout, axis, division=Division.POSITIVE):
 
 
 def _some(denominator, division):
-    return denominator != 0 if division is Division.SIGNED else denominator > 0
+    # NaN is some weight: the mean is NaN, not zero.
+    return denominator != 0 if division is Division.SIGNED else ~(denominator <= 0)
 
 
 def _mean_fwd(numerator, denominator, axis, division):

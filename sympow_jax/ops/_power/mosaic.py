@@ -16,7 +16,7 @@ from sympow_jax.ops import _time_axis
 from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import shares, target, xla
 
-__all__ = ["attention", "chunked", "per_device", "require_supported"]
+__all__ = ["attention", "chunked", "family", "per_device", "require_supported"]
 
 # Mesh axes by the names in common use: those that divide heads; all others divide the batch.
 _HEAD_AXES = ("model", "tensor", "heads")
@@ -46,6 +46,13 @@ def require_supported(query, value, *, form, power, window, chunk_size, stateles
         raise NotImplementedError(
             f"implementation 'mosaic_gpu' has the forms 'attention' and 'chunked', not {form!r}"
         )
+
+
+def family(*, form, power, **_) -> str:
+    """The kernels that compute a form, as `pallas_kernels.check.verdict.FAMILIES` names them."""
+    if form == "attention":
+        return "power_attention"
+    return "power_state_quartic" if power == 4 else "power_state_square"
 
 
 def attention(query, key, value, *, power, log_decay, segment_ids, state, window, chunk, return_state):

@@ -15,7 +15,7 @@ from sympow_jax.ops._power import mean as means
 from sympow_jax.ops._power import mosaic, target
 from sympow_jax.ops._power import step as xla_step
 
-__all__ = ["require_supported", "step"]
+__all__ = ["family", "require_supported", "step"]
 
 # Features of keys that are made at once for a fold: they stay within the 50 MB of an H100's cache.
 _FEATURE_BYTES = 32 * 1024**2
@@ -34,6 +34,11 @@ def require_supported(query, state, *, power) -> None:
         power=power,
         dtype=state.kv.dtype,
     )
+
+
+def family(**_) -> str:
+    """The kernels of the step, as `pallas_kernels.check.verdict.FAMILIES` names them."""
+    return "power_step"
 
 
 def step(query, key, value, state, *, power, log_decay, segment_ids):

@@ -94,7 +94,9 @@ def chunked(
     first = {"kv": None, "norm": None} if state is None else {"kv": state.kv, "norm": state.norm}
     rows = Rows(**{"log_decay": None} | arrays | first)
 
-    settings = chunked_core.Settings(power, chunk, window, precision_of(key.dtype), division)
+    # No more keys than there are; `folds` alone says what enters the state. Over devices it is the length of a halo.
+    seen = window if axis_name is not None else min(window, rows.query.shape[1])
+    settings = chunked_core.Settings(power, chunk, seen, precision_of(key.dtype), division)
     out, kv, norm = (core or _core)(settings, rows, return_state, axis_name)
     if ragged:
         out = _permuted(out, back, order)

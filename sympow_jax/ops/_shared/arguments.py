@@ -28,6 +28,7 @@ __all__ = [
     "check_positions",
     "check_power",
     "check_same_length",
+    "check_segment_ids",
     "check_state",
     "to_array",
     "to_arrays",
@@ -70,8 +71,9 @@ def to_array(name: str, x) -> jax.Array:
     """
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ValueError(f"{name} is a {type(x).__name__}; it must be an array; pass jnp.asarray({name})")
-    if name == "segment_ids":
+    if name == "segment_ids" and x.dtype == np.int64 and not isinstance(x, jax.core.Tracer):
         _check_int32(name, x)
+        return jnp.asarray(x, jnp.int32)
     return jnp.asarray(x)
 
 
@@ -128,14 +130,7 @@ def check_attention(
             )
         _check_decay(log_decay, key.shape[:-1], value.shape, per_channel)
     if segment_ids is not None:
-        if segment_ids.shape != key.shape[:-2]:
-            raise ValueError(
-                f"segment_ids has shape {segment_ids.shape}; it must be {key.shape[:-2]}, one per token"
-            )
-        if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
-            raise ValueError(
-                f"segment_ids has dtype {segment_ids.dtype}; it must be int32, negative for padding"
-            )
+        check_segment_ids(segment_ids, key.shape[:-2])
     return {
         "batch": query.shape[0],
         "kv_heads": kv_heads,
@@ -189,8 +184,12 @@ def check_state(
     value_dim: int,
     power: int,
     window: int | None = None,
+    segment_ids=None,
 ) -> None:
-    """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window."""
+    """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window.
+
+    Segment ids, if given, must fit in the dtype of the state's.
+    """
     of_window = "" if window is None else f", window={window}"
     made = f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_window})"
     if not isinstance(state, kind):
@@ -208,7 +207,11 @@ def check_state(
         )
     if window is not None and state.window != window:
         raise ValueError(
-            f"window is {window} and initial_state holds one of {state.window}; pass window={state.window}"
+            f"window is {window} and initial_state has {state.window}; pass window={state.window}"
+        )
+    if segment_ids is not None and segment_ids.dtype.itemsize > state.segment.dtype.itemsize:
+        raise ValueError(
+            f"segment_ids has dtype {segment_ids.dtype} and the state {state.segment.dtype}; convert them with astype"
         )
 
 
@@ -249,6 +252,14 @@ def check_linear_state(
         raise ValueError(
             f"the state's kv has shape {state.numerator.kv.shape}; these inputs need {expected}; {made}"
         )
+
+
+def check_segment_ids(segment_ids, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless segment ids are signed integers of this shape."""
+    if segment_ids.shape != shape:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be {shape}, one per token")
+    if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
+        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be int32, negative for padding")
 
 
 def check_same_length(query, key) -> None:
@@ -333,9 +344,7 @@ def check_positions(name: str, positions, axes: str | None = None) -> None:
 
 
 def _check_int32(name: str, x) -> None:
-    """Raises ValueError for concrete integers that int32 does not hold: converted, they would wrap and be equal."""
-    if x.dtype.itemsize <= 4 or not jnp.issubdtype(x.dtype, jnp.integer) or isinstance(x, jax.core.Tracer):
-        return
+    """Raises ValueError for integers that int32 does not hold: converted, they would wrap and could be equal."""
     values = np.asarray(x)
     outside = values[(values < _INT32.min) | (values > _INT32.max)]
     if outside.size:

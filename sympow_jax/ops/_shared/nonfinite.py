@@ -1,0 +1,148 @@
+"""Keeps a NaN or an infinity to the tokens that may attend to it.
+
+Sums over keys hide what a query must not see behind a weight of zero, and zero times NaN is NaN: one bad key would
+reach every token whose block it shares. Ops therefore compute with finite keys and values. Afterwards they set to NaN
+the outputs and the states that a bad token reaches. Padding reaches nothing, whatever it holds.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax.array_types import Array, Bool, Float, Int
+from sympow_jax.ops import documents
+
+__all__ = ["Finite", "remove", "restore", "restore_state", "without_padding"]
+
+
+class Finite(NamedTuple):
+    """Arguments without NaN in keys, values and decays, and what the NaN reach.
+
+    reached: outputs that may see one, by key head.
+    """
+
+    query: Float[Array, "B T N D"]
+    key: Float[Array, "B S K D"]
+    value: Float[Array, "B S K E"]
+    log_decay: Float[Array, "B S K *channels"] | None
+    state: Any
+    reached: Bool[Array, "B S K"]
+
+
+def without_padding(segment_ids: Int[Array, "B S"] | None, *arrays: Array | None) -> list[Any]:
+    """Returns arrays [B, S, ...] or of the last tokens [B, T, ...] with zeros at padding; its gradients are zero."""
+    if segment_ids is None:
+        return list(arrays)
+    valid = segment_ids >= 0
+
+    def masked(x):
+        return jnp.where(_with_rank(valid[:, valid.shape[1] - x.shape[1] :], x.ndim), x, 0)
+
+    return [None if x is None else masked(x) for x in arrays]
+
+
+def remove(
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B S K D"],
+    value: Float[Array, "B S K E"],
+    log_decay: Float[Array, "B S K *channels"] | None,
+    segment_ids: Int[Array, "B S"] | None,
+    *,
+    state: Any = None,
+    causal: bool = True,
+) -> Finite:
+    """Returns the arguments with zeros in place of padding and of tokens that are not finite.
+
+    Args:
+        query: padding becomes zero; others stay as they are, since a query reaches its own output alone.
+        key: a token counts as bad for its head if any of its key, value or decay is NaN or infinite.
+        value: as key.
+        log_decay: minus infinity is a decay like any other.
+        segment_ids: as in the ops.
+        state: a `PowerState` or `ChannelGatedState` that precedes the tokens, or None.
+        causal: a bad token reaches itself and later tokens of its document; otherwise, all of its document.
+    """
+    query, key, value, log_decay = without_padding(segment_ids, query, key, value, log_decay)
+    bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
+    if log_decay is not None:
+        bad_decay = ~(log_decay < jnp.inf)
+        bad |= bad_decay if bad_decay.ndim == bad.ndim else bad_decay.any(-1)
+    document = _documents(segment_ids, state, bad.shape[:2])[..., None]
+    # Documents are numbered in order, so the newest one with a bad token is the largest so far.
+    reached = jax.lax.cummax(jnp.where(bad, document, -1), axis=1) == document
+    if not causal:
+        beyond = jnp.iinfo(document.dtype).max
+        reached |= jax.lax.cummin(jnp.where(bad, document, beyond), axis=1, reverse=True) == document
+    key, value = (jnp.where(_with_rank(bad, x.ndim), 0, x) for x in (key, value))
+    if log_decay is not None:
+        log_decay = jnp.where(_with_rank(bad, log_decay.ndim), 0, log_decay)
+    if state is not None:
+        bad_state = _is_bad(state)
+        reached |= bad_state[:, None] & (document == 0)
+        state = _where_head(bad_state, 0, state)
+    return Finite(query, key, value, log_decay, state, reached)
+
+
+def restore(
+    out: Float[Array, "B T N L"], finite: Finite, segment_ids: Int[Array, "B S"] | None
+) -> Float[Array, "B T N L"]:
+    """Returns the output with NaN where a bad token is seen. A factor, so that gradients are NaN there as well."""
+    time, heads = out.shape[1:3]
+    before = finite.reached.shape[1] - time
+    reached = jnp.repeat(finite.reached[:, before:], heads // finite.reached.shape[2], axis=2)
+    reached |= ~jnp.isfinite(finite.query).all(-1)
+    if segment_ids is not None:
+        reached &= (segment_ids >= 0)[:, before:, None]
+    return out * jnp.where(reached, jnp.nan, 1).astype(out.dtype)[..., None]
+
+
+def restore_state(state: Any, finite: Finite) -> Any:
+    """Returns the state after the tokens, its folded sums NaN if it holds a bad token of its document."""
+    last = finite.reached[:, -1]
+    folded = {name: jnp.where(_with_rank(last, x.ndim), jnp.nan, x) for name, x in _folded(state).items()}
+    return dataclasses.replace(state, **folded)
+
+
+def _documents(segment_ids, state, shape) -> Int[Array, "B S"]:
+    """Numbers documents in order; 0 is the one that the state belongs to."""
+    if segment_ids is None:
+        return jnp.zeros(shape, jnp.int32)
+    nothing = jnp.full_like(segment_ids[:, 0], documents.NO_SEGMENT)
+    starts, _, _ = documents.boundaries(segment_ids, nothing if state is None else state.segment)
+    return jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+
+
+def _is_bad(state) -> Bool[Array, "B K"]:
+    """Finds NaN of a state without reading all of it.
+
+    A bad key makes some normalizer NaN, and a bad value its whole column of kv.
+    """
+    folded, slots = _folded(state), (state.keys, state.values, state.log_decays)
+    norm = folded["norm"]
+    bad = ~jnp.isfinite(norm.reshape(*norm.shape[:2], -1)).all(-1)
+    bad |= ~jnp.isfinite(folded["kv"][:, :, :1]).all((2, 3))
+    for x in slots:
+        known = x > -jnp.inf if x is state.log_decays else True
+        bad |= ~(jnp.isfinite(x) & known).all(tuple(axis for axis in range(x.ndim) if axis not in (0, 2)))
+    return bad
+
+
+def _folded(state) -> dict[str, Array]:
+    return {"kv": state.kv, "norm": state.norm}
+
+
+def _where_head(rows: Bool[Array, "B K"], new, state):
+    """The state with new numbers in all arrays of the chosen heads."""
+    by_head = {name: jnp.where(_with_rank(rows, x.ndim), new, x) for name, x in _folded(state).items()}
+    slots = {
+        name: jnp.where(_with_rank(rows[:, None], x.ndim), new, x)
+        for name, x in (("keys", state.keys), ("values", state.values), ("log_decays", state.log_decays))
+    }
+    return dataclasses.replace(state, **by_head, **slots)
+
+
+def _with_rank(x, rank: int):
+    """Adds axes of size 1 after the last."""
+    return x.reshape(x.shape + (1,) * (rank - x.ndim))

@@ -1,0 +1,232 @@
+"""A NaN or an infinity stays with the tokens that may attend to it; padding may hold anything."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import ops
+
+TIME, DOCUMENT, BAD = 48, 12, 17
+SEGMENTS = np.repeat(np.arange(TIME // DOCUMENT, dtype=np.int32), DOCUMENT)[None].repeat(2, 0)
+POWER = {
+    f"power {implementation} {form}": functools.partial(
+        ops.power_attention, implementation=implementation, form=form, window=4, chunk_size=8
+    )
+    for implementation, form in (
+        ("reference", "attention"),
+        ("reference", "recurrent"),
+        ("xla", "attention"),
+        ("xla", "chunked"),
+        ("xla", "recurrent"),
+    )
+}
+OTHERS = {
+    "linear": functools.partial(ops.linear_attention, form="chunked", window=4, chunk_size=8),
+    "linear, turned": functools.partial(ops.linear_attention, turn=lambda x: x, window=4, chunk_size=8),
+    "channels": lambda *x, log_decay, **options: ops.channel_gated_attention(
+        *x, jnp.broadcast_to(log_decay[..., None], x[2].shape), window=4, chunk_size=8, **options
+    ),
+    "softmax": functools.partial(ops.softmax_attention, block_size=8),
+    "expressive": functools.partial(ops.expressive_attention, block_size=8),
+    "expressive reference": functools.partial(ops.expressive_attention, implementation="reference"),
+}
+
+
+def _without_decay(op):
+    return lambda *x, log_decay, **options: op(*x, causal=False, **options)
+
+
+BIDIRECTIONAL = {
+    "linear, bidirectional": _without_decay(functools.partial(ops.linear_attention, chunk_size=8)),
+    "softmax, bidirectional": _without_decay(OTHERS["softmax"]),
+    "expressive, bidirectional": _without_decay(OTHERS["expressive"]),
+}
+EVERY = POWER | OTHERS | BIDIRECTIONAL
+
+
+def drawn() -> dict[str, jax.Array]:
+    random = np.random.default_rng(0)
+
+    def normal(heads, width):
+        return jnp.asarray(random.normal(size=(2, TIME, heads, width)), jnp.float32)
+
+    return {
+        "query": normal(4, 4),
+        "key": normal(2, 4),
+        "value": normal(2, 3),
+        "log_decay": -0.1 * jnp.abs(normal(2, 1)[..., 0]),
+    }
+
+
+@functools.cache
+def run(name, packed):
+    @jax.jit
+    def call(arrays):
+        options = {"segment_ids": jnp.asarray(SEGMENTS)} if packed else {}
+        return EVERY[name](
+            arrays["query"], arrays["key"], arrays["value"], log_decay=arrays["log_decay"], **options
+        )
+
+    return call
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_not_finite_reaches_what_may_see_it(name, packed):
+    arrays = drawn()
+    clean = np.asarray(run(name, packed)(arrays))
+    end = -(-BAD // DOCUMENT) * DOCUMENT if packed else TIME
+    begin = BAD if name not in BIDIRECTIONAL else end - DOCUMENT if packed else 0
+    for array in ("query", "key", "value", "log_decay"):
+        if array == "log_decay" and name in BIDIRECTIONAL:
+            continue
+        for number in (np.nan, np.inf):
+            if (array, number) == ("log_decay", np.inf) and "softmax" in name:
+                continue  # counts as no decay
+            bad = arrays | {array: arrays[array].at[0, BAD, 1].set(number)}
+            out = np.asarray(run(name, packed)(bad))
+            heads = slice(1, 2) if array == "query" else slice(2, 4)
+            seen = np.zeros((2, TIME, 4), bool)
+            seen[0, slice(BAD, BAD + 1) if array == "query" else slice(begin, end), heads] = True
+            assert np.isnan(out[seen]).all(), (array, number)
+            np.testing.assert_allclose(out[~seen], clean[~seen], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_padding_may_hold_anything(name):
+    """Outputs and gradients are those of padding that holds zeros, to the bit."""
+    segments = SEGMENTS.copy()
+    padding = np.zeros((2, TIME), bool)
+    padding[0, BAD : BAD + 9] = padding[1, 30:] = padding[1, 0] = True
+    segments[padding] = -1
+
+    @jax.jit
+    def outputs_and_gradients(arrays):
+        def loss(arrays):
+            out = EVERY[name](
+                *(arrays[x] for x in ("query", "key", "value")),
+                log_decay=arrays["log_decay"],
+                segment_ids=jnp.asarray(segments),
+            )
+            return (out * jnp.arange(out.shape[1])[:, None, None]).sum(), out
+
+        return jax.grad(loss, has_aux=True)(arrays)
+
+    def padded(number):
+        return {
+            k: jnp.where(padding.reshape(padding.shape + (1,) * (x.ndim - 2)), number, x)
+            for k, x in drawn().items()
+        }
+
+    expected = outputs_and_gradients(padded(0))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
+    assert (np.asarray(expected[1])[padding] == 0).all()
+    for number in (np.nan, np.inf):
+        jax.tree.map(np.testing.assert_array_equal, outputs_and_gradients(padded(number)), expected)
+
+
+RECURRENT = {
+    "power attention": functools.partial(ops.power_attention, form="attention", window=4),
+    "power chunked": functools.partial(ops.power_attention, form="chunked", window=4, chunk_size=8),
+    "linear": functools.partial(ops.linear_attention, window=4, chunk_size=8),
+    "channels": OTHERS["channels"],
+}
+
+
+@pytest.mark.parametrize("array", ["key", "value"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_state_keeps_it_until_its_document_ends(name, array):
+    arrays, segments = drawn(), jnp.asarray(SEGMENTS)
+    bad = arrays | {array: arrays[array].at[0, BAD, 1, 2].set(np.nan)}
+    call = jax.jit(functools.partial(RECURRENT[name], return_state=True))
+
+    def part(arrays, begin, end, state=None):
+        cut = {k: x[:, begin:end] for k, x in arrays.items()}
+        out, state = call(
+            *(cut[k] for k in ("query", "key", "value")),
+            log_decay=cut["log_decay"],
+            segment_ids=segments[:, begin:end],
+            **({} if state is None else {"initial_state": state}),
+        )
+        return np.asarray(out), state
+
+    clean, _ = part(arrays, 0, TIME)
+    whole, last = part(bad, 0, TIME)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(last))
+    for cut in (BAD + 1, BAD + 5):
+        first, state = part(bad, 0, cut)
+        rest, _ = part(bad, cut, TIME, state)
+        np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-5, atol=1e-6)
+    nan = np.isnan(whole)
+    assert nan[0, BAD:24, 2:].all()
+    assert nan.sum() == nan[0, BAD:24, 2:].size
+    np.testing.assert_allclose(whole[~nan], clean[~nan], rtol=1e-5, atol=1e-6)
+
+
+STEPS = {
+    "power": (ops.power_attention_step, ops.PowerState.zeros(2, 2, 4, 3, power=2, window=4)),
+    "linear": (ops.linear_attention_step, ops.LinearState.zeros(2, 2, 4, 3, window=4)),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_give_nan_until_the_document_ends(name):
+    arrays = drawn()
+    arrays["key"] = arrays["key"].at[0, BAD, 1, 2].set(np.nan)
+    step, state = STEPS[name]
+
+    def advance(state, token):
+        arrays, segments = token
+        out, state = step(
+            *(arrays[k] for k in ("query", "key", "value")),
+            state,
+            log_decay=arrays["log_decay"],
+            segment_ids=segments,
+        )
+        return state, out
+
+    by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (arrays, jnp.asarray(SEGMENTS)))
+    _, out = jax.jit(lambda: jax.lax.scan(advance, state, by_time))()
+    nan = np.isnan(np.moveaxis(np.asarray(out), 0, 1))
+    assert nan[0, BAD:24, 2:].all()
+    assert nan.sum() == nan[0, BAD:24, 2:].size
+
+
+def test_more_keys_than_queries():
+    arrays = drawn()
+    arrays["key"] = arrays["key"].at[0, BAD, 1].set(np.nan)
+    for name in ("power xla attention", "softmax", "expressive", "expressive reference"):
+        out = EVERY[name](
+            arrays["query"][:, -40:], *(arrays[k] for k in ("key", "value")), log_decay=arrays["log_decay"]
+        )
+        nan = np.isnan(out)
+        assert nan[0, BAD - 8 :, 2:].all()
+        assert nan.sum() == nan[0, BAD - 8 :, 2:].size
+
+
+def test_minus_infinity_is_a_decay():
+    arrays = drawn()
+    decay = arrays["log_decay"].at[0, BAD].set(-np.inf)
+    for name in ("power xla attention", "power xla chunked", "power reference recurrent"):
+        forgets = run(name, False)(arrays | {"log_decay": decay})
+        starts = run(name, False)(arrays | {"log_decay": arrays["log_decay"].at[0, BAD].set(-1e4)})
+        np.testing.assert_allclose(forgets, starts, rtol=1e-5)
+
+
+def test_a_state_that_is_not_finite_is_left_alone_by_other_rows():
+    state = ops.PowerState.zeros(2, 2, 4, 3, power=2, window=4)
+    state = dataclasses.replace(state, kv=state.kv.at[0, 1].set(np.nan), segment=state.segment.at[:].set(0))
+    arrays = drawn()
+    out = ops.power_attention(
+        *(arrays[k] for k in ("query", "key", "value")),
+        segment_ids=jnp.asarray(SEGMENTS),
+        initial_state=state,
+        window=4,
+    )
+    nan = np.isnan(out)
+    assert nan[0, :DOCUMENT, 2:].all()
+    assert nan.sum() == nan[0, :DOCUMENT, 2:].size
