@@ -74,7 +74,8 @@ def to_array(name: str, x) -> jax.Array:
     if name == "segment_ids" and x.dtype == np.int64 and not isinstance(x, jax.core.Tracer):
         _check_int32(name, x)
         return jnp.asarray(x, jnp.int32)
-    return jnp.asarray(x)
+    # asarray takes as long as all checks together.
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def check_attention(
