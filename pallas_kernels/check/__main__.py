@@ -1,11 +1,11 @@
 """Checks every kernel on the GPU of this machine, each case in a process of its own.
 
-    python -m pallas_kernels.check [--brief] [--only TEXT ...] [--jobs N] [--out FILE]
+    python -m pallas_kernels.check [--brief] [--only TEXT]... [--jobs N] [--out FILE]
 
 Small shapes come first, beginning with a copy that tells a broken toolchain apart. Shapes of real models follow; they
-are timed. A case is right if its results are as close to plain JAX in float32 as their rounding allows and three runs
-on the same arrays are equal to the bit. The verdict is kept in the user's cache directory: `implementation=None` uses
-the kernels of a family only after all its cases were right here. Exits with status 0 if all were.
+are timed. A case is right if its results match plain float32 JAX within their rounding error. Three runs on the same
+arrays must also agree bit for bit. The verdict is kept in the user's cache directory: `implementation=None` uses the
+kernels of a family only after all its cases that ran were right. Exits with status 0 if every case was right.
 """
 
 import argparse
@@ -24,7 +24,12 @@ CASE_SECONDS = 75.0
 # Small cases run side by side, since most of their time is compilation. Real ones are timed, one by one.
 SMALL_JOBS = 4
 BRIEF_SECONDS = 450.0
-_DEVICE = "import jax; device = jax.devices()[0]; print(device.platform, device.device_kind, sep='|')"
+# Prints the kind of the first device and, of a GPU, its compute capability.
+_DEVICE = """
+import jax
+device = jax.devices()[0]
+print(device.device_kind, getattr(device, "compute_capability", "") if device.platform == "gpu" else "", sep="|")
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--brief", action="store_true", help="end within 8 minutes, with fewer real shapes")
     parser.add_argument(
-        "--only", action="append", help="only cases whose name contains this; gives no verdict"
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="run only cases whose name contains TEXT; repeat to require several texts; stores no verdict",
     )
     parser.add_argument(
         "--jobs", type=int, default=min(SMALL_JOBS, os.cpu_count() or 1), help="small cases at once"
@@ -44,10 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, help="write the outcomes as JSON to this file too")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
-    if (device_kind := _gpu()) is None:
-        print("pallas_kernels.check needs an NVIDIA GPU that JAX sees; there is none here", file=sys.stderr)
+    device_kind, problem = _gpu()
+    if problem:
+        print(f"pallas_kernels.check needs an NVIDIA Hopper GPU that JAX sees; {problem}", file=sys.stderr)
         return 1
-    # Only here: the cases import Pallas, which a machine without a GPU need not do to be told so.
+    # Imported late, since the cases import Pallas.
     from pallas_kernels.check import cases
 
     chosen = [
@@ -64,43 +73,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for outcome in supervisor.run_all(names, command, seconds=CASE_SECONDS, deadline=deadline, jobs=jobs):
             outcomes.append(outcome)
             print(outcome.line(), flush=True)
-    family_of = {case.name: case.family for case in chosen}
-    families = _families(outcomes, family_of)
-    content = {"families": families, "cases": [vars(outcome) for outcome in outcomes]}
+    details = {"brief": options.brief, "cases": [vars(outcome) for outcome in outcomes]}
     if options.out:
-        options.out.write_text(json.dumps(verdict.machine(device_kind) | content, indent=1) + "\n")
-    for family, right in families.items():
-        print(f"{family}: {'right' if right else 'not trusted'}")
+        options.out.write_text(json.dumps(verdict.machine(device_kind) | details, indent=1) + "\n")
     if not options.only:
-        print(f"the verdict is in {verdict.store(device_kind, families, {'cases': content['cases']})}")
+        families = _families(outcomes, {case.name: case.family for case in chosen})
+        for family in verdict.FAMILIES:
+            print(f"{family}: {_WORDS[families.get(family)]}")
+        print(f"the verdict is in {verdict.store(device_kind, families, details)}")
     return 0 if all(outcome.status is supervisor.Status.OK for outcome in outcomes) and outcomes else 1
 
 
+_WORDS = {True: "right", False: "not to be trusted", None: "not decided, its cases did not all run"}
+
+
 def _families(outcomes, family_of) -> dict[str, bool]:
-    """Whether each family of kernels can be trusted: the toolchain works and all its cases were right."""
+    """Whether each family of kernels can be trusted; without those whose cases were right but did not all run."""
 
     def right(family):
-        found = [outcome.status for outcome in outcomes if family_of[outcome.case] == family]
-        return bool(found) and all(status is supervisor.Status.OK for status in found)
+        found = {outcome.status for outcome in outcomes if family_of[outcome.case] == family}
+        if found <= {supervisor.Status.OK, supervisor.Status.SKIPPED}:
+            return None if supervisor.Status.SKIPPED in found or not found else True
+        return False
 
-    return {family: right("toolchain") and right(family) for family in verdict.FAMILIES}
+    toolchain = right("toolchain")
+    verdicts = {family: right(family) if toolchain else toolchain for family in verdict.FAMILIES}
+    return {family: found for family, found in verdicts.items() if found is not None}
 
 
 def _command(case: str, options: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "pallas_kernels.check.case_process", case, *options]
 
 
-def _gpu() -> str | None:
-    """Kind of the first GPU, asked of another process so that this one holds no memory of it."""
+def _gpu() -> tuple[str, str]:
+    """Kind of the first GPU and, if it cannot be used, why. Another process looks, so that this one holds no memory."""
     done = subprocess.run(
         [sys.executable, "-c", _DEVICE],
         capture_output=True,
         text=True,
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )
-    platform, _, kind = done.stdout.strip().rpartition("\n")[2].partition("|")
-    return kind if platform == "gpu" else None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return "", f"JAX could not look: {(done.stderr.strip().splitlines() or ['no message'])[-1][:300]}"
+    kind, capability = lines[-1].split("|")
+    if not capability:
+        return "", "there is none here"
+    if not capability.startswith("9."):
+        return "", f"{kind} has compute capability {capability}, not 9.x"
+    return kind, ""
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("stopped; nothing was stored")

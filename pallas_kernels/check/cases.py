@@ -16,7 +16,7 @@ from pallas_kernels.check import formula
 __all__ = ["CASES", "Case", "Prepared", "prepare"]
 
 WINDOW = 64
-# Queries whose results are compared, and features of a state.
+# At most this many queries and features of a state are compared.
 ROWS, FEATURES = 192, 192
 # Relative RMS errors. Outputs and gradients are rounded to bfloat16, whose unit is 2^-8; operands made from them are
 # rounded to 11 bits, states to float16. What is float32 throughout errs by the length of its sums.
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def brief(self) -> bool:
-        """Whether `--brief` keeps the case, of real shapes: those that run several kernels at once."""
+        """Whether `--brief` runs the case: all small ones, and of real shapes few kernels with D below 128."""
         return not self.real or (self.kernel in _BRIEF and self.head_dim < 128)
 
     @property
@@ -69,8 +69,12 @@ class Case:
 class Prepared(NamedTuple):
     """A case that is ready to run.
 
-    call: maps arrays to results by name; to be jitted. arrays: its argument. compare: maps results to what is compared
-    with `expected`; None compares results. bounds: largest relative RMS error of each.
+    Attributes:
+        call: maps arrays to results by name; to be jitted.
+        arrays: its argument.
+        compare: maps results to what is compared with `expected`.
+        expected: results of plain JAX, by name.
+        bounds: largest relative RMS error of each.
     """
 
     call: Callable[[dict], dict]
@@ -103,7 +107,7 @@ class _Sequence(NamedTuple):
 
     @classmethod
     def of(cls, case: Case) -> "_Sequence":
-        """Random arrays; heads remember from 50 to 20,000 tokens."""
+        """Draws random arrays. Head by head, the memory grows from 50 to 20,000 tokens."""
         random = np.random.default_rng(0)
         lead = case.batch, case.time
 
@@ -118,7 +122,9 @@ class _Sequence(NamedTuple):
             positions = np.sort(np.concatenate([middle, [0, case.time - 1]]))
         dout = np.zeros((*lead, heads, case.width), np.float32)
         dout[:, positions] = random.standard_normal((case.batch, len(positions), heads, case.width))
-        forgotten = np.exp(random.uniform(np.log(5e-5), np.log(2e-2), (*lead, case.kv_heads)))
+        # Each head has a rate of its own, or none would remember what lies many chunks before.
+        rate = np.geomspace(2e-2, 5e-5, case.kv_heads)
+        forgotten = rate * random.uniform(0.5, 1.5, (*lead, case.kv_heads))
         starts = np.zeros(lead, np.int32)
         if case.documents:
             # Boundaries next to the edges of blocks, and inside them, in different places in each row.
@@ -160,11 +166,9 @@ class _Sequence(NamedTuple):
         found["log_decay"] = jnp.where(starts[..., None], 0, found["log_decay"])
         return found
 
-    def mean_only(self, results: dict) -> dict:
-        return {
-            name: x[:, self.positions] if name in ("mean", "denominator") else x
-            for name, x in results.items()
-        }
+    def compared_rows(self, results: dict) -> dict:
+        """Results at `positions`."""
+        return {name: x[:, self.positions] for name, x in results.items()}
 
 
 def _copy(case, interpret):
@@ -208,7 +212,7 @@ def _attention_forward(case, interpret):
         return {"mean": mean, "denominator": jnp.ldexp(denominator, exponent)}
 
     bounds = {"mean": OUTPUT, "denominator": FLOAT16}
-    return Prepared(call, _attention_arrays(drawn), drawn.mean_only, rows._asdict(), bounds)
+    return Prepared(call, _attention_arrays(drawn), drawn.compared_rows, rows._asdict(), bounds)
 
 
 def _attention_arrays(drawn):
@@ -232,7 +236,7 @@ def _attention_gradients(names, case, interpret):
             **fixed,
         )
         found = dict(zip(("query", "key", "value", "log_decay"), results))
-        # What is not returned is not computed, so that a kernel can be run without the others.
+        # Only the named gradients are returned, so that XLA drops the kernels of the others.
         return {name: found[name] for name in names}
 
     return Prepared(call, _attention_arrays(drawn), dict, expected, dict.fromkeys(names, GRADIENT))
@@ -289,11 +293,12 @@ def _state_query(case, interpret):
         (out, denominator, _), _ = power_state.power_state_fwd(
             *_of_state(arrays, "query"), **options, interpret=interpret
         )
+        # The kernel divides each query by a power of two, which denominators do not undo.
         largest = jnp.abs(arrays["query"].astype(jnp.float32)).max(-1)
         return {"mean": out, "denominator": jnp.ldexp(denominator, case.power * jnp.frexp(largest)[1])}
 
     bounds = {"mean": OUTPUT, "denominator": FLOAT16}
-    return Prepared(call, arrays, drawn.mean_only, rows._asdict(), bounds)
+    return Prepared(call, arrays, drawn.compared_rows, rows._asdict(), bounds)
 
 
 def _state_results(arrays, options, interpret):
@@ -400,10 +405,9 @@ def _step_fold(case, interpret):
     def normal(*sizes):
         return jnp.asarray(random.standard_normal(sizes, np.float32))
 
-    # The last row is left out, so that writes outside the chosen rows show.
-    rows = np.arange(batch, dtype=np.int32)[::-1].copy()
+    # One row is left out, so that writes outside the chosen rows show.
+    rows = np.roll(np.arange(batch, dtype=np.int32)[::-1], -1)
     chosen = max(batch - 1, 1)
-    rows = np.concatenate([rows[1:], rows[:1]]) if batch > 1 else rows
     arrays = {
         "kv": normal(batch, kv_heads, count, width),
         "norm": normal(batch, kv_heads, count),

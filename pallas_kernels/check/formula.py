@@ -1,7 +1,7 @@
 """Power attention in plain JAX and float32, for the rows that a check looks at.
 
-Written from the formula alone and sharing nothing with the kernels: query i attends to keys j <= i of its document with
-the weight exp(G_i - G_j) (q_i . k_j)^p, where G is the running sum of log_decay.
+This code shares nothing with the kernels. Query i attends to keys j <= i of its document with the weight
+w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G is the running sum of log_decay; its output is sum_j w_ij v_j / sum_j w_ij.
 """
 
 import itertools
@@ -18,7 +18,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 class Decays(NamedTuple):
-    """Running sums G of log_decay in two floats, so that differences are right to rounding. Each [B, T, K]."""
+    """Running sums G of log_decay as high + low, each [B, T, K], so that differences keep float32 accuracy."""
 
     high: jax.Array
     low: jax.Array
@@ -68,7 +68,7 @@ def attend(query, key, value, decays: Decays, documents, positions, *, power: in
 def gradients(
     query, key, value, decays, documents, positions, cotangent, *, power: int
 ) -> dict[str, jax.Array]:
-    """Gradients of sum(mean * cotangent) over the rows at `positions`, with respect to every argument.
+    """Gradients of sum(mean * cotangent) over the rows at `positions`: query, key, value and log_decay.
 
     Args:
         query: as `key`, `value`, `decays`, `documents` and `positions` an argument of `attend`.
@@ -81,7 +81,7 @@ def gradients(
         power: p.
 
     Returns:
-        float32 gradients by name; that of `log_decay` is the sum of the gradient of G from each token on.
+        float32 gradients by name. That of `log_decay` is a reverse running sum of the gradient of G.
     """
 
     def loss(query, key, value, high):
@@ -122,7 +122,8 @@ def state(key, value, log_decay, documents, included, sample) -> dict[str, jax.A
         key: [B, T, K, D].
         value: [B, T, K, E].
         log_decay: [B, T, K].
-        documents: int32 [B, T]; only the document of the last included token is in the state.
+        documents: int32 [B, T], not decreasing along a row; only the document of the last included token is in the
+            state.
         included: bool [B, T]; other tokens are not in the state and do not decay it.
         sample: result of `monomials`.
     """
@@ -139,7 +140,7 @@ def state(key, value, log_decay, documents, included, sample) -> dict[str, jax.A
 def state_gradient(
     query, rows: Rows, decays, documents, positions, cotangent, sample
 ) -> dict[str, jax.Array]:
-    """Computes a sample of the gradient with respect to a state before the first token, at zero.
+    """Computes sampled gradients of sum(mean * cotangent) with respect to the initial state, where that is zero.
 
     Args:
         query: [B, T, N, D].

@@ -13,14 +13,19 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-__all__ = ["Outcome", "Status", "run", "run_all"]
+__all__ = ["RESULT", "Outcome", "Status", "run", "run_all"]
 
 RESULT = "check-result "
 DEBUGGER_SECONDS = 20.0
-_OVER = "not run to its end: the time was over"
-# Characters of stderr that an outcome keeps.
-_STDERR = 1500
+_OUT_OF_TIME = "not finished: the check ran out of time"
+# Characters of what a process or the debugger printed that an outcome keeps.
+_KEPT_CHARACTERS = 1500
+
+
+# Processes of cases that are under way.
+_running: set[subprocess.Popen] = set()
 
 
 class Status(enum.StrEnum):
@@ -90,46 +95,61 @@ def run_all(
     def one(case: str) -> Outcome:
         left = deadline - time.monotonic()
         if left <= 0:
-            return Outcome(case=case, status=Status.SKIPPED, detail=_OVER)
+            return Outcome(case=case, status=Status.SKIPPED, detail=_OUT_OF_TIME)
         outcome = run(case, command(case), seconds=min(seconds, left))
         if outcome.status is Status.HANG and left < seconds:
             # It was given less time than a case may take.
-            return dataclasses.replace(outcome, status=Status.SKIPPED, detail=_OVER)
+            return dataclasses.replace(
+                outcome, status=Status.SKIPPED, detail=f"{outcome.detail}\n{_OUT_OF_TIME}"
+            )
         return outcome
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(one, cases)
+        try:
+            yield from pool.map(one, cases)
+        except BaseException:
+            # Ctrl-C does not reach processes in sessions of their own.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                _end(process)
+            raise
 
 
 def run(case: str, command: Sequence[str], *, seconds: float) -> Outcome:
     """Runs the process of a case and judges what it printed."""
     begin = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        # A session of its own, so that everything it starts ends with it.
-        process = subprocess.Popen(command, stdout=output, stderr=errors, text=True, start_new_session=True)
-        debugged, hung = "", False
+    # What a process prints may be no text at all.
+    as_text: dict[str, Any] = {"mode": "w+", "errors": "replace"}
+    with tempfile.TemporaryFile(**as_text) as output, tempfile.TemporaryFile(**as_text) as errors:
+        # A session of its own, so that `_end` kills the children of the process too.
+        process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
+        _running.add(process)
+        debugger_text, hung = "", False
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             hung = True
-            debugged = _debug(process.pid)
+        common: dict[str, Any] = {"case": case, "seconds": round(time.monotonic() - begin, 1)}
+        try:
+            if hung:
+                debugger_text = _debug(process.pid)
         finally:
             _end(process)
+            _running.discard(process)
         output.seek(0)
         errors.seek(0)
-        printed, complaints = output.read(), errors.read()
-    taken = {"case": case, "seconds": round(time.monotonic() - begin, 1)}
+        stdout, stderr = output.read(), errors.read()
     if hung:
-        detail = f"{complaints[-_STDERR:]}\n{debugged}\nno result within {seconds:.0f} s"
-        return Outcome(status=Status.HANG, detail=detail, **taken)
-    lines = [line for line in printed.splitlines() if line.startswith(RESULT)]
+        detail = f"{stderr[-_KEPT_CHARACTERS:]}\n{debugger_text}\nno result within {seconds:.0f} s"
+        return Outcome(status=Status.HANG, detail=detail, **common)
+    lines = [line for line in stdout.splitlines() if line.startswith(RESULT)]
     if process.returncode or not lines:
-        detail = f"{complaints[-_STDERR:]}\nexit status {process.returncode}: {_last_line(complaints)}"
-        return Outcome(status=Status.CRASH, detail=detail, **taken)
-    return _judged(lines[-1].removeprefix(RESULT), taken)
+        detail = f"{stderr[-_KEPT_CHARACTERS:]}\nexit status {process.returncode}: {_last_line(stderr)}"
+        return Outcome(status=Status.CRASH, detail=detail, **common)
+    return _judged(lines[-1].removeprefix(RESULT), common)
 
 
-def _judged(line: str, taken: dict) -> Outcome:
+def _judged(line: str, common: dict) -> Outcome:
     try:
         result = json.loads(line)
         errors, bounds, different = result["errors"], result["bounds"], result["different"]
@@ -138,13 +158,13 @@ def _judged(line: str, taken: dict) -> Outcome:
             for name, error in errors.items()
             if not (math.isfinite(error) and error <= bounds[name])
         ]
-    except (ValueError, KeyError, TypeError) as error:
-        return Outcome(status=Status.CRASH, detail=f"its result cannot be read: {error}", **taken)
+        wrong += [f"{name} differs between runs on the same arrays" for name in different]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return Outcome(status=Status.CRASH, detail=f"its result cannot be read: {error}", **common)
     if not errors:
         wrong.append("it compared nothing")
-    wrong += [f"{name} differs between runs on the same arrays" for name in different]
     status = Status.WRONG if wrong else Status.OK
-    return Outcome(status=status, detail="; ".join(wrong), result=result, **taken)
+    return Outcome(status=status, detail="; ".join(wrong), result=result, **common)
 
 
 def _last_line(text: str) -> str:
@@ -159,10 +179,13 @@ def _debug(pid: int) -> str:
         return ""
     command = [debugger, "-p", str(pid), "-batch", "-ex", "info cuda kernels", "-ex", "info cuda warps"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEBUGGER_SECONDS)
+        done = subprocess.run(command, capture_output=True, timeout=DEBUGGER_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"cuda-gdb said nothing within {DEBUGGER_SECONDS:.0f} s"
-    return done.stdout[-_STDERR:]
+        return f"cuda-gdb printed nothing within {DEBUGGER_SECONDS:.0f} s"
+    # The process's threads come first, and kernels with their warps last: both ends are cut.
+    printed = (done.stdout + done.stderr).decode(errors="replace")
+    found = printed.find("Kernel")
+    return printed[found if found >= 0 else -_KEPT_CHARACTERS :][:_KEPT_CHARACTERS]
 
 
 def _end(process: subprocess.Popen) -> None:

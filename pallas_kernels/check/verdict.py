@@ -1,5 +1,6 @@
 """Verdicts of `python -m pallas_kernels.check`, kept per GPU kind, driver, jax version and kernel sources."""
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -29,7 +30,7 @@ _agreed: dict[str, dict[str, bool]] = {}
 def trusted(family: str, device_kind: str) -> bool:
     """Whether a check of this machine found every kernel of a family right.
 
-    In a program of several processes no family is trusted before `agree`, since all must compile the same program.
+    With several processes, returns False until `agree` has run: all processes must compile the same program.
 
     Args:
         family: one of `FAMILIES`.
@@ -40,7 +41,7 @@ def trusted(family: str, device_kind: str) -> bool:
 
 
 def agree(device_kind: str) -> None:
-    """Lets all processes trust the families that every one of them trusts. A collective: all of them must call it."""
+    """Trusts a family only if every process does. A collective: every process must call it."""
     mine = np.array([_load(device_kind).get(family, False) for family in FAMILIES])
     every = multihost_utils.process_allgather(mine).reshape(-1, len(FAMILIES)).all(0)
     _agreed[device_kind] = dict(zip(FAMILIES, every.tolist()))
@@ -68,12 +69,12 @@ def store(device_kind: str, families: Mapping[str, bool], details: Mapping) -> p
 
     Args:
         device_kind: kind of the GPU that was checked.
-        families: whether each family of kernels is right.
+        families: whether each family of kernels is right; an earlier verdict on any other family stays.
         details: everything else worth keeping, as JSON types.
     """
     file = path(device_kind)
     file.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine(device_kind), "families": dict(families), **details}
+    content = {"machine": machine(device_kind), "families": _load(device_kind) | dict(families), **details}
     # A reader sees the old verdict or the new one, never half of one.
     partial = file.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -91,11 +92,11 @@ def path(device_kind: str) -> pathlib.Path:
 
 
 def machine(device_kind: str) -> dict[str, str]:
-    """What a verdict depends on: GPU kind, driver, and the versions of jax and of the kernels."""
+    """Returns what a verdict depends on: GPU kind, driver, jax with its compiler, and the kernels' sources."""
     return {
         "device": device_kind,
         "driver": driver_version() or "unknown",
-        "jax": jax.__version__,
+        "jax": "-".join(_versions()),
         "kernels": _kernels_version(),
     }
 
@@ -109,13 +110,31 @@ def driver_version() -> str | None:
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    return lines[0] if lines else None
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True)
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return next(iter(done.stdout.split()), None)
+
+
+def _versions() -> list[str]:
+    """Versions of jax, and of those of its packages and of NVIDIA's that compile kernels and are installed."""
+    found = [jax.__version__]
+    for package in (
+        "jaxlib",
+        "jax-cuda13-plugin",
+        "jax-cuda12-plugin",
+        "nvidia-cuda-nvcc",
+        "nvidia-cuda-nvcc-cu12",
+    ):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(importlib.metadata.version(package))
+    return found
 
 
 @functools.cache
 def _kernels_version() -> str:
-    """Version of the package and a digest of the kernels' sources, which change without a release in a checkout."""
+    """Version of the package and a digest of its kernels' sources, which change without a release in a checkout."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parents[1]
     for file in sorted(root.rglob("*.py")):
@@ -131,8 +150,8 @@ def _kernels_version() -> str:
 def _load(device_kind: str) -> dict[str, bool]:
     try:
         families = json.loads(path(device_kind).read_text())["families"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}  # never checked, or not by this version
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
+        return {}  # no verdict for this machine, an unreadable one, or no home directory
     if not isinstance(families, dict):
         return {}
     return {name: found is True for name, found in families.items()}

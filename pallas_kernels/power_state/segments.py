@@ -1,4 +1,4 @@
-"""Stretches of time that the update handles side by side."""
+"""Joins the states of segments of time, which the update computes in parallel."""
 
 import math
 
@@ -9,15 +9,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = ["add_arriving", "join"]
 
-# Numbers that one thread of a warpgroup loads at once, 16 bytes of states, and how often at most.
+# Threads of a warpgroup, numbers that one of them loads at once (16 bytes of float16), and its loads at most.
 _THREADS, _VECTOR, _LOADS = 128, 8, 5
 
 
 def join(states, finals, log2_carry, stored=lambda state: state, *, interpret=None):
-    """The state before each chunk and the last one, from those of segments that began from nothing, but the first.
+    """Returns the state before each chunk and the final state. Each segment but the first began at zero.
 
-    states: [H, n, ...], what chunks read; finals: float32 [H, segments, ...]; log2_carry: float32 [H, n].
-    stored: linear, from states as finals hold them to those that chunks read.
+    Args:
+        states: [H, n, A, B, C], what chunks read, each from its own segment alone.
+        finals: float32 [H, segments, ...], the state after each segment; zero after a segment without chunks.
+        log2_carry: float32 [H, n], log2 of the decay over each chunk.
+        stored: linear map from states as `finals` holds them to states as chunks read them.
+        interpret: parameters of the GPU interpreter, or None to run on a GPU.
     """
     chunks, segments = states.shape[1], finals.shape[1]
     if segments == 1:
@@ -36,17 +40,18 @@ def join(states, finals, log2_carry, stored=lambda state: state, *, interpret=No
 
 
 def add_arriving(states, arriving, factor, *, interpret=None):
-    """states [H, n, ...] plus factor [H, n] times the state [H, segments, ...] that arrives at their segment.
+    """Adds factor [H, n] * arriving state [H, segments, ...] to the states [H, n, ...] of all segments but the first.
 
-    Nothing arrives at the first segment, whose states stay where they are; the others are read and written once.
+    The states are changed in place: those of the first segment, where nothing arrives, are not moved.
     """
     heads, chunks, *rest = states.shape
     length = -(-chunks // arriving.shape[1])
     count = math.prod(rest)
     unit = _THREADS * _VECTOR
-    loads = next(n for n in range(_LOADS, 0, -1) if count % (n * unit) == 0)
-    parts = count // (loads * unit), loads * unit
-    layout = plgpu.Layout.WG_STRIDED(parts[1:], _VECTOR)
+    # Every layout has whole tiles, so that `unit` divides the size of a state.
+    part_size = unit * next(n for n in range(_LOADS, 0, -1) if count % (n * unit) == 0)
+    num_parts = count // part_size
+    layout = plgpu.Layout.WG_STRIDED((part_size,), _VECTOR)
 
     def body(states, arriving, factor):
         head, part = lax.axis_index("head"), lax.axis_index("part")
@@ -57,13 +62,13 @@ def add_arriving(states, arriving, factor, *, interpret=None):
         states[head, chunk, part] = joined.astype(states.dtype)
 
     # A kernel writes in place what it is given as a reference.
-    held = jax.new_ref(states.reshape(heads, chunks, *parts))
+    states_ref = jax.new_ref(states.reshape(heads, chunks, num_parts, part_size))
     plgpu.kernel(
         body,
-        grid=(parts[0], chunks - length, heads),
+        grid=(num_parts, chunks - length, heads),
         grid_names=("part", "chunk", "head"),
         kernel_name="power_state_join",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **({} if interpret is None else {"interpret": interpret}),
-    )(held, arriving.reshape(heads, -1, *parts), factor)
-    return jax.freeze(held).reshape(states.shape)
+    )(states_ref, arriving.reshape(heads, -1, num_parts, part_size), factor)
+    return jax.freeze(states_ref).reshape(states.shape)

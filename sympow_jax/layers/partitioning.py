@@ -41,6 +41,7 @@ __all__ = [
     "explicit_spec",
     "fit",
     "fitted",
+    "gather_time",
     "is_divided",
     "is_explicit",
     "named",
@@ -168,6 +169,14 @@ def reshard(
 ) -> Shaped[Array, "..."]:
     """Returns x with these Explicit axes over each dimension, on the mesh of x or of one of `others`."""
     return jax.sharding.reshard(x, explicit_sharding(spec, x, *others))
+
+
+def gather_time(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
+    """Returns x with time on every device, if it is on a mesh with Explicit axes: attention needs all of it."""
+    if not is_explicit(x):
+        return x
+    rows, _, *rest = explicit_spec(x)
+    return reshard(x, (rows, (), *rest))
 
 
 def explicit_sharding(

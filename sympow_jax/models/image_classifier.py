@@ -40,8 +40,14 @@ class ImageClassifier(trunk.Trunk):
         """Logits of the classes of each image, or the number predicted for it, in float32.
 
         Raises:
-          ValueError: the patch size does not divide the images, or they have another number of channels.
+            ValueError: the images are not [B, H, W, channels], the patch size does not divide them, or they have
+                another number of channels.
         """
+        if images.ndim != 4:
+            raise ValueError(
+                f"images has shape {images.shape}; it must be [B, H, W, channels]; add the batch axis to one image "
+                f"with images[None]"
+            )
         _, height, width, channels = images.shape
         side = self.patch_size
         if height % side or width % side:

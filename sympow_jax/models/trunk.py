@@ -116,6 +116,7 @@ class Trunk(nnx.Module, abc.ABC):
             )
         if segment_ids is None:
             segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
+        segment_ids = partitioning.gather_time(segment_ids)
         places, state = documents.positions(segment_ids, state or documents.PositionState.zeros(len(x)))
         # After the norm, so that tokens and positions are of one scale.
         if longest is None:
@@ -133,7 +134,19 @@ class TokenTrunk(Trunk):
         )
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-        """Returns the rows of the embedding."""
+        """Returns the rows of the embedding.
+
+        Raises:
+            ValueError: tokens are not integers of shape [B, T].
+        """
+        if tokens.ndim != 2:
+            raise ValueError(
+                f"tokens has shape {tokens.shape}; it must be [B, T]; add the batch axis to one row with tokens[None]"
+            )
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f"tokens has dtype {tokens.dtype}; it must be an integer dtype; pass token ids, not embeddings"
+            )
         return parallel.lookup(self.embedding[...], tokens)
 
     def unembed(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:

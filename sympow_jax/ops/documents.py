@@ -101,6 +101,8 @@ def positions(
     `state` is what came before the first device's tokens, and the state returned is behind those of this one.
     """
     segment_ids = arguments.to_array("segment_ids", segment_ids)
+    arguments.check_axes("segment_ids", segment_ids, "[B, T]")
+    arguments.check_segment_ids(segment_ids, (len(state.segment), segment_ids.shape[1]))
     return _positions(axis_name, segment_ids=segment_ids, state=state)
 
 

@@ -144,6 +144,8 @@ def learned_angles(
     rate, segment_ids = arguments.to_arrays(rate=rate, segment_ids=segment_ids)
     _require_heads_or_pairs(rate, len(rates), state)
     arguments.check_floating("rate", rate)
+    if segment_ids is not None:
+        arguments.check_segment_ids(segment_ids, rate.shape[:2])
     plan = _Angles(tuple(rates.tolist()), rate.ndim == 4, axis_name)
     return _learned_angles(plan, rate=rate, segment_ids=segment_ids, state=state)
 

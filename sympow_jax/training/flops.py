@@ -4,7 +4,7 @@ import jax
 
 from sympow_jax import config
 from sympow_jax.config import attention as attention_lib
-from sympow_jax.layers.attention import kernels
+from sympow_jax.layers.attention import kernels, positions
 
 __all__ = ["model_flops_per_token", "peak_flops"]
 
@@ -63,14 +63,15 @@ def model_flops_per_token(
     gates = 0
     if decay.source is attention_lib.DecaySource.DATA:
         gates += size if decay.per_channel else 1
-    gates += {"learned_rope": 1, "learned_rope_pairs": size // 2}.get(model.attention.position, 0)
+    kernel = kernels.from_config(model)
+    gates += positions.num_rates(model.attention, kernel.position_dim)
     weights = 2 * (heads + kv_heads) * size + gates * kv_heads + 2 * model.mlp_ratio * width
     task = task or config.TaskConfig()
     outside = {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0) * model.vocab_size
     if model.patch_size is not None:
         outside += model.patch_size**2 * model.channels
     dense = 2 * width * (model.layers * weights + outside)
-    return _PASSES * (dense + model.layers * kernels.from_config(model).flops_per_token(context_length))
+    return _PASSES * (dense + model.layers * kernel.flops_per_token(context_length))
 
 
 def peak_flops(device: jax.Device) -> float | None:

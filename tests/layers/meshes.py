@@ -16,8 +16,17 @@ from flax import nnx
 
 from sympow_jax import config, models
 
-# Two of four devices have the same rows, and different heads.
 AXES = ("data", "model")
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+# Of each kind of mesh: its four devices, the type of its axes, and how rows, and times, are over them. Heads are over
+# `model`, which in `heads` does not divide the two key/value heads.
+KINDS = {
+    "explicit": ((2, 2), EXPLICIT, jax.P("data")),
+    "heads": ((1, 4), EXPLICIT, jax.P("data")),
+    "time": ((2, 2), EXPLICIT, jax.P("data", "model")),
+    "auto": ((2, 2), AUTO, jax.P("data")),
+    "shard_map": ((2, 2), EXPLICIT, jax.P(AXES)),
+}
 RULES = (
     ("embed", "data"),
     ("heads", "model"),
@@ -102,7 +111,7 @@ def call(model: str, made: Any, x: jax.Array) -> jax.Array:
 
 
 def compare(attention: str, model: str, kind: str, how: str) -> dict[str, float]:
-    """Relative errors of values and gradients on a mesh; `kind` is of its axes, `how` is jit or eager."""
+    """Relative errors of values and gradients on a mesh; `kind` is in `KINDS`, `how` is jit or eager."""
     graph, params = nnx.split(make(attention, model))
     x = inputs(model)
 
@@ -118,14 +127,14 @@ def compare(attention: str, model: str, kind: str, how: str) -> dict[str, float]
 
     expected = jax.jit(forward)(params, x)
     wanted = jax.jit(lambda params, x: gradient(forward, params, x))(params, x)
-    types = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
-    axis_type = types.get(kind, jax.sharding.AxisType.Explicit)
-    mesh = jax.make_mesh((2, 2), AXES, axis_types=(axis_type, axis_type))
-    rows, mapped = jax.P("data"), forward
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+    shape, axis_type, rows = KINDS[kind]
+    mesh = jax.make_mesh(shape, AXES, axis_types=(axis_type, axis_type))
+    mapped = forward
+    # Of the decays and rates there are as many as key/value heads.
+    rules = tuple((name, None if (name, kind) == ("gates", "heads") else axis) for name, axis in RULES)
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
         # Within `shard_map` parameters are whole, and rows are over both axes.
         if kind == "shard_map":
-            rows = jax.P(AXES)
             mapped = jax.shard_map(forward, in_specs=(jax.P(), rows), out_specs=rows)
             params = jax.device_put(params, jax.NamedSharding(mesh, jax.P()))
         else:

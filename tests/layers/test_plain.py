@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -118,3 +119,16 @@ def test_channel_options():
     assert layer.decay.kernel.shape == (WIDTH, WIDTH)
     assert layer.kernel.compared_dim == 16
     assert layer.positions.rates.shape == (HEADS, 8)
+
+
+def test_a_trainer_of_nnx_without_a_mesh():
+    """Names of axes are in nobody's way: variables, optimizer states and abstract models are as of any layer."""
+    layer = layers.PowerAttention(WIDTH, HEADS, rngs=0)
+    optimizer = nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
+    before = np.array(layer.query.kernel[...])
+    value, grads = nnx.jit(nnx.value_and_grad(lambda layer, x: (layer(x) ** 2).mean()))(layer, inputs())
+    optimizer.update(layer, grads)
+    assert np.isfinite(value)
+    np.testing.assert_allclose(layer.query.kernel[...], before - 0.1 * grads.query.kernel[...], atol=1e-7)
+    abstract = nnx.eval_shape(lambda: layers.PowerAttention(WIDTH, HEADS, rngs=0))
+    assert nnx.split(abstract)[0] == nnx.split(layers.PowerAttention(WIDTH, HEADS, rngs=0))[0]

@@ -1,6 +1,5 @@
 """A second call of a layer or a model outside `jax.jit` traces and compiles nothing."""
 
-import statistics
 import time
 
 import jax
@@ -53,19 +52,14 @@ def test_a_second_call_compiles_nothing(preset, changes):
     assert events(lambda: model(tokens[:, :1], state=state, return_state=True)) == []
 
 
-def milliseconds(call):
-    """The median over calls."""
-
-    def once():
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        return 1e3 * (time.perf_counter() - begin)
-
-    once()
-    return statistics.median(once() for _ in range(9))
-
-
 def test_a_layer_takes_little_longer_than_a_jitted_one():
     layer, x = layers.PowerAttention(32, 4, form="chunked", rngs=0), jnp.ones((2, 256, 32))
     jitted = nnx.jit(lambda layer, x: layer(x))
-    assert milliseconds(lambda: layer(x)) <= 2 * milliseconds(lambda: jitted(layer, x)) + 5
+    times: dict[str, list[float]] = {"eager": [], "jitted": []}
+    # In turns, and the shortest of each, which other work on the machine changes least.
+    for _ in range(20):
+        for name, call in (("eager", lambda: layer(x)), ("jitted", lambda: jitted(layer, x))):
+            begin = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(1e3 * (time.perf_counter() - begin))
+    assert min(times["eager"]) <= 2 * min(times["jitted"]) + 5

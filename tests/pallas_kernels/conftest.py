@@ -1,4 +1,4 @@
-"""Settings of the tests that run kernels in GPU interpret mode: `pytest -m interpret`."""
+"""Settings of tests that run kernels, interpreted (`pytest -m interpret`) or on a GPU (`pytest -m gpu`)."""
 
 import os
 
@@ -7,8 +7,10 @@ import pytest
 
 
 def pytest_configure(config):
-    """Gives warpgroups the threads they need, where interpreted tests are asked for."""
+    """Gives warpgroups the threads they need for interpreted tests, and leaves GPU memory to other processes."""
     chosen = config.getoption("markexpr")
+    if "gpu" in chosen and "not gpu" not in chosen:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if "interpret" not in chosen or "not interpret" in chosen:
         return
     # Interpretation runs each warpgroup of a block on a thread of XLA's pool, of as many threads as there are cores
@@ -16,6 +18,18 @@ def pytest_configure(config):
     os.environ.setdefault("PJRT_NPROC", "8")
     # Without this, arrays that a kernel does not depend on are computed beside it, on the same threads.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def pytest_collection_modifyitems(items):
+    """Runs tests on a GPU with the shortest sequences first, so that the first failure is the simplest."""
+    places = [place for place, item in enumerate(items) if item.get_closest_marker("gpu")]
+
+    def tokens(item):
+        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        return getattr(case, "time", 0)
+
+    for place, item in zip(places, sorted((items[place] for place in places), key=tokens)):
+        items[place] = item
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,9 @@ CONTENDERS = {
     "differs between runs": printing(errors={"mean": 0.0}, different=["mean"]),
     "prints nonsense": f"print({supervisor.RESULT!r} + '[1, 2')",
     "lacks its bounds": printing(errors={"mean": 0.0}, bounds={}),
+    "has a list of errors": printing(errors=[0.0]),
+    "differs by a number": printing(errors={"mean": 0.0}, different=3),
+    "prints bytes": "import sys; sys.stdout.buffer.write(bytes([255, 254, 10]))",
     "right again": printing(errors={"mean": 0.0}),
 }
 EXPECTED = {
@@ -60,6 +63,9 @@ EXPECTED = {
     "differs between runs": Status.WRONG,
     "prints nonsense": Status.CRASH,
     "lacks its bounds": Status.CRASH,
+    "has a list of errors": Status.CRASH,
+    "differs by a number": Status.CRASH,
+    "prints bytes": Status.CRASH,
     "right again": Status.OK,
 }
 
@@ -128,7 +134,7 @@ def test_without_a_gpu_the_command_says_so():
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.strip().splitlines() == [
-        "pallas_kernels.check needs an NVIDIA GPU that JAX sees; there is none here"
+        "pallas_kernels.check needs an NVIDIA Hopper GPU that JAX sees; there is none here"
     ]
 
 
@@ -152,6 +158,7 @@ def test_a_verdict_is_of_one_kind_of_machine(cache, monkeypatch):
     for module, name, other in (
         (verdict, "driver_version", lambda: "590.1"),
         (verdict, "_kernels_version", lambda: "0.1.0-other"),
+        (verdict, "_versions", lambda: ["0.12.0", "0.12.0.1"]),
         (jax, "__version__", "0.99.0"),
     ):
         with monkeypatch.context() as patched:
@@ -160,6 +167,35 @@ def test_a_verdict_is_of_one_kind_of_machine(cache, monkeypatch):
             assert not verdict.trusted("power_step", KIND), name
         verdict._load.cache_clear()
         assert verdict.trusted("power_step", KIND)
+
+
+def test_a_run_cut_short_keeps_what_was_known(cache):
+    verdict.store(KIND, {"power_step": True, "power_attention": True}, {})
+    verdict.store(KIND, {"power_attention": False}, {})
+    assert verdict.trusted("power_step", KIND)
+    assert not verdict.trusted("power_attention", KIND)
+
+
+def test_ctrl_c_ends_the_processes_of_cases(monkeypatch):
+    begin = time.monotonic()
+    outcomes = supervisor.run_all(
+        ["right", "hangs", "hangs"], program, seconds=60.0, deadline=float("inf"), jobs=3
+    )
+    assert next(outcomes).status is Status.OK
+    with pytest.raises(KeyboardInterrupt):
+        outcomes.throw(KeyboardInterrupt)
+    assert time.monotonic() - begin < 30
+    assert not supervisor._running
+
+
+def test_without_a_home_directory_nothing_is_trusted(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(verdict.pathlib.Path, "home", no_home)
+    verdict._load.cache_clear()
+    assert not verdict.trusted("power_step", KIND)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +73,16 @@ def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Att
     )
 
 
+class _Heads(NamedTuple):
+    """Projections of tokens, by head."""
+
+    query: Float[Array, "B T N D"]
+    key: Float[Array, "B T K D"]
+    value: Float[Array, "B T K E"]
+    log_decay: Float[Array, "B T K ..."] | None
+    rate: Float[Array, "B T K ..."] | None
+
+
 class Attention(nnx.Module):
     """Attention over [B, T, M] with any kernel, decay and position encoding.
 
@@ -82,8 +92,9 @@ class Attention(nnx.Module):
     from there; learned, sigmoid(W x). `learned_rope_pairs` has a rate per pair of dimensions. They, rotation angles,
     the state and the normaliser are in float32 whatever `dtype`.
 
-    Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. Under a
-    mesh with Explicit axes, arrays keep the shardings of the caller's `x`.
+    Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
+    mesh with Explicit axes the output has the rows of `x`, and heads have the axes of the parameters that they come
+    from; time is gathered.
 
     Args:
         width: M, the size of the input and of the output.
@@ -143,9 +154,9 @@ class Attention(nnx.Module):
         if self.decay_kind.source is attention_lib.DecaySource.PARAMETER:
             fixed = jnp.exp(self._fixed_decays())
             self.decay_logits = nnx.Param(jnp.log(fixed) - jnp.log1p(-fixed))
-        if self.positions.rates_per_head:
-            rates = self.kv_heads * self.positions.rates_per_head
-            self.rate = project(width, rates, ("embed", "gates"), exact=True)
+        self.has_rate = bool(rates := positions.num_rates(kernel.attention, kernel.position_dim))
+        if self.has_rate:
+            self.rate = project(width, self.kv_heads * rates, ("embed", "gates"), exact=True)
 
     @overload
     def __call__(
@@ -181,16 +192,22 @@ class Attention(nnx.Module):
         `return_state` without a state where keys are kept, as they need a capacity: start from `init_state`;
         and for any state of attention that is not causal.
         """
+        if x.ndim != 3:
+            raise ValueError(
+                f"x has shape {x.shape}; it must be [B, T, M]; add the batch axis to one row with x[None]"
+            )
         if (return_state or state is not None) and not self.kernel.attention.causal:
             raise ValueError("attention that is not causal has no state; leave out state and return_state")
         if return_state and state is None:
             state = self._first_state(x.shape[0])
         batch, time, _ = x.shape
-        arrays = self._project(x) | {"segment_ids": segment_ids}
-        if state is None:
-            mixed = self._over_devices(arrays)
+        if segment_ids is not None:
+            segment_ids = partitioning.gather_time(segment_ids)
+        heads, learned = self._project(x), self.positions.learned()
+        if state is None and partitioning.is_divided():
+            mixed = self._over_devices(heads, learned, segment_ids)
         else:
-            mixed, state = self._mix(**arrays, learned=self.positions.learned(), state=state, axis_name=None)
+            mixed, state = self._mix(heads, learned, segment_ids, state)
         (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
         return out if state is None or not return_state else (out, state)
 
@@ -198,21 +215,20 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
     ) -> AttentionMaps:
         """The weights, in the attention form, decays and rates of a call without a state; T x T numbers a head."""
-        arrays = self._project(x)
-        query, key, rate, log_decay = (arrays[name] for name in ("query", "key", "rate", "log_decay"))
-        assert query is not None
-        assert key is not None
+        heads = self._project(x)
         query, key, rotate, _ = self.positions(
-            query,
-            key,
-            rate=rate,
+            heads.query,
+            heads.key,
+            rate=heads.rate,
             learned=self.positions.learned(),
             segment_ids=segment_ids,
             state=None,
             axis_name=None,
         )
-        weights = self.kernel.weights(query, key, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
-        return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=log_decay, rate=rate)
+        weights = self.kernel.weights(
+            query, key, rotate=rotate, log_decay=heads.log_decay, segment_ids=segment_ids
+        )
+        return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=heads.log_decay, rate=heads.rate)
 
     def init_state(self, batch: int, *, max_length: int, keep_keys: bool | None = None) -> AttentionState:
         """The state before any token, for up to `max_length` positions.
@@ -261,83 +277,77 @@ class Attention(nnx.Module):
     def _recurrent_state(self, batch: int) -> AttentionState:
         return AttentionState(memory=self.kernel.init_state(batch), position=self.positions.init_state(batch))
 
-    def _project(self, x) -> dict[str, Array | None]:
+    def _project(self, x) -> "_Heads":
         """Queries, keys and values by head, and decays and rotation rates by key/value head."""
         projections = [self.query, self.key, self.value]
         has_decay = self.decay_kind.source is attention_lib.DecaySource.DATA
         projections += [self.decay] if has_decay else []
-        projections += [self.rate] if self.positions.rates_per_head else []
+        projections += [self.rate] if self.has_rate else []
         query, key, value, *rest = initializers.project(x, *projections)
         decay = rest.pop(0) if has_decay else None
         query, key, value, decay, rate = self._shard_heads(
             query, key, value, decay, rest[0] if rest else None
         )
-        heads = (*x.shape[:2], -1, self.head_dim)
-        return {
-            "query": query.reshape(heads),
-            "key": key.reshape(heads),
-            "value": value.reshape(heads),
-            "rate": None if rate is None else self.positions.rate(rate),
-            "log_decay": self._log_decay(x, decay),
-        }
+        shape = (*x.shape[:2], -1, self.head_dim)
+        return _Heads(
+            query=query.reshape(shape),
+            key=key.reshape(shape),
+            value=value.reshape(shape),
+            log_decay=self._log_decay(x, decay),
+            rate=None if rate is None else self.positions.rate(rate),
+        )
 
     def _shard_heads(self, query, *others):
         """Projections [B, T, heads * size] on a mesh with Explicit axes, their last dimension sharded by whole heads.
 
-        All have the axes of the query's heads, if those divide the key/value heads, and else none.
+        All have the axes of the query's heads, if those divide the key/value heads, and else none. Time is gathered.
         """
         if not partitioning.is_explicit(query):
             return query, *others
-        *rows, heads = partitioning.explicit_spec(query)
-        spec = (*rows, partitioning.explicit_axes(heads, self.kv_heads, query))
+        rows, _, heads = partitioning.explicit_spec(query)
+        spec = (rows, (), partitioning.explicit_axes(heads, self.kv_heads, query))
         return tuple(None if x is None else partitioning.reshard(x, spec) for x in (query, *others))
 
-    def _over_devices(self, arrays):
+    def _over_devices(self, heads, learned, segment_ids):
         """The kernel's output [B, T, N, E] without a state, each device having its rows, heads and times."""
-        names, shape = list(arrays), arrays["query"].shape
         divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
-        heads = partitioning.HEADS if divisible else partitioning.TOKENS
-        divided = partitioning.CONTEXT in partitioning.dividing(heads, shape)
-        axis_name = partitioning.CONTEXT if divided else None
+        spec = partitioning.HEADS if divisible else partitioning.TOKENS
+        divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
 
-        def mix(learned, *arrays):
-            arguments = dict(zip(names, arrays))
-            return self._mix(**arguments, learned=learned, state=None, axis_name=axis_name)[0]
+        def mix(heads, learned, segment_ids):
+            axis_name = partitioning.CONTEXT if divided else None
+            return self._mix(heads, learned, segment_ids, axis_name=axis_name)[0]
 
         # Key/value heads come first in what is learned.
-        of_heads = jax.sharding.PartitionSpec(partitioning.TENSOR if divisible else None)
-        specs = (partitioning.TOKENS if name == "segment_ids" else heads for name in names)
+        learned_spec = jax.sharding.PartitionSpec(partitioning.TENSOR if divisible else None)
         return partitioning.over_devices(
             mix,
-            (self.positions.learned(), *arrays.values()),
-            (of_heads, *specs),
-            partitioning.fit(heads, shape),
+            (heads, learned, segment_ids),
+            (spec, learned_spec, partitioning.TOKENS),
+            partitioning.fit(spec, heads.query.shape),
         )
 
-    def _mix(self, query, key, value, rate, log_decay, segment_ids, learned, state, axis_name):
-        """The kernel's output [B, T, N, E], and the state behind it if there was one to begin with.
+    def _mix(self, heads, learned, segment_ids, state=None, axis_name=None):
+        """The kernel's output [B, T, N, E], and the state after it if there was one to begin with.
 
         `learned` is of the positions; `axis_name` is the mesh axis over which time is divided, if it is.
         """
         query, key, rotate, position = self.positions(
-            query,
-            key,
-            rate=rate,
+            heads.query,
+            heads.key,
+            rate=heads.rate,
             learned=learned,
             segment_ids=segment_ids,
             state=None if state is None else state.position,
             axis_name=axis_name,
         )
-        tokens: dict[str, Any] = {"rotate": rotate, "log_decay": log_decay}
+        options: dict[str, Any] = {"rotate": rotate, "log_decay": heads.log_decay, "segment_ids": segment_ids}
         if state is None:
-            tokens |= {"segment_ids": segment_ids, "axis_name": axis_name}
-            return self.kernel.attend(query, key, value, **tokens), None
-        memory = state.memory
-        if isinstance(memory, ops.KeyValueState):
-            mixed, memory = self._extend(query, key, value, **tokens, segment_ids=segment_ids, cache=memory)
+            return self.kernel.attend(query, key, heads.value, **options, axis_name=axis_name), None
+        if isinstance(state.memory, ops.KeyValueState):
+            mixed, memory = self._extend(query, key, heads.value, **options, cache=state.memory)
         else:
-            tokens |= {"segment_ids": segment_ids, "state": memory}
-            mixed, memory = self.kernel.recur(query, key, value, **tokens)
+            mixed, memory = self.kernel.recur(query, key, heads.value, **options, state=state.memory)
         return mixed, AttentionState(memory=memory, position=position)
 
     def _extend(self, query, key, value, rotate, log_decay, segment_ids, cache):

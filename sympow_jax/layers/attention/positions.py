@@ -14,7 +14,7 @@ from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import documents, lrpe, rotary, spe
 
-__all__ = ["PositionState", "Positions", "Rotation", "encoded_dim", "make", "rotates"]
+__all__ = ["PositionState", "Positions", "Rotation", "encoded_dim", "make", "num_rates", "rotates"]
 
 PositionState = rotary.RotaryState | documents.PositionState
 """How far the document has got: accumulated rates, or a number of tokens."""
@@ -34,6 +34,11 @@ def rotates(attention: configs.AttentionConfig) -> bool:
 def encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
     """Returns the size of the vectors that positions make of vectors of `size`."""
     return _CLASSES[attention.position].encoded_dim(attention, size)
+
+
+def num_rates(attention: configs.AttentionConfig, size: int) -> int:
+    """Returns the number of rotation rates per key/value head that a layer computes from its input."""
+    return _CLASSES[attention.position].num_rates(size)
 
 
 def make(
@@ -77,9 +82,9 @@ class Positions(nnx.Module):
     def init_parameters(self, rngs: nnx.Rngs) -> None:
         """Creates the parameters, if there are any."""
 
-    @property
-    def rates_per_head(self) -> int:
-        """Number of rotation rates per key/value head that the layer computes from its input."""
+    @staticmethod
+    def num_rates(size: int) -> int:
+        """Returns the number of rotation rates per key/value head that the layer computes from its input."""
         return 0
 
     def rate(self, projected: Float[Array, "B T _"] | None) -> Float[Array, "B T K ..."] | None:
@@ -161,8 +166,8 @@ class Rope(_Rotating):
 class LearnedRope(_Rotating):
     """Rotary embeddings whose position moves by 1 + tanh(W x) per token and head (Kumar et al. 2025, section 3)."""
 
-    @property
-    def rates_per_head(self):
+    @staticmethod
+    def num_rates(size):
         return 1
 
     def rate(self, projected):
@@ -189,12 +194,12 @@ class LearnedRope(_Rotating):
 class LearnedRopePairs(LearnedRope):
     """`LearnedRope` with a rate of its own for each pair of dimensions."""
 
-    @property
-    def rates_per_head(self):
-        return self.size // 2
+    @staticmethod
+    def num_rates(size):
+        return size // 2
 
     def rate(self, projected):
-        return super().rate(projected.reshape(*projected.shape[:2], -1, self.rates_per_head))
+        return super().rate(projected.reshape(*projected.shape[:2], -1, self.size // 2))
 
     def init_state(self, batch):
         return rotary.RotaryState.zeros(batch, self.num_kv_heads, self.size // 2)

@@ -28,6 +28,7 @@ __all__ = [
     "check_positions",
     "check_power",
     "check_same_length",
+    "check_segment_ids",
     "check_state",
     "to_array",
     "to_arrays",
@@ -73,7 +74,8 @@ def to_array(name: str, x) -> jax.Array:
     if name == "segment_ids" and x.dtype == np.int64 and not isinstance(x, jax.core.Tracer):
         _check_int32(name, x)
         return jnp.asarray(x, jnp.int32)
-    return jnp.asarray(x)
+    # asarray takes as long as all checks together.
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
 def check_attention(
@@ -129,14 +131,7 @@ def check_attention(
             )
         _check_decay(log_decay, key.shape[:-1], value.shape, per_channel)
     if segment_ids is not None:
-        if segment_ids.shape != key.shape[:-2]:
-            raise ValueError(
-                f"segment_ids has shape {segment_ids.shape}; it must be {key.shape[:-2]}, one per token"
-            )
-        if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
-            raise ValueError(
-                f"segment_ids has dtype {segment_ids.dtype}; it must be int32, negative for padding"
-            )
+        check_segment_ids(segment_ids, key.shape[:-2])
     return {
         "batch": query.shape[0],
         "kv_heads": kv_heads,
@@ -258,6 +253,14 @@ def check_linear_state(
         raise ValueError(
             f"the state's kv has shape {state.numerator.kv.shape}; these inputs need {expected}; {made}"
         )
+
+
+def check_segment_ids(segment_ids, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless segment ids are signed integers of this shape."""
+    if segment_ids.shape != shape:
+        raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be {shape}, one per token")
+    if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
+        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be int32, negative for padding")
 
 
 def check_same_length(query, key) -> None:

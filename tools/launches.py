@@ -1,0 +1,120 @@
+"""Prints the XLA launches around the kernels of the chunked form, with the bytes that each reads and writes.
+
+    uv run --group h100 python -m tools.launches [--time=65536] [--head-dim=64] [--power=2] [--rows=12]
+        [--passes=forward|both]
+
+Compiles the forward pass and both passes at batch 1 with 8 heads for an H100, which this machine need not have. Bytes
+are those of operands and results of each launch, as if none stayed in the cache and every operand was read whole: an
+upper bound. A loop counts as one launch. Kernels of this project are left out.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+__all__ = ["Launch", "main", "parse", "report"]
+
+HEADS = 8
+_ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2} | dict.fromkeys(
+    ("f32", "s32", "u32"), 4
+)
+_ARRAY = re.compile(rf"\b({'|'.join(_ITEM_BYTES)}|f64|s64|u64)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+# What is no launch: names for memory, and what is there from the start.
+_FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One launch of the entry computation, with the bytes of its operands and results."""
+
+    name: str
+    operation: str
+    bytes: int
+    result: str
+    source: str
+
+
+def parse(program: str) -> list[Launch]:
+    """Returns the launches of a compiled program outside Mosaic GPU kernels, those of most bytes first."""
+    shapes: dict[str, str] = {}
+    launches = []
+    for line in program[program.index("\nENTRY") :].splitlines():
+        if (found := _INSTRUCTION.match(line)) is None:
+            continue
+        name, result, operation, rest = found.groups()
+        shapes[name] = re.sub(r"/\*.*?\*/", "", result)
+        if operation in _FREE or 'custom_call_target="mosaic_gpu' in rest:
+            continue
+        operands = re.findall(r"%([\w.\-]+)", rest.split("), ")[0])
+        moved = _bytes_of(shapes[name]) + sum(_bytes_of(shapes.get(operand, "")) for operand in operands)
+        source = re.search(r'op_name="([^"]*)"', rest)
+        launches.append(Launch(name, operation, moved, shapes[name], source[1] if source else ""))
+    return sorted(launches, key=lambda launch: -launch.bytes)
+
+
+def report(passes: str, *, time: int, head_dim: int, power: int) -> list[Launch]:
+    """Compiles `forward` or `both` passes of the chunked kernels and returns the launches around them."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import power_state
+    from tests.pallas_kernels import h100
+
+    vector = jax.ShapeDtypeStruct((1, time, HEADS, head_dim), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct((1, time, HEADS), jnp.float32)
+    folds = jax.ShapeDtypeStruct((1, time), jnp.bool_)
+    chosen = power_state.choose(
+        power=power, head_dim=head_dim, value_dim=head_dim, time=time, heads=HEADS, dtype=jnp.bfloat16
+    )
+    options: dict[str, Any] = {"power": power, "chunk": chosen.chunk, "window": 64}
+    options |= {"state_dtype": jnp.float16, "interpret": None}
+
+    def forward(query, key, value, log_decay, folds):
+        (out, denominator, _), saved = power_state.power_state_fwd(
+            query, key, value, log_decay, folds, **options
+        )
+        return out, denominator, saved
+
+    def both(query, key, value, log_decay, folds, dout):
+        arrays = query, key, value, log_decay, folds
+        out, denominator, saved = forward(*arrays)
+        gradients, _ = power_state.power_state_vjp(*arrays, out, denominator, saved, dout, **options)
+        return out, tuple(gradients)
+
+    function = {"forward": lambda *arrays: forward(*arrays)[0], "both": both}[passes]
+    arguments = [vector, vector, vector, gate, folds] + [vector] * (passes == "both")
+    return parse(h100.compile_for(h100.mesh(), function, *arguments).as_text())
+
+
+def main() -> None:
+    """Prints totals of both programs and the launches that move most."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (("--time", 65_536), ("--head-dim", 64), ("--power", 2), ("--rows", 12)):
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--passes", choices=("forward", "both"), action="append")
+    options = vars(parser.parse_args())
+    rows = options.pop("rows")
+    for passes in options.pop("passes") or ("forward", "both"):
+        launches = report(passes, **options)
+        total = sum(launch.bytes for launch in launches)
+        print(f"{passes}: {len(launches)} launches, {total / 1e9:.2f} GB")
+        for launch in launches[:rows]:
+            print(f"{launch.bytes / 1e6:9.1f} MB  {launch.name}  {launch.result[:70]}  {launch.source[-60:]}")
+
+
+def _bytes_of(types: str) -> int:
+    return sum(
+        _ITEM_BYTES.get(kind, 8) * math.prod(int(size) for size in sizes.split(",") if size)
+        for kind, sizes in _ARRAY.findall(types)
+    )
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    main()
