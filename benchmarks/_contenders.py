@@ -143,7 +143,7 @@ def _op(form, implementation):
                 log_decay=log_decay,
                 form=form,
                 implementation=implementation,
-                window=WINDOW,
+                exact_window=WINDOW,
             )
 
         return _Contender(call, _power(shape.power))
@@ -167,7 +167,7 @@ def _chunked_kernel(shape):
 
     def call(query, key, value, log_decay):
         return power_state.power_state(
-            query, key, value, power=shape.power, log_decay=log_decay, window=WINDOW
+            query, key, value, power=shape.power, log_decay=log_decay, exact_window=WINDOW
         )
 
     return _Contender(call, _power(shape.power), lambda result: result[0])
@@ -308,7 +308,7 @@ def _prepare_step(name, shape):
 
     first, second = slice(shape.time), slice(shape.time, None)
     state = ops.PowerState.zeros(
-        shape.batch, shape.heads, shape.head_dim, shape.head_dim, power=shape.power, window=WINDOW
+        shape.batch, shape.heads, shape.head_dim, shape.head_dim, power=shape.power, exact_window=WINDOW
     )
     call = jax.jit(functools.partial(_steps, shape.power, name.split("/")[1]))
     call = call.lower(state, *tokens(0, first)).compile()

@@ -16,7 +16,7 @@ from sympow_jax.training import flops
 
 __all__ = ["AXES", "H100S", "Cluster", "Job", "Plan", "Prediction", "Traffic", "best", "predict", "traffic"]
 
-# In the order of the mesh: neighbours along the last are closest.
+# In the order of the mesh: neighbors along the last are closest.
 AXES = ("data", "fsdp", "context", "tensor")
 REMATS = ("none", "attention", "full")
 FORMS = ("attention", "chunked")
@@ -95,7 +95,7 @@ class Plan:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     def in_node(self, node: int) -> dict[str, int]:
-        """How many of an axis' neighbours share a node, by axis."""
+        """How many of an axis' neighbors share a node, by axis."""
         found, left = {}, node
         for axis in reversed(AXES):
             found[axis] = math.gcd(getattr(self, axis), left)
@@ -263,12 +263,12 @@ def _context(job: Job, plan: Plan, near: int) -> Traffic:
         filled = 2 * math.ceil(heads / size) * size + 2 * math.ceil(kv_heads / size) * size
         sent = 2 * rows * job.context_length / size * filled * channels
         return Traffic(sent * (near - 1) / size, sent * (size - near) / size, 4).times(2)
-    window = 2 * rows * kv_heads * model.attention.window * 2 * channels
+    window_bytes = 2 * rows * kv_heads * model.attention.exact_window * 2 * channels
     features = feature_maps.symmetric_power_dim(channels, _power(model))
     state = 4 * rows * kv_heads * features * (channels + 1)
     states = 1 + (math.ceil(math.log2(size - 1)) if size > 2 else 0)
-    sent = window + states * state
-    # Where any neighbour is in another node, all wait for the one that has it.
+    sent = window_bytes + states * state
+    # Where any neighbor is in another node, all wait for the one that has it.
     inside = near == size
     return Traffic(sent if inside else 0.0, 0.0 if inside else sent, 1 + states).times(2)
 
@@ -304,12 +304,12 @@ def _kernel(job: Job, plan: Plan) -> float:
         heads, kv_heads = math.ceil(heads / plan.context), math.ceil(kv_heads / plan.context)
     attention = job.model.attention
     return _kernel_seconds(
-        plan.form, time, _rows(job, plan), heads, kv_heads, channels, attention.power, attention.window
+        plan.form, time, _rows(job, plan), heads, kv_heads, channels, attention.power, attention.exact_window
     )
 
 
 @functools.cache
-def _kernel_seconds(form, time, batch, heads, kv_heads, channels, power, window):
+def _kernel_seconds(form, time, batch, heads, kv_heads, channels, power, exact_window):
     return predicted.kernel_seconds(
         form,
         time=time,
@@ -320,7 +320,7 @@ def _kernel_seconds(form, time, batch, heads, kv_heads, channels, power, window)
         value_dim=channels,
         power=power,
         chunk=None,
-        window=window,
+        exact_window=exact_window,
     )
 
 
@@ -328,7 +328,7 @@ def _memory(job: Job, plan: Plan) -> float:
     """Bytes a GPU needs at least: parameters, moments, gradients, and what is kept of blocks for the backward pass."""
     model = job.model
     width, out = model.width, model.heads * _size(model)
-    # A block's input and the stream behind attention in float32, both normalised; and divided over `tensor` what
+    # A block's input and the stream behind attention in float32, both normalized; and divided over `tensor` what
     # attention keeps of each channel of a head, and hidden units with two functions of them.
     divided = _KEPT_BY_HEAD[plan.form] * out + 3 * 2 * model.mlp_ratio * width
     all_of_it = 12 * width + divided / plan.tensor
@@ -348,7 +348,7 @@ def _plans(job: Job, gpus: int, cluster: Cluster):
         # A share is at least a window, and tensor's many sums stay within a node.
         if not (divides and heads_divide and tensor <= cluster.node):
             continue
-        if job.context_length // context < model.attention.window:
+        if job.context_length // context < model.attention.exact_window:
             continue
         for remat, form in itertools.product(REMATS, FORMS):
             yield Plan(data=data, fsdp=fsdp, context=context, tensor=tensor, remat=remat, form=form)
@@ -357,7 +357,7 @@ def _plans(job: Job, gpus: int, cluster: Cluster):
 def _parameters(model: config.ModelConfig) -> float:
     """Those of matrices; norms have next to none. Without attention, a token costs 6 FLOPs a weight."""
     alone = dataclasses.replace(
-        model, attention=dataclasses.replace(model.attention, form="attention", window=0)
+        model, attention=dataclasses.replace(model.attention, form="attention", exact_window=0)
     )
     return flops.model_flops_per_token(alone, 0) / 6
 

@@ -88,7 +88,7 @@ def flops(shape: Shape, contender: str) -> float | None:
         value_dim=shape.head_dim,
         power=1 if linear else shape.power,
         chunk=64 if linear else cost.default_chunk("chunked"),
-        window=0 if linear else WINDOW,
+        exact_window=0 if linear else WINDOW,
         backward=shape.mode == "training",
     )
     return shape.batch * shape.heads * shape.time * per_token
@@ -107,8 +107,8 @@ def step_bytes(shape: Shape) -> float:
         value_dim=shape.head_dim,
         power=shape.power,
     )
-    window = 4 * shape.batch * shape.heads * 3 * WINDOW / 2 * (2 * shape.head_dim + 1)
-    return state * (1 + 2 / WINDOW) + window
+    window_bytes = 4 * shape.batch * shape.heads * 3 * WINDOW / 2 * (2 * shape.head_dim + 1)
+    return state * (1 + 2 / WINDOW) + window_bytes
 
 
 def of_side(comparisons: Iterable[Comparison], chosen: Callable[[str], bool]) -> list[Comparison]:

@@ -4,10 +4,10 @@
 
 Two models of the same size, with random parameters: nothing measured depends on them. Tokens are decoded as
 `generation.generate` does, in compiled blocks; the state is that of a context of so many tokens, whose values do not
-matter either, so that no prompt is computed: the recurrent state, or as many kept keys. Models and lengths take turns,
-and times are medians, so that a machine that changes its speed changes it for all. The prefill of real prompts is
-timed against the forward pass of training, loss included, on the same tokens. `--brief` has a smaller model and
-lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
+matter either, so that no prompt is computed: the recurrent state, or a KV cache of the same size. Models and lengths
+take turns, and times are medians, so that a machine that changes its speed changes it for all. The prefill of real
+prompts is timed against the forward pass of training, loss included, on the same tokens. `--brief` has a smaller model
+and lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
 """
 
 import argparse
@@ -42,7 +42,7 @@ BRIEF_MODEL = {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2, "dtype": 
 BRIEF_LENGTHS = (64, 256, 1024)
 BRIEF_PREFILLED = (1024,)
 
-_COLOURS = {"conformal": "#0072B2", "softmax": "#D55E00"}
+_COLORS = {"conformal": "#0072B2", "softmax": "#D55E00"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +151,11 @@ class _Contender:
     def __init__(self, preset: str, length: int, sizes: dict):
         model = _model(preset, sizes)
         self._graph, self._variables = nnx.split(model)
-        kept = model.kept_length
+        kept = model.kv_cache_length
         # As `generation.generate` begins a long text.
         keeps = kept is None or length + BLOCK <= kept
         state = generation.init_state(model, 1, max_length=(kept or length + BLOCK) if keeps else None)
-        self.kept = isinstance(state.layers[0].memory, ops.KeyValueState)
+        self.kept = isinstance(state.layers[0].memory, ops.KVCache)
         self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._logits = jnp.zeros((1, model.config.vocab_size))
         self._state, self._position = _filled(state, length), np.array([length], np.int32)
@@ -187,7 +187,7 @@ def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
 
     def fill(layer):
         memory = layer.memory
-        if not isinstance(memory, ops.KeyValueState):
+        if not isinstance(memory, ops.KVCache):
             return layer
         slots = jnp.arange(memory.key.shape[1]) >= memory.key.shape[1] - length
         memory = dataclasses.replace(
@@ -212,7 +212,7 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
         for preset in dict.fromkeys(row.preset for row in rows):
             chosen = [row for row in rows if row.preset == preset]
             lengths = [row.length for row in chosen]
-            axes.plot(lengths, [value(row) for row in chosen], "o-", color=_COLOURS[preset], label=preset)
+            axes.plot(lengths, [value(row) for row in chosen], "o-", color=_COLORS[preset], label=preset)
         axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=title)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
         axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())

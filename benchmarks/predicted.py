@@ -74,7 +74,7 @@ def kernel_seconds(
     value_dim: int,
     power: int,
     chunk: int | None,
-    window: int,
+    exact_window: int,
 ) -> float:
     """Predicted seconds of a kernel's forward pass on an H100, with the plain JAX around it."""
     tokens, channels = batch * time, head_dim + value_dim
@@ -89,9 +89,9 @@ def kernel_seconds(
             time=time,
             heads=batch * kv_heads,
             dtype=jnp.bfloat16,
-            window=window,
+            exact_window=exact_window,
         ).chunk
-    pairs = tokens * heads * (chunk / 2 + window)
+    pairs = tokens * heads * (chunk / 2 + exact_window)
     states = HOPPER.states(tokens * (heads + kv_heads) / 2, power, head_dim, value_dim)
     around = HOPPER.channel * tokens * heads * channels
     return HOPPER.launch[form] + HOPPER.pairs(pairs, power, channels) + states + around

@@ -147,7 +147,7 @@ times a layer and once more, and (n - 1) / n x 4 V M / fsdp |
 Gathers, scatters and all-reduces go first through NVLink within a node, then each GPU sends its part between nodes \
 on its own link; the sum of bytes is the same. There is one collective a layer, of ceil(log2 n) rounds of messages, \
 an all-reduce of twice as many; a round takes InfiniBand's time where any of it crosses nodes. What is handed from \
-device to device over `context` goes at InfiniBand's speed once any pair of neighbours is in two nodes. The mesh \
+device to device over `context` goes at InfiniBand's speed once any pair of neighbors is in two nodes. The mesh \
 puts `tensor` closest, then `context`, `fsdp` and `data`.
 
 **What overlaps** decides most where there are many GPUs, so steps are given twice: if gradients hide behind the \

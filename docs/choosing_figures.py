@@ -17,7 +17,7 @@ from sympow_jax.ops._recurrent import cost
 __all__ = ["FIGURES"]
 
 LENGTHS = [2**n for n in range(8, 21)]
-BLUE, RED, GREEN, PINK, YELLOW, *_ = figures.COLOURS
+BLUE, RED, GREEN, PINK, YELLOW, *_ = figures.COLORS
 
 
 def flops() -> matplotlib.figure.Figure:
@@ -26,22 +26,22 @@ def flops() -> matplotlib.figure.Figure:
     named = []
     for axes, power, sizes in zip(panels, (2, 4), ((32, 64, 128), (16, 32, 64))):
         ends = []
-        for size, colour in zip(sizes, (BLUE, RED, GREEN)):
+        for size, color in zip(sizes, (BLUE, RED, GREEN)):
             shape: dict[str, Any] = {
                 "head_dim": size,
                 "value_dim": size,
                 "power": power,
                 "chunk": 128,
-                "window": 64,
+                "exact_window": 64,
             }
             pairs = [cost.flops_per_token("attention", time=time, **shape) for time in LENGTHS]
             features = cost.flops_per_token("chunked", time=1, **shape)
-            axes.plot(LENGTHS, pairs, color=colour, linestyle=":", linewidth=1.4)
-            axes.plot(LENGTHS, [features] * len(LENGTHS), color=colour)
+            axes.plot(LENGTHS, pairs, color=color, linestyle=":", linewidth=1.4)
+            axes.plot(LENGTHS, [features] * len(LENGTHS), color=color)
             crossing = features / (2 * size)
             if crossing < LENGTHS[-1]:
-                axes.plot([crossing], [features], "o", color=colour, markersize=6, markeredgecolor="white")
-            ends.append((f"D = {size}", colour, features))
+                axes.plot([crossing], [features], "o", color=color, markersize=6, markeredgecolor="white")
+            ends.append((f"D = {size}", color, features))
         _style_costs(axes, "FLOPs a token and head" if power == 2 else "", f"p = {power}")
         named.append((axes, ends))
     _name_lines(named)
@@ -55,11 +55,11 @@ def predicted_times() -> matplotlib.figure.Figure:
     named = []
     for axes, power, sizes in zip(panels, (2, 4), ((32, 64, 128), (16, 32))):
         ends = []
-        for size, colour in zip(sizes, (BLUE, RED, GREEN)):
+        for size, color in zip(sizes, (BLUE, RED, GREEN)):
             for form, style in (("attention", ":"), ("chunked", "-")):
                 seconds = [_predicted(form, time, power, size) for time in lengths]
-                axes.plot(lengths, seconds, color=colour, linestyle=style, linewidth=1.6)
-            ends.append((f"D = {size}", colour, seconds[-1]))
+                axes.plot(lengths, seconds, color=color, linestyle=style, linewidth=1.6)
+            ends.append((f"D = {size}", color, seconds[-1]))
         _style_costs(axes, "ms a layer, both passes, 65,536 tokens" if power == 2 else "", f"p = {power}")
         named.append((axes, ends))
     _name_lines(named)
@@ -78,7 +78,7 @@ def _predicted(form: str, time: int, power: int, size: int) -> float:
         value_dim=size,
         power=power,
         chunk=None,
-        window=64,
+        exact_window=64,
     )
     return 1e3 * predicted.HOPPER.both_passes[form] * seconds * 65_536 / (batch * time)
 
@@ -98,7 +98,7 @@ def _style_costs(axes: matplotlib.axes.Axes, y_label: str, title: str) -> None:
 def _name_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]]) -> None:
     low, high = np.log(axes.get_ylim())  # those of all panels, once all are drawn
     lowest = -1.0
-    for label, colour, end in sorted(ends, key=lambda named: named[2]):
+    for label, color, end in sorted(ends, key=lambda named: named[2]):
         # Pushed apart where names would overlap.
         height = lowest = max((np.log(end) - low) / (high - low), lowest + 0.06)
         axes.annotate(
@@ -109,7 +109,7 @@ def _name_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]
             textcoords="offset points",
             va="center",
             fontsize=9,
-            color=colour,
+            color=color,
             weight="bold",
         )
 
@@ -118,7 +118,7 @@ def _name_lines(named: Sequence[tuple[matplotlib.axes.Axes, list]]) -> None:
     """Names the ends of the lines of each panel, and the forms in the first."""
     for axes, ends in named:
         _name_ends(axes, ends)
-    lines = [matplotlib.lines.Line2D([], [], color=figures.GREY, linestyle=style) for style in (":", "-")]
+    lines = [matplotlib.lines.Line2D([], [], color=figures.GRAY, linestyle=style) for style in (":", "-")]
     forms = ["attention form", "chunked form"]
     named[0][0].legend(lines, forms, frameon=False, fontsize=9, loc="upper left")
 
@@ -130,12 +130,12 @@ def state_sizes() -> matplotlib.figure.Figure:
     kept = [shape["layers"] * 2 * shape["width"] * 2 * time for time in LENGTHS]
     axes.plot(LENGTHS, kept, color="#000000")
     ends = [("keys and values,\nbfloat16", "#000000", kept[-1])]
-    for power, size, colour in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
+    for power, size, color in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
         attention = config.preset("sympow", power=power)
         model = config.ModelConfig(**{**shape, "heads": shape["width"] // size, "attention": attention})
         state = models.state_bytes(model, bytes_per_element=4)
-        axes.plot(LENGTHS, [state] * len(LENGTHS), color=colour)
-        ends.append((f"p = {power}, D = {size}", colour, state))
+        axes.plot(LENGTHS, [state] * len(LENGTHS), color=color)
+        ends.append((f"p = {power}, D = {size}", color, state))
     _style_costs(axes, "bytes a document", "")
     axes.set_yticks([2**n for n in (20, 25, 30, 35)], ["1 MiB", "32 MiB", "1 GiB", "32 GiB"])
     axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
@@ -147,15 +147,15 @@ def chunks() -> matplotlib.figure.Figure:
     """What a chunk's length changes: exact pairs, and states that the kernels keep for the backward pass."""
     figure, (left, right) = figures.make(2, width=9.6, height=3.8, sharey=False)
     lengths = [64, 128, 256, 512, 1024, 2048, 4096]
-    for power, size, colour in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
-        shape: dict[str, Any] = {"head_dim": size, "value_dim": size, "power": power, "window": 64}
+    for power, size, color in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
+        shape: dict[str, Any] = {"head_dim": size, "value_dim": size, "power": power, "exact_window": 64}
         flops = [cost.flops_per_token("chunked", time=1, chunk=chunk, **shape) for chunk in lengths]
-        left.plot(lengths, np.array(flops) / flops[0], color=colour, label=f"p = {power}, D = {size}")
+        left.plot(lengths, np.array(flops) / flops[0], color=color, label=f"p = {power}, D = {size}")
         kept = [2 * ops.symmetric_power_dim(size, power) * size / chunk for chunk in lengths]
-        right.plot(lengths, kept, color=colour)
-    kept_keys = 2 * 2 * 64
+        right.plot(lengths, kept, color=color)
+    kv_cache = 2 * 2 * 64
     right.axhline(
-        kept_keys, color="#888888", linestyle=(0, (4, 3)), linewidth=1.1, label="keys and values, D = 64"
+        kv_cache, color="#888888", linestyle=(0, (4, 3)), linewidth=1.1, label="keys and values, D = 64"
     )
     right.legend(frameon=False, fontsize=8.5)
     left.legend(frameon=False, fontsize=8.5)

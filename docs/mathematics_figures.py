@@ -16,7 +16,7 @@ from sympow_jax.evaluation import figures
 
 __all__ = ["FIGURES"]
 
-BLUE, RED, GREEN, PINK, *_ = figures.COLOURS
+BLUE, RED, GREEN, PINK, *_ = figures.COLORS
 
 
 def kernels() -> matplotlib.figure.Figure:
@@ -37,9 +37,9 @@ def kernels() -> matplotlib.figure.Figure:
 
     softmax = relative(ops.softmax_attention, scale=4.0)
     left.plot(degrees, softmax, color="#000000", label="softmax, scores up to 4")
-    for power, colour in ((2, BLUE), (4, RED), (6, GREEN)):
+    for power, color in ((2, BLUE), (4, RED), (6, GREEN)):
         weights = relative(ops.power_attention, power=power, form="attention")
-        left.plot(degrees, weights, color=colour, label=f"power, p = {power}")
+        left.plot(degrees, weights, color=color, label=f"power, p = {power}")
     left.set_xticks(range(0, 181, 45))
     left.legend(frameon=False, fontsize=8.5)
     figures.style(left, x_label="angle of query and key (degrees)", y_label="weight, relative to angle 0")
@@ -100,45 +100,45 @@ def features() -> matplotlib.figure.Figure:
     figure, (axes,) = figures.make(width=7.6, height=4.0)
     sizes = [8, 16, 32, 64, 128]
     ends = []
-    for power, colour in ((2, BLUE), (4, RED), (6, GREEN)):
+    for power, color in ((2, BLUE), (4, RED), (6, GREEN)):
         symmetric = [ops.symmetric_power_dim(size, power) for size in sizes]
-        axes.plot(sizes, symmetric, color=colour, marker="o", markersize=4)
-        axes.plot(sizes, [size**power for size in sizes], color=colour, linestyle=":", linewidth=1.4)
-        ends.append((f"p = {power}", colour, symmetric[-1]))
+        axes.plot(sizes, symmetric, color=color, marker="o", markersize=4)
+        axes.plot(sizes, [size**power for size in sizes], color=color, linestyle=":", linewidth=1.4)
+        ends.append((f"p = {power}", color, symmetric[-1]))
     axes.set_yscale("log")
     figures.style(axes, x_label="head size D", y_label="features F")
     figures.set_log2_ticks(axes, sizes)
-    for label, colour, end in ends:
+    for label, color, end in ends:
         axes.annotate(
             label,
             (sizes[-1], end),
             (6, 0),
             textcoords="offset points",
-            color=colour,
+            color=color,
             va="center",
             weight="bold",
         )
-    lines = [matplotlib.lines.Line2D([], [], color=figures.GREY, linestyle=style) for style in ("-", ":")]
+    lines = [matplotlib.lines.Line2D([], [], color=figures.GRAY, linestyle=style) for style in ("-", ":")]
     axes.legend(lines, ["symmetric power", "tensor power"], frameon=False, fontsize=9)
     return figure
 
 
 def forms() -> matplotlib.figure.Figure:
     """Which pairs each form compares, and which it meets through features."""
-    time, chunk, window = 48, 16, 8
+    time, chunk, exact_window = 48, 16, 8
     query, key = np.arange(time)[:, None], np.arange(time)
     seen = key <= query
     first_exact = {
         "attention": np.zeros((time, 1)),
-        f"chunked (C = {chunk}, W = {window})": query // chunk * chunk - window,
-        f"step (W = {window})": query + 1 - _held(time, window)[:, None],
+        f"chunked (C = {chunk}, W = {exact_window})": query // chunk * chunk - exact_window,
+        f"step (W = {exact_window})": query + 1 - _held(time, exact_window)[:, None],
     }
     figure, panels = figures.make(3, width=9.6, height=4.1)
-    colours = matplotlib.colors.ListedColormap(["#ffffff", "#F6C9A8", BLUE])
+    colors = matplotlib.colors.ListedColormap(["#ffffff", "#F6C9A8", BLUE])
     for axes, first in zip(panels, first_exact.values()):
-        axes.imshow(np.where(seen, 1 + (key >= first), 0), cmap=colours, vmin=0, vmax=2)
+        axes.imshow(np.where(seen, 1 + (key >= first), 0), cmap=colors, vmin=0, vmax=2)
     _name_pairs(panels, first_exact)
-    patches = [matplotlib.patches.Patch(color=colour) for colour in (BLUE, "#F6C9A8")]
+    patches = [matplotlib.patches.Patch(color=color) for color in (BLUE, "#F6C9A8")]
     figure.legend(
         patches,
         ["pair computed exactly", "through the state"],
@@ -150,9 +150,9 @@ def forms() -> matplotlib.figure.Figure:
     return figure
 
 
-def _held(time: int, window: int) -> np.ndarray:
+def _held(time: int, exact_window: int) -> np.ndarray:
     """How many of its last keys each token sees exactly, itself among them, as the step holds them."""
-    state = ops.PowerState.zeros(1, 1, 2, 2, power=2, window=window)
+    state = ops.PowerState.zeros(1, 1, 2, 2, power=2, exact_window=exact_window)
     step = jax.jit(ops.power_attention_step)
     token = jnp.ones((1, 1, 2))
     held = []
@@ -167,22 +167,22 @@ def window_error() -> matplotlib.figure.Figure:
     figure, (axes,) = figures.make(width=7.6, height=3.9)
     windows = [0, 1, 2, 4, 8, 16, 32, 64]
     ends = []
-    for power, colour in ((2, BLUE), (4, RED), (6, GREEN)):
-        errors = [_recurrence_error(power, window) for window in windows]
-        axes.plot(range(len(windows)), errors, color=colour, marker="o", markersize=4)
-        ends.append((f"p = {power}", colour, errors[0]))
+    for power, color in ((2, BLUE), (4, RED), (6, GREEN)):
+        errors = [_recurrence_error(power, exact_window) for exact_window in windows]
+        axes.plot(range(len(windows)), errors, color=color, marker="o", markersize=4)
+        ends.append((f"p = {power}", color, errors[0]))
     axes.axhline(2e-6, color="#888888", linestyle=(0, (4, 3)), linewidth=1.1)
     axes.annotate(
         "bound of the tests", (7, 2e-6), (0, 4), textcoords="offset points", ha="right", fontsize=8.5
     )
     axes.set_yscale("log")
-    axes.set_xticks(range(len(windows)), [str(window) for window in windows])
+    axes.set_xticks(range(len(windows)), [str(exact_window) for exact_window in windows])
     figures.style(axes, x_label="window W (0: everything through the state)", y_label="RMS error of outputs")
     axes.legend([f"p = {power}" for power in (2, 4, 6)], frameon=False, fontsize=9)
     return figure
 
 
-def _recurrence_error(power: int, window: int) -> float:
+def _recurrence_error(power: int, exact_window: int) -> float:
     random = np.random.default_rng(0)
     drawn = {name: random.normal(size=(1, 192, 1, 12)) for name in ("query", "key", "value")}
     drawn["log_decay"] = np.where(random.random((1, 192, 1)) < 0.05, -6.0, -0.05)
@@ -192,7 +192,7 @@ def _recurrence_error(power: int, window: int) -> float:
         placed: Any = {name: jnp.asarray(x) for name, x in arrays.items()}
         return np.asarray(ops.power_attention(**placed, power=power, **options))
 
-    out = attend(single, form="recurrent", window=window)
+    out = attend(single, form="recurrent", exact_window=exact_window)
     with jax.enable_x64(True):
         double = {name: x.astype(np.float64) for name, x in single.items()}
         exact = attend(double, form="attention", implementation="reference")
@@ -208,11 +208,11 @@ def learned_rotation() -> matplotlib.figure.Figure:
     slow = jnp.where(jnp.arange(size) < size // 2, 0, (size // 2) ** -0.5)
     ones = jnp.broadcast_to(slow, (1, time, 1, size))
     figure, (left, right) = figures.make(2, width=9.6, height=3.7, sharey=False)
-    for name, beta, colour in (("rope, β = 1", np.ones_like(rate), BLUE), ("learned", rate, RED)):
+    for name, beta, color in (("rope, β = 1", np.ones_like(rate), BLUE), ("learned", rate, RED)):
         angles, _ = ops.rotary.learned_angles(jnp.asarray(beta), size, max_document_length=1024)
         turned = ops.rotary.rotate(ones, angles)[0, :, 0]
-        left.plot(np.cumsum(beta[0, :, 0]), color=colour, label=name)
-        right.plot(np.asarray(turned @ turned[-1]), color=colour)
+        left.plot(np.cumsum(beta[0, :, 0]), color=color, label=name)
+        right.plot(np.asarray(turned @ turned[-1]), color=color)
     for axes in (left, right):
         axes.axvspan(128, 256, color="#000000", alpha=0.05, linewidth=0)
         for begin, end, speed in ((0, 128, 1), (128, 256, 0), (256, 384, 2)):
@@ -250,10 +250,10 @@ def positions() -> matplotlib.figure.Figure:
         return np.asarray(jnp.einsum("tnd,nd->t", turned, turned[0])) / x.shape[2]
 
     figure, (left, right) = figures.make(2, width=9.6, height=3.7)
-    for kind, colour in (("rope", BLUE), ("a", RED), ("b", GREEN), ("c", PINK)):
-        left.plot(product(core="orthogonal", kind=kind), color=colour, label=f"rates {kind}", linewidth=1.3)
-    for core, colour in (("unitary", BLUE), ("orthogonal", RED), ("mixed", GREEN), ("permutation", PINK)):
-        right.plot(product(core=core), color=colour, label=core, linewidth=1.3)
+    for kind, color in (("rope", BLUE), ("a", RED), ("b", GREEN), ("c", PINK)):
+        left.plot(product(core="orthogonal", kind=kind), color=color, label=f"rates {kind}", linewidth=1.3)
+    for core, color in (("unitary", BLUE), ("orthogonal", RED), ("mixed", GREEN), ("permutation", PINK)):
+        right.plot(product(core=core), color=color, label=core, linewidth=1.3)
     for axes, title in ((left, "core orthogonal"), (right, "rates a")):
         axes.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
         axes.set_ylim(-0.1, 1.3)

@@ -13,9 +13,9 @@ import PIL.Image
 
 from sympow_jax.evaluation import figures
 
-__all__ = ["Line", "Panel", "colour", "curves_panel", "draw_lines", "draw_values"]
+__all__ = ["Line", "Panel", "color", "curves_panel", "draw_lines", "draw_values"]
 
-# A variant has its colour in every plot.
+# A variant has its color in every plot.
 _INDEX = {"softmax": 6, "sympow": 1, "gated": 2, "conformal": 0}
 
 
@@ -42,16 +42,16 @@ class Panel:
     places: Sequence[int] | None = None  # ticks of an axis that stays linear
     log_y: bool = False
     marks: Sequence[tuple[float, str]] = ()
-    level: float | None = None  # a grey horizontal line
+    level: float | None = None  # a gray horizontal line
     limits: tuple[float, float] | None = None  # of the heights shown
 
 
-def colour(name: str, index: int) -> tuple[str, str]:
-    """The colour and the marker of a variant; `index` is its place among those that have none of their own."""
+def color(name: str, index: int) -> tuple[str, str]:
+    """The color and the marker of a variant; `index` is its place among those that have none of their own."""
     taken = set(_INDEX.values())
-    free = [place for place in range(len(figures.COLOURS)) if place not in taken]
+    free = [place for place in range(len(figures.COLORS)) if place not in taken]
     place = _INDEX.get(name, free[index % len(free)])
-    return figures.COLOURS[place], figures.MARKERS[place]
+    return figures.COLORS[place], figures.MARKERS[place]
 
 
 def curves_panel(lines: Sequence[Line], *, title: str = "") -> Panel:
@@ -81,7 +81,7 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about
     for axes, panel in zip(all_axes, panels):
         ends = []
         for line in panel.lines:
-            tint, marker = colour(line.name, others.index(line.name) if line.name in others else 0)
+            tint, marker = color(line.name, others.index(line.name) if line.name in others else 0)
             shown[line.name] = _draw(axes, line, tint, marker)
             finite = [height for height in line.y if math.isfinite(height)]
             ends.append((line.name, tint, finite[-1] if finite else math.nan))
@@ -103,7 +103,7 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about
             figures.label_lines(axes, ends)
     if many:
         figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, color=figures.INK)
-        figure.text(0.01, 0.925, about, fontsize=9, color=figures.GREY)
+        figure.text(0.01, 0.925, about, fontsize=9, color=figures.GRAY)
         figure.legend(
             list(shown.values()),
             list(shown),
@@ -154,9 +154,9 @@ def draw_values(
     places = np.arange(len(values))[::-1]
     for place, (_, median, least, largest) in zip(places, values):
         axes.plot(
-            [least, largest], [place, place], color=figures.COLOURS[5], linewidth=3, solid_capstyle="round"
+            [least, largest], [place, place], color=figures.COLORS[5], linewidth=3, solid_capstyle="round"
         )
-        axes.plot(median, place, marker="o", color=figures.COLOURS[0], markersize=6, markeredgecolor="white")
+        axes.plot(median, place, marker="o", color=figures.COLORS[0], markersize=6, markeredgecolor="white")
         axes.annotate(
             f"{median:.3f}",
             xy=(1.0, place),

@@ -72,9 +72,9 @@ class Model:
 
         bias = parameters["norm_bias"]
         x = jax.nn.one_hot(symbols, self.base)
-        query, key, value = jnp.split(times(_normalised(x) + bias, "attention"), 3, axis=-1)
+        query, key, value = jnp.split(times(_normalized(x) + bias, "attention"), 3, axis=-1)
         x = x + attention_weights(self.attention, query @ key.T) @ value
-        x = x + times(jnp.tanh(times(_normalised(x) + bias, "hidden")), "output")
+        x = x + times(jnp.tanh(times(_normalized(x) + bias, "hidden")), "output")
         return x.reshape(-1) @ parameters["readout"] + parameters["readout_bias"]
 
     def loss(
@@ -101,7 +101,7 @@ def _uniform(key, shape):
     return jax.random.uniform(key, shape, minval=-1, maxval=1)
 
 
-def _normalised(x):
+def _normalized(x):
     # Not `jax.nn.standardize`, whose E[x^2] - E[x]^2 cancels where the entries of x are all but equal.
-    centred = x - x.mean(-1, keepdims=True)
-    return centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + _EPSILON)
+    centered = x - x.mean(-1, keepdims=True)
+    return centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + _EPSILON)

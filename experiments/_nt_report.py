@@ -32,7 +32,7 @@ _FIELDS = (
     "greedy_max",
     "given_mean",
 )
-_COLOURS = {"expressive": "#0072B2", "softmax": "#D55E00"}
+_COLORS = {"expressive": "#0072B2", "softmax": "#D55E00"}
 _LINES = ("-", "--", ":")
 
 
@@ -145,9 +145,9 @@ def _plot(path, results):
             for number, task in enumerate(setting.tasks):
                 greedy = np.stack([progress.greedy[attention][:, number] for progress in result.progress])
                 label = f"{attention}, {task}" if len(setting.tasks) > 1 else attention
-                colour = _COLOURS[attention]
-                axes.plot(epochs, greedy.mean(1), color=colour, linestyle=_LINES[number], label=label)
-                axes.fill_between(epochs, greedy.min(1), greedy.max(1), color=colour, alpha=0.12, linewidth=0)
+                color = _COLORS[attention]
+                axes.plot(epochs, greedy.mean(1), color=color, linestyle=_LINES[number], label=label)
+                axes.fill_between(epochs, greedy.min(1), greedy.max(1), color=color, alpha=0.12, linewidth=0)
         if setting.drop_after is not None:
             axes.axvline(setting.drop_after, color="#888888", linestyle=":", linewidth=1)
         name = " + ".join(f"N{setting.base}T{setting.delay}{task[2:]}" for task in setting.tasks)

@@ -20,7 +20,7 @@ __all__ = [
     "curve",
     "evaluation",
     "final_loss",
-    "labelled",
+    "labeled",
     "name",
     "parameters",
     "power_variants",
@@ -46,7 +46,7 @@ def power_variants(power: int) -> dict[str, config.AttentionConfig]:
     }
 
 
-def labelled(variant: str, power: int) -> str:
+def labeled(variant: str, power: int) -> str:
     """The name of a power model and its power; softmax has none."""
     return variant if variant == "softmax" else f"{variant}_p{power}"
 

@@ -64,7 +64,7 @@ def train(options: _command.Options):
     """Trains every variant at every context; what each run is, (variant, context, seed), and its folder."""
     variants = _runs.power_variants(options.power)
     runs = {
-        _runs.name(_runs.labelled(variant, options.power), context, options.plan.steps, seed): (
+        _runs.name(_runs.labeled(variant, options.power), context, options.plan.steps, seed): (
             variant,
             context,
             seed,

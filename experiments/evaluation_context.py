@@ -52,7 +52,7 @@ def report(
     """Trains and evaluates the variants of `options`, and writes and prints their losses by position."""
     (context,) = options.plan.contexts
     chosen = {
-        _runs.name(_runs.labelled(name, options.power), context, options.plan.steps, seed): (name, seed)
+        _runs.name(_runs.labeled(name, options.power), context, options.plan.steps, seed): (name, seed)
         for seed in options.plan.seeds
         for name in options.variants
     }

@@ -2,7 +2,7 @@
 
 "Linearized Relative Positional Encoding" (Qin et al. 2023): Table 2 and Figure 2 (an autoregressive language model by
 each encoding), Table 5 (three cores by three matrices P) and Table 6 (training speed). The feature map is elu + 1.
-Queries and keys are encoded behind it, for the numerator alone: the normaliser is that of the features before they
+Queries and keys are encoded behind it, for the numerator alone: the normalizer is that of the features before they
 are encoded, which keeps it positive. (SPE goes in front of the feature map, sinusoidal positions to the embedding.)
 Rates of the unitary and the orthogonal core are learned, Householder vectors and permutations are not (appendix D.1
 there). The speed is that of whole updates of this causal model, taken in turns; the paper's is of a bidirectional one.

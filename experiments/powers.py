@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def state_sizes() -> list[dict[str, int]]:
-    """Bytes of the 124M model's state at 2 bytes an element, normaliser included, for each power."""
+    """Bytes of the 124M model's state at 2 bytes an element, normalizer included, for each power."""
     rows = []
     for power in _STATE_POWERS:
         model = _runs.model("gpt2_124m", config.preset("sympow", power=power))
@@ -62,12 +62,12 @@ def state_sizes() -> list[dict[str, int]]:
 
 
 def linear_states(sizes: Sequence[str] = _LINEAR_SIZES) -> list[dict[str, Any]]:
-    """Numbers in the state of vanilla linear attention and in its weights; without a normaliser."""
+    """Numbers in the state of vanilla linear attention and in its weights; without a normalizer."""
     rows: list[dict[str, Any]] = []
     for name in sizes:
         model = _runs.model(name, config.preset("linear"))
         weights = _runs.parameters(model)
-        state = models.state_bytes(model, bytes_per_element=1, normaliser=False)
+        state = models.state_bytes(model, bytes_per_element=1, normalizer=False)
         rows.append({"model": name, "weights": weights, "state": state, "ratio": state / weights})
     return rows
 
@@ -75,7 +75,7 @@ def linear_states(sizes: Sequence[str] = _LINEAR_SIZES) -> list[dict[str, Any]]:
 def _train(options: _command.Options):
     (context,) = options.plan.contexts
     chosen = {
-        _runs.name(_runs.labelled(*_RUNS[name]), context, options.plan.steps, seed): (name, seed)
+        _runs.name(_runs.labeled(*_RUNS[name]), context, options.plan.steps, seed): (name, seed)
         for seed in options.plan.seeds
         for name in options.variants
     }
@@ -101,7 +101,7 @@ def _train(options: _command.Options):
 def _about(options: _command.Options) -> str:
     (context,), seeds = options.plan.contexts, len(options.plan.seeds)
     trained = f"context {context:,}, {'one seed' if seeds == 1 else f'median and range of {seeds} seeds'}"
-    return f"left: final training loss, {trained}; right: 124M parameters, 2 bytes an element; grey: 80 GB"
+    return f"left: final training loss, {trained}; right: 124M parameters, 2 bytes an element; gray: 80 GB"
 
 
 def _panels(options, ratios: Mapping, states: Sequence[Mapping[str, int]]) -> list[_figures.Panel]:

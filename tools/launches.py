@@ -70,7 +70,7 @@ def report(passes: str, *, time: int, head_dim: int, power: int) -> list[Launch]
     chosen = power_state.choose(
         power=power, head_dim=head_dim, value_dim=head_dim, time=time, heads=HEADS, dtype=jnp.bfloat16
     )
-    options: dict[str, Any] = {"power": power, "chunk": chosen.chunk, "window": 64}
+    options: dict[str, Any] = {"power": power, "chunk": chosen.chunk, "exact_window": 64}
     options |= {"state_dtype": jnp.float16, "interpret": None}
 
     def forward(query, key, value, log_decay, folds):

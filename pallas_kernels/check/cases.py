@@ -254,11 +254,11 @@ def _state_arguments(case, drawn):
         time=case.time,
         heads=case.batch * case.kv_heads,
         dtype=jnp.bfloat16,
-        window=WINDOW,
+        exact_window=WINDOW,
         # A small shape has several chunks too.
         chunk=None if case.real else 192,
     )
-    options = {"power": case.power, "chunk": chosen.chunk, "window": WINDOW, "state_dtype": jnp.float16}
+    options = {"power": case.power, "chunk": chosen.chunk, "exact_window": WINDOW, "state_dtype": jnp.float16}
     return arrays, options, included
 
 
@@ -399,7 +399,7 @@ def _step_read(case, interpret):
 
 def _step_fold(case, interpret):
     random = np.random.default_rng(0)
-    batch, kv_heads, width, window = case.batch, case.kv_heads, case.width, case.time
+    batch, kv_heads, width, exact_window = case.batch, case.kv_heads, case.width, case.time
     count = len(formula.monomials(case.head_dim, case.power, 10**9, 0)[0])
 
     def normal(*sizes):
@@ -413,8 +413,8 @@ def _step_fold(case, interpret):
         "norm": normal(batch, kv_heads, count),
         "rows": jnp.asarray(rows),
         "count": jnp.int32(chosen),
-        "features": normal(batch, kv_heads, window, count),
-        "values": normal(batch, window, kv_heads, width),
+        "features": normal(batch, kv_heads, exact_window, count),
+        "values": normal(batch, exact_window, kv_heads, width),
         "carry": jnp.asarray(random.uniform(0, 1, (batch, kv_heads)), jnp.float32),
     }
 

@@ -33,7 +33,7 @@ _SMALLEST = 2.0**-100
 
 
 def sums(operands: inputs.Operands, *, power: int, config: configs.Config, interpret=None):
-    """Unnormalised sums of weighted values [B, T, N, E] and of weights [B, N, T], float32, in the operands' units.
+    """Unnormalized sums of weighted values [B, T, N, E] and of weights [B, N, T], float32, in the operands' units.
 
     interpret: `plgpu.InterpretGPUParams` to run on a CPU. Weights then pass through shared memory, since the
         interpreter takes no operand of wgmma from registers.

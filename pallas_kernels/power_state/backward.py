@@ -61,14 +61,26 @@ def fold_vjp(
     *,
     power,
     chunk,
-    window,
+    exact_window,
     state_dtype,
     interpret,
 ):
     """The dual states, those of the last chunk's keys first, and the gradient of the initial state, like `dfinal`."""
-    config = forward.chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
+    config = forward.chosen(
+        key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype
+    )
     prepared = _prepared(
-        query, key, value, log_decay, folds, out, denominator, dout, power=power, chunk=chunk, window=window
+        query,
+        key,
+        value,
+        log_decay,
+        folds,
+        out,
+        denominator,
+        dout,
+        power=power,
+        chunk=chunk,
+        exact_window=exact_window,
     )
     if power == 4:
         return quartic_vjp.fold_vjp(prepared, key, value, dfinal, config, interpret)
@@ -108,40 +120,67 @@ def attend_vjp(
     *,
     power,
     chunk,
-    window,
+    exact_window,
     state_dtype,
     interpret,
 ):
     """The gradients of query, key, value and log_decay, from the states and the dual states."""
-    config = forward.chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
+    config = forward.chosen(
+        key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype
+    )
     batch, time, _, head_dim = query.shape
     prepared = _prepared(
-        query, key, value, log_decay, folds, out, denominator, dout, power=power, chunk=chunk, window=window
+        query,
+        key,
+        value,
+        log_decay,
+        folds,
+        out,
+        denominator,
+        dout,
+        power=power,
+        chunk=chunk,
+        exact_window=exact_window,
     )
     of, _, exponent, _ = prepared
     saved, dual = saved.by_head(), dual.by_head()
     # Whole chunks of the window in front and all keys.
-    length = -(-(time + window) // chunk) * chunk
+    length = -(-(time + exact_window) // chunk) * chunk
     compute = quartic_vjp.attend_vjp if power == 4 else _attend_vjp
     dquery, dkey, dvalue, *sums = compute(
-        prepared, saved, dual, config, chunk=chunk, window=window, length=length, interpret=interpret
+        prepared,
+        saved,
+        dual,
+        config,
+        chunk=chunk,
+        exact_window=exact_window,
+        length=length,
+        interpret=interpret,
     )
-    ddecay = preparation_vjp.decay_gradient(of, preparation_vjp.sums_of(of, *sums, window), window)
-    own = slice(window, window + time)
+    ddecay = preparation_vjp.decay_gradient(
+        of, preparation_vjp.sums_of(of, *sums, exact_window), exact_window
+    )
+    own = slice(exact_window, exact_window + time)
     dquery = numerics.scaled(dquery, -exponent)[:, :time, :head_dim]
     dkey, dvalue = dkey[:, own, :head_dim], dvalue[:, own, : value.shape[-1]]
     gradients = (dquery, query), (dkey, key), (dvalue, value), (ddecay[:, own], log_decay)
     return Gradients(*(preparation.tokens_second(g, batch).astype(x.dtype) for g, x in gradients))
 
 
-def _attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpret):
+def _attend_vjp(prepared, saved, dual, config, *, chunk, exact_window, length, interpret):
     """Gradients of unit queries [HN, X, D], keys and values [H, Y, ...], the kernels' sums, and <R, S> [H, n].
 
     saved, dual: heads in front; length: Y.
     """
     of, unit, _, mean = prepared
     layout = layouts.Layout(unit.shape[-1])
-    options = {"layout": layout, "config": config, "chunk": chunk, "window": window, "interpret": interpret}
+    options = {
+        "layout": layout,
+        "config": config,
+        "chunk": chunk,
+        "exact_window": exact_window,
+        "interpret": interpret,
+    }
     dquery, of_queries = query_kernel.query_vjp(
         unit,
         jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
@@ -163,18 +202,18 @@ def _attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpr
         unit,
         mean.dout,
         _rows_of_keys(of, dual.shifts, length // chunk),
-        preparation_vjp.columns(of, mean, window),
+        preparation_vjp.columns(of, mean, exact_window),
         **options,
     )
     return dquery, dkey, dvalue, of_queries, of_keys, _inner(of, saved, dual, layout)
 
 
-def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, power, chunk, window):
+def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, power, chunk, exact_window):
     """Tokens, queries with largest entries in [1/2, 1) and what they were divided by, and the mean's cotangent."""
     width, value_width = configs.filled(key.shape[-1], value.shape[-1], power)
     query, key = (preparation.fill(x, width) for x in (query, key))
     value, out, dout = (preparation.fill(x, value_width) for x in (value, out, dout))
-    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
+    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, exact_window=exact_window)
     unit, exponent = preparation.queries(query, chunk)
     return of, unit, exponent, preparation_vjp.mean_of(out, denominator, dout, unit.shape[1])
 

@@ -86,7 +86,7 @@ def choose(
     time: int,
     heads: int,
     dtype,
-    window: int = BLOCK,
+    exact_window: int = BLOCK,
     chunk: int | None = None,
     state_dtype=jnp.float16,
 ) -> Config:
@@ -97,13 +97,13 @@ def choose(
     """
     if power not in (2, 4):
         raise NotImplementedError(f"the power_state kernels need power 2 or 4, not {power}")
-    chunk = chunk or max(_chunk_for(power, head_dim, time), window)
+    chunk = chunk or max(_chunk_for(power, head_dim, time), exact_window)
     tiles = _choose_quartic if power == 4 else _choose_square
-    config = tiles(head_dim, value_dim, dtype, chunk, window, state_dtype)
+    config = tiles(head_dim, value_dim, dtype, chunk, exact_window, state_dtype)
     return dataclasses.replace(config, segments=_segments(heads * config.update_blocks, -(-time // chunk)))
 
 
-def _choose_square(head_dim, value_dim, dtype, chunk, window, state_dtype):
+def _choose_square(head_dim, value_dim, dtype, chunk, exact_window, state_dtype):
     supported = {
         f"head_dim at most {_HEAD_SIZES[-1]}, not {head_dim}": head_dim <= _HEAD_SIZES[-1],
         f"value_dim at most {_VALUE_SIZES[-1]}, not {value_dim}": value_dim <= _VALUE_SIZES[-1],
@@ -111,7 +111,7 @@ def _choose_square(head_dim, value_dim, dtype, chunk, window, state_dtype):
             state_dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
         ),
     }
-    _require(supported | _needs_of_rows(dtype, chunk, window))
+    _require(supported | _needs_of_rows(dtype, chunk, exact_window))
     head_dim, value_dim = filled(head_dim, value_dim)
     layout = layouts.Layout(head_dim)
     # Three warpgroups have 160 registers a thread, too few for more than 64 values or for the features of D = 128; two
@@ -130,7 +130,7 @@ def _choose_square(head_dim, value_dim, dtype, chunk, window, state_dtype):
     parts = 1 if head_dim < 128 else 3 * value_dim // BLOCK
     rows = blocks * BLOCK * (2 * head_dim + (0 if head_dim == value_dim else value_dim))
     keys = 2 * BLOCK * (head_dim + value_dim)
-    left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + blocks * BLOCK)
+    left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + exact_window) + blocks * BLOCK)
     stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
     # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators; storing in two terms takes
     # more registers, and leaves room for 2 x 288.
@@ -144,12 +144,12 @@ def _choose_square(head_dim, value_dim, dtype, chunk, window, state_dtype):
         state_stages=stages,
         key_stages=2,
         parts=parts,
-        **_choose_query_vjp(layout, value_dim, chunk, window, 2 if two_terms else 1),
+        **_choose_query_vjp(layout, value_dim, chunk, exact_window, 2 if two_terms else 1),
         **_key_vjp(layout, value_dim, chunk),
     )
 
 
-def _choose_query_vjp(layout, value_dim, chunk, window, terms):
+def _choose_query_vjp(layout, value_dim, chunk, exact_window, terms):
     """Fields of the gradient of queries."""
     head_dim = layout.head_dim
     # Three warpgroups have too few registers. At the largest sizes so have two for two terms, and for a chunk of one
@@ -161,7 +161,7 @@ def _choose_query_vjp(layout, value_dim, chunk, window, terms):
     height = BLOCK if head_dim == 128 else value_dim
     rows = blocks * BLOCK * (2 * head_dim + value_dim)
     keys = 2 * BLOCK * (head_dim + value_dim)
-    left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + window) + 4 * blocks * BLOCK)
+    left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + exact_window) + 4 * blocks * BLOCK)
     stages = _stages(left // (2 * height * (layout.width // parts)), 6, chunk)
     groups = 1 if head_dim == 128 else 4 // terms
     if head_dim < 128:
@@ -194,7 +194,7 @@ def _key_vjp(layout, value_dim, chunk):
     }
 
 
-def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
+def _choose_quartic(head_dim, value_dim, dtype, chunk, exact_window, state_dtype):
     sizes = quartic_layout.SIZES
     _require(
         {
@@ -202,13 +202,13 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
             f"value_dim at most {sizes[-1]} at power 4, not {value_dim}": value_dim <= sizes[-1],
             f"states of float16 at power 4, not {jnp.dtype(state_dtype).name}": state_dtype == jnp.float16,
         }
-        | _needs_of_rows(dtype, chunk, window)
+        | _needs_of_rows(dtype, chunk, exact_window)
     )
     layout = quartic_layout.layout_for(head_dim, value_dim)
     blocks = next(count for count in (3, 2, 1) if chunk % (count * BLOCK) == 0)
     rows = blocks * BLOCK
     operands = (rows + 2 * BLOCK) * (layout.head_dim + layout.value_dim) + 2 * rows * quartic_layout.COLUMNS
-    left = _SHARED_BYTES - 2 * operands - 4 * (2 * (chunk + window) + 2 * rows)
+    left = _SHARED_BYTES - 2 * operands - 4 * (2 * (chunk + exact_window) + 2 * rows)
     stage = 2 * quartic_layout.STEP * (BLOCK * quartic_layout.COLUMNS + layout.per_stack * rows)
     return Config(
         chunk=chunk,
@@ -219,17 +219,17 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, window, state_dtype):
         state_stages=_stages(left // stage, 3, chunk),
         key_stages=2,
         parts=1,
-        **_quartic_vjp(layout, chunk, window),
+        **_quartic_vjp(layout, chunk, exact_window),
     )
 
 
-def _quartic_vjp(layout, chunk, window):
+def _quartic_vjp(layout, chunk, exact_window):
     """Fields of the gradients at p = 4, whose kernels have about the same in shared memory."""
     # Three warpgroups have 160 registers a thread, too few for sizes of 32, or for two gradients. Two have 240, too few
     # for heads of 16 with values of 32 in chunks of some lengths.
     pair = 1 if layout.head_dim < layout.value_dim else 2
     most = {"query": 3 if layout.head_dim == layout.value_dim == 16 else pair, "key": pair}
-    decays = {"query": 2 * (chunk + window), "key": 0}
+    decays = {"query": 2 * (chunk + exact_window), "key": 0}
     fields = {}
     for name in most:
         blocks = next(count for count in (3, 2, 1) if count <= most[name] and chunk % (count * BLOCK) == 0)
@@ -244,14 +244,15 @@ def _quartic_vjp(layout, chunk, window):
     return fields
 
 
-def _needs_of_rows(dtype, chunk, window):
+def _needs_of_rows(dtype, chunk, exact_window):
     return {
         f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
         f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
-        f"a window that is a multiple of {BLOCK}, not {window}": window >= 0 and window % BLOCK == 0,
-        f"a window no longer than the chunk of {chunk}, not {window}": window <= chunk,
-        f"at most {_COPIED * BLOCK} positions in a chunk and its window, not {chunk + window}": (
-            chunk + window <= _COPIED * BLOCK
+        f"a window that is a multiple of {BLOCK}, not {exact_window}": exact_window >= 0
+        and exact_window % BLOCK == 0,
+        f"a window no longer than the chunk of {chunk}, not {exact_window}": exact_window <= chunk,
+        f"at most {_COPIED * BLOCK} positions in a chunk and its window, not {chunk + exact_window}": (
+            chunk + exact_window <= _COPIED * BLOCK
         ),
     }
 

@@ -1,4 +1,4 @@
-"""What a copying warpgroup brings to blocks of rows that read states: the states, and their normaliser Z.
+"""What a copying warpgroup brings to blocks of rows that read states: the states, and their normalizer Z.
 
 Arrays in global and in shared memory go by their names; `place` is the block's head of keys and chunk, among others.
 """

@@ -35,7 +35,7 @@ def power_state(
     folds: jax.Array | None = None,
     initial_state: tuple[jax.Array, jax.Array] | None = None,
     chunk: int | None = None,
-    window: int = 64,
+    exact_window: int = 64,
     state_dtype=jnp.float16,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
@@ -55,11 +55,11 @@ def power_state(
         log_decay: float32 [B, T, K], at most 0; below -87 it is a boundary that nothing crosses, which is how a
             document starts. None is no decay.
         folds: bool [B, T]; positions where it is False never enter a state, nor does their decay. Only the last
-            positions of a row may be excluded. None excludes the last `window`.
+            positions of a row may be excluded. None excludes the last `exact_window`.
         initial_state: float32 kv [B, K, F, E] and norm [B, K, F], the features phi of positions before the first: in
             canonical order, non-decreasing indices lexicographically, with phi(q) . phi(k) = (q . k)^p. None is zero.
         chunk: positions between states; None is what `choose` says.
-        window: positions before each chunk that its queries see exactly, no more than a chunk.
+        exact_window: positions before each chunk that its queries see exactly, no more than a chunk.
         state_dtype: what states between chunks are stored in, and operands of the products with them rounded to:
             float16, with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in
             each entry. float32 is stored as the sum of two float16, with an error of 2^-22 at most, for twice the
@@ -78,8 +78,8 @@ def power_state(
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[:3], jnp.float32)
     if folds is None:
-        folds = jnp.broadcast_to(jnp.arange(key.shape[1]) < key.shape[1] - window, key.shape[:2])
-    options = {"power": power, "window": window, "state_dtype": state_dtype}
+        folds = jnp.broadcast_to(jnp.arange(key.shape[1]) < key.shape[1] - exact_window, key.shape[:2])
+    options = {"power": power, "exact_window": exact_window, "state_dtype": state_dtype}
     chunk = chosen(key, value, chunk=chunk, **options).chunk
     results, _ = power_state_fwd(
         query,
@@ -101,11 +101,13 @@ def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, **o
     return (*attend(query, key, value, log_decay, folds, saved, **options), final), saved
 
 
-def fold(key, value, log_decay, folds, initial_state=None, *, power, chunk, window, state_dtype, interpret):
+def fold(
+    key, value, log_decay, folds, initial_state=None, *, power, chunk, exact_window, state_dtype, interpret
+):
     """The states before each chunk, and the final state, like `initial_state`; arguments as in `power_state`."""
-    config = chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
+    config = chosen(key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype)
     if power == 4:
-        arguments = key, value, log_decay, folds, initial_state, config, chunk, window, interpret
+        arguments = key, value, log_decay, folds, initial_state, config, chunk, exact_window, interpret
         return quartic.fold(*arguments)
     batch, _, kv_heads, head_dim = key.shape
     operand, terms = configs.operands(state_dtype)
@@ -116,7 +118,7 @@ def fold(key, value, log_decay, folds, initial_state=None, *, power, chunk, wind
         log_decay,
         folds,
         chunk=chunk,
-        window=window,
+        exact_window=exact_window,
     )
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), power)
     states, final = walk(
@@ -135,11 +137,13 @@ def fold(key, value, log_decay, folds, initial_state=None, *, power, chunk, wind
     return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
 
 
-def attend(query, key, value, log_decay, folds, saved, *, power, chunk, window, state_dtype, interpret):
+def attend(query, key, value, log_decay, folds, saved, *, power, chunk, exact_window, state_dtype, interpret):
     """The output and the denominators, from the states before each chunk; as in `power_state`."""
-    config = chosen(key, value, power=power, chunk=chunk, window=window, state_dtype=state_dtype)
+    config = chosen(key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype)
     if power == 4:
-        return quartic.attend(query, key, value, log_decay, folds, saved, config, chunk, window, interpret)
+        return quartic.attend(
+            query, key, value, log_decay, folds, saved, config, chunk, exact_window, interpret
+        )
     batch, time, *_ = query.shape
     value_dim = value.shape[-1]
     width, value_width = configs.filled(query.shape[-1], value_dim)
@@ -149,7 +153,7 @@ def attend(query, key, value, log_decay, folds, saved, *, power, chunk, window, 
         log_decay,
         folds,
         chunk=chunk,
-        window=window,
+        exact_window=exact_window,
     )
     unit, _ = preparation.queries(preparation.fill(query, width), chunk)
     states, norm, shift = saved.by_head()
@@ -165,7 +169,7 @@ def attend(query, key, value, log_decay, folds, saved, *, power, chunk, window, 
         layout=layouts.Layout(width),
         config=config,
         chunk=chunk,
-        window=window,
+        exact_window=exact_window,
         interpret=interpret,
     )
     out, denominator = (preparation.tokens_second(x, batch)[:, :time] for x in (out, denominator))

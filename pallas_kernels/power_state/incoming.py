@@ -26,7 +26,7 @@ def add_incoming(
     *,
     power: int,
     chunk: int,
-    window: int,
+    exact_window: int,
     state_dtype,
     reverse: bool = False,
 ) -> tuple[preparation.Saved, tuple[jax.Array, jax.Array]]:
@@ -34,7 +34,7 @@ def add_incoming(
 
     reverse: the same for `backward.fold_vjp`, with `incoming` for the gradient of the final state.
     """
-    over = preparation.over_chunks(log_decay, folds, chunk=chunk, window=window)
+    over = preparation.over_chunks(log_decay, folds, chunk=chunk, exact_window=exact_window)
     over = jnp.flip(over, 1) if reverse else over
     since = jnp.cumsum(jnp.pad(over, [(0, 0), (1, 0)]), 1)
     start, norm = forward.stored_start(incoming, key, value, power)

@@ -70,7 +70,7 @@ def key_vjp(
     layout,
     config,
     chunk,
-    window,
+    exact_window,
     interpret=None,
 ):
     """Gradients dk bfloat16 [H, Y, D] and dv bfloat16 [H, Y, E], and sums for those of decays, float32 [H, 2, Y].
@@ -87,7 +87,13 @@ def key_vjp(
     has from the dual state. Accumulates in float32.
     """
     arrays = key, scalars, value, dual, dual_norm, query, dout, rows, columns
-    options = {"layout": layout, "config": config, "chunk": chunk, "window": window, "interpret": interpret}
+    options = {
+        "layout": layout,
+        "config": config,
+        "chunk": chunk,
+        "exact_window": exact_window,
+        "interpret": interpret,
+    }
     launches = (_GRADIENTS,) if config.key_vjp_together else ((name,) for name in _GRADIENTS)
     results = {}
     for wanted in launches:
@@ -95,7 +101,7 @@ def key_vjp(
     return results["dkey"], results["dvalue"], results["sums"]
 
 
-def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
+def _launch(arrays, wanted, *, layout, config, chunk, exact_window, interpret):
     """The results by name that go with the gradients that are wanted."""
     key, scalars, value, dual, _, query, *_ = arrays
     heads, _, head_dim = key.shape
@@ -127,7 +133,7 @@ def _launch(arrays, wanted, *, layout, config, chunk, window, interpret):
             name: [plgpu.SMEM((count, *shape), jnp.float32) for shape in group]
             for name, group in shapes.items()
         }
-    options = {"layout": layout, "config": config, "chunk": chunk, "window": window}
+    options = {"layout": layout, "config": config, "chunk": chunk, "exact_window": exact_window}
     body = functools.partial(_body, wanted=wanted, groups=query.shape[0] // heads, **options)
     shapes = {
         "dkey": jax.ShapeDtypeStruct((heads, time, head_dim), key.dtype),
@@ -165,7 +171,7 @@ def _operands(wanted):
     return ("key", "value") if "dkey" in wanted else ("key",)
 
 
-def _body(*refs, wanted, layout, config, chunk, window, groups, interpreted=None, **smem):
+def _body(*refs, wanted, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
     gmem = dict(zip((*_INPUTS, *_results(wanted)), refs, strict=True))
     count, warpgroup = config.key_vjp_blocks, lax.axis_index("warpgroup")
     chunks = gmem["dual"].shape[1]
@@ -178,7 +184,7 @@ def _body(*refs, wanted, layout, config, chunk, window, groups, interpreted=None
         "folded": lax.axis_index("chunk") < chunks,
     }
     span = functools.partial(
-        near.Span.of_keys, place["block"], chunk=chunk, window=window, time=gmem["query"].shape[1]
+        near.Span.of_keys, place["block"], chunk=chunk, exact_window=exact_window, time=gmem["query"].shape[1]
     )
 
     @pl.when(warpgroup == count)

@@ -171,7 +171,7 @@ def to_canonical(state: jax.Array, layout: Layout, head_dim: int) -> jax.Array:
 
 
 def norm_from_canonical(norm: jax.Array, head_dim: int) -> jax.Array:
-    """A normaliser of canonical features [..., F] as the symmetric matrix Z of q^T Z q, [..., D, D]."""
+    """A normalizer of canonical features [..., F] as the symmetric matrix Z of q^T Z q, [..., D, D]."""
     low, high = np.triu_indices(head_dim)
     position = np.zeros((head_dim, head_dim), np.int32)
     position[low, high] = position[high, low] = np.arange(len(low))

@@ -21,7 +21,7 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
-def copy_keys(gmem, smem, place, config, chunk, window, first=0):
+def copy_keys(gmem, smem, place, config, chunk, exact_window, first=0):
     """Keys and values that the block's rows see, after `first` other steps of their ring."""
 
     def copy(step, slot):
@@ -30,18 +30,18 @@ def copy_keys(gmem, smem, place, config, chunk, window, first=0):
             tile = gmem[name].at[place["key_head"], tokens]
             plgpu.copy_gmem_to_smem(tile, smem[f"{name}_smem"].at[slot], smem["key_full"].at[slot])
 
-    count = _key_blocks(place["block"] + config.query_blocks - 1, window) + first
+    count = _key_blocks(place["block"] + config.query_blocks - 1, exact_window) + first
     ring.fill(count, config.key_stages, smem["key_free"], copy, first)
 
 
-def fold(step, carry, smem, block, end, config, window, first=0):
+def fold(step, carry, smem, block, end, config, exact_window, first=0):
     """carry = step(carry, key_smem, value_smem, between) for each block of 64 keys that the rows see.
 
     between: float32 [64, 64], base-2 logarithms of the decays from keys to rows, very low where a key is later than
     the row. `block` is that of the rows in the chunk, `end` the last one whose keys are copied, after `first` other
     steps of their ring.
     """
-    last = _key_blocks(block, window) - 1
+    last = _key_blocks(block, exact_window) - 1
     coarse, fine = (plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2))
 
     def step_of(index, carry, diagonal):
@@ -71,7 +71,7 @@ def fold(step, carry, smem, block, end, config, window, first=0):
     carry = lax.fori_loop(jnp.int32(0), last, functools.partial(step_of, diagonal=False), carry)
     carry = step_of(last, carry, diagonal=True)
 
-    @pl.loop(last + 1, _key_blocks(end, window))
+    @pl.loop(last + 1, _key_blocks(end, exact_window))
     def _pass(index):
         # Blocks that only later rows see: their memory is free as soon as it is full.
         slot = ring.slot_of(index + first, config.key_stages)
@@ -81,6 +81,6 @@ def fold(step, carry, smem, block, end, config, window, first=0):
     return carry
 
 
-def _key_blocks(block, window):
+def _key_blocks(block, exact_window):
     """Blocks of 64 keys that a block of rows of a chunk sees: the window, the rows before, its own."""
-    return block + window // _BLOCK + 1
+    return block + exact_window // _BLOCK + 1

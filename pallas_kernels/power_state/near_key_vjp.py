@@ -62,12 +62,12 @@ class Span(NamedTuple):
     end: jax.Array
 
     @classmethod
-    def of_keys(cls, block, warpgroup, *, chunk, window, time):
+    def of_keys(cls, block, warpgroup, *, chunk, exact_window, time):
         """That of the block whose first keys are the padded block `block` of 64; `time` is that of queries."""
         blocks = chunk // _BLOCK
         index = lax.div(block, jnp.int32(blocks))
         end = jnp.minimum((index + 1) * blocks, time // _BLOCK)
-        first = block - window // _BLOCK
+        first = block - exact_window // _BLOCK
         begin, own, inner = (jnp.clip(first + n, 0, end) for n in (0, warpgroup, warpgroup + 1))
         return cls(begin, own, inner, index * blocks, end)
 

@@ -20,7 +20,7 @@ _COLUMNS = 16
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
-def read_keys(acc, query, dout, smem, delta, block, end, config, window, interpreted, power=2, first=0):
+def read_keys(acc, query, dout, smem, delta, block, end, config, exact_window, interpreted, power=2, first=0):
     """acc [64, D] += sum_j x_ij k_j; returns float32 [64], sum_j x_ij s_ij, x_ij = gamma s^(power-1) (dO . v - delta).
 
     acc is thus dq den / power, and what is returned is the sum over j of the gradient with respect to the logarithm of
@@ -66,6 +66,6 @@ def read_keys(acc, query, dout, smem, delta, block, end, config, window, interpr
         block,
         end,
         config,
-        window,
+        exact_window,
         first,
     )

@@ -59,7 +59,7 @@ class Saved(NamedTuple):
     """
 
     states: jax.Array  # 16-bit [B, K, n, ...] in the order of the layout, divided by 2^shift
-    norms: jax.Array  # float32 [B, K, n, D, D], the normalisers Z, divided likewise
+    norms: jax.Array  # float32 [B, K, n, D, D], the normalizers Z, divided likewise
     shifts: jax.Array  # int32 [B, K, n]
 
     @classmethod
@@ -149,13 +149,13 @@ def queries(query, chunk):
     return numerics.scaled(query, -exponent), exponent
 
 
-def tokens(key, value, log_decay, folds, *, chunk, window) -> Tokens:
+def tokens(key, value, log_decay, folds, *, chunk, exact_window) -> Tokens:
     """From key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K], folds [B, T]."""
     extra = -key.shape[1] % chunk
-    key, value = (_pad(heads_first(x), window, extra) for x in (key, value))
-    old_key, old_value = (_folded(x, chunk, window).astype(jnp.float32) for x in (key, value))
+    key, value = (_pad(heads_first(x), exact_window, extra) for x in (key, value))
+    old_key, old_value = (_folded(x, chunk, exact_window).astype(jnp.float32) for x in (key, value))
     old_exponent = exponent_of(old_key)
-    block, folded = _decays(log_decay, folds, chunk, window)
+    block, folded = _decays(log_decay, folds, chunk, exact_window)
     coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
     block = jnp.where(folded, block[..., :chunk], 0)
     after = numerics.sums_behind(block)
@@ -167,34 +167,36 @@ def tokens(key, value, log_decay, folds, *, chunk, window) -> Tokens:
         old_exponent=old_exponent,
         old_value=old_value,
         decay=jnp.stack([coarse, fine], 2).reshape(*coarse.shape[:2], 2, -1, configs.BLOCK),
-        from_state=_log2((coarse + fine)[..., window:]),
+        from_state=_log2((coarse + fine)[..., exact_window:]),
         to_state=jnp.where(folded, _log2(to_state), _NOTHING),
         over_chunk=_log2(block.sum(-1)),
         folded=folded,
     )
 
 
-def over_chunks(log_decay, folds, *, chunk, window):
+def over_chunks(log_decay, folds, *, chunk, exact_window):
     """log2 of the decay of the state over each chunk, float32 [H, n], as in `Tokens`."""
-    block, folded = _decays(log_decay, folds, chunk, window)
+    block, folded = _decays(log_decay, folds, chunk, exact_window)
     return _log2(jnp.where(folded, block[..., :chunk], 0).sum(-1))
 
 
-def _decays(log_decay, folds, chunk, window):
+def _decays(log_decay, folds, chunk, exact_window):
     """log2 of the decay at each position that a chunk sees [H, n, W + C], and which of the first are folded."""
     heads, extra = log_decay.shape[2], -log_decay.shape[1] % chunk
-    log_decay = _pad(heads_first(log_decay.astype(jnp.float32)), window, extra)
-    folds = _pad(jnp.repeat(folds, heads, 0), window, extra)
+    log_decay = _pad(heads_first(log_decay.astype(jnp.float32)), exact_window, extra)
+    folds = _pad(jnp.repeat(folds, heads, 0), exact_window, extra)
     log2_decay = jnp.where(log_decay < _FLOOR, _FORGET, log_decay) * _LOG2E
     # A chunk sees what it folds, and then the first positions of what the next one folds.
-    own = _folded(log2_decay, chunk, window)
-    after = jnp.concatenate([own[:, 1:, :window], log2_decay[:, None, log2_decay.shape[1] - window :]], 1)
-    return jnp.concatenate([own, after], -1), _folded(folds, chunk, window)
+    own = _folded(log2_decay, chunk, exact_window)
+    after = jnp.concatenate(
+        [own[:, 1:, :exact_window], log2_decay[:, None, log2_decay.shape[1] - exact_window :]], 1
+    )
+    return jnp.concatenate([own, after], -1), _folded(folds, chunk, exact_window)
 
 
-def _folded(x, chunk, window):
+def _folded(x, chunk, exact_window):
     """[H, W + X, ...] -> [H, n, C, ...], the positions that each chunk folds: the first of what it sees."""
-    length = x.shape[1] - window
+    length = x.shape[1] - exact_window
     return x[:, :length].reshape(len(x), -1, chunk, *x.shape[2:])
 
 

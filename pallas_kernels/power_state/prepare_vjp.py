@@ -38,7 +38,7 @@ class Dual(NamedTuple):
 
     query: jax.Array  # float32 [H, n, G C, D]
     value: jax.Array  # float32 [H, n, G C, E]
-    dnorm: jax.Array  # float32 [H, n, G C], what each query's square counts for in the dual normaliser
+    dnorm: jax.Array  # float32 [H, n, G C], what each query's square counts for in the dual normalizer
     carried: preparation.Carried
 
 
@@ -85,10 +85,10 @@ def dual_of(of: preparation.Tokens, query, mean: Mean, start_size) -> Dual:
     )
 
 
-def columns(of: preparation.Tokens, mean: Mean, window):
+def columns(of: preparation.Tokens, mean: Mean, exact_window):
     """Of queries, float32 [B N, X / 64, 4, 64]: inverse, delta, and the decay in the frame of their chunk."""
     group = len(mean.dout) // len(of.decay)
-    coarse, fine = (jnp.repeat(x[..., window:].reshape(len(x), -1), group, 0) for x in _frames(of))
+    coarse, fine = (jnp.repeat(x[..., exact_window:].reshape(len(x), -1), group, 0) for x in _frames(of))
     return vectors(mean.inverse, mean.delta, coarse, fine)
 
 
@@ -123,7 +123,7 @@ def vectors(*rows):
     return jnp.stack([x.reshape(len(x), -1, configs.BLOCK) for x in rows], 2)
 
 
-def sums_of(of, of_queries, of_keys, inner, window) -> Sums:
+def sums_of(of, of_queries, of_keys, inner, exact_window) -> Sums:
     """From the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], near and far."""
     heads, chunks, chunk, _ = of.old_key.shape
     near_query, far_query = jnp.swapaxes(of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1), 0, 1)
@@ -131,13 +131,13 @@ def sums_of(of, of_queries, of_keys, inner, window) -> Sums:
     return Sums(
         near_query,
         far_query,
-        lengthened(near_key, window + chunks * chunk),
+        lengthened(near_key, exact_window + chunks * chunk),
         lengthened(far_key, chunks * chunk).reshape(heads, chunks, chunk),
         inner,
     )
 
 
-def decay_gradient(of: preparation.Tokens, sums: Sums, window) -> jax.Array:
+def decay_gradient(of: preparation.Tokens, sums: Sums, exact_window) -> jax.Array:
     """The gradient with respect to log_decay, float32 [H, W + X].
 
     The decay of position t is in w_ij of j < t <= i: over exact pairs, the sum over queries from t on less the sum over
@@ -145,13 +145,13 @@ def decay_gradient(of: preparation.Tokens, sums: Sums, window) -> jax.Array:
     before t.
     """
     heads, chunks, chunk, _ = of.old_key.shape
-    near = jnp.pad(sums.near_query, [(0, 0), (window, 0)]) - sums.near_key
-    reads = jnp.pad(sums.far_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (window, 0)])
+    near = jnp.pad(sums.near_query, [(0, 0), (exact_window, 0)]) - sums.near_key
+    reads = jnp.pad(sums.far_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (exact_window, 0)])
     before = jnp.cumsum(sums.far_key, -1) - sums.far_key + sums.inner[..., None]
     folded = jnp.where(of.folded, before, 0)
-    seen = numerics.sums_behind(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, window)])
+    seen = numerics.sums_behind(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, exact_window)])
     # The last positions of what a chunk sees are the first of the next.
-    own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - window)])
+    own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - exact_window)])
     own, next_one = own.reshape(heads, -1), next_one.reshape(heads, -1)
     total = jnp.pad(own, [(0, 0), (0, chunk)]) + jnp.pad(next_one, [(0, 0), (chunk, 0)])
     return numerics.sums_behind(near) + total[:, : near.shape[1]]

@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 
-def fold(key, value, log_decay, folds, initial_state, config, chunk, window, interpret):
+def fold(key, value, log_decay, folds, initial_state, config, chunk, exact_window, interpret):
     """As `forward.fold`: Z is [rows, rows] of the layout."""
     batch, _, kv_heads, head_dim = key.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
     start, start_norm = start_of(initial_state, batch * kv_heads, head_dim, layout)
     key, value = preparation.fill(key, layout.head_dim), preparation.fill(value, layout.value_dim)
-    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
+    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, exact_window=exact_window)
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 4)
     vector, scalars = pair_products(preparation.time_last(of.old_key), layout)
     norm = norms(vector, carried.strength, carried, start_norm)
@@ -46,13 +46,13 @@ def fold(key, value, log_decay, folds, initial_state, config, chunk, window, int
     return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
 
 
-def attend(query, key, value, log_decay, folds, saved, config, chunk, window, interpret):
+def attend(query, key, value, log_decay, folds, saved, config, chunk, exact_window, interpret):
     """As `forward.attend`."""
     batch, time, _, head_dim = query.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
     key, value = preparation.fill(key, layout.head_dim), preparation.fill(value, layout.value_dim)
-    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, window=window)
+    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, exact_window=exact_window)
     unit, _ = preparation.queries(preparation.fill(query, layout.head_dim), chunk)
     states, norm, shift = saved.by_head()
     scale = preparation.scale_of(of, shift)
@@ -71,7 +71,7 @@ def attend(query, key, value, log_decay, folds, saved, config, chunk, window, in
         layout=layout,
         config=config,
         chunk=chunk,
-        window=window,
+        exact_window=exact_window,
         interpret=interpret,
     )
     out, total = (preparation.tokens_second(x, batch)[:, :time] for x in (out, total))

@@ -3,7 +3,7 @@
 The dual state of a chunk is the gradient with respect to the state after it. A block owns `key_vjp_blocks` warpgroups
 of 64 keys of one chunk. One pass over the dual state makes both shares of it (`quartic_far_vjp`), of the key and the
 value divided by powers of two, so that 16 bits hold them; those of queries that saw the keys exactly are
-`near_key_vjp`'s. The normaliser's share, of a matrix that has no room here, is plain JAX's to add.
+`near_key_vjp`'s. The normalizer's share, of a matrix that has no room here, is plain JAX's to add.
 """
 
 import functools
@@ -59,10 +59,10 @@ def key_vjp(
     layout,
     config,
     chunk,
-    window,
+    exact_window,
     interpret=None,
 ):
-    """float32: the gradients of keys but for the normaliser's share [H, Y, D], of values [H, Y, E], and sums [H, 2, Y].
+    """float32: the gradients of keys but for the normalizer's share [H, Y, D], of values [H, Y, E], and sums [H, 2, Y].
 
     Positions are those of keys with the window in front, Y = m C of them, m the n chunks of queries or one more, whose
     keys meet no dual state. key: bfloat16 [H, Y, D]; value: bfloat16 [H, Y, E].
@@ -74,7 +74,7 @@ def key_vjp(
         `near_key_vjp.Columns`.
 
     The window is at most a chunk. The sums are those of the gradient with respect to the logarithms of weights: over
-    the queries that see the key exactly, and over those that see it in the state, of which the normaliser's share is
+    the queries that see the key exactly, and over those that see it in the state, of which the normalizer's share is
     missing. Accumulates in float32.
     """
     heads, time, head_dim = key.shape
@@ -95,7 +95,12 @@ def key_vjp(
         }
         scratch["interpreted"] = far.interpreted(count, shapes)
     body = functools.partial(
-        _body, layout=layout, config=config, chunk=chunk, window=window, groups=query.shape[0] // heads
+        _body,
+        layout=layout,
+        config=config,
+        chunk=chunk,
+        exact_window=exact_window,
+        groups=query.shape[0] // heads,
     )
     arrays = key, vector, scalars, value, dual, query, dout, rows, columns, *far.tables(layout).values()
     return plgpu.kernel(
@@ -132,11 +137,11 @@ _INPUTS = (
 )
 
 
-def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
+def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
     gmem = dict(zip((*_INPUTS, "dkey", "dvalue", "sums"), refs, strict=True))
     count, stages = config.key_vjp_blocks, config.key_vjp_stages
     warpgroup = lax.axis_index("warpgroup")
-    placed = functools.partial(_placed, gmem, layout, count, chunk, window)
+    placed = functools.partial(_placed, gmem, layout, count, chunk, exact_window)
 
     @pl.when(warpgroup == count)
     def _produce():
@@ -197,7 +202,7 @@ def _together(layout, count):
     return 2 if layout.value_dim == 32 and count == 1 else 3
 
 
-def _placed(gmem, layout, count, chunk, window):
+def _placed(gmem, layout, count, chunk, exact_window):
     """Where a block's keys and their dual state are in the arrays; and the queries that each warpgroup's keys meet."""
     index, chunks = lax.axis_index("chunk"), gmem["states"].shape[1]
     # The block of 64 padded positions that the first warpgroup owns.
@@ -212,7 +217,9 @@ def _placed(gmem, layout, count, chunk, window):
         "blocks": jnp.where(index < chunks, layout.blocks, 0),
     }
     time = gmem["query"].shape[1]
-    return place, functools.partial(near.Span.of_keys, block, chunk=chunk, window=window, time=time)
+    return place, functools.partial(
+        near.Span.of_keys, block, chunk=chunk, exact_window=exact_window, time=time
+    )
 
 
 def _load(x_smem):

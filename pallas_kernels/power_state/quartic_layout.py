@@ -205,7 +205,7 @@ def to_canonical(state: jax.Array, layout: Layout) -> jax.Array:
 
 
 def norm_from_canonical(norm: jax.Array, layout: Layout) -> jax.Array:
-    """A normaliser of canonical features [..., F] as the matrix Z of sums of y y^T, [..., rows, rows]."""
+    """A normalizer of canonical features [..., F] as the matrix Z of sums of y y^T, [..., rows, rows]."""
     plain = norm / jnp.asarray(_roots(layout.head_dim), norm.dtype)
     entries = np.stack(pairs(layout.head_dim), -1)
     shape = (len(entries), len(entries), 2)

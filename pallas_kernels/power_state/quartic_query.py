@@ -44,7 +44,7 @@ def query_states(
     layout,
     config,
     chunk,
-    window,
+    exact_window,
     interpret=None,
 ):
     """The weighted mean of values of every query, bfloat16 [HN, X, E], and the sum of its weights, float32 [HN, X].
@@ -64,7 +64,7 @@ def query_states(
     scratch = _scratch(query, vector, scalars, states, key, value, decay, layout, config)
     body = functools.partial(_body, layout=layout)
     arrays = query, vector, scalars, states, denominator, key, value, decay, scale, steps
-    options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
+    options = {"config": config, "chunk": chunk, "exact_window": exact_window, "interpret": interpret}
     name = "power_state_quartic_query"
     return query_kernel.launch(body, arrays, scratch, key=key, value=value, name=name, **options)
 
@@ -94,7 +94,7 @@ def _scratch(query, vector, scalars, states, key, value, decay, layout, config):
     }
 
 
-def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
+def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
     inputs = (
         "query",
         "vector",
@@ -124,7 +124,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         _copy_inputs(gmem, smem, place, config, chunk)
         _copy_states(gmem, smem, place, layout, config, chunk)
         # Keys come while the last states are still being read.
-        near.copy_keys(gmem, smem, place, config, chunk, window)
+        near.copy_keys(gmem, smem, place, config, chunk, exact_window)
         ring.drain(jnp.int32(layout.blocks), _VECTOR_STAGES, smem["vector_free"])
         ring.drain(jnp.int32(layout.steps[:, 1].sum()), config.state_stages, smem["state_free"])
 
@@ -144,7 +144,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
             total = plgpu.load(smem["denominator_smem"].at[warpgroup], layout=_ROWS)
             total = query_kernel.read_keys(
-                acc, own, smem, total, block, end, config, window, held and held[1:], power=4
+                acc, own, smem, total, block, end, config, exact_window, held and held[1:], power=4
             )
             time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
             gmem["total"][place["head"], time] = total

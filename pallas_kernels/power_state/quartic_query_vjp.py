@@ -2,7 +2,7 @@
 
 A block owns one chunk's rows in `query_blocks` warpgroups of 64. The state's share is `quartic_far_vjp`'s, of the query
 and its output's cotangent divided by a power of two, so that 16 bits hold it; that of the keys is `near_vjp`'s. The
-normaliser's share, of a matrix that has no room here, is plain JAX's to add.
+normalizer's share, of a matrix that has no room here, is plain JAX's to add.
 """
 
 import functools
@@ -50,16 +50,16 @@ def query_vjp(
     layout,
     config,
     chunk,
-    window,
+    exact_window,
     interpret=None,
 ):
-    """The gradient of every query but for the normaliser's share, float32 [HN, X, D], and float32 sums [HN, 2, X].
+    """The gradient of every query but for the normalizer's share, float32 [HN, X, D], and float32 sums [HN, 2, X].
 
     query, vector, scalars, states, key, value, decay: as in `quartic_query.query_states`. dout: bfloat16 [HN, X, E],
     the cotangent of the weighted mean. rows: float32 [HN, X / 64, 4, 64], in the order of `Rows`.
 
     The sums are those of the gradient with respect to the logarithms of weights: over the keys that the query meets
-    exactly, and over those behind the state, of which the normaliser's share is missing. Accumulates in float32.
+    exactly, and over those behind the state, of which the normalizer's share is missing. Accumulates in float32.
     """
     heads, time, head_dim = query.shape
     config = config.for_query_vjp()
@@ -84,7 +84,12 @@ def query_vjp(
         }
         scratch["interpreted"] = far.interpreted(count, shapes)
     body = functools.partial(
-        _body, layout=layout, config=config, chunk=chunk, window=window, groups=heads // key.shape[0]
+        _body,
+        layout=layout,
+        config=config,
+        chunk=chunk,
+        exact_window=exact_window,
+        groups=heads // key.shape[0],
     )
     arrays = query, vector, scalars, dout, states, key, value, decay, rows, *far.tables(layout).values()
     return plgpu.kernel(
@@ -120,7 +125,7 @@ _INPUTS = (
 )
 
 
-def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
+def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
     gmem = dict(zip((*_INPUTS, "dquery", "sums"), refs, strict=True))
     count, stages = config.query_blocks, config.state_stages
     warpgroup = lax.axis_index("warpgroup")
@@ -134,7 +139,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         _copy_inputs(gmem, smem, place, config, chunk)
         far.copy(gmem, smem, place, layout, count, stages)
         # Keys come while the last states are still being read.
-        near.copy_keys(gmem, smem, place, config, chunk, window)
+        near.copy_keys(gmem, smem, place, config, chunk, exact_window)
         far.drain(smem, place, layout, stages)
 
     @pl.when(warpgroup < count)
@@ -174,7 +179,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
                 place["block"] + warpgroup,
                 place["block"] + count - 1,
                 config,
-                window,
+                exact_window,
                 held and held["near"],
                 power=_POWER,
             )

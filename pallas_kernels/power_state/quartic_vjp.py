@@ -1,6 +1,6 @@
 """Gradients of power attention through states at p = 4: what the backward kernels are given, and what becomes of it.
 
-The normaliser's share of gradients, of a matrix that has no room in the kernels, is added here.
+The normalizer's share of gradients, of a matrix that has no room in the kernels, is added here.
 """
 
 import jax.numpy as jnp
@@ -45,11 +45,17 @@ def fold_vjp(prepared, key, value, dfinal, config, interpret):
     return saved, quartic.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
 
 
-def attend_vjp(prepared, saved, dual, config, *, chunk, window, length, interpret):
+def attend_vjp(prepared, saved, dual, config, *, chunk, exact_window, length, interpret):
     """As `backward._attend_vjp`."""
     of, unit, _, mean = prepared
     layout = layouts.Layout(unit.shape[-1], mean.dout.shape[-1])
-    options = {"layout": layout, "config": config, "chunk": chunk, "window": window, "interpret": interpret}
+    options = {
+        "layout": layout,
+        "config": config,
+        "chunk": chunk,
+        "exact_window": exact_window,
+        "interpret": interpret,
+    }
     dquery, of_queries = _query_vjp(of, unit, mean, saved, options)
     dkey, dvalue, of_keys = _key_vjp(of, unit, mean, dual, length, options)
     return dquery, dkey, dvalue, of_queries, of_keys, _inner(of, saved, dual, layout)
@@ -88,7 +94,7 @@ def _query_vjp(of, unit, mean, saved, options):
 
 
 def _key_vjp(of, unit, mean, dual, length, options):
-    layout, chunk, window = (options[name] for name in ("layout", "chunk", "window"))
+    layout, chunk, exact_window = (options[name] for name in ("layout", "chunk", "exact_window"))
     heads, chunks = dual.shifts.shape
     key, value = (preparation_vjp.lengthened(x, length) for x in (of.key, of.value))
     exponent, value_exponent = (preparation.exponent_of(x)[..., 0] for x in (key, value))
@@ -115,7 +121,7 @@ def _key_vjp(of, unit, mean, dual, length, options):
         unit,
         mean.dout,
         preparation_vjp.vectors(*rows),
-        preparation_vjp.columns(of, mean, window),
+        preparation_vjp.columns(of, mean, exact_window),
         **options,
     )
     old = vector[:, : chunk * chunks].reshape(heads, 1, chunks, chunk, layout.rows)
@@ -128,7 +134,7 @@ def _key_vjp(of, unit, mean, dual, length, options):
 
 
 def _with_norm(gradient, sums, slopes, x, layout):
-    """With the normaliser's share, given the gradient of y, slopes [.., X, rows]."""
+    """With the normalizer's share, given the gradient of y, slopes [.., X, rows]."""
     x = x.astype(jnp.float32)
     share = _of_entries(slopes, x, layout)
     total = (share * x).sum(-1) / _POWER

@@ -32,7 +32,20 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 def query_states(
-    query, scalars, states, norm, key, value, decay, scale, *, layout, config, chunk, window, interpret=None
+    query,
+    scalars,
+    states,
+    norm,
+    key,
+    value,
+    decay,
+    scale,
+    *,
+    layout,
+    config,
+    chunk,
+    exact_window,
+    interpret=None,
 ):
     """The weighted mean of values of every query, bfloat16 [HN, X, E], and the sum of its weights, float32 [HN, X].
 
@@ -66,11 +79,11 @@ def query_states(
         scratch["out_smem"] = products.operand((count,), _BLOCK, value_dim, value.dtype)
     body = functools.partial(_body, layout=layout)
     arrays = query, scalars, states, norm, key, value, decay, scale
-    options = {"config": config, "chunk": chunk, "window": window, "interpret": interpret}
+    options = {"config": config, "chunk": chunk, "exact_window": exact_window, "interpret": interpret}
     return launch(body, arrays, scratch, key=key, value=value, name="power_state_query", **options)
 
 
-def launch(body, arrays, scratch, *, key, value, config, chunk, window, name, interpret):
+def launch(body, arrays, scratch, *, key, value, config, chunk, exact_window, name, interpret):
     """Runs `body` for blocks of rows of every query: the means of values [HN, X, E], and sums of weights [HN, X].
 
     arrays: what the kernel is given, the first with HN and X in front; scratch: its shared memory. A block has a
@@ -81,7 +94,9 @@ def launch(body, arrays, scratch, *, key, value, config, chunk, window, name, in
     if interpret is not None:
         shapes = ((_BLOCK, value_dim), (_BLOCK, _BLOCK))
         scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
-    body = functools.partial(body, config=config, chunk=chunk, window=window, groups=heads // key.shape[0])
+    body = functools.partial(
+        body, config=config, chunk=chunk, exact_window=exact_window, groups=heads // key.shape[0]
+    )
     return plgpu.kernel(
         body,
         out_type=(
@@ -99,7 +114,7 @@ def launch(body, arrays, scratch, *, key, value, config, chunk, window, name, in
     )(*arrays)
 
 
-def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
+def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
     gmem = dict(
         zip(
             ("query", "scalars", "states", "norm", "key", "value", "decay", "scale", "out", "denominator"),
@@ -124,7 +139,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
         far.copy_norms(gmem, smem, place, config)
         steps = far.copy_states(gmem, smem, place, config)
         # Keys come while the last states are still being read.
-        near.copy_keys(gmem, smem, place, config, chunk, window, far.norm_blocks(layout))
+        near.copy_keys(gmem, smem, place, config, chunk, exact_window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
 
     @pl.when(warpgroup < config.query_blocks)
@@ -152,7 +167,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
                 block,
                 end,
                 config,
-                window,
+                exact_window,
                 held and held[1:],
                 first=far.norm_blocks(layout),
             )
@@ -217,7 +232,7 @@ def _read_states(acc, own, smem, terms, layout, config, interpreted):
                 plgpu.barrier_arrive(smem["state_free"].at[slot])
 
 
-def read_keys(acc, own, smem, denominator, block, end, config, window, interpreted, power=2, first=0):
+def read_keys(acc, own, smem, denominator, block, end, config, exact_window, interpreted, power=2, first=0):
     """Adds the exact part to acc; returns the denominator with the keys' weights added.
 
     `block`, `end` and `first` as in `near.fold`. `power` is a power of two.
@@ -232,7 +247,7 @@ def read_keys(acc, own, smem, denominator, block, end, config, window, interpret
             products.accumulate(acc, part, value_smem, interpreted)
         return total + weights.sum(1)
 
-    return near.fold(step, denominator, smem, block, end, config, window, first)
+    return near.fold(step, denominator, smem, block, end, config, exact_window, first)
 
 
 def store_mean(acc, total, out_smem, out):

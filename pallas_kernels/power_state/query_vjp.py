@@ -10,7 +10,7 @@ which is half the gradient of x^T S x: pairs across tiles count twice. A pair wi
 orders, of which each would be the scalar once; as the state is symmetric, being the vector twice is the same. dO is
 multiplied by a power of two that lets float16 hold it.
 
-The normaliser's share is subtracted, and what the keys add follows in the same accumulator (`near_vjp`).
+The normalizer's share is subtracted, and what the keys add follows in the same accumulator (`near_vjp`).
 """
 
 import functools
@@ -58,7 +58,7 @@ def query_vjp(
     layout,
     config,
     chunk,
-    window,
+    exact_window,
     interpret=None,
 ):
     """The gradient of every query, bfloat16 [HN, X, D], and float32 sums [HN, 2, X].
@@ -102,7 +102,12 @@ def query_vjp(
         shapes = ((_BLOCK, head_dim), (_BLOCK, width), (_BLOCK, _BLOCK), (_BLOCK, _BLOCK))
         scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
     body = functools.partial(
-        _body, layout=layout, config=config, chunk=chunk, window=window, groups=heads // key.shape[0]
+        _body,
+        layout=layout,
+        config=config,
+        chunk=chunk,
+        exact_window=exact_window,
+        groups=heads // key.shape[0],
     )
     return plgpu.kernel(
         body,
@@ -121,7 +126,7 @@ def query_vjp(
     )(query, scalars, dout, states, norm, key, value, decay, rows)
 
 
-def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem):
+def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
     inputs = ("query", "scalars", "dout", "states", "norm", "key", "value", "decay", "rows")
     gmem = dict(zip((*inputs, "out", "sums"), refs, strict=True))
     warpgroup = lax.axis_index("warpgroup")
@@ -143,7 +148,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
             gmem, smem, place, config, functools.partial(_piece, layout=layout, config=config)
         )
         # Keys come while the last states are still being read.
-        near.copy_keys(gmem, smem, place, config, chunk, window, far.norm_blocks(layout))
+        near.copy_keys(gmem, smem, place, config, chunk, exact_window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
 
     @pl.when(warpgroup < config.query_blocks)
@@ -186,7 +191,7 @@ def _body(*refs, layout, config, chunk, window, groups, interpreted=None, **smem
                 block,
                 end,
                 config,
-                window,
+                exact_window,
                 held and held[2:],
                 first=far.norm_blocks(layout),
             )
@@ -215,7 +220,7 @@ def _copy_inputs(gmem, smem, place, config, chunk):
 def _piece(index, layout, config):
     """The group and the part that are read at a step: by sections, rounds, groups of a round, parts of a section.
 
-    A round of more than one has neighbours in its first half, and the same plus 8 in the other.
+    A round of more than one has neighbors in its first half, and the same plus 8 in the other.
     """
     parts, groups = config.parts // layout.sections, config.query_vjp_groups
     step, part = lax.div(index, parts), lax.rem(index, parts)
@@ -254,7 +259,7 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
     douts = douts * (terms // len(douts))
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    ends = {window.begin: window.begin + window.width for window in layout.section}
+    ends = {exact_window.begin: exact_window.begin + exact_window.width for exact_window in layout.section}
     round_groups = config.query_vjp_groups
     half_round = round_groups // 2
 

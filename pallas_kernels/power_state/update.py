@@ -198,8 +198,8 @@ def _copy_tokens(key, value, smem, place, first_token, layout, config, step, slo
         plgpu.copy_gmem_to_smem(key.at[place.head, rows, tokens], piece, full)
     rows = pl.ds(place.values * _BLOCK, _BLOCK)
     plgpu.copy_gmem_to_smem(value.at[place.head, rows, tokens], smem["value_smem"].at[slot], full)
-    for tile, window in enumerate(layout.section):
-        rows = pl.ds(first_row + window.begin + place.group, config.update_scalars)
+    for tile, exact_window in enumerate(layout.section):
+        rows = pl.ds(first_row + exact_window.begin + place.group, config.update_scalars)
         plgpu.copy_gmem_to_smem(key.at[place.head, rows, tokens], smem["scalar_smem"].at[slot, tile], full)
 
 
@@ -234,11 +234,11 @@ def _accumulate_block(accumulators, key_smem, value_smem, scalar_smem, layout, i
     """Adds 64 tokens to the groups of one warpgroup."""
     value = plgpu.load(value_smem, layout=plgpu.Layout.WGMMA)
     for n, acc in enumerate(accumulators):
-        for tile, window in enumerate(layout.section):
+        for tile, exact_window in enumerate(layout.section):
             scalar = plgpu.load(scalar_smem.at[tile, n], layout=plgpu.Layout.WGMMA.reduce(0))
             scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
-            columns = acc.at[:, window.offset : window.offset + window.width]
-            keys = key_smem.at[window.begin : window.begin + window.width].T
+            columns = acc.at[:, exact_window.offset : exact_window.offset + exact_window.width]
+            keys = key_smem.at[exact_window.begin : exact_window.begin + exact_window.width].T
             # One product in flight while the next operand is made: straight-line code, so each has its own registers.
             products.accumulate(columns, scaled, keys, interpreted, wait=1)
     if interpreted is None:

@@ -52,7 +52,7 @@ def read(
         features=count,
         head_dim=query.shape[-1],
         value_dim=kv.shape[-1],
-        window=keys.shape[1] // 2,
+        exact_window=keys.shape[1] // 2,
         power=power,
         dtype=kv.dtype,
     )

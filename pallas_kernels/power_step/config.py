@@ -45,7 +45,7 @@ class Config:
     tiles: int
 
 
-def choose(*, heads, group, features, head_dim, value_dim, window, power, dtype) -> Config:
+def choose(*, heads, group, features, head_dim, value_dim, exact_window, power, dtype) -> Config:
     """Tile sizes for `heads` key heads (times the batch) of `group` query heads each.
 
     Raises NotImplementedError naming the first constraint that the arguments break.
@@ -56,7 +56,7 @@ def choose(*, heads, group, features, head_dim, value_dim, window, power, dtype)
         f"head_dim a multiple of 8 up to 128, not {head_dim}": head_dim % 8 == 0 and head_dim <= 128,
         f"value_dim a multiple of 8 up to 128, not {value_dim}": value_dim % 8 == 0 and value_dim <= 128,
         f"features in multiples of 4, the alignment of copies, not {features}": features % 4 == 0,
-        f"a window from 1 to {_WINDOW}, not {window}": 1 <= window <= _WINDOW,
+        f"a window from 1 to {_WINDOW}, not {exact_window}": 1 <= exact_window <= _WINDOW,
     }
     for constraint, holds in supported.items():
         if not holds:

@@ -22,15 +22,15 @@ def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
     [n, K, W, F], phi(k_w) times the decay after token w. values: float32 [n, W, K, E]. carry: float32 [n, K], the
     decay over all W tokens.
     """
-    size, kv_heads, window, count_features = features.shape
+    size, kv_heads, exact_window, count_features = features.shape
     tile, value_dim = configs.FOLD_TILE, values.shape[-1]
     plgpu.kernel(
         _body,
         scratch_types={
             "state_smem": plgpu.SMEM((tile, value_dim), jnp.float32),
             "norm_smem": plgpu.SMEM((tile,), jnp.float32),
-            "feature_smem": plgpu.SMEM((window, tile), jnp.float32),
-            "value_smem": plgpu.SMEM((window, value_dim), jnp.float32),
+            "feature_smem": plgpu.SMEM((exact_window, tile), jnp.float32),
+            "value_smem": plgpu.SMEM((exact_window, value_dim), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=4),
         },
         grid=(-(-count_features // tile), kv_heads, size),

@@ -25,7 +25,7 @@ ADDED_POSITIONS = ("sinusoidal", "learned_absolute")
 LAYER_POSITIONS = ("none", "rope", "learned_rope", "learned_rope_pairs", "lrpe", "spe")
 POSITIONS = (*ADDED_POSITIONS, *LAYER_POSITIONS)
 FEATURE_MAPS = ("elu", "relu", "identity", "symmetric", "tensor")
-NORMALISERS = ("unrotated", "rotated")
+NORMALIZERS = ("unrotated", "rotated")
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 
@@ -173,13 +173,13 @@ class SpeConfig:
 class AttentionConfig:
     """Attention as a kernel, a decay and a position encoding.
 
-    `form`, `implementation`, `chunk_size` and `window` are those of `ops.power_attention`; None lets the op
-    choose. The kernel `softmax` has the implementations of `ops.softmax_attention`; kept keys take its `xla`.
+    `form`, `implementation`, `chunk_size` and `exact_window` are those of `ops.power_attention`; None lets the op
+    choose. The kernel `softmax` has the implementations of `ops.softmax_attention`; a KV cache takes its `xla`.
     `max_document_length` is M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes, and how many rows the
     table of position `learned_absolute` has, beyond which there is no position.
 
     `power` is the degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel
-    `linear`. Positions turn queries and keys, for the kernel `linear` behind the feature map; `normaliser` says which
+    `linear`. Positions turn queries and keys, for the kernel `linear` behind the feature map; `normalizer` says which
     of its features its denominator is made of. `causal=False` sees the whole document.
     """
 
@@ -189,11 +189,11 @@ class AttentionConfig:
     causal: bool = True
     power: int = 2
     feature_map: str = "elu"
-    normaliser: str = "unrotated"
+    normalizer: str = "unrotated"
     form: str | None = None
     implementation: str | None = None
     chunk_size: int | None = None
-    window: int = 64
+    exact_window: int = 64
     max_document_length: int = 65_536
     lrpe: LrpeConfig = dataclasses.field(default_factory=LrpeConfig)
     spe: SpeConfig = dataclasses.field(default_factory=SpeConfig)
@@ -203,7 +203,7 @@ class AttentionConfig:
         checks.require_choice("attention.decay", self.decay, tuple(DECAYS))
         checks.require_choice("attention.position", self.position, POSITIONS)
         checks.require_choice("attention.feature_map", self.feature_map, FEATURE_MAPS)
-        checks.require_choice("attention.normaliser", self.normaliser, NORMALISERS)
+        checks.require_choice("attention.normalizer", self.normalizer, NORMALIZERS)
         if self.form is not None:
             checks.require_choice("attention.form", self.form, FORMS)
         if self.implementation is not None:
@@ -216,7 +216,7 @@ class AttentionConfig:
         checks.require_at_least(1, **{"attention.power": self.power})
         if self.chunk_size is not None:
             checks.require_at_least(1, **{"attention.chunk_size": self.chunk_size})
-        checks.require_at_least(0, **{"attention.window": self.window})
+        checks.require_at_least(0, **{"attention.exact_window": self.exact_window})
         checks.require_at_least(2, **{"attention.max_document_length": self.max_document_length})
         self._check_composition()
 

@@ -22,7 +22,7 @@ class DataConfig:
     library. `packing`: `windows` cuts the concatenated documents into windows that cross documents (state and
     attention run across the boundary); `documents` gives every document its own segment id, so that nothing does.
 
-    Labelled examples, to classify or to predict a number of:
+    Labeled examples, to classify or to predict a number of:
 
     * `tsv`: lines of text files whose columns are divided by tabs, without quoting (GLUE's layout). The columns
       `text_columns` (one, or two that are joined with a separator between) and `label_column` are named as in the

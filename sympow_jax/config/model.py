@@ -19,7 +19,7 @@ class ModelConfig:
 
     `dtype` may be given as a dtype such as `jnp.bfloat16`; the field holds its name.
 
-    `activation` is that of the feed-forward layers, `norm` the normalisation in front of each half of a block and
+    `activation` is that of the feed-forward layers, `norm` the normalization in front of each half of a block and
     behind the last: over the width, or over the batch with running means for evaluation. `embedding_norm` is one more
     behind the embedding, `biases` are those of all projections but decays and rotation rates; GPT-2 has biases and no
     norm behind the embedding. `patch_size` is the side of the square patches that an image model embeds, of `channels`

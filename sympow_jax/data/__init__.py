@@ -1,4 +1,4 @@
-"""Text, token files, Zarr arrays and labelled texts and images as rows and held-out documents; knows no models."""
+"""Text, token files, Zarr arrays and labeled texts and images as rows and held-out documents; knows no models."""
 
 from sympow_jax import extras
 

@@ -1,4 +1,4 @@
-"""What every source of rows provides, and what the sources of labelled examples share."""
+"""What every source of rows provides, and what the sources of labeled examples share."""
 
 from typing import Any, Protocol
 

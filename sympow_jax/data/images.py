@@ -18,7 +18,7 @@ _MODES = {"rgb": "RGB", "gray": "L"}
 # Mean and standard deviation of each channel: of ImageNet, as is usual; a gray image goes to [-1, 1].
 _STATISTICS = {"rgb": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "gray": ((0.5,), (0.5,))}
 # Held-out images: the part of the shorter side that the square in the middle takes, as is usual.
-_CENTRE = 0.875
+_CENTER = 0.875
 # The random crop of Szegedy et al. 2015, as DeiT trains: part of the area, width over height, and how often one is
 # drawn until it lies in the image.
 _AREA, _RATIO, _CROPS = (0.08, 1.0), (3 / 4, 4 / 3), 10
@@ -141,12 +141,12 @@ def _random_crop(image: PIL.Image.Image, side: int, rng: np.random.Generator) ->
     return image.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT) if rng.random() < 0.5 else image
 
 
-def _centre_crop(image: PIL.Image.Image, side: int) -> PIL.Image.Image:
+def _center_crop(image: PIL.Image.Image, side: int) -> PIL.Image.Image:
     """The square in the middle, brought to side x side; an image of that size is left as it is."""
     width, height = image.size
     if (width, height) == (side, side):
         return image
-    cropped = min(width, height) * _CENTRE
+    cropped = min(width, height) * _CENTER
     left, top = (width - cropped) / 2, (height - cropped) / 2
     return image.resize(
         (side, side), PIL.Image.Resampling.BICUBIC, box=(left, top, left + cropped, top + cropped)
@@ -180,7 +180,7 @@ class Images:
     def _array(self, image: PIL.Image.Image, key: tuple[int, ...]) -> Float32[np.ndarray, "H W C"]:
         side = self._config.image_size
         crop = (
-            _random_crop(image, side, np.random.default_rng(key)) if self._vary else _centre_crop(image, side)
+            _random_crop(image, side, np.random.default_rng(key)) if self._vary else _center_crop(image, side)
         )
         pixels: UInt8[np.ndarray, "H W C"] = np.asarray(crop).reshape(side, side, -1)
         mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS[self._config.image_mode])

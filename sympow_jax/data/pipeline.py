@@ -13,7 +13,7 @@ from sympow_jax.data import documents, examples, longcrawl64, masking, rows, shu
 __all__ = ["batches", "describe", "heldout_documents", "heldout_rows", "train_dataset"]
 
 _DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
-_EXAMPLES = {  # the tasks of each source of labelled examples
+_EXAMPLES = {  # the tasks of each source of labeled examples
     "tsv": ("classification", "regression"),
     "images": ("classification",),
     "listops": ("classification",),
@@ -34,7 +34,7 @@ def _source(name: str) -> Any:
 def _documents(config: config_lib.DataConfig, *, vocab_size: int, heldout: bool) -> documents.Documents:
     if config.source not in _DOCUMENTS:
         raise ValueError(
-            f"data.source {config.source!r} holds labelled examples, but documents are asked for; use one of "
+            f"data.source {config.source!r} holds labeled examples, but documents are asked for; use one of "
             f"{', '.join(_DOCUMENTS)}"
         )
     found = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)

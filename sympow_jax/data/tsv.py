@@ -1,4 +1,4 @@
-"""Labelled texts in columns divided by tabs, one example a line, as GLUE's files are: no quoting, no escapes."""
+"""Labeled texts in columns divided by tabs, one example a line, as GLUE's files are: no quoting, no escapes."""
 
 import hashlib
 import math
@@ -134,7 +134,7 @@ def _label_reader(
 
 
 class Table:
-    """Labelled lines of one or several files."""
+    """Labeled lines of one or several files."""
 
     def __init__(self, setting: str, paths: tuple[str, ...], config: config_lib.DataConfig):
         self._files = [_open(file, config) for file in files.find(setting, paths, suffix=".tsv")]
@@ -169,7 +169,7 @@ def _sides(
 
 
 class TsvExamples:
-    """The lines of one side, tokenised when they are read; labels are checked at once."""
+    """The lines of one side, tokenized when they are read; labels are checked at once."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class TsvExamples:
 def open_examples(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
 ) -> TsvExamples:
-    """The labelled lines of one side's files; a folder stands for its `.tsv` files.
+    """The labeled lines of one side's files; a folder stands for its `.tsv` files.
 
     Raises:
       ValueError: nothing matches; a file is empty, lacks a column or has a line with more or fewer columns; a label

@@ -30,7 +30,7 @@ _CHARACTERS = 12.5  # of a title, an inch
 _UNSEEN = "#e4e4e4"
 _EDGE = "#999999"
 _WEIGHT_TICKS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
-# Half-lives beyond are of one colour.
+# Half-lives beyond are of one color.
 _HALF_LIVES = (0.1, 1e5)
 
 
@@ -67,14 +67,14 @@ def draw_weights(
     figure, axes = figures.make(
         columns, rows=rows, width=columns * side + 2, height=rows * (side + 0.25) + 1, sharex=True
     )
-    norm, colours = _weight_colours(found)
+    norm, colors = _weight_colors(found)
     assert norm.vmin is not None
     assert norm.vmax is not None
     for panel, (layer, head) in zip(axes, maps):
         weights = layer.weights[head]
         if causal:
             weights = np.ma.masked_where(np.triu(np.ones_like(weights, bool), 1), weights)
-        image = panel.imshow(weights, cmap=colours, norm=norm, extent=(0.5, time + 0.5, time + 0.5, 0.5))
+        image = panel.imshow(weights, cmap=colors, norm=norm, extent=(0.5, time + 0.5, time + 0.5, 0.5))
         panel.set_title(f"layer {layer.layer}, head {head}", fontsize=9, color=figures.INK)
         _style(panel)
         if named:
@@ -142,9 +142,9 @@ def _draw_strips(
     strips: Sequence[Float[np.ndarray, "K T"]],
     labels: Sequence[str],
     norm: matplotlib.colors.Normalize,
-    colours: str,
+    colors: str,
 ) -> tuple[matplotlib.figure.Figure, Any]:
-    """A panel a layer, a row a head and a column a token; the figure and its colour bar."""
+    """A panel a layer, a row a head and a column a token; the figure and its color bar."""
     heads, time = strips[0].shape
     width = float(np.clip(time * _WIDE_NAME, *_STRIPS))
     height = len(found) * (max(heads * _STRIP_ROW, 0.7) + 0.25) + 1.6
@@ -152,7 +152,7 @@ def _draw_strips(
     extent = (0.5, time + 0.5, heads - 0.5, -0.5)
     for panel, layer, strip in zip(axes, found, strips):
         image = panel.imshow(
-            strip, cmap=colours, norm=norm, extent=extent, aspect="auto", interpolation="none"
+            strip, cmap=colors, norm=norm, extent=extent, aspect="auto", interpolation="none"
         )
         panel.set_title(f"layer {layer.layer}", fontsize=9, color=figures.INK, loc="left")
         panel.set_yticks(range(heads))
@@ -166,17 +166,17 @@ def _draw_strips(
 
 
 def _extend(strips: Sequence[Float[np.ndarray, "K T"]], norm: matplotlib.colors.Normalize) -> str:
-    """At which ends of the colours there are values beyond, as Matplotlib calls it."""
+    """At which ends of the colors there are values beyond, as Matplotlib calls it."""
     assert norm.vmin is not None
     assert norm.vmax is not None
     below, above = np.min(strips) < norm.vmin - 1e-6, np.max(strips) > norm.vmax + 1e-6
     return ("both" if above else "min") if below else ("max" if above else "neither")
 
 
-def _weight_colours(
+def _weight_colors(
     found: Sequence[attention_maps.LayerMaps],
 ) -> tuple[matplotlib.colors.FuncNorm, matplotlib.colors.Colormap]:
-    """Colours of weights by their square roots, so that those of long rows can be seen."""
+    """Colors of weights by their square roots, so that those of long rows can be seen."""
     low = min(float(layer.weights.min()) for layer in found)
     largest = max(float(np.abs(layer.weights).max()) for layer in found)
     norm = matplotlib.colors.FuncNorm(

@@ -66,7 +66,7 @@ def _given(
 ) -> list[Float[Array, "1 T M"]]:
     """What the attention of each layer is given."""
     model = nnx.merge(graph, variables)
-    # Rematerialised blocks would be copies, which hear for themselves.
+    # Rematerialized blocks would be copies, which hear for themselves.
     model.config = dataclasses.replace(model.config, remat="none")
     for block in model.blocks:
         block.attention = _Listening(block.attention)

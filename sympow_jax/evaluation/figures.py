@@ -12,8 +12,8 @@ import matplotlib.ticker
 import numpy as np
 
 __all__ = [
-    "COLOURS",
-    "GREY",
+    "COLORS",
+    "GRAY",
     "INK",
     "MARKERS",
     "label_lines",
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 # Okabe and Ito's palette, its yellow (too light for a line on white) replaced by a brown: told apart by
-# readers with any colour vision. Markers repeat the distinction for print. As many as there are presets.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C510A")
+# readers with any color vision. Markers repeat the distinction for print. As many as there are presets.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C510A")
 MARKERS = "osD^vPX>"
 INK = "#444444"
-GREY = "#666666"
+GRAY = "#666666"
 _LINE_HEIGHT = 0.055  # of a line of a label at 9.5 points, in heights of the axes
 
 
@@ -77,7 +77,7 @@ def style(
             xytext=(0, 21),
             textcoords="offset points",
             fontsize=9,
-            color=GREY,
+            color=GRAY,
         )
 
 
@@ -99,14 +99,14 @@ def mark(axes: matplotlib.axes.Axes, x: float, text: str) -> None:
         textcoords="offset points",
         ha="center",
         fontsize=8.5,
-        color=GREY,
+        color=GRAY,
     )
 
 
 def label_lines(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]]) -> None:
-    """Names each line at its right end, in its colour, pushed apart where labels would overlap.
+    """Names each line at its right end, in its color, pushed apart where labels would overlap.
 
-    `ends` are a label, a colour and the height at which the line ends, NaN for a line without a finite value.
+    `ends` are a label, a color and the height at which the line ends, NaN for a line without a finite value.
     """
     low, high = axes.get_ylim()
     heights = [(end - low) / (high - low) if math.isfinite(end) else 0.5 for _, _, end in ends]
@@ -118,7 +118,7 @@ def label_lines(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float
         placed[above] = max(placed[above], placed[below] + gap)
     placed -= max(0.0, placed[-1] - 1.0)  # a stack of labels stays below the top
     for height, index in zip(placed, order):
-        label, colour, _ = ends[index]
+        label, color, _ = ends[index]
         axes.annotate(
             label,
             xy=(1.0, height),
@@ -127,6 +127,6 @@ def label_lines(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float
             textcoords="offset points",
             va="center",
             fontsize=9.5,
-            color=colour,
+            color=color,
             fontweight="bold",
         )

@@ -51,7 +51,7 @@ def pearson(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> f
       ValueError: a number is not finite.
     """
     labels, values = _checked_numbers(labels, values)
-    labels, values = _centred(labels), _centred(values)
+    labels, values = _centered(labels), _centered(values)
     scale = np.sqrt(np.sum(labels**2)) * np.sqrt(np.sum(values**2))
     return float(np.clip(np.sum(labels * values) / scale, -1, 1)) if scale else 0.0
 
@@ -62,14 +62,14 @@ def spearman(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> 
     return pearson(_ranks(labels), _ranks(values))
 
 
-def _centred(values: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+def _centered(values: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
     # The mean of equal numbers may differ from them by a rounding, which would correlate with anything.
     if np.all(values == values[0]):
         return np.zeros_like(values)
     # Divided by the largest magnitude before and after: sums and squares can neither overflow nor vanish.
     scaled = values / np.max(np.abs(values))
-    centred = scaled - scaled.mean()
-    return centred / np.max(np.abs(centred))
+    centered = scaled - scaled.mean()
+    return centered / np.max(np.abs(centered))
 
 
 def _ranks(values: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:

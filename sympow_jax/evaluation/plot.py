@@ -26,8 +26,8 @@ def write_plot(path: pathlib.Path, rows: Sequence[report.Row]) -> None:
     for index, (name, run) in enumerate(runs.items()):
         if len(contexts) > 1:
             name += f"\ntrained at {run[0].train_context:,}"
-        colour = figures.COLOURS[index % len(figures.COLOURS)]
-        ends.append(_draw_run(axes, name, run, colour, figures.MARKERS[index % len(figures.MARKERS)]))
+        color = figures.COLORS[index % len(figures.COLORS)]
+        ends.append(_draw_run(axes, name, run, color, figures.MARKERS[index % len(figures.MARKERS)]))
     _style_axes(axes, rows)
     for context in contexts:
         text = f"training context {context:,}" if len(contexts) == 1 else f"trained at {context:,}"
@@ -37,20 +37,20 @@ def write_plot(path: pathlib.Path, rows: Sequence[report.Row]) -> None:
 
 
 def _draw_run(
-    axes: matplotlib.axes.Axes, name: str, run: Sequence[report.Row], colour: str, marker: str
+    axes: matplotlib.axes.Axes, name: str, run: Sequence[report.Row], color: str, marker: str
 ) -> tuple[str, str, float]:
-    """Draws one line; returns its label, its colour and the height at which it ends."""
+    """Draws one line; returns its label, its color and the height at which it ends."""
     lengths = np.array([row.context_length for row in run])
     losses = np.array([row.loss if math.isfinite(row.loss) else np.nan for row in run])
     errors = np.array([row.standard_error or 0.0 for row in run])
-    axes.fill_between(lengths, losses - errors, losses + errors, color=colour, alpha=0.13, linewidth=0)
+    axes.fill_between(lengths, losses - errors, losses + errors, color=color, alpha=0.13, linewidth=0)
     axes.plot(
-        lengths, losses, color=colour, marker=marker, markersize=5, linewidth=1.8, markeredgecolor="white"
+        lengths, losses, color=color, marker=marker, markersize=5, linewidth=1.8, markeredgecolor="white"
     )
     finite = np.isfinite(losses)
     missing = ", ".join(f"{length:,}" for length in lengths[~finite])
     label = f"{name}\nnot finite at {missing}" if missing else name
-    return label, colour, float(losses[finite][-1]) if finite.any() else math.nan
+    return label, color, float(losses[finite][-1]) if finite.any() else math.nan
 
 
 def _style_axes(axes: matplotlib.axes.Axes, rows: Sequence[report.Row]) -> None:

@@ -32,7 +32,7 @@ def token_losses(
     keeps it from mattering. Every call has the same shape and compiles once. `on_call`, if given, is called
     with the number of tokens each call has done.
 
-    Memory beyond the parameters: the activations of at most 16,384 tokens; the state (or kept keys and
+    Memory beyond the parameters: the activations of at most 16,384 tokens; the state (or a KV cache and
     values) of one document; 64 MiB of logits, whatever the vocabulary; on the host 12 bytes a token of
     `tokens`.
     """

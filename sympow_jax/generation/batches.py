@@ -31,7 +31,7 @@ def insert[Tree](state: Tree, slot: int | Int[Array, ""], row: Tree) -> Tree:
     """The batch with `row`, a batch of one, in a slot, in place of what was there.
 
     To remove a row, insert one of `init_state`. Raises ValueError where there is no such slot, or where the row is of
-    another model, or of another kind of state: kept keys have one capacity, and `fold` makes them recurrent.
+    another model, or of another kind of state: a KV cache has one capacity, and `fold` makes them recurrent.
     """
     _require_slot(state, slot)
     wanted, found = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (state, row))

@@ -26,17 +26,17 @@ def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = 
     Raises:
       ValueError: no `max_length`, and the attention has no recurrent state; or that would exceed memory.
     """
-    kept = model.kept_length
+    kept = model.kv_cache_length
     if max_length is None:
         if kept is None:
             raise ValueError(
                 f"attention of kernel {model.config.attention.kernel!r} keeps keys and values and needs room for them; "
                 f"pass max_length, the tokens of the longest prompt and of what follows it"
             )
-        return model.init_state(batch, max_length=1, keep_keys=False)
+        return model.init_state(batch, max_length=1, kv_cache=False)
     if max_length < 1:
         raise ValueError(f"max_length is {max_length}; it must be at least 1")
-    return model.init_state(batch, max_length=max_length, keep_keys=kept is None or max_length <= kept)
+    return model.init_state(batch, max_length=max_length, kv_cache=kept is None or max_length <= kept)
 
 
 def prefill(
@@ -80,17 +80,17 @@ def decode(
 ) -> tuple[Float[Array, "B V"], models.DecoderState]:
     """The logits of the token behind `token`, float32, and the state behind it; `state` stays as it is.
 
-    Logits are NaN beyond kept keys, and beyond the learned positions of models that have some. Raises ValueError for a
+    Logits are NaN beyond a KV cache, and beyond the learned positions of models that have some. Raises ValueError for a
     state of another model or batch.
     """
     return _decode(*nnx.split(model), state, jnp.asarray(token))
 
 
 def fold(model: models.DecoderLM, state: models.DecoderState) -> models.DecoderState:
-    """The state with kept keys and values folded into the recurrent state, which never grows.
+    """The state with a KV cache folded into the recurrent state, which never grows.
 
     Decoding goes on as it would have. A recurrent state is returned as it is; rows that have already outgrown the
-    kept keys give NaN. Raises ValueError for a state of another model, or attention without a recurrent state.
+    a KV cache gives NaN. Raises ValueError for a state of another model, or attention without a recurrent state.
     """
     return _fold(*nnx.split(model), state)
 
@@ -100,8 +100,8 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
     if not isinstance(state, models.DecoderState) or not state.layers:
         raise ValueError(f"the state is a {type(state).__name__}; make it with generation.prefill")
     memory = state.layers[0].memory
-    kept = isinstance(memory, ops.KeyValueState)
-    capacity = memory.key.shape[1] if isinstance(memory, ops.KeyValueState) else 1
+    kept = isinstance(memory, ops.KVCache)
+    capacity = memory.key.shape[1] if isinstance(memory, ops.KVCache) else 1
     rows = jax.tree.leaves(memory)[0].shape[0]
     if batch is not None and rows != batch:
         raise ValueError(f"the state has {rows} rows and there are tokens for {batch}; these must be as many")
@@ -109,13 +109,13 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
         raise ValueError(
             f"the state is of another model: it has {len(state.layers)} layers, this one {len(model.blocks)}"
         )
-    if (not kept) if model.kept_length is None else (kept and not model.kept_length):
+    if (not kept) if model.kv_cache_length is None else (kept and not model.kv_cache_length):
         kind = "keeps keys" if kept else "is recurrent"
         kernel = model.config.attention.kernel
         raise ValueError(
             f"the state is of another model: it {kind}, as this one's kernel {kernel!r} does not"
         )
-    expected = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, keep_keys=kept))
+    expected = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, kv_cache=kept))
     found = dict(jax.tree_util.tree_leaves_with_path(state))
     wanted = dict(jax.tree_util.tree_leaves_with_path(expected))
     for path in (*wanted, *found):

@@ -57,16 +57,16 @@ def generate(
             f"end at {longest} tokens; shorten one of them"
         )
     total = used + -(-max_tokens // block) * block
-    room = _room(model.kept_length, used + block, total)
+    room = _room(model.kv_cache_length, used + block, total)
     logits, state = decoding.prefill(model, tokens, lengths, max_length=room)
     return _blocks(model, logits, state, lengths, room, used, max_tokens, sampling, seed, block)
 
 
-def _room(kept_length: int | None, least: int, total: int) -> int | None:
+def _room(kv_cache_length: int | None, least: int, total: int) -> int | None:
     """How many positions keep their keys at first; None for none, the recurrent state from the start."""
-    if kept_length is None:
+    if kv_cache_length is None:
         return total
-    return min(kept_length, total) if least <= kept_length else None
+    return min(kv_cache_length, total) if least <= kv_cache_length else None
 
 
 def _blocks(model, logits, state, position, room, used, max_tokens, sampling, seed, block):

@@ -33,12 +33,12 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
     """
     decoding.require_state(model, state)
     memory = state.layers[0].memory
-    kept = isinstance(memory, ops.KeyValueState)
+    kept = isinstance(memory, ops.KVCache)
     header = {
         "model": _settings(model),
         "parameters": _checksum(model),
         "rows": jax.tree.leaves(memory)[0].shape[0],
-        "capacity": memory.key.shape[1] if isinstance(memory, ops.KeyValueState) else None,
+        "capacity": memory.key.shape[1] if isinstance(memory, ops.KVCache) else None,
         "kept": kept,
     }
     arrays: dict[str, Any] = {
@@ -74,7 +74,7 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
             f"{path} is a state of another model: its settings are those of this one, its parameters are not"
         )
     abstract = jax.eval_shape(
-        lambda: model.init_state(header["rows"], max_length=header["capacity"] or 1, keep_keys=header["kept"])
+        lambda: model.init_state(header["rows"], max_length=header["capacity"] or 1, kv_cache=header["kept"])
     )
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     found = []

@@ -11,7 +11,7 @@ from sympow_jax.layers.attention import (
     make_attention,
 )
 from sympow_jax.layers.mlp import MLP
-from sympow_jax.layers.norms import Norm, make_norm, normalise
+from sympow_jax.layers.norms import Norm, make_norm, normalize
 
 __all__ = [
     "MLP",
@@ -25,5 +25,5 @@ __all__ = [
     "SoftmaxAttention",
     "make_attention",
     "make_norm",
-    "normalise",
+    "normalize",
 ]

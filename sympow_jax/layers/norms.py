@@ -1,4 +1,4 @@
-"""Normalisation over the width, or over the batch."""
+"""Normalization over the width, or over the batch."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
 
-__all__ = ["EPSILON", "MOMENTUM", "Norm", "make_norm", "normalise"]
+__all__ = ["EPSILON", "MOMENTUM", "Norm", "make_norm", "normalize"]
 
-EPSILON = 1e-5  # GPT-2's, and everybody's for batch normalisation
+EPSILON = 1e-5  # GPT-2's, and everybody's for batch normalization
 # What a running mean keeps at each batch.
 MOMENTUM = 0.9
 
@@ -19,9 +19,9 @@ Norm = nnx.LayerNorm | nnx.BatchNorm
 
 
 def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) -> Norm:
-    """The normalisation that `config.norm` names, its statistics in float32 and its results in `dtype`.
+    """The normalization that `config.norm` names, its statistics in float32 and its results in `dtype`.
 
-    Batch normalisation ("Batch Normalization", Ioffe and Szegedy 2015) uses its running means until the model's
+    Batch normalization ("Batch Normalization", Ioffe and Szegedy 2015) uses its running means until the model's
     `train()` is called; then those of the batch, each with the biased variance, and moves the running ones by a tenth
     of the difference. They are variables of the kind `nnx.BatchStat`.
 
@@ -47,10 +47,10 @@ def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) 
     )
 
 
-def normalise(
+def normalize(
     norm: Norm, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B T M"]:
-    """x normalised; padding (a negative segment id) counts in no mean.
+    """x normalized; padding (a negative segment id) counts in no mean.
 
     Example:
         >>> import jax.numpy as jnp
@@ -58,7 +58,7 @@ def normalise(
         >>> from sympow_jax import config, layers
         >>> model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2)
         >>> norm = layers.make_norm(model, "float32", rngs=nnx.Rngs(0))
-        >>> layers.normalise(norm, jnp.ones((1, 16, 32)), None).shape
+        >>> layers.normalize(norm, jnp.ones((1, 16, 32)), None).shape
         (1, 16, 32)
     """
     if isinstance(norm, nnx.LayerNorm):

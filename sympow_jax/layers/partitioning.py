@@ -53,7 +53,7 @@ __all__ = [
 
 Spec = jax.sharding.PartitionSpec
 
-# In the order of the mesh: neighbours along the last ones exchange the most.
+# In the order of the mesh: neighbors along the last ones exchange the most.
 DATA, FSDP, CONTEXT, TENSOR = AXES = ("data", "fsdp", "context", "tensor")
 # The axes that rows of a batch are divided over.
 BATCH = (DATA, FSDP)

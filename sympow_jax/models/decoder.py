@@ -103,7 +103,7 @@ class DecoderLM(trunk.TokenTrunk):
         state: DecoderState | None = None,
         return_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
-        """As a call of the model, but the final normalised hidden states that `unembed` turns into logits."""
+        """As a call of the model, but the final normalized hidden states that `unembed` turns into logits."""
         x = self.embed(tokens)
         if state is None and not return_state:
             return self.encode(x, segment_ids)
@@ -115,37 +115,37 @@ class DecoderLM(trunk.TokenTrunk):
             x, layer_state = block(x, segment_ids=segment_ids, state=layer_state, return_state=return_state)
             if layer_state is not None:
                 layer_states.append(layer_state)
-        x = layers.normalise(self.final_norm, x, segment_ids)
+        x = layers.normalize(self.final_norm, x, segment_ids)
         return (x, DecoderState(layers=tuple(layer_states), position=position)) if return_state else x
 
-    def init_state(self, batch: int, *, max_length: int, keep_keys: bool | None = None) -> DecoderState:
+    def init_state(self, batch: int, *, max_length: int, kv_cache: bool | None = None) -> DecoderState:
         """The state before any token, for documents streamed in calls of up to `max_length` tokens in all.
 
-        Every layer carries its recurrent state, or keeps that many keys and values if `keep_keys`, None meaning
-        where this is cheaper; kept keys of a document longer than `max_length` give NaN. Raises ValueError where the
-        recurrent state would exceed memory, and for `keep_keys` that the attention does not leave open.
+        Every layer carries its recurrent state, or keeps that many keys and values if `kv_cache`, None meaning
+        where this is cheaper; the KV cache of a document longer than `max_length` give NaN. Raises ValueError where the
+        recurrent state would exceed memory, and for `kv_cache` that the attention does not leave open.
         """
         added = self.config.attention.adds_position
         return DecoderState(
             layers=tuple(
-                block.attention.init_state(batch, max_length=max_length, keep_keys=keep_keys)
+                block.attention.init_state(batch, max_length=max_length, kv_cache=kv_cache)
                 for block in self.blocks
             ),
             position=documents.PositionState.zeros(batch) if added else None,
         )
 
     @property
-    def kept_length(self) -> int | None:
-        """For how many positions kept keys take no more memory than the recurrent state.
+    def kv_cache_length(self) -> int | None:
+        """For how many positions a KV cache takes no more memory than the recurrent state.
 
         0 where keys are never kept, None where they always are.
         """
-        return self.blocks[0].attention.kept_length
+        return self.blocks[0].attention.kv_cache_length
 
     def fold(self, state: DecoderState) -> DecoderState:
-        """The state with kept keys and values folded into recurrent states, which do not grow.
+        """The state with a KV cache folded into recurrent states, which do not grow.
 
-        A row whose document has outgrown the kept keys is NaN from there on. Raises ValueError where the attention
+        A row whose document has outgrown the KV cache is NaN from there on. Raises ValueError where the attention
         has no recurrent state.
         """
         folded = (block.attention.fold(layer) for block, layer in zip(self.blocks, state.layers))

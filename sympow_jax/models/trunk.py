@@ -42,13 +42,13 @@ class Block(nnx.Module):
         return_state: bool = False,
     ) -> tuple[Float[Array, "B T M"], layers.AttentionState | None]:
         """The new residual stream and, with `return_state`, the layer's state."""
-        normed = layers.normalise(self.attention_norm, x, segment_ids)
+        normed = layers.normalize(self.attention_norm, x, segment_ids)
         if return_state:
             mixed, state = self.attention(normed, segment_ids=segment_ids, state=state, return_state=True)
         else:
             mixed, state = self.attention(normed, segment_ids=segment_ids, state=state), None
         x = x + mixed
-        return x + self.mlp(layers.normalise(self.mlp_norm, x, segment_ids)), state
+        return x + self.mlp(layers.normalize(self.mlp_norm, x, segment_ids)), state
 
 
 class Trunk(nnx.Module, abc.ABC):
@@ -87,7 +87,7 @@ class Trunk(nnx.Module, abc.ABC):
         x = residual_stream(x)
         for block in self.blocks:
             x = residual_stream(_rematerialized(block, x, segment_ids, self.config.remat))
-        return layers.normalise(self.final_norm, x, segment_ids)
+        return layers.normalize(self.final_norm, x, segment_ids)
 
     def stem(
         self,
@@ -105,7 +105,7 @@ class Trunk(nnx.Module, abc.ABC):
         """
         attention = self.config.attention
         if self.config.embedding_norm:
-            x = layers.normalise(self.embedding_norm, x, segment_ids)
+            x = layers.normalize(self.embedding_norm, x, segment_ids)
         if not attention.adds_position:
             return x, None
         longest = attention.longest_document

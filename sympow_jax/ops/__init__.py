@@ -12,13 +12,13 @@ from sympow_jax.ops.feature_maps import (
     symmetric_power_rotation,
     tensor_power,
 )
-from sympow_jax.ops.key_value_state import KeyValueState
+from sympow_jax.ops.kv_cache import KVCache
 from sympow_jax.ops.linear_attention import LinearState, linear_attention, linear_attention_step
 from sympow_jax.ops.power_attention import PowerState, explain, power_attention, power_attention_step
 from sympow_jax.ops.softmax_attention import alibi_slopes, softmax_attention
 
 __all__ = [
-    "KeyValueState",
+    "KVCache",
     "LinearState",
     "PowerState",
     "alibi_slopes",

@@ -70,7 +70,7 @@ def expressive_attention(
 
     Raises:
         ValueError: for shapes or options that do not fit each other.
-        NotImplementedError: for kept keys where time is divided.
+        NotImplementedError: for a KV cache where time is divided.
 
     Example:
         >>> import jax.numpy as jnp

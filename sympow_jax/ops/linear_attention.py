@@ -25,7 +25,7 @@ __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
 _ELEMENTWISE = {"elu": feature_maps.elu_plus_one, "relu": jax.nn.relu, "identity": lambda x: x}
 _POWERS = {"symmetric": feature_maps.symmetric_power, "tensor": feature_maps.tensor_power}
-_NORMALISERS = ("unrotated", "rotated")
+_NORMALIZERS = ("unrotated", "rotated")
 
 Turn = Callable[[Float[Array, "B T H F"]], Float[Array, "B T H L"]]
 
@@ -37,7 +37,7 @@ class LinearState:
 
     Attributes:
         numerator: the state of the weighted values, over features as they are turned.
-        denominator: that of the weights, over unturned features and without values; None where the normaliser of
+        denominator: that of the weights, over unturned features and without values; None where the normalizer of
             `numerator` is the denominator.
     """
 
@@ -55,8 +55,8 @@ class LinearState:
         feature_map: str = "elu",
         power: int = 2,
         turned_dim: int | None = None,
-        normaliser: str = "unrotated",
-        window: int = 64,
+        normalizer: str = "unrotated",
+        exact_window: int = 64,
         dtype=jnp.float32,
     ) -> "LinearState":
         """The state before any token. Raises ValueError where it would exceed the device's memory.
@@ -65,12 +65,14 @@ class LinearState:
             The feature map `tensor` has, unturned, the state of `symmetric`, which is the same kernel.
         """
         kernel = _Kernel.named(feature_map, power)
-        arguments.check_choice("normaliser", normaliser, _NORMALISERS)
-        zeros = functools.partial(power_state.PowerState.zeros, batch, kv_heads, window=window, dtype=dtype)
+        arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
+        zeros = functools.partial(
+            power_state.PowerState.zeros, batch, kv_heads, exact_window=exact_window, dtype=dtype
+        )
         if turned_dim is None:
             return cls(zeros(head_dim, value_dim, power=kernel.power), None)
         numerator = zeros(turned_dim, value_dim, power=1)
-        return cls(numerator, None if normaliser == "rotated" else zeros(head_dim, 0, power=kernel.power))
+        return cls(numerator, None if normalizer == "rotated" else zeros(head_dim, 0, power=kernel.power))
 
     @classmethod
     def layout(cls, *, separate: bool) -> "LinearState":
@@ -79,9 +81,9 @@ class LinearState:
         return cls(one, one if separate else None)
 
     @property
-    def window(self) -> int:
+    def exact_window(self) -> int:
         """W: every query sees at least its last W keys exactly."""
-        return self.numerator.window
+        return self.numerator.exact_window
 
     @property
     def nbytes(self) -> int:
@@ -97,14 +99,14 @@ def linear_attention(
     feature_map: str = "elu",
     power: int = 2,
     turn: Turn | None = None,
-    normaliser: str = "unrotated",
+    normalizer: str = "unrotated",
     causal: bool = True,
     log_decay: Float[Array, "B S K"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     form: str | None = None,
     implementation: str | None = None,
     chunk_size: int | None = None,
-    window: int = 64,
+    exact_window: int = 64,
     initial_state: LinearState | None = None,
     return_state: bool = False,
     axis_name: str | None = None,
@@ -126,7 +128,7 @@ def linear_attention(
         turn: what position does to features, a linear map that may lengthen them: a function from [B, T, H, F] to
             [B, T, H, L], called with the features of all queries (H = N), then of all keys (H = K). Where there are
             more keys than queries it is given both lengths. It knows the positions of the tokens itself.
-        normaliser: `unrotated` is the denominator above, which cannot vanish for positive features (equation 19 of
+        normalizer: `unrotated` is the denominator above, which cannot vanish for positive features (equation 19 of
             RoFormer); `rotated` has the weights of the numerator. The same without a turn.
         causal: False sees the whole document, before and behind, at a cost linear in T; its backward pass keeps a
             state a chunk where there are segment ids. It has neither decays, states, forms, a window nor
@@ -136,7 +138,7 @@ def linear_attention(
         form: `attention`, `chunked` or `recurrent`; None chooses. All agree to rounding.
         implementation: `reference`, `xla`, or None, which chooses; `mosaic_gpu` for even powers, unturned.
         chunk_size: tokens of a chunk; None chooses. Changes speed alone.
-        window: every query sees at least this many of its last keys exactly.
+        exact_window: every query sees at least this many of its last keys exactly.
         initial_state: made by `LinearState.zeros` or returned by an earlier call.
         return_state: return (output, state after the last token).
         axis_name: a manual mesh axis over which time is divided in order.
@@ -154,7 +156,7 @@ def linear_attention(
         ((1, 32, 4, 16), (1, 4, 16, 16))
     """
     kernel = _Kernel.named(feature_map, power)
-    arguments.check_choice("normaliser", normaliser, _NORMALISERS)
+    arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
     query, key, value, log_decay, segment_ids = arguments.to_arrays(
         query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
     )
@@ -191,7 +193,7 @@ def linear_attention(
             form=form,
             implementation=implementation,
             chunk_size=chunk_size,
-            window=window,
+            exact_window=exact_window,
             return_state=return_state,
             axis_name=axis_name,
             division=division,
@@ -206,7 +208,7 @@ def linear_attention(
             state=state,
         )
 
-    out, state = _mean(attend, kernel, query, key, value, turn, normaliser, initial_state)
+    out, state = _mean(attend, kernel, query, key, value, turn, normalizer, initial_state)
     return (out, state) if return_state else out
 
 
@@ -219,7 +221,7 @@ def linear_attention_step(
     feature_map: str = "elu",
     power: int = 2,
     turn: Turn | None = None,
-    normaliser: str = "unrotated",
+    normalizer: str = "unrotated",
     log_decay: Float[Array, "B K"] | None = None,
     segment_ids: Int[Array, " B"] | None = None,
     implementation: str | None = None,
@@ -237,7 +239,7 @@ def linear_attention_step(
         (1, 4, 16)
     """
     kernel = _Kernel.named(feature_map, power)
-    arguments.check_choice("normaliser", normaliser, _NORMALISERS)
+    arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
     query, key, value, log_decay, segment_ids = arguments.to_arrays(
         query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
     )
@@ -269,7 +271,7 @@ def linear_attention_step(
             state=state,
         )
 
-    return _mean(attend, kernel, query, key, value, turn and turn_token, normaliser, state)
+    return _mean(attend, kernel, query, key, value, turn and turn_token, normalizer, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,7 +304,7 @@ class _Kernel:
         return _POWERS[self.feature_map](x, power=self.power) if self.feature_map in _POWERS else x
 
 
-def _mean(attend, kernel, query, key, value, turn, normaliser, state):
+def _mean(attend, kernel, query, key, value, turn, normalizer, state):
     """The output and the state behind it; `attend` computes means, or sums, of the weights of a power.
 
     attend(query, key, value, state=, power=, division=) returns means or sums, and a PowerState or None.
@@ -329,7 +331,7 @@ def _mean(attend, kernel, query, key, value, turn, normaliser, state):
             f"turn makes features of {turned[0].shape[-1]} of queries and of {turned[1].shape[-1]} of keys; their "
             f"lengths must be equal"
         )
-    separate = normaliser == "unrotated"
+    separate = normalizer == "unrotated"
     check_state(turned_dim=turned[1].shape[-1], separate=separate)
     first = (None, None) if state is None else (state.numerator, state.denominator)
     if not separate:

@@ -26,7 +26,7 @@ def power_attention(
     form: str | None = None,
     implementation: str | None = None,
     chunk_size: int | None = None,
-    window: int = 64,
+    exact_window: int = 64,
     initial_state: PowerState | None = None,
     return_state: bool = False,
     axis_name: str | None = None,
@@ -39,8 +39,8 @@ def power_attention(
     Shapes are those of `jax.nn.dot_product_attention`, batch axis included. Of its other arguments these have no
     counterpart: `bias` (if it grows with distance, use `log_decay`); `mask`, `query_seq_lengths` and
     `key_value_seq_lengths` (use `segment_ids`, negative for padding); `scale` (it cancels); `is_causal` (always true;
-    `linear_attention` with feature map `symmetric` and `causal=False` is bidirectional); `local_window_size` (`window`
-    is not one, since older tokens still count; use `log_decay` to forget); `return_residual`.
+    `linear_attention` with feature map `symmetric` and `causal=False` is bidirectional); `local_window_size`
+    (`exact_window` is not one, since older tokens still count; use `log_decay` to forget); `return_residual`.
 
     Args:
         query: N is a multiple of K; N / K query heads share a key head.
@@ -57,7 +57,7 @@ def power_attention(
         form: `attention` costs O(T^2) and holds a few blocks of scores; `chunked` costs O(T F E) and, with its
             backward pass, holds memory linear in T; `recurrent` folds one token at a time. All agree to rounding.
             None takes the one with fewer FLOPs; `explain` returns the choice and its reasons.
-        implementation: `reference` is the formula, unoptimised; `xla` runs on any device; `mosaic_gpu` are the kernels
+        implementation: `reference` is the formula, unoptimized; `xla` runs on any device; `mosaic_gpu` are the kernels
             for Hopper GPUs, for inputs of 16 bits, which the README's table limits further; a mesh in scope divides
             batch and heads for them. None takes a kernel where there is a Hopper GPU and one that can do it, else
             `xla`; it never fails. In the chunked form the kernels keep their states for the backward pass, unless a
@@ -65,8 +65,9 @@ def power_attention(
             computed again. That of the step is `xla`'s. Outputs and denominators have the first of these names in
             every form, and the final state of the plain chunked form the second.
         chunk_size: tokens of a chunk, or of a block of the attention form; None chooses. Changes speed alone.
-        window: every query sees at least this many of its last keys exactly, and only older ones through features,
-            whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the state.
+        exact_window: every query sees at least this many of its last keys exactly, and only older ones through
+            features, whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the
+            state.
         initial_state: what came before; running a and then b from a's state equals running a and b together.
         return_state: return (output, state after the last token).
         axis_name: a manual mesh axis, of a `jax.shard_map`, over which time is divided in order:
@@ -107,7 +108,7 @@ def power_attention(
         form=form,
         implementation=implementation,
         chunk_size=chunk_size,
-        window=window,
+        exact_window=exact_window,
         return_state=return_state,
         axis_name=axis_name,
     )
@@ -134,7 +135,7 @@ def explain(
     form: str | None = None,
     implementation: str | None = None,
     chunk_size: int | None = None,
-    window: int = 64,
+    exact_window: int = 64,
     initial_state: PowerState | None = None,
     return_state: bool = False,
     axis_name: str | None = None,
@@ -162,7 +163,7 @@ def explain(
         form=form,
         implementation=implementation,
         chunk_size=chunk_size,
-        window=window,
+        exact_window=exact_window,
         return_state=return_state,
         axis_name=axis_name,
     )

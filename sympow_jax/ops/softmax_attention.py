@@ -53,7 +53,7 @@ def softmax_attention(
         scale: 1 / sqrt(D) unless given.
         implementation: `xla` takes queries `block_size` at a time and recomputes them in the backward pass: memory is
             that of one block's scores, 4 B N block_size S bytes a few times over, and linear in S beside it. `cudnn`
-            is cuDNN's flash attention, on NVIDIA GPUs, in 16 bits, without decays, documents and kept keys; its
+            is cuDNN's flash attention, on NVIDIA GPUs, in 16 bits, without decays, documents and a KV cache; its
             gradients differ from run to run in the last bits unless XLA is told --xla_gpu_deterministic_ops=true.
             None is cudnn where it can do it, else xla.
         block_size: queries of a block of `xla`. Changes speed and memory alone.
@@ -63,7 +63,7 @@ def softmax_attention(
 
     Raises:
         ValueError: for shapes or options that do not fit each other.
-        NotImplementedError: where cudnn is asked for and cannot do it, naming the constraint; for kept keys where time
+        NotImplementedError: where cudnn is asked for and cannot do it, naming the constraint; for a KV cache where time
             is divided.
 
     Example:

@@ -41,7 +41,7 @@ def model_flops_per_token(
     """FLOPs of training on one token, or patch, of a full context, both passes, averaged over the context.
 
     "Model FLOPs" in the sense of PaLM (Chowdhery et al. 2022, appendix B): what the mathematics needs, whatever the
-    device computes twice (rematerialisation, scores in the backward pass) or in vain (masked pairs). Conventions:
+    device computes twice (rematerialization, scores in the backward pass) or in vain (masked pairs). Conventions:
 
     * a multiplication with its addition is two; the backward pass is twice the forward pass;
     * matrix products of the projections, of decays and rotation rates, of the feed-forward, of the embedding of
@@ -51,9 +51,9 @@ def model_flops_per_token(
       softmax and `form` "attention";
     * attention by features: 2 F E for every key head, which updates a state, and for every query head, which reads
       one, and if causal 2 (D + E) for each of C / 2 + W pairs; F features, the exact number without padding, C
-      `chunk_size`, 128 unless given and 1 if recurrent, W `window`; no normaliser. A linear kernel has F = D; where
-      features are turned, pairs compare as many numbers as there are turned features; gates by channel have a
-      normaliser as large as the state;
+      `chunk_size`, 128 unless given and 1 if recurrent, W `exact_window`; no normalizer. A linear kernel has F = D;
+      where features are turned, pairs compare as many numbers as there are turned features; gates by channel have a
+      normalizer as large as the state;
     * where no form is named, the cheaper of the two, whatever the device would choose.
     """
     width, heads, kv_heads, size = model.width, model.heads, model.kv_heads, model.head_dim

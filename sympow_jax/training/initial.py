@@ -21,7 +21,7 @@ _FREE = (
     "attention.form",
     "attention.implementation",
     "attention.chunk_size",
-    "attention.window",
+    "attention.exact_window",
 )
 
 

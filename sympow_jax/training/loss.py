@@ -1,4 +1,4 @@
-"""What training minimises: the sum of the losses of a batch, and how many there are."""
+"""What training minimizes: the sum of the losses of a batch, and how many there are."""
 
 import functools
 from collections.abc import Mapping

@@ -36,7 +36,7 @@ Params = dict[str, Any]
 class TrainState:
     """What an update reads and replaces; `step` counts the updates done.
 
-    `statistics` are the running means of batch normalisation; empty without it.
+    `statistics` are the running means of batch normalization; empty without it.
     """
 
     step: Int[Array, ""]
@@ -113,7 +113,7 @@ def make_update(settings: config.Config, mesh: jax.sharding.Mesh) -> Update:
     """One optimizer update on one batch, compiled, its state donated.
 
     The loss is the mean over what counts of the whole batch (`loss.sums`), whatever the number of micro-batches; batch
-    normalisation alone is over each micro-batch, one after the other. The metrics are `loss`, `accuracy` where classes
+    normalization alone is over each micro-batch, one after the other. The metrics are `loss`, `accuracy` where classes
     are predicted, `grad_norm` (before clipping), `parameter_norm` (after the update: finite only where every parameter
     is), `update_norm` (of what the optimizer added to the parameters) and `learning_rate`.
     """

@@ -74,7 +74,7 @@ def save(
 def load(path: str | os.PathLike[str], settings: config.Config) -> models.Model:
     """The model of these settings with the weights of a safetensors file, in float32 on the default device.
 
-    The file is one that `save` wrote, or GPT-2's (`gpt2.layout`), recognised by its names. One tensor at a time is in
+    The file is one that `save` wrote, or GPT-2's (`gpt2.layout`), recognized by its names. One tensor at a time is in
     memory beside the model.
 
     Raises:

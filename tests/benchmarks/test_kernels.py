@@ -39,9 +39,9 @@ def test_flops_are_those_of_the_mathematics(contender, sizes, per_token):
 def test_a_step_reads_the_state_once():
     shape = _shapes.Shape(mode="step", batch=64, time=256)
     state = 64 * 8 * 2080 * 65 * 4
-    window = 64 * 8 * 96 * 129 * 4
+    window_bytes = 64 * 8 * 96 * 129 * 4
     assert _shapes.flops(shape, "step/xla") is None
-    assert _shapes.step_bytes(shape) == state * (1 + 2 / 64) + window
+    assert _shapes.step_bytes(shape) == state * (1 + 2 / 64) + window_bytes
 
 
 def test_parts_hold_the_shapes_that_decide():

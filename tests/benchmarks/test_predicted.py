@@ -4,7 +4,15 @@ import pytest
 
 from benchmarks import predicted
 
-TABLE = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 64, "value_dim": 64, "window": 64, "chunk": None}
+TABLE = {
+    "batch": 1,
+    "heads": 8,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "value_dim": 64,
+    "exact_window": 64,
+    "chunk": None,
+}
 TABLE |= {"time": 65_536}
 
 

@@ -15,7 +15,7 @@ LAYERS, WIDTH, HEADS, VOCABULARY = 12, 768, 12, 50_304
 # Matrices of a block, with a decay and a rotation rate for each head, and the embedding.
 BLOCK = 12 * WIDTH**2 + 2 * HEADS * WIDTH
 PARAMETERS = LAYERS * BLOCK + VOCABULARY * WIDTH
-STATE = 4 * 2080 * 65  # bytes of one head: features x (values and their normaliser)
+STATE = 4 * 2080 * 65  # bytes of one head: features x (values and their normalizer)
 
 
 def _job(context: int = 4096, tokens: int = 524_288, **changes) -> _scaling.Job:
@@ -36,7 +36,7 @@ def _traffic(job: _scaling.Job, **sizes) -> dict[str, _scaling.Traffic]:
         ({"data": 2, "fsdp": 16, "tensor": 2}, {"data": 1, "fsdp": 4, "context": 1, "tensor": 2}),
     ],
 )
-def test_neighbours_in_a_node(sizes, expected):
+def test_neighbors_in_a_node(sizes, expected):
     assert _scaling.Plan(**sizes).in_node(8) == expected
 
 
@@ -125,7 +125,7 @@ def test_products_by_hand():
 
 def test_attention_takes_its_kernels_time():
     job = _job(65_536, 524_288)
-    shape = {"batch": 1, "kv_heads": 12, "head_dim": 64, "value_dim": 64, "power": 2, "window": 64}
+    shape = {"batch": 1, "kv_heads": 12, "head_dim": 64, "value_dim": 64, "power": 2, "exact_window": 64}
     kernel = predicted.kernel_seconds("chunked", time=65_536, heads=12, chunk=None, **shape)
     attention = {
         remat: _scaling.predict(job, _scaling.Plan(data=8, remat=remat)).computation["attention"]

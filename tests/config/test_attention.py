@@ -33,7 +33,7 @@ from sympow_jax import config
             "attention.power is 0; it must be at least 1",
         ),
         ({"feature_map": "exp"}, "attention.feature_map is 'exp'; it must be one of elu, relu"),
-        ({"normaliser": "none"}, "attention.normaliser is 'none'; it must be one of unrotated, rotated"),
+        ({"normalizer": "none"}, "attention.normalizer is 'none'; it must be one of unrotated, rotated"),
     ],
 )
 def test_attention_that_cannot_be(settings, message):

@@ -69,16 +69,16 @@ def test_pixels_as_tokens(root):
     assert row["inputs"].dtype == row["labels"].dtype == np.int32
 
 
-def test_colours_become_gray_by_luma(tmp_path):
-    colour = np.zeros((8, 8, 3), np.uint8)
-    colour[..., 0], colour[..., 1] = 200, 100
-    write(tmp_path, {"a/x.png": colour, "b/x.png": colour})
+def test_colors_become_gray_by_luma(tmp_path):
+    color = np.zeros((8, 8, 3), np.uint8)
+    color[..., 0], color[..., 1] = 200, 100
+    write(tmp_path, {"a/x.png": color, "b/x.png": color})
     row = data.train_dataset(pixel_settings(tmp_path), task=TASK, vocab_size=256)[0]
     # ITU-R 601: 0.299 R + 0.587 G + 0.114 B.
     assert set(row["inputs"].tolist()) <= {118, 119}
 
 
-def test_an_image_of_the_right_size_is_only_normalised(tmp_path):
+def test_an_image_of_the_right_size_is_only_normalized(tmp_path):
     pixels = random_pixels(0, 8, 8, 3)
     write(tmp_path, {"a/x.png": pixels, "b/x.png": pixels})
     row = data.train_dataset(settings(tmp_path, augment=False), task=TASK, vocab_size=1)[0]
@@ -92,7 +92,7 @@ def test_an_image_of_the_right_size_is_only_normalised(tmp_path):
 
 
 def ramps(height: int, width: int) -> np.ndarray:
-    """Red grows along the width from 0 to 255, green along the height; both at the centres of pixels."""
+    """Red grows along the width from 0 to 255, green along the height; both at the centers of pixels."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0] = np.round((np.arange(width) + 0.5) / width * 255)
     pixels[..., 1] = np.round((np.arange(height) + 0.5) / height * 255)[:, None]
@@ -113,7 +113,7 @@ def boxes(row) -> tuple[float, float, float, float]:
     return tuple(ends)
 
 
-def test_the_centre_of_held_out_images(tmp_path):
+def test_the_center_of_held_out_images(tmp_path):
     write(tmp_path, {"a/x.png": ramps(120, 200), "b/x.png": ramps(120, 200)})
     config = settings(tmp_path, heldout_paths=(str(tmp_path),), image_size=32)
     (batch,) = data.heldout_rows(config, TASK, vocab_size=1, batch_size=2)

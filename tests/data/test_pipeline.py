@@ -242,11 +242,9 @@ def test_sources_that_are_not_for_the_task(source, task, message):
         data.heldout_rows(config, settings, vocab_size=256, batch_size=2)
 
 
-def test_labelled_examples_are_no_documents():
+def test_labeled_examples_are_no_documents():
     config = builders.data_config(source="listops", context_length=2048)
-    with pytest.raises(
-        ValueError, match=r"data\.source 'listops' holds labelled examples, but documents are"
-    ):
+    with pytest.raises(ValueError, match=r"data\.source 'listops' holds labeled examples, but documents are"):
         data.heldout_documents(config, vocab_size=256)
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic permutation is one, differs between epochs and favours no order."""
+"""The arithmetic permutation is one, differs between epochs and favors no order."""
 
 import collections
 

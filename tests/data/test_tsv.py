@@ -1,4 +1,4 @@
-"""Labelled texts in columns: what is read, cut, held out and refused."""
+"""Labeled texts in columns: what is read, cut, held out and refused."""
 
 import pathlib
 

@@ -79,10 +79,15 @@ def test_the_logits_of_a_large_vocabulary_are_never_held_for_a_whole_call():
 @pytest.mark.parametrize("preset", ["conformal", "softmax", "linear"])
 def test_streaming_a_decoder_equals_one_call(monkeypatch, preset):
     settings = config.ModelConfig(
-        vocab_size=13, layers=1, width=16, heads=2, dtype="float32", attention=config.preset(preset, window=4)
+        vocab_size=13,
+        layers=1,
+        width=16,
+        heads=2,
+        dtype="float32",
+        attention=config.preset(preset, exact_window=4),
     )
     model = models.DecoderLM(settings, rngs=nnx.Rngs(0))
-    # At initialisation the outputs hardly depend on the context: make mistakes in it visible.
+    # At initialization the outputs hardly depend on the context: make mistakes in it visible.
     for parameter in jax.tree.leaves(nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
         parameter[...] = 5 * parameter[...]
     tokens = np.random.default_rng(0).integers(0, 13, (3, 45))

@@ -93,7 +93,7 @@ def test_lrpe(experiment):
     rows, content = experiment("lrpe", "--variants=rope")
     assert [row["variant"] for row in rows] == ["rope"]
     assert float(rows[0]["perplexity"]) == pytest.approx(math.exp(float(rows[0]["loss"])), rel=2e-6)
-    assert content["settings"]["model.attention.normaliser"] == "unrotated"
+    assert content["settings"]["model.attention.normalizer"] == "unrotated"
 
 
 def test_lrpe_has_the_cells_of_the_papers_tables():

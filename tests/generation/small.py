@@ -24,7 +24,7 @@ def model(
         heads=4,
         kv_heads=2,
         dtype=dtype,
-        attention=config.preset(preset, **{"window": 4, **changes}),
+        attention=config.preset(preset, **{"exact_window": 4, **changes}),
     )
     made = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
     for block in made.blocks:

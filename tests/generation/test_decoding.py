@@ -22,7 +22,7 @@ def decoded(model, tokens, state, logits):
 
 
 def keeps(state):
-    return isinstance(state.layers[0].memory, ops.KeyValueState)
+    return isinstance(state.layers[0].memory, ops.KVCache)
 
 
 SLOW = [pytest.param("linear_lrpe", None, marks=pytest.mark.slow)]
@@ -64,10 +64,10 @@ def test_padding_takes_no_room():
     assert not outgrown[1:].any()
 
 
-def test_keys_are_kept_and_folded():
+def test_a_kv_cache_is_folded():
     """36 features of 9 numbers each against 16 numbers a position, and a window of 8."""
     model = small.model("conformal")
-    assert model.kept_length == 28
+    assert model.kv_cache_length == 28
     lengths = np.array([20, 11, 24])
     tokens = small.tokens(small.ROWS, small.TIME)
     logits, state = generation.prefill(model, tokens[:, :24], lengths, max_length=28)
@@ -123,7 +123,7 @@ def test_mistakes():
             small.model("conformal", layers=2), state, tokens[:, 0]
         ),
         "another model: .layers[0].memory.keys": lambda: generation.decode(
-            small.model("conformal", window=8), state, tokens[:, 0]
+            small.model("conformal", exact_window=8), state, tokens[:, 0]
         ),
         "another model: .layers[0].position": lambda: generation.fold(small.model("sympow"), state),
         "no recurrent state to fold": lambda: generation.fold(

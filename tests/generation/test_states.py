@@ -30,7 +30,7 @@ def test_a_fork_has_each_row_so_often(prefilled):
 
 def test_a_slot_changes_alone(prefilled):
     model, state = prefilled
-    capacity = 200 if model.kept_length is None else None
+    capacity = 200 if model.kv_cache_length is None else None
     empty = generation.init_state(model, 3, max_length=capacity)
     changed = jax.jit(generation.insert)(empty, 1, generation.take(state, 2))
     same(generation.take(changed, 1), generation.take(state, 2))
@@ -83,11 +83,11 @@ def test_a_state_of_another_model(prefilled, tmp_path):
     model, state = prefilled
     path = tmp_path / "context"
     generation.save_state(path, model, state)
-    preset = "softmax" if model.kept_length is None else "conformal"
+    preset = "softmax" if model.kv_cache_length is None else "conformal"
     with pytest.raises(ValueError, match="another model: its settings are those of this one, its param"):
         generation.restore_state(path, small.model(preset, seed=1))
-    with pytest.raises(ValueError, match=r"another model: attention.window is 4 there and 8 here"):
-        generation.restore_state(path, small.model(preset, window=8))
+    with pytest.raises(ValueError, match=r"another model: attention.exact_window is 4 there and 8 here"):
+        generation.restore_state(path, small.model(preset, exact_window=8))
     with pytest.raises(ValueError, match="of another model"):
         generation.save_state(path, small.model(preset, layers=2), state)
     path.write_bytes(path.read_bytes()[:-100])

@@ -39,14 +39,14 @@ RULES = (
 BATCH, TIME, WIDTH, VOCABULARY = 4, 22, 16, 32
 
 ATTENTION = {
-    "power": {"preset": "conformal", "form": "chunked", "window": 4, "chunk_size": 8},
+    "power": {"preset": "conformal", "form": "chunked", "exact_window": 4, "chunk_size": 8},
     "power by pairs": {"preset": "conformal", "form": "attention"},
-    "channels": {"preset": "sympow", "decay": "channel_learned", "window": 4, "chunk_size": 8},
-    "linear": {"preset": "linear_lrpe", "window": 4, "chunk_size": 8},
+    "channels": {"preset": "sympow", "decay": "channel_learned", "exact_window": 4, "chunk_size": 8},
+    "linear": {"preset": "linear_lrpe", "exact_window": 4, "chunk_size": 8},
     "softmax": {"preset": "softmax"},
     "alibi": {"preset": "softmax_alibi"},
     "expressive": {"preset": "expressive"},
-    "spe": {"preset": "linear", "position": "spe", "window": 4, "chunk_size": 8},
+    "spe": {"preset": "linear", "position": "spe", "exact_window": 4, "chunk_size": 8},
     "table": {"preset": "gpt2", "max_document_length": 64},
 }
 MODELS = ("layer", "decoder", "stream", "encoder", "images")

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, layers
-from sympow_jax.ops import key_value_state
+from sympow_jax.ops import kv_cache
 
 WIDTH, TIME = 16, 24
 
@@ -79,7 +79,7 @@ def test_groups_are_heads_that_share_a_key():
 
 @pytest.mark.parametrize("preset", ["conformal", "softmax_alibi"])
 def test_bfloat16_is_for_matrix_products_only(preset):
-    layer = make(preset, dtype="bfloat16", window=4)
+    layer = make(preset, dtype="bfloat16", exact_window=4)
     assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(layer, nnx.Param)))
     x = inputs(dtype=jnp.bfloat16)
     state = layer.init_state(1, max_length=10_000)
@@ -92,7 +92,7 @@ def test_bfloat16_is_for_matrix_products_only(preset):
     else:
         assert state.memory.key.dtype == jnp.bfloat16
         assert state.memory.log_decay.dtype == jnp.float32
-    exact = run(make(preset, window=4), x.astype(jnp.float32))
+    exact = run(make(preset, exact_window=4), x.astype(jnp.float32))
     error = out.astype(jnp.float32) - exact
     assert np.sqrt((error**2).mean() / (exact**2).mean()) < 2e-2
 
@@ -111,10 +111,10 @@ def test_bfloat16_is_for_matrix_products_only(preset):
 )
 def test_state_is_what_costs_less(preset, max_length, changes, recurrent):
     state = make(preset, **changes).init_state(1, max_length=max_length)
-    assert isinstance(state.memory, key_value_state.KeyValueState) != recurrent
+    assert isinstance(state.memory, kv_cache.KVCache) != recurrent
 
 
-def test_power_4_at_head_size_64_keeps_keys():
+def test_power_4_at_head_size_64_uses_a_kv_cache():
     sizes = config.MODEL_SIZES["gpt2_124m"]
     layer = nnx.eval_shape(
         lambda: layers.make_attention(
@@ -122,12 +122,12 @@ def test_power_4_at_head_size_64_keeps_keys():
         )
     )
     state = jax.eval_shape(lambda: layer.init_state(1, max_length=65_536))
-    assert isinstance(state.memory, key_value_state.KeyValueState)
+    assert isinstance(state.memory, kv_cache.KVCache)
     assert state.memory.key.shape == (1, 65_536, 12, 64)
 
 
 def test_padding_and_documents_do_not_leak():
-    layer = make("conformal", window=4)
+    layer = make("conformal", exact_window=4)
     x = inputs()
     ids = jnp.array([[0] * 6 + [-1] * 3 + [0] * 5 + [1] * 10])
     out = run(layer, x, ids)
@@ -137,7 +137,7 @@ def test_padding_and_documents_do_not_leak():
     assert not out[:, 6:9].any()
 
 
-def test_outgrowing_kept_keys_is_not_silent():
+def test_outgrowing_the_kv_cache_is_not_silent():
     layer = make("softmax")
     x = inputs(time=12)
     out, state = run_on(layer, x[:, :6], layer.init_state(1, max_length=8))
@@ -166,7 +166,7 @@ def squares(layer, ids):
 
 def test_gradients_are_finite_and_reach_every_parameter():
     for preset in ("conformal", "softmax_alibi"):
-        layer = make(preset, window=4)
+        layer = make(preset, exact_window=4)
         ids = jnp.array([[-1] * 2 + [0] * 12 + [-1] * 3 + [2] * 7])
         gradients = nnx.jit(nnx.grad(squares))(layer, ids)
         for gradient in jax.tree.leaves(gradients):
@@ -174,7 +174,7 @@ def test_gradients_are_finite_and_reach_every_parameter():
             assert np.abs(gradient).max() > 0
 
 
-def test_softmax_takes_its_implementation_and_kept_keys_take_xla():
+def test_softmax_takes_its_implementation_and_a_kv_cache_takes_xla():
     layer = make("softmax", implementation="cudnn")
     with pytest.raises(NotImplementedError, match="implementation 'cudnn' needs a GPU"):
         layer(inputs())

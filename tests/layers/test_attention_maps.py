@@ -16,7 +16,7 @@ OTHERS = {
     "linear, whole document": {"kernel": "linear", "decay": "none", "position": "rope", "causal": False},
     "rates by pair": {"position": "learned_rope_pairs"},
     "spe": {"kernel": "linear", "decay": "none", "position": "spe"},
-    "turned normaliser": {"kernel": "linear", "decay": "none", "position": "rope", "normaliser": "rotated"},
+    "turned normalizer": {"kernel": "linear", "decay": "none", "position": "rope", "normalizer": "rotated"},
 }
 
 

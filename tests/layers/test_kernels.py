@@ -35,7 +35,9 @@ class Case:
     def kernel(self, name, **changes):
         """In float32, without positions, which are those of the layer."""
         options = (
-            {"decay": "learned", "position": "none", "window": 4, "chunk_size": 8} | self.changes | changes
+            {"decay": "learned", "position": "none", "exact_window": 4, "chunk_size": 8}
+            | self.changes
+            | changes
         )
         attention = config.AttentionConfig(kernel=name, **options)
         return kernels.make(attention, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=SIZE)
@@ -55,11 +57,9 @@ KERNELS = {
         kernels.CachePolicy.NEVER,
         elements=SIZE * (SIZE + 1),
     ),
-    "softmax": Case(
-        lambda q, k: np.exp(q @ k.T / np.sqrt(SIZE)), ops.KeyValueState, kernels.CachePolicy.ALWAYS
-    ),
+    "softmax": Case(lambda q, k: np.exp(q @ k.T / np.sqrt(SIZE)), ops.KVCache, kernels.CachePolicy.ALWAYS),
     "expressive": Case(
-        lambda q, k: (q @ k.T) ** 2 / (1 + (q @ k.T) ** 2), ops.KeyValueState, kernels.CachePolicy.ALWAYS
+        lambda q, k: (q @ k.T) ** 2 / (1 + (q @ k.T) ** 2), ops.KVCache, kernels.CachePolicy.ALWAYS
     ),
 }
 EACH = pytest.mark.parametrize("name", KERNELS)

@@ -1,4 +1,4 @@
-"""Normalisation over the batch: the formula, its running means, and padding."""
+"""Normalization over the batch: the formula, its running means, and padding."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,11 +28,11 @@ def formula(x, mean, variance):
 
 
 @pytest.mark.parametrize("segment_ids", [None, SEGMENT_IDS])
-def test_batch_normalisation_is_the_formula_over_tokens_that_are_not_padding(segment_ids):
+def test_batch_normalization_is_the_formula_over_tokens_that_are_not_padding(segment_ids):
     norm, x = make("batch"), values()
     norm.train()
     tokens = (x if segment_ids is None else x[segment_ids >= 0]).reshape(-1, WIDTH).astype(np.float64)
-    out = layers.normalise(norm, jnp.asarray(x), segment_ids)
+    out = layers.normalize(norm, jnp.asarray(x), segment_ids)
     np.testing.assert_allclose(out, formula(x, tokens.mean(0), tokens.var(0)), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(norm.mean[...], 0.1 * tokens.mean(0), rtol=1e-5)
     np.testing.assert_allclose(norm.var[...], 0.9 + 0.1 * tokens.var(0), rtol=1e-5)
@@ -43,14 +43,14 @@ def test_means_of_a_batch_far_from_zero():
     norm, x = make("batch"), values(shift=1e4)
     norm.train()
     tokens = x.reshape(-1, WIDTH).astype(np.float64)
-    layers.normalise(norm, jnp.asarray(x), None)
+    layers.normalize(norm, jnp.asarray(x), None)
     np.testing.assert_allclose(norm.var[...], 0.9 + 0.1 * tokens.var(0), rtol=1e-3)
 
 
 def test_evaluation_uses_running_means_and_leaves_them():
     norm, x = make("batch"), values()
     norm.mean[...], norm.var[...] = jnp.full(WIDTH, 2.0), jnp.full(WIDTH, 9.0)
-    out = layers.normalise(norm, jnp.asarray(x), SEGMENT_IDS)
+    out = layers.normalize(norm, jnp.asarray(x), SEGMENT_IDS)
     np.testing.assert_allclose(out, formula(x, 2.0, 9.0), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(norm.mean[...], np.full(WIDTH, 2.0))
 
@@ -60,16 +60,16 @@ def test_statistics_are_float32_whatever_the_dtype():
     for norm in (exact, rounded):
         norm.train()
     x = jnp.asarray(values(shift=100.0))  # of which bfloat16 keeps no digit behind the point
-    outs = [layers.normalise(norm, x, None) for norm in (exact, rounded)]
+    outs = [layers.normalize(norm, x, None) for norm in (exact, rounded)]
     assert outs[1].dtype == jnp.bfloat16
     np.testing.assert_array_equal(outs[0].astype(jnp.bfloat16), outs[1])
     np.testing.assert_array_equal(exact.mean[...], rounded.mean[...])
 
 
-def test_layer_normalisation_has_no_running_means():
+def test_layer_normalization_has_no_running_means():
     norm = make("layer")
     assert not nnx.to_pure_dict(nnx.state(norm, nnx.BatchStat))
     x = values()
-    out = layers.normalise(norm, jnp.asarray(x), SEGMENT_IDS)
+    out = layers.normalize(norm, jnp.asarray(x), SEGMENT_IDS)
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
     np.testing.assert_allclose(out, formula(x, mean, variance), rtol=1e-4, atol=1e-5)

@@ -18,7 +18,7 @@ from sympow_jax.layers import partitioning
 # Three heads of keys, which tensor = 2 does not divide.
 settings = config.ModelConfig(
     vocab_size=64, layers=1, width=48, heads=6, kv_heads=3, head_dim=8, dtype="float32",
-    attention=config.preset("conformal", window=4, form="chunked"),
+    attention=config.preset("conformal", exact_window=4, form="chunked"),
 )
 graph, params = nnx.split(layers.make_attention(settings, rngs=nnx.Rngs(0)))
 auto = (jax.sharding.AxisType.Auto,) * 4

@@ -15,11 +15,11 @@ from sympow_jax import config, layers
 WIDTH, HEADS, KV_HEADS, TIME = 32, 4, 2, 19
 
 PLAIN = {
-    layers.PowerAttention: ("conformal", {"power": 4, "exact_window": 8}, {"power": 4, "window": 8}),
+    layers.PowerAttention: ("conformal", {"power": 4, "exact_window": 8}, {"power": 4, "exact_window": 8}),
     layers.LinearAttention: (
         "linear",
         {"feature_map": "symmetric", "normalizer": "rotated", "decay": "learned", "position": "rope"},
-        {"feature_map": "symmetric", "normaliser": "rotated", "decay": "learned", "position": "rope"},
+        {"feature_map": "symmetric", "normalizer": "rotated", "decay": "learned", "position": "rope"},
     ),
     layers.SoftmaxAttention: ("softmax", {"causal": False}, {"causal": False}),
     layers.ExpressiveAttention: ("expressive", {"decay": "alibi"}, {"decay": "alibi"}),

@@ -1,4 +1,4 @@
-"""Every position encoding and gate in the layer: streamed, packed, differentiated, and without a direction."""
+"""Every position encoding and gate in the layer: streamed, packed, differentiated, and bidirectional."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ VARIANTS = {
     "rope behind features": ("linear", {"position": "rope"}),
     "learned rope behind features": ("linear", {"position": "learned_rope"}),
     "orthogonal": ("linear_lrpe", {"lrpe": LEARNED}),
-    "orthogonal, rotated normaliser": ("linear_lrpe", {"lrpe": Lrpe(rates="b"), "normaliser": "rotated"}),
+    "orthogonal, rotated normalizer": ("linear_lrpe", {"lrpe": Lrpe(rates="b"), "normalizer": "rotated"}),
     "unitary": ("linear_lrpe", {"lrpe": Lrpe(core="unitary", basis="householder", learned_rates=True)}),
     "permutation": ("linear_lrpe", {"lrpe": Lrpe(core="permutation", basis="odd_even")}),
     "mixed, fourier": ("linear_lrpe", {"lrpe": Lrpe(core="mixed", basis="fourier", rates="c")}),
@@ -59,7 +59,7 @@ def make(variant, **changes):
         heads=4,
         kv_heads=2,
         dtype="float32",
-        attention=config.preset(preset, **{"window": 4, "chunk_size": 8} | options | changes),
+        attention=config.preset(preset, **{"exact_window": 4, "chunk_size": 8} | options | changes),
     )
     return layers.make_attention(model, rngs=nnx.Rngs(0))
 

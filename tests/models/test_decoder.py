@@ -16,7 +16,7 @@ SEGMENT_IDS = np.array([[0] * 7 + [1] * 6 + [-1] * 3 + [1] * 4 + [0] * 10, [5] *
 
 
 def small(preset, *, layers=1, **changes):
-    attention = config.preset(preset, **{"window": 4, **changes})
+    attention = config.preset(preset, **{"exact_window": 4, **changes})
     model = config.ModelConfig(
         vocab_size=32, layers=layers, width=16, heads=4, kv_heads=2, dtype="float32", attention=attention
     )
@@ -91,16 +91,16 @@ def test_state_bytes_of_the_papers(feature_map, power, expected):
     [("gpt2_124m", 589_824), ("gpt2_335m", 1_572_864), ("gpt2_774m", 2_949_120), ("gpt2_1558m", 4_915_200)],
 )
 def test_state_of_vanilla_linear_attention(size, numbers):
-    state = models.state_bytes(gpt2(size, kernel="linear"), bytes_per_element=1, normaliser=False)
+    state = models.state_bytes(gpt2(size, kernel="linear"), bytes_per_element=1, normalizer=False)
     assert state == numbers
 
 
 @pytest.mark.parametrize(
     ("changes", "numbers"),
     [
-        # Complex features are twice as many; the normaliser is made of those before the turn, or behind it.
+        # Complex features are twice as many; the normalizer is made of those before the turn, or behind it.
         ({"core": "unitary"}, 128 * 64 + 64),
-        ({"core": "unitary", "normaliser": "rotated"}, 128 * 64 + 128),
+        ({"core": "unitary", "normalizer": "rotated"}, 128 * 64 + 128),
         ({"core": "orthogonal", "feature_map": "symmetric"}, 2080 * 64 + 2080),
         ({"kernel": "power", "decay": "channel_learned", "position": "rope"}, 2 * 2080 * 64),
         ({"kernel": "power", "core": "unitary"}, 128 * 129 // 2 * 65),
@@ -195,6 +195,6 @@ def test_initial_scales_are_those_of_gpt2():
         (block.mlp.down.kernel[...], 0.02 / 2),
     ]:
         assert abs(kernel.std() / expected - 1) < 0.05
-    # A new model's loss is that of guessing: tied output, normalised hidden states.
+    # A new model's loss is that of guessing: tied output, normalized hidden states.
     logits = run(model, jnp.arange(512)[None])
     assert logits.std() < 0.5

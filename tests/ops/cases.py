@@ -95,7 +95,7 @@ def error(actual, expected, natural=0.0) -> float:
 
 
 def natural_size(name: str, drawn) -> float:
-    """What the RMS of a gradient would be if nothing cancelled: the output times its cotangent, by the argument."""
+    """What the RMS of a gradient would be if nothing canceled: the output times its cotangent, by the argument."""
     return _rms(drawn["dout"]) * {
         "query": 1 / _rms(drawn["query"]),
         "key": 1 / _rms(drawn["key"]),

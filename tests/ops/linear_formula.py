@@ -21,7 +21,7 @@ def attention(
     feature_map="elu",
     power=2,
     turn=None,
-    normaliser="unrotated",
+    normalizer="unrotated",
     causal=True,
     log_decay=None,
     segment_ids=None,
@@ -34,7 +34,7 @@ def attention(
     group = heads // key.shape[2]
     query, key = MAPS[feature_map](query, power), MAPS[feature_map](key, power)
     turned = (query, key) if turn is None else (turn(query), turn(key))
-    if normaliser == "rotated":
+    if normalizer == "rotated":
         query, key = turned
     seen = _seen(batch, time, segment_ids)
     decay = jnp.ones((batch, time, time, heads))

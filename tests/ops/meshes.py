@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax import ops
-from sympow_jax.ops import documents, key_value_state, rotary
+from sympow_jax.ops import documents, kv_cache, rotary
 from tests.ops import cases
 
 Spec = jax.sharding.PartitionSpec
@@ -55,7 +55,7 @@ def last(arrays):
 
 def power(form, **options):
     """The op from a state to a state."""
-    call = functools.partial(ops.power_attention, form=form, window=WINDOW, chunk_size=8, **options)
+    call = functools.partial(ops.power_attention, form=form, exact_window=WINDOW, chunk_size=8, **options)
     state = call(**drawn(11, seed=1), return_state=True)[1]
     layouts = LAYOUTS | {"initial_state": ops.PowerState.layout()}
     return (
@@ -68,20 +68,22 @@ def power(form, **options):
 
 def plain(form):
     """The op without states, decays and documents."""
-    call = functools.partial(ops.power_attention, form=form, window=WINDOW, chunk_size=8)
+    call = functools.partial(ops.power_attention, form=form, exact_window=WINDOW, chunk_size=8)
     return call, without("log_decay", "segment_ids"), LAYOUTS, OUT
 
 
 def power_step(tokens):
     """A token behind so many others; the window is full at some."""
-    state = ops.power_attention(**drawn(tokens, seed=1), window=WINDOW, return_state=True, form="chunked")[1]
+    state = ops.power_attention(
+        **drawn(tokens, seed=1), exact_window=WINDOW, return_state=True, form="chunked"
+    )[1]
     layouts = STEP | {"state": ops.PowerState.layout()}
     arguments = last(drawn()) | {"state": state}
     return ops.power_attention_step, arguments, layouts, (STEP_OUT, ops.PowerState.layout())
 
 
 def channel_gated():
-    call = functools.partial(ops.power_attention, window=WINDOW, return_state=True)
+    call = functools.partial(ops.power_attention, exact_window=WINDOW, return_state=True)
 
     def arguments(**options):
         arrays = drawn(**options)
@@ -116,7 +118,9 @@ def turned(f, positions, **arguments):
 
 
 def linear():
-    call = functools.partial(turned, ops.linear_attention, form="chunked", window=WINDOW, return_state=True)
+    call = functools.partial(
+        turned, ops.linear_attention, form="chunked", exact_window=WINDOW, return_state=True
+    )
 
     def arguments(**options):
         arrays = drawn(**options)
@@ -200,14 +204,14 @@ def spe():
 
 
 def kept():
-    """Appending to kept keys and values, and dropping the oldest."""
+    """Appending to a KV cache, and dropping the oldest."""
 
     def call(state, **new):
         both, missing = state.append(**new)
         return both.without_gaps().newest(8), missing
 
-    state = key_value_state.KeyValueState.zeros(BATCH, 8, KV_HEADS, HEAD_DIM, VALUE_DIM)
-    layout = key_value_state.KeyValueState.layout()
+    state = kv_cache.KVCache.zeros(BATCH, 8, KV_HEADS, HEAD_DIM, VALUE_DIM)
+    layout = kv_cache.KVCache.layout()
     return call, without("query") | {"state": state}, LAYOUTS | {"state": layout}, (layout, "B T")
 
 

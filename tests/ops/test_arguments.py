@@ -13,7 +13,7 @@ from sympow_jax import ops
 from sympow_jax.ops import feature_maps, lrpe, rotary
 
 X = jnp.ones((1, 4, 1, 4))
-STATE = ops.PowerState.zeros(1, 1, 4, 4, power=2, window=3)
+STATE = ops.PowerState.zeros(1, 1, 4, 4, power=2, exact_window=3)
 WHOLE = {
     "power": ops.power_attention,
     "linear": ops.linear_attention,
@@ -84,10 +84,10 @@ POWER = {
     "power is 0; it must be positive and even": {"power": 0},
     "power is 2.0; it must be an integer": {"power": 2.0},
     "power is True; it must be an integer": {"power": True},
-    "window is -1; it must be at least 0": {"window": -1},
-    "window is 8.0; it must be an integer of at least 0": {"window": 8.0},
-    "window is True; it must be an integer of at least 0": {"window": True},
-    "window is None; it must be an integer of at least 0": {"window": None},
+    "exact_window is -1; it must be at least 0": {"exact_window": -1},
+    "exact_window is 8.0; it must be an integer of at least 0": {"exact_window": 8.0},
+    "exact_window is True; it must be an integer of at least 0": {"exact_window": True},
+    "exact_window is None; it must be an integer of at least 0": {"exact_window": None},
     "chunk_size is 0; it must be at least 1": {"chunk_size": 0},
     "chunk_size is 16.0; it must be an integer of at least 1": {"chunk_size": 16.0},
     "form is 'chunk'; it must be one of None, 'attention', 'chunked', 'recurrent'": {"form": "chunk"},
@@ -97,10 +97,10 @@ POWER = {
         "log_decay": X[..., 0, 0]
     },
     "log_decay has dtype int32; it must be one of float16": {"log_decay": X[..., 0].astype("int32")},
-    "the state is a LinearState; make it with PowerState.zeros(1, 1, 4, 4, power=2, window=64)": {
+    "the state is a LinearState; make it with PowerState.zeros(1, 1, 4, 4, power=2, exact_window=64)": {
         "initial_state": ops.LinearState.zeros(1, 1, 4, 4)
     },
-    "window is 64 and initial_state has 3; pass window=3": {"initial_state": STATE},
+    "exact_window is 64 and initial_state has 3; pass exact_window=3": {"initial_state": STATE},
     "the state's kv has shape (1, 1, 10, 4); power 4 and these inputs need (1, 1, 35, 4)": {
         "initial_state": STATE,
         "power": 4,
@@ -116,7 +116,9 @@ def test_power_attention_refuses(message, wrong):
     raises_one_line(message, ops.power_attention, **{"query": X, "key": X, "value": X} | wrong)
 
 
-@pytest.mark.parametrize("name", ["power", "form", "window", "chunk_size", "return_state", "implementation"])
+@pytest.mark.parametrize(
+    "name", ["power", "form", "exact_window", "chunk_size", "return_state", "implementation"]
+)
 def test_a_traced_option_is_one_line(name):
     call = jax.jit(lambda option: ops.power_attention(X, X, X, **{name: option}))
     raises_one_line(f"{name} is traced; it must be", call, jnp.int32(2))
@@ -136,12 +138,12 @@ def test_a_step_names_its_own_axes():
 
 
 def test_numpy_arguments_are_as_good_as_those_of_jax():
-    expected = ops.power_attention(X, X, X, segment_ids=jnp.zeros((1, 4), jnp.int32), window=3)
+    expected = ops.power_attention(X, X, X, segment_ids=jnp.zeros((1, 4), jnp.int32), exact_window=3)
     actual = ops.power_attention(
         *(np.asarray(X, "float64"),) * 3,
         segment_ids=np.zeros((1, 4), "int64"),
         power=np.int64(2),
-        window=np.int32(3),
+        exact_window=np.int32(3),
         chunk_size=np.int8(4),
         form=np.str_("chunked"),
         return_state=np.False_,
@@ -183,7 +185,7 @@ def test_a_state_of_32_bits_refuses_ids_of_64():
     with jax.enable_x64(True):
         step = jax.jit(lambda ids: ops.power_attention_step(token, token, token, STATE, segment_ids=ids))
         raises_one_line("segment_ids has dtype int64 and the state int32", step, np.zeros(1, np.int64))
-        kept = ops.KeyValueState.zeros(1, 2, 1, 4, 4)
+        kept = ops.KVCache.zeros(1, 2, 1, 4, 4)
         joined = jax.jit(lambda ids: kept.append(X, X, None, ids)[0].segment_ids)(LARGE_IDS[:, 6:10])
         assert joined.tolist() == [[-1, -1, 5, 5, 5 + 2**32, 5 + 2**32]]
     raises_one_line("segment_ids holds 4294967301", kept.append, X, X, None, LARGE_IDS[:, 6:10])
@@ -193,12 +195,14 @@ def test_a_state_of_32_bits_refuses_ids_of_64():
 def test_a_window_beyond_all_tokens_costs_what_all_tokens_cost(return_state):
     x = jax.ShapeDtypeStruct((1, 20, 2, 4), jnp.float32)
 
-    def loss(x, window):
-        out = ops.power_attention(x, x, x, window=window, form="chunked", return_state=return_state)
+    def loss(x, exact_window):
+        out = ops.power_attention(
+            x, x, x, exact_window=exact_window, form="chunked", return_state=return_state
+        )
         return sum(leaf.sum() for leaf in jax.tree.leaves(out) if leaf.dtype == jnp.float32)
 
-    def memory(window):
-        compiled = jax.jit(jax.grad(functools.partial(loss, window=window))).lower(x).compile()
+    def memory(exact_window):
+        compiled = jax.jit(jax.grad(functools.partial(loss, exact_window=exact_window))).lower(x).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     slots = 2 * (20_000 - 20) * 2 * (4 + 4 + 1) * 4 if return_state else 0
@@ -211,9 +215,9 @@ def test_a_window_beyond_all_tokens_changes_nothing():
     for options in ({}, {"segment_ids": segments}):
         (far, far_state), (near, near_state) = (
             ops.power_attention(
-                *arrays, window=window, form="chunked", chunk_size=8, return_state=True, **options
+                *arrays, exact_window=exact_window, form="chunked", chunk_size=8, return_state=True, **options
             )
-            for window in (300, 40)
+            for exact_window in (300, 40)
         )
         np.testing.assert_allclose(far, near, rtol=1e-6)
         assert far_state.keys.shape == (1, 600, 2, 4)
@@ -221,7 +225,11 @@ def test_a_window_beyond_all_tokens_changes_nothing():
         # Both states go on to the same.
         (a, _), (b, _) = (
             ops.power_attention(
-                *arrays, window=state.window, form="chunked", initial_state=state, return_state=True
+                *arrays,
+                exact_window=state.exact_window,
+                form="chunked",
+                initial_state=state,
+                return_state=True,
             )
             for state in (far_state, near_state)
         )

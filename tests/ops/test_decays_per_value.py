@@ -21,7 +21,7 @@ MORE_CASES = (
 )
 STATEFUL = cases.Case(head_dim=8, value_dim=5, time=150, segments="padded", group=2)
 SIZES = (2, 2, 8, 5)
-OPTIONS = ("implementation", "power", "window", "chunk_size", "return_state")
+OPTIONS = ("implementation", "power", "exact_window", "chunk_size", "return_state")
 
 attend = jax.jit(ops.power_attention, static_argnames=OPTIONS)
 
@@ -62,7 +62,7 @@ def errors(actual, expected, drawn):
 )
 def test_values_and_gradients(case):
     drawn = arrays(case)
-    short = {"power": case.power, "chunk_size": 24, "window": 16}
+    short = {"power": case.power, "chunk_size": 24, "exact_window": 16}
     with jax.enable_x64(True):
         double = cast(drawn, "float64")
         expected = outputs_and_gradients(double, implementation="reference", power=case.power)
@@ -86,7 +86,7 @@ def test_outputs_of_a_higher_power():
     drawn.pop("dout")
     with jax.enable_x64(True):
         expected = np.asarray(attend(**cast(drawn, "float64"), power=4, implementation="reference"))
-    actual = attend(**cast(drawn, "float32"), power=4, chunk_size=24, window=16)
+    actual = attend(**cast(drawn, "float32"), power=4, chunk_size=24, exact_window=16)
     assert cases.error(actual, expected) <= 2e-6
 
 
@@ -97,7 +97,7 @@ def test_equal_channels_are_power_attention():
     with jax.enable_x64(True):
         scalar = jax.jit(ops.power_attention, static_argnames="implementation")
         expected = scalar(**arguments, log_decay=drawn["log_decay"], implementation="reference")
-        actual = attend(**arguments, log_decay=channels, chunk_size=32, window=16)
+        actual = attend(**arguments, log_decay=channels, chunk_size=32, exact_window=16)
     assert cases.error(actual, expected) <= 1e-10
 
 
@@ -113,11 +113,11 @@ def whole():
         return jax.device_get(outputs_and_gradients(double, implementation="reference"))
 
 
-def by_steps(drawn, *, window, begin=0, state=None):
+def by_steps(drawn, *, exact_window, begin=0, state=None):
     tokens = part(drawn, begin, None)
     if state is None:
         state = ops.PowerState.zeros(
-            *SIZES, power=2, window=window, per_channel=True, dtype=tokens["key"].dtype
+            *SIZES, power=2, exact_window=exact_window, per_channel=True, dtype=tokens["key"].dtype
         )
 
     def step(state, token):
@@ -128,42 +128,42 @@ def by_steps(drawn, *, window, begin=0, state=None):
     return jnp.moveaxis(out, 0, 1), state
 
 
-steps = jax.jit(by_steps, static_argnames="window")
+steps = jax.jit(by_steps, static_argnames="exact_window")
 
 
 @pytest.mark.parametrize(
-    ("window", "lengths"),
+    ("exact_window", "lengths"),
     [(6, (50, 50, 50)), (0, (75, 75)), pytest.param(64, (1, 49, 100), marks=pytest.mark.slow)],
 )
-def test_any_split_is_the_whole(window, lengths):
+def test_any_split_is_the_whole(exact_window, lengths):
     drawn = arrays(STATEFUL)
     with jax.enable_x64(True):
         state, outputs, begin = (
-            ops.PowerState.zeros(*SIZES, power=2, window=window, per_channel=True, dtype=float),
+            ops.PowerState.zeros(*SIZES, power=2, exact_window=exact_window, per_channel=True, dtype=float),
             [],
             0,
         )
         for length in lengths:
             tokens = part(drawn, begin, begin + length)
             out, state = attend(
-                **tokens, window=window, chunk_size=16, initial_state=state, return_state=True
+                **tokens, exact_window=exact_window, chunk_size=16, initial_state=state, return_state=True
             )
             outputs.append(out)
             begin += length
     assert cases.error(np.concatenate(outputs, 1), whole()["out"]) <= 1e-10
 
 
-@pytest.mark.parametrize("window", [0, 6])
-def test_steps_are_the_whole(window):
+@pytest.mark.parametrize("exact_window", [0, 6])
+def test_steps_are_the_whole(exact_window):
     drawn = arrays(STATEFUL)
     with jax.enable_x64(True):
-        actual, state = steps(cast(drawn, "float64"), window=window)
+        actual, state = steps(cast(drawn, "float64"), exact_window=exact_window)
     assert cases.error(actual, whole()["out"]) <= 1e-10
-    assert state.length.max() <= max(2 * window - 1, 0)
+    assert state.length.max() <= max(2 * exact_window - 1, 0)
 
 
 def test_steps_in_float32():
-    actual, state = steps(cast(arrays(STATEFUL), "float32"), window=64)
+    actual, state = steps(cast(arrays(STATEFUL), "float32"), exact_window=64)
     assert actual.dtype == state.norm.dtype == jnp.float32
     assert cases.error(actual, whole()["out"]) <= 2e-6
 
@@ -174,8 +174,10 @@ def test_gradients_through_states():
 
     def loss(arguments):
         given = drawn | arguments
-        first, state = ops.power_attention(**part(given, 0, 130), window=6, chunk_size=16, return_state=True)
-        second, _ = by_steps(given, window=6, begin=130, state=state)
+        first, state = ops.power_attention(
+            **part(given, 0, 130), exact_window=6, chunk_size=16, return_state=True
+        )
+        second, _ = by_steps(given, exact_window=6, begin=130, state=state)
         return (jnp.concatenate([first, second], 1) * drawn["dout"]).sum()
 
     with jax.enable_x64(True):
@@ -188,9 +190,9 @@ def test_gradients_through_states():
 
 def test_padding_passes_the_state_through():
     drawn = arrays(STATEFUL)
-    call = functools.partial(attend, window=6, chunk_size=16, return_state=True)
+    call = functools.partial(attend, exact_window=6, chunk_size=16, return_state=True)
     with jax.enable_x64(True):
-        state = ops.PowerState.zeros(*SIZES, power=2, window=6, per_channel=True, dtype=float)
+        state = ops.PowerState.zeros(*SIZES, power=2, exact_window=6, per_channel=True, dtype=float)
         _, before = call(**part(drawn, 0, 50), initial_state=state)
         padding = part(drawn, 0, 50) | {"segment_ids": jnp.full((2, 50), -1, jnp.int32)}
         out, after = call(**padding, initial_state=before)
@@ -201,7 +203,7 @@ def test_padding_passes_the_state_through():
 def test_no_weight_is_zero_with_finite_gradients():
     drawn = cast(arrays(CASE), "float32")
     drawn |= {"query": drawn["query"].at[:, 40:60].set(0)}
-    results = outputs_and_gradients(drawn, power=2, window=16, chunk_size=24)
+    results = outputs_and_gradients(drawn, power=2, exact_window=16, chunk_size=24)
     assert not np.asarray(results["out"][:, 40:60]).any()
     assert all(np.isfinite(x).all() for x in results.values())
 
@@ -232,11 +234,11 @@ def test_memory_is_linear_in_time():
 
 def test_errors_name_the_numbers_and_the_remedy():
     x = jnp.ones((1, 8, 2, 4))
-    state = ops.PowerState.zeros(1, 2, 4, 4, power=2, window=3, per_channel=True)
+    state = ops.PowerState.zeros(1, 2, 4, 4, power=2, exact_window=3, per_channel=True)
     call = functools.partial(ops.power_attention, x, x, x, log_decay=x)
     with pytest.raises(ValueError, match=r"log_decay has shape \(1, 8, 2, 3\); it must be"):
         call(log_decay=x[..., :3])
-    with pytest.raises(ValueError, match=r"initial_state has 3; pass window=3"):
+    with pytest.raises(ValueError, match=r"initial_state has 3; pass exact_window=3"):
         call(initial_state=state)
     with pytest.raises(
         ValueError, match=r"\(1, 2, 35, 4\); make it with PowerState.zeros\(1, 2, 4, 4, power=4"
@@ -250,9 +252,9 @@ def test_the_state_of_the_reference():
     """That of the chunked form, from which it goes on."""
     drawn = arrays(STATEFUL)
     with jax.enable_x64(True):
-        _, first = attend(**part(drawn, 0, 50), window=6, chunk_size=16, return_state=True)
+        _, first = attend(**part(drawn, 0, 50), exact_window=6, chunk_size=16, return_state=True)
         call = functools.partial(
-            attend, **part(drawn, 50, 90), window=6, initial_state=first, return_state=True
+            attend, **part(drawn, 50, 90), exact_window=6, initial_state=first, return_state=True
         )
         out, state = call(chunk_size=16)
         expected, formula = call(implementation="reference")

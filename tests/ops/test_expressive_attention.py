@@ -16,18 +16,18 @@ OPTIONS = {
     "not causal": {"causal": False},
     "documents": {"segments": "padded", "group": 3, "value_dim": 5},
     "documents, not causal": {"segments": "padded", "group": 2, "causal": False},
-    "documents at edges, kept keys": {"segments": "edges", "kept": 70},
-    "not causal, kept keys": {"segments": "padded", "causal": False, "kept": 31},
+    "documents at edges, KV cache": {"segments": "edges", "kept": 70},
+    "not causal, KV cache": {"segments": "padded", "causal": False, "kept": 31},
     "decays": {"decay": "mixed", "group": 2},
     "gentle decays": {"decay": "gentle", "value_dim": 7},
-    "decays, documents, kept keys": {"decay": "mixed", "segments": "padded", "kept": 70, "group": 2},
+    "decays, documents, KV cache": {"decay": "mixed", "segments": "padded", "kept": 70, "group": 2},
     "fewer queries than a block": {"decay": "mixed", "segments": "padded", "kept": 110, "group": 2},
     "fewer queries, not causal": {"segments": "padded", "kept": 110, "causal": False},
     "one query": {"decay": "gentle", "segments": "edges", "time": 121, "kept": 120},
 }
 # Of one shape, so that it is compiled once.
 SIZES = {"time": 70, "segments": "padded", "decay": "gentle"}
-FIRST = "decays, documents, kept keys"
+FIRST = "decays, documents, KV cache"
 
 
 def drawn(kept=0, causal=True, **options):
@@ -72,13 +72,13 @@ def check(found, expected, value_bound, gradient_bound):
 @pytest.mark.parametrize(
     ("name", "dtype", "block_size"),
     [
-        ("decays, documents, kept keys", "float64", 24),
+        ("decays, documents, KV cache", "float64", 24),
         ("documents, not causal", "float64", 24),
         *(
             pytest.param(name, "float32", 32, marks=[] if name == FIRST else pytest.mark.slow)
             for name in OPTIONS
         ),
-        pytest.param("decays, documents, kept keys", "float32", 512, marks=pytest.mark.slow),
+        pytest.param("decays, documents, KV cache", "float32", 512, marks=pytest.mark.slow),
     ],
 )
 def test_blocks_are_the_formula(name, dtype, block_size):
@@ -92,7 +92,7 @@ def test_blocks_are_the_formula(name, dtype, block_size):
 
 
 def test_reference_is_equation_2():
-    """With loops, so that it can be right by inspection: decays, documents, grouped heads and kept keys."""
+    """With loops, so that it can be right by inspection: decays, documents, grouped heads and a KV cache."""
     arrays, _ = drawn(time=14, segments="padded", decay="gentle", group=2, kept=4)
     out = outputs_and_gradients(arrays, "float64", implementation="reference", scale=0.7)["out"]
     query, key, value, ids = (arrays[name] for name in ("query", "key", "value", "segment_ids"))

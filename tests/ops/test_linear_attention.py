@@ -16,8 +16,8 @@ from tests.ops import cases, linear_formula
 REFERENCES = (("reference", "attention"), ("reference", "recurrent"))
 FORMS = (("xla", "attention"), ("xla", "chunked"), ("xla", "recurrent"))
 DEGREES = {"elu": (2,), "relu": (2,), "identity": (2,), "symmetric": (1, 2, 3), "tensor": (2,)}
-STATIC = ("feature_map", "power", "turn", "normaliser", "causal")
-OPTIONS = ("implementation", "form", "window", "chunk_size")
+STATIC = ("feature_map", "power", "turn", "normalizer", "causal")
+OPTIONS = ("implementation", "form", "exact_window", "chunk_size")
 TURNS = {
     "none": (None, "unrotated"),
     "rotation": (linear_formula.rotation(), "unrotated"),
@@ -40,12 +40,12 @@ class Kind:
 
     @property
     def arguments(self):
-        turn, normaliser = TURNS[self.turn]
+        turn, normalizer = TURNS[self.turn]
         return {
             "feature_map": self.feature_map,
             "power": self.power,
             "turn": turn,
-            "normaliser": normaliser,
+            "normalizer": normalizer,
         }
 
     def arrays(self, case, **options):
@@ -69,7 +69,7 @@ GRID = cases.pairwise(
         "group": (1, 2, 3),
     }
 )
-SHORT = {"window": 4, "chunk_size": 8}
+SHORT = {"exact_window": 4, "chunk_size": 8}
 WHOLE = dataclasses.replace(SMALL, decay="none")
 
 
@@ -175,7 +175,7 @@ STATES = [("elu", "rotation", "unrotated"), ("symmetric", None, "unrotated"), ("
 
 
 @pytest.mark.parametrize(
-    ("feature_map", "turn", "normaliser", "form", "cuts"),
+    ("feature_map", "turn", "normalizer", "form", "cuts"),
     [
         ("elu", "rotation", "unrotated", "chunked", (0, 21, 37)),
         *(
@@ -185,10 +185,10 @@ STATES = [("elu", "rotation", "unrotated"), ("symmetric", None, "unrotated"), ("
         ),
     ],
 )
-def test_any_split_and_steps_are_the_whole(feature_map, turn, normaliser, form, cuts):
+def test_any_split_and_steps_are_the_whole(feature_map, turn, normalizer, form, cuts):
     """Calls, then steps from the state that they leave; with gradients through states."""
     kind = Kind(feature_map, 2)
-    fixed = {"feature_map": feature_map, "normaliser": normaliser}
+    fixed = {"feature_map": feature_map, "normalizer": normalizer}
 
     def turning(begin):
         return None if turn is None else rotation_from(begin, doubled=turn == "doubled")
@@ -226,20 +226,20 @@ def test_any_split_and_steps_are_the_whole(feature_map, turn, normaliser, form, 
         drawn = cast(kind.arrays(SMALL), "float64")
         dim = {None: None, "rotation": SMALL.head_dim, "doubled": 2 * SMALL.head_dim}[turn]
         zeros = ops.LinearState.zeros(
-            2, 2, SMALL.head_dim, SMALL.value_dim, turned_dim=dim, window=4, dtype="float64", **fixed
+            2, 2, SMALL.head_dim, SMALL.value_dim, turned_dim=dim, exact_window=4, dtype="float64", **fixed
         )
         varied = {name: drawn[name] for name in cases.GRADIENTS}
         (actual, out), (expected, expected_out) = (
             jax.jit(jax.grad(f, has_aux=True))(varied) for f in (by_parts, whole)
         )
-    assert zeros.window == 4
+    assert zeros.exact_window == 4
     assert zeros.nbytes == sum(x.nbytes for x in jax.tree.leaves(zeros))
     assert cases.error(out, expected_out) <= 1e-10
     for name, x in expected.items():
         assert cases.error(actual[name], x, cases.natural_size(name, drawn)) <= 1e-10, name
 
 
-def test_kept_keys_are_the_last_queries_of_the_whole():
+def test_more_keys_than_queries_are_the_last_queries_of_the_whole():
     drawn = cast(Kind().arrays(SMALL), "float32")
     turn = linear_formula.rotation(jnp.arange(SMALL.time))
 
@@ -265,11 +265,11 @@ def test_a_denominator_that_vanishes_gives_zero_and_finite_gradients(form):
     """Keys of a half turn's distance cancel exactly; at an even distance from a first key a quarter turn is zero."""
     x = jnp.ones((1, 8, 1, 2))
     value = jax.random.normal(jax.random.key(0), x.shape)
-    options = {"turn": quarter_turn, "normaliser": "rotated", "feature_map": "identity"}
+    options = {"turn": quarter_turn, "normalizer": "rotated", "feature_map": "identity"}
     if form is None:
         options["causal"] = False
     else:
-        options |= {"form": form, "window": 2, "chunk_size": 2}
+        options |= {"form": form, "exact_window": 2, "chunk_size": 2}
 
     def loss(x, value):
         out = ops.linear_attention(x, x, value, **options)
@@ -310,7 +310,7 @@ BAD = {
         "feature_map": "cosine"
     },
     "power is 0; it must be at least 1": {"feature_map": "tensor", "power": 0},
-    "normaliser is 'none'; it must be one of 'unrotated', 'rotated'": {"normaliser": "none"},
+    "normalizer is 'none'; it must be one of 'unrotated', 'rotated'": {"normalizer": "none"},
     "only their length may change": {"turn": lambda x: x[:, 1:]},
     "turn makes features of 3 of queries and of 4 of keys": {
         "turn": lambda x: x[..., : 5 - x.shape[2]],
@@ -319,7 +319,7 @@ BAD = {
     "the state is a PowerState; make it with LinearState.zeros": {
         "initial_state": ops.PowerState.zeros(1, 1, 4, 4, power=2)
     },
-    "the state has a denominator of its own, unlike this turn and normaliser": {"initial_state": STATE},
+    "the state has a denominator of its own, unlike this turn and normalizer": {"initial_state": STATE},
     "kv has shape (1, 1, 8, 4); these inputs need (1, 1, 4, 4); make it with": {
         "initial_state": STATE,
         "turn": lambda x: x,

@@ -14,7 +14,7 @@ TIME, DOCUMENT, BAD = 48, 12, 17
 SEGMENTS = np.repeat(np.arange(TIME // DOCUMENT, dtype=np.int32), DOCUMENT)[None].repeat(2, 0)
 POWER = {
     f"power {implementation} {form}": functools.partial(
-        ops.power_attention, implementation=implementation, form=form, window=4, chunk_size=8
+        ops.power_attention, implementation=implementation, form=form, exact_window=4, chunk_size=8
     )
     for implementation, form in (
         ("reference", "attention"),
@@ -25,10 +25,14 @@ POWER = {
     )
 }
 OTHERS = {
-    "linear": functools.partial(ops.linear_attention, form="chunked", window=4, chunk_size=8),
-    "linear, turned": functools.partial(ops.linear_attention, turn=lambda x: x, window=4, chunk_size=8),
+    "linear": functools.partial(ops.linear_attention, form="chunked", exact_window=4, chunk_size=8),
+    "linear, turned": functools.partial(ops.linear_attention, turn=lambda x: x, exact_window=4, chunk_size=8),
     "channels": lambda *x, log_decay, **options: ops.power_attention(
-        *x, log_decay=jnp.broadcast_to(log_decay[..., None], x[2].shape), window=4, chunk_size=8, **options
+        *x,
+        log_decay=jnp.broadcast_to(log_decay[..., None], x[2].shape),
+        exact_window=4,
+        chunk_size=8,
+        **options,
     ),
     "softmax": functools.partial(ops.softmax_attention, block_size=8),
     "expressive": functools.partial(ops.expressive_attention, block_size=8),
@@ -130,9 +134,9 @@ def test_padding_may_hold_anything(name):
 
 
 RECURRENT = {
-    "power attention": functools.partial(ops.power_attention, form="attention", window=4),
-    "power chunked": functools.partial(ops.power_attention, form="chunked", window=4, chunk_size=8),
-    "linear": functools.partial(ops.linear_attention, window=4, chunk_size=8),
+    "power attention": functools.partial(ops.power_attention, form="attention", exact_window=4),
+    "power chunked": functools.partial(ops.power_attention, form="chunked", exact_window=4, chunk_size=8),
+    "linear": functools.partial(ops.linear_attention, exact_window=4, chunk_size=8),
     "channels": OTHERS["channels"],
 }
 
@@ -168,8 +172,8 @@ def test_a_state_keeps_it_until_its_document_ends(name, array):
 
 
 STEPS = {
-    "power": (ops.power_attention_step, ops.PowerState.zeros(2, 2, 4, 3, power=2, window=4)),
-    "linear": (ops.linear_attention_step, ops.LinearState.zeros(2, 2, 4, 3, window=4)),
+    "power": (ops.power_attention_step, ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)),
+    "linear": (ops.linear_attention_step, ops.LinearState.zeros(2, 2, 4, 3, exact_window=4)),
 }
 
 
@@ -218,14 +222,14 @@ def test_minus_infinity_is_a_decay():
 
 
 def test_a_state_that_is_not_finite_is_left_alone_by_other_rows():
-    state = ops.PowerState.zeros(2, 2, 4, 3, power=2, window=4)
+    state = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)
     state = dataclasses.replace(state, kv=state.kv.at[0, 1].set(np.nan), segment=state.segment.at[:].set(0))
     arrays = drawn()
     out = ops.power_attention(
         *(arrays[k] for k in ("query", "key", "value")),
         segment_ids=jnp.asarray(SEGMENTS),
         initial_state=state,
-        window=4,
+        exact_window=4,
     )
     nan = np.isnan(out)
     assert nan[0, :DOCUMENT, 2:].all()

@@ -46,8 +46,8 @@ FULL = cases.pairwise(
 )
 
 
-@functools.partial(jax.jit, static_argnames=("implementation", "form", "power", "window", "chunk_size"))
-def outputs_and_gradients(drawn, *, implementation, form, power, window=64, chunk_size=None):
+@functools.partial(jax.jit, static_argnames=("implementation", "form", "power", "exact_window", "chunk_size"))
+def outputs_and_gradients(drawn, *, implementation, form, power, exact_window=64, chunk_size=None):
     """The output and its gradients, those of arguments that are None left out."""
     differentiable = {name: drawn[name] for name in cases.GRADIENTS if drawn[name] is not None}
 
@@ -58,7 +58,7 @@ def outputs_and_gradients(drawn, *, implementation, form, power, window=64, chun
             power=power,
             implementation=implementation,
             form=form,
-            window=window,
+            exact_window=exact_window,
             chunk_size=chunk_size,
         )
         return (out * drawn["dout"]).sum(dtype=jnp.promote_types(out.dtype, jnp.float32)), out
@@ -125,7 +125,7 @@ def check_float32(case, forms=FORMS, expected=None, **options):
 def test_attention_and_chunked_forms(case):
     expected = expected_for(cases.arrays(case), case)
     # Short sequences in short chunks, so that they too read what has been folded.
-    options = {} if case.time > 128 else {"chunk_size": 24, "window": 16}
+    options = {} if case.time > 128 else {"chunk_size": 24, "exact_window": 16}
     check_float64(case, FORMS[:2], expected, **options)
     check_float32(case, FORMS[:2], expected, **options)
 
@@ -171,7 +171,7 @@ def test_bfloat16(power, decay):
 @pytest.mark.parametrize("chunk_size", [1, 7, 48, 512])
 def test_chunk_size_changes_nothing(form, chunk_size):
     case = cases.Case(time=100, segments="padded")
-    check_float64(case, [("xla", form)], chunk_size=chunk_size, window=10)
+    check_float64(case, [("xla", form)], chunk_size=chunk_size, exact_window=10)
 
 
 def test_recurrent_reference_is_equation_2():
@@ -197,7 +197,7 @@ def test_pure_recurrence_is_as_exact_as_its_condition(power, head_dim, decay):
         upper = _weight_sums(lengths, power)
         kappa = upper / _weight_sums(drawn, power)
     arguments = {name: x for name, x in cast(drawn, "float32").items() if name != "dout"}
-    call = functools.partial(ops.power_attention, power=power, form="recurrent", window=0)
+    call = functools.partial(ops.power_attention, power=power, form="recurrent", exact_window=0)
     out = jax.jit(call)(**arguments)
     row_error = np.sqrt(np.square(out - expected).mean(-1))
     scale = np.sqrt(np.square(expected).mean(-1)).mean()
@@ -239,7 +239,7 @@ def test_one_overwhelming_gate_everywhere_keeps_only_the_own_value():
 
 @pytest.mark.parametrize("power", [2, 4])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_kept_keys_are_the_last_queries_of_the_whole(power, queries):
+def test_more_keys_than_queries_are_the_last_queries_of_the_whole(power, queries):
     case = cases.Case(
         power=power, head_dim=8, value_dim=5, time=90, decay="mixed", segments="padded", group=2
     )

@@ -28,7 +28,7 @@ def whole(drawn, power):
     return attend(**part(drawn, 0, None), power=power, implementation="reference")
 
 
-OPTIONS = ("power", "form", "window", "chunk_size", "implementation", "return_state")
+OPTIONS = ("power", "form", "exact_window", "chunk_size", "implementation", "return_state")
 attend = jax.jit(ops.power_attention, static_argnames=OPTIONS)
 
 
@@ -41,12 +41,14 @@ def run(drawn, cuts, **options):
     return jnp.concatenate(outputs, 1), state
 
 
-def by_steps(drawn, power, window, *, begin=0, end=None, state=None):
+def by_steps(drawn, power, exact_window, *, begin=0, end=None, state=None):
     arguments = part(drawn, begin, end)
     batch, _, kv_heads, head_dim = arguments["key"].shape
     sizes = (batch, kv_heads, head_dim, arguments["value"].shape[-1])
     if state is None:
-        state = ops.PowerState.zeros(*sizes, power=power, window=window, dtype=arguments["key"].dtype)
+        state = ops.PowerState.zeros(
+            *sizes, power=power, exact_window=exact_window, dtype=arguments["key"].dtype
+        )
 
     def step(state, token):
         out, state = ops.power_attention_step(state=state, power=power, **token)
@@ -58,14 +60,16 @@ def by_steps(drawn, power, window, *, begin=0, end=None, state=None):
 
 
 @pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
-@pytest.mark.parametrize("window", [0, 6])
-def test_any_split_is_the_whole(form, window):
+@pytest.mark.parametrize("exact_window", [0, 6])
+def test_any_split_is_the_whole(form, exact_window):
     drawn = cases.arrays(CASE)
     document = 9 + int(np.argmax(np.diff(drawn["segment_ids"][0, 8:]) != 0))
     with jax.enable_x64(True):
         expected = whole(drawn, 2)
         # One token, up to a document's end, and the rest in the middle of one.
-        actual, _ = run(drawn, (1, document, 100), power=2, form=form, window=window, chunk_size=16)
+        actual, _ = run(
+            drawn, (1, document, 100), power=2, form=form, exact_window=exact_window, chunk_size=16
+        )
         np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-10)
 
 
@@ -91,13 +95,13 @@ def test_forms_hand_states_to_each_other(implementation):
         np.testing.assert_allclose(jnp.concatenate(outputs, 1), expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(("power", "window"), [(2, 0), (2, 3), (2, 64), (4, 6)])
-def test_steps_are_the_whole(power, window):
+@pytest.mark.parametrize(("power", "exact_window"), [(2, 0), (2, 3), (2, 64), (4, 6)])
+def test_steps_are_the_whole(power, exact_window):
     drawn = cases.arrays(CASE)
     with jax.enable_x64(True):
-        actual, state = by_steps(drawn, power, window)
+        actual, state = by_steps(drawn, power, exact_window)
         np.testing.assert_allclose(actual, whole(drawn, power), rtol=1e-8, atol=1e-9)
-        assert state.length.max() <= max(2 * window - 1, 0)
+        assert state.length.max() <= max(2 * exact_window - 1, 0)
 
 
 def test_steps_in_float32_are_as_exact_as_the_other_forms():
@@ -113,9 +117,11 @@ def test_steps_in_float32_are_as_exact_as_the_other_forms():
 def test_padding_passes_the_state_through(form):
     """A call on padding alone returns zeros and the state that it was given."""
     drawn = single(cases.arrays(CASE))
-    _, before = run(drawn, (), power=2, form=form, window=6)
+    _, before = run(drawn, (), power=2, form=form, exact_window=6)
     padding = part(drawn, 0, 20) | {"segment_ids": jnp.full_like(drawn["segment_ids"][:, :20], -1)}
-    out, after = attend(**padding, power=2, form=form, window=6, initial_state=before, return_state=True)
+    out, after = attend(
+        **padding, power=2, form=form, exact_window=6, initial_state=before, return_state=True
+    )
     assert not np.asarray(out).any()
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), after, before)
 
@@ -124,8 +130,8 @@ def test_float32_after_float64_in_one_process():
     """Tables made while float64 is enabled must serve programs compiled without it."""
     drawn = cases.arrays(CASE)
     with jax.enable_x64(True):
-        expected, _ = run(drawn, (20,), power=2, form="chunked", window=6)
-    actual, _ = run(single(drawn), (20,), power=2, form="chunked", window=6)
+        expected, _ = run(drawn, (20,), power=2, form="chunked", exact_window=6)
+    actual, _ = run(single(drawn), (20,), power=2, form="chunked", exact_window=6)
     assert cases.error(actual, expected) <= 2e-6
 
 
@@ -139,14 +145,14 @@ def gradients_through_a_state(drawn, *, form, implementation):
     def loss(arguments):
         given = drawn | arguments
         _, state = ops.power_attention(
-            **part(given, 0, 40), window=6, implementation="reference", return_state=True
+            **part(given, 0, 40), exact_window=6, implementation="reference", return_state=True
         )
         if form == "step":
             out, state = by_steps(given, 2, 6, begin=40, end=60, state=state)
         else:
             out, state = ops.power_attention(
                 **part(given, 40, 60),
-                window=6,
+                exact_window=6,
                 form=form,
                 implementation=implementation,
                 initial_state=state,
@@ -154,7 +160,7 @@ def gradients_through_a_state(drawn, *, form, implementation):
             )
         # What the state will say of later queries, so that the split between window and features is free.
         after = ops.power_attention(
-            **part(given, 60, 80), window=6, implementation="reference", initial_state=state
+            **part(given, 60, 80), exact_window=6, implementation="reference", initial_state=state
         )
         return (out * drawn["dout"][:, 40:60]).sum() + (after * drawn["dout"][:, 60:80]).sum()
 

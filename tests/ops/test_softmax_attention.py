@@ -72,7 +72,7 @@ OPTIONS = {
     "plain": {},
     "alibi": {"decay": "alibi"},
     "decays and documents": {"decay": "mixed", "segments": True},
-    "kept keys": {"decay": "mixed", "segments": True, "time": 7},
+    "KV cache": {"decay": "mixed", "segments": True, "time": 7},
     "one query": {"decay": "mixed", "segments": True, "time": 1},
     "wide values": {"decay": "mixed", "value_dim": 12, "kv_heads": 1},
     "narrow values": {"segments": True, "value_dim": 3},

@@ -12,7 +12,7 @@ SIZES = {"kv_heads": 2, "head_dim": 16, "value_dim": 16}
 
 
 def test_a_loop_of_steps_does_not_copy_the_state():
-    state = ops.PowerState.zeros(1, *SIZES.values(), power=2, window=4)
+    state = ops.PowerState.zeros(1, *SIZES.values(), power=2, exact_window=4)
     token = jnp.ones((1, 2, 16))
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -41,7 +41,7 @@ def check_refused(messages):
         "kept": ("NotImplementedError: ", "as many keys as queries"),
         "kept by softmax": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),
         "kept by expressive": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),
-        "window": ("ValueError: ", "holds 8 of 16 positions, fewer than the window of 9; use a longer"),
+        "exact_window": ("ValueError: ", "holds 8 of 16 positions, fewer than the window of 9; use a longer"),
     }
     assert messages.keys() == expected.keys()
     for name, (kind, words) in expected.items():
@@ -52,8 +52,8 @@ def check_refused(messages):
 def check_programs(found):
     # Two rows of documents' summaries, and of segment ids, in int32.
     summaries, ids = 8 * 2 * 4, 8 * 128 * 2 * 4
-    # Two rows of 8 heads, D = E = 16: a window's keys, and states with their normalisers, of up to 160 features.
-    window, state = 64 * 2 * 8 * 16 * 4, 160 * 17 * 2 * 8 * 4
+    # Two rows of 8 heads, D = E = 16: a window's keys, and states with their normalizers, of up to 160 features.
+    exact_window, state = 64 * 2 * 8 * 16 * 4, 160 * 17 * 2 * 8 * 4
     for case, collectives in found.items():
         kinds = {kind for kind, _ in collectives}
         gathered = [size for kind, size in collectives if kind == "all-gather"]
@@ -61,9 +61,9 @@ def check_programs(found):
             assert kinds <= {"collective-permute", "all-gather"}, (case, kinds)
             assert all(size <= summaries for size in gathered), (case, gathered)
             largest = max(size for kind, size in collectives if kind == "collective-permute")
-            assert window <= largest <= state, (case, largest)
+            assert exact_window <= largest <= state, (case, largest)
             # Of states, a shift and three rounds, forward and backward.
-            assert sum(size > window for _, size in collectives) == 2 * 4, (case, collectives)
+            assert sum(size > exact_window for _, size in collectives) == 2 * 4, (case, collectives)
         else:
             # Queries, keys, values, decays and outputs, and the gradients of each.
             assert sum(kind == "all-to-all" for kind, _ in collectives) == 2 * 5, (case, collectives)

@@ -24,7 +24,7 @@ AXIS = "context"
 TIME = 256
 SHARED = {"time": TIME, "head_dim": 8, "value_dim": 5, "group": 3}
 # Queries see what was folded, and shares of 32 positions are longer than the window.
-SHORT = {"window": 12, "chunk_size": 20}
+SHORT = {"exact_window": 12, "chunk_size": 20}
 
 
 def segment_ids():
@@ -142,12 +142,12 @@ def check_ops(everything):
         for devices, dtype in grid
     }
     single_runs = {f"chunked {devices}": (chunked, devices, single) for devices in (2, 4, 8)}
-    quartic = functools.partial(ops.power_attention, power=4, form="chunked", window=32, chunk_size=64)
+    quartic = functools.partial(ops.power_attention, power=4, form="chunked", exact_window=32, chunk_size=64)
     # A few keys before a share of padding: behind it they are still seen exactly.
     few = drawn_for(np.repeat([[1, 2, -1, 2]], [91, 5, 64, 96], axis=1).repeat(3, axis=0), decay="gentle")
     sextic = functools.partial(chunked, power=6)
-    no_window = functools.partial(ops.power_attention, form="chunked", window=0)
-    no_form = functools.partial(ops.power_attention, window=32)
+    no_window = functools.partial(ops.power_attention, form="chunked", exact_window=0)
+    no_form = functools.partial(ops.power_attention, exact_window=32)
     return results | {
         "all extreme": compare(extreme, formula, both),
         "all gentle": compare(gentle, formula, both),
@@ -229,15 +229,19 @@ def angles(ids, devices, pairs=()):
 def refused():
     """The first words of errors about what does not go with divided time."""
     x = jnp.ones((1, 16, 1, 8))
-    state = ops.PowerState.zeros(1, 1, 8, 8, power=2, window=4)
+    state = ops.PowerState.zeros(1, 1, 8, 8, power=2, exact_window=4)
     attempts = {
         "states": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, return_state=True),
-        "state": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, initial_state=state, window=4),
+        "state": lambda x, axis: ops.power_attention(
+            x, x, x, axis_name=axis, initial_state=state, exact_window=4
+        ),
         "reference": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, implementation="reference"),
         "kept": lambda x, axis: ops.power_attention(x[:, 1:], x, x, axis_name=axis),
         "kept by softmax": lambda x, axis: ops.softmax_attention(x[:, 1:], x, x, axis_name=axis),
         "kept by expressive": lambda x, axis: ops.expressive_attention(x[:, 1:], x, x, axis_name=axis),
-        "window": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, form="chunked", window=9),
+        "exact_window": lambda x, axis: ops.power_attention(
+            x, x, x, axis_name=axis, form="chunked", exact_window=9
+        ),
     }
     messages = {}
     for name, attempt in attempts.items():

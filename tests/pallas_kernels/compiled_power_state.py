@@ -71,7 +71,7 @@ def build(case: str):
             exact(HEADS, CHUNKS),
             exact(HEADS, SEGMENTS, *state),
         ]
-    return functools.partial(query.query_states, **options, window=WINDOW), [
+    return functools.partial(query.query_states, **options, exact_window=WINDOW), [
         brief(HEADS * GROUP, time, head_dim),
         shape(HEADS * GROUP, head_dim, time),
         shape(HEADS, CHUNKS, layouts.TILE, terms * value_dim, layout.width),
@@ -152,7 +152,7 @@ def _config(case):
         value_dim=value_dim,
         dtype=jnp.bfloat16,
         chunk=chunk,
-        window=WINDOW,
+        exact_window=WINDOW,
         state_dtype=state_dtype,
     )
 

@@ -47,7 +47,7 @@ def build(case: str):
     shape = functools.partial(_shape, dtype=operand)
     exact = functools.partial(_shape, dtype=jnp.float32)
     brief = functools.partial(_shape, dtype=jnp.bfloat16)
-    options = {"layout": layout, "config": _config(case), "chunk": chunk, "window": WINDOW}
+    options = {"layout": layout, "config": _config(case), "chunk": chunk, "exact_window": WINDOW}
     return functools.partial(key_vjp.key_vjp, **options), [
         brief(HEADS, padded, head_dim),
         shape(HEADS, head_dim, padded),
@@ -104,7 +104,7 @@ def _config(case):
         value_dim=value_dim,
         dtype=jnp.bfloat16,
         chunk=chunk,
-        window=WINDOW,
+        exact_window=WINDOW,
         state_dtype=state_dtype,
     )
 

@@ -37,7 +37,9 @@ def build(case: str):
     options = {"layout": layout, "config": config, "chunk": chunk}
     if kernel == "update":
         return functools.partial(quartic_update.update, dtype=jnp.float16, **options), _update(layout, chunk)
-    return functools.partial(quartic_query.query_states, window=_WINDOW, **options), _query(layout, chunk)
+    return functools.partial(quartic_query.query_states, exact_window=_WINDOW, **options), _query(
+        layout, chunk
+    )
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
@@ -82,7 +84,7 @@ def parsed(case):
         value_dim=value_dim,
         dtype=jnp.bfloat16,
         chunk=chunk,
-        window=_WINDOW,
+        exact_window=_WINDOW,
         state_dtype=jnp.float16,
     )
     return kernel, layouts.Layout(head_dim, value_dim), chunk, config

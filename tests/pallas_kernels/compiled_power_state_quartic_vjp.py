@@ -38,7 +38,7 @@ _TOKENS = 8 * 65_536
 def build(case: str):
     """The kernel, and the shapes of what plain JAX gives it."""
     kernel, layout, chunk, config = forward.parsed(case)
-    options = {"layout": layout, "config": config, "chunk": chunk, "window": _WINDOW}
+    options = {"layout": layout, "config": config, "chunk": chunk, "exact_window": _WINDOW}
     if kernel == "query":
         return functools.partial(quartic_query_vjp.query_vjp, **options), _query(layout, chunk)
     return functools.partial(quartic_key_vjp.key_vjp, **options), _key(layout, chunk)

@@ -38,7 +38,7 @@ RARE = sorted(set(RARE) - set(CASES))
 
 def build(case: str):
     head_dim, value_dim, chunk, state_dtype = _parsed(case)
-    heads, chunks, window = forward.HEADS, forward.CHUNKS, forward.WINDOW
+    heads, chunks, exact_window = forward.HEADS, forward.CHUNKS, forward.WINDOW
     queries, time = heads * forward.GROUP, chunk * chunks
     operand, terms = configs.operands(state_dtype)
     layout = layouts.Layout(head_dim)
@@ -49,13 +49,13 @@ def build(case: str):
         ((queries, time, value_dim), brief),
         ((heads, chunks, layouts.TILE, terms * value_dim, layout.width), operand),
         ((heads, chunks, 2 * head_dim, head_dim), brief),
-        ((heads, window + time, head_dim), brief),
-        ((heads, window + time, value_dim), brief),
-        ((heads, chunks, 2, (window + chunk) // configs.BLOCK, configs.BLOCK), jnp.float32),
+        ((heads, exact_window + time, head_dim), brief),
+        ((heads, exact_window + time, value_dim), brief),
+        ((heads, chunks, 2, (exact_window + chunk) // configs.BLOCK, configs.BLOCK), jnp.float32),
         ((queries, blocks, len(query_vjp.Rows._fields), configs.BLOCK), jnp.float32),
     ]
     run = functools.partial(
-        query_vjp.query_vjp, layout=layout, config=_config(case), chunk=chunk, window=window
+        query_vjp.query_vjp, layout=layout, config=_config(case), chunk=chunk, exact_window=exact_window
     )
     return run, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
 
@@ -101,6 +101,6 @@ def _config(case):
         value_dim=value_dim,
         dtype=jnp.bfloat16,
         chunk=chunk,
-        window=forward.WINDOW,
+        exact_window=forward.WINDOW,
         state_dtype=state_dtype,
     )

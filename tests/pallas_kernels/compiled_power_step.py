@@ -30,7 +30,7 @@ BANDWIDTH = 0.9 * 3.35e12
 def build(case: str):
     """The kernel call of a case and the shapes of its arguments."""
     kernel, power, width, batch, kv_heads, group = _sizes(case)
-    features, window = math.comb(width + power - 1, power), _WINDOW
+    features, exact_window = math.comb(width + power - 1, power), _WINDOW
     if kernel == "read":
         config = configs.choose(
             heads=batch * kv_heads,
@@ -38,7 +38,7 @@ def build(case: str):
             features=features,
             head_dim=width,
             value_dim=width,
-            window=window,
+            exact_window=exact_window,
             power=power,
             dtype=jnp.float32,
         )
@@ -47,9 +47,9 @@ def build(case: str):
             (batch, kv_heads, features, width),
             (batch, kv_heads, features),
             (batch, kv_heads, group, width),
-            (batch, 2 * window, kv_heads, width),
-            (batch, 2 * window, kv_heads, width),
-            (batch, kv_heads, 2 * window),
+            (batch, 2 * exact_window, kv_heads, width),
+            (batch, 2 * exact_window, kv_heads, width),
+            (batch, kv_heads, 2 * exact_window),
         )
         call = functools.partial(reading.read, power=power, config=config)
         return call, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -64,8 +64,8 @@ def build(case: str):
         ((batch, kv_heads, features), jnp.float32),
         ((_FOLDED,), jnp.int32),
         ((1,), jnp.int32),
-        ((_FOLDED, kv_heads, window, features), jnp.float32),
-        ((_FOLDED, window, kv_heads, width), jnp.float32),
+        ((_FOLDED, kv_heads, exact_window, features), jnp.float32),
+        ((_FOLDED, exact_window, kv_heads, width), jnp.float32),
         ((_FOLDED, kv_heads), jnp.float32),
     )
     return call, [jax.ShapeDtypeStruct(*shape) for shape in shapes]

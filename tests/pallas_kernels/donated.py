@@ -20,7 +20,7 @@ PROGRAMS = {"plain": (False, (1,)), "segments": (True, (1,)), "divided": (True, 
 
 
 def program(segments: bool, devices: tuple[int, ...]) -> str:
-    """The optimised program of a step with p = 2, D = E = 64 and 64 x 8 heads whose state is donated.
+    """The optimized program of a step with p = 2, D = E = 64 and 64 x 8 heads whose state is donated.
 
     devices: sizes of the mesh axes over which the batch and the heads are divided.
     """

@@ -46,7 +46,7 @@ class Kernel:
     registers: int
     spill_bytes: int
     shared_bytes: int
-    serialised: bool  # the assembler gave up on asynchronous wgmma
+    serialized: bool  # the assembler gave up on asynchronous wgmma
     hgmma: int
     tma_loads: int
     bulk_stores: int  # contiguous copies to global memory, cut off only where the whole array ends
@@ -157,7 +157,7 @@ def _assemble(path: pathlib.Path) -> Kernel:
         registers=int(re.search(r"Used (\d+) registers", ptxas.stderr)[1]),
         spill_bytes=sum(map(int, spills)),
         shared_bytes=int(shared[1]) if shared else 0,
-        serialised=bool(re.search("instructions are serialized|C75(10|11|12|15|20)", ptxas.stderr)),
+        serialized=bool(re.search("instructions are serialized|C75(10|11|12|15|20)", ptxas.stderr)),
         hgmma=sum(text.startswith("HGMMA") for _, text in code),
         tma_loads=sum(text.startswith("UTMALDG") for _, text in code),
         bulk_stores=len(re.findall(r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", ptx)),

@@ -64,7 +64,7 @@ def add_arriving(states, arriving, factor, *, interpret):
 
 
 def query_states(
-    query, scalars, states, norm, key, value, decay, scale, *, layout, config, chunk, window, interpret
+    query, scalars, states, norm, key, value, decay, scale, *, layout, config, chunk, exact_window, interpret
 ):
     """As `query.query_states`."""
     heads, time, head_dim = query.shape
@@ -73,7 +73,7 @@ def query_states(
     for head in range(heads):
         held = head // group
         for c in range(time // chunk):
-            own, seen = slice(c * chunk, (c + 1) * chunk), slice(c * chunk, (c + 1) * chunk + window)
+            own, seen = slice(c * chunk, (c + 1) * chunk), slice(c * chunk, (c + 1) * chunk + exact_window)
             scalar = scalars[head, :, own].T
             features = scalar[:, layout.indices[..., 0]] * layout.weights.astype(scalar.dtype)
             features = (features * scalar[:, layout.indices[..., 1]]).astype(jnp.float32)
@@ -81,7 +81,7 @@ def query_states(
             matrix = state_vjp.whole(norm[held, c].astype(jnp.float32), head_dim)
             q, k, v = (x.astype(jnp.float32) for x in (query[head, own], key[held, seen], value[held, seen]))
             factor = scale[held].reshape(-1)[own]
-            scores, gamma = state_vjp.pairs(q, k, decay[held, c], window)
+            scores, gamma = state_vjp.pairs(q, k, decay[held, c], exact_window)
             weights = gamma * scores**2
             sums = factor[:, None] * jnp.einsum("xjp,jep->xe", features, state) + weights @ v
             total.append(factor * ((q @ matrix) * q).sum(1) + weights.sum(1))
@@ -91,10 +91,24 @@ def query_states(
 
 
 def query_vjp(
-    query, scalars, dout, states, norm, key, value, decay, rows, *, layout, config, chunk, window, interpret
+    query,
+    scalars,
+    dout,
+    states,
+    norm,
+    key,
+    value,
+    decay,
+    rows,
+    *,
+    layout,
+    config,
+    chunk,
+    exact_window,
+    interpret,
 ):
     """As `query_vjp.query_vjp`."""
-    sizes = {"layout": layout, "chunk": chunk, "window": window}
+    sizes = {"layout": layout, "chunk": chunk, "exact_window": exact_window}
     gradient, sums = state_vjp.query_vjp(query, dout, states, norm, key, value, decay, rows, **sizes)
     return gradient.astype(query.dtype), sums
 
@@ -113,24 +127,24 @@ def key_vjp(
     layout,
     config,
     chunk,
-    window,
+    exact_window,
     interpret,
 ):
     """As `key_vjp.key_vjp`."""
-    sizes = {"layout": layout, "chunk": chunk, "window": window}
-    decay = _decay_of(rows, dual.shape[1], chunk, window)
+    sizes = {"layout": layout, "chunk": chunk, "exact_window": exact_window}
+    decay = _decay_of(rows, dual.shape[1], chunk, exact_window)
     dkey, dvalue, sums = state_vjp.key_vjp(
         key, value, dual, dual_norm, query, dout, decay, rows, columns, **sizes
     )
     return dkey.astype(key.dtype), dvalue.astype(value.dtype), sums
 
 
-def _decay_of(rows, chunks, chunk, window):
+def _decay_of(rows, chunks, chunk, exact_window):
     """What the forward pass calls decay, from the rows of keys; zero for keys of no chunk."""
     rows = jnp.swapaxes(rows, 1, 2)[:, -4:].reshape(len(rows), 2, 2, -1)
     rows = jnp.pad(rows, [(0, 0)] * 3 + [(0, (chunks + 1) * chunk - rows.shape[-1])])
     rows = rows.reshape(*rows.shape[:3], chunks + 1, chunk)
-    seen = jnp.concatenate([rows[:, 0, :, :-1], rows[:, 1, :, 1:, :window]], -1)
+    seen = jnp.concatenate([rows[:, 0, :, :-1], rows[:, 1, :, 1:, :exact_window]], -1)
     return jnp.swapaxes(seen, 1, 2).reshape(len(rows), chunks, 2, -1, configs.BLOCK)
 
 

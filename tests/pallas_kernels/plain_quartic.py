@@ -100,7 +100,7 @@ def query_vjp(
     layout,
     config,
     chunk,
-    window,
+    exact_window,
     interpret=None,
 ):
     heads, time, _ = query.shape
@@ -110,14 +110,14 @@ def query_vjp(
         held = head // (heads // len(key))
         for c in range(time // chunk):
             own = slice(c * chunk, (c + 1) * chunk)
-            seen = slice(c * chunk, (c + 1) * chunk + window)
+            seen = slice(c * chunk, (c + 1) * chunk + exact_window)
             row = quartic_query_vjp.Rows(*rows[head, :, own, None])
             q, do = single(query[head, own]), single(dout[head, own])
             y = single(vector[head, own]).T, single(scalars[head, :, own])
             far, _ = _far(q, do * row.narrow, *y, single(states[held, c]), layout)
             far = row.far * far
             k, v = single(key[held, seen]), single(value[held, seen])
-            scores, gamma = _near(q, k, single(decay[held, c]), window)
+            scores, gamma = _near(q, k, single(decay[held, c]), exact_window)
             slopes = gamma * scores**3 * (do @ v.T - row.delta)
             gradient[head, own] = row.inverse * (far + 4 * slopes @ k)
             sums[head, 0, own] = row.inverse[:, 0] * (slopes * scores).sum(1)
@@ -139,7 +139,7 @@ def key_vjp(
     layout,
     config,
     chunk,
-    window,
+    exact_window,
     interpret=None,
 ):
     heads, time, _ = key.shape
@@ -158,7 +158,7 @@ def key_vjp(
             dvalue[head, old] += row.far_value * far_value
             sums[head, 1, old] += (k * row.far_key * far).sum(1) / 4
             # Queries of this chunk and all keys that they see: those of the next one by its frame before.
-            seen = slice(c * chunk, min((c + 1) * chunk + window, time))
+            seen = slice(c * chunk, min((c + 1) * chunk + exact_window, time))
             row = quartic_key_vjp.Rows(*rows[head, :, seen])
             later = np.arange(seen.stop - seen.start) >= chunk
             decays = np.stack(
@@ -172,7 +172,7 @@ def key_vjp(
                 column = near_key_vjp.Columns(*columns[member, :, old, None])
                 q, do = single(query[member, old]), single(dout[member, old])
                 own = np.concatenate([column.coarse, column.fine], 1).T
-                scores, gamma = _near(q, k, decays, window, own)
+                scores, gamma = _near(q, k, decays, exact_window, own)
                 slopes = gamma * scores**3 * column.inverse * (do @ v.T - column.delta)
                 dkey[head, seen] += 4 * slopes.T @ q
                 dvalue[head, seen] += (gamma * scores**4 * column.inverse).T @ do
@@ -213,7 +213,7 @@ def query_states(
     layout,
     config,
     chunk,
-    window,
+    exact_window,
     interpret,
 ):
     """As `quartic_query.query_states`."""
@@ -230,9 +230,11 @@ def query_states(
             features = rounded(factors[read][:, :, None, rows] * columns[read][:, None, :, rows])
             features = features.reshape(len(read), layout.width, chunk)
             old = np.einsum("upt,uep->te", features, single(stored[held, index])[read])
-            seen = slice(index * chunk, (index + 1) * chunk + window)
+            seen = slice(index * chunk, (index + 1) * chunk + exact_window)
             sums = single(decay[held, index]).reshape(2, -1).sum(0)
-            between = np.where(np.tri(chunk, window + chunk, window), sums[window:, None] - sums, -1e4)
+            between = np.where(
+                np.tri(chunk, exact_window + chunk, exact_window), sums[exact_window:, None] - sums, -1e4
+            )
             weights = (single(query[head, rows]) @ single(key[held, seen]).T) ** 4 * np.exp2(between)
             out[head, rows] = old * single(scale[held]).reshape(-1, 1)[rows]
             out[head, rows] += weights @ single(value[held, seen])
@@ -281,12 +283,12 @@ def _far(x, value, vector, scalars, states, layout):
     return gradient, np.einsum("ust,uste->te", factors, means)
 
 
-def _near(query, key, decay, window, own=None):
+def _near(query, key, decay, exact_window, own=None):
     """Scores and decays of a chunk's queries and the keys that they see."""
     decay = decay.reshape(2, -1)
-    own = decay[:, window:] if own is None else own
+    own = decay[:, exact_window:] if own is None else own
     between = (own[:, :, None] - decay[:, None]).sum(0)
-    seen = np.tri(*between.shape, window, dtype=bool)
+    seen = np.tri(*between.shape, exact_window, dtype=bool)
     return query @ key.T, np.exp2(np.where(seen, between, -1e4))
 
 

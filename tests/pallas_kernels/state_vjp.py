@@ -15,19 +15,19 @@ from pallas_kernels.power_state import query_vjp as query_kernel
 __all__ = ["key_vjp", "pairs", "query_vjp", "whole"]
 
 
-def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chunk, window):
+def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chunk, exact_window):
     """dq [HN, X, D] and sums [HN, 2, X]; arguments as in the kernel, but for the queries' second copy."""
     group = len(query) // len(key)
     query, dout, states, norm, key, value = _exact(query, dout, states, norm, key, value)
     states, norm = whole(states, value.shape[-1]), whole(norm, query.shape[-1])
-    seen = _seen(states.shape[1], chunk, window)
+    seen = _seen(states.shape[1], chunk, exact_window)
 
     def one(q, do, state, matrix, k, v, decay, row):
         row = query_kernel.Rows(*row[..., None])
         far = row.far * _far(q, do * row.narrow, state, layout)
         # The factor from the state to the query, without the power of two that dout is divided by.
         far -= 2 * row.far * row.narrow * row.delta * (q @ matrix)
-        scores, gamma = pairs(q, k, decay, window)
+        scores, gamma = pairs(q, k, decay, exact_window)
         dscores = 2 * gamma * scores * (do @ v.T - row.delta)
         sums = (dscores * scores).sum(1, keepdims=True), (q * far).sum(1, keepdims=True)
         return row.inverse * (dscores @ k + far), row.inverse * jnp.concatenate(sums, 1) / 2
@@ -39,14 +39,14 @@ def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chu
     return gradient.reshape(query.shape), jnp.swapaxes(sums.reshape(len(query), -1, 2), 1, 2)
 
 
-def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, layout, chunk, window):
+def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, layout, chunk, exact_window):
     """dk [H, Y, D], dv [H, Y, E] and sums [H, 2, Y]; `decay` [H, n, 2, (W + C) / 64, 64] as the forward pass has it."""
     heads, length, head_dim = key.shape
     chunks, value_dim, group = dual.shape[1], value.shape[-1], len(query) // heads
     dual_type = dual.dtype
     key, value, dual, dual_norm, query, dout = _exact(key, value, dual, dual_norm, query, dout)
     dual, dual_norm = (jnp.flip(whole(x, n), 1) for x, n in ((dual, value_dim), (dual_norm, head_dim)))
-    seen = _seen(chunks, chunk, window)
+    seen = _seen(chunks, chunk, exact_window)
 
     def far(k, v, state, matrix, row):
         row = key_kernel.Rows(*row[..., None])
@@ -62,7 +62,7 @@ def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, l
 
     def near(q, do, k, v, decay, column):
         column = key_kernel.Columns(*column[..., None])
-        scores, gamma = pairs(q, k, decay, window)
+        scores, gamma = pairs(q, k, decay, exact_window)
         gamma, dweights = gamma * column.inverse, do @ v.T - column.delta
         sums = (gamma * scores**2 * dweights).sum(0)
         dkey = (2 * gamma * scores * dweights).T @ q
@@ -72,7 +72,7 @@ def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, l
     of_rows = _rows_in_chunks(rows, chunk)[:, :chunks]
     gradients = jax.vmap(jax.vmap(far))(*old, dual, dual_norm, of_rows)
     # Behind Y there is nothing.
-    reach = max(length, chunks * chunk + window)
+    reach = max(length, chunks * chunk + exact_window)
     ends = [jnp.pad(x, [(0, 0), (0, reach - length), (0, 0)])[:, seen] for x in (key, value)]
     shared = [jnp.repeat(x, group, 0) for x in (*ends, decay)]
     each = [_in_chunks(x, chunk) for x in (query, dout)]
@@ -87,11 +87,11 @@ def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, l
     return results[0], results[1], jnp.swapaxes(results[2], 1, 2)
 
 
-def pairs(query, key, decay, window):
+def pairs(query, key, decay, exact_window):
     """Scores and decays of a chunk's queries [C, D] and the keys [W + C, D] that they see."""
     coarse, fine = decay.reshape(2, -1)
-    between = coarse[window:, None] - coarse + (fine[window:, None] - fine)
-    seen = np.arange(len(query))[:, None] + window >= np.arange(len(key))
+    between = coarse[exact_window:, None] - coarse + (fine[exact_window:, None] - fine)
+    seen = np.arange(len(query))[:, None] + exact_window >= np.arange(len(key))
     return query @ key.T, jnp.where(seen, jnp.exp2(between), 0)
 
 
@@ -104,8 +104,8 @@ def _exact(*arrays):
     return [x.astype(jnp.float32) for x in arrays]
 
 
-def _seen(chunks, chunk, window):
-    return np.arange(chunks)[:, None] * chunk + np.arange(chunk + window)
+def _seen(chunks, chunk, exact_window):
+    return np.arange(chunks)[:, None] * chunk + np.arange(chunk + exact_window)
 
 
 def _in_chunks(x, chunk):

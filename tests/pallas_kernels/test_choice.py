@@ -29,7 +29,7 @@ def test_a_named_implementation_says_what_it_cannot_do():
     call = functools.partial(ops.power_attention, **drawn, implementation="mosaic_gpu")
     for options, message in (
         ({"form": "recurrent"}, "'attention' and 'chunked'"),
-        ({"form": "chunked", "window": 10}, "window"),
+        ({"form": "chunked", "exact_window": 10}, "exact_window"),
         ({"form": "chunked", "chunk_size": 100}, "chunk"),
         ({"form": "attention", "return_state": True}, "chunked form"),
     ):
@@ -62,8 +62,8 @@ def attend(time, dtype=jnp.bfloat16, **options):
         (8192, {"dtype": jnp.float32}, "chunked_xla"),
         (8192, {"implementation": "xla"}, "chunked_xla"),
         # The kernel of the attention form alone takes this window, and takes more FLOPs, unless it is named.
-        (8192, {"window": 10}, "chunked_xla"),
-        (65_536, {"window": 10, "implementation": "mosaic_gpu"}, "attention_mosaic_gpu"),
+        (8192, {"exact_window": 10}, "chunked_xla"),
+        (65_536, {"exact_window": 10, "implementation": "mosaic_gpu"}, "attention_mosaic_gpu"),
     ],
 )
 def test_flops_choose_the_form_with_kernels(time, options, form):

@@ -31,7 +31,7 @@ def test_compiled(name, case):
     assert kernels
     for kernel in kernels:
         assert kernel.spill_bytes == 0, kernel
-        assert not kernel.serialised, kernel
+        assert not kernel.serialized, kernel
         assert kernel.tma_loads > 0, kernel
         assert kernel.short_dots == 0, kernel
         assert kernel.tf32 == 0, kernel

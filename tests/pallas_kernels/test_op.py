@@ -99,7 +99,7 @@ def test_step_by_step():
     expected = suite.expected_for(drawn, case)["out"]
     single = suite.cast(drawn, "float32")
     del single["dout"]
-    state = ops.PowerState.zeros(2, 1, 16, 16, power=2, window=2)
+    state = ops.PowerState.zeros(2, 1, 16, 16, power=2, exact_window=2)
 
     def run(implementation, state):
         step = jax.jit(functools.partial(ops.power_attention_step, implementation=implementation))
@@ -127,11 +127,15 @@ def test_zero_queries_give_zero_and_finite_gradients():
 def test_none_takes_the_kernels_where_they_can():
     """On a Hopper GPU, inputs of 16 bits; what the kernels cannot do falls to the plain form."""
     drawn = cases.arrays(cases.Case(head_dim=32, time=70, decay="gentle"), batch=1)
-    for dtype, window, kernel in (("bfloat16", 64, True), ("float32", 64, False), ("bfloat16", 10, False)):
+    for dtype, exact_window, kernel in (
+        ("bfloat16", 64, True),
+        ("float32", 64, False),
+        ("bfloat16", 10, False),
+    ):
         short = suite.cast(drawn, dtype)
         del short["dout"]
 
-        def call(arrays, window=window):
-            return ops.power_attention(**arrays, form="chunked", window=window)
+        def call(arrays, exact_window=exact_window):
+            return ops.power_attention(**arrays, form="chunked", exact_window=exact_window)
 
-        assert ("power_state" in str(jax.make_jaxpr(call)(short))) == kernel, (dtype, window)
+        assert ("power_state" in str(jax.make_jaxpr(call)(short))) == kernel, (dtype, exact_window)

@@ -88,7 +88,7 @@ def test_denominators_are_sums_of_weights():
     decays = np.tril(np.exp(np.minimum(total[:, :, None] - total[:, None], 0)))
     expected = np.einsum("bnts,bts->btn", scores**2, decays)
     assert denominator.dtype == jnp.float32
-    # The normaliser is an operand in two parts, of 16 bits together.
+    # The normalizer is an operand in two parts, of 16 bits together.
     assert cases.error(denominator, expected) <= 2**-17
 
 
@@ -158,7 +158,7 @@ UNSUPPORTED = {
     "value_dim": ({}, {"value_dim": 136}),
     "chunk": ({"chunk": 100}, {}),
     "shared memory": ({"chunk": 1 << 16}, {}),
-    "window": ({"window": 10}, {}),
+    "exact_window": ({"exact_window": 10}, {}),
     "states": ({"state_dtype": jnp.int8}, {}),
 }
 
@@ -194,7 +194,9 @@ def test_on_a_gpu(head_dim, value_dim, time, state_dtype, seed):
     plain_form = functools.partial(ops.power_attention, form="chunked", implementation="xla")
     expected = jax.jit(plain_form)(**exact)
     kernels = jax.jit(
-        functools.partial(power_state.power_state, power=2, window=64, state_dtype=jnp.dtype(state_dtype))
+        functools.partial(
+            power_state.power_state, power=2, exact_window=64, state_dtype=jnp.dtype(state_dtype)
+        )
     )
     first = kernels(**brief)
     # The result is rounded to bfloat16, which costs 1.6e-3.

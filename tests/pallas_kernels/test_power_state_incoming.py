@@ -9,7 +9,7 @@ from tests.ops import cases
 from tests.pallas_kernels import plain
 
 WINDOW = 64
-OPTIONS = {"power": 2, "chunk": 64, "window": WINDOW, "state_dtype": jnp.float16}
+OPTIONS = {"power": 2, "chunk": 64, "exact_window": WINDOW, "state_dtype": jnp.float16}
 # Half the sequence; the second half's rows begin with the first one's last WINDOW.
 TIME, CUT = 260, 132
 

@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
     head_dim: int = 64
     value_dim: int = 64
     dtype: str = "float16"
-    window: int = 64
+    exact_window: int = 64
     extra: bool = True
 
 
@@ -47,14 +47,14 @@ def terms_of(x, dtype, terms):
     return jnp.concatenate(parts, -2)
 
 
-def frames(random, window):
+def frames(random, exact_window):
     """Decays as the forward pass has them, and by keys: of their chunk, and of the chunk before, [H, Y, 2] each."""
-    log_decay = -random.exponential(0.02, (HEADS, CHUNKS * CHUNK + window)).astype("float32")
-    seen = np.arange(CHUNKS)[:, None] * CHUNK + np.arange(window + CHUNK)
+    log_decay = -random.exponential(0.02, (HEADS, CHUNKS * CHUNK + exact_window)).astype("float32")
+    seen = np.arange(CHUNKS)[:, None] * CHUNK + np.arange(exact_window + CHUNK)
     decay = np.stack(numerics.running_sums(jnp.asarray(log_decay)[:, seen], 150.0), -1)
     own, before = np.zeros((2, HEADS, CHUNKS + 1, CHUNK, 2), "float32")
     own[:, :CHUNKS] = decay[:, :, :CHUNK]
-    before[:, 1:, :window] = decay[:, :, CHUNK:]
+    before[:, 1:, :exact_window] = decay[:, :, CHUNK:]
     in_line = [x.reshape(HEADS, -1, 2) for x in (own, before)]
     return decay, *in_line
 
@@ -83,7 +83,7 @@ def draw(sizes, layout):
     kappa = random.uniform(0.2, 1, (HEADS, padded)) * (random.uniform(size=(HEADS, padded)) < 0.9)
     kappa[:, time:] = 0
     norm = normal(HEADS, CHUNKS, sizes.head_dim, sizes.head_dim, scale=0.2)
-    decay, own, before = frames(random, sizes.window)
+    decay, own, before = frames(random, sizes.exact_window)
     rows = kernels.Rows(
         narrow_key=2.0**-key_exponent,
         narrow_value=2.0**-value_exponent,
@@ -96,7 +96,7 @@ def draw(sizes, layout):
         fine_before=before[:, :padded, 1],
     )
     inverse = random.uniform(0, 2e-3, (heads, time)) * (random.uniform(size=(heads, time)) < 0.9)
-    of_queries = decay[:, :, sizes.window :].reshape(HEADS, time, 2).repeat(GROUP, 0)
+    of_queries = decay[:, :, sizes.exact_window :].reshape(HEADS, time, 2).repeat(GROUP, 0)
     columns = kernels.Columns(
         inverse=inverse,
         delta=random.normal(size=(heads, time)),
@@ -128,7 +128,7 @@ def draw(sizes, layout):
         Sizes(64, 64, extra=False),
         Sizes(64, 64, dtype="bfloat16"),
         Sizes(64, 64, dtype="float32"),
-        Sizes(64, 64, window=0, extra=False),
+        Sizes(64, 64, exact_window=0, extra=False),
         pytest.param(Sizes(128, 128), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -136,7 +136,7 @@ def draw(sizes, layout):
 def test_gradients(sizes):
     layout = layouts.Layout(sizes.head_dim)
     arguments, decay = draw(sizes, layout)
-    options = {"layout": layout, "chunk": CHUNK, "window": sizes.window}
+    options = {"layout": layout, "chunk": CHUNK, "exact_window": sizes.exact_window}
     config = configs.choose(
         power=2,
         time=65_536,
@@ -145,7 +145,7 @@ def test_gradients(sizes):
         value_dim=sizes.value_dim,
         dtype=jnp.bfloat16,
         chunk=CHUNK,
-        window=sizes.window,
+        exact_window=sizes.exact_window,
         state_dtype=jnp.dtype(sizes.dtype),
     )
     interpret = plgpu.InterpretGPUParams(detect_races=True)

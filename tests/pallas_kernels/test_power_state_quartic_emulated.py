@@ -1,6 +1,6 @@
 """What surrounds the p = 4 state kernels, with plain arrays in their place that round where they do.
 
-In seconds, where interpreting the kernels takes minutes: layouts, scales, decays, segments and normalisers.
+In seconds, where interpreting the kernels takes minutes: layouts, scales, decays, segments and normalizers.
 """
 
 import pytest

@@ -38,11 +38,11 @@ class Drawn:
             value_dim=value_dim,
             dtype=jnp.bfloat16,
             chunk=chunk,
-            window=WINDOW,
+            exact_window=WINDOW,
             state_dtype=jnp.float16,
         )
         interpret = plgpu.InterpretGPUParams(detect_races=True)
-        self.options = {"layout": self.layout, "config": config, "chunk": chunk, "window": WINDOW}
+        self.options = {"layout": self.layout, "config": config, "chunk": chunk, "exact_window": WINDOW}
         self.interpret = {"interpret": interpret}
 
     def rows(self, heads, time, size):

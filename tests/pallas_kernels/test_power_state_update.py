@@ -59,7 +59,7 @@ def test_update(head_dim, value_dim, segments, dtype):
         head_dim=head_dim,
         value_dim=value_dim,
         chunk=chunk,
-        window=64,
+        exact_window=64,
         dtype=jnp.bfloat16,
         state_dtype=jnp.dtype(dtype),
     )

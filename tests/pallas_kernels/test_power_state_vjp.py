@@ -99,11 +99,11 @@ def test_query(head_dim, value_dim, state_dtype):
         head_dim=head_dim,
         value_dim=value_dim,
         chunk=chunk,
-        window=WINDOW,
+        exact_window=WINDOW,
         dtype=jnp.bfloat16,
         state_dtype=jnp.dtype(state_dtype),
     )
-    sizes = {"layout": layout, "chunk": chunk, "window": WINDOW}
+    sizes = {"layout": layout, "chunk": chunk, "exact_window": WINDOW}
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     gradient, sums = query_vjp.query_vjp(**arguments, **sizes, config=config, interpret=interpret)
     with jax.default_matmul_precision("highest"):

@@ -35,12 +35,12 @@ def drawn_case(case, batch=2, kv_heads=2):
     }
 
 
-def by_steps(step, drawn, power, state=None, window=WINDOW):
+def by_steps(step, drawn, power, state=None, exact_window=WINDOW):
     """The output and the state of each token."""
     batch, time, kv_heads, head_dim = drawn["key"].shape
     if state is None:
         sizes = batch, kv_heads, head_dim, drawn["value"].shape[-1]
-        state = ops.PowerState.zeros(*sizes, power=power, window=window)
+        state = ops.PowerState.zeros(*sizes, power=power, exact_window=exact_window)
     absent = {name: None for name in ("log_decay", "segment_ids") if name not in drawn}
     call = jax.jit(lambda state, token: step(state=state, power=power, **token, **absent))
     for t in range(time):
@@ -128,7 +128,7 @@ def test_gradients_are_those_of_the_xla_step():
 
 
 def test_constraints_are_named():
-    sizes = {"heads": 8, "group": 1, "features": 2080, "head_dim": 64, "value_dim": 64, "window": 64}
+    sizes = {"heads": 8, "group": 1, "features": 2080, "head_dim": 64, "value_dim": 64, "exact_window": 64}
     choose = functools.partial(kernels.choose, **sizes, power=2, dtype=jnp.float32)
     choose()
     for wrong, message in (
@@ -137,7 +137,7 @@ def test_constraints_are_named():
         ({"head_dim": 20}, "head_dim a multiple of 8 up to 128, not 20"),
         ({"value_dim": 136}, "value_dim a multiple of 8 up to 128, not 136"),
         ({"features": 330}, "features in multiples of 4.* not 330"),
-        ({"window": 0}, "window from 1 to 128, not 0"),
+        ({"exact_window": 0}, "window from 1 to 128, not 0"),
         ({"group": 64}, "at most 16 query heads for each key head where value_dim is 64, not 64"),
     ):
         with pytest.raises(NotImplementedError, match=message):
@@ -199,7 +199,7 @@ def run(drawn, power, implementation, state=None):
     """All outputs, and the states before and after the last token."""
     step = functools.partial(ops.power_attention_step, implementation=implementation)
     outputs, before = [], state
-    for out, after in by_steps(step, drawn, power, state=state, window=16):
+    for out, after in by_steps(step, drawn, power, state=state, exact_window=16):
         outputs.append(out)
         before, state = state, after
     return jnp.stack(outputs), before, state

@@ -33,7 +33,7 @@ def settings(preset: str, arrangement: dict) -> config.Config:
     remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
     layers = sizes.pop("layers", 1)
     recurrent = preset not in ("softmax", "softmax_alibi", "gpt2", "even_power")
-    form = {"form": "chunked", "chunk_size": 16, "window": WINDOW} if recurrent else {}
+    form = {"form": "chunked", "chunk_size": 16, "exact_window": WINDOW} if recurrent else {}
     return config.Config(
         model=config.ModelConfig(
             vocab_size=256,

@@ -1,4 +1,4 @@
-"""Trains a small encoder with batch normalisation over simulated devices, for tests.
+"""Trains a small encoder with batch normalization over simulated devices, for tests.
 
     python -m tests.training.sharded_encoder TASK '{"data": 2, "fsdp": 2}' ...
 
@@ -43,7 +43,7 @@ def batch(task: str) -> dict[str, np.ndarray]:
 
 
 def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
-    """A state without means that are rounding alone: every norm shifts what it normalises."""
+    """A state without means that are rounding alone: every norm shifts what it normalizes."""
     state = step.init_state(of, mesh)
 
     def shifted(path, leaf):

@@ -85,8 +85,8 @@ def gathered(model):
 def moved(settings, devices):
     """Bytes of states and windows that a device sends in all passes."""
     model, rows = settings.model, settings.data.batch_size
-    size, window = model.head_dim, model.attention.window
+    size, exact_window = model.head_dim, model.attention.exact_window
     rounds = 1 + math.ceil(math.log2(devices - 1))
     state = 4 * ops.symmetric_power_dim(size, model.attention.power) * (size + 1)
     passes = 2 + (model.remat != "none")
-    return passes * model.layers * rows * model.heads * (rounds * state + window * 2 * 2 * size)
+    return passes * model.layers * rows * model.heads * (rounds * state + exact_window * 2 * 2 * size)

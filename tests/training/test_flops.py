@@ -37,7 +37,7 @@ def test_products_with_weights_are_6_flops_a_weight(name, changes):
     model = dataclasses.replace(_gpt2(name), **changes)
     # Attention over a context of nothing costs nothing.
     model = dataclasses.replace(
-        model, attention=dataclasses.replace(model.attention, form="attention", window=0)
+        model, attention=dataclasses.replace(model.attention, form="attention", exact_window=0)
     )
     assert flops.model_flops_per_token(model, 0) == 6 * _matrices(model)
 
@@ -53,16 +53,16 @@ def test_products_with_weights_are_6_flops_a_weight(name, changes):
         # 4,096 tokens cost 524,288 by pairs, and 532,480 by features with 32,768 by the pairs of a chunk.
         ("conformal", {}, 4096, 256 * 2048),
         ("conformal", {}, 65_536, 4 * FEATURES * 64 + 256 * (64 + 64)),
-        ("sympow", {"chunk_size": 1024, "window": 128}, 65_536, 4 * FEATURES * 64 + 256 * (512 + 128)),
+        ("sympow", {"chunk_size": 1024, "exact_window": 128}, 65_536, 4 * FEATURES * 64 + 256 * (512 + 128)),
         ("conformal", {"form": "chunked"}, 1024, 4 * FEATURES * 64 + 256 * (64 + 64)),
-        ("conformal", {"form": "recurrent", "window": 0}, 1024, 4 * FEATURES * 64 + 128),
+        ("conformal", {"form": "recurrent", "exact_window": 0}, 1024, 4 * FEATURES * 64 + 128),
         # 766,480 features are dearer than 2^20 pairs.
         ("conformal", {"power": 4}, 2**20, 256 * 2**19),
         ("linear", {}, 4096, 4 * 64 * 64 + 256 * (64 + 64)),
         # Complex features are twice as many real ones, in pairs too.
         ("linear_lrpe", {"lrpe": UNITARY}, 65_536, 4 * 128 * 64 + 2 * (128 + 64) * (64 + 64)),
         ("linear", {"feature_map": "symmetric"}, 65_536, 4 * FEATURES * 64 + 256 * (64 + 64)),
-        # A normaliser a channel.
+        # A normalizer a channel.
         ("sympow", {"decay": "channel_fixed"}, 65_536, 4 * FEATURES * 128 + 2 * (64 + 128) * (64 + 64)),
         ("expressive", {}, 4096, 256 * 2048),
     ],

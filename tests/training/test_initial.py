@@ -14,7 +14,7 @@ from sympow_jax.training import checkpoint, initial, sharding, step, workdir
 def with_attention(settings: config.Config, preset: str, initial_run=None, **model) -> config.Config:
     return dataclasses.replace(
         settings,
-        model=dataclasses.replace(settings.model, attention=config.preset(preset, window=4), **model),
+        model=dataclasses.replace(settings.model, attention=config.preset(preset, exact_window=4), **model),
         task=config.TaskConfig(initial_run=initial_run),
     )
 

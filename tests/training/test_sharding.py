@@ -20,7 +20,7 @@ from tests.training import collectives, sharded
 ROOT = pathlib.Path(__file__).parents[2]
 AXES = ("data", "fsdp", "context", "tensor")
 # Every product of four sizes that makes 8.
-FACTORISATIONS = [
+FACTORIZATIONS = [
     {"data": data, "fsdp": fsdp, "context": context, "tensor": 8 // (data * fsdp * context)}
     for data in (1, 2, 4, 8)
     for fsdp in (1, 2, 4, 8)
@@ -65,8 +65,8 @@ def check(preset: str, arrangements: list[dict], cache: pathlib.Path) -> None:
         assert result["falls"], (arrangement, result)
 
 
-def test_there_are_twenty_factorisations():
-    assert len({tuple(x.items()) for x in FACTORISATIONS}) == 20
+def test_there_are_twenty_factorizations():
+    assert len({tuple(x.items()) for x in FACTORIZATIONS}) == 20
 
 
 def test_conformal_over_devices(compilation_cache):
@@ -154,15 +154,15 @@ def test_the_parts_of_a_batch_that_a_process_reads(monkeypatch):
     assert share(devices, data=4, context=2) == (2, 4)
     # Time over all: the same rows for every process.
     assert share(devices, context=8) == (0, 1)
-    # Neighbours in rows are in different processes.
+    # Neighbors in rows are in different processes.
     with pytest.raises(ValueError, match=r"parts \[2, 6\] of the 8 .* which is no equal range"):
         share(devices[[0, 2, 4, 6, 1, 3, 5, 7]], data=8)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_conformal_over_every_factorisation(compilation_cache):
-    check("conformal", [{"layers": 2} | x for x in FACTORISATIONS + MIXES[1:]], compilation_cache)
+def test_conformal_over_every_factorization(compilation_cache):
+    check("conformal", [{"layers": 2} | x for x in FACTORIZATIONS + MIXES[1:]], compilation_cache)
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_what_devices_exchange(exchanged, preset):
 
 
 def check_context(found, preset):
-    """Exact summaries are gathered, states and windows go from neighbour to neighbour, heads are exchanged for time."""
+    """Exact summaries are gathered, states and windows go from neighbor to neighbor, heads are exchanged for time."""
     assert not over(found, "all-gather", "data")
     gathered = [x for x in found if x.kind == "all-gather" and x.axes == ("context",)]
     moved = over(found, "collective-permute", "context")
@@ -236,11 +236,11 @@ def check_context(found, preset):
     rows = ACTIVATIONS[0]
     if preset == "conformal":
         assert max(x.nbytes for x in gathered) <= SMALL
-        state, window = (rows, 2, 40, 9), (rows, sharded.WINDOW, 2, 8)
+        state, exact_window = (rows, 2, 40, 9), (rows, sharded.WINDOW, 2, 8)
         # Both passes of each layer: one state, keys and values of one window.
         assert moved[state] == 2 * LAYERS
-        assert moved[window] == 4 * LAYERS
-        assert set(moved) == {state, window, window[:3], window[:2]}
+        assert moved[exact_window] == 4 * LAYERS
+        assert set(moved) == {state, exact_window, exact_window[:3], exact_window[:2]}
         assert not exchanged
     else:
         ids = rows * sharded.CONTEXT * 4

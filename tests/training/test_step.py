@@ -1,4 +1,4 @@
-"""The update: what it minimises, and that micro-batches and slices of time do not change it."""
+"""The update: what it minimizes, and that micro-batches and slices of time do not change it."""
 
 import dataclasses
 
@@ -126,7 +126,7 @@ def test_a_batch_without_targets_moves_nothing(settings):
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
 
 
-def test_rematerialisation_keeps_less_for_the_backward_pass(settings):
+def test_rematerialization_keeps_less_for_the_backward_pass(settings):
     """`full` keeps a block's input, `attention` the output of attention and its denominators beside that."""
     layers, batch = 3, {name: jnp.tile(x, (1, 16)) for name, x in _batch(settings).items()}
     rows, time = batch["inputs"].shape

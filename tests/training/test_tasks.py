@@ -1,4 +1,4 @@
-"""Training encoders and image classifiers: what is minimised, batch normalisation, and where a run starts from."""
+"""Training encoders and image classifiers: what is minimized, batch normalization, and where a run starts from."""
 
 import dataclasses
 import json
@@ -79,7 +79,7 @@ def test_micro_batches_equal_the_batch():
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_running_means_of_the_first_norm_are_the_formula(accumulate):
-    """It normalises the embeddings of tokens, which are known; each micro-batch moves its means by a tenth."""
+    """It normalizes the embeddings of tokens, which are known; each micro-batch moves its means by a tenth."""
     settings, rows = make(norm="batch", accumulate=accumulate), batch()
     embedding = np.asarray(step.init_state(settings, sharding.whole_mesh()).params["embedding"], np.float64)
     state, _ = update(settings, rows)
@@ -95,14 +95,14 @@ def test_running_means_of_the_first_norm_are_the_formula(accumulate):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["attention", "full"])
-def test_rematerialisation_changes_neither_gradients_nor_running_means(remat):
+def test_rematerialization_changes_neither_gradients_nor_running_means(remat):
     expected, _ = update(make(norm="batch"), batch())
     state, _ = update(make(norm="batch", remat=remat), batch())
     for found, wanted in ((state.params, expected.params), (state.statistics, expected.statistics)):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, wanted)
 
 
-def test_only_batch_normalisation_has_running_means():
+def test_only_batch_normalization_has_running_means():
     state = step.abstract_state(make(), sharding.whole_mesh())
     assert state.statistics == {}
     state = step.abstract_state(make(norm="batch"), sharding.whole_mesh())
@@ -133,7 +133,7 @@ def texts(tmp_path: pathlib.Path):
     return of
 
 
-def test_resuming_is_exact_with_batch_normalisation(texts, tmp_path):
+def test_resuming_is_exact_with_batch_normalization(texts, tmp_path):
     assert train.train(texts(steps=4, norm="batch"), tmp_path / "whole") == 0
     assert train.train(texts(steps=2, norm="batch"), tmp_path / "halves") == 0
     assert train.train(texts(steps=4, norm="batch"), tmp_path / "halves") == 0
@@ -148,7 +148,7 @@ def test_resuming_is_exact_with_batch_normalisation(texts, tmp_path):
     means, norm = found["statistics"]["embedding_norm"], model.embedding_norm
     x = np.random.default_rng(0).normal(size=(1, 3, 16)).astype(np.float32)
     wanted = (x - means["mean"]) / np.sqrt(means["var"] + 1e-5) * norm.scale[...] + norm.bias[...]
-    np.testing.assert_allclose(layers.normalise(norm, jnp.asarray(x), None), wanted, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(layers.normalize(norm, jnp.asarray(x), None), wanted, rtol=1e-4, atol=1e-5)
     lines = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(0 <= line["accuracy"] <= 1 for line in lines)

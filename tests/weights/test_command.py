@@ -102,7 +102,7 @@ def test_training_goes_on(gpt2, tmp_path):
 def test_a_power_kernel_starts_from_gpt2(gpt2, tmp_path, capsys):
     """The recipe of the documentation."""
     settings = workdir.read_config(gpt2 / "run")
-    attention = dataclasses.replace(settings.model.attention, kernel="power", decay="learned", window=4)
+    attention = dataclasses.replace(settings.model.attention, kernel="power", decay="learned", exact_window=4)
     settings = dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, attention=attention),

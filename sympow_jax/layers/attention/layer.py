@@ -90,7 +90,7 @@ class Attention(nnx.Module):
     are those of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section
     3). Decays `channel_...` are one per value channel: fixed, the slopes of ALiBi over all channels; constant, learned
     from there; learned, sigmoid(W x). `learned_rope_pairs` has a rate per pair of dimensions. They, rotation angles,
-    the state and the normaliser are in float32 whatever `dtype`.
+    the state and the normalizer are in float32 whatever `dtype`.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
     mesh with Explicit axes the output has the rows of `x`, and heads have the axes of the parameters that they come
@@ -230,25 +230,25 @@ class Attention(nnx.Module):
         )
         return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=heads.log_decay, rate=heads.rate)
 
-    def init_state(self, batch: int, *, max_length: int, keep_keys: bool | None = None) -> AttentionState:
+    def init_state(self, batch: int, *, max_length: int, kv_cache: bool | None = None) -> AttentionState:
         """The state before any token, for up to `max_length` positions.
 
-        Keys and values are kept, with that capacity, if `keep_keys`; None keeps them where attending to them costs
+        Keys and values are kept, with that capacity, if `kv_cache`; None keeps them where attending to them costs
         less than the recurrent state or is what `form` asks for. Raises ValueError where the recurrent state would
-        exceed memory, and for `keep_keys` that the kernel does not leave open.
+        exceed memory, and for `kv_cache` that the kernel does not leave open.
         """
-        if keep_keys is None:
-            keep_keys = self.kernel.prefers_cache(max_length)
-        elif (not keep_keys) if self.kept_length is None else (keep_keys and not self.kept_length):
+        if kv_cache is None:
+            kv_cache = self.kernel.prefers_cache(max_length)
+        elif (not kv_cache) if self.kv_cache_length is None else (kv_cache and not self.kv_cache_length):
             name = self.kernel.attention.kernel
-            raise ValueError(f"keep_keys is {keep_keys}, which this attention of kernel {name!r} cannot do")
-        if not keep_keys:
+            raise ValueError(f"kv_cache is {kv_cache}, which this attention of kernel {name!r} cannot do")
+        if not kv_cache:
             return self._recurrent_state(batch)
         memory = self.kernel.init_cache(batch, max_length)
         return AttentionState(memory=memory, position=self.positions.init_state(batch))
 
     @property
-    def kept_length(self) -> int | None:
+    def kv_cache_length(self) -> int | None:
         """Longest KV cache that takes no more memory than the recurrent state.
 
         0 if there is never a cache, None if there always is.
@@ -261,7 +261,7 @@ class Attention(nnx.Module):
         A row whose document has outgrown the cache is NaN from there on. Raises ValueError where no recurrent
         state exists.
         """
-        if not isinstance(state.memory, ops.KeyValueState):
+        if not isinstance(state.memory, ops.KVCache):
             return state
         return dataclasses.replace(state, memory=self.kernel.compress(state.memory))
 
@@ -344,7 +344,7 @@ class Attention(nnx.Module):
         options: dict[str, Any] = {"rotate": rotate, "log_decay": heads.log_decay, "segment_ids": segment_ids}
         if state is None:
             return self.kernel.attend(query, key, heads.value, **options, axis_name=axis_name), None
-        if isinstance(state.memory, ops.KeyValueState):
+        if isinstance(state.memory, ops.KVCache):
             mixed, memory = self._extend(query, key, heads.value, **options, cache=state.memory)
         else:
             mixed, memory = self.kernel.recur(query, key, heads.value, **options, state=state.memory)

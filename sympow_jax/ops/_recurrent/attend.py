@@ -65,8 +65,8 @@ def _attend(plan, query, key, value, log_decay, segment_ids, state):
         leaf = leaves.chunked
     if plan.axis_name is None:
         # No more keys than there are; `folds` alone says what enters the state. Over devices it is a halo's length.
-        seen = min(plan.window, prepared.rows.query.shape[1])
-        results = leaf(dataclasses.replace(plan, window=seen), prepared.rows)
+        seen = min(plan.exact_window, prepared.rows.query.shape[1])
+        results = leaf(dataclasses.replace(plan, exact_window=seen), prepared.rows)
     else:
         results = leaf(plan, prepared.rows)
     return rows.finish(plan, prepared, *results, query, value.dtype)

@@ -3,7 +3,7 @@
 A chunk's queries see the W keys before the chunk and those in it exactly, and older ones through features. Decays are
 exponentials of at most 0 throughout. Within a block of a few tokens that is one for each pair and channel; between a
 block and what lies before it, a product of one for each query and one for each key, so that pairs are a matrix product
-with the values and the ones of the normaliser, side by side.
+with the values and the ones of the normalizer, side by side.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def chunked(plan, rows: rows_of.Rows):
 
 
 def _head(plan, query: Float[Array, "G X D"], tokens: _Tokens, state: features.Groups):
-    """The outputs [G, X, E] of one key head and the state, values and then normalisers, after the last fold."""
+    """The outputs [G, X, E] of one key head and the state, values and then normalizers, after the last fold."""
     chunks = query.shape[1] // plan.chunk
 
     def cut(x):
@@ -75,7 +75,7 @@ def _head(plan, query: Float[Array, "G X D"], tokens: _Tokens, state: features.G
 
     # Saved for the backward pass: the state and the window before each chunk.
     step = jax.checkpoint(functools.partial(_step, plan), prevent_cse=False)
-    empty = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(plan.window, *x.shape[1:])), tokens)
+    empty = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(plan.exact_window, *x.shape[1:])), tokens)
     by_chunk = jnp.moveaxis(query.reshape(len(query), chunks, plan.chunk, -1), 1, 0)
     (state, _), out = jax.lax.scan(step, (state, empty), (by_chunk, jax.tree.map(cut, tokens)))
     return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:2], -1), state
@@ -83,9 +83,9 @@ def _head(plan, query: Float[Array, "G X D"], tokens: _Tokens, state: features.G
 
 def _step(plan, carry, inputs):
     """One chunk: the state and the last W tokens before it to those behind it, and its outputs [G, C, E]."""
-    state, window = carry
+    state, exact_window = carry
     query, new = inputs
-    tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts), window, new)
+    tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts), exact_window, new)
     dtype = state[0].dtype
     exact = tokens._replace(key=tokens.key.astype(dtype), value=tokens.value.astype(dtype))
     query = query.astype(dtype)
@@ -101,13 +101,13 @@ def _step(plan, carry, inputs):
 
 def _before_block(plan, query, tokens, prefix):
     """Sums over the pairs of each query with the keys before its block, [G, C, 2E]."""
-    chunk, window = plan.chunk, plan.window
-    begins = window + np.arange(0, chunk, BLOCK)
+    chunk, exact_window = plan.chunk, plan.exact_window
+    begins = exact_window + np.arange(0, chunk, BLOCK)
     # Up to the beginning of each block.
-    at_begin = tuple(jnp.pad(x, [(1, 0), (0, 0)])[window::BLOCK][: len(begins), None] for x in prefix)
-    earlier = (np.arange(window + chunk) < begins[:, None])[..., None]
+    at_begin = tuple(jnp.pad(x, [(1, 0), (0, 0)])[exact_window::BLOCK][: len(begins), None] for x in prefix)
+    earlier = (np.arange(exact_window + chunk) < begins[:, None])[..., None]
     to_begin = _decay(at_begin, prefix, earlier)
-    to_query = _decay(_in_blocks(prefix, window), at_begin, True)
+    to_query = _decay(_in_blocks(prefix, exact_window), at_begin, True)
     scores = _scores(plan, "gid,xd->gix", query, tokens.key)
     scores = scores.reshape(len(query), len(begins), BLOCK, -1)
     columns = jnp.concatenate([to_begin * tokens.value, to_begin], -1)
@@ -117,11 +117,11 @@ def _before_block(plan, query, tokens, prefix):
 
 def _own_block(plan, query, tokens, prefix):
     """Sums over the pairs of each query with the keys of its block up to itself, [G, C, 2E]."""
-    prefix = _in_blocks(prefix, plan.window)
+    prefix = _in_blocks(prefix, plan.exact_window)
     queries, keys = (x[:, :, None] for x in prefix), (x[:, None] for x in prefix)
     decay = _decay(queries, keys, np.tri(BLOCK, dtype=bool)[..., None])
     query_blocks = query.reshape(len(query), -1, BLOCK, query.shape[-1])
-    key, value = _in_blocks((tokens.key, tokens.value), plan.window)
+    key, value = _in_blocks((tokens.key, tokens.value), plan.exact_window)
     scores = _scores(plan, "gnid,njd->gnij", query_blocks, key)[..., None]
     sums = [(scores * decay * value[:, None]).sum(3), (scores * decay).sum(3)]
     return jnp.concatenate(sums, -1).reshape(*query.shape[:2], -1)
@@ -134,7 +134,7 @@ def _from_state(plan, query, state, prefix):
     columns = query.reshape(-1, query.shape[-1]).T
     sums = features.query(weighted, columns, plan.power, plan.precision).T
     coarse, fine = prefix
-    to_query = decays.exp((coarse + fine)[plan.window :])
+    to_query = decays.exp((coarse + fine)[plan.exact_window :])
     return sums.reshape(*query.shape[:2], -1) * _twice(to_query)
 
 
@@ -162,11 +162,11 @@ def _decay(later, earlier, where):
     return decays.exp(jnp.where(where, between, -jnp.inf))
 
 
-def _in_blocks(arrays, window):
+def _in_blocks(arrays, exact_window):
     """[W + C, ...] -> [C / BLOCK, BLOCK, ...] of each array."""
-    return tuple(x[window:].reshape(-1, BLOCK, *x.shape[1:]) for x in arrays)
+    return tuple(x[exact_window:].reshape(-1, BLOCK, *x.shape[1:]) for x in arrays)
 
 
 def _twice(decay):
-    """For values, and for their normalisers."""
+    """For values, and for their normalizers."""
     return jnp.concatenate([decay, decay], -1)

@@ -37,7 +37,7 @@ def chunked(
     Without division float sums [G, E + 1, X] in place of the mean, to which others may be added.
 
     X is a multiple of the chunk. `log_decay` is `decay.bounded`; None is no decay and no boundary. Positions where
-    `folds` is False never enter the state. `state` is that of `features`; the last column is the normaliser.
+    `folds` is False never enter the state. `state` is that of `features`; the last column is the normalizer.
 
     Differentiable in query, key, value, log_decay and state. Saved for the backward pass: the arguments, the output,
     one denominator a query and the final state; states and features between are computed again. Of sums, neither.
@@ -129,7 +129,7 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
     is in the weights of the pairs on either side of it: for position t of a block, the sum over its queries from t on
     minus the sum over its keys from t on, plus, where t is folded, <R, S> of the state that it is folded into.
     """
-    chunk, window, power, precision = plan.chunk, plan.window, plan.power, plan.precision
+    chunk, exact_window, power, precision = plan.chunk, plan.exact_window, plan.power, plan.precision
 
     def step(carry, inputs):
         dstate, tail, dlog_state = carry
@@ -137,7 +137,7 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
         block = blocks[index]
         dsums_block = blocks.of_queries(dsums, index)
         dquery, dkey, dvalue, dlog_query, dlog_key = _near_vjp(plan, block, dsums_block)
-        dlog_near = (-dlog_key).at[window:].add(dlog_query + read)
+        dlog_near = (-dlog_key).at[exact_window:].add(dlog_query + read)
 
         old, value = block.key[:, :chunk], block.value[:, :chunk] * block.to_state
         dkey_far = features.query_vjp(dstate, old, value, power, precision)
@@ -156,14 +156,14 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
         )
         carry = (
             tuple(block.carry * r + d for r, d in zip(dstate, blocks.weighted(cotangent))),
-            [g[..., :window] for g in gradients],
+            [g[..., :exact_window] for g in gradients],
             dlog_state - dlog_far.sum() + read.sum(),
         )
-        return carry, (dquery, [g[..., window:] for g in gradients])
+        return carry, (dquery, [g[..., exact_window:] for g in gradients])
 
     dtype = dfinal[0].dtype
     width, value_width = blocks.key.shape[0], blocks.value.shape[0]
-    shapes = (width, window), (value_width, window), (window,)
+    shapes = (width, exact_window), (value_width, exact_window), (exact_window,)
     tail = [jnp.zeros_like(dsums, dtype, shape=shape) for shape in shapes]
     (dstate, _, _), (dquery, gradients) = jax.lax.scan(
         step, (dfinal, tail, dlog_final.astype(dtype)), (blocks.indices, reads), reverse=True
@@ -187,12 +187,12 @@ class _Blocks:
     """The blocks of a sequence by index, cut on demand."""
 
     def __init__(self, plan, query, key, value, log_decay, folds, dtype):
-        chunk, window = plan.chunk, plan.window
+        chunk, exact_window = plan.chunk, plan.exact_window
         count = query.shape[-1] // chunk
         self.plan, self.dtype = plan, dtype
         self.indices = jnp.arange(count)
         self.query = query
-        front = [(0, 0), (window, 0)]
+        front = [(0, 0), (exact_window, 0)]
         self.key, self.value, self.folds = (
             jnp.pad(key, front),
             jnp.pad(value, front),
@@ -201,31 +201,31 @@ class _Blocks:
         self.weights = features.weights(query.shape[1], plan.power, dtype)
         self.has_decay = log_decay is not None
         if self.has_decay:
-            cut = np.arange(count)[:, None] * chunk + np.arange(chunk + window)
+            cut = np.arange(count)[:, None] * chunk + np.arange(chunk + exact_window)
             block = jnp.pad(log_decay, front[1:])[cut]
             folded = jnp.where(self.folds[cut[:, :chunk]], block[:, :chunk], 0)
             self.coarse, self.fine = decays.split(block)
-            self.to_query = decays.exp((self.coarse + self.fine)[:, window:])
+            self.to_query = decays.exp((self.coarse + self.fine)[:, exact_window:])
             self.to_state = decays.exp(decays.suffix_sums(folded))
             self.carry = decays.exp(folded.sum(-1))
 
     def __getitem__(self, index) -> _Block:
-        chunk, window = self.plan.chunk, self.plan.window
-        seen = np.arange(chunk)[:, None] + window >= np.arange(chunk + window)
+        chunk, exact_window = self.plan.chunk, self.plan.exact_window
+        seen = np.arange(chunk)[:, None] + exact_window >= np.arange(chunk + exact_window)
         folds = self.folds_at(index).astype(self.dtype)
         if self.has_decay:
             coarse, fine = jax.lax.optimization_barrier((self.coarse[index], self.fine[index]))
-            between = (coarse[window:, None] - coarse) + (fine[window:, None] - fine)
+            between = (coarse[exact_window:, None] - coarse) + (fine[exact_window:, None] - fine)
             near = jnp.where(seen, decays.exp(between), 0)
             to_query, to_state, carry = self.to_query[index], self.to_state[index] * folds, self.carry[index]
         else:
             near = jnp.asarray(seen, self.dtype)
             to_query, to_state, carry = jnp.ones(chunk, self.dtype), folds, jnp.ones((), self.dtype)
-        value = self._cut(self.value, index, chunk + window)
+        value = self._cut(self.value, index, chunk + exact_window)
         return _Block(
             query=self.of_queries(self.query, index),
-            key=self._cut(self.key, index, chunk + window),
-            value=jnp.concatenate([value, jnp.ones_like(value, shape=(1, chunk + window))]),
+            key=self._cut(self.key, index, chunk + exact_window),
+            value=jnp.concatenate([value, jnp.ones_like(value, shape=(1, chunk + exact_window))]),
             near=near,
             to_query=to_query,
             to_state=to_state,
@@ -246,7 +246,7 @@ class _Blocks:
 
     def _cut(self, x, index, length):
         part = jax.lax.dynamic_slice_in_dim(x, index * self.plan.chunk, length, -1)
-        # Left to itself, XLA cuts again in every fusion that reads the part, which then is not vectorised on CPUs.
+        # Left to itself, XLA cuts again in every fusion that reads the part, which then is not vectorized on CPUs.
         return jax.lax.optimization_barrier(part.astype(self.dtype))
 
 

@@ -1,6 +1,6 @@
 """The chunked form where devices hold shares of the time: what each is given by those before it.
 
-A device's rows are its left neighbour's last W tokens, which it asks nothing for, and its own. It folds all of them but
+A device's rows are its left neighbor's last W tokens, which it asks nothing for, and its own. It folds all of them but
 its own last W, which the next device folds: all devices together fold every token once, from nothing, at the same
 time. The states that come out are combined over the devices before each, and what arrives is added to the sums of its
 queries, or by the kernels to the states before its chunks.
@@ -23,7 +23,7 @@ _CHUNK = 128
 
 
 def with_halo(
-    arrays: dict[str, Array], valid: Bool[Array, "B T"], *, window: int, ragged: bool, axis_name: str
+    arrays: dict[str, Array], valid: Bool[Array, "B T"], *, exact_window: int, ragged: bool, axis_name: str
 ) -> tuple[dict[str, Array], Bool[Array, "B W+T"]]:
     """The arrays of rows.Rows over time [B, T, ...] with the last W tokens before this share in front; what is valid.
 
@@ -31,34 +31,36 @@ def with_halo(
     positions; positions that are not valid hold zeros. Raises ValueError where a share is shorter than a window.
     """
     batch, time = valid.shape
-    if time < window:
+    if time < exact_window:
         devices = jax.lax.axis_size(axis_name)
         raise ValueError(
             f"each of {devices} devices along {axis_name!r} holds {time} of {devices * time} positions, fewer than the "
-            f"window of {window}; use a longer sequence, fewer devices along that axis or a smaller window"
+            f"window of {exact_window}; use a longer sequence, fewer devices along that axis or a smaller window"
         )
     tokens = {name: x for name, x in arrays.items() if name in ("key", "value", "log_decay")}
     if ragged:
-        halo, held = _tokens_before(tokens, valid, window, axis_name)
+        halo, held = _tokens_before(tokens, valid, exact_window, axis_name)
         valid = jnp.concatenate([held, valid], 1)
         behind = jnp.cumsum(valid[:, ::-1], 1)[:, ::-1] - valid
-        folds = behind >= window
+        folds = behind >= exact_window
     else:
         # The first device's are zeros, which weigh nothing.
-        halo = time_axis.from_left({name: x[:, time - window :] for name, x in tokens.items()}, axis_name)
-        valid = jnp.ones((batch, window + time), bool)
-        folds = jnp.broadcast_to(jnp.arange(window + time) < time, valid.shape)
-    nothing = jnp.zeros_like(arrays["query"], shape=(batch, window, *arrays["query"].shape[2:]))
+        halo = time_axis.from_left(
+            {name: x[:, time - exact_window :] for name, x in tokens.items()}, axis_name
+        )
+        valid = jnp.ones((batch, exact_window + time), bool)
+        folds = jnp.broadcast_to(jnp.arange(exact_window + time) < time, valid.shape)
+    nothing = jnp.zeros_like(arrays["query"], shape=(batch, exact_window, *arrays["query"].shape[2:]))
     joined = {name: jnp.concatenate([x, arrays[name]], 1) for name, x in ({"query": nothing} | halo).items()}
     return joined | {"folds": folds}, valid
 
 
-def _tokens_before(tokens, valid, window, axis_name):
+def _tokens_before(tokens, valid, exact_window, axis_name):
     """The last W valid tokens before this share, zeros in front of fewer, and which of the W there are.
 
     A prefix over devices of what is the last W of two runs of tokens, since a share may hold fewer.
     """
-    newest = jnp.argsort(valid, axis=1, stable=True)[:, valid.shape[1] - window :]
+    newest = jnp.argsort(valid, axis=1, stable=True)[:, valid.shape[1] - exact_window :]
 
     def at(x, index):
         return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
@@ -66,9 +68,9 @@ def _tokens_before(tokens, valid, window, axis_name):
     def last_of_both(far, near):
         """Both are last among W positions: what is far moves up to what is near."""
         count = near["held"].sum(1, dtype=jnp.int32)[:, None]
-        steps = jnp.arange(window, dtype=jnp.int32)
-        kept = steps >= window - count
-        moved = jnp.minimum(steps + count, window - 1)
+        steps = jnp.arange(exact_window, dtype=jnp.int32)
+        kept = steps >= exact_window - count
+        moved = jnp.minimum(steps + count, exact_window - 1)
         return {
             name: jnp.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, at(far[name], moved))
             for name, x in near.items()

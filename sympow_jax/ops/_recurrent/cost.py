@@ -25,7 +25,7 @@ def flops_per_token(
     value_dim: int,
     power: int,
     chunk: int,
-    window: int,
+    exact_window: int,
     backward: bool = False,
 ) -> float:
     """FLOPs of the forward pass, or with `backward` of both passes, for one token and head among `time` tokens.
@@ -37,7 +37,7 @@ def flops_per_token(
     if form == "attention":
         return over_pairs * (head_dim + value_dim) * time
     features = feature_maps.symmetric_power_dim(head_dim, power)
-    pairs = (head_dim + value_dim) * (chunk + 2 * window)
+    pairs = (head_dim + value_dim) * (chunk + 2 * exact_window)
     return over_features * 4 * features * value_dim + over_pairs * pairs
 
 
@@ -61,7 +61,7 @@ def state_bytes(
     per_channel: bool = False,
     itemsize: int = 4,
 ) -> int:
-    """Bytes of the folded state and its normaliser, of which there is one per value if decays are."""
+    """Bytes of the folded state and its normalizer, of which there is one per value if decays are."""
     columns = 2 * value_dim if per_channel else value_dim + 1
     return batch * kv_heads * feature_maps.symmetric_power_dim(head_dim, power) * columns * itemsize
 

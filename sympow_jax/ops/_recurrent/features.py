@@ -133,7 +133,7 @@ _outer.defvjp(lambda left, right: (_outer(left, right), (left, right)), _outer_b
 
 
 def _sum(x, axis):
-    """A sum over a leading axis; a short one begins with additions, which XLA vectorises on CPUs, unlike sums."""
+    """A sum over a leading axis; a short one begins with additions, which XLA vectorizes on CPUs, unlike sums."""
     count = x.shape[axis]
     ways = max(n for n in range(1, 9) if count % n == 0) if count <= 64 else 1
     return functools.reduce(jnp.add, jnp.split(x, ways, axis)).sum(axis)

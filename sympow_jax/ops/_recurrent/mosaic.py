@@ -31,7 +31,7 @@ _SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, means.STATES_SAVED_AS) | d
 _DIFFERENTIABLE = ("query", "key", "value", "log_decay")
 
 
-def require_supported(query, value, *, form, power, window, chunk_size, stateless) -> None:
+def require_supported(query, value, *, form, power, exact_window, chunk_size, stateless) -> None:
     """Raises NotImplementedError, naming the constraint, for what the kernels cannot do."""
     sizes = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
     if form == "attention":
@@ -42,8 +42,10 @@ def require_supported(query, value, *, form, power, window, chunk_size, stateles
         attention_kernel.choose(**sizes, power=power, dtype=query.dtype)
     elif form == "chunked":
         heads = {"time": query.shape[1], "heads": value.shape[0] * value.shape[2]}
-        chunk = chunk_size and max(chunk_size, window)
-        state_kernel.choose(**sizes, **heads, power=power, dtype=query.dtype, chunk=chunk, window=window)
+        chunk = chunk_size and max(chunk_size, exact_window)
+        state_kernel.choose(
+            **sizes, **heads, power=power, dtype=query.dtype, chunk=chunk, exact_window=exact_window
+        )
     else:
         raise NotImplementedError(
             f"implementation 'mosaic_gpu' has the forms 'attention' and 'chunked', not {form!r}"
@@ -111,7 +113,7 @@ def chunked(plan, rows: rows_of.Rows):
     chunk = plan.chunk
     if chunk is not None:
         # A key is seen exactly from two chunks at most.
-        chunk = max(min(chunk, -(-length // _BLOCK) * _BLOCK), plan.window)
+        chunk = max(min(chunk, -(-length // _BLOCK) * _BLOCK), plan.exact_window)
     chunk = state_kernel.choose(
         power=plan.power,
         head_dim=head_dim,
@@ -119,7 +121,7 @@ def chunked(plan, rows: rows_of.Rows):
         time=length,
         heads=batch * kv_heads,
         dtype=dtype,
-        window=plan.window,
+        exact_window=plan.exact_window,
         chunk=chunk,
     ).chunk
     # The window of a state holds float32, of inputs of 16 bits.
@@ -202,7 +204,7 @@ def _arguments(arrays):
 
 def _options(plan):
     """What is static of a call of the kernels, states in float16."""
-    sizes = {"power": plan.power, "chunk": plan.chunk, "window": plan.window}
+    sizes = {"power": plan.power, "chunk": plan.chunk, "exact_window": plan.exact_window}
     return sizes | {"state_dtype": jnp.float16, "interpret": plan.interpret}
 
 

@@ -30,7 +30,7 @@ def require_supported(query, state, *, power) -> None:
         features=features,
         head_dim=query.shape[-1],
         value_dim=value_dim,
-        window=state.window,
+        exact_window=state.exact_window,
         power=power,
         dtype=state.kv.dtype,
     )

@@ -27,7 +27,7 @@ class Plan:
         implementation: `reference`, `xla` or `mosaic_gpu`.
         power: the degree p of the weights.
         chunk: tokens of a chunk, or of a block of the attention form; None if the kernels choose.
-        window: tokens that every query sees exactly.
+        exact_window: tokens that every query sees exactly.
         division: what becomes of sums of weighted values and of weights.
         per_channel: whether decays are one per value instead of one per key head.
         return_state: whether the state after the last token is computed.
@@ -43,7 +43,7 @@ class Plan:
     implementation: str
     power: int
     chunk: int | None
-    window: int
+    exact_window: int
     dtype: Any
     precision: jax.lax.Precision
     division: means.Division = means.Division.POSITIVE
@@ -55,7 +55,7 @@ class Plan:
     not_taken: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.form} form by {self.implementation}, chunk {self.chunk}, window {self.window}"]
+        lines = [f"{self.form} form by {self.implementation}, chunk {self.chunk}, window {self.exact_window}"]
         lines += [f"  {form}: {flops:.3g} FLOPs in the forward pass" for form, flops in self.flops]
         lines += [f"  not {choice}: {reason}" for choice, reason in self.not_taken]
         return "\n".join(lines)
@@ -73,7 +73,7 @@ def make(
     form,
     implementation,
     chunk_size,
-    window,
+    exact_window,
     return_state,
     axis_name,
     division=means.Division.POSITIVE,
@@ -93,7 +93,7 @@ def make(
     )
     arguments.check_choice("form", form, (None, *FORMS))
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    window = arguments.check_integer("window", window, 0)
+    exact_window = arguments.check_integer("exact_window", exact_window, 0)
     if chunk_size is not None:
         chunk_size = arguments.check_integer("chunk_size", chunk_size, 1)
     return_state = arguments.check_flag("return_state", return_state)
@@ -105,7 +105,7 @@ def make(
             power_state.PowerState,
             dtype,
             power=power,
-            window=window,
+            exact_window=exact_window,
             segment_ids=segment_ids,
             **sizes,
         )
@@ -134,7 +134,7 @@ def make(
                 division=division,
                 form=candidate,
                 power=power,
-                window=window,
+                exact_window=exact_window,
                 chunk_size=chunk_size,
                 stateless=stateless,
             )
@@ -157,7 +157,7 @@ def make(
                 value_dim=sizes["value_dim"],
                 power=power,
                 chunk=chunk_size or cost.default_chunk("chunked"),
-                window=window,
+                exact_window=exact_window,
             )
             for candidate in ("attention", "chunked")
         }
@@ -192,7 +192,7 @@ def make(
         implementation=implementation,
         power=power,
         chunk=chunk_size if implementation == "mosaic_gpu" else chunk_size or cost.default_chunk(form),
-        window=window,
+        exact_window=exact_window,
         division=division,
         per_channel=per_channel,
         return_state=return_state,
@@ -255,7 +255,7 @@ def make_step(
         implementation=implementation or "xla",
         power=power,
         chunk=None,
-        window=state.window,
+        exact_window=state.exact_window,
         division=division,
         per_channel=per_channel,
         return_state=True,
@@ -335,7 +335,7 @@ def _require_divisible(axis_name, implementation, *, more_keys, stateless) -> No
         )
     if more_keys:
         raise NotImplementedError(
-            f"{divided} needs as many keys as queries; leave out kept keys, or axis_name"
+            f"{divided} needs as many keys as queries; leave out a KV cache, or axis_name"
         )
     if implementation == "reference":
         raise NotImplementedError(

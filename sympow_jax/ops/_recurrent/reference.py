@@ -100,7 +100,9 @@ def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
         *(jnp.moveaxis(x, 1, 0) for x in (tokens.key, tokens.value, tokens.log_decay, tokens.document)),
     )
     sizes = query.shape[0], *key.shape[2:], value.shape[-1]
-    empty = power_state.PowerState.zeros(*sizes, power=plan.power, window=plan.window, dtype=plan.dtype)
+    empty = power_state.PowerState.zeros(
+        *sizes, power=plan.power, exact_window=plan.exact_window, dtype=plan.dtype
+    )
     start = empty if state is None else state
     # What a loop carries varies over mesh axes as the tokens do.
     first = tuple(x + jnp.zeros_like(query, x.dtype, shape=x.shape) for x in (start.kv, start.norm))
@@ -155,12 +157,12 @@ def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:
 
 
 def _state_after(plan, tokens, state):
-    """The state after the tokens: the last `window` exactly, the tokens before them as features."""
+    """The state after the tokens: the last `exact_window` exactly, the tokens before them as features."""
     number, segment = tokens.last
     of_last = tokens.valid & (tokens.document == number[:, None])
     # How many tokens of the last document follow each of them.
     following = jnp.cumsum(of_last[:, ::-1], 1)[:, ::-1] - of_last
-    held, folded = of_last & (following < plan.window), of_last & (following >= plan.window)
+    held, folded = of_last & (following < plan.exact_window), of_last & (following >= plan.exact_window)
     # Decay from each token to the last folded one: all of it but the window's.
     log_decay = jnp.where(held[..., None, None], 0, tokens.log_decay)
     behind = jnp.pad(log_decay[:, 1:], [(0, 0), (0, 1), (0, 0), (0, 0)])
@@ -175,7 +177,7 @@ def _state_after(plan, tokens, state):
         kv, norm = old * state.kv + kv, old * old_norm + norm
     # Slot s holds the s-th of the held tokens.
     place = jnp.where(held, jnp.cumsum(held, 1) - 1, -1)
-    chosen = (place[:, :, None] == jnp.arange(2 * plan.window)).astype(plan.dtype)
+    chosen = (place[:, :, None] == jnp.arange(2 * plan.exact_window)).astype(plan.dtype)
     slots = (
         jnp.einsum("bxs,bxkd->bskd", chosen, x, precision="highest")
         for x in (tokens.key, tokens.value, tokens.log_decay)

@@ -44,7 +44,7 @@ def prepare(plan, query, key, value, log_decay, segment_ids, state) -> Prepared:
     """Puts the window of the state in front of the tokens, and positions without a token last."""
     sequence = power_state.Sequence.join(plan, key, value, log_decay, segment_ids, state)
     ragged = state is not None or segment_ids is not None
-    folds = (sequence.after >= plan.window) if plan.return_state else jnp.ones_like(sequence.valid)
+    folds = (sequence.after >= plan.exact_window) if plan.return_state else jnp.ones_like(sequence.valid)
     arrays = {
         "query": masked_queries(plan, query, sequence),
         "key": sequence.key,
@@ -57,7 +57,7 @@ def prepare(plan, query, key, value, log_decay, segment_ids, state) -> Prepared:
     valid = sequence.valid
     if plan.axis_name is not None:
         arrays, valid = context.with_halo(
-            arrays, valid, window=plan.window, ragged=ragged, axis_name=plan.axis_name
+            arrays, valid, exact_window=plan.exact_window, ragged=ragged, axis_name=plan.axis_name
         )
     order = None
     if ragged:
@@ -83,11 +83,11 @@ def state_after(plan, sequence, kv, norm) -> power_state.PowerState:
     """The state that holds these sums and the last tokens of the sequence."""
     # A document that is all within the window has folded nothing: what was folded belongs to others.
     last = sequence.after < jnp.iinfo(jnp.int32).max
-    keeps = (sequence.document[:, -1] == 0) | (last.sum(1) > plan.window)
+    keeps = (sequence.document[:, -1] == 0) | (last.sum(1) > plan.exact_window)
     return power_state.PowerState(
         kv=jnp.where(_with_rank(keeps, kv.ndim), kv, 0),
         norm=jnp.where(_with_rank(keeps, norm.ndim), norm, 0),
-        **power_state.window_of(sequence, plan.window, plan.dtype),
+        **power_state.window_of(sequence, plan.exact_window, plan.dtype),
     )
 
 

@@ -49,7 +49,7 @@ class PowerState:
         value_dim: int,
         *,
         power: int,
-        window: int = 64,
+        exact_window: int = 64,
         per_channel: bool = False,
         dtype=jnp.float32,
     ) -> "PowerState":
@@ -60,7 +60,7 @@ class PowerState:
         sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         cost.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, per_channel=per_channel, **sizes)
         features = feature_maps.symmetric_power_dim(head_dim, power)
-        slots = 2 * window
+        slots = 2 * exact_window
         channels = (value_dim,) if per_channel else ()
         return cls(
             kv=jnp.zeros((batch, kv_heads, features, value_dim), dtype),
@@ -80,7 +80,7 @@ class PowerState:
         return cls("B K F E", "B K F" + channels, held + " D", held + " E", decays, "B", "B")  # type: ignore[arg-type]
 
     @property
-    def window(self) -> int:
+    def exact_window(self) -> int:
         """W: every query sees at least its last W keys exactly."""
         return self.keys.shape[1] // 2
 
@@ -125,10 +125,10 @@ class Sequence:
             log_decay = jnp.zeros_like(key, plan.dtype, shape=(batch, time, kv_heads, *channels))
         log_decay = log_decay.astype(plan.dtype)
         if state is None:
-            window = {"keys": key[:, :0], "values": value[:, :0], "log_decays": log_decay[:, :0]}
+            exact_window = {"keys": key[:, :0], "values": value[:, :0], "log_decays": log_decay[:, :0]}
             length, previous = jnp.zeros(batch, jnp.int32), jnp.full(batch, documents.NO_SEGMENT, jnp.int32)
         else:
-            window = {name: getattr(state, name) for name in ("keys", "values", "log_decays")}
+            exact_window = {name: getattr(state, name) for name in ("keys", "values", "log_decays")}
             length, previous = state.length, state.segment
         if segment_ids is None:
             segment = jnp.where(previous == documents.NO_SEGMENT, 0, previous)
@@ -137,18 +137,18 @@ class Sequence:
             if plan.axis_name is not None:
                 previous = documents.segment_before(segment_ids, plan.axis_name)
             start, valid, segment = documents.boundaries(segment_ids, previous)
-        held = jnp.arange(window["keys"].shape[1]) < length[:, None]
+        held = jnp.arange(exact_window["keys"].shape[1]) < length[:, None]
         valid = jnp.concatenate([held, valid], 1)
         start = jnp.concatenate([jnp.zeros_like(held), start], 1)
 
-        def joined(window, new):
-            both = jnp.concatenate([window.astype(jnp.result_type(window, new)), new], 1)
+        def joined(exact_window, new):
+            both = jnp.concatenate([exact_window.astype(jnp.result_type(exact_window, new)), new], 1)
             return jnp.where(valid.reshape(valid.shape + (1,) * (new.ndim - 2)), both, 0)
 
         return cls(
-            key=joined(window["keys"], key),
-            value=joined(window["values"], value),
-            log_decay=joined(window["log_decays"], log_decay),
+            key=joined(exact_window["keys"], key),
+            value=joined(exact_window["values"], value),
+            log_decay=joined(exact_window["log_decays"], log_decay),
             valid=valid,
             start=start,
             segment=segment,
@@ -168,17 +168,17 @@ class Sequence:
         return jnp.where(last, following, jnp.iinfo(jnp.int32).max)
 
 
-def window_of(sequence: Sequence, window: int, dtype) -> dict[str, Array]:
+def window_of(sequence: Sequence, exact_window: int, dtype) -> dict[str, Array]:
     """The window fields of the state behind `sequence`: its last min(W, length of the document) tokens."""
-    held = sequence.after < window
+    held = sequence.after < exact_window
     # A stable sort brings the held tokens to the front in order of time; slots beyond them are zeroed.
-    order = jnp.argsort(~held, axis=1, stable=True)[:, : 2 * window]
+    order = jnp.argsort(~held, axis=1, stable=True)[:, : 2 * exact_window]
     length = held.sum(1, dtype=jnp.int32)
-    in_use = jnp.arange(2 * window) < length[:, None]
+    in_use = jnp.arange(2 * exact_window) < length[:, None]
 
     def slots(x):
         taken = jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
-        taken = jnp.pad(taken, [(0, 0), (0, 2 * window - taken.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        taken = jnp.pad(taken, [(0, 0), (0, 2 * exact_window - taken.shape[1])] + [(0, 0)] * (x.ndim - 2))
         return jnp.where(in_use.reshape(in_use.shape + (1,) * (x.ndim - 2)), taken, 0).astype(dtype)
 
     return {

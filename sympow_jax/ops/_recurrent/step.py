@@ -22,7 +22,7 @@ def step(plan, query, key, value, log_decay, segment_ids, state, *, read=None, f
     """
     read = read or (_read_channels if plan.per_channel else _read)
     fold = fold or (_fold_channels if plan.per_channel else _fold)
-    dtype, window = plan.dtype, plan.window
+    dtype, exact_window = plan.dtype, plan.exact_window
     batch, kv_heads, head_dim = key.shape
     valid, state = _enter_document(state, segment_ids)
     # Bounded decays keep the sums over the window finite.
@@ -30,7 +30,7 @@ def step(plan, query, key, value, log_decay, segment_ids, state, *, read=None, f
         log_decay = jnp.zeros_like(value if plan.per_channel else key[..., 0])
     token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay.astype(dtype), False)}
     token = {name: x[:, None].astype(dtype) for name, x in token.items()}
-    if window == 0:
+    if exact_window == 0:
         state = dataclasses.replace(state, **fold(plan, state, token, valid))
     else:
         state = _appended(state, token, valid)
@@ -39,10 +39,12 @@ def step(plan, query, key, value, log_decay, segment_ids, state, *, read=None, f
     if plan.division is not means.Division.NONE:
         query = rows_of.unit_scale(query)
     out = jnp.where(valid[:, None, None, None], read(plan, query, state), 0)
-    if window:
+    if exact_window:
         # What is folded is read first: else XLA keeps a copy to read from.
         out, state = jax.lax.optimization_barrier((out, state))
-        state = _in_place(functools.partial(_fold_window, plan, fold), state.length == 2 * window, state)
+        state = _in_place(
+            functools.partial(_fold_window, plan, fold), state.length == 2 * exact_window, state
+        )
     out = out.reshape(batch, -1, out.shape[-1])
     return out if plan.division is means.Division.NONE else out.astype(value.dtype), state
 
@@ -62,7 +64,7 @@ def _enter_document(state, segment_ids):
 def _appended(state, token, rows):
     """The state with a token in the next slot of the window, in the chosen rows."""
     # Written in place where the state is donated; a slot beyond the window is no slot.
-    slot = jnp.where(rows, state.length, 2 * state.window)
+    slot = jnp.where(rows, state.length, 2 * state.exact_window)
     put = jax.vmap(lambda held, i, x: held.at[i].set(x[0], mode="drop"))
     fields = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
     return dataclasses.replace(state, **fields, length=state.length + rows)
@@ -124,8 +126,8 @@ def _read_channels(plan, query, state):
     phi = feature_maps.symmetric_power(query, plan.power)
     to_query = decays.exp(log_decay.sum(-1))[:, :, None]
 
-    def sums(window, folded):
-        near = jnp.einsum("bkgw,bkew->bkge", scores, window, precision=plan.precision)
+    def sums(exact_window, folded):
+        near = jnp.einsum("bkgw,bkew->bkge", scores, exact_window, precision=plan.precision)
         return near + to_query * jnp.einsum("bkgf,bkfe->bkge", phi, folded, precision=plan.precision)
 
     numerator = sums(decay * jnp.moveaxis(state.values, 1, 3), state.kv)
@@ -134,13 +136,13 @@ def _read_channels(plan, query, state):
 
 def _fold_window(plan, fold, full, state):
     """Folds the oldest W of 2W tokens in the rows that are full."""
-    window = plan.window
+    exact_window = plan.exact_window
     names = ("keys", "values", "log_decays")
-    oldest = {name: getattr(state, name)[:, :window] for name in names}
-    newest = {name: getattr(state, name)[:, window:] for name in names}
+    oldest = {name: getattr(state, name)[:, :exact_window] for name in names}
+    newest = {name: getattr(state, name)[:, exact_window:] for name in names}
     shifted = {name: jnp.concatenate([x, jnp.zeros_like(x)], 1) for name, x in newest.items()}
     folded = fold(plan, state, oldest, full)
-    state = _replaced(state, full, **shifted, length=state.length - window)
+    state = _replaced(state, full, **shifted, length=state.length - exact_window)
     return dataclasses.replace(state, **folded)
 
 

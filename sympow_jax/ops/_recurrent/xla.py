@@ -147,7 +147,7 @@ def _folded(plan, sequence, state):
     """kv and norm after all of the sequence but its window."""
     power, precision = plan.power, plan.precision
     key, value, decay = _keys_time_last(sequence)
-    folds = (sequence.after >= plan.window)[:, None]
+    folds = (sequence.after >= plan.exact_window)[:, None]
     folded_decay = jnp.where(folds, decay, 0)
     sums = _sums_from(folded_decay)
     weight = jnp.where(folds, decays.exp(sums[..., 1:]), 0)
@@ -189,7 +189,7 @@ def fold_all(value, key, *, power, precision):
 
 
 def _groups_of(kv, norm, head_dim: int, power: int) -> features.Groups:
-    """A state as the cores hold it, [B, K, F_g, E+1] a group, the normaliser a column of its own."""
+    """A state as the cores hold it, [B, K, F_g, E+1] a group, the normalizer a column of its own."""
     return features.from_canonical(jnp.concatenate([kv, norm[..., None]], -1), head_dim, power)
 
 

@@ -184,15 +184,17 @@ def check_state(
     head_dim: int,
     value_dim: int,
     power: int,
-    window: int | None = None,
+    exact_window: int | None = None,
     segment_ids=None,
 ) -> None:
     """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window.
 
     Segment ids, if given, must fit in the dtype of the state's.
     """
-    of_window = "" if window is None else f", window={window}"
-    made = f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_window})"
+    of_exact_window = "" if exact_window is None else f", exact_window={exact_window}"
+    made = (
+        f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_exact_window})"
+    )
     if not isinstance(state, kind):
         raise ValueError(f"the state is a {type(state).__name__}; make it with {made}")
     expected = (batch, kv_heads, math.comb(head_dim + power - 1, power), value_dim)
@@ -206,9 +208,10 @@ def check_state(
             f"the state has dtype {state.kv.dtype}; it must be {dtype}, in which inputs of this dtype accumulate; make "
             f"it with {made[:-1]}, dtype={jnp.dtype(dtype).name!r})"
         )
-    if window is not None and state.window != window:
+    if exact_window is not None and state.exact_window != exact_window:
         raise ValueError(
-            f"window is {window} and initial_state has {state.window}; pass window={state.window}"
+            f"exact_window is {exact_window} and initial_state has {state.exact_window}; pass "
+            f"exact_window={state.exact_window}"
         )
     if segment_ids is not None and segment_ids.dtype.itemsize > state.segment.dtype.itemsize:
         raise ValueError(
@@ -246,7 +249,7 @@ def check_linear_state(
     if separate != (state.denominator is not None):
         has = "no" if separate else "a"
         raise ValueError(
-            f"the state has {has} denominator of its own, unlike this turn and normaliser; {made}"
+            f"the state has {has} denominator of its own, unlike this turn and normalizer; {made}"
         )
     expected = (batch, kv_heads, turned_dim or math.comb(head_dim + power - 1, power), value_dim)
     if state.numerator.kv.shape != expected:

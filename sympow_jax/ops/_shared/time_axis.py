@@ -77,7 +77,7 @@ def by_heads(
     if key.shape[1] > query.shape[1]:
         raise NotImplementedError(
             f"time is divided over the mesh axis {axis_name!r}, which needs as many keys as queries, not "
-            f"{key.shape[1]} and {query.shape[1]}; leave out kept keys, or axis_name"
+            f"{key.shape[1]} and {query.shape[1]}; leave out a KV cache, or axis_name"
         )
     devices, heads, kv_heads = jax.lax.axis_size(axis_name), query.shape[2], key.shape[2]
     repeats = _repeats(heads, kv_heads, devices)

@@ -16,7 +16,7 @@ from sympow_jax.ops._recurrent import cost
 
 __all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel"]
 
-Memory = ops.PowerState | ops.LinearState | ops.KeyValueState
+Memory = ops.PowerState | ops.LinearState | ops.KVCache
 """What a kernel carries from one call to the next: a recurrent state or a KV cache."""
 
 
@@ -97,7 +97,7 @@ class Kernel(abc.ABC):
     def attend_cache(
         self,
         query: Float[Array, "B T N D"],
-        cache: ops.KeyValueState,
+        cache: ops.KVCache,
         *,
         rotate: positions.Rotation | None,
         log_decay: Float[Array, "B S K"] | None,
@@ -112,9 +112,9 @@ class Kernel(abc.ABC):
             segment_ids=cache.segment_ids,
         )
 
-    def init_cache(self, batch: int, capacity: int) -> ops.KeyValueState:
+    def init_cache(self, batch: int, capacity: int) -> ops.KVCache:
         """Returns an empty KV cache with room for `capacity` positions of each row."""
-        return ops.KeyValueState.zeros(
+        return ops.KVCache.zeros(
             batch,
             capacity,
             self.num_kv_heads,
@@ -145,7 +145,7 @@ class Kernel(abc.ABC):
         """Returns the output from a recurrent state, and the state after it; arguments as for `attend`."""
         raise ValueError(f"kernel {self.attention.kernel!r} has no recurrent state; use a KV cache")
 
-    def compress(self, cache: ops.KeyValueState) -> Memory:
+    def compress(self, cache: ops.KVCache) -> Memory:
         """Returns the recurrent state of the positions in a cache; NaN in rows whose document has outgrown it.
 
         Raises:
@@ -165,7 +165,7 @@ class Kernel(abc.ABC):
         return None if self.cache_policy is CachePolicy.ALWAYS else 0
 
     def state_bytes(
-        self, *, bytes_per_element: int = 4, feature_map: str = "symmetric", normaliser: bool = True
+        self, *, bytes_per_element: int = 4, feature_map: str = "symmetric", normalizer: bool = True
     ) -> int:
         """Returns the bytes of the recurrent state of one row; `models.state_bytes` documents the arguments.
 
@@ -233,8 +233,8 @@ class RecurrentKernel(Kernel):
 
     @property
     @abc.abstractmethod
-    def num_normaliser_elements(self) -> int:
-        """Elements of the state's normaliser per key/value head."""
+    def num_normalizer_elements(self) -> int:
+        """Elements of the state's normalizer per key/value head."""
 
     @property
     @abc.abstractmethod
@@ -250,14 +250,14 @@ class RecurrentKernel(Kernel):
         out, state = self.step(rotate)(query[:, 0], key[:, 0], value[:, 0], state=state, **token)
         return out[:, None], state
 
-    def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normaliser=True):
+    def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
         """Returns the bytes of the recurrent state of one row; `feature_map` matters to powers alone."""
         return self._state_bytes(
-            self.num_features, self.num_normaliser_elements, bytes_per_element, normaliser
+            self.num_features, self.num_normalizer_elements, bytes_per_element, normalizer
         )
 
-    def _state_bytes(self, features: int, normalisers: int, bytes_per_element: int, normaliser: bool) -> int:
-        elements = features * self.head_dim + (normalisers if normaliser else 0)
+    def _state_bytes(self, features: int, normalizers: int, bytes_per_element: int, normalizer: bool) -> int:
+        elements = features * self.head_dim + (normalizers if normalizer else 0)
         return self.num_kv_heads * elements * bytes_per_element
 
     def flops_per_token(self, context_length):
@@ -286,7 +286,7 @@ class RecurrentKernel(Kernel):
         flops = (self.num_heads + self.num_kv_heads) * update
         if self.attention.causal:
             chunk = self.attention.chunk_size or cost.default_chunk(form)
-            flops += self.num_heads * (compared + columns) * (chunk + 2 * self.attention.window)
+            flops += self.num_heads * (compared + columns) * (chunk + 2 * self.attention.exact_window)
         return flops
 
     def _pairwise_options(self):

@@ -41,7 +41,7 @@ class LinearKernel(kernel.RecurrentKernel):
             **self._features(rotate),
             form=attention.form,
             chunk_size=attention.chunk_size,
-            window=attention.window,
+            exact_window=attention.exact_window,
         )
 
     def step(self, rotate):
@@ -57,8 +57,8 @@ class LinearKernel(kernel.RecurrentKernel):
             feature_map=attention.feature_map,
             power=attention.power,
             turned_dim=self.rotated_dim,
-            normaliser=attention.normaliser,
-            window=attention.window,
+            normalizer=attention.normalizer,
+            exact_window=attention.exact_window,
         )
 
     @property
@@ -91,8 +91,8 @@ class LinearKernel(kernel.RecurrentKernel):
         return self.rotated_dim or self.mapped_dim
 
     @property
-    def num_normaliser_elements(self):
-        return self.num_features if self.attention.normaliser == "rotated" else self.mapped_dim
+    def num_normalizer_elements(self):
+        return self.num_features if self.attention.normalizer == "rotated" else self.mapped_dim
 
     @property
     def flop_shape(self):
@@ -106,6 +106,6 @@ class LinearKernel(kernel.RecurrentKernel):
             "power": attention.power,
             "feature_map": attention.feature_map,
             "turn": rotate,
-            "normaliser": attention.normaliser,
+            "normalizer": attention.normalizer,
             "implementation": attention.implementation,
         }

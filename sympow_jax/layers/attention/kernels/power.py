@@ -47,7 +47,7 @@ class PowerKernel(kernel.RecurrentKernel):
         options = {
             "power": attention.power,
             "chunk_size": attention.chunk_size,
-            "window": attention.window,
+            "exact_window": attention.exact_window,
             "implementation": attention.implementation,
         }
         return functools.partial(ops.power_attention, **options, form=attention.form)
@@ -61,7 +61,7 @@ class PowerKernel(kernel.RecurrentKernel):
     def init_state(self, batch):
         attention, sizes = self.attention, (batch, self.num_kv_heads, self.compared_dim, self.head_dim)
         return ops.PowerState.zeros(
-            *sizes, power=attention.power, window=attention.window, per_channel=self._per_channel
+            *sizes, power=attention.power, exact_window=attention.exact_window, per_channel=self._per_channel
         )
 
     def compress(self, cache):
@@ -92,30 +92,30 @@ class PowerKernel(kernel.RecurrentKernel):
     def max_cache_length(self):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().max_cache_length
-        # The state holds kv, the normaliser, and a window of 2 W keys and values in addition.
+        # The state holds kv, the normalizer, and a window of 2 W keys and values in addition.
         elements = self.num_features * (self.head_dim + 1)
-        return elements // (self.compared_dim + self.head_dim) + 2 * self.attention.window
+        return elements // (self.compared_dim + self.head_dim) + 2 * self.attention.exact_window
 
     @property
     def num_features(self):
         return ops.symmetric_power_dim(self.compared_dim, self.attention.power)
 
     @property
-    def num_normaliser_elements(self):
+    def num_normalizer_elements(self):
         return self.num_features * self._decays_per_head
 
     @property
     def flop_shape(self):
-        # The normaliser of a decay per channel is as large as the state; else it does not count.
+        # The normalizer of a decay per channel is as large as the state; else it does not count.
         columns = 2 * self.head_dim if self._per_channel else self.head_dim
         return self.compared_dim, columns, self.attention.power
 
-    def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normaliser=True):
+    def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
         features = (
             self.num_features if feature_map == "symmetric" else self.compared_dim**self.attention.power
         )
-        normalisers = features * self._decays_per_head
-        return self._state_bytes(features, normalisers, bytes_per_element, normaliser)
+        normalizers = features * self._decays_per_head
+        return self._state_bytes(features, normalizers, bytes_per_element, normalizer)
 
     def flops_per_token(self, context_length):
         # Decays per channel have no attention form.

@@ -1,4 +1,4 @@
-"""Kept keys and values: the state of attention that folds nothing."""
+"""KV cache: the state of attention that folds nothing."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents
 from sympow_jax.ops._shared import arguments, calls
 
-__all__ = ["KeyValueState"]
+__all__ = ["KVCache"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KeyValueState:
+class KVCache:
     """The last S positions, newest last; a pytree that the caller owns. Empty slots look like padding.
 
     With T new positions behind them (`append`) they are the S + T keys of `softmax_attention` or of the
@@ -39,7 +39,7 @@ class KeyValueState:
     @classmethod
     def zeros(
         cls, batch: int, capacity: int, kv_heads: int, head_dim: int, value_dim: int, *, dtype=jnp.float32
-    ) -> "KeyValueState":
+    ) -> "KVCache":
         """The state before any token, with room for `capacity` positions."""
         return cls(
             key=jnp.zeros((batch, capacity, kv_heads, head_dim), dtype),
@@ -51,7 +51,7 @@ class KeyValueState:
         )
 
     @classmethod
-    def layout(cls) -> "KeyValueState":
+    def layout(cls) -> "KVCache":
         """The axes of each array."""
         return cls("B S K D", "B S K E", "B S K", "B S", "B", "B")  # type: ignore[arg-type]
 
@@ -61,18 +61,18 @@ class KeyValueState:
         value: Float[Array, "B T K E"],
         log_decay: Float[Array, "B T K"] | None,
         segment_ids: Int[Array, "B T"] | None,
-    ) -> tuple["KeyValueState", Bool[Array, "B T"]]:
+    ) -> tuple["KVCache", Bool[Array, "B T"]]:
         """The S + T positions that the new ones attend to, and which of the new ones miss keys."""
         key, value, log_decay, segment_ids = arguments.to_arrays(
             key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
         )
         return _appended(None, state=self, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids)
 
-    def without_gaps(self) -> "KeyValueState":
+    def without_gaps(self) -> "KVCache":
         """The same positions with padding in front, where its slots are the first to be dropped."""
         return _without_gaps(None, state=self, segment_ids=self.segment_ids, key=self.key)
 
-    def newest(self, capacity: int) -> "KeyValueState":
+    def newest(self, capacity: int) -> "KVCache":
         """The last `capacity` positions, at most as many as there are."""
         return _newest(capacity, state=self, segment_ids=self.segment_ids, key=self.key)
 
@@ -80,7 +80,7 @@ class KeyValueState:
 _LAYOUTS = {"key": "B T K D", "value": "B T K E", "segment_ids": "B T"}
 
 
-@calls.op(_LAYOUTS, lambda _: (KeyValueState.layout(), "B T"))
+@calls.op(_LAYOUTS, lambda _: (KVCache.layout(), "B T"))
 def _appended(_, state, key, value, log_decay, segment_ids):
     batch, time, kv_heads, _ = key.shape
     if log_decay is None:
@@ -97,17 +97,17 @@ def _appended(_, state, key, value, log_decay, segment_ids):
     # In the wider dtype of the two: ids that wrap could be equal.
     joined["segment_ids"] = jnp.concatenate([state.segment_ids, segment_ids], axis=1)
     complete = state.complete | starts.any(axis=1)
-    return KeyValueState(**joined, segment=last, complete=complete), continues & ~state.complete[:, None]
+    return KVCache(**joined, segment=last, complete=complete), continues & ~state.complete[:, None]
 
 
-@calls.op(_LAYOUTS, lambda _: KeyValueState.layout())
+@calls.op(_LAYOUTS, lambda _: KVCache.layout())
 def _without_gaps(_, state, key, segment_ids):
     order = jnp.argsort(segment_ids >= 0, axis=1, stable=True)
 
     def in_order(x):
         return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
 
-    return KeyValueState(
+    return KVCache(
         key=in_order(key),
         value=in_order(state.value),
         log_decay=in_order(state.log_decay),
@@ -117,14 +117,14 @@ def _without_gaps(_, state, key, segment_ids):
     )
 
 
-@calls.op(_LAYOUTS, lambda capacity: KeyValueState.layout())
+@calls.op(_LAYOUTS, lambda capacity: KVCache.layout())
 def _newest(capacity, state, key, segment_ids):
     nothing = jnp.full_like(state.segment, documents.NO_SEGMENT)
     starts, valid, _ = documents.boundaries(segment_ids, nothing)
     document = jnp.cumsum(starts, axis=1)
     dropped = segment_ids.shape[1] - capacity
     outgrown = (valid & (document == document[:, -1:]))[:, :dropped].any(axis=1)
-    return KeyValueState(
+    return KVCache(
         key=key[:, dropped:],
         value=state.value[:, dropped:],
         log_decay=state.log_decay[:, dropped:],
