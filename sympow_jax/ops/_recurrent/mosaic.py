@@ -29,6 +29,12 @@ _SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, means.STATES_SAVED_AS) | d
     ("out", "denominator", "exponent"), means.SAVED_AS
 )
 _DIFFERENTIABLE = ("query", "key", "value", "log_decay")
+# First axes of the arrays around the kernels: the batch, time and the heads.
+_LAYOUTS = (
+    dict.fromkeys(("query", "key", "value", "log_decay", "out", "dout", "denominator", "exponent"), "BTH")
+    | dict.fromkeys(("kv", "norm", "final_kv", "final_norm", *state_kernel.Saved._fields), "BH")
+    | dict.fromkeys(("segment_ids", "folds", "rows"), "B")
+)
 
 
 def require_supported(query, value, *, form, power, exact_window, chunk_size, stateless) -> None:
@@ -212,7 +218,7 @@ def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
     """f of each device's share of the batch and the heads, since the partitioner cannot divide a kernel.
 
     With the axes of the mesh in scope that are not yet manual; without any, f itself. f takes a dictionary of arrays
-    and returns one of `outputs`; names say where the batch and the heads are.
+    and returns one of `outputs`; `_LAYOUTS` has their axes.
     """
     arrays = {name: x for name, x in arrays.items() if x is not None}
     mesh = jax.sharding.get_abstract_mesh()
@@ -240,12 +246,9 @@ def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
 
 
 def _spec(name, batch, head, time=None):
-    """How an array of that name is divided, given the mesh axes of the batch, the heads and time."""
-    if name in ("segment_ids", "folds", "rows"):
-        return jax.sharding.PartitionSpec(batch)
-    if name.endswith(("kv", "norm")) or name in state_kernel.Saved._fields:
-        return jax.sharding.PartitionSpec(batch, head)
-    return jax.sharding.PartitionSpec(batch, time, head)
+    """How an array of `_LAYOUTS` is sharded, given the mesh axes of the batch, the heads and time."""
+    axes = {"B": batch, "T": time, "H": head}
+    return jax.sharding.PartitionSpec(*(axes[letter] for letter in _LAYOUTS[name]))
 
 
 def _over(names, spec):
