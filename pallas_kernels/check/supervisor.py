@@ -105,13 +105,18 @@ def run_all(
         return outcome
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(one, case) for case in cases]
         try:
-            yield from pool.map(one, cases)
+            for future in futures:
+                yield future.result()
         except BaseException:
-            # Ctrl-C does not reach processes in sessions of their own.
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(_running):
-                _end(process)
+            # Ctrl-C does not reach processes in sessions of their own, and some may only just be starting.
+            for future in futures:
+                future.cancel()
+            while not all(future.done() for future in futures):
+                for process in list(_running):
+                    _end(process)
+                time.sleep(0.05)
             raise
 
 

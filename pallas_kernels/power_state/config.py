@@ -248,9 +248,9 @@ def _needs_of_rows(dtype, chunk, exact_window):
     return {
         f"bfloat16 inputs, not {jnp.dtype(dtype).name}": dtype == jnp.bfloat16,
         f"a chunk that is a positive multiple of {BLOCK}, not {chunk}": chunk > 0 and chunk % BLOCK == 0,
-        f"a window that is a multiple of {BLOCK}, not {exact_window}": exact_window >= 0
+        f"an exact_window that is a multiple of {BLOCK}, not {exact_window}": exact_window >= 0
         and exact_window % BLOCK == 0,
-        f"a window no longer than the chunk of {chunk}, not {exact_window}": exact_window <= chunk,
+        f"an exact_window no longer than the chunk of {chunk}, not {exact_window}": exact_window <= chunk,
         f"at most {_COPIED * BLOCK} positions in a chunk and its window, not {chunk + exact_window}": (
             chunk + exact_window <= _COPIED * BLOCK
         ),
