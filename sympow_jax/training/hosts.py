@@ -21,8 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from pallas_kernels.check import verdict
-
 __all__ = [
     "TIMEOUT",
     "Launch",
@@ -138,6 +136,8 @@ def join(launch: Launch | None) -> None:
             f"{jax.process_count()} processes; each must have as many"
         )
     # Kernels are used where every process has found them right, so that all compile the same program.
+    from pallas_kernels.check import verdict
+
     verdict.agree(jax.devices()[0].device_kind)
 
 
