@@ -68,7 +68,8 @@ def check_programs(found):
             # Queries, keys, values, decays and outputs, and the gradients of each.
             assert sum(kind == "all-to-all" for kind, _ in collectives) == 2 * 5, (case, collectives)
             assert kinds == {"all-to-all", "all-gather"}, (case, kinds)
-            assert gathered == [ids], (case, gathered)
+            # Segment ids; what a document's NaN may reach is a few bytes a row.
+            assert [size for size in gathered if size > summaries] == [ids], (case, gathered)
 
 
 def check_kernels(found):
