@@ -3,10 +3,8 @@
 import json
 import pathlib
 import re
-import shutil
-import subprocess
 
-__all__ = ["File", "driver"]
+__all__ = ["File"]
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
@@ -29,12 +27,3 @@ class File:
         if (path := self.path(content["machine"])) is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-def driver() -> str | None:
-    """The GPU driver's version, as nvidia-smi says it."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    return lines[0] if lines else None

@@ -6,6 +6,7 @@ import fcntl
 import functools
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -22,6 +23,7 @@ __all__ = [
     "medians",
     "queued",
     "spread",
+    "turns",
 ]
 
 # Names the file by whose lock workers take turns on the device; without it there is one worker.
@@ -42,6 +44,26 @@ class Sample:
 
     seconds: float
     host_bound: bool
+
+
+@contextlib.contextmanager
+def turns(jobs: int) -> Iterator[None]:
+    """Lets the processes started within, if there are several, take turns on the device and share its memory."""
+    if jobs == 1:
+        yield
+        return
+    with tempfile.NamedTemporaryFile() as lock:
+        inherited = {LOCK: lock.name, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        before = {name: os.environ.get(name) for name in inherited}
+        os.environ |= inherited
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 @contextlib.contextmanager

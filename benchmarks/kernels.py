@@ -20,10 +20,8 @@ same run. Memory is what a call takes at once with its arguments and results, by
 import argparse
 import concurrent.futures
 import itertools
-import os
 import pathlib
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +30,7 @@ import rich.console
 import rich.table
 
 from benchmarks import _peers, _report, _shapes, _timing, _worker
+from pallas_kernels.check import verdict
 
 BRIEF_SECONDS = 450.0
 # Without an event for so long, a worker hangs: compilation takes a minute or two, tuning Triton's kernels more.
@@ -71,7 +70,7 @@ class Report:
     """The machine, its ceilings and the rows so far, written to a file whenever something is added."""
 
     def __init__(self, path: pathlib.Path | None, suffix: str):
-        self.content: dict = {"machine": {"driver": _report.driver()}, "ceilings": {}, "rows": []}
+        self.content: dict = {"machine": {"driver": verdict.driver_version()}, "ceilings": {}, "rows": []}
         self._file = _report.File("kernels", path, suffix)
         self._lock = threading.Lock()
 
@@ -96,10 +95,8 @@ def _measure(comparisons, report, smoke, started, jobs):
         return
     brief = all(comparison.part == "brief" for comparison in comparisons)
     deadline = started + BRIEF_SECONDS if brief else float("inf")
-    with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ThreadPoolExecutor(jobs + 1) as pool:
-        # Workers inherit both: they take turns, and leave memory to each other.
-        if jobs > 1:
-            os.environ |= {_timing.LOCK: lock.name, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    # PyTorch has a worker of its own.
+    with _timing.turns(jobs + bool(theirs)), concurrent.futures.ThreadPoolExecutor(jobs + 1) as pool:
         # Comparisons are dealt out in order, so that those that decide most come first in every worker. A worker that
         # waits for the others is silent for longer.
         silence = (BRIEF_SILENCE if brief else SILENCE["jax"]) * (1 + jobs / 4)

@@ -17,11 +17,9 @@ import argparse
 import concurrent.futures
 import dataclasses
 import itertools
-import os
 import pathlib
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 
@@ -32,6 +30,7 @@ import rich.console
 import rich.table
 
 from benchmarks import _contenders, _report, _timing, _training, _worker
+from pallas_kernels.check import verdict
 
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")
@@ -101,7 +100,7 @@ def _options(arguments):
 
 def _measure(runs, file, deadline, silence, jobs) -> dict:
     """The report of all runs, written to the file whenever a row is added."""
-    report: dict = {"machine": {"driver": _report.driver()}, "rows": []}
+    report: dict = {"machine": {"driver": verdict.driver_version()}, "rows": []}
 
     def measured(run):
         row = {"context": run.context, "preset": run.preset, "tokens": run.tokens}
@@ -113,10 +112,7 @@ def _measure(runs, file, deadline, silence, jobs) -> dict:
             row |= event.get("row", {})
         return machine, row
 
-    with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        if jobs > 1:
-            # Processes inherit both: they take turns, and leave memory to each other.
-            os.environ |= {_timing.LOCK: lock.name, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with _timing.turns(jobs), concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         for machine, row in pool.map(measured, runs):
             report["machine"] |= machine
             report["rows"].append(row)

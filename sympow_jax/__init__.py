@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_MODULES = (
-    "array_types",
-    "config",
-    "data",
-    "evaluation",
-    "generation",
-    "layers",
-    "models",
-    "ops",
-    "training",
-    "weights",
-)
-
 __all__ = [
     "__version__",
     "array_types",
@@ -60,12 +47,12 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
     if name == "__version__":
         # Reading the metadata of packages takes longer than the rest of the import.
         metadata = importlib.import_module("importlib.metadata")
         return metadata.version("sympow-jax")
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

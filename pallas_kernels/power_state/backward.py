@@ -194,9 +194,9 @@ def _attend_vjp(prepared, saved, dual, config, *, chunk, exact_window, length, i
         **options,
     )
     dkey, dvalue, of_keys = key_kernel.key_vjp(
-        preparation_vjp.at_least(of.key, length),
+        preparation_vjp.lengthened(of.key, max(length, of.key.shape[1])),
         _scalars_of_keys(of, length).astype(dual.states.dtype),
-        preparation_vjp.at_least(of.value, length),
+        preparation_vjp.lengthened(of.value, max(length, of.value.shape[1])),
         dual.states,
         preparation.split(dual.norms, jnp.bfloat16, 2),
         unit,

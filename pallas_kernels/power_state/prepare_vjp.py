@@ -13,7 +13,6 @@ __all__ = [
     "Dual",
     "Mean",
     "Sums",
-    "at_least",
     "columns",
     "decay_gradient",
     "decays_of_keys",
@@ -111,11 +110,6 @@ def lengthened(x, length, axis=1):
     """x cut off, or filled up with zeros, at a length of an axis."""
     x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
     return jnp.pad(x, [(0, length - n if a == axis else 0) for a, n in enumerate(x.shape)])
-
-
-def at_least(x, length):
-    """x filled up with zeros to a length of its second axis; longer, as it is, since nothing needs to be copied."""
-    return jnp.pad(x, [(0, max(length - n, 0) if a == 1 else 0) for a, n in enumerate(x.shape)])
 
 
 def vectors(*rows):
