@@ -4,7 +4,6 @@
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import _expressive_blocks, documents
 from sympow_jax.ops._recurrent import cost
-from sympow_jax.ops._shared import arguments, calls, nonfinite, time_axis
+from sympow_jax.ops._shared import calls, nonfinite, pairwise, time_axis
 from sympow_jax.ops._shared import decay as decays
 
 __all__ = ["expressive_attention"]
@@ -79,34 +78,20 @@ def expressive_attention(
         >>> ops.expressive_attention(query, key, value).shape
         (1, 32, 4, 16)
     """
-    query, key, value, log_decay, segment_ids = arguments.to_arrays(
-        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    plan, arrays = pairwise.prepare(
+        query,
+        key,
+        value,
+        log_decay,
+        segment_ids,
+        causal=causal,
+        scale=scale,
+        implementation="xla" if implementation is None else implementation,
+        implementations=_IMPLEMENTATIONS,
+        block_size=block_size,
+        axis_name=axis_name,
     )
-    causal = arguments.check_flag("causal", causal)
-    arguments.check_attention(query, key, value, log_decay, segment_ids, causal=causal)
-    arguments.check_choice("implementation", implementation, (None, *_IMPLEMENTATIONS))
-    block_size = arguments.check_integer("block_size", block_size, 1)
-    fixed, traced = calls.static_or_traced(scale)
-    plan = _Plan(causal, fixed, implementation or "xla", block_size, axis_name)
-    return _call(
-        plan,
-        query=query,
-        key=key,
-        value=value,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
-        scale=traced,
-    )
-
-
-class _Plan(NamedTuple):
-    """What is static of a call."""
-
-    causal: bool
-    scale: float | None
-    implementation: str
-    block_size: int
-    axis_name: str | None
+    return _call(plan, **arrays)
 
 
 @calls.op(calls.ATTENTION, lambda plan: "B T N E")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, fixed_point
-from sympow_jax.ops._shared import arguments, calls, nonfinite, target, time_axis
+from sympow_jax.ops._shared import calls, nonfinite, pairwise, target, time_axis
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -75,34 +75,20 @@ def softmax_attention(
         >>> ops.softmax_attention(query, key, value, log_decay=jnp.broadcast_to(-slopes, (1, 32, 2))).shape
         (1, 32, 4, 16)
     """
-    query, key, value, log_decay, segment_ids = arguments.to_arrays(
-        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    plan, arrays = pairwise.prepare(
+        query,
+        key,
+        value,
+        log_decay,
+        segment_ids,
+        causal=causal,
+        scale=scale,
+        implementation=implementation,
+        implementations=_IMPLEMENTATIONS,
+        block_size=block_size,
+        axis_name=axis_name,
     )
-    causal = arguments.check_flag("causal", causal)
-    arguments.check_attention(query, key, value, log_decay, segment_ids, causal=causal)
-    arguments.check_choice("implementation", implementation, (None, *_IMPLEMENTATIONS))
-    block_size = arguments.check_integer("block_size", block_size, 1)
-    fixed, traced = calls.static_or_traced(scale)
-    plan = _Plan(causal, fixed, implementation, block_size, axis_name)
-    return _call(
-        plan,
-        query=query,
-        key=key,
-        value=value,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
-        scale=traced,
-    )
-
-
-class _Plan(NamedTuple):
-    """What is static of a call."""
-
-    causal: bool
-    scale: float | None
-    implementation: str | None
-    block_size: int
-    axis_name: str | None
+    return _call(plan, **arrays)
 
 
 @calls.op(calls.ATTENTION, lambda plan: "B T N E")

@@ -1,0 +1,49 @@
+"""Arguments of the ops that compare all pairs of tokens and have no state: softmax and expressive attention."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sympow_jax.ops._shared import arguments, calls
+
+__all__ = ["Plan", "prepare"]
+
+
+class Plan(NamedTuple):
+    """What is static of a call; `scale` is None where it is an array, or where the op has a default."""
+
+    causal: bool
+    scale: float | None
+    implementation: str | None
+    block_size: int
+    axis_name: str | None
+
+
+def prepare(
+    query,
+    key,
+    value,
+    log_decay,
+    segment_ids,
+    *,
+    causal,
+    scale,
+    implementation: str | None,
+    implementations: Sequence[str],
+    block_size,
+    axis_name: str | None,
+) -> tuple[Plan, dict]:
+    """Checks the arguments of an op; returns its plan and the arrays of its call by name.
+
+    Raises:
+        ValueError: for shapes or options that do not fit each other.
+    """
+    query, key, value, log_decay, segment_ids = arguments.to_arrays(
+        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+    )
+    causal = arguments.check_flag("causal", causal)
+    arguments.check_attention(query, key, value, log_decay, segment_ids, causal=causal)
+    arguments.check_choice("implementation", implementation, (None, *implementations))
+    block_size = arguments.check_integer("block_size", block_size, 1)
+    fixed, traced = calls.static_or_traced(scale)
+    arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
+    return Plan(causal, fixed, implementation, block_size, axis_name), arrays | {"scale": traced}
