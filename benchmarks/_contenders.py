@@ -251,6 +251,7 @@ def _both_passes(call):
     return run
 
 
+@functools.cache
 def _check_trained(name, shape):
     """Compares the gradients of a contender at a shape with those of its formula."""
     contender = _CONTENDERS[name](shape)

@@ -43,12 +43,19 @@ class NoDevice(Exception):
 
 
 def serve(
-    side: str, comparisons: Sequence[Comparison], skip: dict[str, str], smoke: bool, emit: Emit
+    side: str,
+    comparisons: Sequence[Comparison],
+    skip: dict[str, str],
+    emit: Emit,
+    *,
+    ceilings: bool,
+    smoke: bool = False,
 ) -> None:
     """Measures comparisons in this process; raises NoDevice where there is nothing to measure on.
 
-    Emits {"machine": ...} and {"ceilings": ...}, then {"begin": [number, key]} whenever a contender is about to run and
-    {"done": number, "rows": [...]} behind each comparison. `skip` maps keys to the notes that stand in.
+    Emits {"machine": ...} and, if asked to measure them, {"ceilings": ...}. Then {"begin": [number, key]} whenever a
+    contender is about to run and {"done": number, "rows": [...]} after each comparison. `skip` maps keys to the notes
+    that stand in.
     """
     if side == "jax":
         from benchmarks import _contenders as contenders
@@ -61,7 +68,8 @@ def serve(
     if side == "jax" and found["platform"] != "gpu" and not smoke:
         raise NoDevice(f"JAX sees no GPU here, only {found['device']}")
     emit({"machine": found})
-    emit({"ceilings": contenders.ceilings(smoke)})
+    if ceilings:
+        emit({"ceilings": contenders.ceilings(smoke)})
     # Length and seconds of the last call of a contender, by key; infinite where memory was short.
     history: dict[str, tuple[int, float]] = {}
     for number, comparison in enumerate(comparisons):
@@ -180,17 +188,24 @@ def supervise(
     *,
     silence: float,
     deadline: float,
+    ceilings: bool = True,
 ) -> None:
     """Measures comparisons in workers started by `command`; emits the events of `serve` but for `begin`.
 
-    A worker that emits nothing for `silence` seconds is ended. Comparisons that are not measured at `deadline`, a
-    value of `time.monotonic`, get rows that say so. Raises NoDevice where the worker does.
+    The first worker measures the device's ceilings if `ceilings` says so: it needs gigabytes, which it keeps. A worker
+    that emits nothing for `silence` seconds is ended. Comparisons that are not measured at `deadline`, a value of
+    `time.monotonic`, get rows that say so. Raises NoDevice where the worker does.
     """
     pending = list(comparisons)
     skip: dict[str, str] = {}
     while pending:
         working, ended, finished = None, None, 0
-        task = {"comparisons": [dataclasses.asdict(comparison) for comparison in pending], "skip": skip}
+        task = {
+            "comparisons": [dataclasses.asdict(comparison) for comparison in pending],
+            "skip": skip,
+            "ceilings": ceilings,
+        }
+        ceilings = False
         for event in events(command, task, silence=silence, deadline=deadline):
             if "begin" in event:
                 working = event["begin"][1]
@@ -281,7 +296,7 @@ def main() -> None:
     ]
 
     try:
-        serve(sys.argv[1], comparisons, task["skip"], smoke=False, emit=say)
+        serve(sys.argv[1], comparisons, task["skip"], say, ceilings=task["ceilings"])
     except NoDevice as error:
         say({"no_device": str(error)})
     except Exception as error:

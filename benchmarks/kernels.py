@@ -91,22 +91,38 @@ def _measure(comparisons, report, smoke, started, jobs):
         report.add({"rows": [_row(comparison, name, absent[name]) for name in comparison.contenders]})
     theirs = _shapes.of_side(comparisons, lambda name: name in absent and absent[name] is None)
     if smoke:
-        _worker.serve("jax", ours, {}, True, report.add)
+        _worker.serve("jax", ours, {}, report.add, ceilings=True, smoke=True)
         return
     brief = all(comparison.part == "brief" for comparison in comparisons)
     deadline = started + BRIEF_SECONDS if brief else float("inf")
     # PyTorch has a worker of its own.
     with _timing.turns(jobs + bool(theirs)), concurrent.futures.ThreadPoolExecutor(jobs + 1) as pool:
-        # Comparisons are dealt out in order, so that those that decide most come first in every worker. A worker that
-        # waits for the others is silent for longer.
+        # A worker that waits for the others is silent for longer.
         silence = (BRIEF_SILENCE if brief else SILENCE["jax"]) * (1 + jobs / 4)
-        dealt = [ours[number::jobs] for number in range(jobs)]
         running = [
-            pool.submit(_supervise, "jax", part, report.add, silence, deadline) for part in dealt if part
+            pool.submit(_supervise, "jax", part, report.add, silence, deadline, ceilings=number == 0)
+            for number, part in enumerate(_deal(ours, jobs))
         ]
         running.append(pool.submit(_supervise_peers, theirs, report, deadline))
         for future in running:
             future.result()
+
+
+def _deal(comparisons, jobs):
+    """Comparisons for each worker, in their order.
+
+    A few that differ in length alone stay together: a worker checks their gradients once, which saves compiling.
+    """
+    groups: dict[tuple, list] = {}
+    for comparison in comparisons:
+        shape = comparison.shape
+        groups.setdefault((shape.mode, shape.power, shape.head_dim), []).append(comparison)
+    most = -(-len(comparisons) // jobs)
+    dealt: list[list] = [[] for _ in range(jobs)]
+    for group in groups.values():
+        for part in itertools.batched(group, most):
+            min(dealt, key=len).extend(part)
+    return [part for part in dealt if part]
 
 
 def _supervise_peers(comparisons, report, deadline):
@@ -117,9 +133,9 @@ def _supervise_peers(comparisons, report, deadline):
             report.add({"rows": [_row(comparison, name, str(error)) for name in comparison.contenders]})
 
 
-def _supervise(side, comparisons, emit, silence, deadline):
+def _supervise(side, comparisons, emit, silence, deadline, *, ceilings=True):
     command = [sys.executable, "-m", "benchmarks._worker", side]
-    _worker.supervise(command, comparisons, emit, silence=silence, deadline=deadline)
+    _worker.supervise(command, comparisons, emit, silence=silence, deadline=deadline, ceilings=ceilings)
 
 
 def _row(comparison, name, note):

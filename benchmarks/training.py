@@ -102,6 +102,8 @@ def _measure(runs, file, deadline, silence, jobs) -> dict:
     """The report of all runs, written to the file whenever a row is added."""
     report: dict = {"machine": {"driver": verdict.driver_version()}, "rows": []}
 
+    order = {(run.context, run.preset): number for number, run in enumerate(runs)}
+
     def measured(run):
         row = {"context": run.context, "preset": run.preset, "tokens": run.tokens}
         if run.tiny:
@@ -113,9 +115,12 @@ def _measure(runs, file, deadline, silence, jobs) -> dict:
         return machine, row
 
     with _timing.turns(jobs), concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for machine, row in pool.map(measured, runs):
+        for done in concurrent.futures.as_completed([pool.submit(measured, run) for run in runs]):
+            machine, row = done.result()
             report["machine"] |= machine
-            report["rows"].append(row)
+            report["rows"] = sorted(
+                [*report["rows"], row], key=lambda row: order[row["context"], row["preset"]]
+            )
             file.write(report)
     return report
 

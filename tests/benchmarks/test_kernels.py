@@ -166,6 +166,7 @@ def wrong(monkeypatch, factor=1.0, gradient_factor=1.0):
     call.defvjp(lambda *arguments: (call(*arguments), arguments), backward)
     contender = _contenders._Contender(call, _contenders._linear)
     monkeypatch.setitem(_contenders._CONTENDERS, "chunked/xla", lambda shape: contender)
+    _contenders._check_trained.cache_clear()
 
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
