@@ -147,8 +147,9 @@ def _draw(shape, time, batch=None):
     import torch
 
     lead = (batch or shape.batch, time, shape.heads)
-    vectors = [torch.randn(*lead, shape.head_dim, dtype=torch.bfloat16) for _ in range(3)]
-    gate = torch.randn(*lead) + torch.linspace(4, 12, shape.heads)
+    with torch.device(DEVICE):
+        vectors = [torch.randn(*lead, shape.head_dim, dtype=torch.bfloat16) for _ in range(3)]
+        gate = torch.randn(*lead) + torch.linspace(4, 12, shape.heads)
     return [*vectors, torch.nn.functional.logsigmoid(gate)]
 
 

@@ -48,8 +48,11 @@ class Sample:
 
 @contextlib.contextmanager
 def turns(jobs: int) -> Iterator[None]:
-    """Lets the processes started within, if there are several, take turns on the device and share its memory."""
-    if jobs == 1:
+    """Lets the processes started within, if there are several, take turns on the device and share its memory.
+
+    Two benchmarks share it where both are started with the same file in `LOCK` and without preallocation.
+    """
+    if jobs == 1 or LOCK in os.environ:
         yield
         return
     with tempfile.NamedTemporaryFile() as lock:

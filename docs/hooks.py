@@ -13,6 +13,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Pages outside docs/, and what they and others show or link to.
 OUTSIDE = (
     "README.md",
+    "benchmarks/results/README.md",
+    "benchmarks/results/*/*.json",
+    "benchmarks/results/*/*.log",
     "CONTRIBUTING.md",
     "examples/*.py",
     "examples/README.md",

@@ -4,7 +4,7 @@
 when it is first used: `import sympow_jax` alone imports neither jax nor flax. `data`, `training`, `evaluation`,
 `generation` and `weights` need the extra `train` for all or some of what they do.
 
-Example:
+Examples:
     >>> import jax.numpy as jnp
     >>> import sympow_jax
     >>> x = jnp.ones((1, 8, 2, 4))

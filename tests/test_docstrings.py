@@ -29,7 +29,7 @@ FUNCTIONS = {name: x for module in EVERY.values() for name, x in public_function
 def test_example(name):
     function = FUNCTIONS[name]
     text = inspect.getdoc(function) or ""
-    assert "\nExample:\n    >>> " in text, f"{name} has no example"
+    assert "\nExamples:\n    >>> " in text, f"{name} has no example"
     test = doctest.DocTestParser().get_doctest(text, {}, name, None, 0)
     output: list[str] = []
     results = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)

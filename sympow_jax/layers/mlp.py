@@ -17,7 +17,7 @@ _ACTIVATIONS = {"gelu": nnx.gelu, "relu": nnx.relu}
 class MLP(nnx.Module):
     """W_2 f(W_1 x + b_1) + b_2, as in GPT-2, with biases if `config.biases`; f is `config.activation`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from sympow_jax import config, layers

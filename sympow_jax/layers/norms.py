@@ -25,7 +25,7 @@ def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) 
     `train()` is called; then those of the batch, each with the biased variance, and moves the running ones by a tenth
     of the difference. They are variables of the kind `nnx.BatchStat`.
 
-    Example:
+    Examples:
         >>> from flax import nnx
         >>> from sympow_jax import config, layers
         >>> model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2)
@@ -52,7 +52,7 @@ def normalize(
 ) -> Float[Array, "B T M"]:
     """x normalized; padding (a negative segment id) counts in no mean.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from flax import nnx
         >>> from sympow_jax import config, layers

@@ -71,7 +71,7 @@ def expressive_attention(
         ValueError: for shapes or options that do not fit each other.
         NotImplementedError: for a KV cache where time is divided.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> query, key, value = jnp.ones((3, 1, 32, 4, 16))  # [B, T, N, D]

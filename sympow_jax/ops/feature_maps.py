@@ -31,7 +31,7 @@ def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batc
 
     Entry (i_1, ..., i_p), in row-major order, is x[i_1] * ... * x[i_p]. Raises ValueError unless power >= 1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> ops.tensor_power(jnp.array([1.0, 2.0]), 2).tolist()
@@ -58,7 +58,7 @@ def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*b
     x[i_1] * ... * x[i_p] times the square root of p! / (c_1! ... c_D!), the number of orders in which the tensor
     product repeats it (c_d counts how often d occurs). Raises ValueError unless power >= 1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> query, key = jnp.array([1.0, 2.0]), jnp.array([3.0, 1.0])
@@ -81,7 +81,7 @@ def _symmetric_power(power, x):
 def symmetric_power_dim(head_dim: int, power: int) -> int:
     """F = binomial(D + p - 1, p), the number of features of `symmetric_power`. Raises ValueError unless power >= 1.
 
-    Example:
+    Examples:
         >>> from sympow_jax import ops
         >>> ops.symmetric_power_dim(64, 2)
         2080
@@ -97,7 +97,7 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
     nothing is gathered. The feature axis leads so that products and copies are contiguous in the axes behind it.
     Raises ValueError unless power >= 1.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax.ops import feature_maps
         >>> feature_maps.monomials(jnp.array([2.0, 3.0]), 2).tolist()
@@ -128,7 +128,7 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
 
     Raises ValueError unless power >= 1.
 
-    Example:
+    Examples:
         >>> from sympow_jax.ops import feature_maps
         >>> feature_maps.multiplicities(2, 2).tolist()
         [1.0, 2.0, 1.0]
@@ -157,7 +157,7 @@ def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float
     symmetric power itself rather than the tensor power of the paper's proof: with A the isometry from symmetric
     features into the tensor power, P' = A^T (P x ... x P) A. Holds D^p x F numbers: for small D.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> quarter = jnp.array([[0.0, -1.0], [1.0, 0.0]])  # x_1 and x_2 swap, and one changes its sign
@@ -191,7 +191,7 @@ def _isometry(head_dim: int, power: int) -> np.ndarray:
 def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
     """elu(x) + 1 > 0, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020).
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> ops.elu_plus_one(jnp.array([0.0, 2.0])).tolist()

@@ -147,7 +147,7 @@ def linear_attention(
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: where a named implementation, or `causal=False`, cannot do what is asked.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> query, key, value = jnp.ones((3, 1, 32, 4, 16))  # [B, T, N, D]
@@ -230,7 +230,7 @@ def linear_attention_step(
 
     `turn` is given features [B, 1, H, F]. Arguments and errors are those of `linear_attention`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> query, key, value = jnp.ones((3, 1, 4, 16))  # one token: [B, N, D]

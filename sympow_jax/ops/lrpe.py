@@ -64,7 +64,7 @@ def encode(
     Raises ValueError for unknown names, a head size or an `identity_dim` that the core cannot divide, and shapes that
     do not fit.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax.ops import lrpe
         >>> rates = lrpe.rates("orthogonal", 16, kind="rope")
@@ -135,7 +135,7 @@ def rates(
     at hand, which a sequence that goes on does not have. The core `permutation` has none, R = 0. Raises ValueError for
     unknown names and sizes that the core cannot divide.
 
-    Example:
+    Examples:
         >>> from sympow_jax.ops import lrpe
         >>> lrpe.rates("orthogonal", 8, kind="a").round(4).tolist()
         [1.0, 0.1, 0.01, 0.001]
@@ -156,7 +156,7 @@ def rates(
 def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
     """The fixed permutation pi, drawn once for every head size.
 
-    Example:
+    Examples:
         >>> from sympow_jax.ops import lrpe
         >>> sorted(lrpe.permutation(4).tolist())
         [0, 1, 2, 3]
@@ -167,7 +167,7 @@ def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
 def householder(head_dim: int) -> Float[np.ndarray, " D"]:
     """The fixed Householder vector v, of length 1, drawn once from a normal distribution for every head size.
 
-    Example:
+    Examples:
         >>> from sympow_jax.ops import lrpe
         >>> v = lrpe.householder(4)
         >>> round(float(v @ v), 6)

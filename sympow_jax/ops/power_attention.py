@@ -81,7 +81,7 @@ def power_attention(
         ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
         NotImplementedError: where a named implementation cannot do what is asked.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> query, key, value = jnp.ones((3, 1, 128, 4, 16))  # [B, T, N, D]
@@ -144,7 +144,7 @@ def explain(
 
     Arrays may be abstract (`jax.ShapeDtypeStruct`). Arguments and errors are those of `power_attention`.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> x = jax.ShapeDtypeStruct((1, 65536, 12, 64), jnp.float32)
@@ -186,7 +186,7 @@ def power_attention_step(
     steps cost a product with the state and no more. `mosaic_gpu` takes inputs of float32 or shorter and updates a
     state that is donated to `jax.jit` in place. Arguments and errors are those of `power_attention`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> query, key, value = jnp.ones((3, 1, 4, 16))  # one token: [B, N, D]

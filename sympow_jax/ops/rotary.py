@@ -65,7 +65,7 @@ def rope(
 
     Raises ValueError for an odd head size.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax.ops import rotary
         >>> x, positions = jnp.ones((1, 8, 4, 16)), jnp.arange(8)[None]
@@ -82,7 +82,7 @@ def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarra
 
     Raises ValueError for an odd head size.
 
-    Example:
+    Examples:
         >>> from sympow_jax.ops import rotary
         >>> (rotary.rope_rates(4, max_document_length=256) / (2 * 3.141592653589793)).tolist()  # turns per token
         [1.0, 0.0625]
@@ -98,7 +98,7 @@ def rope_angles(
 
     Raises ValueError for an odd head size.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax.ops import rotary
         >>> rotary.rope_angles(jnp.arange(8)[None], 16).shape
@@ -132,7 +132,7 @@ def learned_angles(
     `state` is what came before the first device's tokens, and the position returned is behind those of this
     one. Raises ValueError for an odd head size and for shapes that do not fit.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax.ops import rotary
         >>> rate = jnp.ones((1, 8, 2))  # [B, T, K]; at rate 1 these are the angles of `rope` at positions from 1
@@ -193,7 +193,7 @@ def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Fl
 
     Computed in float32 or wider and returned in the dtype of x.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax.ops import rotary
         >>> quarter = jnp.full((1, 1, 1, 1), jnp.pi / 2)
@@ -228,7 +228,7 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
 
     Raises ValueError for an odd width.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax.ops import rotary
         >>> rotary.sinusoidal(jnp.arange(2)[None], 4).round(1).tolist()[0][0]  # position 0

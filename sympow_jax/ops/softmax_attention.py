@@ -66,7 +66,7 @@ def softmax_attention(
         NotImplementedError: where cudnn is asked for and cannot do it, naming the constraint; for a KV cache where time
             is divided.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
         >>> query = jnp.ones((1, 32, 4, 16))  # [B, T, N, D]
@@ -128,7 +128,7 @@ def alibi_slopes(heads: int) -> list[float]:
     Where heads is not a power of two, those of the next lower one and then every other one of the next
     higher.
 
-    Example:
+    Examples:
         >>> from sympow_jax import ops
         >>> ops.alibi_slopes(4)
         [0.25, 0.0625, 0.015625, 0.00390625]

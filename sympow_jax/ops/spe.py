@@ -43,7 +43,7 @@ def encode(
     `key_positions` are those of the queries unless given. Computed in float32 or wider, returned in the dtypes of
     `query` and `key`. Raises ValueError for shapes that do not fit.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> from sympow_jax.ops import spe
         >>> query, key = jnp.ones((2, 1, 8, 4, 16))

@@ -54,7 +54,7 @@ class AttentionMaps:
 def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Attention":
     """Returns the attention layer of a model's blocks.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import config, layers
         >>> model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2, attention=config.preset("conformal"))
@@ -105,7 +105,7 @@ class Attention(nnx.Module):
         out_scale: factor of the initial standard deviation of the output projection.
         rngs: source of initial values, or a seed.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import config, layers
         >>> from sympow_jax.layers.attention import kernels

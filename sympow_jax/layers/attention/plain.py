@@ -41,7 +41,7 @@ class PowerAttention(layer.Attention):
     Raises:
         ValueError: an argument is out of range, or two of them contradict each other.
 
-    Example:
+    Examples:
         >>> import jax
         >>> from sympow_jax import layers
         >>> attention = layers.PowerAttention(64, 4, num_kv_heads=2, power=2, rngs=0)
@@ -122,7 +122,7 @@ class LinearAttention(layer.Attention):
     Raises:
         ValueError: an argument is out of range, or two of them contradict each other.
 
-    Example:
+    Examples:
         >>> import jax
         >>> from sympow_jax import layers
         >>> attention = layers.LinearAttention(64, 4, feature_map="relu", rngs=0)
@@ -200,7 +200,7 @@ class SoftmaxAttention(layer.Attention):
     Raises:
         ValueError: an argument is out of range, or two of them contradict each other.
 
-    Example:
+    Examples:
         >>> import jax
         >>> from sympow_jax import layers
         >>> attention = layers.SoftmaxAttention(64, 4, causal=False, rngs=0)
@@ -266,7 +266,7 @@ class ExpressiveAttention(layer.Attention):
     Raises:
         ValueError: an argument is out of range, or two of them contradict each other.
 
-    Example:
+    Examples:
         >>> import jax
         >>> from sympow_jax import layers
         >>> attention = layers.ExpressiveAttention(64, 4, rngs=0)
