@@ -1,5 +1,7 @@
-"""Loss of trained runs on held-out documents, by position, within and beyond the training context; of encoders and
-image classifiers the metrics of their task on held-out rows.
+"""Evaluates trained runs on held-out data.
+
+Decoders: loss on held-out documents by position, within and beyond the training context. Encoders and image
+classifiers: the metrics of their task on held-out rows.
 
 uv run eval.py --workdir=runs/a,runs/b --context_lengths=64,...,65536 --out=runs/comparison
 """

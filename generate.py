@@ -1,6 +1,6 @@
-"""Continue prompts by a trained model: `uv run generate.py --workdir=runs/quickstart --prompt="def "`.
+"""Continues prompts with a trained model: `uv run generate.py --workdir=runs/quickstart --prompt="def "`.
 
-Prompts go through the model in one pass, then a token at a time through a state that does not grow.
+Prompts are processed in one pass. Then tokens are decoded one at a time from a fixed-size state.
 """
 
 import argparse
@@ -53,9 +53,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _read_prompts(flags: argparse.Namespace) -> list[tuple[str, bytes]]:
-    """The prompts, and what to call them in errors."""
+    """Returns the prompts, each with a name for error messages."""
     if flags.prompt is not None:
-        # As the shell gave it, UTF-8 or not.
+        # The bytes exactly as the shell passed them, whether they are UTF-8 or not.
         return [("--prompt", os.fsencode(flags.prompt))]
     try:
         text = pathlib.Path(flags.prompts).read_bytes().decode()
@@ -78,7 +78,7 @@ def _require_decoder(settings: config.Config, folder: pathlib.Path) -> None:
 
 
 class _Printer:
-    """Prints the texts one below the other, each as it comes once those above it are done."""
+    """Prints the texts one below the other; a text is streamed once those above it are done."""
 
     def __init__(self, prompts: Sequence[str]):
         self._prompts = prompts
@@ -106,19 +106,19 @@ class _Printer:
     def _write(self, text: str) -> None:
         if sys.stdout.isatty():
             text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)
-        # What the encoding lacks is no reason to stop.
+        # Characters that the terminal's encoding does not have are replaced, not an error.
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
 
 
 def generate(flags: argparse.Namespace) -> int:
-    """Prints prompts and what follows them; returns the exit code.
+    """Prints prompts and their continuations; returns the exit code.
 
     Raises:
-      ValueError: flags, prompts and run do not fit each other.
+      ValueError: Flags, prompts and run do not fit each other.
     """
-    # What needs no model first: its errors should not wait for one.
+    # Checks that need no model come first, so that their errors do not wait for the model to load.
     folder = pathlib.Path(flags.workdir)
     settings = workdir.read_config(folder)
     _require_decoder(settings, folder)
@@ -134,7 +134,7 @@ def generate(flags: argparse.Namespace) -> int:
     ]
 
     model = cast(models.DecoderLM, checkpoint.restore_exact(folder)[1])
-    # GPUs would round the factors of float32 products too.
+    # By default, GPUs would round the factors of float32 products.
     with jax.default_matmul_precision("highest"):
         blocks = generation.generate(
             model, tokens, max_tokens=flags.max_tokens, sampling=sampling, seed=flags.seed

@@ -1,6 +1,6 @@
-"""Train a model: `uv run train.py --config=configs/quickstart.py --workdir=runs/quickstart`.
+"""Trains a model: `uv run train.py --config=configs/quickstart.py --workdir=runs/quickstart`.
 
-The same command again resumes the run in the workdir, to the bit.
+Running the same command again resumes the run in the workdir, bit for bit.
 """
 
 import pathlib
@@ -16,18 +16,18 @@ with extras.required("train", __name__):
     from sympow_jax import config, data, evaluation
     from sympow_jax.training import checkpoint, cli, flags, hosts, initial, metrics, sharding, step, workdir
 
-# Batches read ahead of the step under way.
+# Number of batches that are read ahead of the current step.
 PREFETCH = 4
 
 
 def train(settings: config.Config, folder: pathlib.Path) -> int:
-    """Trains, or goes on training, the run in `folder`; returns the exit code.
+    """Starts or resumes the run in `folder`; returns the exit code.
 
     Raises:
-      ValueError: settings, data or folder do not fit each other, or the loss is not finite.
-      NotImplementedError: a named implementation cannot do it on these devices.
+      ValueError: Settings, data or folder do not fit each other, or the loss is not finite.
+      NotImplementedError: A named implementation does not support the request on these devices.
     """
-    # Data, model and workdir first: their errors should not wait for a compilation, nor for the end of training.
+    # Check data, model and workdir first, so that their errors do not wait for compilation or the end of training.
     with hosts.all_or_none():
         rows = data.train_dataset(settings.data, task=settings.task, vocab_size=settings.model.vocab_size)
         evaluation.check_settings(settings)
@@ -50,7 +50,7 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
             state = initial.begin(settings, mesh)
         else:
             state, position = restored
-            if position is not None:  # as in checkpoints of imported weights
+            if position is not None:  # it is None in checkpoints of imported weights
                 batches.set_state(position)
         start = int(state.step)
         if start > steps:

@@ -1,4 +1,4 @@
-"""The contenders that JAX runs: built for a shape, compiled, and checked against float32."""
+"""Builds the JAX contenders for a shape, compiles them and checks their results against float32."""
 
 import dataclasses
 import functools
@@ -16,11 +16,11 @@ from sympow_jax.ops._shared import target
 
 __all__ = ["Prepared", "WrongResult", "ceilings", "machine", "prepare", "program_bytes"]
 
-# Of bfloat16 inputs, as README states them.
+# Error bounds for bfloat16 inputs, as stated in the README.
 VALUE_BOUND, GRADIENT_BOUND = 1e-2, 2e-2
-# Gradients are compared at this length, or at that of the shape where it is shorter.
+# Gradients are compared at this length, or at the shape's own length if that is shorter.
 GRADIENT_TIME = 2048
-# Values are compared in this many rows at the end and in the middle of the sequence that is timed.
+# Number of rows in which values are compared, at the end and in the middle of the timed sequence.
 ROWS = 128
 ARGUMENTS = ("query", "key", "value", "log_decay")
 
@@ -33,9 +33,9 @@ class WrongResult(Exception):
 class Prepared:
     """A contender that has been compiled, run and checked.
 
-    sample: times this many calls. error: relative RMS error of its values. memory: bytes that a call takes at once with
-    its arguments, None where nothing can tell. kernels: seconds of each kernel of one call, None likewise. steps: how
-    many times what is timed happens in a call.
+    sample: times a given number of calls. error: relative RMS error of the values. memory: peak bytes of a call,
+    arguments included, or None if unknown. kernels: returns the seconds of each kernel of one call, or None if
+    unknown. steps: number of timed operations in one call.
     """
 
     sample: Callable[[int], _timing.Sample]
@@ -46,7 +46,7 @@ class Prepared:
 
 
 def machine() -> dict:
-    """Device and versions. Raises RuntimeError where there is no GPU and one was asked for."""
+    """Returns the device and the package versions. Raises RuntimeError if a GPU was requested and there is none."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -59,14 +59,14 @@ def machine() -> dict:
 
 
 def ceilings(smoke: bool) -> dict[str, float]:
-    """Measured FLOP/s and bytes/s."""
+    """Measures the device's FLOP/s and bytes/s."""
     return _timing.ceilings(size=64 if smoke else 8192, copied=2**16 if smoke else 2**31)
 
 
 def prepare(name: str, shape: Shape) -> Prepared:
-    """Compiles a contender for a shape, runs it and checks what it computed.
+    """Compiles a contender for a shape, runs it and checks its result.
 
-    Raises NotImplementedError where it cannot do it, WrongResult where its result is not right.
+    Raises NotImplementedError if the contender does not support the shape, WrongResult if its result is wrong.
     """
     if shape.mode == "step":
         return _prepare_step(name, shape)
@@ -96,18 +96,18 @@ def prepare(name: str, shape: Shape) -> Prepared:
 
 
 def program_bytes(compiled) -> int:
-    """Bytes that a compiled program takes at once, its arguments and results among them, by the compiler's account."""
+    """Returns the peak bytes of a compiled program according to the compiler, arguments and results included."""
     found = compiled.memory_analysis()
     own = found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
     return own - found.alias_size_in_bytes
 
 
 def draw(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
-    """Query, key, value in bfloat16 and log_decay in float32; heads remember from 50 to 100,000 tokens."""
+    """Draws query, key and value in bfloat16 and log_decay in float32; heads remember 50 to 100,000 tokens."""
     return _draw((shape.batch, shape.time, shape.heads), shape.head_dim, seed)
 
 
-# Kept for the next contender of a shape.
+# Cached for the next contender on the same shape.
 @functools.lru_cache(maxsize=4)
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _draw(lead, head_dim, seed):
@@ -125,7 +125,11 @@ def _cotangent(shape: Shape) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Contender:
-    """call: of query, key, value, log_decay. formula: what it computes, in `_FORMULAS`. output: its values."""
+    """A contender for one shape.
+
+    call: runs it on query, key, value and log_decay. formula: its float32 reference. output: extracts the values from
+    the result of `call`.
+    """
 
     call: Callable
     formula: Callable
@@ -214,7 +218,7 @@ assert set(_CONTENDERS) < set(CONTENDERS)
 
 @functools.cache
 def _power(power):
-    """The xla form for the last rows of a sequence, whose keys are all kept."""
+    """Returns the xla attention form for the last rows of a sequence, given all of its keys."""
     return functools.partial(_power_attention, power)
 
 
@@ -230,7 +234,7 @@ def _softmax(query, key, value, log_decay):
 
 
 def _linear(query, key, value, log_decay):
-    """sum_j exp(G_i - G_j) (q_i . k_j) v_j / sqrt(D), for queries that are the last of the keys' positions."""
+    """Computes sum_j exp(G_i - G_j) (q_i . k_j) v_j / sqrt(D) for queries at the last positions of the keys."""
     total = jnp.cumsum(log_decay, 1)
     rows = jnp.arange(key.shape[1] - query.shape[1], key.shape[1])
     seen = (rows[:, None] >= jnp.arange(key.shape[1]))[..., None]
@@ -241,7 +245,10 @@ def _linear(query, key, value, log_decay):
 
 
 def _both_passes(call):
-    """Values and gradients: without the values in its result, XLA would drop a forward pass that nothing needs."""
+    """Returns a function that computes values and gradients.
+
+    It returns the values too, because XLA would otherwise drop a forward pass that the gradients do not need.
+    """
 
     def run(*arguments):
         *arguments, dout = arguments
@@ -253,7 +260,7 @@ def _both_passes(call):
 
 @functools.cache
 def _check_trained(name, shape):
-    """Compares the gradients of a contender at a shape with those of its formula."""
+    """Compares the gradients of a contender at a shape with the gradients of its formula."""
     contender = _CONTENDERS[name](shape)
     arguments = (*draw(shape, 3), _cotangent(shape))
     _, gradients = jax.jit(_both_passes(contender.call))(*arguments)
@@ -261,24 +268,24 @@ def _check_trained(name, shape):
 
 
 def _check_gradients(contender, arguments, gradients):
-    """Of the last sequence of the batch."""
+    """Compares the gradients of the batch's last sequence with those of the formula."""
     errors = _gradient_errors(contender.formula, arguments, gradients)
     for name, (found, largest) in zip(ARGUMENTS, errors, strict=True):
-        # Softmax attention has no gates here, and no gradient of them.
+        # Softmax attention has no gates here, so their gradient is zero.
         if largest:
             _require_close(f"the gradient of {name}", float(found), GRADIENT_BOUND)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _gradient_errors(formula, arguments, gradients):
-    """RMS errors against float32, and the largest entry that was expected."""
+    """Returns each gradient's RMS error against float32 and the largest expected entry."""
     exact = [x[-1:].astype(jnp.float32) for x in arguments]
     _, expected = _both_passes(formula)(*exact)
     return [(rms_error(x[-1:], y), jnp.abs(y).max()) for x, y in zip(gradients, expected, strict=True)]
 
 
 def _error_of_rows(contender, arguments, out):
-    """Error of the rows at the end and of those in the middle, the larger; the last sequence of the batch."""
+    """Returns the larger error of the rows at the end and in the middle of the batch's last sequence."""
     time = out.shape[1]
     worst = max(_run(_row_error, contender.formula, end, arguments[:4], out) for end in (time // 2 + 1, time))
     _require_finite(out)
@@ -287,7 +294,7 @@ def _error_of_rows(contender, arguments, out):
 
 
 def _run(function, *arguments):
-    """A number that a jitted function computes, compiled before the device is held."""
+    """Returns the scalar that a function computes; compiles it before taking the device lock."""
     compiled = function.lower(*arguments).compile()
     with _timing.exclusive():
         return float(compiled(*(x for x in arguments if isinstance(x, tuple | jax.Array))))
@@ -295,13 +302,13 @@ def _run(function, *arguments):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _row_error(formula, end, arguments, out):
-    """RMS error of the rows before `end` against float32, from all keys before it."""
+    """Returns the RMS error against float32 of the rows just before `end`, which attend to all earlier keys."""
     query, key, value, log_decay = (x[-1:, :end].astype(jnp.float32) for x in arguments)
     return rms_error(out[-1:, max(end - ROWS, 0) : end], formula(query[:, -ROWS:], key, value, log_decay))
 
 
 def _prepare_step(name, shape):
-    """Steps in a loop on the device, behind a state that has seen as many tokens."""
+    """Prepares a loop of decode steps on the device, starting from a state after the same number of tokens."""
     both = dataclasses.replace(shape, time=2 * shape.time)
 
     def tokens(seed, part):
@@ -344,13 +351,13 @@ def _steps(power, implementation, state, *tokens):
 
 @jax.jit
 def rms_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    """RMS(actual - expected) / RMS(expected) in float32."""
+    """Computes RMS(actual - expected) / RMS(expected) in float32."""
     difference = actual.astype(jnp.float32) - expected
     return jnp.sqrt((difference**2).sum() / (expected**2).sum())
 
 
 def _require_close(what, found, bound):
-    # Not `found > bound`, which a NaN would pass.
+    # Not `found > bound`, which is false for NaN.
     if not found <= bound:
         raise WrongResult(f"{what} is off by {found:.1e}, more than {bound:.0e}")
 

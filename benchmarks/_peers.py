@@ -1,4 +1,4 @@
-"""The contenders that PyTorch runs, each where its package is installed: prepared, timed by events, and checked."""
+"""Prepares, times with CUDA events and checks the PyTorch contenders whose packages are installed."""
 
 import functools
 import importlib.metadata
@@ -13,23 +13,23 @@ from benchmarks._shapes import PEERS, Shape
 
 __all__ = ["ceilings", "machine", "missing", "prepare", "versions"]
 
-# Peers keep their states in 16 bits: their values and gradients are not held to this project's bounds.
+# Peers keep their states in 16 bits, so their values and gradients get a wider bound than this project's.
 BOUND = 5e-2
 RETENTION_CHUNK = 1024
 DEVICE = "cuda"
-# Cycles that the device sleeps before a sample, so that the host is ahead of it: 10 ms and more.
+# Cycles that the device sleeps before a sample so that the host gets ahead of it: at least 10 ms.
 _HEAD_START = 20_000_000
 _PACKAGES = ("torch", "triton", "retention", "flash-linear-attention", "fla-core")
 
 
 def missing(name: str) -> str | None:
-    """What a PyTorch contender lacks, in words."""
+    """Returns a description of what a PyTorch contender lacks, or None if it can run."""
     absent = [module for module in PEERS[name] if importlib.util.find_spec(module) is None]
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """Returns the versions of the installed packages."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -40,14 +40,14 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict:
-    """Device and versions. Raises RuntimeError where PyTorch sees no GPU."""
+    """Returns the device and the package versions. Raises RuntimeError if PyTorch sees no GPU."""
     import torch
 
     return {"device": torch.cuda.get_device_name(), **versions(), "torch cuda": torch.version.cuda}
 
 
 def ceilings(smoke: bool) -> dict[str, float]:
-    """FLOP/s of a bfloat16 product as PyTorch reaches it."""
+    """Measures the FLOP/s of a bfloat16 matrix product in PyTorch."""
     import torch
 
     size = 64 if smoke else 8192
@@ -59,14 +59,14 @@ def ceilings(smoke: bool) -> dict[str, float]:
 
 
 def prepare(name: str, shape: Shape) -> Prepared:
-    """Loads a peer, runs it and checks what it computed.
+    """Loads a peer, runs it and checks its result.
 
-    Raises NotImplementedError where it cannot do it, WrongResult where its result is not right.
+    Raises NotImplementedError if the peer does not support the shape, WrongResult if its result is wrong.
     """
     import torch
 
     torch.manual_seed(0)
-    # float32 products are those of the references.
+    # The references need exact float32 products.
     torch.backends.cuda.matmul.allow_tf32 = False
     call, formula = _CONTENDERS[name](shape)
     training = shape.mode == "training"
@@ -83,7 +83,7 @@ def prepare(name: str, shape: Shape) -> Prepared:
 
 
 def _runner(call, arguments, training):
-    """A function of nothing that runs the peer, and what it returned when it was run once."""
+    """Returns a function without arguments that runs the peer, and the result of running it once."""
     import torch
 
     if not training:
@@ -143,7 +143,7 @@ assert set(_CONTENDERS) == set(PEERS)
 
 
 def _draw(shape, time, batch=None):
-    """As `_contenders.draw` does; heads remember from 50 to 100,000 tokens."""
+    """Draws inputs as `_contenders.draw` does; heads remember 50 to 100,000 tokens."""
     import torch
 
     lead = (batch or shape.batch, time, shape.heads)
@@ -154,9 +154,10 @@ def _draw(shape, time, batch=None):
 
 
 def _formula(query, key, value, log_decay, *, power):
-    """The weighted mean of values by exp(G_i - G_j) (q_i . k_j)^p; without a power, their sum by (q_i . k_j) / sqrt(D).
+    """Computes the mean of values weighted by exp(G_i - G_j) (q_i . k_j)^p, in float32.
 
-    Queries are the last of the keys' positions; float32.
+    If power is None, computes the sum weighted by exp(G_i - G_j) (q_i . k_j) / sqrt(D) instead. Queries are at the
+    last positions of the keys.
     """
     import torch
 
@@ -172,7 +173,7 @@ def _formula(query, key, value, log_decay, *, power):
 
 
 def _error_of_rows(formula, arguments, out):
-    """Error of the rows at the end and of those in the middle, the larger; the last sequence of the batch."""
+    """Returns the larger error of the rows at the end and in the middle of the batch's last sequence."""
     query, key, value, log_decay = (x.detach()[-1:].float() for x in arguments)
     time, worst = query.shape[1], 0.0
     for end in {time, time // 2 + 1}:
@@ -183,7 +184,7 @@ def _error_of_rows(formula, arguments, out):
 
 
 def _check_gradients(call, formula, shape):
-    """Against automatic differentiation of the formula in float32, at a length of two chunks and more."""
+    """Compares gradients with automatic differentiation of the formula in float32, over at least two chunks."""
     import torch
 
     arguments = _draw(shape, max(GRADIENT_TIME, 2 * RETENTION_CHUNK), batch=1)
@@ -201,13 +202,13 @@ def _rms_error(actual, expected) -> float:
 
 
 def _require_close(what, found, bound):
-    # Not `found > bound`, which a NaN would pass.
+    # Not `found > bound`, which is false for NaN.
     if not found <= bound:
         raise WrongResult(f"{what} is off by {found:.1e}, more than {bound:.0e}")
 
 
 def _events(call, calls: int) -> _timing.Sample:
-    """Seconds a call between two events, the host ahead of the device."""
+    """Measures the seconds per call between two CUDA events, with the host ahead of the device."""
     import torch
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,6 +1,6 @@
-"""A model of a training step on many H100s: operations, bytes of memory and bytes sent, and the seconds they take.
+"""Cost model of a training step on many H100s: counts operations, memory bytes and sent bytes, and predicts seconds.
 
-Nothing here is measured. Sizes of mesh axes are powers of two; `benchmarks.scaling` states all assumptions.
+Nothing here is measured. Sizes of mesh axes are powers of two. `benchmarks.scaling` states all assumptions.
 """
 
 import dataclasses
@@ -16,37 +16,39 @@ from sympow_jax.training import flops
 
 __all__ = ["AXES", "H100S", "Cluster", "Job", "Plan", "Prediction", "Traffic", "best", "predict", "traffic"]
 
-# In the order of the mesh: neighbors along the last are closest.
+# In the order of the mesh: neighbors along the last axis are closest.
 AXES = ("data", "fsdp", "context", "tensor")
 REMATS = ("none", "attention", "full")
 FORMS = ("attention", "chunked")
 
-# Bytes of memory that a token takes a pass of a block: for each channel of the residual stream two norms of 6 (float32
-# in, bfloat16 out) and two additions to it of 10, for each channel of a head rotations of query and key at 4, for each
-# hidden unit of the feed-forward 4 for its activation. The backward pass takes twice that.
+# Memory traffic in bytes per token and pass of a block. Each channel of the residual stream has two norms of 6 bytes
+# (float32 in, bfloat16 out) and two additions of 10. Each channel of a head has rotations of query and key, 4 each.
+# Each hidden unit of the feed-forward layer has 4 for its activation. The backward pass takes twice that.
 _STREAM_BYTES, _HEAD_BYTES, _HIDDEN_BYTES = 32, 8, 4
-# And for each entry of the vocabulary: float32 logits written and read for maximum and sum, in both passes, read once
-# more for their gradient, which is written and read in bfloat16.
+# Bytes per token and vocabulary entry: float32 logits are written and read for maximum and sum in both passes, and read
+# once more for their gradient, which is written and read in bfloat16.
 _LOGIT_BYTES = 32
-# A parameter's, its gradient's and its two moments' in the optimizer, with norms of gradient, parameters and update.
+# Bytes that the optimizer moves per parameter: the parameter, its gradient and its two moments, and the norms of
+# gradient, parameters and update.
 _OPTIMIZER_BYTES = 40
-# Kept of a parameter: itself, its gradient and two moments in float32.
+# Bytes held per parameter: the parameter, its gradient and two moments in float32.
 _STATE_BYTES = 16
-# Kept for the backward pass of a token and channel of a head, by form: the output and rotated queries and keys in
-# float32, queries, keys and values in bfloat16, and of the chunked form states and padded copies. It is what compiled
-# steps of gpt2_124m take (docs/memory.md), divided by tokens, layers and channels.
+# Bytes kept for the backward pass per token and channel of a head, by form. They are the output and rotated queries and
+# keys in float32, queries, keys and values in bfloat16 and, in the chunked form, states and padded copies. The numbers
+# are those of compiled steps of gpt2_124m (docs/memory.md), divided by tokens, layers and channels.
 _KEPT_BY_HEAD = {"attention": 24, "chunked": 39}
-# A step that is longer by so much is taken for as good: predictions are not that exact.
+# A step that is longer by at most this fraction counts as equally good: predictions are not more exact than that.
 _ALIKE = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes of GPUs; rates a second and GPU, each way.
+    """Nodes of GPUs, with rates per second, GPU and direction.
 
-    peak, sustained: dense bfloat16 FLOPs, and which fraction large products are taken to reach. memory_bandwidth and
-    its fraction, memory: of a GPU, in bytes. nvlink: bytes between GPUs of a node; infiniband: between nodes. latency:
-    seconds of one round of messages on each.
+    peak, sustained: dense bfloat16 FLOPs, and the fraction of it that large products are assumed to reach.
+    memory_bandwidth, memory_sustained: bytes per second of a GPU's memory, and the fraction assumed to be reached.
+    memory: bytes per GPU. nvlink, infiniband: bytes per second between GPUs of a node, and between nodes.
+    nvlink_latency, infiniband_latency: seconds per round of messages on each kind of link.
     """
 
     node: int = 8
@@ -66,7 +68,7 @@ H100S = Cluster()
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A model trained at a context with so many tokens a batch."""
+    """A model, its training context and its number of tokens per batch."""
 
     model: config.ModelConfig
     context_length: int
@@ -74,13 +76,13 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Sequences of a batch."""
+        """Number of sequences in a batch."""
         return self.batch_tokens // self.context_length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How GPUs share a job: sizes of the mesh axes, what is computed again, and the form of attention."""
+    """Sharding layout of a job: sizes of the mesh axes, the rematerialization policy and the form of attention."""
 
     data: int = 1
     fsdp: int = 1
@@ -91,11 +93,11 @@ class Plan:
 
     @property
     def gpus(self) -> int:
-        """How many they are."""
+        """Number of GPUs in the mesh."""
         return math.prod(getattr(self, axis) for axis in AXES)
 
     def in_node(self, node: int) -> dict[str, int]:
-        """How many of an axis' neighbors share a node, by axis."""
+        """Returns, for each axis, the number of its neighbors that share a node."""
         found, left = {}, node
         for axis in reversed(AXES):
             found[axis] = math.gcd(getattr(self, axis), left)
@@ -105,7 +107,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Bytes a GPU sends in a step within its node and out of it, and rounds of messages that wait for each other."""
+    """Bytes per GPU and step, sent within its node and out of it, and the number of sequential message rounds."""
 
     nvlink: float = 0.0
     infiniband: float = 0.0
@@ -115,23 +117,23 @@ class Traffic:
         return Traffic(*map(sum, zip(dataclasses.astuple(self), dataclasses.astuple(other))))
 
     def times(self, count: float) -> "Traffic":
-        """Of so many alike, one after the other."""
+        """Returns the traffic of `count` equal transfers, one after the other."""
         return Traffic(self.nvlink * count, self.infiniband * count, round(self.rounds * count))
 
     @property
     def total(self) -> float:
-        """Bytes on both kinds of links."""
+        """Sum of the bytes on both kinds of links."""
         return self.nvlink + self.infiniband
 
     def seconds(self, cluster: Cluster) -> float:
-        """If the links are used one after the other."""
+        """Returns the seconds it takes if the two kinds of links are used one after the other."""
         latency = cluster.infiniband_latency if self.infiniband else cluster.nvlink_latency
         return self.nvlink / cluster.nvlink + self.infiniband / cluster.infiniband + self.rounds * latency
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step of a job under a plan: of computation by what it is, and of each axis' traffic."""
+    """Predicted step of a job under a plan: seconds per kind of computation, traffic per axis, and bytes per GPU."""
 
     job: Job
     plan: Plan
@@ -142,51 +144,55 @@ class Prediction:
 
     @property
     def compute_seconds(self) -> float:
-        """All of the computation."""
+        """Seconds of all computation."""
         return sum(self.computation.values())
 
     def sent_seconds(self, axis: str) -> float:
-        """The traffic of an axis."""
+        """Returns the seconds that the traffic of an axis takes."""
         return self.traffic[axis].seconds(self.cluster)
 
     @property
     def exposed_seconds(self) -> float:
-        """Traffic of data and fsdp that computation cannot hide: gradients hide behind the backward pass, two thirds
-        of the computation, and parameters behind any of it.
+        """Seconds of `data` and `fsdp` traffic that computation cannot hide.
+
+        Gradients overlap with the backward pass, which is two thirds of the computation. Gathers of parameters overlap
+        with any of it.
         """
         data, fsdp = self.sent_seconds("data"), self.sent_seconds("fsdp")
         return max(0.0, data - self.compute_seconds * 2 / 3, data + fsdp - self.compute_seconds)
 
     @property
     def hidden_step_seconds(self) -> float:
-        """A step, if all of data and fsdp that can be hidden is."""
+        """Seconds of a step if all `data` and `fsdp` traffic that can overlap does."""
         waited = self.sent_seconds("context") + self.sent_seconds("tensor")
         return self.compute_seconds + waited + self.exposed_seconds
 
     @property
     def step_seconds(self) -> float:
-        """A step, if nothing is hidden."""
+        """Seconds of a step if no traffic overlaps with computation."""
         return self.compute_seconds + sum(map(self.sent_seconds, AXES))
 
     def mfu(self, seconds: float) -> float:
-        """Model FLOPs a second of the GPU's peak, if a step takes so long."""
+        """Returns the model FLOPs utilization (MFU) if a step takes `seconds`."""
         a_token = flops.model_flops_per_token(self.job.model, self.job.context_length)
         return self.job.batch_tokens * a_token / (seconds * self.plan.gpus * self.cluster.peak)
 
     @property
     def largest(self) -> tuple[str, float]:
-        """What takes most of a step in which nothing is hidden, and its part of it."""
+        """Name and fraction of the largest part of a step in which nothing overlaps."""
         parts = dict(self.computation) | {axis: self.sent_seconds(axis) for axis in AXES}
         name = max(parts, key=parts.__getitem__)
         return name, parts[name] / self.step_seconds
 
 
 def best(job: Job, gpus: int, cluster: Cluster = H100S) -> Prediction:
-    """Of the plans that fit in memory one whose step is shortest, within `_ALIKE`, if nothing is hidden: the one that
-    divides over fewest axes.
+    """Returns the prediction for the plan with the shortest step among those that fit in memory.
+
+    Steps are compared as if no traffic overlapped. Among plans within `_ALIKE` of the shortest step, the one that
+    shards over the fewest axes wins.
 
     Raises:
-      ValueError: none fits.
+      ValueError: No plan fits in memory.
     """
     found = [predict(job, plan, cluster) for plan in _plans(job, gpus, cluster)]
     found = [prediction for prediction in found if prediction.memory <= cluster.memory]
@@ -198,10 +204,10 @@ def best(job: Job, gpus: int, cluster: Cluster = H100S) -> Prediction:
 
 
 def predict(job: Job, plan: Plan, cluster: Cluster = H100S) -> Prediction:
-    """A step of this plan.
+    """Predicts a step of a job under this plan.
 
     Raises:
-      ValueError: the plan does not divide the rows.
+      ValueError: The plan does not divide the rows of the batch.
     """
     if job.rows % (plan.data * plan.fsdp):
         raise ValueError(
@@ -218,11 +224,11 @@ def predict(job: Job, plan: Plan, cluster: Cluster = H100S) -> Prediction:
 
 
 def traffic(job: Job, plan: Plan, node: int) -> dict[str, Traffic]:
-    """What a GPU sends in a step, by the axis over which it does."""
+    """Counts what a GPU sends in a step, by mesh axis."""
     model = job.model
     inside = plan.in_node(node)
     parameters = _parameters(model) / plan.tensor
-    # Devices of all rows and times have gradients of the same parameters, which `fsdp` has divided before.
+    # Devices along `data` and `context` hold gradients of the same parameters, already sharded by `fsdp`.
     shares = plan.data * plan.context
     gradients = _ring(shares, inside["data"] * inside["context"], 4 * parameters / plan.fsdp, rounds=2)
     layers = model.layers + 1
@@ -232,19 +238,22 @@ def traffic(job: Job, plan: Plan, node: int) -> dict[str, Traffic]:
     sums = 4 * model.layers + (0 if plan.remat == "none" else 2 * model.layers)
     stream = 2 * _tokens(job, plan) * model.width
     return {
-        # One collective a layer, which sends a layer's part.
+        # One collective per layer, which sends the layer's part.
         "data": dataclasses.replace(gradients, rounds=gradients.rounds * layers),
         "fsdp": dataclasses.replace(gathered + scattered, rounds=(gathered + scattered).rounds * layers),
         "context": _context(job, plan, inside["context"]).times(model.layers),
-        # Two sums of a block in each pass, and what comes back from logits; the embedding for the lookup, in float32.
+        # Two all-reduces per block and pass and one for the gradient that the logits pass back; the embedding
+        # is gathered in float32 for the lookup.
         "tensor": _ring(plan.tensor, inside["tensor"], stream, rounds=2).times(sums + 1)
         + _ring(plan.tensor, inside["tensor"], 4 * _embedding(model) / plan.fsdp, rounds=1),
     }
 
 
 def _ring(size: int, near: int, whole: float, *, rounds: int) -> Traffic:
-    """Of gathering or scattering `whole` bytes over `size` GPUs, `near` of them a node's, or of an all-reduce, which is
-    both (`rounds` is 2): first between the GPUs of a node, then each one's part between nodes, on links of their own.
+    """Counts the traffic of a collective of `whole` bytes over `size` GPUs, `near` of them in each node.
+
+    `rounds` is 1 for a gather or a scatter, and 2 for an all-reduce, which is both. GPUs of a node exchange first. Then
+    each GPU sends its own part between nodes, over its own link.
     """
     far = size // near
     steps = math.ceil(math.log2(size))
@@ -253,13 +262,13 @@ def _ring(size: int, near: int, whole: float, *, rounds: int) -> Traffic:
 
 
 def _context(job: Job, plan: Plan, near: int) -> Traffic:
-    """Of both passes of one layer."""
+    """Counts the traffic over `context` of both passes of one layer."""
     if plan.context == 1:
         return Traffic()
     model, size, rows = job.model, plan.context, _rows(job, plan)
     heads, kv_heads, channels = _heads(model, plan)
     if plan.form == "attention":
-        # Query, key, value and output, all to all; heads that the GPUs do not divide are filled up.
+        # All-to-alls of query, key, value and output; heads are padded to a multiple of the GPUs.
         filled = 2 * math.ceil(heads / size) * size + 2 * math.ceil(kv_heads / size) * size
         sent = 2 * rows * job.context_length / size * filled * channels
         return Traffic(sent * (near - 1) / size, sent * (size - near) / size, 4).times(2)
@@ -268,15 +277,15 @@ def _context(job: Job, plan: Plan, near: int) -> Traffic:
     state = 4 * rows * kv_heads * features * (channels + 1)
     states = 1 + (math.ceil(math.log2(size - 1)) if size > 2 else 0)
     sent = window_bytes + states * state
-    # Where any neighbor is in another node, all wait for the one that has it.
+    # If any neighbor is in another node, all GPUs wait for that transfer.
     inside = near == size
     return Traffic(sent if inside else 0.0, 0.0 if inside else sent, 1 + states).times(2)
 
 
 def _computation(job: Job, plan: Plan, cluster: Cluster) -> dict[str, float]:
-    """Seconds of each part of the computation on a GPU."""
+    """Returns the seconds of each part of the computation on a GPU."""
     model, tokens = job.model, _tokens(job, plan)
-    # Of a block, in forward passes; logits are always computed again.
+    # Cost of a block's passes in units of its forward pass; logits are always computed again.
     passes = 3 if plan.remat == "none" else 4
     stream = _STREAM_BYTES * model.width
     divided = _HEAD_BYTES * model.heads * _size(model) + _HIDDEN_BYTES * model.mlp_ratio * model.width
@@ -295,11 +304,11 @@ def _computation(job: Job, plan: Plan, cluster: Cluster) -> dict[str, float]:
 
 
 def _kernel(job: Job, plan: Plan) -> float:
-    """Seconds of the forward pass of a layer's attention on a GPU."""
+    """Returns the seconds of the forward pass of a layer's attention on a GPU."""
     heads, kv_heads, channels = _heads(job.model, plan)
     time = job.context_length // plan.context
     if plan.form == "attention":
-        # Each GPU has all of time, of a share of the heads.
+        # Each GPU has the whole sequence for its shard of the heads.
         time = job.context_length
         heads, kv_heads = math.ceil(heads / plan.context), math.ceil(kv_heads / plan.context)
     attention = job.model.attention
@@ -325,15 +334,18 @@ def _kernel_seconds(form, time, batch, heads, kv_heads, channels, power, exact_w
 
 
 def _memory(job: Job, plan: Plan) -> float:
-    """Bytes a GPU needs at least: parameters, moments, gradients, and what is kept of blocks for the backward pass."""
+    """Returns a lower bound on a GPU's memory in bytes.
+
+    It counts parameters, moments, gradients and the residuals that blocks keep for the backward pass.
+    """
     model = job.model
     width, out = model.width, model.heads * _size(model)
-    # A block's input and the stream behind attention in float32, both normalized; and divided over `tensor` what
-    # attention keeps of each channel of a head, and hidden units with two functions of them.
+    # Not sharded over `tensor`: a block's input and the stream after attention in float32, and both of them normalized.
+    # Sharded: the residuals of attention per channel of a head, and hidden units with two functions of them.
     divided = _KEPT_BY_HEAD[plan.form] * out + 3 * 2 * model.mlp_ratio * width
     all_of_it = 12 * width + divided / plan.tensor
     kept = {"none": all_of_it, "attention": 4 * width + 4 * out / plan.tensor, "full": 4 * width}[plan.remat]
-    # The block under way is whole.
+    # The block that is currently computed again keeps all of its residuals.
     blocks = model.layers * kept + (0 if plan.remat == "none" else all_of_it)
     return _STATE_BYTES * _parameters(model) / (plan.fsdp * plan.tensor) + _tokens(job, plan) * blocks
 
@@ -345,7 +357,7 @@ def _plans(job: Job, gpus: int, cluster: Cluster):
         data = gpus // (fsdp * context * tensor)
         divides = data * fsdp * context * tensor == gpus and job.rows % (data * fsdp) == 0
         heads_divide = not (model.heads % tensor or (model.kv_heads or 1) % tensor)
-        # A share is at least a window, and tensor's many sums stay within a node.
+        # A shard of the sequence is at least one window long, and the many all-reduces of `tensor` stay within a node.
         if not (divides and heads_divide and tensor <= cluster.node):
             continue
         if job.context_length // context < model.attention.exact_window:
@@ -355,7 +367,7 @@ def _plans(job: Job, gpus: int, cluster: Cluster):
 
 
 def _parameters(model: config.ModelConfig) -> float:
-    """Those of matrices; norms have next to none. Without attention, a token costs 6 FLOPs a weight."""
+    """Counts the matrix parameters (norms are negligible) from FLOPs: without attention, 6 per token and weight."""
     alone = dataclasses.replace(
         model, attention=dataclasses.replace(model.attention, form="attention", exact_window=0)
     )
@@ -367,7 +379,7 @@ def _embedding(model: config.ModelConfig) -> int:
 
 
 def _tokens(job: Job, plan: Plan) -> int:
-    """Of a GPU."""
+    """Returns the number of tokens per GPU."""
     return _rows(job, plan) * job.context_length // plan.context
 
 
@@ -376,7 +388,7 @@ def _rows(job: Job, plan: Plan) -> int:
 
 
 def _heads(model: config.ModelConfig, plan: Plan) -> tuple[int, int, int]:
-    """Heads, key heads and their size, on a GPU."""
+    """Returns the numbers of query heads and key heads on a GPU, and the head size."""
     return model.heads // plan.tensor, (model.kv_heads or 1) // plan.tensor, _size(model)
 
 

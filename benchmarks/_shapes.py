@@ -1,4 +1,4 @@
-"""What `benchmarks.kernels` compares, on which shapes, and the work that a shape takes."""
+"""Contenders and shapes that `benchmarks.kernels` compares, with the FLOPs and bytes of each shape."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ __all__ = [
 
 WINDOW = 64
 
-# The form whose work is counted, of each contender; softmax attention multiplies as the attention form does.
+# The form whose FLOPs each contender is credited with; softmax attention multiplies as the attention form does.
 CONTENDERS = {
     "attention/mosaic_gpu": "attention",
     "attention/kernel": "attention",
@@ -64,7 +64,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Shape))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Contenders to be timed on one shape, in turn."""
+    """Contenders that are timed on one shape, taking turns."""
 
     part: str
     shape: Shape
@@ -72,10 +72,12 @@ class Comparison:
 
 
 def flops(shape: Shape, contender: str) -> float | None:
-    """FLOPs of the whole batch, by the exact number of features; None for a step, which is bound by bytes.
+    """Counts the FLOPs of the whole batch with the exact number of features.
 
-    Every contender of a form is credited with the same work, that of the xla form's chunk (128) and window (64), or of
-    a chunk of 64 without a window for linear attention: longer chunks earn nothing.
+    Returns None for a step, which is bound by bytes.
+
+    Every contender of a form is credited with the same work: that of the xla form's chunk (128) and window (64). Linear
+    attention is credited with a chunk of 64 and no window. A longer chunk therefore earns no extra FLOPs.
     """
     form = CONTENDERS[contender]
     if form == "step":
@@ -95,10 +97,10 @@ def flops(shape: Shape, contender: str) -> float | None:
 
 
 def step_bytes(shape: Shape) -> float:
-    """Bytes that one step of the whole batch has to move, in float32.
+    """Counts the bytes that one step of the whole batch has to move, in float32.
 
-    The state read once; read and written once more in W steps, to fold; and the 3 W / 2 tokens that a window holds on
-    average.
+    They are: the state, read in every step; the state, read and written once more every W steps, to fold the window
+    into it; and the 3 W / 2 tokens that a window holds on average.
     """
     state = cost.state_bytes(
         batch=shape.batch,
@@ -112,7 +114,7 @@ def step_bytes(shape: Shape) -> float:
 
 
 def of_side(comparisons: Iterable[Comparison], chosen: Callable[[str], bool]) -> list[Comparison]:
-    """The comparisons with the chosen contenders alone; without those that are left with none."""
+    """Returns the comparisons reduced to the chosen contenders; drops those without any."""
     kept = (
         dataclasses.replace(comparison, contenders=tuple(filter(chosen, comparison.contenders)))
         for comparison in comparisons
@@ -156,7 +158,7 @@ def _peers() -> Iterator[Comparison]:
 
 
 def _training_shapes() -> Iterator[Comparison]:
-    """65,536 tokens of the 124M model's 12 heads, as the papers cut them up."""
+    """Yields batches of 65,536 tokens for the 124M model's 12 heads, at the papers' contexts."""
     for power, ours in ((2, _CHUNKED), (4, _ATTENTION)):
         for time in (1024, 4096, 8192, 65_536):
             sizes = {"batch": 65_536 // time, "heads": 12, "time": time, "power": power}
@@ -164,7 +166,7 @@ def _training_shapes() -> Iterator[Comparison]:
 
 
 def _brief() -> Iterator[Comparison]:
-    """The figures that decide, first those that decide most."""
+    """Yields the comparisons that decide between implementations, most important first."""
     chunked, attention, softmax = "chunked/mosaic_gpu", "attention/mosaic_gpu", "softmax/cudnn"
     for time in (65_536, 8192, 16_384, 4096, 1024, 262_144):
         for mode in ("training", "forward"):
@@ -194,13 +196,13 @@ def _brief() -> Iterator[Comparison]:
 def _comparison(part, contenders, **sizes) -> Comparison:
     shape = Shape(**sizes)
     if shape.mode != "forward":
-        # Kernels called directly have no derivative.
+        # Kernels that are called directly, without the op, have no derivative.
         contenders = tuple(name for name in contenders if not name.endswith("/kernel"))
     return Comparison(part=part, shape=shape, contenders=contenders)
 
 
 def _smoke() -> Iterator[Comparison]:
-    """Every kind of comparison on shapes for a CPU."""
+    """Yields every kind of comparison, on shapes small enough for a CPU."""
     small = {"heads": 2, "head_dim": 8, "time": 128}
     yield _comparison("attention", _ATTENTION, mode="training", power=4, **small)
     yield _comparison("chunked", _CHUNKED, **small)

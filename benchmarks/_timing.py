@@ -1,4 +1,4 @@
-"""Time on the device: calls enqueued behind each other, taken in turn, and the kernels that CUPTI saw."""
+"""Measures time on the device: by calls enqueued one after another, taking turns, and by kernel times from CUPTI."""
 
 import contextlib
 import dataclasses
@@ -26,21 +26,21 @@ __all__ = [
     "turns",
 ]
 
-# Names the file by whose lock workers take turns on the device; without it there is one worker.
+# Environment variable that names the lock file with which workers take turns on the device; unset for one worker.
 LOCK = "SYMPOW_BENCHMARK_LOCK"
 ROUNDS = 10
-# A sample is long beside the clock's resolution and the last call's latency.
+# Long compared to the clock's resolution and the last call's latency.
 SAMPLE_SECONDS = 0.02
 CONTENDER_SECONDS = 3.0
-# Below what XLA lets a host enqueue before it makes it wait (32), which would look like a slow host.
+# Below the number of calls that XLA lets a host enqueue before it blocks (32): a blocked host would look slow.
 IN_FLIGHT = 16
-# Share of a sample spent on enqueueing from which the host, not the device, set its length.
+# If enqueueing takes more than this fraction of a sample, the host and not the device determined its length.
 _HOST_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Seconds a call, and whether the device had to wait for the host."""
+    """Seconds per call, and whether the device had to wait for the host."""
 
     seconds: float
     host_bound: bool
@@ -48,9 +48,9 @@ class Sample:
 
 @contextlib.contextmanager
 def turns(jobs: int) -> Iterator[None]:
-    """Lets the processes started within, if there are several, take turns on the device and share its memory.
+    """Makes the processes started inside, if `jobs` is above 1, take turns on the device and share its memory.
 
-    Two benchmarks share it where both are started with the same file in `LOCK` and without preallocation.
+    Two benchmarks can share the device too: start both with the same file in `LOCK` and without preallocation.
     """
     if jobs == 1 or LOCK in os.environ:
         yield
@@ -71,7 +71,7 @@ def turns(jobs: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """Holds the device, as far as other workers are concerned: they compile meanwhile."""
+    """Holds the device lock; other workers can only compile meanwhile."""
     if (path := os.environ.get(LOCK)) is None:
         yield
         return
@@ -81,10 +81,10 @@ def exclusive() -> Iterator[None]:
 
 
 def queued(call: Callable, inputs: Sequence[tuple], calls: int) -> Sample:
-    """Seconds of one of `calls` calls of a JAX function enqueued behind each other, `inputs` taking turns.
+    """Measures the seconds per call of a JAX function over `calls` calls enqueued without waiting, cycling `inputs`.
 
-    The host waits once, at the end, so that what it spends on a call is hidden behind the device's work on the one
-    before, where that is longer.
+    The host waits once, at the end. Its work for one call therefore overlaps with the device's work on the call before,
+    and is hidden if the device takes longer.
     """
     begin = time.perf_counter()
     for number in range(calls):
@@ -98,9 +98,10 @@ def queued(call: Callable, inputs: Sequence[tuple], calls: int) -> Sample:
 def in_turn(
     samplers: Mapping[str, Callable[[int], Sample]], *, announce=lambda name: None
 ) -> dict[str, list[Sample]]:
-    """Several samples of each sampler, which is called with a number of calls; they take turns.
+    """Takes several samples from each sampler, in turns; a sampler is called with a number of calls.
 
-    What changes the speed of the machine changes it for all of them. `announce` hears whose turn it is.
+    Because they take turns, a change of the machine's speed affects all of them. `announce` is called with the name of
+    the sampler whose turn it is.
     """
     plans: dict[str, tuple[int, int]] = {}
     samples: dict[str, list[Sample]] = {name: [] for name in samplers}
@@ -119,7 +120,7 @@ def in_turn(
 
 
 def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
-    """Median seconds of each call of no arguments, compiled before; the calls take turns, each waited for."""
+    """Returns the median seconds of each argumentless call; compiles first, then takes turns and blocks on each."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         jax.block_until_ready(call())
@@ -132,15 +133,15 @@ def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
 
 
 def spread(seconds: Sequence[float]) -> float:
-    """How far the medians of every other sample are apart, relative: the same thing timed twice."""
+    """Returns the relative difference between the medians of even and odd samples, as a measure of noise."""
     halves = statistics.median(seconds[::2]), statistics.median(seconds[1::2])
     return abs(halves[0] - halves[1]) / statistics.median(seconds)
 
 
 def kernel_seconds(call: Callable, inputs: Sequence[tuple], runs: int = 5) -> dict[str, float] | None:
-    """Seconds of each kernel of a call, by name, from the run whose sum is the median; None without CUPTI.
+    """Returns each kernel's seconds in a call, from the run with the median sum; None without CUPTI.
 
-    Gaps between kernels, and copies that are no kernels, are not in it.
+    Gaps between kernels, and copies that are not kernels, are not counted.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -161,14 +162,14 @@ def kernel_seconds(call: Callable, inputs: Sequence[tuple], runs: int = 5) -> di
 
 
 def ceilings(*, size: int, copied: int) -> dict[str, float]:
-    """What this device reaches: FLOP/s of a bfloat16 product of `size`^3, bytes/s of a pass over `copied` bytes.
+    """Measures FLOP/s of a `size`^3 bfloat16 product and bytes/s of a pass over `copied` bytes on this device.
 
-    Bytes are those read and those written. Inputs are random: products of zeros run faster.
+    Bytes read and bytes written both count. Inputs are random, because products of zeros run faster.
     """
     keys = jax.random.split(jax.random.key(0), 3)
     left, right = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in keys[:2])
     words = jax.random.bits(keys[2], (copied // 4,), jnp.uint32)
-    # A copy that XLA cannot turn into another name for its argument.
+    # `invert` is a copy that XLA cannot elide by aliasing the result to the argument.
     calls = {"matmul": (jax.jit(jnp.matmul), (left, right)), "copy": (jax.jit(jnp.invert), (words,))}
     samplers: dict[str, Callable[[int], Sample]] = {}
     for name, (call, arguments) in calls.items():

@@ -24,12 +24,12 @@ from sympow_jax.training import sharding, step
 __all__ = ["Run", "attention", "measure"]
 
 WARMUP_STEPS = 2
-# As many steps as fit into so many seconds, within these bounds.
+# Steps are timed for this many seconds, but at least LEAST_STEPS and at most MOST_STEPS of them.
 SECONDS = 15.0
 LEAST_STEPS, MOST_STEPS = 3, 10
 _FORMS = re.compile(r"\b(attention|chunked|recurrent|softmax)_(reference|xla|mosaic_gpu|cudnn)\b")
 _KERNELS = re.compile(r"\bpower_(?:attention|state)_\w+|__cudnn\$\w+")
-# A model for any device.
+# A model small enough for any device.
 _TINY: dict[str, Any] = {
     "vocab_size": 128,
     "layers": 2,
@@ -42,10 +42,10 @@ _TINY: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one process measures.
+    """Settings of the training run that one process measures.
 
-    preset: the choice of `configs/gpt2_124m.py`, with its power. tokens: of a step, a multiple of the context. tiny: of
-    a model for any device.
+    preset: the argument of `configs/gpt2_124m.py`, with its power. tokens: tokens per step, a multiple of the context.
+    tiny: whether to use a model small enough for any device.
     """
 
     preset: str
@@ -54,7 +54,7 @@ class Run:
     tiny: bool = False
 
     def settings(self) -> config.Config:
-        """Those of the papers' configuration but for the batch. Raises ValueError for a preset that it has not."""
+        """Returns the papers' configuration with this run's batch. Raises ValueError for an unknown preset."""
         settings = gpt2_124m.get_config(self.preset)
         data = dataclasses.replace(settings.data, context_length=self.context, batch_tokens=self.tokens)
         model = settings.model
@@ -64,9 +64,9 @@ class Run:
 
 
 def measure(run: Run, emit: Callable[[dict], None]) -> dict:
-    """The row of a run on the first device; emits {"sign": ...} as it gets on.
+    """Measures a run on the first device and returns its row; emits {"sign": ...} as a sign of progress.
 
-    Raises what compiling and running raise.
+    Errors from compiling and running propagate.
     """
     settings = run.settings()
     device = jax.devices()[0]
@@ -115,9 +115,9 @@ def measure(run: Run, emit: Callable[[dict], None]) -> dict:
 
 
 def attention(program: str) -> dict:
-    """What computes attention in a compiled program: forms with their implementations, and names of kernels.
+    """Returns the forms, implementations and kernel names that compute attention in a compiled program.
 
-    The backward pass of a form goes by its name too; that it has kernels of its own, their names say.
+    The backward pass of a form has the same name as the form. Its kernels, if it has any, have names of their own.
     """
     return {
         "attention": ", ".join(sorted({"/".join(found) for found in _FORMS.findall(program)})),
@@ -126,7 +126,7 @@ def attention(program: str) -> dict:
 
 
 def main() -> None:
-    """Measures the run that standard input describes."""
+    """Reads a run from standard input and measures it."""
     run = Run(**json.load(sys.stdin))
     try:
         machine = _contenders.machine()

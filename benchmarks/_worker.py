@@ -1,9 +1,9 @@
-"""Runs comparisons in a process of its own, so that a kernel that crashes or hangs costs its rows and no others.
+"""Runs comparisons in a separate process, so that a kernel that crashes or hangs loses only its own rows.
 
     python -m benchmarks._worker jax|torch    # comparisons on standard input, events on standard output
 
-A worker reports what it begins and what it has measured. Where it ends or falls silent, the supervisor starts another
-without the contender that was at work.
+A worker reports what it starts and what it has measured. If it ends or stops reporting, the supervisor starts another
+worker that skips the contender that was running.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ Emit = Callable[[dict], None]
 
 # A call that is predicted to take longer is not timed.
 LONGEST_CALL = 5.0
-# Events are lines of standard output that begin so; libraries print too.
+# Events are the lines of standard output with this prefix; libraries print there too.
 _EVENT = "benchmark-event "
-# What begins when the kernels of a call are timed one by one, which is the profiler's work and not a contender's.
+# The key of a "begin" event while kernels are timed one by one; the profiler is at work then, not a contender.
 _KERNELS = "kernel times"
-# What begins when a worker waits for others that time something.
+# The key of a "begin" event while a worker waits for others that hold the device.
 _WAITING = "waiting for the device"
 _NO_MEMORY = "out of memory"
-# Contenders' errors after which a process can go on; others may leave the device unusable.
+# Errors after which the process can continue; other errors may leave the device unusable.
 _HARMLESS = (NotImplementedError, ImportError, ValueError, TypeError)
 
 
 class NoDevice(Exception):
-    """There is nothing to measure on."""
+    """Raised when there is no device to measure on."""
 
 
 def serve(
@@ -51,11 +51,11 @@ def serve(
     ceilings: bool,
     smoke: bool = False,
 ) -> None:
-    """Measures comparisons in this process; raises NoDevice where there is nothing to measure on.
+    """Measures comparisons in this process; raises NoDevice if there is no device to measure on.
 
-    Emits {"machine": ...} and, if asked to measure them, {"ceilings": ...}. Then {"begin": [number, key]} whenever a
-    contender is about to run and {"done": number, "rows": [...]} after each comparison. `skip` maps keys to the notes
-    that stand in.
+    Emits {"machine": ...} and, if `ceilings` is set, {"ceilings": ...}. Then emits {"begin": [number, key]} before a
+    contender runs and {"done": number, "rows": [...]} after each comparison. `skip` maps keys of contenders that must
+    not run to the notes that replace their results.
     """
     if side == "jax":
         from benchmarks import _contenders as contenders
@@ -70,7 +70,7 @@ def serve(
     emit({"machine": found})
     if ceilings:
         emit({"ceilings": contenders.ceilings(smoke)})
-    # Length and seconds of the last call of a contender, by key; infinite where memory was short.
+    # Length and seconds of the last call of a contender, by key; the seconds are infinite if it ran out of memory.
     history: dict[str, tuple[int, float]] = {}
     for number, comparison in enumerate(comparisons):
         rows = _compare(contenders, comparison, number, skip, history, emit)
@@ -130,7 +130,7 @@ def _measured(prepared, samples):
 
 
 def _by_kernel(prepared, host_bound):
-    """Seconds of each kernel; where the device waited for the host, their sum is the time that counts."""
+    """Returns the seconds of each kernel; if the device waited for the host, their sum replaces the measured time."""
     try:
         kernels = prepared.kernels()
     except Exception as error:
@@ -143,7 +143,7 @@ def _by_kernel(prepared, host_bound):
 
 
 def _key(name: str, shape: Shape) -> str:
-    """A contender at all lengths of a shape."""
+    """Returns a key that identifies a contender and a shape except for its length."""
     sizes = dataclasses.asdict(shape)
     return " ".join([name, *(str(size) for field, size in sizes.items() if field != "time")])
 
@@ -164,7 +164,7 @@ def _too_long(name, shape, before):
 
 
 def _note(error: Exception) -> str:
-    """The note in place of a time; raises where the process should not go on."""
+    """Returns the note that replaces a time; raises the error if the process must not continue."""
     text = one_line(error)
     if "RESOURCE_EXHAUSTED" in text or _NO_MEMORY in text:
         return f"{_NO_MEMORY}: {text}"
@@ -174,9 +174,9 @@ def _note(error: Exception) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says in a line."""
+    """Returns an error as one line."""
     text = (str(error).strip().splitlines() or [""])[0][:200]
-    # What is missing and what is wrong says its message; of other errors the kind says more.
+    # These two kinds of errors have messages that explain themselves; others need their type's name.
     told = isinstance(error, NotImplementedError) or type(error).__name__ == "WrongResult"
     return text if told and text else f"{type(error).__name__}: {text}"
 
@@ -190,11 +190,11 @@ def supervise(
     deadline: float,
     ceilings: bool = True,
 ) -> None:
-    """Measures comparisons in workers started by `command`; emits the events of `serve` but for `begin`.
+    """Measures comparisons in workers started by `command`; emits the events of `serve` except `begin`.
 
-    The first worker measures the device's ceilings if `ceilings` says so: it needs gigabytes, which it keeps. A worker
-    that emits nothing for `silence` seconds is ended. Comparisons that are not measured at `deadline`, a value of
-    `time.monotonic`, get rows that say so. Raises NoDevice where the worker does.
+    If `ceilings` is set, only the first worker measures the device's ceilings, because that takes gigabytes which the
+    process does not release. A worker that emits nothing for `silence` seconds is killed. Comparisons that are not
+    measured by `deadline`, a value of `time.monotonic`, get rows with a note. Raises NoDevice if the worker does.
     """
     pending = list(comparisons)
     skip: dict[str, str] = {}
@@ -222,7 +222,7 @@ def supervise(
         if not pending:
             return
         if time.monotonic() > deadline or working is None or working in skip:
-            # Nobody to blame: a worker that cannot start will not start the next time either.
+            # No contender caused this: a worker that cannot start would not start the next time either.
             for number, comparison in enumerate(pending):
                 emit({"done": number, "rows": _without_times(comparison, f"not measured: {ended}")})
             return
@@ -230,7 +230,7 @@ def supervise(
 
 
 def row(comparison: Comparison, name: str) -> dict:
-    """The row of a contender, without results."""
+    """Returns the row of a contender without results."""
     return {"part": comparison.part, "contender": name, **dataclasses.asdict(comparison.shape)}
 
 
@@ -239,9 +239,9 @@ def _without_times(comparison, note):
 
 
 def events(command: Sequence[str], task: dict, *, silence: float, deadline: float) -> Iterator[dict]:
-    """What a worker that is given a task on standard input says by `say`, and {"ended": why} behind it.
+    """Starts a worker with a task on standard input and yields the events it sends, then {"ended": why}.
 
-    It is ended when it says nothing for `silence` seconds, and at `deadline`, a value of `time.monotonic`.
+    The worker is killed when it sends nothing for `silence` seconds, and at `deadline`, a value of `time.monotonic`.
     """
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -283,12 +283,12 @@ def _read(process, task, lines):
 
 
 def say(event: dict) -> None:
-    """Tells the supervisor."""
+    """Sends an event to the supervisor."""
     print(_EVENT + json.dumps(event), flush=True)
 
 
 def main() -> None:
-    """Serves what standard input asks for."""
+    """Reads a task from standard input and serves it."""
     task = json.load(sys.stdin)
     comparisons = [
         Comparison(**(given | {"shape": Shape(**given["shape"]), "contenders": tuple(given["contenders"])}))

@@ -1,10 +1,10 @@
-"""Times a kernel of attention against JAX's softmax attention on this machine, in one run.
+"""Times one of this project's attention kernels against JAX's softmax attention on this machine, in one run.
 
     uv run python -m benchmarks.attention [--kernel=power|linear|expressive] [--out=FILE.json] [--quick]
 
-float32, batch 1, 4 heads; on Linux. `power` has p = 2 and gates, `linear` the feature map elu + 1, `expressive` nothing
-to choose. Times are medians of several calls of compiled functions, taken in turn so that a machine that changes its
-speed changes it for both. Ratios are softmax / kernel: above 1, the kernel is faster.
+Inputs are float32, batch 1, 4 heads. It needs Linux. `power` has p = 2 and gates, `linear` the feature map elu + 1;
+`expressive` has no options. Times are medians of several calls of compiled functions. The two take turns, so a change
+of the machine's speed affects both. Ratios are softmax / kernel: above 1, the kernel is faster.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from sympow_jax import ops
 
 HEADS = 4
 LENGTHS = {32: (1024, 2048, 4096, 8192, 65_536, 262_144), 64: (1024, 4096, 8192, 65_536, 262_144)}
-# Minutes a call beyond these lengths; of softmax the T x T scores of 4 heads would take 69 GB at 65,536.
+# Beyond these lengths a call takes minutes; the T x T softmax scores of 4 heads would take 69 GB at 65,536.
 LONGEST = {"softmax": 8192, "expressive": 8192, "power": 65_536, "linear": 262_144}
 MILLION = 2**20
 
@@ -101,8 +101,8 @@ def _compare(kernel: str, length: int, head_dim: int, repeats: int) -> dict:
 
 
 def _million_tokens(kernel: str) -> dict:
-    """Forward over 2^20 tokens, one head of 32: seconds, and the largest size of this process."""
-    # Drawn by NumPy, which needs no more than the arrays: what is measured should be the attention.
+    """Runs forward over 2^20 tokens with one head of 32; returns seconds and this process's peak memory."""
+    # Drawn with NumPy, which needs no memory besides the arrays, so that the peak is that of attention.
     random = np.random.default_rng(0)
     query, key, value = (
         jnp.asarray(random.standard_normal((1, MILLION, 1, 32), np.float32)) for _ in range(3)
@@ -114,7 +114,7 @@ def _million_tokens(kernel: str) -> dict:
 
 
 def _peak_bytes() -> int:
-    """The largest size that this process has had; getrusage would count its parent's too."""
+    """Returns this process's peak memory in bytes; getrusage would include the parent's."""
     status = pathlib.Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 

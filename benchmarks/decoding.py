@@ -1,13 +1,13 @@
-"""What a token costs after prompts of 64 to 65,536 tokens, and what the state takes, of power attention and softmax.
+"""Measures decoding time per token and state size of power and softmax attention after prompts of 64 to 65,536 tokens.
 
     uv run python -m benchmarks.decoding --out=DIR [--brief]
 
-Two models of the same size, with random parameters: nothing measured depends on them. Tokens are decoded as
-`generation.generate` does, in compiled blocks; the state is that of a context of so many tokens, whose values do not
-matter either, so that no prompt is computed: the recurrent state, or a KV cache of the same size. Models and lengths
-take turns, and times are medians, so that a machine that changes its speed changes it for all. The prefill of real
-prompts is timed against the forward pass of training, loss included, on the same tokens. `--brief` has a smaller model
-and lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
+It compares two models of the same size. Their parameters are random, since no measured number depends on them. Tokens
+are decoded in compiled blocks, as in `generation.generate`. No prompt is computed, since the values of a state do not
+matter either: decoding starts from a state of the right size, which is the recurrent state or a KV cache. Models and
+lengths take turns and times are medians, so a change of the machine's speed affects all. The prefill of real prompts is
+timed against the forward pass of training, loss included, on the same tokens. `--brief` uses a smaller model and
+lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
 """
 
 import argparse
@@ -47,11 +47,11 @@ _COLORS = {"conformal": "#0072B2", "softmax": "#D55E00"}
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one model does after a prompt of `length` tokens.
+    """Decoding cost of one model after a prompt of `length` tokens.
 
-    seconds: a token of one row, median of the rounds.
-    state_bytes: of the state of one row.
-    kept: whether the state is keys and values.
+    seconds: time per token for one row, median of the rounds.
+    state_bytes: size of the state of one row.
+    kept: whether the state is a KV cache.
     """
 
     preset: str
@@ -63,7 +63,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Prefill:
-    """What a prompt of `length` tokens takes power attention: medians of seconds, of `training` its forward pass."""
+    """Median seconds of power attention on `length` tokens: of prefill, and of the forward pass of training."""
 
     preset: str
     length: int
@@ -72,7 +72,7 @@ class Prefill:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints and writes."""
+    """Measures, prints the results and writes them to files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[Row]:
-    """A row for each preset and length."""
+    """Returns a row for each preset and length."""
     contenders = [
         (preset, length, _Contender(preset, length, sizes)) for preset in PRESETS for length in lengths
     ]
@@ -128,7 +128,7 @@ def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[Row]:
 
 
 def measure_prefill(preset: str, sizes: dict, length: int, *, rounds: int) -> Prefill:
-    """Prefill and forward pass of training in turns, on one row of random tokens."""
+    """Times prefill and the forward pass of training in turns, on one row of random tokens."""
     model = _model(preset, sizes)
     row = np.random.default_rng(0).integers(sizes["vocab_size"], size=(1, length + 1), dtype=np.int32)
     batch = {"inputs": jnp.asarray(row[:, :-1]), "targets": jnp.asarray(row[:, 1:])}
@@ -146,13 +146,13 @@ def _model(preset: str, sizes: dict) -> models.DecoderLM:
 
 
 class _Contender:
-    """Blocks of tokens decoded behind a context of so many."""
+    """Decodes blocks of tokens after a context of `length` tokens."""
 
     def __init__(self, preset: str, length: int, sizes: dict):
         model = _model(preset, sizes)
         self._graph, self._variables = nnx.split(model)
         kept = model.kv_cache_length
-        # As `generation.generate` begins a long text.
+        # Chooses the kind of state as `generation.generate` does at the start of a long text.
         keeps = kept is None or length + BLOCK <= kept
         state = generation.init_state(model, 1, max_length=(kept or length + BLOCK) if keeps else None)
         self.kept = isinstance(state.layers[0].memory, ops.KVCache)
@@ -168,7 +168,7 @@ class _Contender:
         return (time.perf_counter() - begin) / BLOCK
 
     def _decode(self) -> None:
-        # A block reads as many keys, and folds as often, wherever it is: the same context goes on and on.
+        # Blocks simply continue the same context: each reads the same number of keys and folds equally often.
         self._logits, self._state, self._position, tokens, _ = loop.decode_block(
             self._graph,
             self._variables,
@@ -183,7 +183,7 @@ class _Contender:
 
 
 def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
-    """The state with `length` tokens of a document, of keys that are all alike."""
+    """Returns the state filled with `length` tokens of one document; all keys are equal."""
 
     def fill(layer):
         memory = layer.memory
@@ -201,7 +201,7 @@ def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
 
 
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
-    """Time a token and bytes of the state over the length of the prompt, both axes logarithmic."""
+    """Plots time per token and bytes of the state against the length of the prompt, with logarithmic axes."""
     figure = matplotlib.figure.Figure(figsize=(9.0, 3.8), dpi=160, layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = {

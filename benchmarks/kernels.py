@@ -2,19 +2,19 @@
 
     uv run --extra cuda13 python -m benchmarks.kernels [--part=NAME ...] [--out=FILE]
 
-bfloat16 with float32 gates, b1 n8 unless a row says otherwise. Without --part all parts but `brief`, which holds the
-figures that decide and takes 8 minutes at most. The rows are written as JSON as they come, to
-benchmarks/results/kernels-<gpu>[-<part>...].json unless --out says otherwise, and printed as a table a part.
+Inputs are bfloat16 with float32 gates, batch 1 and 8 heads unless a row says otherwise. Without --part, all parts
+except `brief` run. `brief` has the most important comparisons and takes 8 minutes at most. Rows are written as JSON as
+they come, to benchmarks/results/kernels-<gpu>[-<part>...].json unless --out is given, and printed as a table per part.
 
-Every result is checked before it is timed: rows at the end and in the middle of the sequence against float32, gradients
-against float32 at 2,048 tokens, all of it finite; a row that is wrong has no time. Contenders of one shape are timed in
-turn in one process, calls enqueued behind each other, on two sets of random inputs; PyTorch's in a process of their
-own. A kernel that crashes or hangs loses its row and no other.
+Every result is checked before it is timed. Rows at the end and in the middle of the sequence are compared with float32,
+gradients are compared with float32 at 2,048 tokens, and all values must be finite. A row that is wrong has no time.
+Contenders of one shape take turns in one process, with calls enqueued one after another on two sets of random inputs.
+PyTorch contenders run in a process of their own. A kernel that crashes or hangs loses only its own row.
 
-FLOPs are those that the mathematics needs: 2 (D + E) T / 2 a token and head over pairs; 4 F E over features, F their
-exact number, with pairs of a chunk of 128 and a window of 64. A backward pass counts 2.5 times the pairs and twice the
-features. A decode step is measured in bytes. Fractions are of a large matrix product and of a copy, measured in the
-same run. Memory is what a call takes at once with its arguments and results, by the compiler's account.
+FLOPs are those that the mathematics needs, per token and head: 2 (D + E) T / 2 for pairs, or 4 F E for features (F is
+their exact number) plus the pairs of a chunk of 128 and a window of 64. A backward pass counts 2.5 times the pairs and
+twice the features. A decode step is measured in bytes. Fractions are relative to a large matrix product and a copy
+measured in the same run. Memory is the peak of a call according to the compiler, arguments and results included.
 """
 
 import argparse
@@ -33,13 +33,13 @@ from benchmarks import _peers, _report, _shapes, _timing, _worker
 from pallas_kernels.check import verdict
 
 BRIEF_SECONDS = 450.0
-# Without an event for so long, a worker hangs: compilation takes a minute or two, tuning Triton's kernels more.
+# A worker without an event for this many seconds hangs: compilation takes a minute or two, tuning for Triton more.
 SILENCE = {"jax": 300.0, "torch": 900.0}
 BRIEF_SILENCE = 120.0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the tables and writes the JSON. Exits with status 1 and one line where there is no GPU."""
+    """Prints the tables and writes the JSON. Exits with status 1 and one line if there is no GPU."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Report:
-    """The machine, its ceilings and the rows so far, written to a file whenever something is added."""
+    """The machine, its ceilings and the rows so far, written to a file after every addition."""
 
     def __init__(self, path: pathlib.Path | None, suffix: str):
         self.content: dict = {"machine": {"driver": verdict.driver_version()}, "ceilings": {}, "rows": []}
@@ -75,7 +75,7 @@ class Report:
         self._lock = threading.Lock()
 
     def add(self, event: dict) -> None:
-        """Takes an event of `_worker.serve`, from any thread."""
+        """Adds an event of `_worker.serve`; may be called from any thread."""
         with self._lock:
             for name in ("machine", "ceilings"):
                 self.content[name] |= event.get(name, {})
@@ -95,9 +95,9 @@ def _measure(comparisons, report, smoke, started, jobs):
         return
     brief = all(comparison.part == "brief" for comparison in comparisons)
     deadline = started + BRIEF_SECONDS if brief else float("inf")
-    # PyTorch has a worker of its own.
+    # PyTorch contenders have a worker of their own.
     with _timing.turns(jobs + bool(theirs)), concurrent.futures.ThreadPoolExecutor(jobs + 1) as pool:
-        # A worker that waits for the others is silent for longer.
+        # A worker that waits for the others emits nothing for longer.
         silence = (BRIEF_SILENCE if brief else SILENCE["jax"]) * (1 + jobs / 4)
         running = [
             pool.submit(_supervise, "jax", part, report.add, silence, deadline, ceilings=number == 0)
@@ -109,9 +109,10 @@ def _measure(comparisons, report, smoke, started, jobs):
 
 
 def _deal(comparisons, jobs):
-    """Comparisons for each worker, in their order.
+    """Splits the comparisons between workers, keeping their order.
 
-    A few that differ in length alone stay together: a worker checks their gradients once, which saves compiling.
+    Comparisons that agree in mode, power and head size stay together where possible: a worker checks the gradients of
+    shapes that differ only in length once, which saves compiling.
     """
     groups: dict[tuple, list] = {}
     for comparison in comparisons:
@@ -143,7 +144,7 @@ def _row(comparison, name, note):
 
 
 def _rates(row: dict, ceilings: dict) -> dict:
-    """FLOP/s or, for a step, bytes/s, and their fraction of what was measured."""
+    """Returns FLOP/s (bytes/s for a step) and their fraction of the measured ceiling."""
     if "seconds" not in row:
         return {}
     shape = _shapes.Shape(**{name: row[name] for name in _shapes.FIELDS})

@@ -1,4 +1,4 @@
-"""Predicted times of the kernels on an H100: a model with few constants, none of them measured."""
+"""Predicts times of the kernels on an H100 from a model with few constants, none of them measured."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ __all__ = ["HOPPER", "kernel_seconds"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kernels:
-    """Seconds of the forward pass of kernels: a model with few constants, all of them predicted and none measured.
+    """Cost model of the kernels' forward pass, in seconds; all constants are predicted, none is measured.
 
-    pair, pair_power, pair_channel: of issuing a causal pair's instructions, for each pair and head, for each factor of
-    the power behind the first two, and for each of the D + E channels. pair_product: of a pair's matrix products, for
-    each channel; the longer of the two counts.
-    feature: of reading and writing states, for each token, head, feature and value, by power and head size; half of it
-    is the update's, whose heads are those of the keys.
-    channel: of the plain JAX around the chunked form, for each token, head and channel.
-    launch: of a call, by form.
-    both_passes: what both passes take together of what the forward pass takes, by form.
+    pair, pair_power, pair_channel: time to issue a causal pair's instructions: per pair and head, per two
+      factors of the power beyond the first two, and per each of the D + E channels.
+    pair_product: time of a pair's matrix products, per channel. The longer of issue and products counts.
+    feature: time to read and write states, per token, head, feature and value channel, by power and head size. Half of
+      it is the update's, which runs over key heads.
+    channel: time of the plain JAX around the chunked form, per token, head and channel.
+    launch: time of launching a call, by form.
+    both_passes: ratio of forward and backward together to forward alone, by form.
     """
 
     pair: float
@@ -35,22 +35,22 @@ class _Kernels:
     both_passes: Mapping[str, float]
 
     def pairs(self, count: float, power: int, channels: int) -> float:
-        """Seconds of so many pairs of a head."""
+        """Returns the seconds of `count` pairs of a head."""
         issued = self.pair + self.pair_power * (power // 2 - 1) + self.pair_channel * channels
         return count * max(issued, self.pair_product * channels)
 
     def states(self, tokens: float, power: int, head_dim: int, value_dim: int) -> float:
-        """Seconds of the states of so many tokens, at the sizes that the kernels fill these up to."""
+        """Returns the seconds of the states for a number of tokens, at the sizes that the kernels pad to."""
         sizes = sorted(size for of_power, size in self.feature if of_power == power)
         head_dim = next(size for size in sizes if size >= head_dim)
-        # Values have the larger two of the sizes.
+        # Value sizes are padded to one of the two largest sizes.
         value_dim = next(size for size in sizes[-2:] if size >= value_dim)
         features = feature_maps.symmetric_power_dim(head_dim, power)
         return tokens * self.feature[power, head_dim] * features * value_dim
 
 
-# Fitted to the predictions for an H100 in pallas_kernels/README.md: of each kernel, and of the chunked form as
-# a whole, for b1 n8 T = 65,536.
+# Fitted to the predictions for an H100 in pallas_kernels/README.md: those of each kernel, and those of the chunked form
+# as a whole, for b1 n8 T = 65,536.
 HOPPER = _Kernels(
     pair=1.59e-13,
     pair_power=2.0e-14,
@@ -76,7 +76,7 @@ def kernel_seconds(
     chunk: int | None,
     exact_window: int,
 ) -> float:
-    """Predicted seconds of a kernel's forward pass on an H100, with the plain JAX around it."""
+    """Predicts the seconds of a kernel's forward pass on an H100, including the plain JAX around it."""
     tokens, channels = batch * time, head_dim + value_dim
     if form == "attention":
         pairs = tokens * heads * time / 2

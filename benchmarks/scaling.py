@@ -2,7 +2,7 @@
 
     uv run python -m benchmarks.scaling --out=docs/scaling.md
 
-Nothing is measured, and no GPU is needed: seconds, on any machine.
+Nothing is measured. It needs no GPU and takes seconds on any machine.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from sympow_jax import config
 
 GPUS = (8, 64, 512)
 CONTEXTS = (4096, 65_536, 1_048_576)
-# By model: its tokens a batch, or one row where the context is longer.
+# Tokens per batch, by model; a batch is one row if the context is longer.
 MODELS = {"gpt2_124m": 524_288, "gpt3_1311m": 1_048_576}
-# Of one job, to compare what axes cost.
+# Plans for one job, to compare the costs of the axes.
 OTHERS = (
     _scaling.Plan(data=16, context=4),
     _scaling.Plan(fsdp=16, context=4),
@@ -33,7 +33,7 @@ OTHERS_OF = ("gpt3_1311m", 65_536, 64)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the page, or prints it."""
+    """Writes the page to a file, or prints it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def page(cluster: _scaling.Cluster) -> str:
-    """The whole page in Markdown."""
+    """Returns the whole page in Markdown."""
     parts = [_INTRODUCTION, _of_computation(cluster), _OF_TRAFFIC]
     for name in MODELS:
         rows = predictions(name, cluster)
@@ -57,7 +57,7 @@ def page(cluster: _scaling.Cluster) -> str:
 
 
 def predictions(name: str, cluster: _scaling.Cluster) -> list[_scaling.Prediction]:
-    """The fastest arrangement at every context for every number of GPUs, and with 8 times the batch for the most."""
+    """Returns the best plan for each context and number of GPUs; the largest number also with 8 times the batch."""
     found = []
     for context in CONTEXTS:
         job = job_of(name, context)
@@ -67,7 +67,7 @@ def predictions(name: str, cluster: _scaling.Cluster) -> list[_scaling.Predictio
 
 
 def job_of(name: str, context: int, *, batches: int = 1) -> _scaling.Job:
-    """A model of `MODELS`, conformal at p = 2, with so many times its batch."""
+    """Returns the job of a model of `MODELS`, conformal at p = 2, with `batches` times its batch."""
     sizes: Any = config.MODEL_SIZES[name]
     model = config.ModelConfig(**sizes, attention=config.preset("conformal"))
     return _scaling.Job(model, context, batches * max(MODELS[name], context))
@@ -289,7 +289,7 @@ def _job_cells(row: _scaling.Prediction) -> tuple[str, str, str]:
 
 
 def _timing_cells(row: _scaling.Prediction) -> tuple[str, str, str]:
-    """A step, its tokens a second and MFU, each from the better to the worse case."""
+    """Formats step time, tokens per second and MFU, each as a range from the better to the worse case."""
     both = (row.hidden_step_seconds, row.step_seconds)
     return (
         _range([_number(1e3 * seconds) for seconds in both]),
@@ -303,7 +303,7 @@ def _range(texts: Sequence[str]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Formats a number with three significant digits, or all digits before the decimal point."""
     return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
@@ -322,7 +322,7 @@ def _largest(row: _scaling.Prediction) -> str:
 
 
 def _bytes(traffic: _scaling.Traffic) -> str:
-    """In GB, by NVLink and by InfiniBand."""
+    """Formats traffic in GB, by NVLink and by InfiniBand."""
     if not traffic.total:
         return "-"
     links = {"NVLink": traffic.nvlink, "IB": traffic.infiniband}
@@ -330,7 +330,7 @@ def _bytes(traffic: _scaling.Traffic) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Numbers to the right."""
+    """Formats a Markdown table with numbers aligned to the right."""
     numbers = [all(set(row[n]) <= set("0123456789.,–%") for row in rows) for n in range(len(header))]
     ends = ["---:" if number else "---" for number in numbers]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ends, *rows))

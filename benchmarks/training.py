@@ -1,16 +1,16 @@
-"""Compares training by softmax and by power attention: tokens a second and memory of a whole step, on one GPU.
+"""Compares training with softmax and with power attention: tokens/s and memory of a whole step on one GPU.
 
     uv run --extra cuda13 python -m benchmarks.training [--context=N ...] [--preset=NAME[,p=POWER] ...] [--out=FILE]
 
-The step is that of train.py with `configs/gpt2_124m.py`, which has 124M parameters and multiplies in bfloat16, on
-random tokens; only the batch differs, which is as many tokens at every context. Without --context, all from 1,024 to
-65,536; without --preset, softmax (which takes cuDNN's flash attention), sympow and conformal at p = 2.
+The step is that of train.py with `configs/gpt2_124m.py`: 124M parameters and bfloat16 products, on random tokens. Only
+the batch differs: it has the same number of tokens at every context. Without --context, contexts from 1,024 to 65,536
+are measured. Without --preset, softmax (which uses cuDNN's flash attention), sympow and conformal at p = 2 are.
 
-A row is the median of several steps behind two for warming up, each waited for. `attention` is what the compiled
-program says, not what was asked for. Peak memory is what the allocator has seen, in a process of its own for every
-row; `program` is what the compiler has reserved. A row whose process crashes, hangs or lacks memory has a note instead.
-The rows are written as JSON as they come, to benchmarks/results/training-<gpu>[-<choices>].json unless --out says
-otherwise, with a plot beside it.
+A row is the median of several steps after two warm-up steps; the host waits for each. `attention` is read from the
+compiled program, not from the request. Peak memory is reported by the allocator, in a separate process for every row;
+`program` is what the compiler has reserved. If a row's process crashes, hangs or runs out of memory, the row has a note
+instead. Rows are written as JSON as they come, to benchmarks/results/training-<gpu>[-<choices>].json unless --out is
+given. A plot is saved next to that file.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from pallas_kernels.check import verdict
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")
 TOKENS = 65_536
-# The longest decides most.
+# Longest first, since it matters most.
 BRIEF_CONTEXTS = (65_536, 8192, 1024)
 BRIEF_SECONDS = 450.0
-# Without a sign for so long, a process hangs: it compiles in a minute or two.
+# A process without a sign of progress for this many seconds hangs: it compiles in a minute or two.
 SILENCE = 400.0
 BRIEF_SILENCE = 150.0
 SMOKE_CONTEXTS, SMOKE_TOKENS = (64, 128), 256
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table and writes the JSON. Exits with status 1 and one line where there is no GPU."""
+    """Prints the table and writes the JSON. Exits with status 1 and one line if there is no GPU."""
     options = _options(arguments)
     started = time.monotonic()
     contexts = options.context or (
@@ -99,7 +99,7 @@ def _options(arguments):
 
 
 def _measure(runs, file, deadline, silence, jobs) -> dict:
-    """The report of all runs, written to the file whenever a row is added."""
+    """Measures all runs and returns the report; writes it to the file after every row."""
     report: dict = {"machine": {"driver": verdict.driver_version()}, "rows": []}
 
     order = {(run.context, run.preset): number for number, run in enumerate(runs)}
@@ -126,7 +126,7 @@ def _measure(runs, file, deadline, silence, jobs) -> dict:
 
 
 def _events(run, silence, deadline):
-    """Of a process that measures a run; one {"row": {"note": why}} where it measured nothing."""
+    """Yields the events of a process that measures a run, or {"row": {"note": why}} if it measured nothing."""
     if time.monotonic() > deadline:
         yield {"row": {"note": "not measured: the time was over"}}
         return
@@ -172,13 +172,13 @@ def _print(report: dict) -> None:
 
 
 def _rates(report: dict) -> dict[tuple[str, int], float]:
-    """Tokens a second by preset and context, in increasing order of contexts."""
+    """Returns tokens per second by preset and context, in increasing order of contexts."""
     rows = sorted(report["rows"], key=lambda row: row["context"])
     return {(row["preset"], row["context"]): row["tokens_per_second"] for row in rows if "seconds" in row}
 
 
 def _plot(path: pathlib.Path, report: dict) -> None:
-    """Tokens a second over the context, one line a preset."""
+    """Plots tokens per second against the context, one line per preset."""
     rates = _rates(report)
     # Not pyplot: no global state, no display.
     figure = matplotlib.figure.Figure(figsize=(8.0, 4.8), dpi=160, layout="constrained")

@@ -1,8 +1,8 @@
 """ImageNet-1k in DeiT-small's shape (Qin et al. 2023, Table 8, IM): `--config=configs/deit_small.py:type2`.
 
-The argument names a method of the paper's tables; see `sympow_jax.config.LRPE_METHODS`. `data.paths` is a folder that
-holds a folder a class. Images are cropped at random and mirrored; DeiT's RandAugment, mixup, random erasing, label
-smoothing, stochastic depth and averaged weights are not here, so that accuracies below the paper's are to be expected.
+The argument names a method of the paper's tables; see `sympow_jax.config.LRPE_METHODS`. `data.paths` is a folder with
+one subfolder per class. Images are cropped at random and mirrored. DeiT's RandAugment, mixup, random erasing, label
+smoothing, stochastic depth and averaged weights are not implemented, so expect accuracies below the paper's.
 """
 
 from sympow_jax import config
@@ -11,7 +11,7 @@ IMAGES, EPOCHS, WARMUP_EPOCHS, ROWS = 1_281_167, 300, 20, 1600
 
 
 def get_config(method: str = "type2") -> config.Config:
-    """12 layers of width 384 over patches of 16 pixels, trained for 300 epochs of 1,600 images an update."""
+    """Returns 12 layers of width 384 over patches of 16 pixels, trained for 300 epochs at 1,600 images per update."""
     patches = (224 // 16) ** 2
     return config.Config(
         model=config.ModelConfig(

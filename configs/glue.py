@@ -1,8 +1,9 @@
 """Fine-tuning on GLUE (Qin et al. 2023, Table 1): `--config=configs/glue.py:TASK[,METHOD]`, for instance `:sst2,type2`.
 
-TASK is one of the keys of `TASKS`; its files `train.tsv` and `dev.tsv` lie in `data/glue/TASK` as the benchmark gives
-them out. METHOD and the model are those of the run of `configs/roberta_wikibook.py` that it starts from, named by
-`--config.task.initial_run=DIR`. The paper leaves out how it fine-tunes; this is RoBERTa's recipe (Liu et al. 2019).
+TASK is one of the keys of `TASKS`; its files `train.tsv` and `dev.tsv` must be in `data/glue/TASK` as the benchmark
+distributes them. METHOD and the model must match the run of `configs/roberta_wikibook.py` that fine-tuning starts from,
+which is named by `--config.task.initial_run=DIR`. The paper does not describe fine-tuning; this is RoBERTa's recipe
+(Liu et al. 2019).
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from sympow_jax import config
 
 SENTENCES = ("sentence1", "sentence2")
 ENTAILED = ("entailment", "not_entailment")
-# Examples, columns of the texts and of the label, and the classes in order; none: a number.
+# Number of examples, columns of the texts, column of the label, and classes in order (none if the label is a number).
 TASKS: dict[str, tuple[int, tuple[str, ...], str, tuple[str, ...]]] = {
     "cola": (8551, ("4",), "2", ("0", "1")),
     "sst2": (67_349, ("sentence",), "label", ("0", "1")),
@@ -26,7 +27,7 @@ EPOCHS, ROWS, LENGTH = 10, 32, 128
 
 
 def get_config(choice: str = "sst2") -> config.Config:
-    """The encoder of `configs/roberta_wikibook.py` with a head for the task that `choice` names."""
+    """Returns the encoder of `configs/roberta_wikibook.py` with a head for the task named by `choice`."""
     task, _, method = choice.partition(",")
     if task not in TASKS:
         raise ValueError(f"{task!r} in {choice!r} is not a task; it must be one of {', '.join(TASKS)}")

@@ -1,12 +1,12 @@
-"""GPT-2 (Radford et al. 2019), to go on with its published weights: `--config=configs/gpt2.py[:SIZE]`.
+"""GPT-2 (Radford et al. 2019), to continue training from its published weights: `--config=configs/gpt2.py[:SIZE]`.
 
-SIZE is `gpt2`, `gpt2-medium`, `gpt2-large` or `gpt2-xl`. `task.initial_run` is a workdir that
-`python -m sympow_jax.weights import` made; the attention may be another than the one it was trained with:
+SIZE is `gpt2`, `gpt2-medium`, `gpt2-large` or `gpt2-xl`. `task.initial_run` is a workdir created by
+`python -m sympow_jax.weights import`. The attention may differ from the one that the weights were trained with:
 
     uv run train.py --config=configs/gpt2.py --workdir=runs/power --config.task.initial_run=runs/gpt2 \
         --config.model.attention.kernel=power
 
-See docs/weights.md. `data.paths` are tokens that `python -m sympow_jax.data.prepare --tokenizer=gpt2` made.
+See docs/weights.md. `data.paths` are token files created by `python -m sympow_jax.data.prepare --tokenizer=gpt2`.
 """
 
 from sympow_jax import config
@@ -20,7 +20,7 @@ SIZES = {
 
 
 def get_config(size: str = "gpt2") -> config.Config:
-    """The published shape, trained at its context of 1,024 tokens, 64 rows a batch."""
+    """Returns the published shape, trained at its context of 1,024 tokens with 64 rows per batch."""
     if size not in SIZES:
         raise ValueError(f"{size!r} is not a size; it must be one of {', '.join(SIZES)}")
     shape = config.MODEL_SIZES[SIZES[size]] | {"vocab_size": 50_257}

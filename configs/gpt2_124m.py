@@ -1,9 +1,10 @@
-"""The papers' recipe: 124M parameters in GPT-2's shape on LongCrawl64, 524,288 tokens a batch, Adam at 6e-4.
+"""The papers' recipe: 124M parameters in GPT-2's shape on LongCrawl64, 524,288 tokens per batch, Adam at 6e-4.
 
 `--config=configs/gpt2_124m.py:PRESET[,p=POWER][,context=TOKENS]`, for instance `:softmax` or
 `:conformal,p=4,context=16384`; see `sympow_jax.config.PRESETS`. The papers use p = 2, 4 and 6 and contexts
-256 to 65,536. `data.paths` and `data.heldout_paths` say where the two arrays are, also in an object store.
-The batch fits eight devices of 80 GB; on fewer, raise `--config.optimizer.accumulate` as many times.
+256 to 65,536. `data.paths` and `data.heldout_paths` are the locations of the two arrays, which may be in an object
+store. The batch fits on eight devices of 80 GB; with n times fewer devices, set `--config.optimizer.accumulate` n times
+as high.
 """
 
 from sympow_jax import config
@@ -13,7 +14,7 @@ CONTEXTS = tuple(2**exponent for exponent in range(8, 17))
 
 
 def get_config(choice: str = "conformal") -> config.Config:
-    """The model `choice` names, trained at its context and evaluated up to 65,536 tokens."""
+    """Returns the model named by `choice`, trained at its context and evaluated up to 65,536 tokens."""
     name, *options = choice.split(",")
     values = {"p": 2, "context": 4096}
     for option in options:

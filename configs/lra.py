@@ -1,17 +1,17 @@
 """The long-range tasks (Qin et al. 2023, Table 9): `--config=configs/lra.py:TASK[,METHOD]`, such as `:image,type1`.
 
-TASK is text, listops, retrieval, pathfinder or image; METHOD one of `sympow_jax.config.LRPE_METHODS`. ListOps is
-generated. Text is bytes of a TSV file with the columns `text` and `label`, retrieval the benchmark's files of pairs,
-whose two documents are one row here, where the benchmark encodes each by itself. Pathfinder and image are gray pictures
-of 32 x 32, a folder a class (`docs/data.md`). The table leaves out heads, the feed-forward layer, the schedule and
-weight decay: these are ours.
+TASK is text, listops, retrieval, pathfinder or image; METHOD is one of `sympow_jax.config.LRPE_METHODS`. ListOps is
+generated. Text is read as bytes from a TSV file with the columns `text` and `label`. Retrieval reads the benchmark's
+files of pairs; the two documents of a pair are one row here, while the benchmark encodes them separately. Pathfinder
+and image are 32 x 32 grayscale images with one folder per class (`docs/data.md`). The table does not specify heads, the
+feed-forward layer, the schedule and weight decay: these are our choices.
 """
 
 from typing import Any
 
 from sympow_jax import config
 
-# Table 9: width, layers, rows of a batch, epochs, learning rate; then heads, tokens of a row, examples and classes.
+# Table 9: width, layers, rows per batch, epochs, learning rate; then heads, tokens per row, examples and classes.
 TASKS = {
     "text": (128, 4, 256, 32, 1e-3, 4, 4000, 25_000, 2),
     "listops": (128, 4, 256, 40, 1e-4, 4, 2000, 96_000, 10),
@@ -22,7 +22,7 @@ TASKS = {
 
 
 def get_config(choice: str = "listops") -> config.Config:
-    """The model and the data of the task that `choice` names."""
+    """Returns the model and the data of the task named by `choice`."""
     task, _, method = choice.partition(",")
     if task not in TASKS:
         raise ValueError(f"{task!r} in {choice!r} is not a task; it must be one of {', '.join(TASKS)}")

@@ -7,7 +7,7 @@ from sympow_jax import config
 
 
 def get_config(name: str = "conformal") -> config.Config:
-    """A 2-layer model trained at context 256 and evaluated up to 4,096."""
+    """Returns a 2-layer model trained at context 256 and evaluated up to 4,096."""
     return config.Config(
         model=config.ModelConfig(**config.MODEL_SIZES["quickstart"], attention=config.preset(name)),
         data=config.DataConfig(source="text", context_length=256, batch_tokens=4096),

@@ -1,15 +1,15 @@
 """Masked tokens in RoBERTa's shape (Qin et al. 2023, Table 8, BLM): `--config=configs/roberta_wikibook.py:type2`.
 
 The argument names a method of the paper's tables; see `sympow_jax.config.LRPE_METHODS`. `data.paths` are token files
-that `python -m sympow_jax.data.prepare` makes with RoBERTa's tokenizer, whose last id, 50,264, is the mask. The table
-prints a sequence length of 51, read here as 512. Weight decay is of matrices alone and apart from the gradient.
+created by `python -m sympow_jax.data.prepare` with RoBERTa's tokenizer, whose last id, 50,264, is the mask. The table
+prints a sequence length of 51, read here as 512. Weight decay is decoupled and applies to matrices only.
 """
 
 from sympow_jax import config
 
 
 def get_config(method: str = "type2") -> config.Config:
-    """12 layers of width 768, trained for 23,000 updates of 512 rows of 512 tokens."""
+    """Returns 12 layers of width 768, trained for 23,000 updates of 512 rows of 512 tokens."""
     return config.Config(
         model=config.ModelConfig(
             vocab_size=50_304,

@@ -1,14 +1,14 @@
 """A byte model of your own files: `--config='configs/text.py:books/*.txt'`.
 
-Several globs, files or folders are separated by commas. A tenth of the files is held out; when the run has
-ended, `eval.py` shows the loss at any context length up to the longest of them.
+Separate several globs, files or folders with commas. A tenth of the files is held out; after the run, `eval.py` shows
+the loss at any context length up to the longest of them.
 """
 
 from sympow_jax import config
 
 
 def get_config(paths: str = "") -> config.Config:
-    """A 4-layer conformal-sympow model trained at context 1,024 on the files that `paths` names."""
+    """Returns a 4-layer conformal-sympow model trained at context 1,024 on the files named by `paths`."""
     if not paths:
         raise ValueError("configs/text.py needs files: --config='configs/text.py:books/*.txt'")
     return config.Config(

@@ -1,16 +1,16 @@
 """A language model of WikiText-103 (Qin et al. 2023, Table 8, ALM): `--config=configs/wikitext103.py:type1`.
 
 The argument names a method of the paper's tables; see `sympow_jax.config.LRPE_METHODS`. `data.paths` are token files
-with the 267,744 words of the corpus, as `python -m sympow_jax.data.prepare` makes them with a word-level tokenizer.
-Books has 50,265 tokens: `--config.model.vocab_size=50304`. Weight decay is of matrices alone and apart from the
-gradient.
+over the corpus's vocabulary of 267,744 words, created by `python -m sympow_jax.data.prepare` with a word-level
+tokenizer. Books has 50,265 tokens: `--config.model.vocab_size=50304`. Weight decay is decoupled and applies to matrices
+only.
 """
 
 from sympow_jax import config
 
 
 def get_config(method: str = "type2") -> config.Config:
-    """A decoder of 6 layers of width 512, trained for 50,000 updates of 128 rows of 512 tokens."""
+    """Returns a decoder of 6 layers of width 512, trained for 50,000 updates of 128 rows of 512 tokens."""
     return config.Config(
         model=config.ModelConfig(
             vocab_size=267_776,

@@ -1,4 +1,4 @@
-"""The figures of choosing.md, by the models of cost and size that the ops choose by."""
+"""Figures of choosing.md, drawn from the cost and size models with which the ops choose a form."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ BLUE, RED, GREEN, PINK, YELLOW, *_ = figures.COLORS
 
 
 def flops() -> matplotlib.figure.Figure:
-    """FLOPs of the forward pass for a token and a head, by context."""
+    """Plots FLOPs per token and head of the forward pass against the context."""
     figure, panels = figures.make(2, width=9.6, height=4.2)
     named = []
     for axes, power, sizes in zip(panels, (2, 4), ((32, 64, 128), (16, 32, 64))):
@@ -49,7 +49,7 @@ def flops() -> matplotlib.figure.Figure:
 
 
 def predicted_times() -> matplotlib.figure.Figure:
-    """Predicted milliseconds of both passes of a layer on an H100, 65,536 tokens in rows of each length."""
+    """Plots predicted milliseconds of a layer's two passes on an H100, for 65,536 tokens in rows of each length."""
     figure, panels = figures.make(2, width=9.6, height=4.2)
     lengths = [time for time in LENGTHS if time >= 512]
     named = []
@@ -96,10 +96,10 @@ def _style_costs(axes: matplotlib.axes.Axes, y_label: str, title: str) -> None:
 
 
 def _name_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]]) -> None:
-    low, high = np.log(axes.get_ylim())  # those of all panels, once all are drawn
+    low, high = np.log(axes.get_ylim())  # the limits of all panels, because all are drawn by now
     lowest = -1.0
     for label, color, end in sorted(ends, key=lambda named: named[2]):
-        # Pushed apart where names would overlap.
+        # Labels are moved apart where they would overlap.
         height = lowest = max((np.log(end) - low) / (high - low), lowest + 0.06)
         axes.annotate(
             label,
@@ -115,7 +115,7 @@ def _name_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]
 
 
 def _name_lines(named: Sequence[tuple[matplotlib.axes.Axes, list]]) -> None:
-    """Names the ends of the lines of each panel, and the forms in the first."""
+    """Labels the ends of the lines in each panel and adds a legend of the forms to the first."""
     for axes, ends in named:
         _name_ends(axes, ends)
     lines = [matplotlib.lines.Line2D([], [], color=figures.GRAY, linestyle=style) for style in (":", "-")]
@@ -124,7 +124,7 @@ def _name_lines(named: Sequence[tuple[matplotlib.axes.Axes, list]]) -> None:
 
 
 def state_sizes() -> matplotlib.figure.Figure:
-    """What a document takes in memory while it is decoded, by its length: the 124M model with heads of each size."""
+    """Plots the memory that decoding takes against the document's length, for the 124M model and several head sizes."""
     figure, (axes,) = figures.make(width=8.4, height=4.6)
     shape: Any = config.MODEL_SIZES["gpt2_124m"]
     kept = [shape["layers"] * 2 * shape["width"] * 2 * time for time in LENGTHS]
@@ -144,7 +144,7 @@ def state_sizes() -> matplotlib.figure.Figure:
 
 
 def chunks() -> matplotlib.figure.Figure:
-    """What a chunk's length changes: exact pairs, and states that the kernels keep for the backward pass."""
+    """Plots, against the chunk length, the cost of exact pairs and the states kept for the backward pass."""
     figure, (left, right) = figures.make(2, width=9.6, height=3.8, sharey=False)
     lengths = [64, 128, 256, 512, 1024, 2048, 4096]
     for power, size, color in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):

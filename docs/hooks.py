@@ -1,4 +1,4 @@
-"""What mkdocs does beside its configuration: pages from outside docs/, and formulas as MathML."""
+"""Hooks for mkdocs: they add pages from outside docs/ and convert formulas to MathML."""
 
 import html
 import pathlib
@@ -10,7 +10,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Pages outside docs/, and what they and others show or link to.
+# Pages outside docs/, and files that pages show or link to.
 OUTSIDE = (
     "README.md",
     "benchmarks/results/README.md",
@@ -23,12 +23,12 @@ OUTSIDE = (
     "experiments/results/**/*.png",
     "pallas_kernels/**/README.md",
 )
-# What pymdownx.arithmatex makes of $...$ and $$...$$.
+# The output of pymdownx.arithmatex for $...$ and $$...$$.
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Lays the pages out as they lie in the repository, so that a link that works there works in the site."""
+    """Gives pages the same paths as in the repository, so that links that work there also work on the site."""
     for file in list(files):
         if file.src_dir == config.docs_dir:
             files.remove(file)
@@ -40,7 +40,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Formulas as MathML, which browsers draw without a script."""
+    """Converts formulas to MathML, which browsers render without a script."""
     return _FORMULA.sub(_mathml, content)
 
 

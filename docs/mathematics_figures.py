@@ -1,4 +1,4 @@
-"""The figures of mathematics.md, computed by the ops."""
+"""Figures of mathematics.md, computed by the ops."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ BLUE, RED, GREEN, PINK, *_ = figures.COLORS
 
 
 def kernels() -> matplotlib.figure.Figure:
-    """Weights of one key beside another: by angle, and of expressive attention by score."""
+    """Plots the weight of one key relative to another: by angle and, for expressive attention, by score."""
     figure, (left, right) = figures.make(2, width=9.6, height=3.9, sharey=False)
     degrees = np.linspace(0, 180, 181)
     angle = np.deg2rad(degrees)
@@ -31,7 +31,7 @@ def kernels() -> matplotlib.figure.Figure:
     query = keys[:, :1]
 
     def relative(op, **options):
-        """The weight of the second key over that of the first."""
+        """Returns the weight of the second key divided by that of the first."""
         both = op(query, keys, values, **options)[:, 0, 0]
         return both[:, 1] / both[:, 0]
 
@@ -45,7 +45,7 @@ def kernels() -> matplotlib.figure.Figure:
     figures.style(left, x_label="angle of query and key (degrees)", y_label="weight, relative to angle 0")
 
     scores = np.linspace(-4, 4, 161, dtype=np.float32)
-    # Beside a key whose score is so large that its weight is one.
+    # The other key has such a large score that its weight is one.
     pair = jnp.stack([jnp.full_like(scores, 1e6), scores], axis=1)[:, :, None, None]
     one = jnp.ones((len(scores), 1, 1, 1))
     both = ops.expressive_attention(one, pair, jnp.asarray(values[:1]).repeat(len(scores), 0))[:, 0, 0]
@@ -60,7 +60,7 @@ def kernels() -> matplotlib.figure.Figure:
 
 
 def attention_maps() -> matplotlib.figure.Figure:
-    """Weights of every pair, of the same queries and keys, by five kernels."""
+    """Plots the weights of all pairs for the same queries and keys under five kernels."""
     time, size = 48, 16
     steps = jax.random.normal(jax.random.key(3), (2, time, size))
     walk = jnp.cumsum(steps, axis=1) * 0.25 + 0.6 * steps
@@ -85,7 +85,7 @@ def attention_maps() -> matplotlib.figure.Figure:
 
 
 def _name_pairs(panels, titles) -> None:
-    """Titles of pictures of pairs, queries down and keys across."""
+    """Sets titles and labels of pair maps, with queries down and keys across."""
     for axes, title in zip(panels, titles, strict=True):
         axes.set_title(title, fontsize=10, color=figures.INK)
         axes.set_xticks([])
@@ -96,7 +96,7 @@ def _name_pairs(panels, titles) -> None:
 
 
 def features() -> matplotlib.figure.Figure:
-    """The number of features by head size."""
+    """Plots the number of features against the head size."""
     figure, (axes,) = figures.make(width=7.6, height=4.0)
     sizes = [8, 16, 32, 64, 128]
     ends = []
@@ -124,7 +124,7 @@ def features() -> matplotlib.figure.Figure:
 
 
 def forms() -> matplotlib.figure.Figure:
-    """Which pairs each form compares, and which it meets through features."""
+    """Plots, for each form, the pairs that are computed exactly and those that go through the state."""
     time, chunk, exact_window = 48, 16, 8
     query, key = np.arange(time)[:, None], np.arange(time)
     seen = key <= query
@@ -151,7 +151,7 @@ def forms() -> matplotlib.figure.Figure:
 
 
 def _held(time: int, exact_window: int) -> np.ndarray:
-    """How many of its last keys each token sees exactly, itself among them, as the step holds them."""
+    """Returns the number of last keys that each token sees exactly in the step form, its own included."""
     state = ops.PowerState.zeros(1, 1, 2, 2, power=2, exact_window=exact_window)
     step = jax.jit(ops.power_attention_step)
     token = jnp.ones((1, 1, 2))
@@ -163,7 +163,7 @@ def _held(time: int, exact_window: int) -> np.ndarray:
 
 
 def window_error() -> matplotlib.figure.Figure:
-    """Error of the recurrence in float32 against the formula in float64, by the length of the exact window."""
+    """Plots the float32 recurrence's error against the float64 formula, for several exact windows."""
     figure, (axes,) = figures.make(width=7.6, height=3.9)
     windows = [0, 1, 2, 4, 8, 16, 32, 64]
     ends = []
@@ -200,11 +200,11 @@ def _recurrence_error(power: int, exact_window: int) -> float:
 
 
 def learned_rotation() -> matplotlib.figure.Figure:
-    """What a query at the end makes of equal keys, where positions move on at rates of their own."""
+    """Plots positions, and products of the last query with equal keys, under fixed and learned rotation rates."""
     time, size = 384, 32
     rate = np.ones((1, time, 1), np.float32)
     rate[:, 128:256], rate[:, 256:] = 0.0, 2.0
-    # In the slower half of the pairs: what the others make of a distance looks like noise.
+    # Only the slower half of the pairs is used: in the others, products look like noise as a function of distance.
     slow = jnp.where(jnp.arange(size) < size // 2, 0, (size // 2) ** -0.5)
     ones = jnp.broadcast_to(slow, (1, time, 1, size))
     figure, (left, right) = figures.make(2, width=9.6, height=3.7, sharey=False)
@@ -234,7 +234,7 @@ def learned_rotation() -> matplotlib.figure.Figure:
 
 
 def positions() -> matplotlib.figure.Figure:
-    """The mean product of a vector with itself at a distance, as LRPE turns the two."""
+    """Plots the mean product of a vector with itself at a distance after LRPE has encoded both."""
     size, distance = 64, 256
     x = jax.random.normal(jax.random.key(0), (1, 1, 256, size))
     x /= jnp.linalg.norm(x, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The op in an Equinox module with projections of its own: it learns rows that repeat a pair of tokens."""
+"""Trains an Equinox module with its own projections around the op, on rows that repeat a pair of tokens."""
 
 import equinox as eqx
 import jax
@@ -52,7 +52,7 @@ class Model(eqx.Module):
 
 
 def rows(key):
-    """8 rows of 33 tokens, each a random pair again and again."""
+    """Draws 8 rows of 33 tokens, each repeating a random pair."""
     return jnp.tile(jax.random.randint(key, (8, 2), 0, VOCABULARY), (1, 17))[:, :33]
 
 
@@ -62,7 +62,7 @@ state = optimizer.init(eqx.filter(model, eqx.is_array))
 
 @eqx.filter_jit
 def update(model, state, tokens):
-    """A step of the optimizer."""
+    """Takes a step of the optimizer."""
 
     def loss(model):
         logits = jax.vmap(model)(tokens[:, :-1])

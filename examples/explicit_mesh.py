@@ -1,4 +1,4 @@
-"""The op in a mesh with Explicit axes, as `jax.make_mesh` makes it: results are sharded as the inputs are."""
+"""Uses the op on a mesh with Explicit axes, the default of `jax.make_mesh`: results are sharded like the inputs."""
 
 import jax
 

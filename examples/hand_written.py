@@ -1,7 +1,7 @@
-"""A layer in a model written by hand: parameters are a dictionary of arrays, the model a function of them.
+"""Uses a layer in a model written by hand, which is a function of a dictionary of arrays.
 
-`nnx.split` takes the layer apart into what is static and its arrays, which any library of models can hold: in an
-Equinox module they are a static field and a field.
+`nnx.split` splits the layer into a static part and its arrays, which any model library can hold. In an Equinox module,
+for instance, they are a static field and an ordinary field.
 """
 
 import jax
@@ -21,14 +21,14 @@ params = {
 
 
 def logits(params, tokens):
-    """Of the token after each of `tokens`."""
+    """Computes the logits of the token after each of `tokens`."""
     x = params["embedding"][tokens]
     return (x + nnx.merge(graph, params["attention"])(x)) @ params["embedding"].T
 
 
 @jax.jit
 def step(params, token, state):
-    """Logits after one token of each row, and the layer's state behind it."""
+    """Returns the logits after one token per row, and the layer's state after it."""
     x = params["embedding"][token][:, None]
     mixed, state = nnx.merge(graph, params["attention"])(x, state=state, return_state=True)
     return (x + mixed)[:, 0] @ params["embedding"].T, state
@@ -36,7 +36,7 @@ def step(params, token, state):
 
 @jax.jit
 def update(params, tokens):
-    """A step of gradient descent."""
+    """Takes a step of gradient descent."""
 
     def loss(params):
         found = jax.nn.log_softmax(logits(params, tokens[:, :-1]))
@@ -47,7 +47,7 @@ def update(params, tokens):
 
 
 def rows(key):
-    """8 rows of 33 tokens, each a random pair again and again."""
+    """Draws 8 rows of 33 tokens, each repeating a random pair."""
     return jnp.tile(jax.random.randint(key, (8, 2), 0, VOCABULARY), (1, 17))[:, :33]
 
 
@@ -57,7 +57,7 @@ for index in range(300):
     losses.append(float(value))
 print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} steps")
 
-# A pair, and then the likeliest token after each.
+# Start with a pair, then append the most likely token each time.
 text = [3, 5]
 state = nnx.merge(graph, params["attention"]).init_state(1, max_length=8)
 for index in range(8):

@@ -1,4 +1,4 @@
-"""The op inside `jax.shard_map` with its default checks: every device has its rows and its heads."""
+"""Uses the op inside `jax.shard_map` with its default checks: every device has its own rows and heads."""
 
 import jax
 
@@ -17,7 +17,7 @@ spec = jax.P("data", None, "heads")
 @jax.jit
 @jax.shard_map(in_specs=(spec, spec, spec), out_specs=spec)
 def attend(query, key, value):
-    """Attention of one device's rows and heads, which need nothing of the others."""
+    """Computes attention for one device's rows and heads, without communication."""
     return ops.power_attention(query, key, value, form="chunked")
 
 

@@ -1,4 +1,4 @@
-"""A layer in a Flax Linen model, through `nnx.bridge`: it learns rows that repeat a pair of tokens."""
+"""Trains a Flax Linen model with one of our layers through `nnx.bridge`, on rows that repeat a token pair."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class Model(linen.Module):
 
 
 def rows(key):
-    """8 rows of 33 tokens, each a random pair again and again."""
+    """Draws 8 rows of 33 tokens, each repeating a random pair."""
     return jnp.tile(jax.random.randint(key, (8, 2), 0, VOCABULARY), (1, 17))[:, :33]
 
 

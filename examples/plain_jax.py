@@ -1,4 +1,4 @@
-"""Power attention in plain JAX: a prompt at once, then a token from the state it leaves, which does not grow."""
+"""Uses power attention in plain JAX: a whole prompt first, then one token from the fixed-size state after it."""
 
 import jax
 

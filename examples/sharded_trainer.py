@@ -1,6 +1,7 @@
-"""A trainer of another codebase trains our layer under an Explicit mesh, its parameters sharded by their axis names.
+"""Trains our layer in another codebase's trainer on an Explicit mesh, with parameters sharded by their axis names.
 
-Rows are sharded over `data`, and so are parameters along the width (FSDP); heads over `model` (tensor parallelism).
+Rows are sharded over `data`, and so are parameters along the width (FSDP). Heads are sharded over `model` (tensor
+parallelism).
 """
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 from sympow_jax import layers
 
 VOCABULARY, WIDTH, HEADS = 16, 32, 4
-# The logical names on the parameters of our layers, and the axes of this mesh that they are sharded over.
+# Maps the logical axis names of our layers' parameters to axes of this mesh.
 RULES = (("embed", "data"), ("heads", "model"), ("kv_heads", "model"), ("gates", None))
 
 data = 2 if jax.device_count() % 2 == 0 else 1
@@ -33,14 +34,14 @@ class Model(nnx.Module):
 
 
 def rows(key):
-    """8 rows of 33 tokens, each a random pair again and again, sharded over `data`."""
+    """Draws 8 rows of 33 tokens, each repeating a random pair, sharded over `data`."""
     tokens = jnp.tile(jax.random.randint(key, (8, 2), 0, VOCABULARY), (1, 17))[:, :33]
     return jax.device_put(tokens, jax.P("data"))
 
 
 @nnx.jit
 def update(model, optimizer, tokens):
-    """A step of the optimizer."""
+    """Takes a step of the optimizer."""
 
     def loss(model):
         logits = model(tokens[:, :-1])
@@ -55,7 +56,7 @@ def update(model, optimizer, tokens):
 jax.set_mesh(mesh)
 with nnx.logical_axis_rules(RULES):
     model = Model(nnx.Rngs(0))
-    # What was created under the rules is sharded already; this is how another checkpoint would be placed.
+    # Parameters created under the rules are already sharded; a checkpoint from elsewhere would be placed like this.
     shardings = nnx.get_named_sharding(nnx.state(model), mesh)
     nnx.update(model, jax.device_put(nnx.state(model), shardings))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -1,4 +1,4 @@
-"""The command line that the experiments share."""
+"""Command-line options shared by the experiments."""
 
 import argparse
 import dataclasses
@@ -15,7 +15,7 @@ SCALES = ("toy", "paper", "tiny")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a scale runs unless flags say otherwise. `contexts` are training contexts, `lengths` those evaluated."""
+    """Defaults of a scale, which flags override. `contexts` are training contexts, `lengths` evaluation contexts."""
 
     seeds: tuple[int, ...]
     steps: int
@@ -26,9 +26,9 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the flags of an experiment say, with the plan of its scale where they are silent.
+    """Options of an experiment: its flags, with the plan of its scale as defaults.
 
-    `results` is the folder of what the experiment writes; `runs` that of the workdirs, which experiments share.
+    `results` is the folder that the experiment writes to. `runs` is the folder of workdirs, which experiments share.
     """
 
     scale: str
@@ -57,13 +57,14 @@ def parse(
     powers: Sequence[int] = (2,),
     trains: bool = True,
 ) -> Options:
-    """The options of experiment `name`, whose `plans` are by scale, of its `variants` all unless flags choose.
+    """Parses the options of experiment `name`; by default it runs all of its `variants`.
 
-    `powers` are the degrees that --power offers; one that does not train has no flags about data.
+    `plans` maps each scale to its plan. `powers` are the degrees that --power offers. An experiment that does not train
+    has no flags about data.
 
     Raises:
-      ValueError: an unknown flag, scale or variant, a number that is none, the paper's scale without its data, or
-        a folder that cannot be written.
+      ValueError: A flag, scale or variant is unknown, a value is not a number, the paper's scale lacks its data, or a
+        folder cannot be written.
     """
     parser = _Parser(
         prog=f"python -m experiments.{name}",
@@ -130,7 +131,7 @@ def parse(
 
 
 def _writable_folder(path: pathlib.Path) -> pathlib.Path:
-    """The path as a folder that exists; found out before the work, not after it."""
+    """Creates the folder and checks that it is writable, so that a failure shows before the work, not after it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()

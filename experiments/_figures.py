@@ -1,4 +1,4 @@
-"""Plots of the experiments: lines over an axis in one or more panels, and values by name."""
+"""Plots of the experiments: lines in one or more panels, and dots with ranges by name."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ from sympow_jax.evaluation import figures
 
 __all__ = ["Line", "Panel", "color", "curves_panel", "draw_lines", "draw_values"]
 
-# A variant has its color in every plot.
+# Color index per variant, so that a variant has the same color in every plot.
 _INDEX = {"softmax": 6, "sympow": 1, "gated": 2, "conformal": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """Points of a line, and between which heights a band lies about it."""
+    """Points of a line and, optionally, the lower and upper edge of a band around it."""
 
     name: str
     x: Sequence[float]
@@ -32,7 +32,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Lines over one axis, which `ticks` make logarithmic; `marks` are dashed verticals and their names."""
+    """Lines over one x axis, which is logarithmic if `ticks` are set; `marks` are named dashed vertical lines."""
 
     lines: Sequence[Line]
     x_label: str
@@ -43,11 +43,11 @@ class Panel:
     log_y: bool = False
     marks: Sequence[tuple[float, str]] = ()
     level: float | None = None  # a gray horizontal line
-    limits: tuple[float, float] | None = None  # of the heights shown
+    limits: tuple[float, float] | None = None  # of the y axis
 
 
 def color(name: str, index: int) -> tuple[str, str]:
-    """The color and the marker of a variant; `index` is its place among those that have none of their own."""
+    """Returns the color and marker of a variant; `index` is its rank among variants without a fixed color."""
     taken = set(_INDEX.values())
     free = [place for place in range(len(figures.COLORS)) if place not in taken]
     place = _INDEX.get(name, free[index % len(free)])
@@ -55,9 +55,9 @@ def color(name: str, index: int) -> tuple[str, str]:
 
 
 def curves_panel(lines: Sequence[Line], *, title: str = "") -> Panel:
-    """Training losses over updates; what the first eighth of them has above the rest is cut off."""
+    """Returns a panel of training losses over updates; the high losses of the first eighth are cut off."""
     lowest = min(min(line.y) for line in lines)
-    # From the loss of a uniform guess on, the rest would be pressed together.
+    # An axis that starts at the loss of a uniform guess would compress everything else.
     highest = max(line.y[len(line.y) // 8] for line in lines)
     margin = 0.05 * (highest - lowest)
     return Panel(
@@ -70,7 +70,7 @@ def curves_panel(lines: Sequence[Line], *, title: str = "") -> Panel:
 
 
 def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about: str) -> None:
-    """Draws the panels side by side, their lines named at their ends, or of several panels in a legend."""
+    """Draws the panels side by side; one panel has its lines named at their ends, several have a legend."""
     many = len(panels) > 1
     figure, all_axes = figures.make(
         len(panels), width=max(8.0, 3.6 * len(panels)), sharey=len({panel.y_label for panel in panels}) == 1
@@ -118,7 +118,7 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about
 
 
 def _limits(panel: Panel, panels: Sequence[Panel]) -> tuple[float, float] | None:
-    """The panel's own, or around those of all panels where the panels share their heights."""
+    """Returns the panel's own y limits, or limits that fit all panels if the panels share the y axis."""
     shared = [other.limits for other in panels if other.y_label == panel.y_label and other.limits]
     return (min(low for low, _ in shared), max(high for _, high in shared)) if shared else None
 
@@ -134,7 +134,7 @@ def _draw(axes: matplotlib.axes.Axes, line: Line, tint: str, marker: str):
 
 
 def _save(figure: matplotlib.figure.Figure, path: pathlib.Path) -> None:
-    """With a palette, which is a fifth of the bytes and looks the same."""
+    """Saves the figure as a PNG with a palette, which takes a fifth of the bytes and looks the same."""
     figure.canvas.draw()
     pixels = np.asarray(figure.canvas.buffer_rgba())  # type: ignore[attr-defined]  # Agg has it
     image = PIL.Image.fromarray(pixels).convert("RGB")

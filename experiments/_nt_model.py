@@ -1,14 +1,14 @@
-"""The one-layer transformer of the NT tasks, small enough to train many times over in one program.
+"""One-layer transformer for the NT tasks, small enough to train many copies in one program.
 
 "Reorganizing attention-space geometry with expressive attention" (Gros 2024), section 4: one head as wide as the base,
 one-hot symbols, no positions, LayerNorm before attention and before the feed-forward layer, skip connections, and one
-matrix from all positions to the next symbol. Weights are every position's own, which its 802 parameters (N = 2, 16
-positions) count, or shared by all.
+matrix from all positions to the next symbol. Weights are either separate for each position, as the paper's count of 802
+parameters (N = 2, 16 positions) implies, or shared by all positions.
 
-Of the 802, 66 are the readout's, with a bias, and 46 a position's: 12 in attention, 32 in the feed-forward layer, and a
-vector of 2. Here this is the bias of both LayerNorms, whose gains are those of the matrices behind them. Without one
-the model could not tell apart what XOR is of: for N = 2, LayerNorm leaves a sign, z^2 would be the same for all symbols
-and the outputs odd functions of them.
+Of the 802 parameters, 66 belong to the readout with its bias. Each position has 46: 12 in attention, 32 in the
+feed-forward layer, and a vector of 2 that the paper does not name. Here that vector is the bias of both LayerNorms; the
+matrices after them absorb their gains. Without the bias the model could not compute XOR: for N = 2 LayerNorm leaves
+only a sign, so z^2 would be the same for all symbols and the outputs would be odd functions of them.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ ATTENTIONS = ("expressive", "softmax")
 WEIGHTS = ("shared", "position")
 INITIALS = ("normal", "uniform")
 _EPSILON = 1e-5
-_FEED_FORWARD = 4  # widths of the hidden layer
+_FEED_FORWARD = 4  # ratio of the hidden layer's width to the model's
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model of one attention: its parameters are a dict of arrays."""
+    """A model with one kind of attention; its parameters are a dict of arrays."""
 
     attention: str
     base: int
@@ -39,8 +39,10 @@ class Model:
     initial_weights: str = "normal"
 
     def initial(self, key: Array) -> dict[str, Array]:
-        """Random parameters, which the paper does not give: biases of zero, and matrices, for n that they multiply,
-        `normal` of variance 1 / n or `uniform` within 1 / sqrt(n), of a third of that variance, as PyTorch has it.
+        """Draws random parameters; the paper does not specify how.
+
+        Biases are zero. Matrices with n inputs are `normal` with variance 1 / n, or `uniform` within 1 / sqrt(n), which
+        is a third of that variance and PyTorch's default.
         """
         width, hidden = self.base, _FEED_FORWARD * self.base
         own = (self.context,) if self.weights == "position" else ()
@@ -59,12 +61,12 @@ class Model:
         return drawn | {"norm_bias": jnp.zeros((*own, width)), "readout_bias": jnp.zeros(width)}
 
     def parameters(self) -> int:
-        """How many numbers are trained."""
+        """Returns the number of trained parameters."""
         shapes = jax.eval_shape(self.initial, jax.random.key(0))
         return sum(x.size for x in shapes.values())
 
     def outputs(self, parameters: dict[str, Array], symbols: Int[Array, " T"]) -> Float[Array, " base"]:
-        """What is to be the one-hot next symbol."""
+        """Computes the outputs, which are trained to be the one-hot next symbol."""
         multiply = "ti,tij->tj" if self.weights == "position" else "ti,ij->tj"
 
         def times(x, name):
@@ -80,14 +82,14 @@ class Model:
     def loss(
         self, parameters: dict[str, Array], symbols: Int[Array, " T"], following: Int[Array, ""]
     ) -> Array:
-        """The squared error of the outputs, averaged over them."""
+        """Computes the mean squared error of the outputs."""
         return jnp.square(self.outputs(parameters, symbols) - jax.nn.one_hot(following, self.base)).mean()
 
 
 def attention_weights(attention: str, scores: Float[Array, "T T"]) -> Float[Array, "T T"]:
-    """Each position's weights of itself and those before it: equation 2, or equation 1 with beta = 1.
+    """Computes causal attention weights by equation 2, or for softmax by equation 1 with beta = 1.
 
-    `ops.expressive_attention` divides time into blocks, which are longer than all of this time.
+    It does not call `ops.expressive_attention`, whose blocks of time are longer than these whole sequences.
     """
     seen = np.tri(len(scores), dtype=bool)
     if attention == "softmax":
@@ -102,6 +104,6 @@ def _uniform(key, shape):
 
 
 def _normalized(x):
-    # Not `jax.nn.standardize`, whose E[x^2] - E[x]^2 cancels where the entries of x are all but equal.
+    # Not `jax.nn.standardize`, whose E[x^2] - E[x]^2 cancels if the entries of x are nearly equal.
     centered = x - x.mean(-1, keepdims=True)
     return centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + _EPSILON)

@@ -38,14 +38,14 @@ _LINES = ("-", "--", ":")
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A training and how it went."""
+    """A training setting and its progress over the epochs."""
 
     setting: _nt_training.Setting
     progress: list[_nt_training.Progress]
 
 
 def write(folder: pathlib.Path, name: str, results: Sequence[Result]) -> None:
-    """Writes NAME.csv (curves over the runs), NAME.json (settings, and every run at its end) and NAME.png."""
+    """Writes NAME.csv (curves over the runs), NAME.json (settings and the end of every run) and NAME.png."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, _FIELDS)
@@ -58,7 +58,7 @@ def write(folder: pathlib.Path, name: str, results: Sequence[Result]) -> None:
 
 
 def print_table(results: Sequence[Result]) -> None:
-    """Accuracies at the end, by attention, as a table on the terminal."""
+    """Prints a table of the final accuracies by attention."""
     table = rich.table.Table(title="Greedy accuracy over 50 symbols at the end of training, over runs")
     columns = ["task", "context", "weights", "attention", "parameters", "epochs", "runs"]
     columns += ["diverged", "median", "mean", "least", "most", "symbols given"]
@@ -134,7 +134,7 @@ def _rounded(x, digits):
 
 
 def _plot(path, results):
-    """Mean greedy accuracy over epochs, with a band from the least run to the most; one panel a training."""
+    """Plots mean greedy accuracy over epochs, with a band from the worst to the best run; one panel per training."""
     figure = matplotlib.figure.Figure(figsize=(4.6 * len(results), 3.6), dpi=110, layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     for index, result in enumerate(results):

@@ -1,4 +1,4 @@
-"""Training and greedy evaluation of many models of the NT tasks at once, in one compiled program.
+"""Trains and greedily evaluates many models of the NT tasks at once, in one compiled program.
 
 "Reorganizing attention-space geometry with expressive attention" (Gros 2024), section 4.
 """
@@ -18,17 +18,17 @@ from sympow_jax.data import nt_tasks
 __all__ = ["Progress", "Setting", "train"]
 
 _LEARNING_RATE, _MOMENTUM = 0.02, 0.8
-_PREDICTIONS = 40  # of an epoch's series, one update each
-_GREEDY = 50  # symbols of a test series that are predicted
-_TEST_BATCH = 100  # test series at once: all of them while training
+_PREDICTIONS = 40  # predictions per epoch, on one series, with one update each
+_GREEDY = 50  # symbols predicted per test series
+_TEST_BATCH = 100  # test series per batch; evaluations during training use one batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One training: `runs` models of each attention. `drop_after`: the epochs after which the rate is a quarter.
+    """Settings of one training, which has `runs` models for each attention.
 
-    `initial` is how matrices are drawn. None is normal for shared weights, and uniform for weights of each position,
-    which diverge from normal ones.
+    After `drop_after` epochs the learning rate is a quarter. `initial` is the distribution of the initial matrices. If
+    None, it is normal for shared weights and uniform for weights per position, which diverge from normal ones.
     """
 
     tasks: tuple[str, ...]
@@ -75,8 +75,8 @@ class Setting:
             raise ValueError(f"drop_after is {self.drop_after}; it must be at least 0")
 
     def model(self, attention: str) -> _nt_model.Model:
-        """The model with that attention."""
-        assert self.initial is not None  # derived where it is not given
+        """Returns the model with this attention."""
+        assert self.initial is not None  # __post_init__ derives it
         return _nt_model.Model(
             attention=attention,
             base=self.base,
@@ -88,10 +88,10 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where runs stand after `epoch` epochs, for each attention.
+    """Results after `epoch` epochs, for each attention.
 
-    loss: [runs], the mean since the last one. greedy: [runs, tasks], the share of right symbols where predictions are
-    fed back; given: the same where the true symbols are.
+    loss: [runs], the mean loss since the previous progress. greedy: [runs, tasks], the fraction of correct symbols when
+    predictions are fed back. given: the same when the true symbols are fed instead.
     """
 
     epoch: int
@@ -101,8 +101,8 @@ class Progress:
 
 
 def train(setting: Setting) -> Iterator[Progress]:
-    """Trains all runs of all attentions; the last progress is on `test_series`, those before it on 100."""
-    # A run's key is its own, so that it does not depend on how many there are.
+    """Trains all runs of all attentions and yields progress; the last is on `test_series` series, others on 100."""
+    # Each run folds its index into the key, so that its result does not depend on the number of runs.
     keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(setting.seed)))(
         jnp.arange(setting.runs)
     )
@@ -124,7 +124,7 @@ def _initial(setting, attention, keys):
 
 
 def _advance(setting, state, keys, start, stop):
-    """The epochs from `start` up to `stop` of all runs; the state and mean losses by attention."""
+    """Runs epochs `start` to `stop` of all runs; returns the state and the mean losses by attention."""
     losses = {}
     for name in setting.attentions:
 
@@ -142,7 +142,7 @@ def _advance(setting, state, keys, start, stop):
 
 
 def _epoch(setting, model, key, state, epoch):
-    """One fresh series: the next symbol is predicted 40 times, each with an update."""
+    """Trains on one fresh series: predicts the next symbol 40 times, with an update for each."""
     of_epoch = jax.random.fold_in(jax.random.fold_in(key, 0), epoch)
     series, _ = _series(setting, setting.tasks, of_epoch, (), _PREDICTIONS)
     rate = _rate(setting, epoch)
@@ -165,7 +165,7 @@ def _rate(setting, epoch):
 
 
 def _tested(setting, state, keys, epoch, batch):
-    """Accuracies [runs, tasks] by attention, fed back and given, over 100 fresh series of each task."""
+    """Returns greedy and given accuracies [runs, tasks] by attention, over 100 fresh series of each task."""
     greedy, given = {}, {}
     for name in setting.attentions:
 
@@ -196,7 +196,7 @@ def _tested_run(setting, model, parameters, key):
 
 
 def _series(setting, tasks, key, shape, behind):
-    """Series of the context and `behind` symbols more."""
+    """Draws series that have `behind` symbols after the context."""
     return nt_tasks.drawn(
         key, shape, tasks=tasks, base=setting.base, delay=setting.delay, length=setting.context + behind
     )

@@ -1,4 +1,4 @@
-"""What an experiment leaves: a CSV, a JSON with settings, versions and command, and a table on the terminal."""
+"""Writes an experiment's results: a CSV, a JSON with settings, versions and command, and a table on the terminal."""
 
 import csv
 import dataclasses
@@ -25,7 +25,7 @@ __all__ = ["medians", "nested", "print_place", "print_table", "write"]
 
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 
-# Behind the point, of losses in nats and of ratios.
+# Digits after the decimal point, for losses in nats and for ratios.
 _DIGITS = 6
 
 Row = Mapping[str, Any]
@@ -34,9 +34,9 @@ Row = Mapping[str, Any]
 def write(
     options: _command.Options, rows: Sequence[Row], folders: Mapping[str, pathlib.Path], **more: Any
 ) -> pathlib.Path:
-    """Writes NAME.csv with the rows and NAME.json with them, with what they were made by and with `more`.
+    """Writes the rows to NAME.csv, and the rows, their provenance and `more` to NAME.json.
 
-    Returns the path of the plot to draw beside them.
+    Returns the path at which to save the plot.
     """
     path = options.results / options.results.name
     rows = [{name: _rounded(value) for name, value in row.items()} for row in rows]
@@ -51,7 +51,7 @@ def write(
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints the rows, floats with four digits behind the point."""
+    """Prints the rows as a table; floats have four digits after the decimal point."""
     console = report.make_console()
     table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
     for index, column in enumerate(columns):
@@ -63,7 +63,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 
 
 def print_place(options: _command.Options) -> None:
-    """Prints where the results are."""
+    """Prints the folder of the results."""
     console = report.make_console()
     console.print(f"written to {options.results}", style="dim", highlight=False, soft_wrap=True)
 
@@ -71,7 +71,7 @@ def print_place(options: _command.Options) -> None:
 def medians(
     rows: Iterable[Row], by: Sequence[str], value: str
 ) -> dict[tuple[Any, ...], tuple[float, float, float]]:
-    """The median, least and largest `value` of the rows that agree in the columns `by`."""
+    """Returns median, minimum and maximum of `value` over each group of rows with equal columns `by`."""
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in by), []).append(row[value])
@@ -79,7 +79,7 @@ def medians(
 
 
 def nested(medians: Mapping[tuple[Any, ...], tuple[float, float, float]]) -> dict[Any, Any]:
-    """The medians alone, for JSON: by their first key, then by their second."""
+    """Returns only the medians, for JSON, nested by first and second key."""
     found: dict[Any, Any] = {}
     for (first, second), (median, _, _) in medians.items():
         found.setdefault(first, {})[second] = median
@@ -103,7 +103,7 @@ def _about(options: _command.Options, folders: Mapping[str, pathlib.Path]) -> di
 
 
 def _settings(folders: Mapping[str, pathlib.Path]) -> dict[str, Any]:
-    """The settings of the first run in full, and of each run what differs from them."""
+    """Returns the full settings of the first run, and each run's differences from them."""
     flat = {
         name: _flatten(dataclasses.asdict(workdir.read_config(folder))) for name, folder in folders.items()
     }
@@ -127,7 +127,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _without_nan(value: Any) -> Any:
-    """The value with null for what is not finite, which JSON lacks."""
+    """Returns the value with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
         return {name: _without_nan(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

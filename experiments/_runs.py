@@ -1,4 +1,4 @@
-"""Trained runs: the settings of each scale, and folders in which runs end, go on and are found again."""
+"""Trains runs with the settings of each scale, in folders from which runs are resumed and reused."""
 
 import dataclasses
 import json
@@ -30,15 +30,15 @@ __all__ = [
 ]
 
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
-# Of an update; small, so that the few updates of fifteen minutes are many.
+# Tokens per update; small, so that many updates fit into fifteen minutes.
 _TOY_TOKENS = 2048
 _POINTS = 25
-# The smallest model, which tests train.
+# The smallest model, for tests.
 _TINY = config.ModelConfig(vocab_size=256, layers=1, width=16, heads=2, dtype="float32")
 
 
 def power_variants(power: int) -> dict[str, config.AttentionConfig]:
-    """Softmax and the symmetric-power models of the conformal paper."""
+    """Returns softmax and the symmetric-power variants of the conformal paper."""
     presets = {"sympow": "sympow", "gated": "sympow_gated", "conformal": "conformal"}
     return {
         "softmax": config.preset("softmax"),
@@ -47,12 +47,12 @@ def power_variants(power: int) -> dict[str, config.AttentionConfig]:
 
 
 def labeled(variant: str, power: int) -> str:
-    """The name of a power model and its power; softmax has none."""
+    """Returns the variant's name with its power; softmax has no power."""
     return variant if variant == "softmax" else f"{variant}_p{power}"
 
 
 def name(variant: str, context: int, steps: int, seed: int) -> str:
-    """The name of a run's folder, the same in every experiment that has this run."""
+    """Returns the name of a run's folder, which is the same in every experiment that uses this run."""
     return f"{variant.replace(' ', '_')}_context{context}_steps{steps}_seed{seed}"
 
 
@@ -65,13 +65,14 @@ def settings(
     evaluated: bool = False,
     paper: str = "gpt2_124m.py:softmax",
 ) -> config.Config:
-    """The run of a model with this attention at a training context; `evaluated` at the plan's lengths in the end.
+    """Returns the config of a run with this attention at a training context.
 
-    At toy scale `configs/quickstart.py`'s model of bytes and its optimizer; `paper` is the file in configs/ of the
-    paper's scale. The seed decides parameters and the order of the data, alike for every attention.
+    If `evaluated` is set, the run ends with an evaluation at the plan's lengths. The toy scale uses the byte model and
+    the optimizer of `configs/quickstart.py`; `paper` names the file in configs/ for the paper's scale. The seed
+    determines parameters and the order of the data in the same way for every attention.
 
     Raises:
-      ValueError: the settings contradict each other.
+      ValueError: The settings contradict each other.
     """
     plan = options.plan
     toy = options.scale != "paper"
@@ -103,14 +104,13 @@ def settings(
 def train_all(options: _command.Options, runs: Mapping[str, config.Config]) -> dict[str, pathlib.Path]:
     """Trains and evaluates every run in a folder of its name below `options.runs`; returns the folders.
 
-    A run that is there is not repeated, one that was stopped goes on. Ctrl-C saves the run under way and ends the
-    program.
+    A finished run is not repeated, and a stopped one is resumed. Ctrl-C saves the current run and ends the program.
 
     Raises:
-      ValueError: what `train.train` raises, or folders hold runs on different data.
+      ValueError: `train.train` raised it, or the folders have runs on different data.
     """
     if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]  # a flag that JAX defines
-        # Seeds differ in numbers, not in programs.
+        # Runs with different seeds compile the same programs.
         jax.config.update("jax_compilation_cache_dir", str(options.runs / "compilation_cache"))
     folders = {}
     for number, (name, wanted) in enumerate(runs.items(), start=1):
@@ -126,43 +126,43 @@ def train_all(options: _command.Options, runs: Mapping[str, config.Config]) -> d
 
 
 def model(size: str, attention: config.AttentionConfig) -> config.ModelConfig:
-    """A model of one of `config.MODEL_SIZES` with this attention."""
+    """Returns the config of a model of one of `config.MODEL_SIZES` with this attention."""
     sizes: Any = config.MODEL_SIZES[size]
     return config.ModelConfig(**sizes, attention=attention)
 
 
 def parameters(shape: config.ModelConfig) -> int:
-    """How many numbers a model learns; nothing is allocated."""
+    """Counts a model's parameters without allocating anything."""
 
     def count(layers: int) -> int:
         smaller = dataclasses.replace(shape, layers=layers)
         abstract = nnx.eval_shape(lambda: models.DecoderLM(smaller, rngs=nnx.Rngs(0)))
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
 
-    # All layers are alike, and many take long to trace.
+    # All layers have the same parameters, and many layers take long to trace.
     return count(1) + (shape.layers - 1) * (count(2) - count(1))
 
 
 def curve(folder: pathlib.Path) -> Float[np.ndarray, " steps"]:
-    """The training loss of every update, in nats a token."""
+    """Reads the training loss of every update, in nats per token."""
     with (folder / "metrics.jsonl").open() as file:
         return np.array([json.loads(line)["loss"] for line in file])
 
 
 def thinned(losses: Float[np.ndarray, " steps"]) -> list[tuple[int, float]]:
-    """At most 25 points of a curve: an update, and the mean since the point before."""
+    """Reduces a curve to at most 25 points, each an update and the mean loss since the previous point."""
     parts = np.array_split(np.arange(len(losses)), min(_POINTS, len(losses)))
     return [(int(part[-1]) + 1, float(losses[part].mean())) for part in parts]
 
 
 def final_loss(folder: pathlib.Path) -> float:
-    """The mean training loss of the last tenth of the updates, as the papers' figures are read."""
+    """Returns the mean training loss over the last tenth of the updates, as the papers' figures are read."""
     losses = curve(folder)
     return float(losses[-max(1, len(losses) // 10) :].mean())
 
 
 def evaluation(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of the held-out loss by position (`sympow_jax.evaluation.Row`) of an evaluated run."""
+    """Reads an evaluated run's held-out loss by position (rows of `sympow_jax.evaluation.Row`)."""
     return _read_json(folder / "context_loss.json")["rows"]
 
 
@@ -172,7 +172,7 @@ def _is_done(folder: pathlib.Path, wanted: config.Config) -> bool:
         return False
     found = workdir.read_config(folder)
     if dataclasses.replace(found, evaluation=wanted.evaluation) != wanted:
-        return False  # which train.train refuses, with the differences
+        return False  # train.train then raises an error that lists the differences
     evaluated = folder / "context_loss.json"
     if not lengths:
         return True

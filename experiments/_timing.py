@@ -1,4 +1,4 @@
-"""Seconds of several calls, taken in turns so that what else the machine does falls on all of them."""
+"""Times several calls in turns, so that other load on the machine affects all of them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +15,12 @@ Times = dict[str, list[float]]
 
 
 def alternate(calls: Mapping[str, Callable[[], None]], *, rounds: int) -> Times:
-    """The seconds of every call in each round; each returns when its work is done, and is made once before."""
+    """Measures the seconds of every call in each round, after one warm-up call; a call must block until done."""
     times: Times = {name: [] for name in calls}
     for call in calls.values():
         call()
     for number in range(rounds):
-        # There and back, so that none is always the one behind the slowest.
+        # The order alternates, so that no call always follows the slowest one.
         for name in list(calls) if number % 2 == 0 else reversed(list(calls)):
             began = time.perf_counter()
             calls[name]()
@@ -29,13 +29,13 @@ def alternate(calls: Mapping[str, Callable[[], None]], *, rounds: int) -> Times:
 
 
 def relative(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """The quartiles over rounds of the seconds of a call over those of another in the same round."""
+    """Returns the quartiles over rounds of the ratio of one call's seconds to another's in the same round."""
     low, middle, high = np.percentile(np.array(seconds) / np.array(base), (25, 50, 75))
     return float(low), float(middle), float(high)
 
 
 def update(settings: config.Config) -> Callable[[], None]:
-    """A call that makes one update of a model on random tokens."""
+    """Returns a function that makes one update of a model on random tokens."""
     mesh = sharding.make_mesh(settings)
     state = step.init_state(settings, mesh)
     compiled = step.make_update(settings, mesh)

@@ -1,8 +1,8 @@
 """Final training loss against the training context.
 
-Figure 1 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025): at equal tokens a
-batch, loss falls as the context grows while the state suffices. The paper trains p = 4 at 1,024 to 65,536 and p = 2
-at 256 to 8,192 (--power); the toy scale p = 2 at 64, 256 and 1,024.
+Figure 1 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025): with the same number of
+tokens per batch, loss falls as the context grows while the state suffices. The paper trains p = 4 at 1,024 to 65,536
+and p = 2 at 256 to 8,192 (--power). The toy scale trains p = 2 at 64, 256 and 1,024.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(name: str, description: str, arguments: Sequence[str]) -> _command.Options:
-    """The options of an experiment on the runs of this one."""
+    """Parses the options of this experiment, or of another one that uses the same runs."""
     options = _command.parse(
         name, description, arguments, plans=PLANS, variants=VARIANTS, powers=tuple(_PAPER_CONTEXTS)
     )
@@ -61,7 +61,7 @@ def parse(name: str, description: str, arguments: Sequence[str]) -> _command.Opt
 
 
 def train(options: _command.Options):
-    """Trains every variant at every context; what each run is, (variant, context, seed), and its folder."""
+    """Trains every variant at every context; returns each run's (variant, context, seed) and its folder."""
     variants = _runs.power_variants(options.power)
     runs = {
         _runs.name(_runs.labeled(variant, options.power), context, options.plan.steps, seed): (
@@ -81,7 +81,7 @@ def train(options: _command.Options):
 
 
 def _panels(options: _command.Options, medians: Mapping) -> list[_figures.Panel]:
-    """The losses, and where there is softmax their ratio to its."""
+    """Returns a panel of losses and, if softmax is among the variants, one of losses relative to softmax's."""
     contexts = options.plan.contexts
 
     def panel(

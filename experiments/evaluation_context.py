@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 def report(
     options: _command.Options, attentions: Mapping[str, config.AttentionConfig], *, title: str
 ) -> None:
-    """Trains and evaluates the variants of `options`, and writes and prints their losses by position."""
+    """Trains and evaluates the variants of `options`, then writes and prints their losses by position."""
     (context,) = options.plan.contexts
     chosen = {
         _runs.name(_runs.labeled(name, options.power), context, options.plan.steps, seed): (name, seed)

@@ -1,9 +1,9 @@
-"""Gates by value channel and rotation rates by pair, against the conformal paper's one of each a head.
+"""Per-channel gates and per-pair rotation rates, against the conformal paper's one gate and one rate per head.
 
-What "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 5) leaves as future
-work: gates that are fixed, learned but independent of the data, or learned from the data, each a vector over the
-channels of the values; and learned rotation rates of every pair. Trained and evaluated as in `evaluation_context`,
-whose runs it shares.
+"Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 5) leaves these as future work.
+A per-channel gate is a vector over the value channels. It is fixed, or learned but independent of the data, or learned
+from the data. Rotation rates are learned for every pair. Models are trained and evaluated as in `evaluation_context`,
+and the two experiments share runs.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def attentions(power: int) -> dict[str, config.AttentionConfig]:
-    """The variants: a gate with fixed rotations, and learned rotations with the paper's gate."""
+    """Returns the variants: gates with fixed rotations, and learned rotations with the paper's gate."""
     scalar = _runs.power_variants(power)
     channels = {
         f"channel {kind}": dataclasses.replace(scalar["gated"], decay=f"channel_{kind}")

@@ -1,14 +1,15 @@
 """Position encodings of linear attention: perplexity, training curves and speed.
 
-"Linearized Relative Positional Encoding" (Qin et al. 2023): Table 2 and Figure 2 (an autoregressive language model by
+"Linearized Relative Positional Encoding" (Qin et al. 2023): Table 2 and Figure 2 (an autoregressive language model with
 each encoding), Table 5 (three cores by three matrices P) and Table 6 (training speed). The feature map is elu + 1.
-Queries and keys are encoded behind it, for the numerator alone: the normalizer is that of the features before they
-are encoded, which keeps it positive. (SPE goes in front of the feature map, sinusoidal positions to the embedding.)
-Rates of the unitary and the orthogonal core are learned, Householder vectors and permutations are not (appendix D.1
-there). The speed is that of whole updates of this causal model, taken in turns; the paper's is of a bidirectional one.
+Queries and keys are encoded after it, and only in the numerator: the normalizer uses the features before they are
+encoded, which keeps it positive. (SPE is applied before the feature map, and sinusoidal positions are added to the
+embedding.) Rates of the unitary and the orthogonal core are learned; Householder vectors and permutations are not
+(appendix D.1 there). Speeds are those of whole updates of this causal model, measured in turns; the paper's model is
+bidirectional.
 
 The paper's scale is configs/wikitext103.py; --data and --heldout are its `.bin` files. Tables 1, 3 and 4 are runs of
-configs/glue.py, configs/deit_small.py and configs/lra.py on files of yours; see README.md.
+configs/glue.py, configs/deit_small.py and configs/lra.py on your own files; see README.md.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ _ROUNDS = {"toy": 9, "paper": 20, "tiny": 2}
 
 
 def _cell(core: str, basis: str) -> str:
-    """The variant of a cell of Table 5; four are methods of Table 2, if rates are learned alike."""
+    """Returns the variant's name for a cell of Table 5; four cells are also methods of Table 2."""
     names = {
         ("unitary", "householder"): "type1",
         ("orthogonal", "householder"): "type2",
@@ -45,7 +46,7 @@ def _cell(core: str, basis: str) -> str:
 
 
 def attentions() -> dict[str, config.AttentionConfig]:
-    """Linear attention by each method of Table 2, and by the other cores and matrices of Table 5."""
+    """Returns linear attention with each method of Table 2 and with the other cores and matrices of Table 5."""
     found = {name: config.lrpe_method(name) for name in _TABLE}
     for core, basis in itertools.product(_CORES, _BASES):
         lrpe = config.LrpeConfig(core=core, basis=basis, learned_rates=core != "permutation")
@@ -115,7 +116,7 @@ def _train(options: _command.Options):
 
 
 def _speeds(options: _command.Options) -> dict[str, float]:
-    """Updates a second of the paper's Table 6, relative to the baseline; none without it."""
+    """Measures updates per second relative to the baseline, as in the paper's Table 6; empty without `base`."""
     names = [name for name in _TABLE if name in options.variants]
     if "base" not in names:
         return {}

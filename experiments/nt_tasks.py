@@ -16,7 +16,7 @@ from typing import Any
 from experiments import _nt_model, _nt_report, _nt_training
 from sympow_jax.training import cli
 
-# What an option is without a flag and without a figure.
+# Values of options that are set by no flag and no figure.
 _DEFAULTS: dict[str, Any] = {
     "task": "NT",
     "base": 16,
@@ -31,9 +31,9 @@ _DEFAULTS: dict[str, Any] = {
     "evaluations": 50,
     "test_series": 10_000,
 }
-# The paper gives tasks, contexts and 16 runs; the epochs are where its curves end or, where it names none, enough to
-# see what it describes. Weights are each position's own, as its counts of parameters have them, and also shared in
-# Figure 3, whose plateau near 0.55 those show.
+# Tasks, contexts and 16 runs are the paper's. The epochs are where its curves end or, if it names none, enough to see
+# what it describes. Weights are separate for each position, as its parameter counts imply. Figure 3 also has shared
+# weights, which show its plateau near 0.55.
 _FIGURES: dict[str, dict[str, Any]] = {
     "3": {"context": "32,52,56", "weights": "shared,position", "epochs": 14_000},
     "4": {"base": 2, "delay": 5, "context": "16", "weights": "position", "epochs": 10_000},
@@ -41,7 +41,7 @@ _FIGURES: dict[str, dict[str, Any]] = {
     "6": {"task": "NT,NT-S", "weights": "position", "epochs": 4_000, "drop_after": 2_500},
     "7": {"task": "NT-R", "context": "64,128", "weights": "position", "epochs": 4_000},
 }
-# What finishes within 15 minutes on two cores.
+# Overrides for the toy scale, which finishes within 15 minutes on two cores.
 _TOY: dict[str, dict[str, Any]] = {
     "3": {"context": "32", "runs": 4, "epochs": 1_500},
     "4": {"runs": 8, "epochs": 2_000},
@@ -95,7 +95,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _settings(flags: argparse.Namespace) -> list[_nt_training.Setting]:
-    """One for each context and choice of weights."""
+    """Returns one setting for each context and choice of weights."""
     if flags.scale is not None and flags.figure is None:
         raise ValueError("scale is given without a figure; add --figure=3 to 7, or use --runs and --epochs")
     options: dict[str, Any] = _DEFAULTS | _FIGURES.get(flags.figure, {})
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
                 for step in _trained(setting):
                     progress.append(step)
             finally:
-                # What was interrupted too.
+                # Interrupted runs are reported too.
                 if progress:
                     results.append(_nt_report.Result(setting, progress))
                     _nt_report.write(out, "nt", results)
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _trained(setting: _nt_training.Setting) -> Iterator[_nt_training.Progress]:
-    """Trains with a line of progress at each evaluation."""
+    """Trains and prints a line of progress at each evaluation."""
     begun = time.monotonic()
     for step in _nt_training.train(setting):
         means = ", ".join(f"{name} {x.mean():.3f}" for name, x in step.greedy.items())

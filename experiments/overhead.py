@@ -1,9 +1,9 @@
-"""What the gate and the learned rotary cost: parameters, and time of inference and of training.
+"""Measures the cost of the gate and the learned rotary: parameters, and time of inference and of training.
 
-Appendix A.5 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025): 0.09 % more
+Appendix A.5 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025) has 0.09 % more
 parameters with the gate, 0.18 % with both, and inference 1.06 times as long at 16,384 tokens in the attention form.
-Parameters are counted for the 124M model at either scale; times are of the toy or the 124M model on this machine,
-the calls in turns.
+Parameters are counted for the 124M model at either scale. Times are those of the toy or the 124M model on this machine,
+measured in turns.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from sympow_jax.training import cli
 NAME = "overhead"
 VARIANTS = ("sympow", "gated", "conformal")
 _BASE = "sympow"
-# `steps` are rounds of measuring, `lengths` the contexts of inference, `contexts` those of training.
+# `steps` is the number of measuring rounds, `lengths` are the contexts of inference, `contexts` those of training.
 PLANS = {
     "toy": _command.Plan(seeds=(0,), steps=15, contexts=(1024,), lengths=(4096,)),
     "paper": _command.Plan(seeds=(0,), steps=30, contexts=(16_384,), lengths=(16_384,)),
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parameter_counts(variants: Sequence[str]) -> dict[str, int]:
-    """Parameters of the 124M model with each variant's attention."""
+    """Counts the parameters of the 124M model with each variant's attention."""
     attentions = _runs.power_variants(2)
     return {name: _runs.parameters(_runs.model("gpt2_124m", attentions[name])) for name in variants}
 
@@ -111,7 +111,7 @@ def _training(options: _command.Options, form: str) -> list[dict]:
 
 
 def _forward(model: config.ModelConfig, tokens: int) -> Callable[[], None]:
-    """The hidden states of one row of tokens."""
+    """Returns a function that computes the hidden states of one row of tokens."""
     graph, params = nnx.split(models.DecoderLM(model, rngs=nnx.Rngs(0)))
     inputs = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.vocab_size)
     compiled = jax.jit(lambda params, inputs: nnx.merge(graph, params).hidden(inputs))

@@ -1,8 +1,9 @@
-"""Loss relative to softmax, and bytes of state, against the power p.
+"""Loss relative to softmax, and state size, against the power p.
 
-The tables of "Symmetric Power Transformers" (Buckman, Gelada, Zhang 2024): even-power attention, trained in its
-attention form at context 4,096 (toy: 1,024), and the size of the state that the same model has in its recurrent form,
-by tensor and by symmetric powers, for the 124M model at 2 bytes an element; and of vanilla linear attention in numbers.
+Reproduces the tables of "Symmetric Power Transformers" (Buckman, Gelada, Zhang 2024). The first is the loss of
+even-power attention, trained in its attention form at context 4,096 (toy: 1,024). The second is the size of the state
+that the same model has in its recurrent form, with tensor and with symmetric powers, for the 124M model at 2 bytes per
+element. The third is the state of vanilla linear attention, in elements.
 """
 
 import sys
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def state_sizes() -> list[dict[str, int]]:
-    """Bytes of the 124M model's state at 2 bytes an element, normalizer included, for each power."""
+    """Computes the bytes of the 124M model's state for each power, at 2 bytes per element, normalizer included."""
     rows = []
     for power in _STATE_POWERS:
         model = _runs.model("gpt2_124m", config.preset("sympow", power=power))
@@ -62,7 +63,7 @@ def state_sizes() -> list[dict[str, int]]:
 
 
 def linear_states(sizes: Sequence[str] = _LINEAR_SIZES) -> list[dict[str, Any]]:
-    """Numbers in the state of vanilla linear attention and in its weights; without a normalizer."""
+    """Counts the elements of vanilla linear attention's state, without a normalizer, and of its weights."""
     rows: list[dict[str, Any]] = []
     for name in sizes:
         model = _runs.model(name, config.preset("linear"))

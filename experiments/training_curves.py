@@ -1,7 +1,7 @@
 """Training loss against updates at each training context.
 
 Figures 3 (p = 4) and 4 (p = 2) of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025),
-from the runs of `context_scaling`, which are trained where they are missing.
+from the runs of `context_scaling`, which are trained if they are missing.
 """
 
 import sys

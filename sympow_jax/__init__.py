@@ -1,8 +1,8 @@
 """Attention with a recurrent state whose size you choose.
 
-`ops` has functions of arrays, `layers` and `models` have Flax modules, `config` has their settings. Each is imported
-when it is first used: `import sympow_jax` alone imports neither jax nor flax. `data`, `training`, `evaluation`,
-`generation` and `weights` need the extra `train` for all or some of what they do.
+`ops` has functions of arrays, `layers` and `models` have Flax modules, `config` has their settings. Each subpackage is
+imported on first use, so `import sympow_jax` itself does not import jax or flax. `data`, `training`, `evaluation`,
+`generation` and `weights` need the extra `train`, some of them only in part.
 
 Examples:
     >>> import jax.numpy as jnp
@@ -48,7 +48,7 @@ __all__ = [
 
 def __getattr__(name: str):
     if name == "__version__":
-        # Reading the metadata of packages takes longer than the rest of the import.
+        # Read on first use, because package metadata takes longer to read than the rest of the import.
         metadata = importlib.import_module("importlib.metadata")
         return metadata.version("sympow-jax")
     if name in __all__:

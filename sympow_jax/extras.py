@@ -1,4 +1,4 @@
-"""What parts of the package need beyond its core dependencies, and how to get it."""
+"""Error messages for missing optional dependencies."""
 
 import contextlib
 import pathlib
@@ -12,11 +12,16 @@ _OWN = ("sympow_jax", "pallas_kernels")
 
 @contextlib.contextmanager
 def required(extra: str, module: str) -> Iterator[None]:
-    """Within it, an import of what is not installed names the extra to install; `module` is the `__name__` of its user.
+    """Makes the error of a failed import name the extra to install.
 
-    A program ends with that line alone, also one that `python -m` is about to run.
+    Args:
+        extra: name of the extra that has the imported packages.
+        module: `__name__` of the module that imports them. A program, also one that `python -m` is about to run,
+            exits with one line instead of a traceback.
 
-    Raises ModuleNotFoundError, or SystemExit for a program.
+    Raises:
+        ModuleNotFoundError: a package is not installed.
+        SystemExit: a package of a program is not installed.
     """
     try:
         yield
@@ -26,7 +31,7 @@ def required(extra: str, module: str) -> Iterator[None]:
         program = pathlib.Path(sys.argv[0]).name
         user = program if module == "__main__" else module
         line = f"{user} needs {error.name}, which is not installed: pip install 'sympow-jax[{extra}]'"
-        # `-m` is its name while Python imports the packages of the module that it will run.
+        # sys.argv[0] is `-m` while Python imports the parent packages of the module that it will run.
         if module == "__main__" or program == "-m":
             raise SystemExit(f"error: {line}") from None
         raise ModuleNotFoundError(line, name=error.name) from error

@@ -1,4 +1,4 @@
-"""Settings of every test."""
+"""Settings of all tests."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 
 
 def pytest_configure(config):
-    """Compiles in haste, but for tests at real sizes, which run at XLA's default as users do."""
+    """Reduces XLA's compilation effort, except for tests at real sizes, which use the default as users do."""
     chosen = config.getoption("markexpr")
     if any(mark in chosen and f"not {mark}" not in chosen for mark in ("slow", "gpu")):
         return
@@ -19,6 +19,6 @@ def pytest_configure(config):
 
 @pytest.fixture(autouse=True, scope="module")
 def _programs_of_one_module():
-    """Forgets what a module compiled: programs are memory mappings, and XLA crashes at the 65,530 that Linux allows."""
+    """Clears a module's compiled programs: they are memory mappings, and XLA crashes at Linux's limit of 65,530."""
     yield
     jax.clear_caches()

@@ -32,7 +32,7 @@ from tests.training import launching
 
 @dataclasses.dataclass
 class Row:
-    """A line of the table."""
+    """Row of the table."""
 
     fault: str
     tries: int
@@ -40,14 +40,14 @@ class Row:
     seconds: float
 
 
-# Faults: each is tried so often, and yields None for a try survived, else the reason.
+# Faults: each is tried a number of times, and yields None for a survived try, else the reason.
 Outcome = Iterator[str | None]
 
 
 def _tried(attempt: Callable[[], None]) -> str | None:
     try:
         attempt()
-    except Exception as error:  # whatever it is, the try did not end as it should
+    except Exception as error:  # any exception means that the try failed
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return None
 
@@ -55,7 +55,7 @@ def _tried(attempt: Callable[[], None]) -> str | None:
 def kills(
     stage: stages.Stage, tries: int, name: str, moment: Callable[[pathlib.Path, list], None]
 ) -> Outcome:
-    """SIGKILL at the moment that `moment` waits for, again and again until the run has ended."""
+    """Sends SIGKILL when `moment` returns, repeatedly until the run has ended."""
     options = {"training__steps": 150, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
     while tries:
@@ -73,7 +73,7 @@ def kills(
             stage.half_written += any(run.glob("checkpoints/*tmp*"))
             kept = stages.steps(run)
             lost = [step for step in before if step not in kept]
-            # The newest are kept; the one before them may be gone, as it would be without a kill.
+            # The newest checkpoints are kept; one older checkpoint may be deleted, as it would be without a kill.
             wrong = code != -signal.SIGKILL or (before and kept[-1] < before[-1]) or len(lost) > 1
             reasons.append(f"{code}, {started[0].errors()}, had {before}, kept {kept}" if wrong else None)
 
@@ -88,15 +88,15 @@ def kills(
 
 
 def kills_anywhere(stage: stages.Stage, tries: int) -> Outcome:
-    """SIGKILL at a random instant, from the start of the process on."""
+    """Sends SIGKILL at a random time after the start of the process."""
     return kills(stage, tries, "killed", lambda run, started: time.sleep(stage.random.uniform(0.2, 4)))
 
 
 def kills_in_saves(stage: stages.Stage, tries: int) -> Outcome:
-    """SIGKILL while a checkpoint is being written."""
+    """Sends SIGKILL while a checkpoint is being written."""
 
     def moment(run: pathlib.Path, started: list) -> None:
-        # After so many saves of this start, within so many seconds of the next one's beginning.
+        # Wait for a random one of the saves since this start, then a random time from its beginning.
         saves, seen = stage.random.randint(1, 8), set()
 
         def saving() -> bool:
@@ -110,7 +110,7 @@ def kills_in_saves(stage: stages.Stage, tries: int) -> Outcome:
 
 
 def signals(stage: stages.Stage, tries: int) -> Outcome:
-    """SIGTERM: the step under way is saved, and the code is 143."""
+    """Sends SIGTERM: the current step is saved, and the exit code is 143."""
     options = {"training__steps": 400, "training__checkpoint_every": 100}
     expected = stage.undisturbed(**options)
 
@@ -136,7 +136,7 @@ def signals(stage: stages.Stage, tries: int) -> Outcome:
 
 
 def damages(stage: stages.Stage, tries: int, damage: Callable[[pathlib.Path], None]) -> Outcome:
-    """Damage to a file of the newest checkpoint; each try another file."""
+    """Damages a file of the newest checkpoint, a different file in each try."""
     options = {"training__steps": 20, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
     files = sorted(path for path in (expected / "checkpoints" / "20").rglob("*") if path.is_file())
@@ -153,12 +153,12 @@ def damages(stage: stages.Stage, tries: int, damage: Callable[[pathlib.Path], No
 
 
 def truncated(stage: stages.Stage, tries: int) -> Outcome:
-    """A file of the newest checkpoint is cut at a random byte."""
+    """Truncates a file of the newest checkpoint at a random byte."""
     return damages(stage, tries, lambda path: os.truncate(path, stage.random.randrange(path.stat().st_size)))
 
 
 def flipped(stage: stages.Stage, tries: int) -> Outcome:
-    """One random bit of a file of the newest checkpoint is another."""
+    """Flips one random bit of a file of the newest checkpoint."""
 
     def flip(path: pathlib.Path) -> None:
         content = bytearray(path.read_bytes())
@@ -169,7 +169,7 @@ def flipped(stage: stages.Stage, tries: int) -> Outcome:
 
 
 def shards(stage: stages.Stage, tries: int) -> Outcome:
-    """Chunks of a Zarr array vanish while a run reads it, and come back."""
+    """Removes chunks of a Zarr array while a run reads it, and restores them."""
     array = stage.folder / "array"
     values = np.random.default_rng(0).integers(1, 256, (2048, 64)).astype(np.uint16)
     builders.write_zarr(array, values, chunks=(8, 64))
@@ -194,7 +194,7 @@ def shards(stage: stages.Stage, tries: int) -> Outcome:
 
 
 def one_of_two(stage: stages.Stage, tries: int) -> Outcome:
-    """SIGKILL to one of two processes; the other ends by itself, and both are started again."""
+    """Sends SIGKILL to one of two processes; the other ends by itself, and both are restarted."""
     options = {"training__steps": 60, "training__checkpoint_every": 10, "processes": 2}
     expected = stage.undisturbed(**options)
 
@@ -230,20 +230,20 @@ def _elsewhere(stage: stages.Stage, tries: int, parts: Sequence[dict[str, int]])
 
 
 def fewer_devices(stage: stages.Stage, tries: int) -> Outcome:
-    """A run begun on 8 devices goes on on 4, 2 and 1."""
+    """Resumes a run begun on 8 devices on 4, 2 and 1."""
     divided = {"devices": 8, "sharding__fsdp": 4, "sharding__tensor": 2}
     return _elsewhere(stage, tries, [divided, {"devices": 4, "sharding__fsdp": 2}, {"devices": 2}, {}])
 
 
 def other_processes(stage: stages.Stage, tries: int) -> Outcome:
-    """A run begun by 2 processes goes on as 1, and as 2 again."""
+    """Resumes a run begun by 2 processes with 1 process, and then with 2 again."""
     return _elsewhere(stage, tries, [{"processes": 2}, {"processes": 1}, {"processes": 2}])
 
 
 def full_disk(stage: stages.Stage, tries: int) -> Outcome:
-    """The disk is full during a save; then there is room again.
+    """Fills the disk during a save, then frees space again.
 
-    A disk of its own where the system permits one, else a limit on the size of files.
+    Uses a separate disk if the system permits one, else a limit on the size of files.
     """
     options = {"training__steps": 60, "training__checkpoint_every": 10}
     expected = stage.undisturbed(**options)

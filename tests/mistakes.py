@@ -1,4 +1,4 @@
-"""What a program says of a user's mistake."""
+"""Checks of a program's error message after a user's mistake."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,7 +12,10 @@ def line(
     *,
     at_once: bool = True,
 ) -> str:
-    """The one line on stderr with which a program ends, with exit code 1; `at_once`, before it has printed anything."""
+    """Returns the single line on stderr with which a program ends, with exit code 1.
+
+    at_once: the program must not have printed anything before.
+    """
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 1

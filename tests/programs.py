@@ -1,4 +1,4 @@
-"""A folder of compiled programs, so that tests of a package compile each of their models once."""
+"""Cache of compiled programs, so that the tests of a package compile each of their models once."""
 
 import contextlib
 import pathlib
@@ -9,7 +9,7 @@ import jax
 
 @contextlib.contextmanager
 def kept_in(folder: pathlib.Path) -> Iterator[None]:
-    """Within it what takes a tenth of a second to compile is kept in the folder."""
+    """Caches in the folder every program that takes at least a tenth of a second to compile."""
     changes = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.1}
     before = {name: getattr(jax.config, name) for name in changes}
     for name, value in changes.items():

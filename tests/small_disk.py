@@ -1,4 +1,4 @@
-"""A disk of a few MiB that can be filled: a tmpfs in a user namespace, for which no rights are needed."""
+"""A disk of a few MiB that can be filled: a tmpfs in a user namespace, which needs no privileges."""
 
 import contextlib
 import dataclasses
@@ -15,21 +15,21 @@ _LEFT = 1 << 15
 
 @dataclasses.dataclass(frozen=True)
 class SmallDisk:
-    """A mounted disk: `path` for processes that `enter` was called in, `seen` for all others."""
+    """Mounted disk: `path` for processes that called `enter`, `seen` for all others."""
 
     path: pathlib.Path
     seen: pathlib.Path
     enter: Callable[[], None]
 
     def fill(self) -> None:
-        """Takes all but a little of the space."""
+        """Fills the disk except for a little space."""
         with (self.seen / _BALLAST).open("wb") as file:
             file.write(bytes(max(0, self._free() - _LEFT)))
-        # What was written meanwhile has made the disk fuller than meant, or what was deleted emptier.
+        # Files written or deleted meanwhile have changed the free space.
         assert self._free() <= 2 * _LEFT
 
     def free(self) -> None:
-        """Gives it back."""
+        """Frees the space again."""
         (self.seen / _BALLAST).unlink()
 
     def _free(self) -> int:
@@ -38,7 +38,7 @@ class SmallDisk:
 
 
 def permitted() -> bool:
-    """Whether this system lets users mount in a namespace of their own."""
+    """Returns whether this system lets users mount in a namespace of their own."""
     mount = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/tmp"]
     with contextlib.suppress(FileNotFoundError):
         return subprocess.run(mount, capture_output=True, check=False).returncode == 0

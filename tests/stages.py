@@ -1,4 +1,4 @@
-"""Runs of a tiny model for `tests.faults`, and whether they ended as undisturbed ones do."""
+"""Runs of a tiny model for `tests.faults`, and checks that they ended like undisturbed ones."""
 
 import json
 import pathlib
@@ -12,7 +12,7 @@ import numpy as np
 from sympow_jax.training import checkpoint
 from tests.training import launching
 
-# Losses of runs on other numbers of devices: sums in another order.
+# Tolerance of losses on another number of devices, where sums have another order.
 _CLOSE = 1e-5
 _SETTINGS = {
     "model.layers": 1,
@@ -32,11 +32,11 @@ _SETTINGS = {
 
 
 class NotSurvived(Exception):
-    """Why a try was not survived."""
+    """Raised with the reason if a try was not survived."""
 
 
 class Stage:
-    """Where runs take place: a corpus, a cache of compiled programs and a folder for each run."""
+    """Environment of the runs: a corpus, a cache of compiled programs and a folder for each run."""
 
     def __init__(self, folder: pathlib.Path, seed: int):
         self.random = random.Random(seed)
@@ -51,11 +51,11 @@ class Stage:
         self._undisturbed: dict[tuple[object, ...], pathlib.Path] = {}
 
     def new(self, name: str) -> pathlib.Path:
-        """A workdir that no run has used."""
+        """Returns a workdir that no run has used."""
         return pathlib.Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
 
     def start(self, run: pathlib.Path, *, processes=1, devices=1, prepare=None, **changes):
-        """Starts the run in a workdir; `changes` are settings, `__` for a dot."""
+        """Starts the run in a workdir; `changes` are settings, with `__` for a dot."""
         changed = {name.replace("__", "."): value for name, value in changes.items()}
         arguments = [f"--config.{name}={value}" for name, value in (_SETTINGS | changed).items()]
         return launching.start(
@@ -68,7 +68,7 @@ class Stage:
         )
 
     def finish(self, run: pathlib.Path, **options) -> list[launching.Started]:
-        """Starts the run and waits for its end, which must be a good one."""
+        """Starts the run and waits until it ends successfully."""
         started = self.start(run, **options)
         codes = [one.wait() for one in started]
         if any(codes):
@@ -76,7 +76,7 @@ class Stage:
         return started
 
     def undisturbed(self, **options) -> pathlib.Path:
-        """The workdir of such a run that nothing disturbed."""
+        """Returns the workdir of an undisturbed run with these settings."""
         key = tuple(sorted(options.items()))
         if key not in self._undisturbed:
             self._undisturbed[key] = self.new("undisturbed")
@@ -85,24 +85,24 @@ class Stage:
 
 
 def losses(run: pathlib.Path) -> list[tuple[int, float]]:
-    """The steps that a run has reported, with their losses."""
+    """Returns the steps that a run has reported, with their losses."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
 
 
 def steps(run: pathlib.Path) -> list[int]:
-    """The steps that a run has checkpoints of."""
+    """Returns the steps that a run has checkpoints of."""
     return sorted(int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit())
 
 
 def began(started: Sequence[launching.Started]) -> int:
-    """The step from which a run went on."""
+    """Returns the step from which a run resumed."""
     (line,) = [line for line in started[0].said() if line.startswith(("training: step", "trained: step"))]
     return int(line.split()[2])
 
 
 def check_same(run: pathlib.Path, expected: pathlib.Path) -> None:
-    """Raises NotSurvived unless losses and parameters are those of the other run, to the bit."""
+    """Raises NotSurvived unless losses and parameters are bitwise identical to those of the other run."""
     if losses(run) != losses(expected):
         raise NotSurvived("the losses are not those of the undisturbed run")
     (_, model, step), (_, other, at) = map(checkpoint.restore_model, (run, expected))
@@ -112,14 +112,14 @@ def check_same(run: pathlib.Path, expected: pathlib.Path) -> None:
 
 
 def check_close(run: pathlib.Path, expected: pathlib.Path) -> None:
-    """Raises NotSurvived unless the run's losses are those of the other but for rounding."""
+    """Raises NotSurvived unless the run's losses equal those of the other up to rounding."""
     found, other = (np.array(losses(folder)) for folder in (run, expected))
     if found.shape != other.shape or not np.allclose(found, other, rtol=_CLOSE, atol=0):
         raise NotSurvived("the losses are not those of the undisturbed run")
 
 
 def check_error(one: launching.Started, code: int, words: str) -> None:
-    """Raises NotSurvived unless a process ended with the exit code 1 and one line that has the words."""
+    """Raises NotSurvived unless a process ended with exit code 1 and one line that contains the words."""
     lines = one.errors()
     if code != 1 or len(lines) != 1 or words not in lines[0]:
         raise NotSurvived(f"it ended with {code} and said {lines[-3:]}")

@@ -1,4 +1,4 @@
-"""The files in configs/: the shapes of the papers' tables, and small copies of them that learn from generated data."""
+"""Tests of the files in configs/: the papers' sizes, and small copies that learn from generated data."""
 
 import json
 import pathlib
@@ -109,7 +109,7 @@ def test_mistakes_in_choices(spec, message):
 
 @pytest.fixture
 def files(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Token files of runs of equal tokens, tables of two kinds of sentences and folders of dark and light images."""
+    """Writes token files of runs of equal tokens, tables of two kinds of sentences, and dark and light images."""
     tokens = np.repeat(np.arange(3, 13), 16)
     for name, end, dtype in (("short.bin", 2, np.uint16), ("long.bin", 0, np.uint32)):
         np.tile(np.append(tokens, end), 12).astype(dtype).tofile(tmp_path / name)

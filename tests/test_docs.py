@@ -1,6 +1,7 @@
-"""The documentation: its code runs, its command lines parse, its links and settings exist, nothing public is missing.
+"""Tests of the documentation: code runs, command lines parse, links and settings exist.
 
-`mkdocs build --strict`, in `.ci/run`, checks links of the site with their anchors.
+Every public name must be documented, too. `mkdocs build --strict`, in `.ci/run`, checks links of the site with their
+anchors.
 """
 
 import argparse
@@ -56,7 +57,7 @@ UNPARSED = ("tests.pallas_kernels.h100", "tests.training.compiled")
 
 
 def blocks(text: str, *languages: str) -> list[tuple[int, str]]:
-    """The fenced blocks of these languages, each with the line that it starts at."""
+    """Returns the fenced blocks of these languages, each with its first line number."""
     return [
         (text.count("\n", 0, found.start(3)) + 1, re.sub(rf"(?m)^{found[1]}", "", found[3]))
         for found in FENCE.finditer(text)
@@ -66,7 +67,7 @@ def blocks(text: str, *languages: str) -> list[tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the run that the pages read, `runs/quickstart`: their command on other text, at small sizes."""
+    """Makes a folder with `runs/quickstart`, the run that the pages read, made at small sizes from other text."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "books").mkdir()
     for index in range(12):
@@ -89,7 +90,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text, "python")])
 def test_code_of_a_page_runs(page, folder, monkeypatch):
-    """All of its Python, from the top down in one namespace."""
+    """Runs all of a page's Python from top to bottom in one namespace."""
     monkeypatch.chdir(folder)
     for line in FIRST.get(page, ()):
         assert line in PAGES[page]
@@ -104,11 +105,11 @@ def test_code_of_a_page_runs(page, folder, monkeypatch):
 
 
 class Parsed(BaseException):
-    """The parser is content: what follows is not wanted."""
+    """Raised after the parser succeeds, to skip the rest of the program."""
 
 
 def command_lines(text: str) -> list[str]:
-    """Shell commands that start programs of this repository."""
+    """Returns shell commands that start programs of this repository."""
     found = re.findall(r"`((?:uv run|python3?) [^`\n]+)`", text)
     for _, block in blocks(text, "", "sh", "bash"):
         for line in block.replace("\\\n", " ").splitlines():
@@ -133,7 +134,7 @@ def test_command_lines_parse(page, monkeypatch):
 
 
 def check_command_line(line: str, monkeypatch) -> None:
-    # What a reader is to fill in.
+    # Placeholders that a reader must replace.
     line = line.replace("METHOD", "type2").replace("--config=... ", "--config=configs/quickstart.py ")
     words = shlex.split(line, comments=True)
     words = words[words.index("uv") + 2 :] if "uv" in words else words
@@ -166,7 +167,10 @@ def check_command_line(line: str, monkeypatch) -> None:
 
 
 def stop_when_parsed(parser, args=None, namespace=None, parse=argparse.ArgumentParser.parse_known_args):
-    """`parse_known_args` that ends the program; what a parser does not know must be settings."""
+    """Replaces `parse_known_args` to end the program after it.
+
+    Arguments that a parser does not know must be settings.
+    """
     _, rest = parse(parser, args, namespace)
     settings = [argument.partition("=")[0].removeprefix("--config.") for argument in rest]
     assert [name for name in settings if not setting_exists(name)] == []
@@ -174,7 +178,7 @@ def stop_when_parsed(parser, args=None, namespace=None, parse=argparse.ArgumentP
 
 
 def check_option_of_uv(words: list[str]) -> None:
-    """Takes an option of `uv run` away; extras and groups must be there."""
+    """Removes an option of `uv run`; its extras and groups must exist."""
     option = words.pop(0)
     known = {
         "--extra": PROJECT["project"]["optional-dependencies"],
@@ -194,7 +198,7 @@ def check_training(arguments: list[str]) -> None:
 
 
 def check_pytest(arguments: list[str]) -> None:
-    """Markers that there are and paths that there are; -k and -n take anything."""
+    """Checks that markers and paths exist; -k and -n accept anything."""
     markers = {marker.partition(":")[0] for marker in PROJECT["tool"]["pytest"]["ini_options"]["markers"]}
     arguments = iter(arguments)
     for argument in arguments:
@@ -244,7 +248,7 @@ def test_links_lead_somewhere(page):
 
 
 def documented() -> dict[tuple[str, str], str]:
-    """What the reference shows: module and name, by the page that has it."""
+    """Returns the documented names of the reference, as module and name, by page."""
     found = {}
     for page in (page for page in PAGES if page.startswith("docs/reference/")):
         for directive in re.finditer(r"^::: ([\w.]+)\n((?:    .*\n)*)", PAGES[page] + "\n", re.MULTILINE):
@@ -260,7 +264,10 @@ def documented() -> dict[tuple[str, str], str]:
 
 
 def exported(package: types.ModuleType) -> list[tuple[str, str]]:
-    """The module that defines each exported name, and the name; those of exported modules are exported too."""
+    """Returns the defining module and name of each exported name.
+
+    Names of exported modules count as exported too.
+    """
     source = ast.parse(pathlib.Path(package.__file__ or "").read_text())
     imported = {
         alias.asname or alias.name: node.module
@@ -289,7 +296,7 @@ def test_every_exported_name_is_in_the_reference(name):
 
 def has_docstring(module: types.ModuleType, name: str) -> bool:
     value = getattr(module, name)
-    # Compiled functions are no routines.
+    # inspect does not count compiled functions as routines.
     if not (inspect.isclass(value) or inspect.isroutine(value) or hasattr(value, "__wrapped__")):
         statements = ast.parse(inspect.getsource(module)).body
         return any(
@@ -299,7 +306,7 @@ def has_docstring(module: types.ModuleType, name: str) -> bool:
             and isinstance(two.value, ast.Constant)
             for one, two in itertools.pairwise(statements)
         )
-    # Dataclasses without one are given their signature.
+    # Dataclasses without a docstring get their signature as docstring.
     own = bool(value.__doc__) and not value.__doc__.startswith(f"{name}(")
     if not inspect.isclass(value):
         return own

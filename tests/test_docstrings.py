@@ -1,4 +1,4 @@
-"""Every public function of the ops and layers has an example, and the examples are right."""
+"""Tests that every public function of the ops and layers has an example, and that the examples are right."""
 
 import doctest
 import inspect
@@ -45,6 +45,6 @@ def test_power_attention_names_what_jax_has_and_it_has_not():
 
 
 def test_an_example_that_is_wrong_is_found():
-    """The runner above does fail."""
+    """Checks that the runner above can fail."""
     test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
     assert doctest.DocTestRunner().run(test, out=lambda _: None).failed == 1

@@ -1,4 +1,4 @@
-"""The examples run as they are, and do what they say."""
+"""Tests that the examples run unchanged and print the expected results."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-# Those for meshes, which run on any number of devices.
+# Examples for meshes, which run on any number of devices.
 MESHES = {"explicit_mesh", "in_shard_map", "sharded_trainer"}
 
 
@@ -50,7 +50,7 @@ def test_an_equinox_model_learns():
 
 
 def run_on_devices(name, devices):
-    """What an example prints where there are so many devices."""
+    """Returns the output of an example on a given number of devices."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py")],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},

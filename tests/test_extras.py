@@ -1,4 +1,4 @@
-"""What is imported without the extra `train`, and what is said of what is missing."""
+"""Tests of imports without the extra `train`, and of the messages about missing packages."""
 
 import importlib
 import importlib.metadata
@@ -9,7 +9,7 @@ import pytest
 
 from sympow_jax import extras
 
-# Modules of the extra `train` that neither jax nor flax need, and so nobody has who installs the package alone.
+# Modules of the extra `train` that neither jax nor flax need, so a plain installation does not have them.
 TRAINING = {"grain", "matplotlib", "ml_collections", "PIL", "tensorboardX"}
 
 

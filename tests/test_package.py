@@ -1,4 +1,4 @@
-"""What `import sympow_jax` gives, and what it leaves for later."""
+"""Tests of the names that `import sympow_jax` provides, and of its lazy imports."""
 
 import importlib.metadata
 import pathlib

@@ -1,4 +1,4 @@
-"""The wheel, installed where nothing else is."""
+"""Tests of the wheel, installed in an otherwise empty environment."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """The interpreter of an environment with the wheel and what it depends on."""
+    """Returns the interpreter of an environment with the wheel and its dependencies."""
     environment = tmp_path_factory.mktemp("empty") / "venv"
     made = call(UV, "venv", "--python", sys.executable, environment)
     assert made.returncode == 0, made.stderr

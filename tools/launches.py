@@ -1,11 +1,11 @@
-"""Prints the XLA launches around the kernels of the chunked form, with the bytes that each reads and writes.
+"""Prints the XLA launches around the kernels of `ops.power_attention`, with the bytes that each reads and writes.
 
-    uv run --group h100 python -m tools.launches [--time=65536] [--head-dim=64] [--power=2] [--rows=12]
-        [--passes=forward|both]
+    uv run --group h100 python -m tools.launches [--form=chunked] [--time=65536] [--head-dim=64] [--power=2]
+        [--rows=12] [--passes=forward|both]
 
-Compiles the forward pass and both passes at batch 1 with 8 heads for an H100, which this machine need not have. Bytes
-are those of operands and results of each launch, as if none stayed in the cache and every operand was read whole: an
-upper bound. A loop counts as one launch. Kernels of this project are left out.
+Compiles the forward pass and both passes at batch 1 with 8 heads for an H100; no GPU is needed. Bytes are those of the
+operands and results of each launch. They are an upper bound, since they assume that nothing stays in the cache and that
+every operand is read whole. A loop counts as one launch. Kernels of this project are left out.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import dataclasses
 import math
 import os
 import re
-from typing import Any
 
 __all__ = ["Launch", "main", "parse", "report"]
 
@@ -23,7 +22,7 @@ _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16"
 )
 _ARRAY = re.compile(rf"\b({'|'.join(_ITEM_BYTES)}|f64|s64|u64)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
-# What is no launch: names for memory, and what is there from the start.
+# Instructions that launch nothing: they rename memory, or their data exists from the start.
 _FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 
 
@@ -39,7 +38,7 @@ class Launch:
 
 
 def parse(program: str) -> list[Launch]:
-    """Returns the launches of a compiled program outside Mosaic GPU kernels, those of most bytes first."""
+    """Returns the launches of a compiled program outside Mosaic GPU kernels, sorted by descending bytes."""
     shapes: dict[str, str] = {}
     launches = []
     for line in program[program.index("\nENTRY") :].splitlines():
@@ -56,47 +55,38 @@ def parse(program: str) -> list[Launch]:
     return sorted(launches, key=lambda launch: -launch.bytes)
 
 
-def report(passes: str, *, time: int, head_dim: int, power: int) -> list[Launch]:
-    """Compiles `forward` or `both` passes of the chunked kernels and returns the launches around them."""
+def report(passes: str, *, form: str, time: int, head_dim: int, power: int) -> list[Launch]:
+    """Compiles `forward` or `both` passes of the op by its kernels and returns the launches around them."""
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import power_state
+    from sympow_jax import ops
     from tests.pallas_kernels import h100
+
+    def forward(query, key, value, log_decay):
+        return ops.power_attention(
+            query, key, value, power=power, log_decay=log_decay, form=form, implementation="mosaic_gpu"
+        )
+
+    def both(*arrays):
+        out, vjp = jax.vjp(forward, *arrays[:4])
+        return out, vjp(arrays[4])
 
     vector = jax.ShapeDtypeStruct((1, time, HEADS, head_dim), jnp.bfloat16)
     gate = jax.ShapeDtypeStruct((1, time, HEADS), jnp.float32)
-    folds = jax.ShapeDtypeStruct((1, time), jnp.bool_)
-    chosen = power_state.choose(
-        power=power, head_dim=head_dim, value_dim=head_dim, time=time, heads=HEADS, dtype=jnp.bfloat16
-    )
-    options: dict[str, Any] = {"power": power, "chunk": chosen.chunk, "exact_window": 64}
-    options |= {"state_dtype": jnp.float16, "interpret": None}
-
-    def forward(query, key, value, log_decay, folds):
-        (out, denominator, _), saved = power_state.power_state_fwd(
-            query, key, value, log_decay, folds, **options
-        )
-        return out, denominator, saved
-
-    def both(query, key, value, log_decay, folds, dout):
-        arrays = query, key, value, log_decay, folds
-        out, denominator, saved = forward(*arrays)
-        gradients, _ = power_state.power_state_vjp(*arrays, out, denominator, saved, dout, **options)
-        return out, tuple(gradients)
-
-    function = {"forward": lambda *arrays: forward(*arrays)[0], "both": both}[passes]
-    arguments = [vector, vector, vector, gate, folds] + [vector] * (passes == "both")
+    arguments = [vector, vector, vector, gate] + [vector] * (passes == "both")
+    function = {"forward": forward, "both": both}[passes]
     return parse(h100.compile_for(h100.mesh(), function, *arguments).as_text())
 
 
 def main() -> None:
-    """Prints totals of both programs and the launches that move most."""
+    """Prints totals of both programs and the launches that move the most bytes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default in (("--time", 65_536), ("--head-dim", 64), ("--power", 2), ("--rows", 12)):
         parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--form", choices=("attention", "chunked"), default="chunked")
     parser.add_argument("--passes", choices=("forward", "both"), action="append")
     options = vars(parser.parse_args())
     rows = options.pop("rows")

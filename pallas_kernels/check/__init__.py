@@ -1,1 +1,1 @@
-"""Checks the kernels on the GPU at hand: `python -m pallas_kernels.check`."""
+"""Checks of the kernels on the local GPU: `python -m pallas_kernels.check`."""

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pallas_kernels.check import supervisor, verdict
 
 CASE_SECONDS = 75.0
-# Small cases run side by side, since most of their time is compilation. Real ones are timed, one by one.
+# Small cases run concurrently, since most of their time is compilation. Real ones are timed, one by one.
 SMALL_JOBS = 4
 BRIEF_SECONDS = 450.0
-# Prints the kind of the first device and, of a GPU, its compute capability.
+# Prints the kind of the first device and, for a GPU, its compute capability.
 _DEVICE = """
 import jax
 device = jax.devices()[0]
@@ -33,7 +33,7 @@ print(device.device_kind, getattr(device, "compute_capability", "") if device.pl
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line for every case, keeps the verdict, and returns the exit status."""
+    """Prints a line for every case, stores the verdict, and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.check",
         description=__doc__,
@@ -88,7 +88,10 @@ _WORDS = {True: "right", False: "not to be trusted", None: "not decided, its cas
 
 
 def _families(outcomes, family_of) -> dict[str, bool]:
-    """Whether each family of kernels can be trusted; without those whose cases were right but did not all run."""
+    """Returns whether each family of kernels can be trusted.
+
+    Families whose cases were right but did not all run are left out.
+    """
 
     def right(family):
         found = {outcome.status for outcome in outcomes if family_of[outcome.case] == family}
@@ -106,7 +109,10 @@ def _command(case: str, options: Sequence[str]) -> list[str]:
 
 
 def _gpu() -> tuple[str, str]:
-    """Kind of the first GPU and, if it cannot be used, why. Another process looks, so that this one holds no memory."""
+    """Returns the kind of the first GPU and, if it cannot be used, the reason.
+
+    The query runs in another process, so that this one holds no GPU memory.
+    """
     done = subprocess.run(
         [sys.executable, "-c", _DEVICE],
         capture_output=True,

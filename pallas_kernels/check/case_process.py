@@ -1,7 +1,7 @@
 """Runs one case of the check in this process: `python -m pallas_kernels.check.case_process NAME [--untuned]`.
 
-Prints one line, `RESULT` and the result as JSON. A kernel that hangs or ends the process prints none. With `--untuned`
-XLA tries no variants of its own kernels, which halves the time of compilation where nothing is timed.
+Prints one line, `RESULT` and the result as JSON, or nothing if the kernel hangs or crashes the process. With
+`--untuned`, XLA does not autotune its own kernels, which halves the compilation time where nothing is timed.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-# Before JAX is imported: other processes need memory too, and a kernel inside a CUDA graph is harder to find.
+# Set before JAX is imported: other processes need memory too, and a kernel inside a CUDA graph is harder to find.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 _FLAGS = ["--xla_gpu_enable_command_buffer="] + ["--xla_gpu_autotune_level=0"] * ("--untuned" in sys.argv)
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
@@ -36,8 +36,8 @@ def measure(case: cases.Case, interpret=None) -> dict:
         interpret: parameters of the GPU interpreter, or None to run on a GPU.
 
     Returns:
-        `errors` and `bounds` by result, `different` if two runs differed, `compile_seconds`, and for a real shape
-        `call_milliseconds` and `kernels`, milliseconds by name.
+        `errors` and `bounds` by result, `different` (the results that differed between runs), `compile_seconds`, and
+        for a real shape `call_milliseconds` and `kernels`, milliseconds by name.
     """
     prepared = cases.prepare(case, interpret)
     begin = time.perf_counter()
@@ -61,7 +61,7 @@ def measure(case: cases.Case, interpret=None) -> dict:
 
 
 def _poison() -> None:
-    """Fills free memory with NaN, so that what a kernel does not write shows."""
+    """Fills free memory with NaN, so that unwritten outputs of a kernel become visible."""
     blocks = [jnp.full((2**n, 2**20), jnp.nan, jnp.float32) for n in range(9)]
     jax.block_until_ready(blocks)
     for block in blocks:
@@ -69,14 +69,14 @@ def _poison() -> None:
 
 
 def _relative_error(actual, expected) -> float:
-    """RMS(actual - expected) / RMS(expected)."""
+    """Returns RMS(actual - expected) / RMS(expected)."""
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
     scale = np.sqrt(np.mean(expected**2))
     return float(np.sqrt(np.mean((actual - expected) ** 2)) / (scale or 1))
 
 
 def _times(call, arrays) -> dict:
-    """Milliseconds of a call and of each of its kernels."""
+    """Returns the milliseconds of a call and of each of its kernels."""
     jax.block_until_ready(call(arrays))
     begin = time.perf_counter()
     for _ in range(_TIMED_RUNS):

@@ -1,4 +1,4 @@
-"""Cases of `python -m pallas_kernels.check`: a kernel, a shape, and what its results must be."""
+"""Cases of `python -m pallas_kernels.check`: a kernel, a shape, and its expected results."""
 
 import dataclasses
 import functools
@@ -16,10 +16,10 @@ from pallas_kernels.check import formula
 __all__ = ["CASES", "Case", "Prepared", "prepare"]
 
 WINDOW = 64
-# At most this many queries and features of a state are compared.
+# Maximum numbers of queries and of features of a state that are compared.
 ROWS, FEATURES = 192, 192
 # Relative RMS errors. Outputs and gradients are rounded to bfloat16, whose unit is 2^-8; operands made from them are
-# rounded to 11 bits, states to float16. What is float32 throughout errs by the length of its sums.
+# rounded to 11 bits, states to float16. Results that are float32 throughout err by the length of their sums.
 OUTPUT, GRADIENT, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-7, 2.0**-10, 2.0**-18
 
 
@@ -31,10 +31,10 @@ class Case:
         kernel: key of `_KERNELS`.
         family: one of `verdict.FAMILIES`, or "toolchain".
         power: p.
-        head_dim: D, and E unless `value_dim` says otherwise.
+        head_dim: D, and E unless `value_dim` is set.
         time: T, or for a step the number of tokens folded at once.
         documents: whether rows hold several documents.
-        real: whether the shape is one that a model has; those are timed.
+        real: whether the shape is that of a real model; such cases are timed.
     """
 
     kernel: str
@@ -51,18 +51,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique among `CASES`."""
+        """Name that is unique among `CASES`."""
         sizes = f"p{self.power}-d{self.head_dim}-e{self.width}-t{self.time}-b{self.batch}"
         return f"{self.family}.{self.kernel}-{sizes}-k{self.kv_heads}-g{self.group}"
 
     @property
     def brief(self) -> bool:
-        """Whether `--brief` runs the case: all small ones, and of real shapes few kernels with D below 128."""
+        """True if `--brief` runs the case: all small ones, and of real shapes few kernels with D below 128."""
         return not self.real or (self.kernel in _BRIEF and self.head_dim < 128)
 
     @property
     def width(self) -> int:
-        """E."""
+        """Value size E."""
         return self.value_dim or self.head_dim
 
 
@@ -71,10 +71,10 @@ class Prepared(NamedTuple):
 
     Attributes:
         call: maps arrays to results by name; to be jitted.
-        arrays: its argument.
-        compare: maps results to what is compared with `expected`.
+        arrays: argument of `call`.
+        compare: maps results to the arrays that are compared with `expected`.
         expected: results of plain JAX, by name.
-        bounds: largest relative RMS error of each.
+        bounds: largest allowed relative RMS error of each.
     """
 
     call: Callable[[dict], dict]
@@ -85,7 +85,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(case: Case, interpret=None) -> Prepared:
-    """Draws the arrays of a case and computes what the kernel should return.
+    """Draws the arrays of a case and computes its expected results.
 
     Args:
         case: one of `CASES`.
@@ -100,14 +100,17 @@ class _Sequence(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    dout: jax.Array  # zero but for the rows that are compared
+    dout: jax.Array  # zero except in the rows that are compared
     log_decay: np.ndarray  # without boundaries
     documents: np.ndarray  # int32 [B, T], numbered from 0
     positions: np.ndarray
 
     @classmethod
     def of(cls, case: Case) -> "_Sequence":
-        """Draws random arrays. Head by head, the memory grows from 50 to 20,000 tokens."""
+        """Draws random arrays.
+
+        Memory grows from 50 tokens in the first head to 20,000 in the last.
+        """
         random = np.random.default_rng(0)
         lead = case.batch, case.time
 
@@ -122,12 +125,12 @@ class _Sequence(NamedTuple):
             positions = np.sort(np.concatenate([middle, [0, case.time - 1]]))
         dout = np.zeros((*lead, heads, case.width), np.float32)
         dout[:, positions] = random.standard_normal((case.batch, len(positions), heads, case.width))
-        # Each head has a rate of its own, or none would remember what lies many chunks before.
+        # Each head has its own decay rate, so that some remember tokens from many chunks before.
         rate = np.geomspace(2e-2, 5e-5, case.kv_heads)
         forgotten = rate * random.uniform(0.5, 1.5, (*lead, case.kv_heads))
         starts = np.zeros(lead, np.int32)
         if case.documents:
-            # Boundaries next to the edges of blocks, and inside them, in different places in each row.
+            # Boundaries next to the edges of blocks and inside blocks, at different positions in each row.
             for row in range(case.batch):
                 for position in (63 + row, 130, 192, case.time // 2, case.time - 20):
                     if 0 < position < case.time:
@@ -148,17 +151,20 @@ class _Sequence(NamedTuple):
 
     @property
     def bounded_decay(self) -> jax.Array:
-        """log_decay with a boundary, below -87, where a document starts."""
+        """Log decays with a boundary value, below -87, at the first token of each later document."""
         starts = np.diff(self.documents, axis=1, prepend=0) > 0
         return jnp.asarray(np.where(starts[..., None], -88, self.log_decay))
 
     def rows(self, power: int) -> formula.Rows:
-        """Expected results of the queries at `positions`."""
+        """Returns the expected results of the queries at `positions`."""
         call = jax.jit(functools.partial(formula.attend, power=power))
         return call(self.query, self.key, self.value, self.decays, self.documents, self.positions)
 
     def gradients(self, power: int) -> dict[str, jax.Array]:
-        """Expected gradients; that of log_decay is zero where a document starts, which a boundary stands for."""
+        """Returns the expected gradients.
+
+        The gradient of log_decay is zero at the first token of a document, where a boundary replaces the decay.
+        """
         call = jax.jit(functools.partial(formula.gradients, power=power))
         cotangent = self.dout[:, self.positions].astype(jnp.float32)
         found = call(self.query, self.key, self.value, self.decays, self.documents, self.positions, cotangent)
@@ -167,12 +173,12 @@ class _Sequence(NamedTuple):
         return found
 
     def compared_rows(self, results: dict) -> dict:
-        """Results at `positions`."""
+        """Returns the results at `positions`."""
         return {name: x[:, self.positions] for name, x in results.items()}
 
 
 def _copy(case, interpret):
-    """Copies a block through shared memory by TMA: the least that all kernels need of the toolchain."""
+    """Prepares a copy of a block through shared memory by TMA, the minimum that all kernels need of the toolchain."""
     shape = (case.time, case.head_dim)
 
     def body(source, target, smem, full):
@@ -243,7 +249,7 @@ def _attention_gradients(names, case, interpret):
 
 
 def _state_arguments(case, drawn):
-    """Arguments that all parts of the chunked form share, its options, and which tokens enter the state."""
+    """Returns the arguments shared by all parts of the chunked form, the options, and a mask of tokens in the state."""
     included = np.broadcast_to(np.arange(case.time) < case.time - WINDOW, (case.batch, case.time))
     arrays = {name: getattr(drawn, name) for name in ("query", "key", "value", "dout")}
     arrays |= {"log_decay": drawn.bounded_decay, "folds": jnp.asarray(included)}
@@ -255,7 +261,7 @@ def _state_arguments(case, drawn):
         heads=case.batch * case.kv_heads,
         dtype=jnp.bfloat16,
         exact_window=WINDOW,
-        # A small shape has several chunks too.
+        # Small shapes have several chunks too.
         chunk=None if case.real else 192,
     )
     options = {"power": case.power, "chunk": chosen.chunk, "exact_window": WINDOW, "state_dtype": jnp.float16}
@@ -293,7 +299,7 @@ def _state_query(case, interpret):
         (out, denominator, _), _ = power_state.power_state_fwd(
             *_of_state(arrays, "query"), **options, interpret=interpret
         )
-        # The kernel divides each query by a power of two, which denominators do not undo.
+        # The kernel divides each query by a power of two; its denominators are those of the divided queries.
         largest = jnp.abs(arrays["query"].astype(jnp.float32)).max(-1)
         return {"mean": out, "denominator": jnp.ldexp(denominator, case.power * jnp.frexp(largest)[1])}
 
@@ -352,7 +358,7 @@ def _state_gradients(names, case, interpret):
     starts = np.diff(drawn.documents, axis=1, prepend=0) > 0
 
     def compare(results):
-        # The gradient of a boundary means nothing.
+        # The gradient of a boundary is meaningless.
         return {
             name: jnp.where(starts[..., None], 0, x) if name == "log_decay" else x
             for name, x in results.items()
@@ -405,7 +411,7 @@ def _step_fold(case, interpret):
     def normal(*sizes):
         return jnp.asarray(random.standard_normal(sizes, np.float32))
 
-    # One row is left out, so that writes outside the chosen rows show.
+    # One row is left out, so that writes outside the chosen rows are detected.
     rows = np.roll(np.arange(batch, dtype=np.int32)[::-1], -1)
     chosen = max(batch - 1, 1)
     arrays = {

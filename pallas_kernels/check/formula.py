@@ -1,7 +1,7 @@
-"""Power attention in plain JAX and float32, for the rows that a check looks at.
+"""Power attention in plain JAX and float32, for the rows that a check compares.
 
-This code shares nothing with the kernels. Query i attends to keys j <= i of its document with the weight
-w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G is the running sum of log_decay; its output is sum_j w_ij v_j / sum_j w_ij.
+It shares no code with the kernels. Query i attends to keys j <= i of its document with the weight w_ij = exp(G_i - G_j)
+(q_i . k_j)^p, where G is the running sum of log_decay. Its output is sum_j w_ij v_j / sum_j w_ij.
 """
 
 import itertools
@@ -25,7 +25,7 @@ class Decays(NamedTuple):
 
     @classmethod
     def of(cls, log_decay: np.ndarray) -> "Decays":
-        """From log_decay [B, T, K], at most 0 and finite."""
+        """Returns the decays of log_decay [B, T, K], at most 0 and finite."""
         total = np.cumsum(np.asarray(log_decay, np.float64), 1)
         high = total.astype(np.float32)
         return cls(jnp.asarray(high), jnp.asarray((total - high).astype(np.float32)))
@@ -95,7 +95,7 @@ def gradients(
 
 
 def monomials(head_dim: int, power: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A sample of symmetric-power features: their places in canonical order, indices [M, p] and factors [M].
+    """Samples symmetric-power features; returns their canonical positions, indices [M, p] and factors [M].
 
     Canonical order: non-decreasing indices, lexicographically. The feature of x is factor * prod(x[indices]).
     """
@@ -169,11 +169,11 @@ def state_gradient(
 
 
 def _features(x, sample):
-    """[..., D] to [..., M]."""
+    """Maps [..., D] to the sampled features [..., M]."""
     _, indices, factors = sample
     return x.astype(jnp.float32)[..., indices].prod(-1) * factors
 
 
 def _rows_first(x):
-    """[B, K, G, R] to [B, R, N]."""
+    """Reshapes [B, K, G, R] to [B, R, N]."""
     return jnp.moveaxis(x, 3, 1).reshape(x.shape[0], x.shape[3], -1)

@@ -1,4 +1,4 @@
-"""Runs each case of a check in a process of its own, and goes on after a failure, a hang or a crash."""
+"""Runs each case of a check in a process of its own, and continues after a failure, a hang or a crash."""
 
 import concurrent.futures
 import contextlib
@@ -20,16 +20,16 @@ __all__ = ["RESULT", "Outcome", "Status", "run", "run_all"]
 RESULT = "check-result "
 DEBUGGER_SECONDS = 20.0
 _OUT_OF_TIME = "not finished: the check ran out of time"
-# Characters of what a process or the debugger printed that an outcome keeps.
+# Maximum number of characters of a process's or debugger's output in an outcome.
 _KEPT_CHARACTERS = 1500
 
 
-# Processes of cases that are under way.
+# Processes of running cases.
 _running: set[subprocess.Popen] = set()
 
 
 class Status(enum.StrEnum):
-    """How a case ended."""
+    """Status of a finished case."""
 
     OK = "ok"
     WRONG = "wrong"
@@ -57,7 +57,7 @@ class Outcome:
     result: dict = dataclasses.field(default_factory=dict)
 
     def line(self) -> str:
-        """One line for the terminal."""
+        """Returns one line for the terminal."""
         words = [f"{self.status.value:<8}{self.case}"]
         if errors := self.result.get("errors"):
             bounds = self.result["bounds"]
@@ -98,7 +98,7 @@ def run_all(
             return Outcome(case=case, status=Status.SKIPPED, detail=_OUT_OF_TIME)
         outcome = run(case, command(case), seconds=min(seconds, left))
         if outcome.status is Status.HANG and left < seconds:
-            # It was given less time than a case may take.
+            # The case had less than the full time limit.
             return dataclasses.replace(
                 outcome, status=Status.SKIPPED, detail=f"{outcome.detail}\n{_OUT_OF_TIME}"
             )
@@ -110,7 +110,7 @@ def run_all(
             for future in futures:
                 yield future.result()
         except BaseException:
-            # Ctrl-C does not reach processes in sessions of their own, and some may only just be starting.
+            # Ctrl-C does not reach processes in other sessions, and some may just be starting.
             for future in futures:
                 future.cancel()
             while not all(future.done() for future in futures):
@@ -121,12 +121,12 @@ def run_all(
 
 
 def run(case: str, command: Sequence[str], *, seconds: float) -> Outcome:
-    """Runs the process of a case and judges what it printed."""
+    """Runs the process of a case and returns its outcome, judged by what it printed."""
     begin = time.monotonic()
-    # What a process prints may be no text at all.
+    # The output of a process may not be valid text.
     as_text: dict[str, Any] = {"mode": "w+", "errors": "replace"}
     with tempfile.TemporaryFile(**as_text) as output, tempfile.TemporaryFile(**as_text) as errors:
-        # A session of its own, so that `_end` kills the children of the process too.
+        # Start a new session, so that `_end` kills the children of the process too.
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
         _running.add(process)
         debugger_text, hung = "", False
@@ -178,7 +178,7 @@ def _last_line(text: str) -> str:
 
 
 def _debug(pid: int) -> str:
-    """Returns what cuda-gdb says of a process's kernels, if it is installed."""
+    """Returns the output of cuda-gdb on a process's kernels, or an empty string if it is not installed."""
     debugger = shutil.which("cuda-gdb")
     if debugger is None:
         return ""
@@ -187,7 +187,7 @@ def _debug(pid: int) -> str:
         done = subprocess.run(command, capture_output=True, timeout=DEBUGGER_SECONDS)
     except subprocess.TimeoutExpired:
         return f"cuda-gdb printed nothing within {DEBUGGER_SECONDS:.0f} s"
-    # The process's threads come first, and kernels with their warps last: both ends are cut.
+    # The process's threads come first, kernels with their warps last: keep the part from the first kernel on.
     printed = (done.stdout + done.stderr).decode(errors="replace")
     found = printed.find("Kernel")
     return printed[found if found >= 0 else -_KEPT_CHARACTERS :][:_KEPT_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Verdicts of `python -m pallas_kernels.check`, kept per GPU kind, driver, jax version and kernel sources."""
+"""Verdicts of `python -m pallas_kernels.check`, stored per GPU kind, driver, jax version and kernel sources."""
 
 import contextlib
 import functools
@@ -19,16 +19,16 @@ from jax.experimental import multihost_utils
 __all__ = ["COMMAND", "FAMILIES", "advice", "agree", "driver_version", "machine", "path", "store", "trusted"]
 
 COMMAND = "python -m pallas_kernels.check"
-# A verdict is given for each: a family is trusted if every case that ran its kernels was right.
+# Families of kernels, each with its own verdict: trusted if every case that ran its kernels was right.
 FAMILIES = ("power_attention", "power_state_square", "power_state_quartic", "power_step")
 
 
-# What the processes of one program agreed on, by device kind.
+# Verdicts that the processes of one program agreed on, by device kind.
 _agreed: dict[str, dict[str, bool]] = {}
 
 
 def trusted(family: str, device_kind: str) -> bool:
-    """Whether a check of this machine found every kernel of a family right.
+    """Returns whether a check of this machine found every kernel of a family right.
 
     With several processes, returns False until `agree` has run: all processes must compile the same program.
 
@@ -48,7 +48,7 @@ def agree(device_kind: str) -> None:
 
 
 def advice(device: jax.Device) -> str | None:
-    """Returns one line for users whose GPU has kernels that are not trusted, or None if nothing can be gained.
+    """Returns one line of advice if the GPU has kernels that are not trusted, or None.
 
     Args:
         device: device of the program.
@@ -75,7 +75,7 @@ def store(device_kind: str, families: Mapping[str, bool], details: Mapping) -> p
     file = path(device_kind)
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"machine": machine(device_kind), "families": _load(device_kind) | dict(families), **details}
-    # A reader sees the old verdict or the new one, never half of one.
+    # Replace atomically: a reader sees the old verdict or the new one, never a partial one.
     partial = file.with_suffix(f".{os.getpid()}.partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
     partial.replace(file)
@@ -84,7 +84,7 @@ def store(device_kind: str, families: Mapping[str, bool], details: Mapping) -> p
 
 
 def path(device_kind: str) -> pathlib.Path:
-    """File of the verdict on this machine, in the user's cache directory; it need not exist."""
+    """Returns the file of this machine's verdict, in the user's cache directory; it need not exist."""
     root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     identity = "-".join(machine(device_kind).values())
     name = re.sub(r"[^A-Za-z0-9.]+", "-", identity).strip("-")
@@ -92,7 +92,7 @@ def path(device_kind: str) -> pathlib.Path:
 
 
 def machine(device_kind: str) -> dict[str, str]:
-    """Returns what a verdict depends on: GPU kind, driver, jax with its compiler, and the kernels' sources."""
+    """Returns the identity that a verdict is valid for: GPU kind, driver, jax with its compiler, and kernel sources."""
     return {
         "device": device_kind,
         "driver": driver_version() or "unknown",
@@ -103,7 +103,7 @@ def machine(device_kind: str) -> dict[str, str]:
 
 @functools.cache
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver, or None if there is none."""
+    """Returns the version of the NVIDIA driver, or None if there is none."""
     module = pathlib.Path("/proc/driver/nvidia/version")
     if module.exists() and (found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", module.read_text())):
         return found[0]
@@ -118,7 +118,7 @@ def driver_version() -> str | None:
 
 
 def _versions() -> list[str]:
-    """Versions of jax, and of those of its packages and of NVIDIA's that compile kernels and are installed."""
+    """Returns the version of jax and of its and NVIDIA's installed packages that compile kernels."""
     found = [jax.__version__]
     for package in (
         "jaxlib",
@@ -134,7 +134,10 @@ def _versions() -> list[str]:
 
 @functools.cache
 def _kernels_version() -> str:
-    """Version of the package and a digest of its kernels' sources, which change without a release in a checkout."""
+    """Returns the version of the package and a digest of its kernels' sources.
+
+    In a checkout the sources change without a release.
+    """
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parents[1]
     for file in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernel, and what it cannot do."""
+"""Tile sizes of the kernels, and the constraints on their arguments."""
 
 import dataclasses
 
@@ -11,17 +11,17 @@ WARPGROUP_ROWS = 64
 # Two warpgroups of queries share every block of keys; a block of queries is as long as a block of keys, so that
 # exactly one block of keys, the diagonal one, needs a mask.
 BLOCK = 2 * WARPGROUP_ROWS
-# Shared memory of one thread block on Hopper that a kernel may ask for, less what barriers and reductions take.
+# Shared memory available to one thread block on Hopper, minus an allowance for barriers and reductions.
 _SHARED_BYTES = 227 * 1024 - 4096
-# Rows of 32, 64 or 128 bytes, or of several tiles of those: what wgmma and TMA take in a swizzle that spares conflicts.
+# Rows of 32, 64 or 128 bytes, or several tiles of those, for which wgmma and TMA have a conflict-free swizzle.
 _WIDTHS = (16, 32, 64, 96, 128)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How one call is cut up.
+    """Tiling of one forward call.
 
-    head_dim, value_dim: sizes as the kernel sees them; what they exceed the caller's by is filled with zeros.
+    head_dim, value_dim: sizes inside the kernel, which are the caller's sizes padded with zeros.
     stages: blocks of keys and values that may be in flight.
     """
 
@@ -30,25 +30,28 @@ class Config:
     stages: int
     block: int = BLOCK
     compute_warpgroups: int = 2
-    # Registers of a thread: launched with 168 of each, the loading warpgroup gives most of its own away.
+    # Registers per thread: each is launched with 168, and the loading warpgroup releases most of its own.
     compute_registers: int = 232
     load_registers: int = 40
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of the tiles."""
+        """Bytes of shared memory of the tiles."""
         keys_and_values = self.block * (self.head_dim + self.value_dim) * 2 + 4 * column_length(self.block)
         return self.block * self.head_dim * 2 + self.stages * keys_and_values
 
 
 def column_length(block: int) -> int:
-    """Floats per block of keys: one factor per key, two for the block, filled up to TMA's alignment of 128 bytes."""
+    """Returns the number of floats per block of keys: one factor per key and two for the block, padded.
+
+    TMA requires an alignment of 128 bytes.
+    """
     return block + 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VjpConfig:
-    """How the two kernels of the gradients are cut up: a thread block owns 128 queries, or 128 keys.
+    """Tiling of the two gradient kernels, whose thread blocks process 128 queries or 128 keys.
 
     head_dim, value_dim: as in `Config`.
     query_stages: blocks of keys and values in flight in the pass over queries.
@@ -59,7 +62,7 @@ class VjpConfig:
     value_dim: int
     query_stages: int
     key_stages: int
-    # A block is what one warpgroup owns, and what all of them meet in a step.
+    # Rows that one warpgroup processes, and rows that all of them multiply with in one step.
     block: int = WARPGROUP_ROWS
     compute_warpgroups: int = 2
     compute_registers: int = 232
@@ -67,18 +70,24 @@ class VjpConfig:
 
     @property
     def operands_in_registers(self) -> bool:
-        """Whether a warpgroup's own rows stay in registers: from shared memory they cost as much as what they meet."""
+        """True if a warpgroup's own rows stay in registers.
+
+        Reading them from shared memory takes as long as reading the tiles that they are multiplied with.
+        """
         return self.head_dim + self.value_dim <= 128
 
     @property
     def key_results(self) -> tuple[tuple[str, ...], ...]:
-        """What each kernel of the pass over keys adds up: one both where registers hold both sums, else one each."""
+        """Gradients that each kernel of the pass over keys computes.
+
+        One kernel computes both if registers can hold both sums; otherwise each has its own kernel.
+        """
         both = max(self.head_dim, self.value_dim) <= 64
         return (("dkey", "dvalue"),) if both else (("dkey",), ("dvalue",))
 
     @property
     def shared_bytes(self) -> tuple[int, int]:
-        """Shared memory of the tiles of the pass over queries, and of that over keys."""
+        """Bytes of shared memory of the tiles in the pass over queries and in the pass over keys."""
         tile, vector = self.block * 2 * (self.head_dim + self.value_dim), 4 * self.block
         own = self.compute_warpgroups * (tile + 6 * vector)
         queries = tile + self.block * 2 * self.head_dim + 9 * vector
@@ -86,10 +95,10 @@ class VjpConfig:
 
 
 def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:
-    """The tile sizes for these shapes.
+    """Returns the tile sizes for these shapes.
 
     Raises:
-        NotImplementedError: for what the kernel cannot do, naming the constraint.
+        NotImplementedError: for unsupported requests, naming the constraint.
     """
     sizes = _sizes(head_dim, value_dim, power, dtype)
     stages = next(n for n in (4, 3, 2) if Config(stages=n, **sizes).shared_bytes <= _SHARED_BYTES)
@@ -97,7 +106,7 @@ def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:
 
 
 def choose_vjp(*, head_dim: int, value_dim: int, power: int, dtype) -> VjpConfig:
-    """The tile sizes of the gradients' kernels; raises as `choose`."""
+    """Returns the tile sizes of the gradient kernels; raises the same errors as `choose`."""
     sizes = _sizes(head_dim, value_dim, power, dtype)
     stages = (4, 3, 2)
     fitting = [
@@ -112,7 +121,7 @@ def choose_vjp(*, head_dim: int, value_dim: int, power: int, dtype) -> VjpConfig
 
 
 def _sizes(head_dim, value_dim, power, dtype):
-    """Sizes as the kernels see them."""
+    """Returns the padded sizes that the kernels use."""
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         raise NotImplementedError(
             f"query, key and value are {jnp.dtype(dtype)}; the kernel multiplies bfloat16 or float16"

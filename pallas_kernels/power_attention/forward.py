@@ -1,10 +1,9 @@
-"""The fused causal kernel: scores, weights and weighted sums of values without an array of T x S.
+"""Fused causal kernel: scores, weights and weighted sums of values without a T x S array.
 
-One thread block takes C queries of one head, one warpgroup each half of them; a third warpgroup loads blocks of
-keys and values through a ring in shared memory. Scores S = Q K^T and sums P V run on the tensor cores (wgmma), P
-passing from one to the other in registers. Blocks before the diagonal need p - 1 multiplications, one conversion and
-one multiply-add for each pair, and no exponential; from p = 8 on, two multiplications, a maximum and an addition
-instead of the multiply-add.
+One thread block takes C queries of one head, one half per warpgroup. A third warpgroup loads blocks of keys and values
+through a ring in shared memory. Scores S = Q K^T and sums P V run on the tensor cores (wgmma); P passes from one to the
+other in registers. Blocks before the diagonal need p - 1 multiplications, one conversion and one multiply-add per pair,
+and no exponential. From p = 8 on, two multiplications, a maximum and an addition replace the multiply-add.
 """
 
 import functools
@@ -24,19 +23,21 @@ __all__ = ["sums"]
 _ROWS = configs.WARPGROUP_ROWS
 _LAYOUT = plgpu.Layout.WGMMA
 _PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
-# The widest swizzle, in bytes of a row, that wgmma and TMA agree on; rows of 96 numbers take half of it.
+# The widest swizzle, in bytes of a row, that both wgmma and TMA support; rows of 96 elements use half of it.
 _SWIZZLE_BYTES = 128
-# Weights of the diagonal block, and all of high powers, are brought to 2^15 at most, each row by its own largest one.
+# Weights of the diagonal block, and all weights of high powers, are scaled per row so that the largest is 2^15.
 _NEAR_BITS = 15
-# Below this a row's largest weight counts as it: its inverse stays finite.
+# Lower bound on a row's largest weight, so that its inverse stays finite.
 _SMALLEST = 2.0**-100
 
 
 def sums(operands: inputs.Operands, *, power: int, config: configs.Config, interpret=None):
-    """Unnormalized sums of weighted values [B, T, N, E] and of weights [B, N, T], float32, in the operands' units.
+    """Returns undivided sums of weighted values [B, T, N, E] and of weights [B, N, T], float32.
+
+    They are in the operands' scales.
 
     interpret: `plgpu.InterpretGPUParams` to run on a CPU. Weights then pass through shared memory, since the
-        interpreter takes no operand of wgmma from registers.
+    interpreter does not support wgmma operands in registers.
     """
     batch, time, heads, _ = operands.query.shape
     blocks = time // config.block
@@ -107,7 +108,7 @@ def _kernel(
     group = query.shape[2] // key.shape[2]
     kv_head = jax.lax.div(head, jnp.int32(group))
     blocks = query.shape[1] // config.block
-    # The last queries see the most keys: they go first, so that the short ones fill the gaps at the end.
+    # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
     block = jnp.int32(blocks - 1) - jax.lax.axis_index("block")
     diagonal = block + jnp.int32(key.shape[1] // config.block - blocks)
     begin = first[batch, kv_head, block]
@@ -142,7 +143,7 @@ def _kernel(
 
 
 class _Rows:
-    """The queries of one warpgroup: `start` within their block, `slice` within the sequence."""
+    """Queries of one warpgroup: `start` within their block, `slice` within the sequence."""
 
     def __init__(self, block, warpgroup, config):
         self.start = warpgroup * _ROWS
@@ -150,7 +151,7 @@ class _Rows:
 
 
 def _load_blocks(key, far_value, near_value, columns, batch, kv_head, begin, far_steps, config, scratch):
-    """Fills the ring: the far blocks in order of time, then the diagonal one with its values as they are."""
+    """Fills the ring: earlier blocks in order of time, then the diagonal block with its undecayed values."""
 
     def load(step, _):
         slot = jax.lax.rem(step, jnp.int32(config.stages))
@@ -190,7 +191,7 @@ def _load_blocks(key, far_value, near_value, columns, batch, kv_head, begin, far
 
 
 class _Blocks:
-    """What one warpgroup does with each block of keys in the ring."""
+    """Computation of one warpgroup on each block of keys in the ring."""
 
     def __init__(self, query_tile, warpgroup, power, config, interpreted, scratch):
         self.query_tile, self.warpgroup, self.power = query_tile, warpgroup, power
@@ -198,7 +199,7 @@ class _Blocks:
         self.scratch = scratch
 
     def all_far(self, steps):
-        """The sums over all blocks before the diagonal one."""
+        """Returns the sums over all blocks before the diagonal one."""
         total = plgpu.layout_cast(jnp.zeros((_ROWS, self.config.value_dim), jnp.float32), _LAYOUT)
         weight = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW)
         if not inputs.scaled_by_row(self.power):
@@ -209,7 +210,7 @@ class _Blocks:
         return total * _by_row(largest * 2.0**-_NEAR_BITS, total), weight
 
     def _far(self, step, carry):
-        """Adds one such block."""
+        """Adds one block before the diagonal."""
         total, weight = carry
         slot = self._slot(step)
         weights = self._weights(slot)
@@ -222,7 +223,7 @@ class _Blocks:
         return total, weight
 
     def _far_by_row(self, step, carry):
-        """Adds one such block, each row of weights in the unit of its largest one so far."""
+        """Adds one block before the diagonal, scaling each row of weights by its largest one so far."""
         total, weight, largest = carry
         slot = self._slot(step)
         weights = self._weights(slot)
@@ -233,7 +234,7 @@ class _Blocks:
         weights *= _by_column(factors, weights)
         before = largest * decay
         largest = jnp.maximum(jnp.maximum(before, weights.max(1)), _SMALLEST)
-        # Exactly 1 where the unit stays, since errors of many blocks would add up.
+        # Exactly 1 where the scale does not change, since errors of many blocks would accumulate.
         kept = jnp.where(before < largest, before / largest, 1.0)
         scaled = weights * _by_row(2.0**_NEAR_BITS / largest, weights)
         weight = weight * decay + weights.sum(1)
@@ -241,7 +242,7 @@ class _Blocks:
         return total, weight, largest
 
     def diagonal(self, step, own, near, tokens):
-        """The sums over the queries' own block, whose weights need the mask and an exponential each."""
+        """Returns the sums over the queries' own block, whose weights need the mask and an exponential per pair."""
         slot = self._slot(step)
         weights = self._weights(slot)
 
@@ -270,7 +271,7 @@ class _Blocks:
         return jax.lax.rem(step, jnp.int32(self.config.stages))
 
     def _weights(self, slot):
-        """(q . k)^p for the warpgroup's queries and the block's keys."""
+        """Returns (q . k)^p for the warpgroup's queries and the block's keys."""
         plgpu.barrier_wait(self.scratch["key_ready"].at[slot])
 
         def product(scores):
@@ -282,7 +283,7 @@ class _Blocks:
         return jax.lax.integer_pow(scores, self.power)
 
     def _add_product(self, total, weights, slot):
-        """total + weights @ values, and the slot given back."""
+        """Returns total + weights @ values, and frees the slot."""
         plgpu.barrier_wait(self.scratch["value_ready"].at[slot])
         values = self.scratch["value_ring"].at[slot]
         if self.interpreted:
@@ -302,10 +303,10 @@ class _Blocks:
 
 
 def _store(destination, value):
-    """To global memory, though rows of 16 values do not fill cache lines."""
+    """Stores to global memory, also if rows of 16 values do not fill cache lines."""
     if hasattr(plgpu, "store"):
         plgpu.store(destination, value, optimized=False)
-    else:  # before jax 0.12, which has no other way than this
+    else:  # before jax 0.12, which has no `plgpu.store`
         destination[...] = value
 
 

@@ -1,14 +1,14 @@
-"""The gradients of keys and values, and sums over queries of the gradient by a pair's decay.
+"""Gradients of keys and values, and sums over queries of the gradient of a pair's log decay.
 
-One thread block takes 128 keys of one head, a block of 64 for each of two warpgroups; a third warpgroup loads blocks of
-64 queries and cotangents of every query head of the group through a ring, from the keys' own position on. For each pair
-of blocks, keys in rows,
+One thread block takes 128 keys of one head, a block of 64 for each of two warpgroups. A third warpgroup loads blocks of
+64 queries and cotangents of every query head of the group through a ring, starting at the keys' own position. For each
+pair of blocks, with keys in rows,
 
     S^T = K Q^T,  dP^T = V dO^T,  dV += P^T dO,  dK += dS^T Q',
 
-with P_ij = s_ij^p c_j f_i and dS_ij = s_ij^(p-1) c_j (dP_ij - delta_i) g_i as in the pass over queries: f_i and g_i are
-what a pair's weight has of the query and of the blocks between, over the query's denominator, g_i in a unit of its own
-that Q' undoes.
+with P_ij = s_ij^p c_j f_i and dS_ij = s_ij^(p-1) c_j (dP_ij - delta_i) g_i as in the pass over queries. f_i and g_i are
+the factors of a pair's weight that belong to the query and to the blocks between, over the query's denominator. g_i has
+a scale of its own, which Q' undoes.
 """
 
 import functools
@@ -37,11 +37,11 @@ def key_vjp(
     config: configs.VjpConfig,
     interpret=None,
 ):
-    """Sums of dS^T Q' [B, S, K, D], of P^T dO [B, S, K, E] and of P (dP - delta) [B, S, K], float32.
+    """Returns float32 sums of dS^T Q' [B, S, K, D], of P^T dO [B, S, K, E] and of P (dP - delta) [B, S, K].
 
-    In the units of the operands.
+    They are in the scales of the operands.
 
-    positions: of the keys, without those that fill up their block.
+    positions: of the keys, without the padding to whole blocks.
     interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     options = {"power": power, "config": config, "interpret": interpret}
@@ -60,11 +60,14 @@ def sums(
     config: configs.VjpConfig,
     interpret=None,
 ):
-    """One kernel: `dkey`, with `dlog` [B, K, S], or `dvalue`, or all of them, by name, S filled up."""
+    """Runs one kernel; returns `dkey` with `dlog` [B, K, S], or `dvalue`, or all of them, by name.
+
+    S is padded to whole blocks.
+    """
     batch, length, heads, _ = operands.key.shape
     count, stages = config.compute_warpgroups, config.key_stages
     sizes = {"dkey": config.head_dim, "dvalue": config.value_dim}
-    # By size; what a step meets, and what stays.
+    # Sizes of the tiles that are loaded in every step, and of those that are loaded once.
     moving = {"query": config.head_dim, "dout": config.value_dim}
     kept = {"key": config.head_dim}
     if "dkey" in results:
@@ -101,7 +104,7 @@ def sums(
         body,
         out_type=tuple(out_type.values()),
         scratch_types=scratch,
-        # The first keys are seen by the most queries, and go first.
+        # The first keys have the most queries that attend to them, so they run first.
         grid=(heads, length // (count * _BLOCK), batch),
         grid_names=("head", "block", "batch"),
         num_threads=count + 1,
@@ -154,7 +157,7 @@ def _body(*refs, names, results, tiles, power, config, interpreted=None, **smem)
 
 
 def _copy(gmem, smem, place, kept, moving, config):
-    """The block's keys and values, then the queries of each head of the group that see any of them."""
+    """Copies the block's keys and values, then, per head of the group, the queries that attend to any of them."""
     batch, head = place["batch"], place["head"]
     for n in range(config.compute_warpgroups):
         tokens = batch, pl.ds((place["block"] + n) * _BLOCK, _BLOCK), head
@@ -175,7 +178,7 @@ def _copy(gmem, smem, place, kept, moving, config):
 
 
 class _Keys:
-    """The 64 keys of one warpgroup, and what it does with each block of queries."""
+    """The 64 keys of one warpgroup, and their products with each block of queries."""
 
     def __init__(self, accumulators, warpgroup, smem, place, power, config, interpreted):
         self.accumulators, self.warpgroup = accumulators, warpgroup
@@ -185,18 +188,18 @@ class _Keys:
         self.value = smem["value_smem"].at[warpgroup] if "dkey" in accumulators else None
 
     def all_queries(self, head, dlog):
-        """dlog and sums over the queries of one head of the group; other sums are in the accumulators."""
+        """Adds the queries of one head of the group to dlog, which it returns, and to the accumulators."""
         begin = head * self.place["steps"]
         own = begin + self.warpgroup
 
         @pl.loop(begin, own)
         def _pass(step):
-            # Queries before all keys of the warpgroup: their memory is free as soon as it is full.
+            # Queries before all keys of the warpgroup are skipped: free their slot as soon as it is full.
             slot = self._full(step)
             plgpu.barrier_arrive(self.smem["free"].at[slot])
 
         dlog = self._diagonal(own, dlog)
-        # Not before, and not the values: registers are few.
+        # Load the keys only now, and not the values, to save registers.
         key = pairs.left_operand(self.key, self.config)
         factor = self._of_keys(inputs.FAR_FACTOR)
 
@@ -224,7 +227,7 @@ class _Keys:
         return self._add(slot, scores, slopes, dweights, dlog, inputs.NEAR_WEIGHT, inputs.NEAR_SLOPE)
 
     def _products(self, slot, key):
-        """Scores and, where the keys' gradient is wanted, the gradient by weights."""
+        """Returns the scores and, if the gradient of keys is requested, the gradient of the weights."""
         query, dout = (self.smem[name].at[slot] for name in ("query_smem", "dout_smem"))
         if self.value is None:
             return pairs.product(key, query, self.interpreted), None
@@ -235,7 +238,7 @@ class _Keys:
         under_way = []
         if "dkey" in self.accumulators:
             dweights = dweights - pairs.by_column(self._of_queries(slot, inputs.DELTA))
-            # One step after the other, since registers are few.
+            # The barrier forces one step after the other, to save registers.
             scores, slopes, dweights = lax.optimization_barrier((scores, slopes, dweights))
         weights = slopes * scores * pairs.by_column(self._of_queries(slot, weight))
         if "dvalue" in self.accumulators:

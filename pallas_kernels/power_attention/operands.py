@@ -1,15 +1,15 @@
-"""What the kernel multiplies: everything that is linear in T, done once in plain JAX before the kernel runs.
+"""Operands of the forward kernel: all preparation that is linear in T, in plain JAX.
 
-A weight is w_ij = exp(G_i - G_j) (q_i . k_j)^p. Queries and keys are brought to unit length by powers of two, which
-is exact, so that no score exceeds a known bound and no running maximum is needed. Between a query and a key of an
-earlier block the decay is exp(G_i - G_start) exp(G_start - G_end) exp(G_end - G_j), start and end those of the
-query's and the key's block: one factor per query, one per block between, one per key, each at most 1. The factor of
-the key and the p-th power of its length go into its value, in 16 bits, and into one float32 of its own for the
+A weight is w_ij = exp(G_i - G_j) (q_i . k_j)^p. Queries and keys are scaled to unit length by powers of two, which is
+exact. No score then exceeds a known bound, and no running maximum is needed. Between a query and a key of an earlier
+block the decay is exp(G_i - G_start) exp(G_start - G_end) exp(G_end - G_j), with start that of the query's block and
+end that of the key's. These are one factor per query, one per block between and one per key, each at most 1. The factor
+of the key and the p-th power of its length multiply its value, in 16 bits, and a separate float32 factor for the
 denominator. Only within the diagonal block does a pair need an exponential.
 
-At high powers the weights of a row differ too much for that: the bound, of lengths, is far above the largest one, and
-keys whose lengths differ by less than 2 have factors that differ by 2^p. Weights then take the key's factor before they
-are rounded, and a unit for each row that follows its largest weight so far.
+At high powers the weights of a row vary too much for that: the bound, computed from lengths, is far above the largest
+weight, and keys whose lengths differ by less than 2 have factors that differ by 2^p. Weights are then multiplied by the
+key's factor before they are rounded, and each row has a scale that follows its largest weight so far.
 """
 
 from typing import NamedTuple
@@ -27,13 +27,13 @@ __all__ = ["VALUE_BITS", "Exponents", "Operands", "prepare", "scaled_by_row", "w
 # The largest weight and value are near 2^14 and 2^15: float16 ends just below 2^16.
 _WEIGHT_BITS = 14
 VALUE_BITS = 15
-# From this power on most weights of a row lie below float16's range in any unit that is known beforehand.
+# From this power on most weights of a row are below float16's range with any scale that is known in advance.
 _SCALED_POWER = 8
-# Weights that are scaled by row may be as large as float32 holds sums of them.
+# Bits of weights that are scaled by row: their sums must fit in float32.
 _SCALED_WEIGHT_BITS = 96
-# Bits by which a block's values may be smaller than what was summed before it, without losing any.
+# Bits by which a block's values may be smaller than the earlier sums without losing precision.
 _SLACK_BITS = 40
-# An exponent for what is zero.
+# Exponent that stands for zero.
 _NOTHING = -300
 
 
@@ -41,13 +41,14 @@ class Operands(NamedTuple):
     """Inputs of the kernel; T and S are whole blocks, n = S / C, D and E as in `Config`.
 
     query, key: of length at most 2^h and 1, h of `weight_bits`; 16 bits.
-    far_value: values times their key's factor, in the unit of their block, or `near_value` where weights are scaled by
-        row and have that factor; float16.
-    near_value: values as they are; float16.
-    columns: per block of keys, a factor for each key's weight in the denominator, then two for the sums before it.
+    far_value: values times their key's factor, in the scale of their block; equal to `near_value` if weights are scaled
+    by row, since these then include the factor; float16.
+    near_value: values without decay; float16.
+    columns: per block of keys, a factor for each key's weight in the denominator, then two factors for the sums before
+    it.
     near: for each key of the diagonal block, the two parts of its cumulative decay and the factor for its length.
     rows: for each query, the factors of the sums over earlier blocks: numerator, denominator.
-    first: the first block of keys that any query of a block can see.
+    first: the first block of keys that is visible to any query of a block.
     """
 
     query: jax.Array  # [B, T, N, D]
@@ -68,19 +69,25 @@ class Exponents(NamedTuple):
 
 
 def scaled_by_row(power: int) -> bool:
-    """Whether weights of a row are rounded to float16 in a unit of the largest so far, as in the diagonal block."""
+    """Returns True if weights are rounded to float16 relative to the largest of their row so far.
+
+    The diagonal block always uses such a scale.
+    """
     return power >= _SCALED_POWER
 
 
 def weight_bits(power: int) -> int:
-    """h, by which queries are lengthened so that weights use the range they have: scores to 2^h, weights to 2^(ph)."""
+    """Returns h: queries are scaled by 2^h, so that weights use the available range.
+
+    Scores are then at most 2^h, and weights at most 2^(ph).
+    """
     return (_SCALED_WEIGHT_BITS if scaled_by_row(power) else _WEIGHT_BITS) // power
 
 
 def prepare(
     query, key, value, *, power: int, log_decay, segment_ids, config: configs.Config
 ) -> tuple[Operands, Exponents]:
-    """Queries, keys, values and decays as the kernel takes them; arguments as in `power_attention`."""
+    """Converts queries, keys, values and decays to the kernel's operands; arguments as in `power_attention`."""
     time, dtype, block = query.shape[1], query.dtype, config.block
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
     query, key, value, log_decay, *_ = sequence.whole_blocks(
@@ -134,9 +141,9 @@ def prepare(
 
 
 def _units(far_value, decay, block):
-    """[B, K, n]: the power of two in whose multiples a block's values and the sums up to it are held.
+    """Returns the exponents, [B, K, n], of the scales of each block's values and of the sums up to it.
 
-    That of the block's largest value, unless what was summed before is larger by more than the slack.
+    It is the exponent of the block's largest value, unless the earlier sums are larger by more than the slack.
     """
     largest = jnp.abs(far_value).reshape(len(far_value), -1, block, *far_value.shape[2:]).max((2, 4))
     largest = jnp.moveaxis(largest, 1, 2)

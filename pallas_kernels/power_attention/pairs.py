@@ -1,4 +1,4 @@
-"""What both kernels of the gradients do with a block of 64 queries and one of 64 keys."""
+"""Operations on a block of 64 queries and one of 64 keys, shared by both gradient kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +29,22 @@ PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
 def by_row(x):
-    """x of every row, for all columns."""
+    """Broadcasts a vector of rows along the columns."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (BLOCK, BLOCK), [0]), LAYOUT)
 
 
 def by_column(x):
-    """x of every column, for all rows."""
+    """Broadcasts a vector of columns along the rows."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (BLOCK, BLOCK), [1]), LAYOUT)
 
 
 def left_operand(ref, config):
-    """The left operand of products over blocks: in registers, where there are enough, else as it is."""
+    """Returns the left operand of products over blocks, in registers if there are enough, else the reference itself."""
     return plgpu.load(ref, layout=LAYOUT) if config.operands_in_registers else ref
 
 
 def product(a, b, interpreted):
-    """a b^T, float32; `interpreted` as for two of them."""
+    """Returns a b^T in float32; `interpreted` as in `two_products`."""
 
     def compute(acc):
         products.accumulate(acc, a, b.T, interpreted)
@@ -54,10 +54,10 @@ def product(a, b, interpreted):
 
 
 def two_products(a, b, c, d, interpreted):
-    """a b^T and c d^T, float32, under way at once; `interpreted` is shared memory for both, or None."""
+    """Returns a b^T and c d^T in float32, computed concurrently; `interpreted` is shared memory for both, or None."""
 
     def compute(first, second):
-        # Straight-line code, so that no operand is written meanwhile.
+        # Straight-line code, so that no operand is overwritten while products are in flight.
         products.accumulate(first, a, b.T, interpreted, wait=1)
         products.accumulate(second, c, d.T, interpreted)
         return tuple(plgpu.layout_cast(acc[...], LAYOUT) for acc in (first, second))
@@ -66,7 +66,7 @@ def two_products(a, b, c, d, interpreted):
 
 
 def slopes(scores, power):
-    """scores^(power - 1), of an even power."""
+    """Returns scores^(power - 1), for an even power."""
     result, square, left = scores, scores * scores, power // 2 - 1
     while left:
         result = result * square if left % 2 else result
@@ -75,12 +75,12 @@ def slopes(scores, power):
 
 
 def near_factor(rows, columns, position, length, *, sign):
-    """The decay of each pair within a block times its key's factor; zero for later keys, and below FLOOR.
+    """Returns the decay of each pair within a block times its key's factor; zero for later keys and below FLOOR.
 
-    rows, columns: the two parts of the decay at each. position: that of each column in the block. sign: 1 if rows are
-    queries, -1 if they are keys.
+    rows, columns: the two parts of the decay at each. position: position of each column in the block. sign: 1 if rows
+    are queries, -1 if they are keys.
     """
-    # One part after the other, since registers are few.
+    # The barriers force one part after the other, to save registers.
     decay = jax.lax.optimization_barrier(by_row(rows[0]) - by_column(columns[0]))
     decay = jax.lax.optimization_barrier(sign * (decay + (by_row(rows[1]) - by_column(columns[1]))))
     row = plgpu.broadcasted_iota(jnp.int32, decay.shape, 0, layout=LAYOUT).astype(jnp.float32)
@@ -89,8 +89,8 @@ def near_factor(rows, columns, position, length, *, sign):
 
 
 def store(destination, value):
-    """To global memory, though rows of 16 values do not fill cache lines."""
+    """Stores to global memory, also if rows of 16 values do not fill cache lines."""
     if hasattr(plgpu, "store"):
         plgpu.store(destination, value, optimized=False)
-    else:  # before jax 0.12, which has no other way than this
+    else:  # before jax 0.12, which has no `plgpu.store`
         destination[...] = value

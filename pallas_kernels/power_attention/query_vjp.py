@@ -1,12 +1,12 @@
-"""The gradient of the queries, and sums over keys of the gradient by a pair's decay.
+"""Gradient of the queries, and sums over keys of the gradient of a pair's log decay.
 
-One thread block takes 128 queries of one head, a block of 64 for each of two warpgroups; a third warpgroup loads
-blocks of 64 keys and values through a ring, the diagonal ones first, then back in time. For each pair of blocks
+One thread block takes 128 queries of one head, a block of 64 for each of two warpgroups. A third warpgroup loads blocks
+of 64 keys and values through a ring, first the diagonal ones, then backward in time. For each pair of blocks
 
-    S = Q K^T,  dP = dO V^T,  dS_ij = s_ij^(p-1) c_j ((dP_ij - delta_i) g_i),  dQ += dS K,
+    S = Q K^T,  dP = dO V^T,  dS_ij = s_ij^(p-1) c_j ((dP_ij - delta_i) g_i),  dQ += dS K.
 
-c_j being what the pair's weight has of the key and of the blocks between, g_i what it has of the query, over the
-query's denominator and in a unit of its own that makes the most of float16.
+c_j is the factor of the pair's weight that belongs to the key and to the blocks between. g_i is the query's factor over
+its denominator, with a scale of its own that uses the full range of float16.
 """
 
 import functools
@@ -30,9 +30,9 @@ _BLOCK = pairs.BLOCK
 def query_vjp(
     operands: inputs.VjpOperands, *, time: int, power: int, config: configs.VjpConfig, interpret=None
 ):
-    """Sums of dS K [B, T, N, D] and of dS S [B, T, N], float32, in the units of the operands' rows.
+    """Returns sums of dS K [B, T, N, D] and of dS S [B, T, N], float32, in the scales of the operands' rows.
 
-    time: T, of the positions that are the last but for those that fill up their block.
+    time: T, the number of real queries; they come last, except for the padding to whole blocks after them.
     interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     batch, _, heads, head_dim = operands.query.shape
@@ -78,7 +78,7 @@ def _body(*refs, names, power, config, interpreted=None, **smem):
     head = lax.axis_index("head")
     blocks = gmem["dquery"].shape[1] // (count * _BLOCK)
     offset = (gmem["key"].shape[1] - gmem["dquery"].shape[1]) // _BLOCK
-    # The last queries see the most keys: they go first, so that the short ones fill the gaps at the end.
+    # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
     block = (jnp.int32(blocks - 1) - lax.axis_index("block")) * count + offset
     place = {
         "batch": lax.axis_index("batch"),
@@ -114,7 +114,7 @@ def _body(*refs, names, power, config, interpreted=None, **smem):
 
 
 def _copy(gmem, smem, place, steps, config):
-    """The block's queries and cotangents, then keys and values back from the last that any of them sees."""
+    """Copies the block's queries and cotangents, then keys and values, backward from the last visible block."""
     for n in range(config.compute_warpgroups):
         tokens = place["batch"], pl.ds((place["block"] + n) * _BLOCK, _BLOCK), place["head"]
         for name in ("query", "dout"):
@@ -132,7 +132,7 @@ def _copy(gmem, smem, place, steps, config):
 
 
 class _Queries:
-    """The 64 queries of one warpgroup, and what it does with each block of keys."""
+    """The 64 queries of one warpgroup, and their products with each block of keys."""
 
     def __init__(self, acc, own, warpgroup, gmem, smem, place, power, config, interpreted):
         self.acc, self.smem, self.power, self.config = acc, smem, power, config
@@ -143,11 +143,11 @@ class _Queries:
         self.rows = gmem["rows"].at[place["batch"], place["head"], own]
 
     def all_keys(self, passed, steps):
-        """The sum of dS S over all keys; those of dS K in the accumulator."""
+        """Returns the sum of dS S over all keys; the sums of dS K are added to the accumulator."""
 
         @pl.loop(jnp.int32(0), passed)
         def _pass(step):
-            # A block that only later queries see: its memory is free as soon as it is full.
+            # A block that is visible only to later queries is skipped: free its slot as soon as it is full.
             slot = self._full(step)
             plgpu.barrier_arrive(self.smem["free"].at[slot])
 
@@ -170,7 +170,7 @@ class _Queries:
     def _diagonal(self, step):
         slot = self._full(step)
         key, value = self._tiles(slot)
-        # One product after the other, since registers are few.
+        # One product after the other, to save registers.
         scores = pairs.product(self.query, key, self.interpreted)
         parts = [self._of_queries(n) for n in (inputs.QUERY_COARSE, inputs.QUERY_FINE)]
         key_parts = [self._of_keys(slot, n) for n in (inputs.KEY_COARSE, inputs.KEY_FINE)]

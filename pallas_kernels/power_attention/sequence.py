@@ -1,4 +1,4 @@
-"""The tokens of a call as whole blocks: documents, padding, decays, and lengths as powers of two, in plain JAX."""
+"""Tokens of a call as whole blocks: documents, padding, decays, and lengths as powers of two, in plain JAX."""
 
 from typing import NamedTuple
 
@@ -21,17 +21,19 @@ __all__ = [
     "within_documents",
 ]
 
-# Below this exp is no longer a normal float32 and counts as zero; a document starts by forgetting everything.
+# Below this exp is not a normal float32 and counts as zero; the first token of a document has a lower log decay.
 FLOOR = int(np.log(np.finfo(np.float32).tiny))
 _FORGET = FLOOR - 1
-# An exponent for what is zero.
+# Exponent that stands for zero.
 _NOTHING = -300
 
 
 class Tokens(NamedTuple):
-    """Arguments in float32, of padding zero, T and S filled up to whole blocks with zeros; the queries are the last.
+    """Arguments in float32, zero at padding, with T and S padded to whole blocks with zeros.
 
-    front: how many positions were put before the first key.
+    The queries are the last positions.
+
+    front: number of positions added before the first key.
     """
 
     query: jax.Array  # [B, T, N, D]
@@ -42,7 +44,7 @@ class Tokens(NamedTuple):
 
 
 def whole_blocks(query, key, value, *, log_decay, segment_ids, block, config) -> Tokens:
-    """Arguments as in `power_attention`, head and value sizes filled up to the config's."""
+    """Pads time to whole blocks, and head and value sizes to the config's; arguments as in `power_attention`."""
     time, length = query.shape[1], key.shape[1]
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     if log_decay is None:
@@ -64,7 +66,7 @@ def whole_blocks(query, key, value, *, log_decay, segment_ids, block, config) ->
 
 
 def _boundaries(segment_ids):
-    """True for the first token of each document; True for tokens that are no padding."""
+    """Returns masks of the first token of each document, and of tokens that are not padding."""
     valid = segment_ids >= 0
     newest = jax.lax.cummax(jnp.where(valid, jnp.arange(valid.shape[1], dtype=jnp.int32), -1), axis=1)
     newest = jnp.pad(newest[:, :-1], [(0, 0), (1, 0)], constant_values=-1)
@@ -73,7 +75,7 @@ def _boundaries(segment_ids):
 
 
 def within_documents(segment_ids):
-    """[B, S]: where a decay counts, neither at padding nor at the first token of a document."""
+    """Returns a mask [B, S] of the positions whose decay counts, excluding padding and first tokens of documents."""
     start, valid = _boundaries(segment_ids)
     return valid & ~start
 
@@ -85,8 +87,8 @@ def _fill(x, front, back, width):
 class Decay:
     """Sums of log_decay within each block of [B, K, n, C], none of them a difference of large numbers.
 
-    after: over the keys behind each key. total: over the block.
-    coarse + fine: up to and including each position, as `numerics.running_sums`.
+    after: over the keys after each key. total: over the block. coarse + fine: up to and including each position, as in
+    `numerics.running_sums`.
     """
 
     def __init__(self, log_decay):
@@ -97,19 +99,25 @@ class Decay:
 
 
 def exp(log_decay):
-    """The decay, zero below FLOOR."""
+    """Returns the decay, zero below FLOOR."""
     return jnp.where(log_decay < FLOOR, 0, jnp.exp(jnp.maximum(log_decay, FLOOR)))
 
 
 def first_blocks(log_decay, block):
-    """[B, K, n]: the block of the last position, up to the first of each block, that forgets what is before it."""
+    """Returns, per block [B, K, n], the index of the first block that is visible from its first position.
+
+    This is the block of the last position, up to and including that one, whose decay counts as zero.
+    """
     steps = jnp.arange(log_decay.shape[-1], dtype=jnp.int32)
     forgets = jax.lax.cummax(jnp.where(log_decay < FLOOR, steps, 0), axis=log_decay.ndim - 1)
     return forgets[..., ::block] // block
 
 
 def last_blocks(log_decay, block):
-    """[B, K, n]: the block of the last position before one, behind each block, that forgets what is before it."""
+    """Returns, per block [B, K, n], the index of the last block that attends to any of its positions.
+
+    This is the block of the position before the first one, after the block, whose decay counts as zero.
+    """
     length = log_decay.shape[-1]
     steps = jnp.arange(length, dtype=jnp.int32)
     forgets = jax.lax.cummin(
@@ -120,18 +128,19 @@ def last_blocks(log_decay, block):
 
 
 def unit_length(x):
-    """x times the power of two that brings its length into (1/4, 1), and the exponent taken out."""
-    largest = numerics.exponent(jnp.abs(x).max(-1))
-    x = numerics.scaled(x, -largest[..., None])
-    exponent = numerics.exponent(jnp.sqrt((x * x).sum(-1)))
-    return numerics.scaled(x, -exponent[..., None]), largest + exponent
+    """Returns x times the power of two that brings its length into [1/2, 1), to rounding, and the removed exponent."""
+    exponent = numerics.length_exponent(x)
+    return numerics.scaled(x, -exponent[..., None]), exponent
 
 
 def length_factors(key, exponent, power):
-    """[B, K, S]: p-th powers of keys' lengths 2^exponent [B, S, K] over the longest one's, and its exponent [B, K]."""
+    """Returns p-th powers of key lengths over the longest, [B, K, S], and the exponent of the longest, [B, K].
+
+    Key lengths are 2^exponent, with exponent [B, S, K].
+    """
     some = jnp.moveaxis((key != 0).any(-1), 1, 2)
     exponent = jnp.where(some, jnp.moveaxis(exponent, 1, 2), _NOTHING)
     longest = exponent.max(-1)
-    # The smallest is a normal number.
+    # Clip so that the smallest factor is a normal number.
     shorter = jnp.maximum(power * (exponent - longest[..., None]), np.finfo(np.float32).minexp)
     return numerics.scaled(some.astype(jnp.float32), shorter), longest

@@ -1,14 +1,15 @@
-"""What the kernels of the gradients multiply, and what becomes of their sums: all that is linear in T, in plain JAX.
+"""Operands of the gradient kernels and final steps on their sums: all work that is linear in T, in plain JAX.
 
-With a query's and a key's length taken out, s = q . k, a pair's share of the mean is P_ij = s^p c_j f_i: c_j the key's
-factor, of its length and its decay to the end of its block, f_i the query's, of the decay from the start of its block
-over the denominator; blocks between multiply both. Its gradient by s is p s^(p-1) c_j f_i (dP_ij - delta_i), with
-delta_i = dO_i . o_i. Since s^p c_j f_i <= 1 and |c_j f_i| <= 1 / denominator, that is at most
+With a query's and a key's length taken out, s = q . k, a pair's fraction of the mean is P_ij = s^p c_j f_i. c_j is the
+key's factor, of its length and its decay to the end of its block. f_i is the query's factor, of the decay from the
+start of its block over the denominator. Decays over the blocks between multiply both. The gradient with respect to s is
+p s^(p-1) c_j f_i (dP_ij - delta_i), with delta_i = dO_i . o_i. Since s^p c_j f_i <= 1 and |c_j f_i| <= 1 / denominator,
+its magnitude is at most
 
-    p denominator^(-1/p) 2 |dO_i| max_j |v_j|,
+    p denominator^(-1/p) 2 |dO_i| max_j |v_j|.
 
-which gives every query a power of two, its unit, that brings its pairs close to float16's largest number. The pass over
-queries undoes the unit at the end; the pass over keys multiplies with queries Q' in which it is undone.
+This bound gives every query a power-of-two scale that brings its pairs close to float16's largest number. The pass over
+queries undoes the scale at the end. The pass over keys multiplies with queries Q' in which it is already undone.
 """
 
 from typing import NamedTuple
@@ -48,30 +49,31 @@ __all__ = [
 # parts of the decay from the block's start, the decay over the block, repeated, and the position in the block.
 FAR_WEIGHT, FAR_SLOPE, NEAR_WEIGHT, NEAR_SLOPE, DELTA = range(5)
 QUERY_COARSE, QUERY_FINE, QUERY_BETWEEN, QUERY_POSITION = range(5, 9)
-# Of a block of keys: c for queries of later blocks, c for queries of the same block, and the same of decays.
+# Vectors of a block of keys: c for queries of later blocks, c for queries of the same block, and the same decays.
 FAR_FACTOR, NEAR_FACTOR, KEY_COARSE, KEY_FINE, KEY_BETWEEN, KEY_POSITION = range(6)
-# Shares of the mean are brought to 2^14, values, cotangents and slopes to 2^15 at most: float16 ends below 2^16.
+# Fractions of the mean are scaled to 2^14, values, cotangents and slopes to 2^15 at most: float16 ends below 2^16.
 _WEIGHT_BITS = 14
 _OPERAND_BITS = 15
-# Of g, so that it stays finite.
+# Largest exponent of g, so that it stays finite.
 _LARGEST_EXPONENT = 120
-# From this power on queries are lengthened, so that scores far below 1 have weights that are normal numbers: those of a
-# pair then go to 2^64, and products with a gradient by a weight stay finite.
+# From this power on queries are scaled up, so that scores far below 1 have weights that are normal numbers. Weights are
+# then at most 2^64, so that their products with gradients of weights stay finite.
 _LONG_POWER = 8
 _LONG_WEIGHT_BITS = 64
-# Cotangents that lie further below the largest are zero in float16.
+# Cotangents further below the largest are zero in float16.
 _SMALLEST_EXPONENT = -24
-# For queries that have no gradient: more than any unit.
+# Exponent for queries that have no gradient, larger than that of any scale.
 _NO_UNIT = 1000
 
 
 class VjpOperands(NamedTuple):
-    """Inputs of the kernels; S is whole blocks of 128, n = S / 64, queries are filled up in front to S.
+    """Inputs of the kernels; S is whole blocks of 128, n = S / 64, and queries are padded in front to S.
 
-    query, key: of unit length, queries of high powers lengthened. unit_query: Q', a query over its unit. All that is
-        multiplied is float16.
+    query, key: of unit length; queries of high powers are scaled up. unit_query: Q', a query divided by its scale. All
+    matrix operands are float16.
     rows, columns: per block of queries and of keys, vectors in the order of their names.
-    first, last: the first block of keys that two blocks of queries see, the last of queries that see two of keys.
+    first, last: for two blocks of queries, the first visible block of keys; for two blocks of keys, the last block of
+    queries that attends to them.
     """
 
     query: jax.Array  # [B, S, N, D]
@@ -86,11 +88,11 @@ class VjpOperands(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Powers of two by which the kernels' operands are larger than what they stand for."""
+    """Exponents of the powers of two by which the kernels' operands are larger than the true values."""
 
     slope: jax.Array  # [B, T, N]: of the gradient by the scores of the operands
-    least: jax.Array  # [B, K]: the least of them, less what queries are lengthened by
-    query: jax.Array  # [B, T, N]: of the query, to the length that it has in the operands
+    least: jax.Array  # [B, K]: the least of them, minus the exponent by which queries are scaled up
+    query: jax.Array  # [B, T, N]: of the query, up to its length in the operands
     key: jax.Array  # [B, S, K]: of the key, to unit length
     value: jax.Array  # [B, K]
     dout: jax.Array  # [B, K]
@@ -99,7 +101,10 @@ class Units(NamedTuple):
 def prepare(
     query, key, value, out, denominator, exponent, dout, *, power, log_decay, segment_ids, config
 ) -> tuple[VjpOperands, Units, slice]:
-    """Also the positions of the keys, some being put before them. Arguments as in `power_attention_vjp`."""
+    """Returns the operands, the exponents of their scales, and the slice of the real keys after the front padding.
+
+    Arguments as in `power_attention_vjp`.
+    """
     time, length, kv_heads = query.shape[1], key.shape[1], key.shape[2]
     pair = config.block * config.compute_warpgroups
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
@@ -109,7 +114,7 @@ def prepare(
     query, query_exponent = numerics.scaled(query, bits), query_exponent - bits
     key, key_exponent = sequence.unit_length(tokens.key)
     length_factor, longest = sequence.length_factors(key, key_exponent, power)
-    # From weights of queries and keys as they are to those of the operands, and the longest key's.
+    # Convert from weights of the original queries and keys to weights of the operands, relative to the longest key.
     exponent = exponent - power * (query_exponent + _of_heads(longest, query)[:, None])
     denominator = numerics.scaled(denominator, exponent)
     some = denominator >= np.finfo(np.float32).tiny
@@ -122,7 +127,7 @@ def prepare(
     undone = _OPERAND_BITS + _of_heads(least, query)[:, None] - slope_unit
     unit_query = jnp.where(some[..., None], numerics.scaled(query, undone[..., None]), 0)
 
-    # Queries and cotangents of every position.
+    # Pad queries and cotangents to all positions.
     front, back = tokens.key.shape[1] - tokens.query.shape[1], tokens.query.shape[1] - time
     share = jnp.where(some, 1 / jnp.where(some, denominator, 1), 0)
     share, slope, delta = (
@@ -155,9 +160,9 @@ def prepare(
 
 
 def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
-    """The operands with delta as the weights have it, whatever the error of the output that it was taken from.
+    """Returns the operands with delta corrected to match the weights, so that errors of the output do not affect it.
 
-    query_log: dS S [B, T, N], which would be zero if delta were right.
+    query_log: dS S [B, T, N], which would be zero if delta were exact.
     """
     excess = numerics.scaled(query_log, -(units.slope + _WEIGHT_BITS))
     batch, time, heads = excess.shape
@@ -170,7 +175,7 @@ def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
 
 
 def gradients(dquery, by_key, units: Units, *, power: int) -> tuple:
-    """Gradients of query, key, value and log_decay, float32, from the kernels' sums.
+    """Returns gradients of query, key, value and log_decay, float32, from the kernels' sums.
 
     dquery: dS K [B, T, N, D]; by_key: dS^T Q' [B, S, K, D], P^T dO [B, S, K, E] and P (dP - delta) [B, S, K].
     """
@@ -181,37 +186,37 @@ def gradients(dquery, by_key, units: Units, *, power: int) -> tuple:
     by_key = (pair + units.least + _OPERAND_BITS)[:, None] + units.key
     dkey = numerics.scaled(power * dkey, -by_key[..., None])
     dvalue = numerics.scaled(dvalue, -(units.dout + _WEIGHT_BITS)[:, None, :, None])
-    # A decay multiplies the weights of all pairs of a query from it on and a key before it. Those are all pairs of the
-    # queries, whose gradients by the logarithms of their weights cancel, but for pairs of keys from it on.
+    # The decay at t multiplies the weights of all pairs of a query at or after t and a key before t. For each query the
+    # gradients of all log weights sum to zero, so the result is minus the sum over pairs with keys at or after t.
     dlog = numerics.scaled(key_log, -pair[:, None])
     return dquery, dkey, dvalue, -jnp.cumsum(dlog[:, ::-1], 1)[:, ::-1]
 
 
 def _of_heads(x, like):
-    """[B, K] -> [B, N]."""
+    """Repeats [B, K] to [B, N]."""
     return jnp.repeat(x, like.shape[2] // x.shape[1], axis=1)
 
 
 def _large(x, kv_heads):
-    """x times a power of two for each key head that brings it below 2^15, and that power."""
+    """Returns x times a power of two per key head that brings it below 2^15, and the exponent of that power."""
     largest = jnp.abs(x).max((1, 3)).reshape(len(x), kv_heads, -1).max(-1)
     unit = _OPERAND_BITS - numerics.exponent(largest)
     return numerics.scaled(x, _of_heads(unit, x)[:, None, :, None]), unit
 
 
 def _slope_units(denominator, dout, value, power):
-    """[B, T, N]: the power of two that brings all gradients by scores of a query close to 2^15, but not above."""
+    """Returns exponents [B, T, N] that bring all gradients of a query's scores close to, but not above, 2^15."""
     exponent = numerics.exponent(denominator)
     lengths = (numerics.exponent(jnp.sqrt((x * x).sum(-1))) for x in (dout, value))
     dout_exponent, value_exponent = (jnp.maximum(x, _SMALLEST_EXPONENT) for x in lengths)
-    # denominator^(-1/p) is at most 2 to minus `root`, one bit is that of a difference.
+    # denominator^(-1/p) is at most 2 to minus `root`; the extra bit is for the difference.
     root = (exponent - 1) // power
     dweight = 1 + dout_exponent + _of_heads(value_exponent.max(1), dout)[:, None]
     return jnp.minimum(_OPERAND_BITS - _WEIGHT_BITS + root - dweight, _LARGEST_EXPONENT + exponent)
 
 
 def _vectors(share, slope, delta, length_factor, decay):
-    """`rows` and `columns` of the operands."""
+    """Returns `rows` and `columns` of the operands."""
     share, slope, delta = (
         jnp.moveaxis(x, 1, 2).reshape(len(x), x.shape[2], *decay.after.shape[2:])
         for x in (share, slope, delta)

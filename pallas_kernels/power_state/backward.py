@@ -1,12 +1,12 @@
 """The backward pass of power attention through states, on Hopper GPUs.
 
-With R_c the gradient with respect to the state after chunk c, the dual state, and u = do / denominator,
+With R_c the gradient of the state after chunk c, and u = do / denominator,
 
-    R_{c-1} = exp(decay over c) R_c + sum over queries of c of exp(g) phi(q) u^T,
+    R_{c-1} = exp(decay over c) R_c + sum over queries of c of exp(g) phi(q) u^T.
 
-which is the update walking chunks backwards, with queries for keys and u for values. From states and dual states one
-kernel computes the gradients of queries, another those of keys and values. Each also sums the gradients with respect
-to the logarithms of weights, by query and by key: the gradient of the decays needs no more.
+This is the update run over the chunks in reverse, with queries for keys and u for values. From states and gradients of
+states, one kernel computes the gradients of queries, another those of keys and values. Each also sums the gradients
+with respect to the logarithms of weights, by query and by key, from which the gradient of the decays follows.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ __all__ = ["Gradients", "attend_vjp", "fold_vjp", "power_state_vjp"]
 
 
 class Gradients(NamedTuple):
-    """With respect to the arguments of `power_state` of these names, in their dtypes."""
+    """Gradients of the arguments of `power_state` with these names, in their dtypes."""
 
     query: jax.Array
     key: jax.Array
@@ -38,10 +38,12 @@ class Gradients(NamedTuple):
 def power_state_vjp(
     query, key, value, log_decay, folds, out, denominator, saved, dout, dfinal=None, **options
 ) -> tuple[Gradients, tuple[jax.Array, jax.Array]]:
-    """Gradients of `power_state` and that of its initial state, from its arguments and `power_state_fwd`'s results.
+    """Returns the gradients of `power_state` and of its initial state.
 
-    dout: bfloat16 [B, T, N, E]; dfinal: float32, like the final state; None is zero. Sums are float32, each in an order
-    of its own that never changes. Memory beside arguments and results: dual states, as large as the saved ones.
+    The inputs are the arguments of `power_state` and the results of `power_state_fwd`. dout: bfloat16 [B, T, N, E];
+    dfinal: float32, like the final state; None means zero. Sums are float32 in a fixed order, so results are
+    deterministic. Memory in addition to arguments and results: the gradients of the states, as large as the saved
+    states.
     """
     arrays = query, key, value, log_decay, folds
     dual, dinitial = fold_vjp(*arrays, out, denominator, dout, dfinal, **options)
@@ -65,7 +67,10 @@ def fold_vjp(
     state_dtype,
     interpret,
 ):
-    """The dual states, those of the last chunk's keys first, and the gradient of the initial state, like `dfinal`."""
+    """Returns the gradients of the states, last chunk first, and the gradient of the initial state.
+
+    The latter has the shapes of `dfinal`.
+    """
     config = forward.chosen(
         key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype
     )
@@ -124,7 +129,7 @@ def attend_vjp(
     state_dtype,
     interpret,
 ):
-    """The gradients of query, key, value and log_decay, from the states and the dual states."""
+    """Returns the gradients of query, key, value and log_decay, from the states and their gradients."""
     config = forward.chosen(
         key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype
     )
@@ -144,7 +149,7 @@ def attend_vjp(
     )
     of, _, exponent, _ = prepared
     saved, dual = saved.by_head(), dual.by_head()
-    # Whole chunks of the window in front and all keys.
+    # Whole chunks that cover the window in front and all keys.
     length = -(-(time + exact_window) // chunk) * chunk
     compute = quartic_vjp.attend_vjp if power == 4 else _attend_vjp
     dquery, dkey, dvalue, *sums = compute(
@@ -168,9 +173,9 @@ def attend_vjp(
 
 
 def _attend_vjp(prepared, saved, dual, config, *, chunk, exact_window, length, interpret):
-    """Gradients of unit queries [HN, X, D], keys and values [H, Y, ...], the kernels' sums, and <R, S> [H, n].
+    """Returns the gradients of scaled queries [HN, X, D], keys and values [H, Y, ...], the kernels' sums, and <R, S>.
 
-    saved, dual: heads in front; length: Y.
+    <R, S> is [H, n], as `_inner` returns it. saved, dual: with heads as the first axis; length: Y.
     """
     of, unit, _, mean = prepared
     layout = layouts.Layout(unit.shape[-1])
@@ -209,7 +214,10 @@ def _attend_vjp(prepared, saved, dual, config, *, chunk, exact_window, length, i
 
 
 def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, power, chunk, exact_window):
-    """Tokens, queries with largest entries in [1/2, 1) and what they were divided by, and the mean's cotangent."""
+    """Returns tokens, scaled queries, the exponents of their scales, and the mean's cotangent.
+
+    The largest entries of scaled queries are in [1/2, 1).
+    """
     width, value_width = configs.filled(key.shape[-1], value.shape[-1], power)
     query, key = (preparation.fill(x, width) for x in (query, key))
     value, out, dout = (preparation.fill(x, value_width) for x in (value, out, dout))
@@ -219,7 +227,7 @@ def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, po
 
 
 def _rows_of_queries(of, mean, shift):
-    """As `query_vjp.Rows`, float32 [B N, X / 64, 4, 64]."""
+    """Returns the vectors of `query_vjp.Rows`, float32 [B N, X / 64, 4, 64]."""
     scale = preparation.scale_of(of, shift).reshape(len(shift), -1)
     scale = jnp.repeat(scale, len(mean.dout) // len(shift), 0)
     exponent = preparation.exponent_of(mean.dout)[..., 0]
@@ -233,12 +241,12 @@ def _rows_of_queries(of, mean, shift):
 
 
 def _scalars_of_keys(of, length):
-    """Keys with largest entries in [1/2, 1), time last, [H, D, Y]; zeros where no state is met."""
+    """Returns keys with largest entries in [1/2, 1), time last, [H, D, Y]; zeros after the last chunk with a state."""
     return preparation_vjp.lengthened(preparation.time_last(of.old_key), length, axis=2)
 
 
 def _rows_of_keys(of, dual_shift, chunks):
-    """As `key_vjp.Rows`, float32 [H, Y / 64, 9, 64], for keys in `chunks` chunks."""
+    """Returns the vectors of `key_vjp.Rows`, float32 [H, Y / 64, 9, 64], for keys in `chunks` chunks."""
     heads, _, chunk, _ = of.old_key.shape
     shift = jnp.flip(dual_shift, 1)[..., None]
     key_exponent = of.old_exponent[..., 0]
@@ -264,7 +272,10 @@ def _rows_of_keys(of, dual_shift, chunks):
 
 
 def _inner(of, saved, dual, layout):
-    """The state before each chunk, decayed over it, times the gradient with respect to the one after it, [H, n]."""
+    """Returns <R, S> per chunk, float32 [H, n].
+
+    S is the state before the chunk, decayed over it, and R the gradient of the state after it.
+    """
     terms = saved.states.shape[3] // of.value.shape[-1]
     dual = preparation.Saved(*(jnp.flip(x, 1) for x in dual))
     inner = forward.whole(saved.states, terms) * forward.whole(dual.states, terms) * layout.weights

@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels and what they can do."""
+"""Tile sizes of the kernels and the constraints on their arguments."""
 
 import dataclasses
 
@@ -18,36 +18,37 @@ __all__ = [
 
 # Tokens, query rows or values that one warpgroup handles at a time: the height of a Hopper matrix product.
 BLOCK = 64
-# Multiprocessors of an H100: with fewer blocks of the update, time is cut into segments.
+# Multiprocessors of an H100. If the update has fewer blocks, time is cut into segments.
 MULTIPROCESSORS = 132
-# Sizes of heads and values that the kernels have; others are filled up with zeros.
+# Sizes of heads and values that the kernels support; others are padded with zeros.
 _HEAD_SIZES = (32, 64, 128)
 _VALUE_SIZES = (64, 128)
-# Blocks of 64 that one copy of TMA takes.
+# Maximum number of blocks of 64 in one TMA copy.
 _COPIED = 256
-# Shared memory of one thread block on Hopper, less what barriers and alignment take.
+# Shared memory of one thread block on Hopper, minus an allowance for barriers and alignment.
 _SHARED_BYTES = 227 * 1024 - 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """What is static of a call, made by `choose`.
+    """Static options of a call, made by `choose`.
 
-    chunk: positions between states. segments: stretches of time that the update handles side by side.
+    chunk: positions between states. segments: stretches of time that the update processes in parallel.
     update_blocks: thread blocks of the update for one head and one segment.
-    update_scalars: groups of features that a block of the update owns, half of them for each of two warpgroups.
+    update_scalars: groups of features per block of the update, half of them for each of two warpgroups.
     update_stages: blocks of 64 tokens in flight in the update.
     query_blocks: blocks of 64 rows, one for each warpgroup, that share the states read by the query.
     parts: pieces of equal width in which the query reads a group.
-    state_stages: such parts in flight in the query.
+    state_stages: number of such parts in flight in the query.
     key_stages: blocks of 64 keys in flight in the query.
-    query_vjp_blocks, query_vjp_parts, query_vjp_stages: what query_blocks, parts and state_stages are in the gradient
-        with respect to queries.
+    query_vjp_blocks, query_vjp_parts, query_vjp_stages: counterparts of query_blocks, parts and state_stages in the
+    gradient of queries.
     query_vjp_groups: groups that one round of its loop reads, 1, 2 or 4.
-    key_vjp_blocks: blocks of 64 keys, one for each warpgroup, that share the dual states in the gradient of keys.
+    key_vjp_blocks: blocks of 64 keys, one for each warpgroup, that share the gradients of states in the gradient of
+    keys.
     key_vjp_parts: pieces of equal width in which it reads a group.
-    key_vjp_stages: such parts in flight.
-    key_vjp_together: whether one launch has both gradients, of keys and of values.
+    key_vjp_stages: number of such parts in flight.
+    key_vjp_together: whether one launch computes both gradients, of keys and of values.
     """
 
     chunk: int
@@ -69,7 +70,7 @@ class Config:
     key_vjp_together: bool = True
 
     def for_query_vjp(self) -> "Config":
-        """With the sizes of the gradient with respect to queries in place of the query's."""
+        """Returns the config with the sizes of the gradient of queries in place of the query's."""
         return dataclasses.replace(
             self,
             query_blocks=self.query_vjp_blocks,
@@ -90,10 +91,10 @@ def choose(
     chunk: int | None = None,
     state_dtype=jnp.float16,
 ) -> Config:
-    """Chunk, segments and tiles for rows of `time` positions and so many heads of keys, of all rows together.
+    """Returns chunk, segments and tiles for rows of `time` positions and `heads` key heads in total over all rows.
 
-    All are chosen by what is predicted (pallas_kernels/README.md), none by measurement; a given `chunk` is kept.
-    Raises NotImplementedError naming the first constraint that the shapes break.
+    All are chosen by predicted cost (pallas_kernels/README.md), none by measurement; `chunk` is used unchanged if
+    given. Raises NotImplementedError naming the first constraint that the shapes violate.
     """
     if power not in (2, 4):
         raise NotImplementedError(f"the power_state kernels need power 2 or 4, not {power}")
@@ -114,11 +115,11 @@ def _choose_square(head_dim, value_dim, dtype, chunk, exact_window, state_dtype)
     _require(supported | _needs_of_rows(dtype, chunk, exact_window))
     head_dim, value_dim = filled(head_dim, value_dim)
     layout = layouts.Layout(head_dim)
-    # Three warpgroups have 160 registers a thread, too few for more than 64 values or for the features of D = 128; two
-    # have 232, too few for two terms at D = 128.
+    # Three warpgroups have 160 registers per thread, too few for more than 64 values or for the features of D = 128.
+    # Two have 232, too few for two terms at D = 128.
     two_terms = state_dtype == jnp.float32
     most = (3 if value_dim == BLOCK else 2) if head_dim < 128 else 1 if two_terms else 2
-    # A chunk that is one block of rows lets the compiler unroll loops, which takes registers that these lack.
+    # If a chunk is one block of rows, the compiler unrolls loops, and these cases lack the registers for that.
     tight = head_dim == 128 or two_terms
     blocks = next(
         count
@@ -132,8 +133,8 @@ def _choose_square(head_dim, value_dim, dtype, chunk, exact_window, state_dtype)
     keys = 2 * BLOCK * (head_dim + value_dim)
     left = _SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + exact_window) + blocks * BLOCK)
     stages = _stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
-    # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators; storing in two terms takes
-    # more registers, and leaves room for 2 x 288.
+    # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators. Storing in two terms needs more
+    # registers and leaves room for 2 x 288.
     scalars = {32: 8, 64: 2 if state_dtype == jnp.float32 else 4, 128: 4}[head_dim]
     return Config(
         chunk=chunk,
@@ -150,10 +151,10 @@ def _choose_square(head_dim, value_dim, dtype, chunk, exact_window, state_dtype)
 
 
 def _choose_query_vjp(layout, value_dim, chunk, exact_window, terms):
-    """Fields of the gradient of queries."""
+    """Returns the fields of the gradient of queries."""
     head_dim = layout.head_dim
-    # Three warpgroups have too few registers. At the largest sizes so have two for two terms, and for a chunk of one
-    # block of rows, whose loop over keys the compiler unrolls.
+    # Three warpgroups have too few registers. At the largest sizes even two have too few for two terms, and for a chunk
+    # of one block of rows, whose loop over keys the compiler unrolls.
     largest = head_dim == value_dim == 128
     most = 1 if largest and (terms == 2 or chunk == 2 * BLOCK) else 2
     blocks = next(count for count in (2, 1) if count <= most and chunk % (count * BLOCK) == 0)
@@ -165,7 +166,7 @@ def _choose_query_vjp(layout, value_dim, chunk, exact_window, terms):
     stages = _stages(left // (2 * height * (layout.width // parts)), 6, chunk)
     groups = 1 if head_dim == 128 else 4 // terms
     if head_dim < 128:
-        # A number that divides the steps of a round, so that slots are known when the kernel is compiled.
+        # Use a number that divides the steps of a round, so that slots are known at compile time.
         stages = next(number for number in range(stages, 1, -1) if groups * terms % number == 0)
     return {
         "query_vjp_blocks": blocks,
@@ -176,10 +177,10 @@ def _choose_query_vjp(layout, value_dim, chunk, exact_window, terms):
 
 
 def _key_vjp(layout, value_dim, chunk):
-    """Fields of the gradient of keys."""
+    """Returns the fields of the gradient of keys."""
     head_dim = layout.head_dim
     blocks = 2 if chunk % (2 * BLOCK) == 0 else 1
-    # At D = 128 parts are narrow, for registers and so that two fit beside a second copy of the keys.
+    # At D = 128 parts are narrow, to save registers and so that two fit next to a second copy of the keys.
     parts = 6 * value_dim // BLOCK if head_dim == 128 else 1
     tiles = blocks * BLOCK * ((3 if head_dim == 128 else 2) * head_dim + value_dim)
     # And two blocks of queries.
@@ -189,7 +190,7 @@ def _key_vjp(layout, value_dim, chunk):
         "key_vjp_blocks": blocks,
         "key_vjp_parts": parts,
         "key_vjp_stages": min(4, left // (2 * value_dim * (layout.width // parts))),
-        # Two warpgroups have 232 registers a thread, too few for both where either gradient has 128 columns.
+        # Two warpgroups have 232 registers per thread, too few for both if either gradient has 128 columns.
         "key_vjp_together": head_dim < 128 and value_dim == BLOCK,
     }
 
@@ -224,9 +225,9 @@ def _choose_quartic(head_dim, value_dim, dtype, chunk, exact_window, state_dtype
 
 
 def _quartic_vjp(layout, chunk, exact_window):
-    """Fields of the gradients at p = 4, whose kernels have about the same in shared memory."""
-    # Three warpgroups have 160 registers a thread, too few for sizes of 32, or for two gradients. Two have 240, too few
-    # for heads of 16 with values of 32 in chunks of some lengths.
+    """Returns the fields of the gradients at p = 4, whose kernels use about the same shared memory."""
+    # Three warpgroups have 160 registers per thread, too few for sizes of 32, or for two gradients. Two have 240, too
+    # few for heads of 16 with values of 32 in chunks of some lengths.
     pair = 1 if layout.head_dim < layout.value_dim else 2
     most = {"query": 3 if layout.head_dim == layout.value_dim == 16 else pair, "key": pair}
     decays = {"query": 2 * (chunk + exact_window), "key": 0}
@@ -234,7 +235,7 @@ def _quartic_vjp(layout, chunk, exact_window):
     for name in most:
         blocks = next(count for count in (3, 2, 1) if count <= most[name] and chunk % (count * BLOCK) == 0)
         rows = blocks * BLOCK
-        # Both operands of the rows, what they meet exactly, and two blocks of y with what selects its columns.
+        # Both operands of the rows, the in-window tiles, and two blocks of y with the matrices that select its columns.
         operands = (rows + 2 * BLOCK) * (layout.head_dim + layout.value_dim)
         operands += 2 * quartic_layout.COLUMNS * (rows + 2 * layout.head_dim)
         left = _SHARED_BYTES - 2 * operands - 4 * (decays[name] + 7 * rows + 8 * BLOCK)
@@ -272,7 +273,7 @@ def _require(supported):
 
 
 def filled(head_dim: int, value_dim: int, power: int = 2) -> tuple[int, int]:
-    """The sizes that the kernels run these in."""
+    """Returns the padded sizes that the kernels use for these sizes."""
     if power == 4:
         layout = quartic_layout.layout_for(head_dim, value_dim)
         return layout.head_dim, layout.value_dim
@@ -283,15 +284,16 @@ def filled(head_dim: int, value_dim: int, power: int = 2) -> tuple[int, int]:
 
 
 def operands(state_dtype) -> tuple[jnp.dtype, int]:
-    """The 16-bit type that products with states take, and how many of it add up to an entry of a state."""
+    """Returns the 16-bit dtype of products with states, and the number of such terms per entry of a state."""
     return (jnp.dtype(jnp.float16), 2) if state_dtype == jnp.float32 else (jnp.dtype(state_dtype), 1)
 
 
 def _chunk_for(power, head_dim, time):
-    """A chunk for rows of that length whose own rows divide among all warpgroups, if they are not very few.
+    """Returns a chunk for rows of that length.
 
-    Long enough for its exact part to cost about half its state's; at p = 4, about where writing and reading the states
-    takes as long as the keys of the chunk do in the forward pass, and a multiple of what two warpgroups take as well.
+    Its own rows divide among all warpgroups, unless they are very few. It is long enough for its exact part to cost
+    about half of its state's. At p = 4, writing and reading the states takes about as long as the keys of the chunk do
+    in the forward pass, and the chunk is also a multiple of the rows of two warpgroups.
     """
     if power == 4:
         longest = 1152 if head_dim <= 16 else 3072
@@ -303,6 +305,6 @@ def _chunk_for(power, head_dim, time):
 
 
 def _segments(blocks, chunks):
-    """Stretches of time that the update handles side by side, in `blocks` blocks each."""
-    # As many as run at once; more than one cost a pass over the states.
+    """Returns the number of segments that the update processes in parallel, with `blocks` blocks each."""
+    # As many as run at once. More than one segment costs an additional pass over the states.
     return max(1, min(MULTIPROCESSORS // blocks, chunks))

@@ -1,6 +1,7 @@
-"""What a copying warpgroup brings to blocks of rows that read states: the states, and their normalizer Z.
+"""Copies by the loading warpgroup for blocks of rows that read states: the states, and their normalizer Z.
 
-Arrays in global and in shared memory go by their names; `place` is the block's head of keys and chunk, among others.
+Arrays in global and in shared memory are in dictionaries by name. `place` holds the block's key head and chunk, among
+others.
 """
 
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ _BLOCK = configs.BLOCK
 
 
 def copy_states(gmem, smem, place, config, piece_of=None):
-    """States by groups, parts and terms, or by piece_of(index), the index-th group and part, and terms.
+    """Copies states by groups, parts and terms, or in the order of `piece_of`; returns the number of steps.
 
-    Returns how many steps it took, of which the last may not be read yet.
+    piece_of(index): the index-th group and part. The last steps may not have been read yet.
     """
     value_dim, columns = smem["state_smem"].shape[1:]
     terms = gmem["states"].shape[3] // value_dim
@@ -40,15 +41,15 @@ def copy_states(gmem, smem, place, config, piece_of=None):
 
 
 def norm_blocks(layout):
-    """Blocks of 64 rows that both parts of Z make: they come before the keys, in their ring."""
+    """Returns the number of blocks of 64 rows in both parts of Z: they precede the keys in the ring."""
     return 2 * layout.head_dim // _BLOCK
 
 
 def copy_norms(gmem, smem, place, config):
-    """Both parts of Z, in the ring of keys."""
+    """Copies both parts of Z into the ring of keys."""
 
     def copy(step, slot):
-        # In two copies, since barriers of keys wait for two.
+        # Use two copies, since barriers of keys wait for two.
         for half in range(2):
             rows = pl.ds(step * _BLOCK + half * _BLOCK // 2, _BLOCK // 2)
             source = gmem["norm"].at[place["key_head"], place["chunk"], rows]

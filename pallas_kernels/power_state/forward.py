@@ -39,41 +39,42 @@ def power_state(
     state_dtype=jnp.float16,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
-    """The chunked form of power attention: exact near each query, through features for everything older.
+    """Computes the chunked form of power attention: exact near each query, through features for all older tokens.
 
     Query i's output is sum_j w_ij v_j / sum_j w_ij over j <= i with w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G sums
-    log_decay along time; zero where all weights are.
+    log_decay along time; it is zero if all weights are zero.
 
-    Has no derivative of its own: `power_state_vjp` is what a custom_vjp takes. Sums are float32.
+    It has no derivative of its own: use `power_state_vjp` in a custom_vjp. Sums are float32.
 
     Args:
-        query: bfloat16 [B, T, N, D], N a multiple of K. At p = 2, D is filled up with zeros to 32, 64 or 128 and E to
-            64 or 128, at their cost; at p = 4 to 16 or 32.
+        query: bfloat16 [B, T, N, D], N a multiple of K. At p = 2, D is padded with zeros to 32, 64 or 128 and E to 64
+            or 128, at the cost of those sizes; at p = 4 to 16 or 32.
         key: bfloat16 [B, T, K, D].
         value: bfloat16 [B, T, K, E].
         power: p, 2 or 4.
-        log_decay: float32 [B, T, K], at most 0; below -87 it is a boundary that nothing crosses, which is how a
-            document starts. None is no decay.
-        folds: bool [B, T]; positions where it is False never enter a state, nor does their decay. Only the last
+        log_decay: float32 [B, T, K], at most 0; a value below -87 is a boundary that no pair crosses, which is how a
+            document starts. None means no decay.
+        folds: bool [B, T]; positions where it is False never enter a state, and neither does their decay. Only the last
             positions of a row may be excluded. None excludes the last `exact_window`.
-        initial_state: float32 kv [B, K, F, E] and norm [B, K, F], the features phi of positions before the first: in
-            canonical order, non-decreasing indices lexicographically, with phi(q) . phi(k) = (q . k)^p. None is zero.
-        chunk: positions between states; None is what `choose` says.
-        exact_window: positions before each chunk that its queries see exactly, no more than a chunk.
-        state_dtype: what states between chunks are stored in, and operands of the products with them rounded to:
-            float16, with powers of two kept apart, or bfloat16. Relative rounding error 2^-12 or 2^-9, independent in
-            each entry. float32 is stored as the sum of two float16, with an error of 2^-22 at most, for twice the
-            bytes and products. Products of a key and a value, and of two entries of a query, are rounded to the 16
-            bits in any case. At p = 4 only float16.
+        initial_state: float32 kv [B, K, F, E] and norm [B, K, F] of the positions before the first. The features phi
+            are in canonical order, non-decreasing indices lexicographically, with phi(q) . phi(k) = (q . k)^p. None
+            means zero.
+        chunk: positions between states; None uses the result of `choose`.
+        exact_window: positions before each chunk that its queries attend to exactly, at most a chunk.
+        state_dtype: dtype of stored states and of the operands of products with them: float16, with separate
+            power-of-two scales, or bfloat16. The relative rounding error is 2^-12 or 2^-9, independent in each entry.
+            float32 is stored as the sum of two float16, with an error of at most 2^-22, for twice the bytes and
+            products. Products of a key and a value, and of two entries of a query, are rounded to 16 bits in any case.
+            At p = 4 only float16.
         interpret: parameters of the GPU interpreter, or None to run on a GPU.
 
     Returns:
         The output, bfloat16 [B, T, N, E]; the denominators sum_j w_ij, float32 [B, T, N], of queries divided by the
-        powers of two that bring their largest entries into [1/2, 1); and the state of the positions that `folds` let
-        in, like `initial_state`.
+        powers of two that bring their largest entries into [1/2, 1); and the state of the positions where `folds` is
+        True, like `initial_state`.
 
     Raises:
-        NotImplementedError: for what the kernels cannot do, naming the constraint.
+        NotImplementedError: for unsupported requests, naming the constraint.
     """
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[:3], jnp.float32)
@@ -96,7 +97,7 @@ def power_state(
 
 
 def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, **options):
-    """((output, denominators, final state), Saved): what `power_state` returns and what its backward pass reads."""
+    """Returns (results of `power_state`, Saved); its backward pass reads both."""
     saved, final = fold(key, value, log_decay, folds, initial_state, **options)
     return (*attend(query, key, value, log_decay, folds, saved, **options), final), saved
 
@@ -104,7 +105,10 @@ def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, **o
 def fold(
     key, value, log_decay, folds, initial_state=None, *, power, chunk, exact_window, state_dtype, interpret
 ):
-    """The states before each chunk, and the final state, like `initial_state`; arguments as in `power_state`."""
+    """Returns the states before each chunk, and the final state, like `initial_state`.
+
+    Arguments as in `power_state`.
+    """
     config = chosen(key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype)
     if power == 4:
         arguments = key, value, log_decay, folds, initial_state, config, chunk, exact_window, interpret
@@ -138,7 +142,10 @@ def fold(
 
 
 def attend(query, key, value, log_decay, folds, saved, *, power, chunk, exact_window, state_dtype, interpret):
-    """The output and the denominators, from the states before each chunk; as in `power_state`."""
+    """Returns the output and the denominators, from the states before each chunk.
+
+    Arguments as in `power_state`.
+    """
     config = chosen(key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype)
     if power == 4:
         return quartic.attend(
@@ -177,16 +184,16 @@ def attend(query, key, value, log_decay, folds, saved, *, power, chunk, exact_wi
 
 
 def chosen(key, value, **options):
-    """`config.choose` for these arrays."""
+    """Returns `config.choose` for these arrays."""
     batch, time, kv_heads, head_dim = key.shape
     sizes = {"head_dim": head_dim, "value_dim": value.shape[-1], "time": time, "heads": batch * kv_heads}
     return configs.choose(**sizes, dtype=jnp.result_type(key, value), **options)
 
 
 def returned(state, norm, shift, layout, sizes):
-    """A state [H, 16, E, P] and Z [H, D, D], divided by 2^shift [H], in canonical order: the inverse of `start_of`.
+    """Converts a stored state and its normalizer to canonical order: the inverse of `start_of`.
 
-    sizes: B, K, D and E as they were before they were filled up.
+    state: [H, 16, E, P] and norm: Z [H, D, D], both divided by 2^shift [H]. sizes: B, K, D and E before padding.
     """
     batch, kv_heads, head_dim, value_dim = sizes
     unscale = jnp.exp2(shift.astype(jnp.float32))
@@ -196,7 +203,7 @@ def returned(state, norm, shift, layout, sizes):
 
 
 def start_of(initial_state, key, value):
-    """The layout of features, and the initial state in it: [H, 16, E, P] and Z [H, D, D], sizes filled up."""
+    """Returns the layout of features, and the initial state in it: [H, 16, E, P] and Z [H, D, D], with padded sizes."""
     batch, _, kv_heads, head_dim = key.shape
     width, value_width = configs.filled(head_dim, value.shape[-1])
     layout, heads = layouts.Layout(width), batch * kv_heads
@@ -210,22 +217,22 @@ def start_of(initial_state, key, value):
 
 
 def stored_start(state, key, value, power):
-    """A state (kv, norm) as those that chunks read are stored, but in float32 and in its own scale."""
+    """Converts a state (kv, norm) to the layout of stored states, but in float32 and in its own scale."""
     if power == 4:
         return quartic.stored_start(state, key, value)
     return start_of(state, key, value)[1:]
 
 
 def whole(states, terms):
-    """States [H, n, ..., terms E, P] in float32, the sum of their terms."""
+    """Returns states [H, n, ..., terms E, P] in float32, as the sum of their terms."""
     shape = *states.shape[:-2], terms, states.shape[-2] // terms, states.shape[-1]
     return states.astype(jnp.float32).reshape(shape).sum(-3)
 
 
 def walk(key, value, carried, start, *, layout, config, chunk, terms, interpret):
-    """The state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], both divided by 2^shift.
+    """Returns the state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], divided by 2^shift.
 
-    key, value: what the update kernel takes, of n chunks; start: [H, 16, E, P], the state before the first.
+    key, value: operands of the update kernel, of n chunks; start: [H, 16, E, P], the state before the first.
     """
     count = config.segments
     start = numerics.scaled(start, -carried.shift[:, :1, None, None])

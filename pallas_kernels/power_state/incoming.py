@@ -1,8 +1,8 @@
-"""States that only become known after their chunks were folded: those of earlier positions on another device.
+"""Addition of states that arrive after a device's own update: those of earlier positions on another device.
 
-Each device folds its own positions from nothing, the final states are combined over devices, and what arrives is added
-to the states before each chunk; nothing is folded twice. The dual states of the backward pass, which come from later
-positions, are met in the same way.
+Each device updates an empty state with its own positions. The final states are combined over devices, and the incoming
+state is added to the states before each chunk, so no position is processed twice. The gradients of states in the
+backward pass, which come from later positions, are handled in the same way.
 """
 
 import jax
@@ -30,9 +30,9 @@ def add_incoming(
     state_dtype,
     reverse: bool = False,
 ) -> tuple[preparation.Saved, tuple[jax.Array, jax.Array]]:
-    """What `forward.fold` would have returned with `incoming` for the initial state, from what it did without one.
+    """Returns the results of `forward.fold` with `incoming` as the initial state, given its results without one.
 
-    reverse: the same for `backward.fold_vjp`, with `incoming` for the gradient of the final state.
+    reverse: do the same for `backward.fold_vjp`, with `incoming` as the gradient of the final state.
     """
     over = preparation.over_chunks(log_decay, folds, chunk=chunk, exact_window=exact_window)
     over = jnp.flip(over, 1) if reverse else over
@@ -40,8 +40,8 @@ def add_incoming(
     start, norm = forward.stored_start(incoming, key, value, power)
     states, norms, shifts = saved.by_head()
 
-    # A scale for both: entries stay below 2^HEADROOM. The shift of an empty state means nothing: what arrives may be
-    # so small that it would vanish in float16, or so large that it would not fit.
+    # Choose a scale for both, so that entries stay below 2^HEADROOM. The shift of an empty state is meaningless: the
+    # incoming state may be so small that it would vanish in float16, or so large that it would overflow.
     least = jnp.finfo(jnp.float32).minexp
     shifts = jnp.where((states != 0).any((2, 3, 4)) | (norms != 0).any((2, 3)), shifts, least)
     size = jnp.log2(jnp.maximum(jnp.abs(start).max((1, 2, 3)), jnp.finfo(jnp.float32).tiny))[:, None]

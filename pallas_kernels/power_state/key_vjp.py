@@ -1,14 +1,14 @@
-"""Gradients with respect to keys and values: from the dual state after their chunk, and from queries that saw them.
+"""Gradients of keys and values: from the gradient of the state after their chunk, and from in-window queries.
 
-The dual state R of a chunk is the gradient with respect to the state after it. A block owns `key_vjp_blocks`
-warpgroups of 64 consecutive keys of one chunk. With k^ and v^ the key and the value divided by powers of two, w the
-weights of features and M = v^ R for one group of features at a time, a warpgroup sums
+R is the gradient of the state after a chunk. A block has `key_vjp_blocks` warpgroups of 64 consecutive keys of one
+chunk. With k^ and v^ the key and the value divided by powers of two, w the weights of features and M = v^ R for one
+group of features at a time, a warpgroup sums
 
     dv = far_value (w phi(k^)) R^T + near part,
     dk = far_key sum of w (x_i M_b for index b of a feature x_i x_b, x_b M_b for index i) + far_norm k Rz + near part,
 
-the near part as in `near_key_vjp`. Both products of the far part read the same tile of R. Where registers lack for
-two sums, each has a launch of its own.
+with the near (in-window) part as in `near_key_vjp`. Both products of the far (from-state) part read the same tile of R.
+If there are too few registers for two sums, each has a launch of its own.
 """
 
 import functools
@@ -35,20 +35,20 @@ _POWER = 2
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _INPUTS = ("key", "scalars", "value", "dual", "norm", "query", "dout", "rows", "columns")
 _GRADIENTS = ("dkey", "dvalue")
-# Rows of the norm that each copy brings: as many copies as a block of queries takes.
+# Rows of the norm in each copy: the number of copies must be equal to that of a block of queries.
 _NORM_COPIES = ((0, 32), (32, 16), (48, 16))
-# Columns of a tile of R that are multiplied at a time, few enough for registers: all of a narrow one, or slices.
+# Columns of a tile of R that are multiplied at a time, limited by registers: all of a narrow tile, or slices.
 _NARROW, _SLICE = 96, 64
 
 
 class Rows(NamedTuple):
-    """Index of each vector of keys. kappa is the decay to the state after the chunk, 0 where nothing is folded."""
+    """Index of each vector of keys. kappa is the decay to the state after the chunk, 0 for tokens not in the state."""
 
     narrow_key: int = 0  # 2^-b, brings the largest entry of the key into [1/2, 1)
     narrow_value: int = 1  # 2^-a, the same for the value
-    far_key: int = 2  # kappa 2^(a + b) times the dual state's power of two
+    far_key: int = 2  # kappa 2^(a + b) times the power of two of the state's gradient
     far_norm: int = 3  # 2 kappa
-    far_value: int = 4  # kappa 2^(2 b), times the dual state's power of two
+    far_value: int = 4  # kappa 2^(2 b), times the power of two of the state's gradient
     # Running sums of base-2 logarithms of decays in the frame of the key's own chunk, and of the chunk before.
     coarse: int = 5
     fine: int = 6
@@ -73,18 +73,17 @@ def key_vjp(
     exact_window,
     interpret=None,
 ):
-    """Gradients dk bfloat16 [H, Y, D] and dv bfloat16 [H, Y, E], and sums for those of decays, float32 [H, 2, Y].
+    """Returns dk bfloat16 [H, Y, D], dv bfloat16 [H, Y, E], and sums for the gradients of decays, float32 [H, 2, Y].
 
-    key: bfloat16 [H, at least Y, D]; value: bfloat16 [H, at least Y, E]; of the padded positions, Y = n C or
-        (n + 1) C, of which keys of chunk n meet no dual state. scalars: 16-bit [H, D, Y], keys times `narrow_key`,
-        time last.
-    dual: 16-bit [H, n, 16, terms E, P], the dual state of chunk c at n - 1 - c, the sum of its terms. dual_norm:
-        bfloat16 [H, n, 2 D, D], Rz at the same places, symmetric, as the sum of two.
-    query: bfloat16 [H N / K, X, D]; dout: bfloat16 [H N / K, X, E]; the queries of a group add up.
+    key: bfloat16 [H, at least Y, D]; value: bfloat16 [H, at least Y, E]. Of the padded positions, Y = n C or (n + 1) C
+    are used; keys of chunk n are in no state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
+    dual: 16-bit [H, n, 16, terms E, P], the gradient of the state after chunk c at n - 1 - c, as the sum of its terms.
+    dual_norm: bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two.
+    query: bfloat16 [H N / K, X, D]; dout: bfloat16 [H N / K, X, E]; gradients are summed over the queries of a group.
     rows: float32 [H, Y / 64, 9, 64] in the order of Rows; columns: float32 [H N / K, X / 64, 4, 64] in that of Columns.
 
-    The window is at most a chunk. Sums: over queries, of weights times (dout . v - delta); and k . dk / 2 of what dk
-    has from the dual state. Accumulates in float32.
+    The window is at most a chunk. Sums: over queries, of weights times (dout . v - delta); and k . dk / 2 for the part
+    of dk from the state. Accumulates in float32.
     """
     arrays = key, scalars, value, dual, dual_norm, query, dout, rows, columns
     options = {
@@ -102,7 +101,7 @@ def key_vjp(
 
 
 def _launch(arrays, wanted, *, layout, config, chunk, exact_window, interpret):
-    """The results by name that go with the gradients that are wanted."""
+    """Runs the kernel for the requested gradients; returns its results by name."""
     key, scalars, value, dual, _, query, *_ = arrays
     heads, _, head_dim = key.shape
     time = scalars.shape[2]
@@ -157,17 +156,20 @@ def _launch(arrays, wanted, *, layout, config, chunk, exact_window, interpret):
 
 
 def _reads_tiles(wanted, layout):
-    """Whether registers for keys are lacking, so that tiles of 16 indices are read as they are needed."""
+    """Returns True if there are too few registers for the keys.
+
+    Tiles of 16 indices are then read when they are needed.
+    """
     return "dkey" in wanted and layout.head_dim == 128
 
 
 def _results(wanted):
-    """Names of what a launch returns: the sums come with the gradient of keys."""
+    """Returns the names of a launch's results; the sums are computed with the gradient of keys."""
     return (*wanted, "sums") if "dkey" in wanted else wanted
 
 
 def _operands(wanted):
-    """Names of the tiles of its own keys that a launch multiplies."""
+    """Returns the names of the tiles of its own keys that a launch multiplies."""
     return ("key", "value") if "dkey" in wanted else ("key",)
 
 
@@ -178,9 +180,9 @@ def _body(*refs, wanted, layout, config, chunk, exact_window, groups, interprete
     place = {
         "head": lax.axis_index("head"),
         "dual": jnp.maximum(chunks - 1 - lax.axis_index("chunk"), 0),
-        # The block of 64 padded positions that the first warpgroup owns.
+        # The block of 64 padded positions of the first warpgroup.
         "block": lax.axis_index("chunk") * (chunk // _BLOCK) + lax.axis_index("rows") * count,
-        # Keys after the last query's chunk meet no dual state.
+        # Keys after the last query's chunk are in no state.
         "folded": lax.axis_index("chunk") < chunks,
     }
     span = functools.partial(
@@ -246,7 +248,7 @@ def _body(*refs, wanted, layout, config, chunk, exact_window, groups, interprete
 
 
 def _accumulating(body, name, wanted, like, held):
-    """Calls `body` with an accumulator of that shape if that gradient is wanted, or else with None."""
+    """Calls `body` with an accumulator like `like` if that gradient is requested, otherwise with None."""
     if name in wanted:
         products.with_accumulators(body, [like.shape], held)
     else:
@@ -258,12 +260,12 @@ def _of_warpgroup(interpreted, warpgroup):
 
 
 def _of_rows(own, index, shape):
-    """A vector of the warpgroup's keys, along the columns of that shape."""
+    """Broadcasts a vector of the warpgroup's keys along the columns of that shape."""
     return lax.broadcast_in_dim(plgpu.load(own["row_smem"].at[index], layout=_ROWS), shape, [0])
 
 
 def _copy_keys(gmem, smem, place, count, operands):
-    """What every warpgroup needs from the start."""
+    """Copies the inputs that every warpgroup needs from the start."""
     head, ready = place["head"], smem["ready"]
     for n in range(count):
         time = pl.ds((place["block"] + n) * _BLOCK, _BLOCK)
@@ -274,7 +276,7 @@ def _copy_keys(gmem, smem, place, count, operands):
 
 
 def _copy_dual(gmem, smem, place, config):
-    """Returns how many steps it took, of which the last may not be read yet."""
+    """Copies the gradient of the state; returns the number of steps, the last of which may not have been read yet."""
     value_dim, columns = smem["dual_smem"].shape[1:]
     parts, terms = config.key_vjp_parts, gmem["dual"].shape[3] // value_dim
 
@@ -291,7 +293,10 @@ def _copy_dual(gmem, smem, place, config):
 
 
 def _copy_norms(gmem, smem, place):
-    """Both terms of each 64 rows of Rz in front of the queries, in their ring; returns how many steps they take."""
+    """Copies both terms of each 64 rows of Rz into the ring, before the queries.
+
+    Returns the number of steps.
+    """
     rows, head_dim = gmem["norm"].shape[2:]
     halves = max(1, head_dim // _BLOCK)
 
@@ -309,9 +314,10 @@ def _copy_norms(gmem, smem, place):
 
 
 def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
-    """dvalue += (w phi(k^)) R^T if there is one.
+    """Adds (w phi(k^)) R^T to dvalue unless it is None.
 
-    If wanted, returns what k^ has by way of its features, float32 [64, 16] for each tile of D.
+    If the gradient of keys is requested, returns the gradient of k^ through its features, float32 [64, 16] per tile of
+    D.
     """
     dtype, columns = smem["dual_smem"].dtype, layout.width // config.key_vjp_parts
     with_key, with_value = "dkey" in wanted, dvalue is not None
@@ -328,7 +334,7 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
         gradient = _Gradient(group, tiles, narrow) if with_key else None
         step = (part * _TILE + group) * terms
         slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
-        # Before any accumulator is there: no zeros need to be kept meanwhile.
+        # Wait before any accumulator exists, so that its zeros do not occupy registers meanwhile.
         for slot in slots:
             plgpu.barrier_wait(smem["dual_full"].at[slot])
         for begin in range(0, columns, most):
@@ -342,7 +348,7 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
             if with_value:
                 features = _features(narrow, pieces, scalars)
                 for dual in duals:
-                    # In flight while the next product is issued, in straight-line code that waits for both.
+                    # Stays in flight while the next product is issued; straight-line code waits for both.
                     products.accumulate(dvalue, features, dual.T, held, wait=1)
             if with_key:
                 gradient.add(_product(value, duals, width, held), pieces, scalars)
@@ -358,16 +364,16 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
     zeros = plgpu.layout_cast(jnp.zeros((_BLOCK, _TILE), jnp.float32), plgpu.Layout.WGMMA)
     tiles = (zeros,) * (layout.head_dim // _TILE if with_key else 0)
     for part in range(config.key_vjp_parts):
-        # A loop for each part: products of several at once would take more registers than there are.
+        # One loop per part: products of several parts at once would need too many registers.
         groups = jnp.where(folded, _TILE, 0)
         tiles = lax.fori_loop(jnp.int32(0), groups, functools.partial(read, part), tiles)
     return tiles
 
 
 class _Gradient:
-    """That with respect to k^, in `tiles` of 16 columns, of the features of one part of a group.
+    """Gradient of k^, in `tiles` of 16 columns, through the features of one part of a group.
 
-    narrow: k^, 16-bit [64, D], in registers or, where they are lacking, in shared memory.
+    narrow: k^, 16-bit [64, D], in registers or, if there are too few, in shared memory.
     """
 
     def __init__(self, group, tiles, narrow):
@@ -378,7 +384,7 @@ class _Gradient:
         self._scalar = self._single = self._double = None
 
     def add(self, slopes, pieces, scalars):
-        """slopes: float32 [64, width], the gradient of the features of these pieces."""
+        """Adds slopes, float32 [64, width], the gradients of the features of these pieces."""
         offset = 0
         for piece in pieces:
             if piece.scalar != self._scalar:
@@ -393,7 +399,7 @@ class _Gradient:
                 offset += _TILE
 
     def give(self):
-        """Adds what the scalar of the last pieces has."""
+        """Adds the gradient of the scalar of the last pieces."""
         if self._scalar is None:
             return
         total, double = self._single, self._double
@@ -405,13 +411,13 @@ class _Gradient:
         self._scalar = self._single = self._double = None
 
     def _vector(self, begin):
-        """16 indices of k^."""
+        """Returns 16 indices of k^."""
         if isinstance(self._narrow, jax.Array):
             return self._narrow[:, begin : begin + _TILE]
         return plgpu.load(self._narrow.at[:, pl.ds(begin, _TILE)], layout=plgpu.Layout.WGMMA)
 
     def _collect(self, products_of_tile, weight):
-        """What the scalar gets of a tile: that of weight 1, or a sum of those of weight 2."""
+        """Collects the gradient of the scalar from a tile: the tile of weight 1, or a sum over tiles of weight 2."""
         if weight == 1:
             self._single = products_of_tile
         else:
@@ -419,17 +425,17 @@ class _Gradient:
 
 
 def _narrow(x_smem, own, index, dtype):
-    """The warpgroup's keys or values divided by powers of two, 16-bit."""
+    """Returns the warpgroup's keys or values divided by powers of two, 16-bit."""
     whole = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     return (whole * _of_rows(own, index, whole.shape)).astype(dtype)
 
 
 def _features(narrow, pieces, scalars):
-    """Features times their weights, 16-bit [64, columns of the pieces]."""
+    """Returns features times their weights, 16-bit [64, columns of the pieces]."""
     tiles = []
     for piece in pieces:
         scalar = scalars[piece.scalar]
-        # Pairs across tiles stand for both orders.
+        # Pairs across tiles represent both orders.
         scalar = _along(scalar + scalar if piece.weight == 2 else scalar, _TILE)
         for start in range(piece.vector, piece.vector + piece.width, _TILE):
             begin = start % narrow.shape[1]
@@ -442,7 +448,7 @@ def _along(scalar, width):
 
 
 def _product(value, duals, width, held):
-    """value @ the sum of duals, float32 [64, width]."""
+    """Returns value @ the sum of duals, float32 [64, width]."""
 
     def multiply(slopes):
         for dual in duals:
@@ -454,7 +460,10 @@ def _product(value, duals, width, held):
 
 
 def _finish_far(dkey, tiles, own, smem, folded, held):
-    """Sets dkey to 1 / power of the far part; returns the steps of the ring that it took, and k . dk / 2."""
+    """Sets dkey to 1 / power of the from-state part.
+
+    Returns the number of steps of the ring that it used, and k . dk / 2.
+    """
     head_dim = dkey.shape[1]
     halves = max(1, head_dim // _BLOCK)
     steps = 1 if head_dim < _BLOCK else 2
@@ -465,7 +474,7 @@ def _finish_far(dkey, tiles, own, smem, folded, held):
         def _term(term, half=half, columns=columns):
             slot = ring.slot_of(half * 2 + term, near.STAGES)
             plgpu.barrier_wait(smem["query_full"].at[slot])
-            # Rz is symmetric, so that its rows serve as columns. At D = 32 a block has both terms.
+            # Rz is symmetric, so its rows serve as columns. At D = 32 a block has both terms.
             for begin in range(0, _BLOCK, min(head_dim, _BLOCK)):
                 norm = smem["query_smem"].at[slot, pl.ds(begin, min(head_dim, _BLOCK))]
                 products.accumulate(dkey.at[:, columns], own["key_smem"], norm.T, held)

@@ -1,7 +1,7 @@
-"""The keys that a block of rows of queries meets exactly: those of the window and of its chunk up to each row.
+"""In-window keys for a block of rows of queries: those of the window and of its chunk up to each row.
 
-Arrays in global and in shared memory go by their names; `place` is the block's head, head of keys, chunk, and first
-block of 64 rows in the chunk.
+Arrays in global and in shared memory are in dictionaries by name. `place` holds the block's head, key head, chunk, and
+first block of 64 rows in the chunk.
 """
 
 import functools
@@ -22,7 +22,7 @@ _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def copy_keys(gmem, smem, place, config, chunk, exact_window, first=0):
-    """Keys and values that the block's rows see, after `first` other steps of their ring."""
+    """Copies the keys and values that are visible to the block's rows, after `first` other steps of their ring."""
 
     def copy(step, slot):
         tokens = pl.ds(place["chunk"] * chunk + (step - first) * _BLOCK, _BLOCK)
@@ -35,11 +35,11 @@ def copy_keys(gmem, smem, place, config, chunk, exact_window, first=0):
 
 
 def fold(step, carry, smem, block, end, config, exact_window, first=0):
-    """carry = step(carry, key_smem, value_smem, between) for each block of 64 keys that the rows see.
+    """Runs carry = step(carry, key_smem, value_smem, between) for each block of 64 keys that is visible to the rows.
 
-    between: float32 [64, 64], base-2 logarithms of the decays from keys to rows, very low where a key is later than
-    the row. `block` is that of the rows in the chunk, `end` the last one whose keys are copied, after `first` other
-    steps of their ring.
+    between: float32 [64, 64], base-2 logarithms of the decays from keys to rows, very low where a key is later than the
+    row. `block` is the block of the rows in the chunk. `end` is the last block whose keys are copied. `first` other
+    steps of the ring precede the keys.
     """
     last = _key_blocks(block, exact_window) - 1
     coarse, fine = (plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2))
@@ -49,7 +49,7 @@ def fold(step, carry, smem, block, end, config, exact_window, first=0):
         plgpu.barrier_wait(smem["key_full"].at[slot])
 
         def between(begin=0, width=_BLOCK):
-            # Made where it is used: registers hold it no longer than that.
+            # Computed where it is used, to keep it in registers as briefly as possible.
             shape = _BLOCK, width
             columns = pl.ds(begin, width)
             key_coarse, key_fine = (
@@ -73,7 +73,7 @@ def fold(step, carry, smem, block, end, config, exact_window, first=0):
 
     @pl.loop(last + 1, _key_blocks(end, exact_window))
     def _pass(index):
-        # Blocks that only later rows see: their memory is free as soon as it is full.
+        # Blocks that are visible only to later rows are skipped: free their slot as soon as it is full.
         slot = ring.slot_of(index + first, config.key_stages)
         plgpu.barrier_wait(smem["key_full"].at[slot])
         plgpu.barrier_arrive(smem["key_free"].at[slot])
@@ -82,5 +82,5 @@ def fold(step, carry, smem, block, end, config, exact_window, first=0):
 
 
 def _key_blocks(block, exact_window):
-    """Blocks of 64 keys that a block of rows of a chunk sees: the window, the rows before, its own."""
+    """Returns the number of 64-key blocks visible to a block of rows of a chunk: window, earlier rows, and its own."""
     return block + exact_window // _BLOCK + 1

@@ -1,13 +1,14 @@
-"""Gradients with respect to keys and values, of what queries saw of them exactly: the near part, for any power.
+"""Gradients of keys and values through in-window queries, for any power.
 
-A block owns some warpgroups of 64 consecutive keys of one chunk. Queries come in blocks of 64 through a ring: for every
-query head of the group, the blocks that any of the keys meets. With s = k . q, gamma the decay from the key to the
+A block has some warpgroups of 64 consecutive keys of one chunk. Queries come in blocks of 64 through a ring: for every
+query head of the group, the blocks that attend to any of the keys. With s = k . q, gamma the decay from the key to the
 query, and dout the gradient of its output, a warpgroup adds
 
     dv += sum p dout,    p = gamma s^power inverse,
-    dk += sum x q,       x = gamma s^(power - 1) inverse (dout . v - delta),
+    dk += sum x q,       x = gamma s^(power - 1) inverse (dout . v - delta).
 
-so that dk is 1 / power of the gradient: whoever rounds it multiplies. Computed operands are split into two bfloat16.
+dk is thus 1 / power of the gradient; the code that rounds it multiplies by power. Computed operands are split into two
+bfloat16.
 """
 
 import functools
@@ -49,10 +50,10 @@ _COLUMN = Columns()
 
 
 class Span(NamedTuple):
-    """Blocks of 64 queries that keys meet, counted from the first of all.
+    """Range of blocks of 64 queries that attend to given keys, as indices among all blocks.
 
-    begin: the first that any warpgroup's keys meet; own: the first of this one's; inner: the first that all its keys
-    meet; chunk: the first of the keys' own chunk; end: after the last.
+    begin: the first that attends to the keys of any warpgroup; own: the first for the keys of this warpgroup; inner:
+    the first that attends to all its keys; chunk: the first of the keys' own chunk; end: after the last.
     """
 
     begin: jax.Array
@@ -63,7 +64,7 @@ class Span(NamedTuple):
 
     @classmethod
     def of_keys(cls, block, warpgroup, *, chunk, exact_window, time):
-        """That of the block whose first keys are the padded block `block` of 64; `time` is that of queries."""
+        """Returns the span of the keys from the padded block `block` of 64; `time` is that of queries."""
         blocks = chunk // _BLOCK
         index = lax.div(block, jnp.int32(blocks))
         end = jnp.minimum((index + 1) * blocks, time // _BLOCK)
@@ -73,12 +74,15 @@ class Span(NamedTuple):
 
     @property
     def count(self):
-        """Blocks of one head that the block reads."""
+        """Number of blocks of one head that the block reads."""
         return self.end - self.begin
 
 
 def scratch(head_dim, value_dim, dtype, count, slices=None):
-    """Shared memory of the ring, by name, for `count` warpgroups; `slices` of queries as in `products.operand`."""
+    """Returns the shared memory of the ring by name, for `count` warpgroups.
+
+    `slices` of queries as in `products.operand`.
+    """
     return {
         "query_smem": products.operand((STAGES,), _BLOCK, head_dim, dtype, slices),
         "dout_smem": products.operand((STAGES,), _BLOCK, value_dim, dtype),
@@ -89,15 +93,15 @@ def scratch(head_dim, value_dim, dtype, count, slices=None):
 
 
 def held_shapes():
-    """Shapes of the accumulators that `read_queries` makes, for interpretation."""
+    """Returns the shapes of the accumulators that `read_queries` makes, for interpretation."""
     return [(_BLOCK, _BLOCK)]
 
 
 def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
-    """Fills the ring with what the block's keys meet, after `first` other steps; returns when all is read.
+    """Fills the ring with the queries that attend to the block's keys, after `first` other steps.
 
-    gmem: "query" bfloat16 [H groups, X, D], "dout" bfloat16 [H groups, X, E] and "columns" float32
-        [H groups, X / 64, 4, 64] in the order of Columns.
+    Returns when all is read. gmem: "query" bfloat16 [H groups, X, D], "dout" bfloat16 [H groups, X, E] and "columns"
+    float32 [H groups, X / 64, 4, 64] in the order of Columns.
     """
 
     def copy(step, slot):
@@ -115,12 +119,12 @@ def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
 def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0):
     """Adds to the accumulators dkey [64, D] and dvalue [64, E]; returns sum p (dout . v - delta), float32 [64].
 
-    Either accumulator may be None; without dkey the sum is zero, and "value_smem" not read.
-    own: of this warpgroup, "key_smem" and "value_smem", bfloat16 [64, D] and [64, E], and "decay_smem", float32
-        [4, 64], the keys' decays as running sums of logarithms, coarse and fine, in the frame of their own chunk and
-        then of the chunk before.
-    held: shared memory in the shapes of `held_shapes` where interpreted, or None. `power` is 2 or 4; `first` steps of
-        the ring came before.
+    Either accumulator may be None. Without dkey the sum is zero, and "value_smem" is not read.
+    own: the warpgroup's "key_smem" and "value_smem", bfloat16 [64, D] and [64, E], and "decay_smem", float32 [4, 64],
+    the keys' decays as running sums of logarithms, coarse and fine, first in the frame of their own chunk and then of
+    the previous chunk.
+    held: shared memory in the shapes of `held_shapes` if interpreted, or None. `power` is 2 or 4; `first` steps of the
+    ring came before.
     """
 
     def head(index, total):
@@ -128,7 +132,7 @@ def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0)
 
         @pl.loop(span.begin, span.own)
         def _pass(block):
-            # Blocks that only earlier keys meet: their memory is free as soon as it is full.
+            # Blocks that attend only to earlier keys are skipped: free their slot as soon as it is full.
             slot = ring.slot_of(before + block, STAGES)
             plgpu.barrier_wait(smem["query_full"].at[slot])
             plgpu.barrier_arrive(smem["query_free"].at[slot])
@@ -136,7 +140,7 @@ def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0)
         step = functools.partial(
             _read_block, dkey, dvalue, own, smem, held, before=before, span=span, power=power
         )
-        # None or one.
+        # At most one diagonal block.
         total = lax.fori_loop(span.own, span.inner, functools.partial(step, diagonal=True), total)
         return lax.fori_loop(span.inner, span.end, functools.partial(step, diagonal=False), total)
 
@@ -145,12 +149,12 @@ def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0)
 
 
 def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, power, diagonal):
-    """One block of 64 queries."""
+    """Adds one block of 64 queries."""
     slot = ring.slot_of(before + block, STAGES)
-    # Queries of the chunk before count decays from another position.
+    # Running sums of queries of the previous chunk start at another position.
     frame = jnp.where(block < span.chunk, 2, 0)
     decays = [plgpu.load(own["decay_smem"].at[frame + n], layout=_ROWS) for n in range(2)]
-    # Zero in fact: without it the compiler would keep what the mask is made of in registers all along.
+    # Always zero, but computed: with a constant the compiler would keep the mask's indices in registers throughout.
     shift = (block - span.own) * _BLOCK if diagonal else None
     plgpu.barrier_wait(smem["query_full"].at[slot])
     # With gradients as large as that of keys of 128, registers suffice for half a block at a time.
@@ -167,7 +171,10 @@ def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, po
 
 
 def _add_queries(dkey, dvalue, own, tiles, held, decays, shift, power):
-    """Those of `tiles`, of which keys see what is not before their own row less `shift`, or all if that is None."""
+    """Accumulates one tile of queries.
+
+    Query j is visible to key row i when j >= i + shift, or always if shift is None.
+    """
     queries, douts = tiles["query"], tiles["dout"]
     shape = (_BLOCK, queries.shape[0])
     scores = products.scores(own["key_smem"], queries, held)
@@ -180,7 +187,7 @@ def _add_queries(dkey, dvalue, own, tiles, held, decays, shift, power):
     lower = scores * jnp.exp2(between) * column(_COLUMN.inverse)
     if power == 4:
         lower = lower * (scores * scores)
-    # In straight-line code, products in flight keep the registers of their operands, where there are enough.
+    # If there are enough registers, products stay in flight; in straight-line code their operands keep their registers.
     last = 0 if sum(x.shape[1] for x in (dkey, dvalue) if x is not None) > 128 else 1
     if dvalue is not None:
         for part in products.split(lower * scores):
@@ -198,7 +205,7 @@ def _add_queries(dkey, dvalue, own, tiles, held, decays, shift, power):
 
 
 def _masked(between, shift):
-    """between [64, N] where the query of a column is not before the key of its row plus `shift`, or else -1e4."""
+    """Returns between [64, N], set to -1e4 where a column's query is before its row's key plus `shift`."""
     whole = between.shape[1] == _BLOCK
     shape = between.shape if whole else (_BLOCK, _EIGHT)
     row, position = (
@@ -206,7 +213,7 @@ def _masked(between, shift):
     )
     if whole:
         return jnp.where(position >= row + shift, between, -1e4)
-    # Where registers are lacking, from the distance alone: positions of all columns would stay in registers.
+    # To save registers, use only the distance: otherwise the positions of all columns would stay in registers.
     distance = row - position + shift
     tiles = [
         jnp.where(distance <= begin, between[:, begin : begin + _EIGHT], -1e4)
@@ -216,5 +223,5 @@ def _masked(between, shift):
 
 
 def _column(column_smem, shape, index):
-    """A vector of queries, along the rows of that shape."""
+    """Broadcasts a vector of queries along the rows of that shape."""
     return lax.broadcast_in_dim(plgpu.load(column_smem.at[index], layout=_COLUMNS), shape, [1])

@@ -1,11 +1,11 @@
-"""The gradient with respect to queries through the keys that they meet exactly, for a block of 64 rows.
+"""Gradient of queries through their in-window keys, for a block of 64 rows.
 
 With s_ij = q_i . k_j, gamma_ij the decay from key to row, and for each row its cotangent dO_i and delta_i = dO_i . o_i,
 
     dq_i den_i = sum_j power gamma_ij s_ij^(power - 1) (dO_i . v_j - delta_i) k_j
 
 over the keys j of the window and of the chunk up to i. Factors of keys are computed in float32 and split into two
-bfloat16 operands, as weights are in `query`.
+bfloat16 operands, like weights in `query`.
 """
 
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 def read_keys(acc, query, dout, smem, delta, block, end, config, exact_window, interpreted, power=2, first=0):
-    """acc [64, D] += sum_j x_ij k_j; returns float32 [64], sum_j x_ij s_ij, x_ij = gamma s^(power-1) (dO . v - delta).
+    """Adds sum_j x_ij k_j to acc [64, D]; returns sum_j x_ij s_ij, float32 [64].
 
-    acc is thus dq den / power, and what is returned is the sum over j of the gradient with respect to the logarithm of
-    gamma_ij, times den. `power` is at least 2.
+    x_ij = gamma_ij s_ij^(power-1) (dO_i . v_j - delta_i). acc is thus dq den / power, and the result is the sum over j
+    of the gradient with respect to the logarithm of gamma_ij, times den. `power` is at least 2.
 
     query() [64, D] and dout [64, E]: bfloat16 operands, in shared memory or registers. smem: `key_smem` and
     `value_smem`, operands of `config.key_stages` blocks of 64, `key_full`, `key_free` and `decay_smem`, as in `query`.
@@ -42,7 +42,7 @@ def read_keys(acc, query, dout, smem, delta, block, end, config, exact_window, i
 
         shape = rows.shape[0], key_smem.shape[0]
         scores, dweights = products.with_accumulators(pairs, [shape] * 2, interpreted)
-        # A few columns at a time, for want of registers.
+        # A few columns at a time, to save registers.
         highs, lows, sums = [], [], 0.0
         for begin in range(0, shape[1], _COLUMNS):
             s, slope = (x[:, begin : begin + _COLUMNS] for x in (scores, dweights))

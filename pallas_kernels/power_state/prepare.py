@@ -1,8 +1,8 @@
-"""What the kernels are given: layouts, decays and scales.
+"""Operands of the kernels: layouts, decays and scales, in plain JAX.
 
-The state kernels work in float16, which has three more bits than bfloat16 and a narrow range. So each key is divided
-by a power of two that brings its largest entry below 1, and the state before chunk c by 2^shift_c, chosen from a bound
-on its entries. Both are exact, and undone where states are queried or returned.
+The state kernels work in float16, which has three more bits than bfloat16 but a small range. Each key is therefore
+divided by a power of two that brings its largest entry below 1, and the state before chunk c by 2^shift_c, chosen from
+a bound on its entries. Both are exact, and undone where states are queried or returned.
 """
 
 import math
@@ -42,79 +42,86 @@ __all__ = [
 _LOG2E = float(np.log2(np.e))
 # Below this, exp counts as zero: the logarithm of the smallest normal float32.
 _FLOOR = int(np.log(np.finfo(np.float32).tiny))
-# What stands for decays below it: exp of this is zero even where subnormal numbers are kept.
+# Replaces log decays below the floor: exp of this is zero even where subnormal numbers are kept.
 _FORGET = -105
 # States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
 HEADROOM = 13
-# The base-2 logarithm of nothing, finite so that differences are.
+# Base-2 logarithm of zero, finite so that differences are finite.
 _NOTHING = -1e4
-# That of a decay to zero: no difference of two scales makes up for it.
+# Base-2 logarithm of a decay to zero: no difference of two scales can compensate for it.
 _NEVER = -1e5
 
 
 class Saved(NamedTuple):
-    """States before each chunk, which its queries and the backward pass read: 2 F E bytes a chunk and head in 16 bits.
+    """States before each chunk, read by its queries and the backward pass.
 
-    F is that of the kernels' layout: 2,560 for 2,080 distinct features at p = 2 and D = 64.
+    They take 2 F E bytes per chunk and head in 16 bits. F is that of the kernels' layout: 2,560 for 2,080 distinct
+    features at p = 2 and D = 64.
     """
 
     states: jax.Array  # 16-bit [B, K, n, ...] in the order of the layout, divided by 2^shift
-    norms: jax.Array  # float32 [B, K, n, D, D], the normalizers Z, divided likewise
+    norms: jax.Array  # float32 [B, K, n, D, D], the normalizers Z, divided by 2^shift
     shifts: jax.Array  # int32 [B, K, n]
 
     @classmethod
     def of(cls, states, norms, shifts, batch):
-        """From heads in front, B and K in one; of the norms and shifts all but those after the last chunk."""
+        """Builds the saved states from arrays with B and K in one leading axis.
+
+        The norms and shifts after the last chunk are dropped.
+        """
         arrays = states, norms[:, :-1], shifts[:, :-1]
         return cls(*(x.reshape(batch, -1, *x.shape[1:]) for x in arrays))
 
     def by_head(self):
-        """With B and K in one axis."""
+        """Returns the arrays with B and K in one axis."""
         return Saved(*(x.reshape(-1, *x.shape[2:]) for x in self))
 
 
 class Tokens(NamedTuple):
-    """Keys and values by chunk, and the base-2 logarithms of decays between them; _NOTHING is zero.
+    """Keys and values by chunk, and the base-2 logarithms of decays between them; _NOTHING stands for zero.
 
     H = B K heads, n chunks of C, X = n C, and W positions in front of the first.
     """
 
     key: jax.Array  # bfloat16 [H, W + X, D]
     value: jax.Array  # bfloat16 [H, W + X, E]
-    old_key: jax.Array  # float32 [H, n, C, D], what chunk c folds at c, largest entries in [1/2, 1)
-    old_exponent: jax.Array  # int32 [H, n, C, 1], what it was divided by
+    old_key: jax.Array  # float32 [H, n, C, D], keys folded in chunk c, largest entries in [1/2, 1)
+    old_exponent: jax.Array  # int32 [H, n, C, 1], exponent of its divisor
     old_value: jax.Array  # float32 [H, n, C, E]
-    decay: jax.Array  # float32 [H, n, 2, (W + C) / 64, 64], running sums over what a chunk sees, in two parts
+    decay: jax.Array  # float32 [H, n, 2, (W + C) / 64, 64], running sums over a chunk's keys, in two parts
     from_state: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
     to_state: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
     over_chunk: jax.Array  # float32 [H, n], from one state to the next
-    folded: jax.Array  # bool [H, n, C], which of the old keys are
+    folded: jax.Array  # bool [H, n, C], which of the old keys update the state
 
 
 class Carried(NamedTuple):
-    """How states grow along n chunks, in powers of two that keep them in range."""
+    """Growth of states along n chunks, with powers of two that keep them in range."""
 
-    strength: jax.Array  # float32 [H, n, C], that of tokens in the state after their chunk, in its scale
-    carry: jax.Array  # float32 [H, n], from one state to the next, in their scales
-    shift: jax.Array  # int32 [H, n + 1], the states' powers of two
+    strength: jax.Array  # float32 [H, n, C], weight of tokens in the state after their chunk, in its scale
+    carry: jax.Array  # float32 [H, n], factor from one state to the next, in their scales
+    shift: jax.Array  # int32 [H, n + 1], exponents of the states' scales
     log2_carry: jax.Array  # float32 [H, n], finite
 
 
 def update_operands(key, value, carried, dtype):
-    """What the update at p = 2 takes: key [H, n, C, D] as [H, D, X], and value [H, n, C, E] scaled as [H, E, X]."""
+    """Returns the operands of the update at p = 2: keys [H, D, X], and values [H, E, X] times their weights.
+
+    key: [H, n, C, D]; value: [H, n, C, E].
+    """
     value = value * carried.strength[..., None]
     return time_last(key.astype(dtype)), time_last(value.astype(dtype))
 
 
 def square_norms(key, strength, carried, start):
-    """Z before each chunk and after the last, of keys [H, n, C, D] that count for `strength` [H, n, C].
+    """Returns Z before each chunk and after the last, of keys [H, n, C, D] with weights `strength` [H, n, C].
 
-    Keys have 8 bits, which float16 holds, and their products with strengths are float16 in two terms: the tensor cores
-    multiply them, and nothing is written in float32.
+    Keys have 8 bits, which float16 can hold, and their products with weights are float16 in two terms. The tensor cores
+    multiply them, and no float32 operand is written.
     """
     peak = jnp.abs(strength).max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
-    # Side by side, so that one product reads the keys once.
+    # Concatenate the terms, so that one product reads the keys once.
     weighted = jnp.concatenate(_terms(relative[..., None] * key, jnp.float16, 2), -1)
     new = jnp.einsum("hnxd,hnxe->hnde", key.astype(jnp.float16), weighted, preferred_element_type=jnp.float32)
     new = sum(jnp.split(new, 2, -1))
@@ -123,34 +130,40 @@ def square_norms(key, strength, carried, start):
 
 
 def carried_keys(of: Tokens, start_size, power) -> Carried:
-    """How states of keys grow; start_size: float32 [H], the largest entry of the state before the first chunk."""
+    """Returns the growth of the states of keys.
+
+    start_size: float32 [H], the largest entry of the state before the first chunk.
+    """
     strength = jnp.where(of.to_state > _NOTHING, of.to_state + power * of.old_exponent[..., 0], _NOTHING)
     return carry_along(strength, jnp.abs(of.old_value).max(-1), of.over_chunk, start_size)
 
 
 def size_of(state, known):
-    """The largest entry of each state [H, A, B, C], float32 [H]; zero where no state is `known`."""
-    # XLA folds the largest of many constant zeros while it compiles, for seconds a layer.
+    """Returns the largest entry of each state [H, A, B, C], float32 [H]; zero if `known` is None."""
+    # XLA would constant-fold the maximum of many zeros at compile time, which takes seconds per layer.
     return jnp.zeros(len(state)) if known is None else jnp.abs(state).max((1, 2, 3))
 
 
 def scale_of(of: Tokens, shift):
-    """From states divided by 2^shift [H, n] to each query, float32 [H, X / 64, 64]."""
+    """Returns the factor from states divided by 2^shift [H, n] to each query, float32 [H, X / 64, 64]."""
     scale = scaled_decay(of.from_state, shift[..., None])
     return scale.reshape(len(scale), -1, configs.BLOCK)
 
 
 def queries(query, chunk):
-    """Queries [B, T, N, D] with largest entries in [1/2, 1), [B N, X, D], and the powers of two, int32 [B N, X, 1]."""
+    """Returns queries with largest entries in [1/2, 1), [B N, X, D], and their exponents, int32 [B N, X, 1].
+
+    query: [B, T, N, D].
+    """
     extra = -query.shape[1] % chunk
-    # Largest entries are found where queries lie: after a transpose, XLA would read their rows in strides.
+    # Compute largest entries before the transpose: after it, XLA would read rows with a stride.
     exponent = jax.lax.optimization_barrier(exponent_of(query.reshape(-1, query.shape[-1])))
     query, exponent = (_pad(heads_first(x), 0, extra) for x in (query, exponent.reshape(*query.shape[:3], 1)))
     return numerics.scaled(query, -exponent), exponent
 
 
 def tokens(key, value, log_decay, folds, *, chunk, exact_window) -> Tokens:
-    """From key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K], folds [B, T]."""
+    """Computes Tokens from key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K] and folds [B, T]."""
     extra = -key.shape[1] % chunk
     key, value = (_pad(heads_first(x), exact_window, extra) for x in (key, value))
     old_key, old_value = (_folded(x, chunk, exact_window).astype(jnp.float32) for x in (key, value))
@@ -175,18 +188,21 @@ def tokens(key, value, log_decay, folds, *, chunk, exact_window) -> Tokens:
 
 
 def over_chunks(log_decay, folds, *, chunk, exact_window):
-    """log2 of the decay of the state over each chunk, float32 [H, n], as in `Tokens`."""
+    """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `Tokens`."""
     block, folded = _decays(log_decay, folds, chunk, exact_window)
     return _log2(jnp.where(folded, block[..., :chunk], 0).sum(-1))
 
 
 def _decays(log_decay, folds, chunk, exact_window):
-    """log2 of the decay at each position that a chunk sees [H, n, W + C], and which of the first are folded."""
+    """Returns log2 of the decay at each position of a chunk and its window, and a mask of folded positions.
+
+    The decays are [H, n, W + C]. The mask is of the first C of these positions.
+    """
     heads, extra = log_decay.shape[2], -log_decay.shape[1] % chunk
     log_decay = _pad(heads_first(log_decay.astype(jnp.float32)), exact_window, extra)
     folds = _pad(jnp.repeat(folds, heads, 0), exact_window, extra)
     log2_decay = jnp.where(log_decay < _FLOOR, _FORGET, log_decay) * _LOG2E
-    # A chunk sees what it folds, and then the first positions of what the next one folds.
+    # A chunk's positions are those that it folds, followed by the first positions that the next chunk folds.
     own = _folded(log2_decay, chunk, exact_window)
     after = jnp.concatenate(
         [own[:, 1:, :exact_window], log2_decay[:, None, log2_decay.shape[1] - exact_window :]], 1
@@ -195,15 +211,18 @@ def _decays(log_decay, folds, chunk, exact_window):
 
 
 def _folded(x, chunk, exact_window):
-    """[H, W + X, ...] -> [H, n, C, ...], the positions that each chunk folds: the first of what it sees."""
+    """Reshapes [H, W + X, ...] to [H, n, C, ...], the positions that each chunk folds.
+
+    These are the first positions of the chunk and its window.
+    """
     length = x.shape[1] - exact_window
     return x[:, :length].reshape(len(x), -1, chunk, *x.shape[2:])
 
 
 def carry_along(strength, size, over_chunk, start_size) -> Carried:
-    """From log2 of what multiplies tokens [H, n, C] whose entries reach up to `size`, and of decays over chunks.
+    """Returns the growth of states from log2 of token weights [H, n, C] and of decays over chunks.
 
-    start_size: float32 [H], the largest entry of the state before the first chunk.
+    size: largest entry of each token. start_size: float32 [H], the largest entry of the state before the first chunk.
     """
     shift = _shift(strength, size, over_chunk, start_size)
     difference = over_chunk + (shift[:, :-1] - shift[:, 1:])
@@ -217,17 +236,20 @@ def carry_along(strength, size, over_chunk, start_size) -> Carried:
 
 
 def scaled_decay(log2_decay, exponent):
-    """Decays [H, n, C] times 2^exponent; what counts as zero is."""
+    """Returns decays [H, n, C] times 2^exponent, zero where the decay counts as zero."""
     return jnp.where(log2_decay > _NOTHING, jnp.exp2(log2_decay + exponent), 0)
 
 
 def time_last(x):
-    """[H, n, C, D] -> [H, D, X]."""
+    """Reshapes [H, n, C, D] to [H, D, X]."""
     return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
 
 
 def norms(log2_carry, new, start):
-    """Z before each chunk and after the last, scaled like the states, from what each chunk adds [H, n, D, D]."""
+    """Returns Z before each chunk and after the last, scaled like the states.
+
+    new: the contribution of each chunk, [H, n, D, D].
+    """
 
     def add(weights, x):
         return jnp.einsum("...cj,...jde->...cde", jnp.exp2(weights), x, precision=jax.lax.Precision.HIGHEST)
@@ -236,7 +258,7 @@ def norms(log2_carry, new, start):
 
 
 def _shift(strength, size, carry, start):
-    """Powers of two, int32 [H, n + 1], that bring the states before each chunk, and the last, below 2^HEADROOM."""
+    """Returns exponents, int32 [H, n + 1], whose powers of two bring the states below 2^HEADROOM."""
     size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), _NOTHING)
     start = jnp.where(start > 0, jnp.log2(jnp.where(start > 0, start, 1)), _NOTHING)
 
@@ -244,15 +266,16 @@ def _shift(strength, size, carry, start):
         return _log2_sum(weights + x[..., None, :])
 
     bound = _recurrence(carry, _log2_sum(strength + size), start, add)
-    # Nothing at all needs no scale.
+    # An empty state needs no scale.
     return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
 
 
 def _recurrence(log2_carry, new, start, add):
-    """x_0 = start and x_{c+1} = 2^log2_carry_c x_c + new_c, [H, n + 1, ...], by sums of many terms at once.
+    """Computes x_0 = start and x_{c+1} = 2^log2_carry_c x_c + new_c, [H, n + 1, ...], by sums of many terms at once.
 
     add(weights [..., c, j], x [..., j, *rest]) is the sum of 2^weights x over j, [..., c, *rest]. Pairs of chunks are
-    met in runs of about sqrt(n) chunks, then pairs of runs: all of n^2 pairs would outgrow the states.
+    combined within runs of about sqrt(n) chunks, then pairs of runs: all n^2 pairs at once would take more memory than
+    the states.
     """
     heads, count = log2_carry.shape
     length = max(1, math.isqrt(count))
@@ -272,7 +295,10 @@ def _recurrence(log2_carry, new, start, add):
 
 
 def _between(log2_carry):
-    """[..., n + 1, n + 1]: the sum of log2_carry [..., n] over j, ..., c - 1 at [c, j]; nothing where j > c."""
+    """Returns sums of log2_carry [..., n] over j, ..., c - 1 at [c, j], [..., n + 1, n + 1].
+
+    The entry is _NOTHING where j > c.
+    """
     count = log2_carry.shape[-1] + 1
     row, column = np.arange(count)[:, None], np.arange(count)
     steps = jnp.pad(log2_carry, [(0, 0)] * (log2_carry.ndim - 1) + [(1, 0)])[..., None]
@@ -280,51 +306,57 @@ def _between(log2_carry):
 
 
 def _log2(decay):
-    """A base-2 logarithm of a decay, one that counts as zero as such."""
+    """Returns a base-2 log decay, replaced by _NOTHING where the decay counts as zero."""
     return jnp.where(decay < _FLOOR * _LOG2E, _NOTHING, decay)
 
 
 def _log2_sum(x):
-    """log2 of the sum of 2^x along the last axis."""
+    """Returns log2 of the sum of 2^x along the last axis."""
     largest = x.max(-1, keepdims=True)
     return largest[..., 0] + jnp.log2(jnp.exp2(x - largest).sum(-1))
 
 
 def exponent_of(x):
-    """The power of two, int32 [..., 1], that divides x [..., D] to a largest entry in [1/2, 1)."""
+    """Returns the exponent, int32 [..., 1], of the largest entry of x [..., D].
+
+    Divided by that power of two, x has its largest entry in [1/2, 1).
+    """
     return numerics.exponent(jnp.abs(x).max(-1, keepdims=True))
 
 
 def heads_first(x):
-    """[B, T, N, ...] -> [B N, T, ...]."""
+    """Reshapes [B, T, N, ...] to [B N, T, ...]."""
     return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
 
 
 def _pad(x, front, back):
-    """Zeros before and after the second axis."""
+    """Pads the second axis with zeros before and after."""
     return jnp.pad(x, [(0, 0), (front, back)] + [(0, 0)] * (x.ndim - 2))
 
 
 def tokens_second(x, batch):
-    """[B N, T, ...] -> [B, T, N, ...], the inverse of `heads_first`."""
+    """Reshapes [B N, T, ...] to [B, T, N, ...], the inverse of `heads_first`."""
     return jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 1, 2)
 
 
 def fill(x, size):
-    """Zeros behind the last axis."""
+    """Pads the last axis with zeros to `size`."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
 def split(x, dtype, terms):
-    """x [..., A, B] as what rounding takes and leaves, terms on top of each other, [..., terms A, B]."""
+    """Splits x [..., A, B] into `terms` roundings of the successive remainders, concatenated: [..., terms A, B]."""
     return jnp.concatenate(_terms(x, dtype, terms), -2)
 
 
 def _terms(x, dtype, count):
-    """Arrays of that type that add up to x, each what rounding took of what was left."""
+    """Returns arrays of that dtype that sum to x.
+
+    Each is the rounding of the remainder of the previous ones.
+    """
     parts = []
     for _ in range(count - 1):
-        # A conversion there and back is one that the compiler may leave out.
+        # The compiler may remove a conversion to the dtype and back, so use reduce_precision.
         rounded = jax.lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
         parts.append(rounded.astype(dtype))
         x = x - rounded

@@ -1,4 +1,4 @@
-"""What the backward kernels at all powers are given, and what becomes of their sums, in plain JAX."""
+"""Operands of the backward kernels at all powers, and final steps on their sums, in plain JAX."""
 
 from typing import NamedTuple
 
@@ -25,34 +25,40 @@ __all__ = [
 
 
 class Mean(NamedTuple):
-    """The cotangent of the mean o = n / d: dn = do / d, dd = -(do . o) / d. H, X and n as in `prepare.Tokens`."""
+    """Cotangent of the mean o = n / d: dn = do / d, dd = -(do . o) / d.
+
+    H, X and n are as in `prepare.Tokens`.
+    """
 
     dout: jax.Array  # bfloat16 [B N, X, E]
-    inverse: jax.Array  # float32 [B N, X], 1 / d; 0 where d is
+    inverse: jax.Array  # float32 [B N, X], 1 / d; 0 where d is 0
     delta: jax.Array  # float32 [B N, X], do . o
 
 
 class Dual(NamedTuple):
-    """What dual states are sums of: queries as keys, do / d as values; chunks, of all heads of a group, backwards."""
+    """Operands of the gradients of states: queries in place of keys, do / d in place of values.
+
+    Chunks contain all heads of a group and are in reverse order.
+    """
 
     query: jax.Array  # float32 [H, n, G C, D]
     value: jax.Array  # float32 [H, n, G C, E]
-    dnorm: jax.Array  # float32 [H, n, G C], what each query's square counts for in the dual normalizer
+    dnorm: jax.Array  # float32 [H, n, G C], weight of each query's square in the normalizer's gradient
     carried: preparation.Carried
 
 
 class Sums(NamedTuple):
     """Sums of the gradients with respect to log w, float32, by query and by key."""
 
-    near_query: jax.Array  # [H, X], over what is seen exactly
-    far_query: jax.Array  # [H, X], over what is seen through the state
+    near_query: jax.Array  # [H, X], over in-window keys
+    far_query: jax.Array  # [H, X], over keys in the state
     near_key: jax.Array  # [H, W + X]
     far_key: jax.Array  # [H, n, C]
-    inner: jax.Array  # [H, n], the state before each chunk with what becomes of it after the chunk
+    inner: jax.Array  # [H, n], inner product of the state before each chunk with its gradient
 
 
 def mean_of(out, denominator, dout, length) -> Mean:
-    """From out [B, T, N, E], denominator [B, T, N] and dout [B, T, N, E]; X is `length`."""
+    """Computes Mean from out [B, T, N, E], denominator [B, T, N] and dout [B, T, N, E]; X is `length`."""
     out, denominator, dout = (
         lengthened(preparation.heads_first(x), length) for x in (out, denominator, dout)
     )
@@ -65,7 +71,10 @@ def mean_of(out, denominator, dout, length) -> Mean:
 
 
 def dual_of(of: preparation.Tokens, query, mean: Mean, start_size) -> Dual:
-    """query: bfloat16 [B N, X, D]; start_size: float32 [H], the largest entry of the final state's gradient."""
+    """Computes Dual from queries bfloat16 [B N, X, D] and the mean's cotangent.
+
+    start_size: float32 [H], the largest entry of the final state's gradient.
+    """
     heads, chunks, chunk, _ = of.old_key.shape
     group = len(query) // heads
 
@@ -85,16 +94,20 @@ def dual_of(of: preparation.Tokens, query, mean: Mean, start_size) -> Dual:
 
 
 def columns(of: preparation.Tokens, mean: Mean, exact_window):
-    """Of queries, float32 [B N, X / 64, 4, 64]: inverse, delta, and the decay in the frame of their chunk."""
+    """Returns vectors of queries, float32 [B N, X / 64, 4, 64].
+
+    They are inverse, delta, and the decay in the frame of their chunk.
+    """
     group = len(mean.dout) // len(of.decay)
     coarse, fine = (jnp.repeat(x[..., exact_window:].reshape(len(x), -1), group, 0) for x in _frames(of))
     return vectors(mean.inverse, mean.delta, coarse, fine)
 
 
 def decays_of_keys(of: preparation.Tokens, chunks):
-    """Of keys in `chunks` chunks, float32 [H, chunks C]: coarse and fine in the frame of their chunk and of the last.
+    """Returns decays of keys in `chunks` chunks, float32 [H, chunks C], in two frames.
 
-    Zero in frames that do not see them.
+    The frames are those of their own chunk and of the previous one. There is a coarse and a fine part per frame, zero
+    in frames that do not contain the key.
     """
     size = of.old_key.shape[2]
 
@@ -107,18 +120,18 @@ def decays_of_keys(of: preparation.Tokens, chunks):
 
 
 def lengthened(x, length, axis=1):
-    """x cut off, or filled up with zeros, at a length of an axis."""
+    """Returns x truncated or zero-padded to a length of an axis."""
     x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
     return jnp.pad(x, [(0, length - n if a == axis else 0) for a, n in enumerate(x.shape)])
 
 
 def vectors(*rows):
-    """Rows float32 [A, X] as blocks, [A, X / 64, rows, 64]."""
+    """Reshapes rows float32 [A, X] into blocks, [A, X / 64, rows, 64]."""
     return jnp.stack([x.reshape(len(x), -1, configs.BLOCK) for x in rows], 2)
 
 
 def sums_of(of, of_queries, of_keys, inner, exact_window) -> Sums:
-    """From the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], near and far."""
+    """Computes Sums from the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], in-window and from the state."""
     heads, chunks, chunk, _ = of.old_key.shape
     near_query, far_query = jnp.swapaxes(of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1), 0, 1)
     near_key, far_key = jnp.swapaxes(of_keys, 0, 1)
@@ -132,11 +145,11 @@ def sums_of(of, of_queries, of_keys, inner, exact_window) -> Sums:
 
 
 def decay_gradient(of: preparation.Tokens, sums: Sums, exact_window) -> jax.Array:
-    """The gradient with respect to log_decay, float32 [H, W + X].
+    """Returns the gradient of log_decay, float32 [H, W + X].
 
-    The decay of position t is in w_ij of j < t <= i: over exact pairs, the sum over queries from t on less the sum over
-    keys from t on; of a state, those of the chunk's queries from t on, and, where t is folded into it, those of keys
-    before t.
+    The decay of position t is in w_ij of j < t <= i. Over exact pairs, the gradient is the sum over queries from t on
+    minus the sum over keys from t on. For a state, it is the sum over the chunk's queries from t on and, if t updates
+    the state, the sum over keys before t.
     """
     heads, chunks, chunk, _ = of.old_key.shape
     near = jnp.pad(sums.near_query, [(0, 0), (exact_window, 0)]) - sums.near_key
@@ -144,7 +157,7 @@ def decay_gradient(of: preparation.Tokens, sums: Sums, exact_window) -> jax.Arra
     before = jnp.cumsum(sums.far_key, -1) - sums.far_key + sums.inner[..., None]
     folded = jnp.where(of.folded, before, 0)
     seen = numerics.sums_behind(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, exact_window)])
-    # The last positions of what a chunk sees are the first of the next.
+    # The last positions of a chunk and its window are the first of the next chunk.
     own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - exact_window)])
     own, next_one = own.reshape(heads, -1), next_one.reshape(heads, -1)
     total = jnp.pad(own, [(0, 0), (0, chunk)]) + jnp.pad(next_one, [(0, 0), (chunk, 0)])
@@ -152,5 +165,5 @@ def decay_gradient(of: preparation.Tokens, sums: Sums, exact_window) -> jax.Arra
 
 
 def _frames(of):
-    """Coarse and fine decays of what each chunk sees, [H, n, W + C] each."""
+    """Returns coarse and fine decays of each chunk and its window, [H, n, W + C] each."""
     return (of.decay[:, :, part].reshape(*of.decay.shape[:2], -1) for part in range(2))

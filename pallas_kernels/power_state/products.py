@@ -1,7 +1,7 @@
 """Matrix products of the tensor core, compiled or interpreted.
 
-Interpretation knows no accumulator that can be written and no operand in registers. There an accumulator is a piece of
-shared memory, and a product an ordinary one, of the same 16-bit operands added up in float32.
+The interpreter supports no writable accumulator and no operand in registers. There, an accumulator is a piece of shared
+memory, and a product is an ordinary one of the same 16-bit operands, summed in float32.
 """
 
 import jax.numpy as jnp
@@ -13,9 +13,10 @@ __all__ = ["accumulate", "operand", "scores", "split", "with_accumulators"]
 
 
 def operand(lead, rows, columns, dtype, slices=None):
-    """A 16-bit array in shared memory, `lead` times [rows, columns], as the tensor core reads it.
+    """Returns a shared-memory type of `lead` times [rows, columns], 16-bit, in the tensor core's layout.
 
-    An ordinary read may take whole `slices` of so many columns, all by default; those of 16, 32 and 64 are known.
+    An ordinary read may take whole `slices` of that many columns, by default all columns; slices of 16, 32 and 64 are
+    supported.
     """
     swizzle = plgpu.find_swizzle((slices or columns) * jnp.dtype(dtype).itemsize * 8)
     tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
@@ -24,7 +25,7 @@ def operand(lead, rows, columns, dtype, slices=None):
 
 
 def with_accumulators(body, shapes, interpreted):
-    """What `body` returns, given float32 accumulators of zeros; `interpreted` is shared memory for them, or None."""
+    """Calls `body` with float32 accumulators of zeros; `interpreted` is shared memory for them, or None."""
     if interpreted is None:
         return pl.run_scoped(body, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
     for ref, shape in zip(interpreted, shapes, strict=True):
@@ -33,19 +34,19 @@ def with_accumulators(body, shapes, interpreted):
 
 
 def accumulate(acc, a, b, interpreted, *, wait=0):
-    """acc += a @ b, with a in registers or shared memory and b in shared memory; `wait` products may be in flight."""
+    """Adds a @ b to acc, a in registers or shared memory, b in shared memory; `wait` products may stay in flight."""
     if interpreted is None:
         plgpu.wgmma(acc, a, b)
         plgpu.wgmma_wait(wait)
         return
     a, b = a[...].astype(jnp.float32), b[...].astype(jnp.float32)
     acc[...] = acc[...] + jnp.dot(a, b)
-    # An ordinary read is ordered before the copy that reuses its memory only by a fence; a wgmma's is by its wait.
+    # Only a fence orders an ordinary read before the copy that reuses its memory; a wgmma is ordered by its wait.
     plgpu.commit_smem()
 
 
 def scores(a, b, interpreted):
-    """float32 a @ b^T of two operands of as many columns, both in shared memory."""
+    """Returns a @ b^T in float32, for two operands in shared memory with the same number of columns."""
 
     def product(acc):
         accumulate(acc, a, b.T, interpreted)
@@ -55,8 +56,8 @@ def scores(a, b, interpreted):
 
 
 def split(x):
-    """Two bfloat16 arrays that add up to x, but for 2^-17 of each entry."""
-    # Cut off rather than rounded: a conversion and back would take as long as the exponential.
+    """Returns two bfloat16 arrays whose sum is x, with an error of 2^-17 of each entry."""
+    # Truncate instead of rounding: converting to bfloat16 and back would take as long as the exponential.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
     high = lax.bitcast_convert_type(bits, jnp.float32)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Power attention through states at p = 4: what the kernels are given, and what becomes of their results."""
+"""Power attention through states at p = 4: operands of the kernels, and final steps on their results."""
 
 import math
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def fold(key, value, log_decay, folds, initial_state, config, chunk, exact_window, interpret):
-    """As `forward.fold`: Z is [rows, rows] of the layout."""
+    """Computes `forward.fold` at p = 4; Z is [rows, rows] of the layout."""
     batch, _, kv_heads, head_dim = key.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
@@ -47,7 +47,7 @@ def fold(key, value, log_decay, folds, initial_state, config, chunk, exact_windo
 
 
 def attend(query, key, value, log_decay, folds, saved, config, chunk, exact_window, interpret):
-    """As `forward.attend`."""
+    """Computes `forward.attend` at p = 4."""
     batch, time, _, head_dim = query.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
@@ -79,7 +79,7 @@ def attend(query, key, value, log_decay, folds, saved, config, chunk, exact_wind
 
 
 def start_of(initial_state, heads, head_dim, layout):
-    """An initial state in the layout: [H, U, 64, 48] and Z [H, rows, rows]."""
+    """Converts an initial state to the layout: [H, U, 64, 48] and Z [H, rows, rows]."""
     if initial_state is None:
         start = jnp.zeros((heads, layout.stacks, configs.BLOCK, layouts.COLUMNS), jnp.float32)
         return start, jnp.zeros((heads, layout.rows, layout.rows), jnp.float32)
@@ -90,7 +90,7 @@ def start_of(initial_state, heads, head_dim, layout):
 
 
 def returned(state, norm, shift, layout, sizes):
-    """As `forward.returned`."""
+    """Computes `forward.returned` at p = 4."""
     batch, kv_heads, head_dim, value_dim = sizes
     filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
     kv = numerics.scaled(layouts.to_canonical(state, layout)[:, filled, :value_dim], shift[:, None, None])
@@ -99,26 +99,32 @@ def returned(state, norm, shift, layout, sizes):
 
 
 def stored_start(state, key, value):
-    """As `forward.stored_start`."""
+    """Computes `forward.stored_start` at p = 4."""
     layout = layouts.layout_for(key.shape[-1], value.shape[-1])
     start, norm = start_of(state, key.shape[0] * key.shape[2], key.shape[-1], layout)
     return layouts.beside(start * _weights(layout), layout), norm
 
 
 def _weights(layout):
-    """What states are multiplied by when they are stored, float32 [U, 64, 48]; a row of a stack for each value."""
-    # Repeated here, since a program holds its constants.
+    """Returns the factors of states when they are stored, float32 [U, 64, 48].
+
+    Each value has its own row of a stack.
+    """
+    # Repeat at run time, since a program stores its constants.
     return jnp.repeat(jnp.asarray(layout.weights) / 2**layouts.WEIGHT_BITS, layout.value_dim, 1)
 
 
 def _scattered(x, positions, layout):
-    """Canonical features [H, F, ...] of a smaller head size among those of the layout's, the others zero."""
+    """Places canonical features [H, F, ...] of a smaller head size among those of the layout, zero elsewhere."""
     whole = jnp.zeros((len(x), math.comb(layout.head_dim + 3, 4), *x.shape[2:]), x.dtype)
     return whole.at[:, positions].set(x)
 
 
 def pair_products(x, layout):
-    """Products of two entries of x float32 [H, D, X] in float16: y [H, rows, X], and scalars [H, scalar_rows, X]."""
+    """Returns products of two entries of x float32 [H, D, X], in float16.
+
+    These are y [H, rows, X], and the scalars [H, scalar_rows, X].
+    """
 
     def pairs(low, high, front, back):
         products = (jnp.take(x, low, axis=1) * jnp.take(x, high, axis=1)).astype(jnp.float16)
@@ -129,7 +135,7 @@ def pair_products(x, layout):
 
 
 def states_of(vector, scalars, value, carried, start, layout, config, chunk, interpret):
-    """The states that chunks read, times their weights, and the last one, plain; all divided by 2^shift."""
+    """Returns the states that chunks read, times their weights, and the plain final state; all divided by 2^shift."""
     initial = jnp.zeros((len(start), config.segments, *start.shape[1:]), jnp.float32)
     initial = initial.at[:, 0].set(numerics.scaled(start, -carried.shift[:, :1, None, None]))
     weights = _weights(layout)
@@ -154,13 +160,13 @@ def states_of(vector, scalars, value, carried, start, layout, config, chunk, int
 
 
 def norms(vector, strength, carried, start):
-    """Z, sums of y y^T that count for `strength`, before each chunk and after the last, [H, n + 1, rows, rows].
+    """Returns Z, sums of y y^T with weights `strength`, before each chunk and after the last, [H, n + 1, rows, rows].
 
     vector: y, float16 [H, rows, X]; strength: float32 [H, n, C], of either sign; start: float32 [H, rows, rows]. The
     result is float32, scaled like the states.
 
-    Operands are float16: two roundings of 2^-12 in each of many terms, far below what the states' roundings do to the
-    numerators. Strengths are divided by the largest of their chunk first, to stay in its range.
+    Operands are float16: two roundings of 2^-12 in each of many terms, far below the effect of the states' roundings on
+    the numerators. Weights are first divided by the largest of their chunk, to stay in range.
     """
     peak = jnp.abs(strength).max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
@@ -172,7 +178,7 @@ def norms(vector, strength, carried, start):
 
 
 def norm_products(vector, norm, layout):
-    """Z y, where the form y^T Z y counts both orders of each product, float32 [H, group, n, C, rows].
+    """Returns Z y, where the form y^T Z y counts both orders of each product, float32 [H, group, n, C, rows].
 
     vector: y, float16 [H, group, n, C, rows]; norm: float32 [H, n, rows, rows], symmetric.
 
@@ -187,20 +193,20 @@ def norm_products(vector, norm, layout):
 
 
 def orders_of_products(layout):
-    """In how many orders the two indices of each entry of y occur, float32 [rows]."""
+    """Returns the number of orders of the two indices of each entry of y, float32 [rows]."""
     low, high = layouts.pairs(layout.head_dim)
     return np.pad(np.where(low == high, 1, 2), (layout.rows - layout.products, 0)).astype(np.float32)
 
 
 def _denominator(vector, norm, scale, layout):
-    """What states add to the sum of weights, y^T Z y of queries, float32 [HN, X / 64, 64].
+    """Returns the contribution of states to the sum of weights, y^T Z y of queries, float32 [HN, X / 64, 64].
 
-    The error of Z in the sum is that of 528^2 products with signs of their own: about 2^-12 of the largest few, below
-    1e-4 of the whole.
+    The error of Z in the sum is that of 528^2 products with independent signs: about 2^-12 of the largest few, below
+    1e-4 of the total.
     """
     heads, chunks = norm.shape[:2]
     y = vector.reshape(heads, -1, chunks, vector.shape[1] // chunks, layout.rows)
     total = (norm_products(y, norm, layout) * y).sum(-1)
-    # Rounding may leave a sum of fourth powers below zero.
+    # Rounding may make a sum of fourth powers negative.
     total = jnp.maximum(total, 0).reshape(heads, -1, *scale.shape[1:]) * scale[:, None]
     return total.reshape(-1, *scale.shape[1:])

@@ -1,16 +1,16 @@
-"""What a state of degree-4 monomials gives the gradients of 64 vectors that it meets, at p = 4.
+"""From-state contributions to the gradients of 64 vectors at p = 4, from a state of degree-4 monomials.
 
 With x a query, or a key, y its products of two entries, u its cotangent, or value, and S [E, 48] the state of one
 scalar s and one block b of y (quartic_layout.py), f = sum of y_s y_b S^T u, and
 
     T = S y_b                        one product for several scalars, S of each below the other,
-    dy_b += sum_s (y_s u) S          a product as deep as scalars times values,
+    dy_b += sum_s (y_s u) S          a product whose depth is scalars times values,
     dy_s += u . T                    elementwise,
-    du += y_s T                      elementwise: y_s y_b S^T is what the forward pass makes of the state.
+    du += y_s T                      elementwise: y_s y_b S^T is what the forward pass computes from the state.
 
-As y_c = x_i x_j of two selections of entries, dx += (dy_c x_j) P_i^T + (dy_c x_i) P_j^T with P the matrix of ones that
-selects them, by 16 scalars or a block of 48 at a time. The selections of x are exact, and dy_c x_j is split into two
-bfloat16. So neither dy nor anything else of the size of y is written.
+As y_c = x_i x_j of two selections of entries, dx += (dy_c x_j) P_i^T + (dy_c x_i) P_j^T, by 16 scalars or a block of 48
+at a time; P is the matrix of ones that selects entries. The selections of x are exact, and dy_c x_j is split into two
+bfloat16. Neither dy nor any other array of the size of y is therefore written.
 """
 
 import functools
@@ -40,18 +40,18 @@ __all__ = [
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-# Blocks of y in flight: one is needed for as long as all its scalars take.
+# Blocks of y in flight: each is used until all its scalars are processed.
 _VECTOR_STAGES = 2
 _SCALARS, _COLUMNS = layouts.SCALARS, layouts.SCALAR_COLUMNS
 
 
 def stacks(layout):
-    """Stacks of a step, a divisor of `layouts.UNIT`."""
+    """Returns the number of stacks per step, a divisor of `layouts.UNIT`."""
     return _SCALARS // layout.per_stack
 
 
 def steps(layout):
-    """First stack, steps, and steps before, of each block of y, int32 [blocks, 3]."""
+    """Returns first stack, number of steps, and number of earlier steps, per block of y, int32 [blocks, 3]."""
     units = -(-layout.needed // layouts.UNIT)
     count = -(-layout.needed // stacks(layout))
     first = (np.cumsum(units) - units) * layouts.UNIT
@@ -59,7 +59,7 @@ def steps(layout):
 
 
 def tables(layout):
-    """Constants of the kernels, by name.
+    """Returns the constants of the kernels, by name.
 
     steps: int32 [3 blocks]. block_pairs: bfloat16 [blocks, 2 D, 48], and scalar_pairs: bfloat16 [scalar_rows / 12, 2 D,
     16], the matrices that select the first and the second index of each product.
@@ -80,13 +80,16 @@ def tables(layout):
 
 
 def _selections(low, high, front, behind, layout):
-    """Two matrices on top of each other, [2 D, products], whose columns are one at an index of each product."""
+    """Returns two stacked matrices, [2 D, products], that select the first and second index of each product.
+
+    Each column of a matrix has a single one.
+    """
     both = np.concatenate([np.arange(layout.head_dim)[:, None] == index for index in (low, high)])
     return np.pad(both, [(0, 0), (front, behind)]).astype(np.float32)
 
 
 def scratch(layout, count, stages, vector, scalars, states):
-    """Shared memory by name, for `count` warpgroups and `stages` steps in flight."""
+    """Returns the shared memory by name, for `count` warpgroups and `stages` steps in flight."""
     return {
         "vector_smem": products.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, vector.dtype),
         "block_pairs_smem": products.operand(
@@ -105,7 +108,7 @@ def scratch(layout, count, stages, vector, scalars, states):
 
 
 def held_shapes(layout, together):
-    """Shapes of the accumulators that `read` makes, by name, for interpretation."""
+    """Returns the shapes of the accumulators that `read` makes, by name, for interpretation."""
     return {
         "slopes": [(_BLOCK, layouts.COLUMNS)],
         "means": [(_BLOCK, together * layout.value_dim)],
@@ -115,25 +118,25 @@ def held_shapes(layout, together):
 
 
 def interpreted(count, shapes):
-    """Shared memory for interpreted accumulators of `count` warpgroups, in groups by name."""
+    """Returns the shared memory for interpreted accumulators of `count` warpgroups, in groups by name."""
     return {
         name: [plgpu.SMEM((count, *shape), jnp.float32) for shape in group] for name, group in shapes.items()
     }
 
 
 def of_warpgroup(held, warpgroup):
-    """That of one warpgroup, or None where nothing is interpreted."""
+    """Returns the accumulators of one warpgroup, or None if nothing is interpreted."""
     if held is None:
         return None
     return {name: [ref.at[warpgroup] for ref in group] for name, group in held.items()}
 
 
 def copy(gmem, smem, place, layout, count, stages):
-    """Each block of y, then the stacks that need it, their scalars and what selects entries.
+    """Copies each block of y, then the stacks that need it, their scalars and the matrices that select entries.
 
     gmem: "vector" [.., X, rows], "scalars" [.., scalar_rows, X], "states" [.., .., U E, P], and `tables`. place: "head"
-    of the vectors, "state_head" and "state" of the states, "begin", the first of the block's rows, and "blocks", how
-    many of y to read. Returns steps, of which the last may not be read yet; `drain` waits for them.
+    of the vectors, "state_head" and "state" of the states, "begin", the first of the block's rows, and "blocks", the
+    number of blocks of y to read. The last steps may not have been read yet when it returns; `drain` waits for them.
     """
     tall, head, begin = stacks(layout) * layout.value_dim, place["head"], place["begin"]
 
@@ -167,7 +170,7 @@ def copy(gmem, smem, place, layout, count, stages):
 
 
 def drain(smem, place, layout, stages):
-    """Returns when all that `copy` copied is read."""
+    """Waits until everything that `copy` copied has been read."""
     total = int(steps(layout)[:, 1].sum())
     ring.drain(place["blocks"], _VECTOR_STAGES, smem["vector_free"])
     ring.drain(jnp.where(place["blocks"] > 0, total, 0), stages, smem["state_free"])
@@ -176,11 +179,11 @@ def drain(smem, place, layout, stages):
 def read(
     gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks, *, layout, stages, together, held
 ):
-    """gradient [64, D] += dx, and value_gradient [64, E] += du, if there is one to add to.
+    """Adds dx to gradient [64, D], and du to value_gradient [64, E] unless it is None.
 
-    x_smem: bfloat16 [64, D], an operand; dx is proportional to it. value: float32 [64, E], u, which the 16 bits of
-    states hold. table: "steps" in global memory. blocks: those of y that are read. together: scalars whose T is in
-    registers at a time, one of each of as many stacks. held: shared memory in the shapes of `held_shapes` where
+    x_smem: bfloat16 [64, D], an operand; dx is proportional to it. value: float32 [64, E], u, scaled to fit the 16 bits
+    of states. table: "steps" in global memory. blocks: number of blocks of y to read. together: number of scalars whose
+    T is in registers at a time, each from another stack. held: shared memory in the shapes of `held_shapes` if
     interpreted, or None.
     """
     held = held or dict.fromkeys(held_shapes(layout, together))
@@ -195,8 +198,8 @@ def read(
         def walk(slopes):
             vector = smem["vector_smem"].at[block_slot, warpgroup]
             if layout.value_dim == 16 or (layout.head_dim == 32 and together < 3):
-                # Fewer values make products too short to read it from shared memory each time. Where two scalars at a
-                # time leave registers for it, reading it there would need more for addresses.
+                # With few values, products are too short to read it from shared memory each time. If two scalars at a
+                # time leave registers for it, reading it there would need more registers for addresses.
                 vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
 
             @pl.loop(before, before + table[3 * block + 1])
@@ -220,7 +223,10 @@ def read(
 
 
 def _read_step(slopes, value_gradient, vector, value, scalars, states, layout, together, held):
-    """Adds what a step's scalars give slopes [64, 48]; returns their own gradients, float32 [64, 16]."""
+    """Adds the contribution of a step's scalars to slopes [64, 48].
+
+    Returns the gradients of the scalars, float32 [64, 16].
+    """
     width = layout.value_dim
     narrow = value.astype(vector.dtype)
     shape = (_BLOCK, _COLUMNS)
@@ -250,13 +256,13 @@ def _read_step(slopes, value_gradient, vector, value, scalars, states, layout, t
 
 
 def _product(a, b, held, acc):
-    """a @ b^T."""
+    """Returns a @ b^T."""
     products.accumulate(acc, a, b.T, held)
     return acc[...]
 
 
 def _contract(gradient, slopes, x_smem, pairs_smem, held):
-    """gradient += the gradient of x, given that of products of two entries, float32 [64, columns]."""
+    """Adds the gradient of x to `gradient`, given that of its products of two entries, float32 [64, columns]."""
     head_dim = x_smem.shape[1]
     # In registers, since the two operands differ in swizzle.
     x = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA)

@@ -1,9 +1,9 @@
-"""Gradients with respect to keys and values at p = 4: from the dual state after them, and from queries near them.
+"""Gradients of keys and values at p = 4: from the gradient of the state after them, and from in-window queries.
 
-The dual state of a chunk is the gradient with respect to the state after it. A block owns `key_vjp_blocks` warpgroups
-of 64 keys of one chunk. One pass over the dual state makes both shares of it (`quartic_far_vjp`), of the key and the
-value divided by powers of two, so that 16 bits hold them; those of queries that saw the keys exactly are
-`near_key_vjp`'s. The normalizer's share, of a matrix that has no room here, is plain JAX's to add.
+A block has `key_vjp_blocks` warpgroups of 64 keys of one chunk. One pass over the gradient of the state after the chunk
+computes both from-state contributions (`quartic_far_vjp`), of the key and the value divided by powers of two so that
+they fit in 16 bits. `near_key_vjp` adds those of in-window queries. The normalizer's contribution is added in plain
+JAX, since the kernel has no room for its matrix.
 """
 
 import functools
@@ -28,19 +28,19 @@ _POWER = 4
 
 
 class Rows(NamedTuple):
-    """Index of each vector of keys. The largest entry of a value times 2^-a is in [1/2, 1), of a key times 2^-b too.
+    """Index of each vector of keys. The largest entry of a value times 2^-a, and of a key times 2^-b, is in [1/2, 1).
 
-    kappa is the decay from the key to the state after its chunk, times what the stored dual state is to be multiplied
-    by; 0 where the state does not take the key in.
+    kappa is the decay from the key to the state after its chunk, times the factor that undoes the scale of the stored
+    gradient; 0 if the key does not update the state.
     """
 
     narrow_value: int = 0  # 2^-a
     far_key: int = 1  # kappa 2^(a + 2 b)
     far_value: int = 2  # kappa 2^(4 b)
-    # Running sums of base-2 logarithms of decays in the frame of the key's own chunk,
+    # Running sums of base-2 logarithms of decays in the frame of the key's own chunk.
     coarse: int = 3
     fine: int = 4
-    # and of the chunk before, whose queries see the first keys of this one.
+    # The same in the frame of the previous chunk, whose queries attend to the first keys of this one.
     coarse_before: int = 5
     fine_before: int = 6
 
@@ -62,20 +62,22 @@ def key_vjp(
     exact_window,
     interpret=None,
 ):
-    """float32: the gradients of keys but for the normalizer's share [H, Y, D], of values [H, Y, E], and sums [H, 2, Y].
+    """Returns float32 gradients of keys [H, Y, D] and values [H, Y, E], and sums [H, 2, Y].
 
-    Positions are those of keys with the window in front, Y = m C of them, m the n chunks of queries or one more, whose
-    keys meet no dual state. key: bfloat16 [H, Y, D]; value: bfloat16 [H, Y, E].
+    The gradients of keys lack the normalizer's contribution.
+
+    Positions are those of keys with the window in front, Y = m C of them. m is the n chunks of queries or one more,
+    whose keys are in no state. key: bfloat16 [H, Y, D]; value: bfloat16 [H, Y, E].
     vector: 16-bit [H, Y, layout.rows], y of keys divided by powers of two, with zeros in front. scalars: 16-bit [H,
     layout.scalar_rows, Y], the same products in the order of the scalars, time last.
-    dual: 16-bit [H, n, U, E, P], for the keys of chunk c at n - 1 - c, times its weights.
+    dual: 16-bit [H, n, U, E, P], the gradient of the state for the keys of chunk c at n - 1 - c, times its weights.
     query: bfloat16 [HN, X, D]; dout: bfloat16 [HN, X, E]; HN a multiple of H.
     rows: float32 [H, Y / 64, 7, 64], in the order of `Rows`; columns: float32 [HN, X / 64, 4, 64], in that of
-        `near_key_vjp.Columns`.
+    `near_key_vjp.Columns`.
 
     The window is at most a chunk. The sums are those of the gradient with respect to the logarithms of weights: over
-    the queries that see the key exactly, and over those that see it in the state, of which the normalizer's share is
-    missing. Accumulates in float32.
+    in-window queries, and over queries that read the key from the state, without the normalizer's contribution.
+    Accumulates in float32.
     """
     heads, time, head_dim = key.shape
     value_dim, count, stages = value.shape[-1], config.key_vjp_blocks, config.key_vjp_stages
@@ -150,7 +152,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
         place, span = placed()
         _copy_inputs(gmem, smem, place, count)
         far.copy(gmem, smem, place, layout, count, stages)
-        # Queries come while the last dual states are still being read.
+        # Queries are copied while the last gradients of states are still being read.
         near.copy_queries(gmem, smem, place["head"], span(0), groups=groups)
         far.drain(smem, place, layout, stages)
 
@@ -190,7 +192,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
             for n, total in enumerate((near_sum, far_sum)):
                 gmem["sums"][place["head"], n, time] = total
             gmem["dkey"][place["head"], time] = dkey[...] * _POWER
-            # Not by way of shared memory: the address of the value there would take a register that is missing.
+            # Not through shared memory: there is no register left for the address of the value there.
             gmem["dvalue"][place["head"], time] = dvalue[...]
 
         shapes = [own["key_smem"].shape, own["value_smem"].shape]
@@ -198,14 +200,17 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
 
 
 def _together(layout, count):
-    """Scalars of a dual state at a time, as many as compile without spilling registers."""
+    """Returns the number of scalars of a state's gradient per step, the most that compile without register spills."""
     return 2 if layout.value_dim == 32 and count == 1 else 3
 
 
 def _placed(gmem, layout, count, chunk, exact_window):
-    """Where a block's keys and their dual state are in the arrays; and the queries that each warpgroup's keys meet."""
+    """Returns a block's indices in the arrays, and a function that returns spans of queries.
+
+    The function maps a warpgroup to the `near_key_vjp.Span` of the queries that attend to its keys.
+    """
     index, chunks = lax.axis_index("chunk"), gmem["states"].shape[1]
-    # The block of 64 padded positions that the first warpgroup owns.
+    # The block of 64 padded positions of the first warpgroup.
     block = index * (chunk // _BLOCK) + lax.axis_index("rows") * count
     place = {
         "head": lax.axis_index("head"),
@@ -213,7 +218,7 @@ def _placed(gmem, layout, count, chunk, exact_window):
         "begin": block * _BLOCK,
         "state_head": lax.axis_index("head"),
         "state": jnp.maximum(chunks - 1 - index, 0),
-        # Keys after the last query's chunk meet no dual state.
+        # Keys after the last query's chunk are in no state.
         "blocks": jnp.where(index < chunks, layout.blocks, 0),
     }
     time = gmem["query"].shape[1]
@@ -227,12 +232,12 @@ def _load(x_smem):
 
 
 def _along(own, index, shape):
-    """A vector of the warpgroup's keys, along the columns of that shape."""
+    """Broadcasts a vector of the warpgroup's keys along the columns of that shape."""
     return lax.broadcast_in_dim(plgpu.load(own["rows_smem"].at[index], layout=_ROWS), shape, [0])
 
 
 def _copy_inputs(gmem, smem, place, count):
-    """What every warpgroup needs from the start."""
+    """Copies the inputs that every warpgroup needs from the start."""
     head, ready = place["head"], smem["ready"]
     for n in range(count):
         time = pl.ds(place["begin"] + n * _BLOCK, _BLOCK)

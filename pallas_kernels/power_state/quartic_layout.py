@@ -1,14 +1,15 @@
 """The order of degree-4 features inside the kernels: pairs times suffixes of pairs.
 
-Let y be the M = D (D + 1) / 2 products x_a x_b, a <= b, sorted by a. A monomial of degree 4 with indices i1 <= i2 <=
-i3 <= i4 is the scalar y(i1, i2) times the entry y(i3, i4), and i3 >= i2: what a scalar multiplies is a suffix of y,
-the same for all scalars of one second index. So y, filled up with zeros in front, is cut into blocks of 48 columns,
-and scalars are sorted by their second index: block b is needed by the first of them, as many as reach that far.
+Let y be the M = D (D + 1) / 2 products x_a x_b, a <= b, sorted by a. A monomial of degree 4 with indices i1 <= i2 <= i3
+<= i4 is the scalar y(i1, i2) times the entry y(i3, i4), and i3 >= i2. A scalar therefore multiplies a suffix of y, the
+same for all scalars with one second index. y is padded with zeros in front and cut into blocks of 48 columns, and
+scalars are sorted by their second index. Each block b is then needed by the first scalars only, up to the last whose
+suffix reaches b.
 
-Scalars come in stacks of 64 / E, whose rows (scalar, value) fill the 64 rows of a product of the tensor core, and
-stacks in units of `UNIT` that have one block: those that a thread block of the update owns. D = 32 has 66,816 features
-in stacks that are needed, for 52,360 distinct monomials; D = 16 has 8,256 for 3,876. Features that occur a second time,
-in columns before the suffix of their scalar, weigh nothing.
+Scalars come in stacks of 64 / E, whose rows (scalar, value) fill the 64 rows of a product of the tensor core. Stacks
+come in units of `UNIT` with one block, and each thread block of the update has one unit. D = 32 has 66,816 features in
+stacks that are needed, for 52,360 distinct monomials; D = 16 has 8,256 for 3,876. Features that occur a second time, in
+columns before the suffix of their scalar, have weight zero.
 
 The canonical order is that of non-decreasing indices, lexicographically, each monomial times the square root of its
 multiplicity (24 over the factorials of how often each index occurs), so that phi(q) . phi(k) = (q . k)^4.
@@ -42,18 +43,18 @@ __all__ = [
     "to_canonical",
 ]
 
-# Sizes of heads and values that the kernels have; others are filled up with zeros.
+# Sizes of heads and values that the kernels support; others are padded with zeros.
 SIZES = (16, 32)
 # Columns of a block: three steps of depth 16 in the query. Fewer cost shared memory, more cost features.
 COLUMNS = 48
-# Stacks of a unit: two warpgroups hold 6 each in their accumulators, 288 registers' worth of columns.
+# Stacks of a unit: two warpgroups hold 6 each, 288 columns, in their accumulators.
 UNIT = 12
 # Stacks that a query reads at once, a divisor of UNIT.
 STEP = 3
-# Scalars that gradients are made for at once, of which a step of the tensor core sees so many columns.
+# Scalars whose gradients are computed at once, and their columns in a step of the tensor core, with padding.
 SCALARS = 12
 SCALAR_COLUMNS = 16
-# Multiplicities are at most 24: divided by 2^WEIGHT_BITS, they make no state larger than it was.
+# Multiplicities are at most 24: divided by 2^WEIGHT_BITS, they do not make states larger.
 WEIGHT_BITS = 5
 # Rows of a product of the tensor core.
 _ROWS = 64
@@ -61,50 +62,50 @@ _ROWS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The features of vectors of size `head_dim` for values of size `value_dim`, a divisor of 64."""
+    """Features of vectors of size `head_dim` for values of size `value_dim`, a divisor of 64."""
 
     head_dim: int
     value_dim: int
 
     @property
     def per_stack(self) -> int:
-        """Scalars of a stack."""
+        """Number of scalars of a stack."""
         return _ROWS // self.value_dim
 
     @property
     def width(self) -> int:
-        """P, the features of a stack."""
+        """Number P of features of a stack."""
         return self.per_stack * COLUMNS
 
     @property
     def products(self) -> int:
-        """M."""
+        """Number M of products of two entries."""
         return math.comb(self.head_dim + 1, 2)
 
     @property
     def blocks(self) -> int:
-        """Blocks of y."""
+        """Number of blocks of y."""
         return -(-self.products // COLUMNS)
 
     @property
     def rows(self) -> int:
-        """Entries of y and the zeros in front of them."""
+        """Number of entries of y, including the zeros in front of them."""
         return self.blocks * COLUMNS
 
     @functools.cached_property
     def suffixes(self) -> np.ndarray:
-        """The column from which on a scalar of each second index multiplies y, int32 [D]."""
+        """First column of y that a scalar of each second index multiplies, int32 [D]."""
         after = self.head_dim - np.arange(self.head_dim)
         return (self.rows - after * (after + 1) // 2).astype(np.int32)
 
     @functools.cached_property
     def scalars(self) -> np.ndarray:
-        """The two indices of each scalar, int32 [M, 2], the second non-decreasing."""
+        """Both indices of each scalar, int32 [M, 2], the second non-decreasing."""
         return np.array([(low, high) for high in range(self.head_dim) for low in range(high + 1)], np.int32)
 
     @functools.cached_property
     def needed(self) -> np.ndarray:
-        """Stacks that each block is needed by, int32 [blocks]."""
+        """Number of stacks that need each block, int32 [blocks]."""
         reach = self.suffixes[self.scalars[:, 1]] < (np.arange(self.blocks)[:, None] + 1) * COLUMNS
         return (-(-reach.sum(1) // self.per_stack)).astype(np.int32)
 
@@ -122,7 +123,10 @@ class Layout:
 
     @functools.cached_property
     def steps(self) -> np.ndarray:
-        """First stack, steps of `STEP` stacks, and steps before, of each block in a query, int32 [blocks, 3]."""
+        """Steps of `STEP` stacks by block of y in a query, int32 [blocks, 3].
+
+        Columns: first stack, number of steps, number of steps of earlier blocks.
+        """
         units = -(-self.needed // UNIT)
         steps = -(-self.needed // STEP)
         return np.stack([(np.cumsum(units) - units) * UNIT, steps, np.cumsum(steps) - steps], -1).astype(
@@ -131,17 +135,17 @@ class Layout:
 
     @property
     def stacks(self) -> int:
-        """Stacks of a state, U: those of all units."""
+        """Number U of stacks of a state: those of all units."""
         return len(self.units) * UNIT
 
     @property
     def scalar_rows(self) -> int:
-        """Scalars, and the zeros behind them that the last units see."""
+        """Number of scalars, including the zeros after them that the last units read."""
         return int(self.units[:, 1].max()) + UNIT * self.per_stack
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
-        """The four indices of each feature, int32 [U, 64 / E, 48, 4]; D stands for a zero."""
+        """All four indices of each feature, int32 [U, 64 / E, 48, 4]; D stands for a zero."""
         scalars = np.full((self.scalar_rows, 2), self.head_dim)
         scalars[: self.products] = self.scalars
         vector = np.full((self.rows, 2), self.head_dim)
@@ -161,40 +165,40 @@ class Layout:
 
     @functools.cached_property
     def canonical(self) -> np.ndarray:
-        """The canonical position of each feature, int32 [U, 64 / E, 48]; anything where the weight is zero."""
+        """Canonical position of each feature, int32 [U, 64 / E, 48]; undefined where the weight is zero."""
         return _position(np.where(self.weights[..., None] > 0, self.indices, 0), self.head_dim)
 
 
 def layout_for(head_dim: int, value_dim: int) -> Layout:
-    """The layout of the sizes that these are filled up to."""
+    """Returns the layout of the smallest supported sizes that hold these."""
     return Layout(*(next(size for size in SIZES if wanted <= size) for wanted in (head_dim, value_dim)))
 
 
 def canonical_of(head_dim: int, layout: Layout) -> np.ndarray:
-    """Where the canonical features of vectors of size `head_dim` are among those of the layout's size."""
+    """Returns the positions of the canonical features of size `head_dim` among those of the layout's size."""
     return np.flatnonzero((_quadruples(layout.head_dim) < head_dim).all(-1)).astype(np.int32)
 
 
 def pairs(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and second indices of the entries of y."""
+    """Returns the first and second indices of the entries of y."""
     return np.triu_indices(head_dim)
 
 
 def beside(state: jax.Array, layout: Layout) -> jax.Array:
-    """Stacks as accumulators hold them, [..., 64, 48], with their scalars side by side, [..., E, P]."""
+    """Converts stacks in accumulator layout, [..., 64, 48], to [..., E, P], with their scalars side by side."""
     split = state.reshape(*state.shape[:-2], layout.per_stack, layout.value_dim, COLUMNS)
     return jnp.swapaxes(split, -3, -2).reshape(*state.shape[:-2], layout.value_dim, layout.width)
 
 
 def from_canonical(state: jax.Array, layout: Layout) -> jax.Array:
-    """A state of canonical features [..., F, E] as plain monomials in the layout, [..., U, 64, 48]."""
+    """Converts a state of canonical features [..., F, E] to plain monomials in the layout, [..., U, 64, 48]."""
     plain = state / jnp.asarray(_roots(layout.head_dim)[:, None], state.dtype)
     placed = jnp.where(layout.weights[..., None] > 0, jnp.take(plain, layout.canonical, axis=-2), 0)
     return jnp.swapaxes(placed, -1, -2).reshape(*state.shape[:-2], layout.stacks, _ROWS, COLUMNS)
 
 
 def to_canonical(state: jax.Array, layout: Layout) -> jax.Array:
-    """The inverse of `from_canonical`."""
+    """Inverts `from_canonical`."""
     counted = np.flatnonzero(layout.weights)
     order = counted[np.argsort(layout.canonical.ravel()[counted])]
     split = state.reshape(*state.shape[:-2], layout.per_stack, layout.value_dim, COLUMNS)
@@ -205,7 +209,7 @@ def to_canonical(state: jax.Array, layout: Layout) -> jax.Array:
 
 
 def norm_from_canonical(norm: jax.Array, layout: Layout) -> jax.Array:
-    """A normalizer of canonical features [..., F] as the matrix Z of sums of y y^T, [..., rows, rows]."""
+    """Converts a normalizer of canonical features [..., F] to the matrix Z of sums of y y^T, [..., rows, rows]."""
     plain = norm / jnp.asarray(_roots(layout.head_dim), norm.dtype)
     entries = np.stack(pairs(layout.head_dim), -1)
     shape = (len(entries), len(entries), 2)
@@ -218,7 +222,7 @@ def norm_from_canonical(norm: jax.Array, layout: Layout) -> jax.Array:
 
 
 def norm_to_canonical(matrix: jax.Array, layout: Layout) -> jax.Array:
-    """The inverse of `norm_from_canonical`."""
+    """Inverts `norm_from_canonical`."""
     low, high = pairs(layout.head_dim)
     place = np.zeros((layout.head_dim, layout.head_dim), np.int32)
     place[low, high] = layout.rows - layout.products + np.arange(layout.products)
@@ -230,18 +234,18 @@ def norm_to_canonical(matrix: jax.Array, layout: Layout) -> jax.Array:
 
 @functools.cache
 def _quadruples(head_dim: int) -> np.ndarray:
-    """All non-decreasing indices in canonical order, int32 [F, 4]."""
+    """Returns all non-decreasing indices in canonical order, int32 [F, 4]."""
     return np.array(list(itertools.combinations_with_replacement(range(head_dim), 4)), np.int32)
 
 
 def _position(indices: np.ndarray, head_dim: int) -> np.ndarray:
-    """The canonical position of non-decreasing indices [..., 4]."""
+    """Returns the canonical position of non-decreasing indices [..., 4]."""
     digits = head_dim ** np.arange(3, -1, -1)
     return np.searchsorted(_quadruples(head_dim) @ digits, indices @ digits).astype(np.int32)
 
 
 def _multiplicity(indices: np.ndarray) -> np.ndarray:
-    """In how many orders non-decreasing indices [..., 4] occur, float64 [...]."""
+    """Returns the number of orders of non-decreasing indices [..., 4], float64 [...]."""
     orders, run = np.full(indices.shape[:-1], 24.0), np.ones(indices.shape[:-1])
     for before, after in itertools.pairwise(np.moveaxis(indices, -1, 0)):
         run = np.where(before == after, run + 1, 1)
@@ -250,5 +254,5 @@ def _multiplicity(indices: np.ndarray) -> np.ndarray:
 
 
 def _roots(head_dim: int) -> np.ndarray:
-    """Square roots of multiplicities in canonical order, [F]."""
+    """Returns square roots of multiplicities in canonical order, [F]."""
     return np.sqrt(_multiplicity(_quadruples(head_dim)))

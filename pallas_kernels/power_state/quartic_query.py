@@ -1,13 +1,13 @@
-"""The fused query at p = 4: the state before the window, the keys from the window on, and the division.
+"""Fused query at p = 4: the state before the window, the keys from the window on, and the division.
 
-A block owns one chunk's rows in `query_blocks` warpgroups of 64. For each block of y (quartic_layout.py) row i holds
-its 48 entries y_i in registers and walks the scalars s that need them:
+A block has one chunk's rows in `query_blocks` warpgroups of 64. For each block of y (quartic_layout.py), row i holds
+its 48 entries y_i in registers and loops over the scalars s that need them:
 
-    scale_i * sum_s (s_i * y_i) S_s^T,   S_s [E, 48] the state of one scalar and one block,
+    scale_i * sum_s (s_i * y_i) S_s^T,   S_s [E, 48] the state of one scalar and one block.
 
-the scalars of a stack in one product, S_s side by side,
-then adds, as at p = 2, (q_i . k)^4 2^(g_i - g_k) v over the keys k from the window's first one to i itself, and divides
-by the same sums without states and values. The state's share of the divisor, y_i^T Z y_i, comes with the arguments.
+The scalars of a stack are in one product, with their S_s side by side. As at p = 2, (q_i . k)^4 2^(g_i - g_k) v is then
+added over the keys k from the window's first one to i itself, and the result is divided by the same sums without states
+and values. The state's contribution to the divisor, y_i^T Z y_i, is an argument.
 """
 
 import functools
@@ -26,7 +26,7 @@ __all__ = ["query_states"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-# Blocks of y in flight: one is needed for as long as all its scalars take.
+# Blocks of y in flight: each is used until all its scalars are processed.
 _VECTOR_STAGES = 2
 
 
@@ -47,17 +47,17 @@ def query_states(
     exact_window,
     interpret=None,
 ):
-    """The weighted mean of values of every query, bfloat16 [HN, X, E], and the sum of its weights, float32 [HN, X].
+    """Returns the weighted mean of values of every query, bfloat16 [HN, X, E], and its sum of weights, float32 [HN, X].
 
     query: bfloat16 [HN, X, D], HN a multiple of H. vector: 16-bit [HN, X, layout.rows], y of the queries with zeros in
     front. scalars: 16-bit [HN, layout.scalar_rows, X], the same products in the order of the scalars, time last.
-    states: 16-bit [H, n, U, E, P], what chunk c's queries read at c, times its weights.
-    denominator: float32 [HN, X / 64, 64], what the state adds to the sum of weights.
+    states: 16-bit [H, n, U, E, P], the state that chunk c's queries read at c, times its weights.
+    denominator: float32 [HN, X / 64, 64], the state's contribution to the sum of weights.
     key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
-    decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over what the chunk sees, coarse and
-        fine. scale: float32 [H, X / 64, 64], from the state to each query.
+    decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over a chunk and its window, coarse
+    and fine. scale: float32 [H, X / 64, 64], from the state to each query.
 
-    Where all weights of a row are zero, so is the output. Accumulates in float32.
+    If all weights of a row are zero, its output is zero. Accumulates in float32.
     """
     states = states.reshape(*states.shape[:2], -1, layout.width)
     steps = jnp.asarray(layout.steps.ravel())
@@ -70,7 +70,7 @@ def query_states(
 
 
 def _scratch(query, vector, scalars, states, key, value, decay, layout, config):
-    """Shared memory of a block, by name."""
+    """Returns the shared memory of a block, by name."""
     head_dim, value_dim = query.shape[-1], value.shape[-1]
     count, stages = config.query_blocks, config.state_stages
     return {
@@ -113,7 +113,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
         "head": lax.axis_index("head"),
         "key_head": lax.div(lax.axis_index("head"), jnp.int32(groups)),
         "chunk": lax.axis_index("chunk"),
-        # The block of 64 rows, counted in the chunk, that the first warpgroup owns.
+        # The block of 64 rows of the first warpgroup, counted in the chunk.
         "block": lax.axis_index("rows") * config.query_blocks,
     }
 
@@ -123,7 +123,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
             plgpu.set_max_registers(24, action="decrease")
         _copy_inputs(gmem, smem, place, config, chunk)
         _copy_states(gmem, smem, place, layout, config, chunk)
-        # Keys come while the last states are still being read.
+        # Keys are copied while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, exact_window)
         ring.drain(jnp.int32(layout.blocks), _VECTOR_STAGES, smem["vector_free"])
         ring.drain(jnp.int32(layout.steps[:, 1].sum()), config.state_stages, smem["state_free"])
@@ -154,7 +154,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
 
 
 def _copy_inputs(gmem, smem, place, config, chunk):
-    """What every warpgroup needs from the start."""
+    """Copies the inputs that every warpgroup needs from the start."""
     head, key_head, ready = place["head"], place["key_head"], smem["ready"]
     begin = place["chunk"] * chunk + place["block"] * _BLOCK
     for n in range(config.query_blocks):
@@ -167,7 +167,10 @@ def _copy_inputs(gmem, smem, place, config, chunk):
 
 
 def _copy_states(gmem, smem, place, layout, config, chunk):
-    """Each block of y, then the stacks that need it and their scalars; the last may not be read yet."""
+    """Copies each block of y, then the stacks that need it and their scalars.
+
+    The last steps may not have been read yet when it returns.
+    """
     head, begin = place["head"], place["chunk"] * chunk + place["block"] * _BLOCK
     rows = layouts.STEP * layout.per_stack
     stages = config.state_stages
@@ -198,7 +201,7 @@ def _copy_states(gmem, smem, place, layout, config, chunk):
 
 
 def _read_states(acc, steps, smem, warpgroup, layout, config, interpreted):
-    """acc += phi(q) S^T, one block of y at a time."""
+    """Adds phi(q) S^T to acc, one block of y at a time."""
     value_dim = acc.shape[1]
     own_rows = pl.ds(warpgroup * _BLOCK, _BLOCK)
 

@@ -1,8 +1,8 @@
-"""The gradient with respect to queries at p = 4: through the state, and through the keys from the window on.
+"""Gradient of queries at p = 4: through the state, and through the keys from the window on.
 
-A block owns one chunk's rows in `query_blocks` warpgroups of 64. The state's share is `quartic_far_vjp`'s, of the query
-and its output's cotangent divided by a power of two, so that 16 bits hold it; that of the keys is `near_vjp`'s. The
-normalizer's share, of a matrix that has no room here, is plain JAX's to add.
+A block has one chunk's rows in `query_blocks` warpgroups of 64. `quartic_far_vjp` computes the from-state contribution,
+of the query and its output's cotangent divided by a power of two so that they fit in 16 bits. `near_vjp` adds that of
+the in-window keys. The normalizer's contribution is added in plain JAX, since the kernel has no room for its matrix.
 """
 
 import functools
@@ -23,7 +23,7 @@ __all__ = ["Rows", "query_vjp"]
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 4
-# Scalars of a state at a time.
+# Number of scalars of a state per step.
 _TOGETHER = 3
 
 
@@ -53,13 +53,15 @@ def query_vjp(
     exact_window,
     interpret=None,
 ):
-    """The gradient of every query but for the normalizer's share, float32 [HN, X, D], and float32 sums [HN, 2, X].
+    """Returns the gradient of every query, float32 [HN, X, D], and float32 sums [HN, 2, X].
+
+    The gradient lacks the normalizer's contribution.
 
     query, vector, scalars, states, key, value, decay: as in `quartic_query.query_states`. dout: bfloat16 [HN, X, E],
     the cotangent of the weighted mean. rows: float32 [HN, X / 64, 4, 64], in the order of `Rows`.
 
-    The sums are those of the gradient with respect to the logarithms of weights: over the keys that the query meets
-    exactly, and over those behind the state, of which the normalizer's share is missing. Accumulates in float32.
+    The sums are those of the gradient with respect to the logarithms of weights: over the in-window keys, and over the
+    keys in the state, without the normalizer's contribution. Accumulates in float32.
     """
     heads, time, head_dim = query.shape
     config = config.for_query_vjp()
@@ -138,7 +140,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
         place = placed()
         _copy_inputs(gmem, smem, place, config, chunk)
         far.copy(gmem, smem, place, layout, count, stages)
-        # Keys come while the last states are still being read.
+        # Keys are copied while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, exact_window)
         far.drain(smem, place, layout, stages)
 
@@ -193,9 +195,9 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
 
 
 def _placed(layout, count, chunk, groups):
-    """Where a block's rows, keys and state are in the arrays."""
+    """Returns the indices of a block's rows, keys and state in the arrays."""
     key_head = lax.div(lax.axis_index("head"), jnp.int32(groups))
-    # The block of 64 rows, counted in the chunk, that the first warpgroup owns.
+    # The block of 64 rows of the first warpgroup, counted in the chunk.
     block = lax.axis_index("rows") * count
     return {
         "head": lax.axis_index("head"),
@@ -214,17 +216,17 @@ def _load(x_smem):
 
 
 def _row(own, index):
-    """A vector of the warpgroup's queries."""
+    """Loads a vector of the warpgroup's queries."""
     return plgpu.load(own["rows_smem"].at[index], layout=_ROWS)
 
 
 def _along(own, index, shape):
-    """The same along the columns of that shape."""
+    """Broadcasts a vector of the warpgroup's queries along the columns of that shape."""
     return lax.broadcast_in_dim(_row(own, index), shape, [0])
 
 
 def _copy_inputs(gmem, smem, place, config, chunk):
-    """What every warpgroup needs from the start."""
+    """Copies the inputs that every warpgroup needs from the start."""
     head, ready = place["head"], smem["ready"]
     for n in range(config.query_blocks):
         time = pl.ds(place["begin"] + n * _BLOCK, _BLOCK)

@@ -1,13 +1,13 @@
 """The update at p = 4: states of plain monomials, carried along time in the accumulators of the tensor core.
 
-A block owns one unit of stacks (quartic_layout.py) of one head and walks the chunks of one segment of time. With Y the
-unit's block of y, S of a stack, 64 rows (scalar s, value e) and 48 columns, grows by
+A block has one unit of stacks (quartic_layout.py) of one head and runs over the chunks of one segment of time. With Y
+the unit's block of y, S of a stack, 64 rows (scalar s, value e) and 48 columns, grows by
 
     S <- S + (V~^T * s) Y,
 
-a product over 64 tokens whose first operand, the values repeated for each scalar, is multiplied in registers: along the
-tokens, by the scalar of the row. Before each chunk the block stores the state that the chunk's queries read, times the
-multiplicities of its features; then the state decays over the chunk.
+a product over 64 tokens. Its first operand, the values repeated for each scalar, is multiplied in registers along the
+tokens by the scalar of the row. Before each chunk the block stores the state that the chunk's queries read, times the
+multiplicities of its features. Then the state decays over the chunk.
 """
 
 import functools
@@ -31,14 +31,15 @@ _MINE = layouts.UNIT // _CONSUMERS
 
 
 def update(vector, scalars, value, carry, initial, weights, *, layout, config, chunk, dtype, interpret=None):
-    """States that the chunks read, times their weights, and the plain state after each segment.
+    """Returns the states that the chunks read, times their weights, and the plain state after each segment.
 
     vector: 16-bit [H, layout.rows, X], y of the keys with zeros in front, time last.
     scalars: 16-bit [H, layout.scalar_rows, X], the same products in the order of the scalars.
-    value: 16-bit [H, 64, X], E rows once for each scalar of a stack, times their decay up to the end of their chunk.
-    carry: float32 [H, n], what the state is multiplied by over each of the n = X / chunk chunks.
+    value: 16-bit [H, 64, X], E rows repeated for each scalar of a stack, times their decay up to the end of their
+    chunk.
+    carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
     initial: float32 [H, segments, U, 64, 48], the state before the first chunk of each segment.
-    weights: float32 [U, 64, 48], what states are multiplied by when they are stored.
+    weights: float32 [U, 64, 48], the factors of states when they are stored.
 
     Returns states [H, n, U, E, P] in `dtype`, the scalars of a stack side by side, and final float32 [H, segments, U,
     64, 48]. Accumulates in float32; products of a scalar and a value are rounded to the 16 bits of the operands.
@@ -121,7 +122,7 @@ def _body(*refs, layout, segments, stages, chunk, chunks, interpreted=None, **sm
 
 
 def _walk(gmem, smem, place, layout, warpgroup, interpreted, *accumulators):
-    """One warpgroup's stacks over the chunks of a segment."""
+    """Updates one warpgroup's stacks over the chunks of a segment."""
     head, segment = place["head"], place["segment"]
     store_smem = smem["store_smem"].at[warpgroup]
     stacks = [place["stack"] + n for n in range(_MINE)]

@@ -1,6 +1,6 @@
-"""Gradients of power attention through states at p = 4: what the backward kernels are given, and what becomes of it.
+"""Gradients at p = 4 through states: operands of the backward kernels, and final steps on their sums.
 
-The normalizer's share of gradients, of a matrix that has no room in the kernels, is added here.
+The normalizer's contribution to gradients is added here, because the kernels have no room for its matrix.
 """
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ _POWER = 4
 
 
 def fold_vjp(prepared, key, value, dfinal, config, interpret):
-    """As `backward.fold_vjp`, from what it has prepared."""
+    """Computes `backward.fold_vjp` at p = 4, from its prepared arrays."""
     batch, _, kv_heads, head_dim = key.shape
     layout = layouts.layout_for(head_dim, value.shape[-1])
     end, end_norm = quartic.start_of(dfinal, batch * kv_heads, head_dim, layout)
@@ -46,7 +46,7 @@ def fold_vjp(prepared, key, value, dfinal, config, interpret):
 
 
 def attend_vjp(prepared, saved, dual, config, *, chunk, exact_window, length, interpret):
-    """As `backward._attend_vjp`."""
+    """Computes `backward._attend_vjp` at p = 4."""
     of, unit, _, mean = prepared
     layout = layouts.Layout(unit.shape[-1], mean.dout.shape[-1])
     options = {
@@ -102,7 +102,7 @@ def _key_vjp(of, unit, mean, dual, length, options):
     vector, scalars = quartic.pair_products(jnp.swapaxes(narrow, 1, 2).astype(jnp.float32), layout)
     vector = jnp.swapaxes(vector, 1, 2)
 
-    # From keys with largest entries in [1/2, 1) to the dual states.
+    # Factors from keys with largest entries in [1/2, 1) to the gradients of the states.
     met = of.to_state, jnp.flip(dual.shifts, 1)[..., None] + _POWER * of.old_exponent[..., 0]
     met = preparation_vjp.lengthened(preparation.scaled_decay(*met).reshape(heads, -1), length)
     far = numerics.scaled(met, jnp.int32(layouts.WEIGHT_BITS))
@@ -127,14 +127,14 @@ def _key_vjp(of, unit, mean, dual, length, options):
     old = vector[:, : chunk * chunks].reshape(heads, 1, chunks, chunk, layout.rows)
     slopes = quartic.norm_products(old, jnp.flip(dual.norms, 1), layout)
     slopes = preparation_vjp.lengthened(slopes.reshape(heads, -1, layout.rows), length)
-    # In units of the keys themselves: y has their squares.
+    # In the scale of the keys themselves: y contains their squares.
     slopes = slopes * numerics.scaled(2 * met, -2 * exponent)[..., None]
     gradient, sums = _with_norm(gradient, sums, slopes, key, layout)
     return gradient, dvalue, sums
 
 
 def _with_norm(gradient, sums, slopes, x, layout):
-    """With the normalizer's share, given the gradient of y, slopes [.., X, rows]."""
+    """Adds the normalizer's contribution, given the gradient of y, slopes [.., X, rows]."""
     x = x.astype(jnp.float32)
     share = _of_entries(slopes, x, layout)
     total = (share * x).sum(-1) / _POWER
@@ -142,7 +142,7 @@ def _with_norm(gradient, sums, slopes, x, layout):
 
 
 def _of_entries(slopes, x, layout):
-    """The gradient of x [.., D], given that of its products of two entries, float32 [.., rows]."""
+    """Returns the gradient of x [.., D], given that of its products of two entries, float32 [.., rows]."""
     size = layout.head_dim
     place = np.zeros((size, size), np.int32)
     low, high = layouts.pairs(size)
@@ -152,7 +152,7 @@ def _of_entries(slopes, x, layout):
 
 
 def _inner(of, saved, dual, layout):
-    """As `backward._inner`; both states are stored times their weights."""
+    """Computes `backward._inner` at p = 4; both states are stored times their weights."""
     weights = layout.weights.reshape(layout.stacks, 1, layout.width)
     inverse = np.where(weights > 0, 4.0**layouts.WEIGHT_BITS / np.where(weights > 0, weights, 1), 0)
     product = saved.states.astype(jnp.float32) * jnp.flip(dual.states, 1).astype(jnp.float32)

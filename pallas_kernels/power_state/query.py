@@ -1,6 +1,6 @@
-"""The fused query: the state before the window, the keys from the window on, and the division.
+"""Fused query: the state before the window, the keys from the window on, and the division.
 
-A block owns one chunk's rows in `query_blocks` warpgroups of 64. Row i of a warpgroup sums, in one accumulator,
+A block has one chunk's rows in `query_blocks` warpgroups of 64. Row i of a warpgroup sums, in one accumulator,
 
     scale_i * sum_j (q_ij * q_i[windows]) S_j^T    over the 16 groups j of the state, by parts,
     (q_i . k)^2 * 2^(g_i - g_k) v                  over the keys k from the window's first one to i itself,
@@ -8,8 +8,8 @@ A block owns one chunk's rows in `query_blocks` warpgroups of 64. Row i of a war
 and divides by the same sums without states and values: q_i^T Z q_i for the state, plain sums for the keys.
 
 The decays g are running sums from the window's first key, in two floats: a multiple of a power of two that no sum
-rounds, and a small rest, so that a difference of two is right to rounding of itself however much lies before both.
-Weights of keys are split into two bfloat16 operands, whose sum has 16 bits: one alone would add as much error as the
+rounds, and a small remainder. The difference of two is therefore right to its own rounding, however large both are.
+Weights of keys are split into two bfloat16 operands, whose sum has 16 bits: a single one would add as much error as the
 rounding of the output does.
 """
 
@@ -47,16 +47,16 @@ def query_states(
     exact_window,
     interpret=None,
 ):
-    """The weighted mean of values of every query, bfloat16 [HN, X, E], and the sum of its weights, float32 [HN, X].
+    """Returns the weighted mean of values of every query, bfloat16 [HN, X, E], and its sum of weights, float32 [HN, X].
 
     query: bfloat16 [HN, X, D]; scalars: 16-bit [HN, D, X], the same, time last; HN a multiple of H.
-    states: 16-bit [H, n, 16, terms E, P], what chunk c's queries read at c, the sum of its terms. norm: bfloat16
-        [H, n, 2 D, D], Z as the sum of two.
+    states: 16-bit [H, n, 16, terms E, P], the state that chunk c's queries read at c, as the sum of its terms. norm:
+    bfloat16 [H, n, 2 D, D], Z as the sum of two.
     key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
-    decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over what the chunk sees, coarse and
-        fine. scale: float32 [H, X / 64, 64], from the state to each query.
+    decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over a chunk and its window, coarse
+    and fine. scale: float32 [H, X / 64, 64], from the state to each query.
 
-    Where all weights of a row are zero, so is the output. Accumulates in float32.
+    If all weights of a row are zero, its output is zero. Accumulates in float32.
     """
     head_dim, value_dim, count = query.shape[-1], value.shape[-1], config.query_blocks
     scratch = {
@@ -84,9 +84,9 @@ def query_states(
 
 
 def launch(body, arrays, scratch, *, key, value, config, chunk, exact_window, name, interpret):
-    """Runs `body` for blocks of rows of every query: the means of values [HN, X, E], and sums of weights [HN, X].
+    """Runs `body` for blocks of rows of every query; returns means of values [HN, X, E] and sums of weights [HN, X].
 
-    arrays: what the kernel is given, the first with HN and X in front; scratch: its shared memory. A block has a
+    arrays: the kernel's inputs, the first with HN and X as leading axes; scratch: its shared memory. A block has a
     warpgroup for each of `query_blocks` blocks of 64 rows, and one that copies.
     """
     heads, time = arrays[0].shape[:2]
@@ -127,7 +127,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
         "head": lax.axis_index("head"),
         "key_head": lax.div(lax.axis_index("head"), jnp.int32(groups)),
         "chunk": lax.axis_index("chunk"),
-        # The block of 64 rows, counted in the chunk, that the first warpgroup owns.
+        # The block of 64 rows of the first warpgroup, counted in the chunk.
         "block": lax.axis_index("rows") * config.query_blocks,
     }
 
@@ -138,7 +138,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
         _copy_inputs(gmem, smem, place, config, chunk)
         far.copy_norms(gmem, smem, place, config)
         steps = far.copy_states(gmem, smem, place, config)
-        # Keys come while the last states are still being read.
+        # Keys are copied while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, exact_window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
 
@@ -179,7 +179,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
 
 
 def _copy_inputs(gmem, smem, place, config, chunk):
-    """What every warpgroup needs from the start."""
+    """Copies the inputs that every warpgroup needs from the start."""
     head, key_head, ready = place["head"], place["key_head"], smem["ready"]
     begin = place["chunk"] * chunk + place["block"] * _BLOCK
     for n in range(config.query_blocks):
@@ -192,7 +192,7 @@ def _copy_inputs(gmem, smem, place, config, chunk):
 
 
 def _norm_of_queries(query_smem, smem, layout, config, interpreted):
-    """q^T Z q for 64 rows; Z is symmetric, so that its rows serve as keys do."""
+    """Returns q^T Z q for 64 rows; Z is symmetric, so its rows can be loaded like keys."""
     query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
     if layout.head_dim < _BLOCK:
         query = jnp.concatenate([query] * (_BLOCK // layout.head_dim), 1)
@@ -208,7 +208,7 @@ def _norm_of_queries(query_smem, smem, layout, config, interpreted):
 
 
 def _read_states(acc, own, smem, terms, layout, config, interpreted):
-    """acc += phi(q) S^T, one part of a group of features at a time."""
+    """Adds phi(q) S^T to acc, one part of a group of features at a time."""
     dtype = smem["state_smem"].dtype
     columns = layout.width // config.parts
     query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(dtype)
@@ -220,7 +220,7 @@ def _read_states(acc, own, smem, terms, layout, config, interpreted):
             tiles = []
             for piece in layout.pieces(part * columns, (part + 1) * columns):
                 scalar = plgpu.load(own["scalar_smem"].at[piece.scalar + group], layout=_ROWS)
-                # Pairs across tiles stand for both orders.
+                # Pairs across tiles represent both orders.
                 scalar = scalar + scalar if piece.weight == 2 else scalar
                 vector = wrapped[:, piece.vector : piece.vector + piece.width]
                 tiles.append(vector * lax.broadcast_in_dim(scalar, vector.shape, [0]))
@@ -251,7 +251,7 @@ def read_keys(acc, own, smem, denominator, block, end, config, exact_window, int
 
 
 def store_mean(acc, total, out_smem, out):
-    """Writes acc / total, or zero where the total is zero, by way of shared memory."""
+    """Writes acc / total, or zero where the total is zero, through shared memory."""
     total = lax.broadcast_in_dim(total, acc.shape, [0])
     some = total > 0
     mean = jnp.where(some, acc[...] / jnp.where(some, total, 1.0), 0.0)

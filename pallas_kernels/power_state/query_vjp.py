@@ -1,16 +1,16 @@
-"""The gradient with respect to queries: through the state before the window, and through the keys from there on.
+"""Gradient of queries: through the state before the window, and through the keys from the window on.
 
-A block owns one chunk's rows in as many warpgroups of 64 as `query_vjp_blocks` says. For each group j of the state and
-each index i = 16 a + j, with M_b = (dO narrow) S[i, b]^T for the window of tiles b that i multiplies,
+A block has one chunk's rows in `query_vjp_blocks` warpgroups of 64. For each group j of the state and each index i = 16
+a + j, with M_b = (dO narrow) S[i, b]^T for the window of tiles b that i multiplies,
 
     dx_b += x_i M_b                 as the features' vector,
     dx_i += sum over b of x_b M_b   as their scalar,
 
-which is half the gradient of x^T S x: pairs across tiles count twice. A pair within the tile of i is there in both
-orders, of which each would be the scalar once; as the state is symmetric, being the vector twice is the same. dO is
-multiplied by a power of two that lets float16 hold it.
+which is half the gradient of x^T S x: pairs across tiles count twice. A pair within the tile of i occurs in both
+orders, each of which would contribute once as the scalar; as the state is symmetric, contributing twice as the vector
+is the same. dO is multiplied by a power of two so that it fits in float16.
 
-The normalizer's share is subtracted, and what the keys add follows in the same accumulator (`near_vjp`).
+The normalizer's contribution is subtracted, and the keys' contribution is added in the same accumulator (`near_vjp`).
 """
 
 import functools
@@ -38,7 +38,7 @@ _POWER = 2
 class Rows(NamedTuple):
     """Factors of each query, in the order in which the kernel takes them."""
 
-    narrow: jax.Array  # 2^-a, which brings the largest entry of its dO into [1/2, 1)
+    narrow: jax.Array  # 2^-a, scales the largest entry of its dO into [1/2, 1)
     far: jax.Array  # 2^a times the factor from the state to the query
     delta: jax.Array  # dO . o
     inverse: jax.Array  # 1 / den, 0 where den is 0
@@ -61,23 +61,23 @@ def query_vjp(
     exact_window,
     interpret=None,
 ):
-    """The gradient of every query, bfloat16 [HN, X, D], and float32 sums [HN, 2, X].
+    """Returns the gradient of every query, bfloat16 [HN, X, D], and float32 sums [HN, 2, X].
 
     query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [HN, X, E], the
     cotangent of the weighted mean. rows: float32 [HN, X / 64, 4, 64], in the order of `Rows`.
 
-    The sums are those of the gradient with respect to the logarithms of decays, over the keys that the query meets
-    exactly, and over those behind the state. Accumulates in float32.
+    The sums are those of the gradient with respect to the logarithms of decays, over the in-window keys, and over the
+    keys in the state. Accumulates in float32.
     """
     heads, time, head_dim = query.shape
     config = config.for_query_vjp()
     value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
     width = layout.width // config.parts
-    # At D = 128 memory is lacking for all values of a part.
-    # Registers for dO are lacking at E = 128.
+    # At D = 128 shared memory cannot hold all values of a part.
+    # At E = 128 there are too few registers for dO.
     narrows = value_dim == 128
     held_values = _BLOCK if head_dim == 128 else value_dim
-    # Registers for queries are lacking at D = 128: tiles are read as they are needed.
+    # At D = 128 there are too few registers for queries: tiles are read as they are needed.
     tile = layouts.TILE if head_dim == 128 else None
     scratch = {
         "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype, tile),
@@ -94,7 +94,7 @@ def query_vjp(
         "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
     }
     if narrows:
-        # While states are read, dO is an operand like them.
+        # While states are read, dO is an operand in their dtype.
         scratch["narrow_smem"] = products.operand((count,), _BLOCK, value_dim, states.dtype, width)
     else:
         scratch["dout_smem"] = products.operand((count,), _BLOCK, value_dim, dout.dtype)
@@ -134,7 +134,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
         "head": lax.axis_index("head"),
         "key_head": lax.div(lax.axis_index("head"), jnp.int32(groups)),
         "chunk": lax.axis_index("chunk"),
-        # The block of 64 rows, counted in the chunk, that the first warpgroup owns.
+        # The block of 64 rows of the first warpgroup, counted in the chunk.
         "block": lax.axis_index("rows") * config.query_blocks,
     }
 
@@ -147,7 +147,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
         steps = far.copy_states(
             gmem, smem, place, config, functools.partial(_piece, layout=layout, config=config)
         )
-        # Keys come while the last states are still being read.
+        # Keys are copied while the last states are still being read.
         near.copy_keys(gmem, smem, place, config, chunk, exact_window, far.norm_blocks(layout))
         ring.drain(steps, config.state_stages, smem["state_free"])
 
@@ -167,7 +167,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
         row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
 
         narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
-        # Where registers are short: for large queries, two terms, and a chunk whose loop over keys is unrolled.
+        # Registers are short for large queries, two terms, and a chunk whose loop over keys is unrolled.
         short = layout.head_dim == 128 or terms == 2 or chunk == config.query_blocks * _BLOCK
         query = _query_of(own["query_smem"], short)
         start = _read_norm(query(), smem, layout, config, held and held[2:3])
@@ -203,7 +203,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
 
 
 def _copy_inputs(gmem, smem, place, config, chunk):
-    """What every warpgroup needs from the start."""
+    """Copies the inputs that every warpgroup needs from the start."""
     head, ready = place["head"], smem["ready"]
     begin = place["chunk"] * chunk + place["block"] * _BLOCK
     for n in range(config.query_blocks):
@@ -218,9 +218,9 @@ def _copy_inputs(gmem, smem, place, config, chunk):
 
 
 def _piece(index, layout, config):
-    """The group and the part that are read at a step: by sections, rounds, groups of a round, parts of a section.
+    """Returns the group and part to read at a step: by section, round, group of a round, and part of a section.
 
-    A round of more than one has neighbors in its first half, and the same plus 8 in the other.
+    In a round of more than one group, the first half are neighbors, and the second half are the same plus 8.
     """
     parts, groups = config.parts // layout.sections, config.query_vjp_groups
     step, part = lax.div(index, parts), lax.rem(index, parts)
@@ -231,12 +231,12 @@ def _piece(index, layout, config):
 
 
 def _rows_of(dout):
-    """A function that reads 64 rows of dO, from shared or global memory."""
+    """Returns a function that reads 64 rows of dO, from shared or global memory."""
     return lambda: plgpu.load(dout, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def _narrowed(dout, narrow, own, dtype):
-    """dO times powers of two as an operand, in shared memory where that is there for it."""
+    """Returns dO times powers of two as an operand, in shared memory if that is allocated."""
     narrowed = (dout.astype(jnp.float32) * lax.broadcast_in_dim(narrow, dout.shape, [0])).astype(dtype)
     if "narrow_smem" not in own:
         return narrowed
@@ -246,9 +246,10 @@ def _narrowed(dout, narrow, own, dtype):
 
 
 def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
-    """`start` and half the gradient of q^T S q, float32 [64, D]; dout: the operand that states are multiplied by.
+    """Returns `start` plus half the gradient of q^T S q, float32 [64, D].
 
-    Sections are alike but for where they begin: each counts tiles of queries and of their gradient from its own first.
+    dout: the operand that states are multiplied by. Sections differ only in where they begin: each counts tiles of
+    queries and of their gradient from its own first tile.
     """
     parts, columns = config.parts // layout.sections, layout.width // config.parts
     vector_of = _vector_of(own["query_smem"])
@@ -269,9 +270,9 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
         if steps % config.state_stages:
             slots = [ring.slot_of(rounds * steps + slot, config.state_stages) for slot in slots]
         else:
-            # Known when this is compiled.
+            # Known at compile time.
             slots = [slot % config.state_stages for slot in slots]
-        # Before the accumulator is there: no zeros need to be kept meanwhile.
+        # Wait before the accumulator exists, so that its zeros do not occupy registers meanwhile.
         for slot in slots:
             plgpu.barrier_wait(smem["state_full"].at[slot])
 
@@ -286,7 +287,7 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
         return weights
 
     def group(first, turn, place, gradients):
-        # Where the group's index may be in its tile, in the first or the second half, and which of them it is.
+        # The halves of its tile that may contain the group's index, and the index within the half.
         shares, halves, index = 0.0, (0, 1), turn
         if round_groups > 1:
             halves, index = (place // half_round,), turn * half_round + place % half_round
@@ -318,7 +319,7 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
 
     def groups(turn, gradients, first):
         gradients = list(gradients)
-        # Places are unrolled, so that each has its column in registers of its own.
+        # Unrolled, so that each group has its column in registers of its own.
         for place in range(round_groups):
             gradients = group(first, turn, place, gradients)
         return tuple(gradients)
@@ -336,9 +337,9 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
 
 
 def _query_of(query_smem, in_registers):
-    """A function that gives the query as an operand.
+    """Returns a function that returns the query as an operand.
 
-    Of one in shared memory the compiler keeps the descriptors from one use to the next.
+    For a query in shared memory, the compiler keeps the descriptors between uses.
     """
     if in_registers:
         return lambda: plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
@@ -346,7 +347,10 @@ def _query_of(query_smem, in_registers):
 
 
 def _vector_of(query_smem):
-    """A function of the first of 16 indices, in two summands and cyclic, that gives them, float32 [64, 16]."""
+    """Returns a function of the first of 16 indices, given as two summands, that returns these, float32 [64, 16].
+
+    Indices are cyclic.
+    """
     head_dim = query_smem.shape[1]
     if head_dim == 128:
         load = functools.partial(plgpu.load, layout=plgpu.Layout.WGMMA)
@@ -361,7 +365,7 @@ def _vector_of(query_smem):
 
 
 def _read_norm(query, smem, layout, config, interpreted):
-    """q Z for 64 rows, float32 [64, D]; Z is symmetric, so that its rows serve as keys do."""
+    """Returns q Z for 64 rows, float32 [64, D]; Z is symmetric, so its rows can be loaded like keys."""
     total = {}
     for step in range(far.norm_blocks(layout)):
         slot = step % config.key_stages
@@ -376,7 +380,7 @@ def _read_norm(query, smem, layout, config, interpreted):
 
 
 def _store(acc, factor, out_smem, out):
-    """Writes factor times acc by way of shared memory."""
+    """Writes factor times acc through shared memory."""
     out_smem[...] = (acc[...] * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(out_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem, out)

@@ -1,4 +1,4 @@
-"""Slots of shared memory that a copying warpgroup fills and the others free."""
+"""Ring of shared-memory slots that a copying warpgroup fills and the other warpgroups free."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,12 +9,12 @@ __all__ = ["drain", "fill", "put", "slot_of"]
 
 
 def slot_of(step, stages):
-    """The slot of a step."""
+    """Returns the slot of a step."""
     return lax.rem(step, jnp.int32(stages))
 
 
 def fill(count, stages, free, copy, first=0):
-    """Calls copy(step, slot) for each step from `first` on and below `count` once its slot is free.
+    """Calls copy(step, slot) for each step from `first` to `count` - 1, once its slot is free.
 
     Returns when all slots are free.
     """
@@ -30,8 +30,8 @@ def put(step, stages, free, copy):
 
 
 def drain(count, stages, free):
-    """Returns when the slots of the last of `count` steps are free."""
-    # A barrier must have been waited for as often as it was completed when its memory is given back.
+    """Waits until the slots of the last of `count` steps are free."""
+    # Before the memory of a barrier is released, it must have been waited for as often as it was completed.
     pl.loop(jnp.maximum(count - stages, 0), count)(
         lambda step: plgpu.barrier_wait(free.at[slot_of(step, stages)])
     )

@@ -9,25 +9,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = ["add_arriving", "join"]
 
-# Threads of a warpgroup, numbers that one of them loads at once (16 bytes of float16), and its loads at most.
+# Threads of a warpgroup, elements per load of one thread (16 bytes of float16), and its maximum number of loads.
 _THREADS, _VECTOR, _LOADS = 128, 8, 5
 
 
 def join(states, finals, log2_carry, stored=lambda state: state, *, interpret=None):
-    """Returns the state before each chunk and the final state. Each segment but the first began at zero.
+    """Returns the state before each chunk and the final state. Each segment except the first began at zero.
 
     Args:
-        states: [H, n, A, B, C], what chunks read, each from its own segment alone.
+        states: [H, n, A, B, C], the states that chunks read, each from its own segment only.
         finals: float32 [H, segments, ...], the state after each segment; zero after a segment without chunks.
         log2_carry: float32 [H, n], log2 of the decay over each chunk.
-        stored: linear map from states as `finals` holds them to states as chunks read them.
+        stored: linear map from states in the layout of `finals` to states as chunks read them.
         interpret: parameters of the GPU interpreter, or None to run on a GPU.
     """
     chunks, segments = states.shape[1], finals.shape[1]
     if segments == 1:
         return states, finals[:, 0]
 
-    # What came before a segment decays into each of its states.
+    # The state before a segment is decayed into each of its states.
     length = -(-chunks // segments)
     decay = jnp.pad(log2_carry, [(0, 0), (0, segments * length - chunks)])
     since = jnp.cumsum(decay.reshape(-1, segments, length), -1)
@@ -40,9 +40,9 @@ def join(states, finals, log2_carry, stored=lambda state: state, *, interpret=No
 
 
 def add_arriving(states, arriving, factor, *, interpret=None):
-    """Adds factor [H, n] * arriving state [H, segments, ...] to the states [H, n, ...] of all segments but the first.
+    """Adds factor [H, n] * arriving state [H, segments, ...] to the states [H, n, ...] of later segments.
 
-    The states are changed in place: those of the first segment, where nothing arrives, are not moved.
+    The states are changed in place. Those of the first segment, to which nothing is added, are not moved.
     """
     heads, chunks, *rest = states.shape
     length = -(-chunks // arriving.shape[1])
@@ -61,7 +61,7 @@ def add_arriving(states, arriving, factor, *, interpret=None):
         joined = state + factor[head, chunk] * plgpu.load(source, layout=layout, optimized=False)
         states[head, chunk, part] = joined.astype(states.dtype)
 
-    # A kernel writes in place what it is given as a reference.
+    # A kernel updates references in place.
     states_ref = jax.new_ref(states.reshape(heads, chunks, num_parts, part_size))
     plgpu.kernel(
         body,

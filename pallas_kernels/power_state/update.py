@@ -1,12 +1,12 @@
 """The update: states of plain monomials, carried along time in the accumulators of the tensor core.
 
-A block owns a section of some groups of features of one head, and 64 values, and walks the chunks of one segment of
-time. For each scalar i of a group, with its window w of indices,
+A block has one section of some groups of features of one head, and 64 values, and runs over the chunks of one segment
+of time. For each scalar i of a group, with its window w of indices,
 
     S[:, w] <- S[:, w] + (V~^T * k_i) K_w,
 
-a product over 64 tokens whose first operand is scaled in registers along the tokens. Before each chunk the block
-stores the state as it is, the one that the chunk's queries read; then the state decays over the chunk.
+a product over 64 tokens whose first operand is scaled in registers along the tokens. Before each chunk the block stores
+the current state, which the chunk's queries read; then the state decays over the chunk.
 """
 
 import functools
@@ -29,17 +29,18 @@ _CONSUMERS = 2
 
 
 def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interpret=None):
-    """States that the chunks read, and the state after each segment.
+    """Returns the states that the chunks read, and the state after each segment.
 
     key: 16-bit [H, D, X], time last.
     value: 16-bit [H, E, X], times its decay up to the end of its chunk; E a multiple of 64.
-    carry: float32 [H, n], what the state is multiplied by over each of the n = X / chunk chunks.
+    carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
     initial: float32 [H, segments, 16, sections, E, P / sections], the state before the first chunk of each segment.
 
-    terms: what a stored entry is the sum of: 1, or 2, the entry rounded and what that left.
+    terms: number of terms whose sum is a stored entry: 1, or 2, the rounded entry and the rounding error.
 
-    Returns states [H, n, 16, terms E, P] in the type of keys, the second terms behind the first, and the last ones
-    like `initial`. Accumulates in float32; products of a key and a value are rounded to the 16 bits of the operands.
+    Returns states [H, n, 16, terms E, P] in the dtype of keys, with the second terms after the first, and the final
+    states like `initial`. Accumulates in float32; products of a key and a value are rounded to the 16 bits of the
+    operands.
     """
     heads, _, time = key.shape
     dtype, value_dim, chunks = key.dtype, value.shape[1], time // chunk
@@ -80,9 +81,9 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interp
 
 
 class _Place(NamedTuple):
-    """What a block owns: groups from `group` on of a section of features, and 64 of the values, of a head.
+    """Part of the work of one block: groups from `group` on of a section of features, and 64 of the values, of a head.
 
-    chunk, chunk_count: the chunks that it walks, the first and how many.
+    chunk, chunk_count: first chunk and number of chunks that the block processes.
     """
 
     head: jax.Array
@@ -95,7 +96,7 @@ class _Place(NamedTuple):
 
     @classmethod
     def of_block(cls, config, chunks, segments):
-        """That of the block that runs this."""
+        """Returns the place of the block that runs this."""
         segment, each = lax.axis_index("segment"), -(-chunks // segments)
         return cls(
             head=lax.axis_index("head"),
@@ -130,7 +131,7 @@ def _body(
 
     @pl.when(warpgroup == _CONSUMERS)
     def _produce():
-        # Of 168 registers each at launch; with fewer than 40 the copies of pieces spill.
+        # Each warpgroup has 168 registers per thread at launch; with fewer than 40 the copies of pieces would spill.
         plgpu.set_max_registers(40, action="decrease")
         copy = functools.partial(_copy_tokens, key, value, smem, place, place.chunk * chunk, layout, config)
         ring.fill(place.chunk_count * blocks, config.update_stages, smem["free"], copy)
@@ -180,16 +181,19 @@ def _body(
 
 
 def _key_pieces(layout):
-    """Rows of keys that are copied at once, (first, count): the windows of a section go round past the last index."""
+    """Returns the (first, count) of the rows of keys in each copy.
+
+    The windows of a section wrap around past the last index.
+    """
     if layout.sections == 1:
         pieces = (0, layout.head_dim), (layout.head_dim, layout.section_rows - layout.head_dim)
         return tuple(piece for piece in pieces if piece[1])
-    # Where a section goes round depends on the section, but always between two tiles.
+    # A section wraps around at a position that depends on the section, but always between two tiles.
     return tuple((begin, layouts.TILE) for begin in range(0, layout.section_rows, layouts.TILE))
 
 
 def _copy_tokens(key, value, smem, place, first_token, layout, config, step, slot):
-    """Keys of the section, values, and the scalars of every tile, for 64 tokens."""
+    """Copies keys of the section, values, and the scalars of every tile, for 64 tokens."""
     tokens, full = pl.ds(first_token + step * _BLOCK, _BLOCK), smem["full"].at[slot]
     first_row = place.section * layouts.TILE
     for begin, count in _key_pieces(layout):
@@ -216,12 +220,12 @@ def _store(store_smem, states, place, layout, terms, acc, chunk, group):
 
 
 def _store_terms(acc, store_smem):
-    """The accumulator in 16 bits, and behind it what that left of it, if there is room."""
+    """Stores the accumulator in 16 bits, followed by its rounding error if there is room."""
     whole = acc[...]
     if store_smem.shape[0] == 1:
         store_smem[0] = whole.astype(store_smem.dtype)
         return
-    # Where accumulators leave few registers, a few columns at a time: all that is rounded would not fit.
+    # If accumulators leave few registers, a few columns at a time: all rounded columns would not fit.
     step = 48 if whole.shape[1] % 48 == 0 else whole.shape[1]
     for begin in range(0, whole.shape[1], step):
         part = whole[:, begin : begin + step]

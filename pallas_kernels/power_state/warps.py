@@ -1,7 +1,7 @@
-"""What the four warps of a warpgroup do differently.
+"""Per-warp operations within a warpgroup.
 
-A warp owns 16 of the 64 rows of a matrix in the tensor core's layout. Arrays of Pallas are those of a warpgroup, and a
-vector along the columns is in all four warps alike; here each warp reads its own.
+A warp has 16 of the 64 rows of a matrix in the tensor core's layout. Pallas arrays belong to a whole warpgroup, and a
+vector along the columns is the same in all four warps; here each warp reads its own.
 """
 
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ _WARPS = 4
 
 
 def rows_of_warps(ref, shape, interpreted):
-    """The rows of ref [n, columns], in shared memory, each repeated 64 / n times, as a factor of `shape` [64, columns].
+    """Returns the rows of ref [n, columns] in shared memory, each repeated 64 / n times, in `shape` [64, columns].
 
-    n divides 4. Only elementwise operations may follow: what is declared, a vector that all warps hold, is not what
-    there is.
+    n divides 4. Only elementwise operations may follow: the declared type is a vector that all warps share, but each
+    warp has its own.
     """
     if interpreted:
         return jnp.repeat(ref[...], shape[0] // ref.shape[0], 0)
@@ -28,7 +28,7 @@ def rows_of_warps(ref, shape, interpreted):
 
 
 def _warp():
-    """The index of this warp in its block."""
+    """Returns the index of this warp in its block."""
 
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())))
     def index(_):

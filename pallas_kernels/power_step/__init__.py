@@ -1,4 +1,4 @@
-"""One token of power attention on Hopper GPUs: what its queries read, and what its state folds."""
+"""Kernels for one token of power attention on Hopper GPUs: reading the state, and updating it."""
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,10 @@ def read(
     power: int,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums of values weighted by (q . k)^p, over the tokens of the state and of the window, and of the weights.
+    """Returns sums of values weighted by (q . k)^p, and of the weights, over the tokens of state and window.
 
-    The state and the window are read once for all query heads of a key head. All arrays and sums are float32.
-    Not differentiable.
+    The state and the window are read once for all query heads of a key head. All arrays and sums are float32. Not
+    differentiable.
 
     Args:
         features: [B, K, G, F], phi(q) times the decay from the state to the query, in the order of kv's rows.
@@ -43,7 +43,7 @@ def read(
         numerator [B, K, G, E] and denominator [B, K, G].
 
     Raises:
-        NotImplementedError: for what the kernel cannot do, naming the constraint.
+        NotImplementedError: for unsupported requests, naming the constraint.
     """
     batch, kv_heads, group, count = features.shape
     config = configs.choose(
@@ -73,22 +73,22 @@ def fold(
     *,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """kv and norm after W tokens are folded into some rows of the batch: S <- carry S + sum_w phi_w v_w^T.
+    """Updates kv and norm with W tokens for some rows of the batch: S <- carry S + sum_w phi_w v_w^T.
 
-    The results take the place of kv and norm where those are not needed any more; other rows are not touched. Sizes
-    are those that `choose` accepts. Not differentiable.
+    The results reuse the memory of kv and norm if these are not needed any more; other rows are not touched. `choose`
+    documents the supported sizes. Not differentiable.
 
     Args:
         kv: [B, K, F, E], float32.
         norm: [B, K, F], float32.
-        rows: int32 [n], entries of the batch.
-        count: int32 [], how many of them, the first, are folded. Each of those occurs once.
+        rows: int32 [n], rows of the batch.
+        count: int32 [], the number of leading entries of `rows` to update. Each of those occurs once.
         features: [n, K, W, F], phi(k) of each token times the decay after it.
         values: [n, W, K, E].
         carry: [n, K], the decay over all W tokens.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    # A kernel writes in place what it is given as a reference.
+    # A kernel updates references in place.
     held = jax.new_ref(kv), jax.new_ref(norm)
     folding.fold(*held, rows, jnp.reshape(count, 1), features, values, carry, interpret=interpret)
     kv, norm = map(jax.freeze, held)

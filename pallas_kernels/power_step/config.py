@@ -1,4 +1,4 @@
-"""Tile sizes of the kernels, and what they cannot do."""
+"""Tile sizes of the kernels, and the sizes that they support."""
 
 import dataclasses
 import math
@@ -13,30 +13,30 @@ __all__ = ["COMPILER", "FOLD_TILE", "Config", "choose", "chunk_rows", "layout", 
 _THREADS, _VECTOR = 128, 4
 # Rows of shared memory that one copy may fill: TMA takes at most 256 along an axis.
 _ROWS = 256
-# Bytes of a tile of the state, and tiles in flight: enough of them in the two or three blocks of a multiprocessor to
-# hide the latency of memory.
+# Bytes of a tile of the state, and tiles in flight: enough in the two or three blocks per multiprocessor to hide the
+# latency of memory.
 _TILE_BYTES = 16 * 1024
 _STAGES = 4
-# Blocks that share the work: four rounds of three for each of an H100's 132 multiprocessors, so that the last round,
-# which is not full, is short.
+# Blocks that share the work: four rounds of three for each of an H100's 132 multiprocessors, so that the last, partial
+# round is short.
 _BLOCKS = 4 * 3 * 132
-# Query heads of a key head, and registers of a thread that may hold their sums: more of either spill.
+# Maximum query heads per key head, and registers per thread for their sums; more of either would spill.
 _GROUP, _SUMS = 16, 128
-# Tokens of the window that a fold holds in shared memory, values of 128 and features of a tile each.
+# Tokens of the window that fit in shared memory in a fold, each with 128 values and the features of a tile.
 _WINDOW = 128
-# Rows of the state that a block of the fold updates: as many as its registers hold.
+# Rows of the state that a block of the fold updates, limited by its registers.
 FOLD_TILE = 64
-# Tiles stay in shared memory as they are: inferred layouts swizzle them in eights, which F need not be a multiple of.
+# Tiles are not swizzled in shared memory: inferred layouts swizzle rows in groups of 8, and F may not be a multiple.
 COMPILER = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """How one call is cut up. Made by `choose`.
+    """Tiling of one call. Made by `choose`.
 
     tile: rows of the state in one copy of the read.
     stages: copies in flight in each block of the read.
-    parts, tiles: blocks that share the state of a head, and how many tiles each of them takes.
+    parts, tiles: number of blocks that share the state of a head, and of tiles per block.
     """
 
     tile: int
@@ -46,9 +46,9 @@ class Config:
 
 
 def choose(*, heads, group, features, head_dim, value_dim, exact_window, power, dtype) -> Config:
-    """Tile sizes for `heads` key heads (times the batch) of `group` query heads each.
+    """Returns the tile sizes for `heads` key heads (times the batch) of `group` query heads each.
 
-    Raises NotImplementedError naming the first constraint that the arguments break.
+    Raises NotImplementedError naming the first constraint that the arguments violate.
     """
     supported = {
         f"float32 states, not {jnp.dtype(dtype).name}": dtype == jnp.float32,
@@ -77,19 +77,19 @@ def choose(*, heads, group, features, head_dim, value_dim, exact_window, power, 
 
 
 def _columns(width: int) -> int:
-    """Columns that a row of threads lies side by side on: a power of two that divides the width."""
+    """Returns the columns covered by one row of threads: a power of two that divides the width."""
     return math.gcd(width, _VECTOR * 16)
 
 
 def chunk_rows(width: int) -> int:
-    """Rows of `width` floats that a warpgroup holds at once, four columns a thread."""
+    """Returns the rows of `width` floats that a warpgroup holds at once, four columns per thread."""
     return _THREADS * _VECTOR // _columns(width)
 
 
 def layout(width: int):
-    """Who holds what of rows of `width` floats: four columns a thread, lanes first along a row, then down rows.
+    """Returns the register layout of rows of `width` floats: four columns per thread, lanes first along a row.
 
-    Every load is of 16 bytes and free of conflicts, and a sum over rows is one register for each of its columns.
+    Every load is of 16 bytes and free of bank conflicts, and a sum over rows needs one register per column.
     """
     columns, rows = _columns(width), chunk_rows(width)
     return plgpu.Layout.TILED(
@@ -101,5 +101,5 @@ def layout(width: int):
 
 
 def spread(x, shape, axis):
-    """A vector along `axis` of an array of that shape, in the layout of its rows."""
+    """Broadcasts a vector along `axis` to an array of that shape, in the layout of its rows."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout(shape[1]))

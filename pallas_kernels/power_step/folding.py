@@ -1,8 +1,8 @@
-"""S <- carry S + sum_w phi(k_w) v_w^T for some rows of the batch, where the state lies.
+"""In-place update S <- carry S + sum_w phi(k_w) v_w^T for some rows of the batch.
 
-A block of one warpgroup updates a tile of the state of one head: the tile, the tokens' features for its rows and the
-tokens' values come by TMA; a thread adds the products of its rows and columns, token after token, in float32; the
-tile goes back to where it came from. Rows of the batch that are not chosen are neither read nor written.
+A block of one warpgroup updates a tile of the state of one head. TMA loads the tile, the tokens' features for its rows
+and the tokens' values. A thread adds the products of its rows and columns, token after token, in float32. The tile is
+then written back to its place. Rows of the batch that are not chosen are neither read nor written.
 """
 
 import jax.numpy as jnp
@@ -16,11 +16,11 @@ __all__ = ["fold"]
 
 
 def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
-    """Folds W tokens into kv [B, K, F, E] and norm [B, K, F], `jax.Ref`s of float32, in place.
+    """Updates kv [B, K, F, E] and norm [B, K, F], `jax.Ref`s of float32, with W tokens, in place.
 
-    rows: int32 [n], entries of the batch, of which the first `count` (int32 [1]) are folded. features: float32
-    [n, K, W, F], phi(k_w) times the decay after token w. values: float32 [n, W, K, E]. carry: float32 [n, K], the
-    decay over all W tokens.
+    rows: int32 [n], rows of the batch, of which the first `count` (int32 [1]) are updated. features: float32 [n, K, W,
+    F], phi(k_w) times the decay after token w. values: float32 [n, W, K, E]. carry: float32 [n, K], the decay over all
+    W tokens.
     """
     size, kv_heads, exact_window, count_features = features.shape
     tile, value_dim = configs.FOLD_TILE, values.shape[-1]
@@ -73,8 +73,8 @@ def _body(
         state_smem[...] = state
         norm_smem[...] = weight
         plgpu.commit_smem()
-        # A contiguous copy to global memory is cut off only where the whole array ends, not where this head's
-        # features do, so the last tile stores exactly the rows that the head has left.
+        # A contiguous copy to global memory is clipped only at the end of the whole array, not at the end of this
+        # head's features. The last tile therefore stores exactly the remaining rows of the head.
         remainder = norm.shape[2] % tile
         whole = begin + tile <= norm.shape[2]
 

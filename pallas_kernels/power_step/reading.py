@@ -1,10 +1,10 @@
-"""What a query sees: the folded state and the exact window, read once for all query heads of a key head.
+"""Sums over the state and the exact window for each query, with one read for all query heads of a key head.
 
-Blocks of one warpgroup share the state of a head, tiles of rows through a ring in shared memory that TMA fills. A
-thread holds the sums of its columns over its rows; rows are added across threads once, at the end. One more block
-takes the window: its values are rows like those of the state, their weights (q . k)^p made beside them. Nothing is
-rounded to less than float32. What is bound by memory needs little else: for a tile of 16 KB, a warp has 50
-instructions a query head to do and its share of bandwidth takes 1,200 cycles.
+Blocks of one warpgroup share the state of a head; TMA loads tiles of rows into a ring in shared memory. A thread holds
+the sums of its columns over its rows. Rows are added across threads once, at the end. One more block processes the
+window: its values are treated like rows of the state, with weights (q . k)^p computed in the kernel. Nothing is rounded
+to less than float32. The kernel is bound by memory: for a tile of 16 KB, a warp executes 50 instructions per query
+head, while its share of bandwidth takes 1,200 cycles.
 """
 
 import functools
@@ -20,21 +20,21 @@ from pallas_kernels.power_step import config as configs
 
 __all__ = ["read"]
 
-# Products of keys and a query that a warpgroup holds at once, 32 a thread.
+# Products of keys and a query that a warpgroup holds at once, 32 per thread.
 _PRODUCTS = 32 * 128
 
 
 def read(features, kv, norm, query, keys, values, decay, *, power, config, interpret=None):
-    """Sums over rows of the state and of the window: numerators [B, K, P, G, E] and denominators [B, K, P, G, R].
+    """Returns sums over rows of the state and of the window: numerators [B, K, P, G, E], denominators [B, K, P, G, R].
 
-    Sums over P, the blocks that share a head, and over R are left to the caller, since they are small.
+    The caller sums over P, the blocks that share a head, and over R, since these are small.
 
-    features: [B, K, G, F], of the queries, times what the state has decayed by; kv: [B, K, F, E]; norm: [B, K, F].
-    query: [B, K, G, D]; keys: [B, 2W, K, D]; values: [B, 2W, K, E]; decay: [B, K, 2W]. All float32.
+    features: [B, K, G, F], of the queries, times the decay since the state; kv: [B, K, F, E]; norm: [B, K, F]. query:
+    [B, K, G, D]; keys: [B, 2W, K, D]; values: [B, 2W, K, E]; decay: [B, K, 2W]. All float32.
     """
     batch, kv_heads, group, _ = features.shape
     parts = config.parts + 1
-    # Weights beyond the window are zero; what lies beyond other arrays is read as zero.
+    # Weights beyond the window are zero; reads beyond the end of other arrays return zero.
     decay = jnp.pad(decay, [(0, 0), (0, 0), (0, -decay.shape[-1] % config.tile)])
     shape = batch, kv_heads, parts, group
     kernel = plgpu.kernel(
@@ -100,7 +100,7 @@ def _body(features, kv, norm, query, keys, values, decay, numerator, denominator
 
 
 class _Sums:
-    """Sums over rows in registers: for each query head one of a chunk of rows, and one of their weights."""
+    """Sums over rows in registers: for each query head, one of a chunk of rows and one of their weights."""
 
     def __init__(self, group, width, tile):
         self.group, self.shape, self.tile = group, (configs.chunk_rows(width), width), tile
@@ -132,10 +132,10 @@ class _Sums:
 
 
 def _weigh(keys, query, decay, weights, power):
-    """weights[g, w] = (query[g] . keys[w])^p decay[w], from and into shared memory."""
+    """Computes weights[g, w] = (query[g] . keys[w])^p decay[w], from and into shared memory."""
     tile, width = keys.shape
     layout, step = configs.layout(width), configs.chunk_rows(width)
-    # Products of a key and a query that a thread holds at once.
+    # Rows of keys whose products with a query are held in registers at once.
     rows = max(step, min(tile, _PRODUCTS // width) // step * step)
     for begin in range(0, tile, rows):
         chunk = pl.ds(begin, min(rows, tile - begin))
@@ -149,17 +149,18 @@ def _weigh(keys, query, decay, weights, power):
 
 
 def _store(destination, value):
-    """To global memory, though not in whole cache lines."""
+    """Stores to global memory, also if rows do not fill whole cache lines."""
     if hasattr(plgpu, "store"):
         plgpu.store(destination, value, optimized=False)
-    else:  # before jax 0.12, which has no other way than this
+    else:  # before jax 0.12, which has no `plgpu.store`
         destination[...] = value
 
 
 def _through_ring(copies, shapes, count, stages, add, total):
-    """add(step, refs, total) over `count` steps, `stages` of them in flight: refs hold what copies(step) point to.
+    """Calls total = add(step, refs, total) for `count` steps, with `stages` of them in flight.
 
-    One warpgroup does it all: a slot is filled again as soon as every thread has read it.
+    refs hold the data that copies(step) point to. One warpgroup loads and computes: a slot is refilled as soon as every
+    thread has read it.
     """
 
     def scoped(full, *slots):

@@ -1,7 +1,7 @@
 """Every setting of a run as frozen dataclasses, validated on construction.
 
 A file in `configs/` returns a `Config`; `train.py` overrides fields of it with `--config.a.b=value`. The presets
-are the names the papers use; each is a choice of kernel, decay and position.
+are named as in the papers; each sets a kernel, a decay and a position encoding.
 """
 
 from sympow_jax.config.attention import PRESETS, AttentionConfig, LrpeConfig, SpeConfig, preset

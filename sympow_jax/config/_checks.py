@@ -1,4 +1,4 @@
-"""Checks of settings, whose errors name the setting."""
+"""Validation of settings, with errors that name the setting."""
 
 from typing import Any
 
@@ -8,17 +8,20 @@ __all__ = ["dtype_name", "head_sizes", "require_at_least", "require_choice", "re
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises ValueError, which calls the setting `name`, unless its value is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
 
 
 def require_at_least(least: float, **values: float) -> None:
+    """Raises ValueError for the first of the named values that is below `least`."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def require_fraction(**values: float) -> None:
+    """Raises ValueError for the first of the named values that is outside [0, 1)."""
     for name, value in values.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; it must lie in [0, 1)")
@@ -33,13 +36,13 @@ def head_sizes(
     prefix: str = "",
     heads_name: str = "",
 ) -> tuple[int, int]:
-    """Returns (kv_heads, head_dim), those that are None derived: `heads`, and `width // heads`.
+    """Returns (kv_heads, head_dim); None defaults to `heads` and to `width // heads`.
 
-    Errors call the settings `prefix` + "width" and so on; `heads_name` comes before "heads" in two of them.
+    Errors name the settings `prefix` + "width" and so on; `heads_name` comes before "heads" in two of them.
 
     Raises:
-      ValueError: a size is below 1, kv_heads does not divide heads, or heads does not divide a width that has to be
-        divided.
+        ValueError: a size is below 1, kv_heads does not divide heads, or head_dim is None and heads does not divide
+            width.
     """
     query, key = f"{prefix}{heads_name}heads", f"{prefix}{heads_name}kv_heads"
     require_at_least(1, **{f"{prefix}width": width, query: heads})

@@ -20,7 +20,7 @@ __all__ = [
     "preset",
 ]
 
-# Positions that a model adds to its embedding, and those that a layer applies to queries and keys.
+# Added to the embedding by the model, and applied to queries and keys by each layer.
 ADDED_POSITIONS = ("sinusoidal", "learned_absolute")
 LAYER_POSITIONS = ("none", "rope", "learned_rope", "learned_rope_pairs", "lrpe", "spe")
 POSITIONS = (*ADDED_POSITIONS, *LAYER_POSITIONS)
@@ -31,20 +31,20 @@ IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 
 
 class DecaySource(enum.Enum):
-    """Where the decay of a token comes from."""
+    """Source of the per-token decays."""
 
     NONE = enum.auto()
-    FIXED = enum.auto()  # the slopes of ALiBi
+    FIXED = enum.auto()  # ALiBi's slopes
     PARAMETER = enum.auto()  # learned, the same for all tokens
     DATA = enum.auto()  # sigmoid(W x)
 
 
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """A decay that `attention.decay` can name.
+    """Properties of a value of `attention.decay`.
 
     Attributes:
-        source: where the decay of a token comes from.
+        source: fixed, learned, computed from the token, or none.
         per_channel: one decay per value channel, instead of one per key/value head.
     """
 
@@ -60,20 +60,20 @@ DECAYS: Mapping[str, Decay] = {
     "channel_constant": Decay(DecaySource.PARAMETER, per_channel=True),
     "channel_learned": Decay(DecaySource.DATA, per_channel=True),
 }
-"""The decays by the names that `AttentionConfig.decay` takes."""
+"""Decays by name, the choices of `AttentionConfig.decay`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel that `attention.kernel` can name: the class that computes it, and what it can be combined with.
+    """Class of a value of `attention.kernel`, and the options that it supports.
 
     Attributes:
-        target: "module:class" of a subclass of `sympow_jax.layers.attention.kernels.Kernel`. A string, because configs
-            import no layers.
-        implementations: the choices of `attention.implementation`.
-        even_power: `attention.power` must be even.
-        per_channel_decay: decays may be per value channel.
-        bidirectional: `causal=False` is possible.
+        target: "module:class" of a subclass of `sympow_jax.layers.attention.kernels.Kernel`. A string, because the
+            config package imports no layers.
+        implementations: choices of `attention.implementation`.
+        even_power: whether `attention.power` must be even.
+        per_channel_decay: whether decays may be per value channel.
+        bidirectional: whether `causal=False` is supported.
     """
 
     target: str
@@ -92,7 +92,7 @@ KERNELS: dict[str, Kernel] = {
     "linear": Kernel(target=f"{_MODULES}.linear:LinearKernel"),
     "expressive": Kernel(target=f"{_MODULES}.expressive:ExpressiveKernel"),
 }
-"""The kernels by the names that `AttentionConfig.kernel` takes. A new kernel is one more row."""
+"""Kernels by name, the choices of `AttentionConfig.kernel`. A new kernel is one more row."""
 
 LRPE_CORES = ("orthogonal", "unitary", "permutation", "mixed")
 LRPE_BASES = ("identity", "householder", "odd_even", "fourier")
@@ -101,16 +101,25 @@ LRPE_RATES = ("a", "b", "c", "rope")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LrpeConfig:
-    """Linearized relative positional encoding, W_s = P^H Lambda^(s) P ("Linearized Relative Positional Encoding",
-    Qin et al. 2023, section 3).
+    """Linearized relative positional encoding (LRPE), W_s = P^H Lambda^(s) P.
 
-    `core` is Lambda: `orthogonal` rotates pairs (solution 2) but the last `identity_dim` dimensions, `unitary` turns
-    each dimension in the complex plane (solution 1), `permutation` permutes dimensions (solution 3), `mixed` rotates
-    half of them. `basis` is P. The core `unitary` and the basis `fourier` are complex and double the size of what is
-    compared, and so the state. `rates` says how fast: `a` is 10000^(-2 t / d), `b` and `c` are linear and harmonic in
-    t and divide by `reference_length` in place of the current one, `rope` is that of position `rope` and takes its
-    `max_document_length`. `learned_rates`, which begin there, and `learned_basis`, a Householder vector, are trained.
-    `ops.lrpe` has the formulas.
+    Source: "Linearized Relative Positional Encoding", Qin et al. 2023, section 3. `ops.lrpe` has the formulas.
+
+    The core `unitary` and the basis `fourier` are complex. Each doubles the size of queries and keys, and so of the
+    state.
+
+    Attributes:
+        core: Lambda. `orthogonal` rotates pairs of dimensions (solution 2), except for the last `identity_dim`
+            dimensions. `unitary` rotates each dimension in the complex plane (solution 1). `permutation` permutes
+            dimensions (solution 3). `mixed` rotates half of them.
+        basis: P.
+        rates: rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by
+            `reference_length` in place of the current length. `rope` uses the rates of position `rope`, with its
+            `max_document_length`.
+        learned_rates: whether the rates are trained, starting from `rates`.
+        learned_basis: whether the Householder vector of `basis` is trained.
+        identity_dim: number of dimensions that `orthogonal` leaves unchanged.
+        reference_length: divisor of the rates `b` and `c`, in tokens.
     """
 
     core: str = "orthogonal"
@@ -140,7 +149,7 @@ class LrpeConfig:
             )
 
     def check_head(self, head_dim: int, *, name: str = "model.head_dim") -> None:
-        """Raises ValueError, which calls the head size `name`, for one that the encoding cannot divide."""
+        """Raises ValueError if the encoding does not support a head size, which the error calls `name`."""
         if self.identity_dim > head_dim:
             raise ValueError(
                 f"attention.lrpe.identity_dim is {self.identity_dim}, larger than {name} {head_dim}"
@@ -156,9 +165,14 @@ class LrpeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeConfig:
-    """Stochastic positional encoding by sines ("Relative Positional Encoding for Transformers with Linear Complexity",
-    Liutkus et al. 2021, without its gate): `sines` frequencies a dimension, and `realizations` of the noise,
-    which become the head size of what is compared. `ops.spe` has the formula.
+    """Stochastic positional encoding (SPE) with sines.
+
+    Source: "Relative Positional Encoding for Transformers with Linear Complexity", Liutkus et al. 2021, without its
+    gate. `ops.spe` has the formula.
+
+    Attributes:
+        sines: number of frequencies per dimension.
+        realizations: number of realizations of the noise, which is the head size of encoded queries and keys.
     """
 
     sines: int = 5
@@ -173,14 +187,23 @@ class SpeConfig:
 class AttentionConfig:
     """Attention as a kernel, a decay and a position encoding.
 
-    `form`, `implementation`, `chunk_size` and `exact_window` are those of `ops.power_attention`; None lets the op
-    choose. The kernel `softmax` has the implementations of `ops.softmax_attention`; a KV cache takes its `xla`.
-    `max_document_length` is M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes, and how many rows the
-    table of position `learned_absolute` has, beyond which there is no position.
-
-    `power` is the degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel
-    `linear`. Positions turn queries and keys, for the kernel `linear` behind the feature map; `normalizer` says which
-    of its features its denominator is made of. `causal=False` sees the whole document.
+    Attributes:
+        kernel: a name in `KERNELS`.
+        decay: a name in `DECAYS`.
+        position: a position encoding. The kernel `linear` applies it to features instead of to queries and keys.
+        causal: False lets every token attend to its whole document.
+        power: degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel `linear`.
+        feature_map: feature map of the kernel `linear`.
+        normalizer: whether the denominator of the kernel `linear` is made of rotated or of unrotated features.
+        form: as in `ops.power_attention`; None lets the op choose.
+        implementation: as in `ops.power_attention`; None lets the op choose. The kernel `softmax` has the
+            implementations of `ops.softmax_attention`. With a KV cache, it always uses `xla`.
+        chunk_size: as in `ops.power_attention`; None lets the op choose.
+        exact_window: as in `ops.power_attention`.
+        max_document_length: M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes. Also the number of
+            rows in the table of position `learned_absolute`, and so the longest document that it supports.
+        lrpe: options of position `lrpe`.
+        spe: options of position `spe`.
     """
 
     kernel: str = "power"
@@ -222,21 +245,21 @@ class AttentionConfig:
 
     @property
     def adds_position(self) -> bool:
-        """Whether the model adds positions to the embedding; others turn queries and keys, in each layer."""
+        """True if the model adds positions to the embedding, instead of each layer to queries and keys."""
         return self.position in ADDED_POSITIONS
 
     @property
     def decay_kind(self) -> Decay:
-        """The row of `DECAYS` that `decay` names."""
+        """Row of `DECAYS` that `decay` names."""
         return DECAYS[self.decay]
 
     @property
     def longest_document(self) -> int | None:
-        """The tokens of the longest document that positions reach; None for any."""
+        """Tokens of the longest document that the positions support; None if unlimited."""
         return self.max_document_length if self.position == "learned_absolute" else None
 
     def check_head(self, head_dim: int, *, name: str = "model.head_dim") -> None:
-        """Raises ValueError, which calls the head size `name`, for one that the positions cannot divide."""
+        """Raises ValueError if the positions do not support a head size, which the error calls `name`."""
         if "rope" in self.position and head_dim % 2:
             raise ValueError(
                 f"{name} is {head_dim}; position {self.position!r} rotates pairs of dimensions and needs an even one"
@@ -291,13 +314,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sympow_learned_rope": {"kernel": "power", "decay": "none", "position": "learned_rope"},
     "conformal": {"kernel": "power", "decay": "learned", "position": "learned_rope"},
 }
-"""The names that the papers use, each with the fields of `AttentionConfig` that it sets; `preset` makes one."""
+"""Fields of `AttentionConfig` by the names that the papers use; `preset` makes one."""
 
 
 def preset(name: str, **changes) -> AttentionConfig:
-    """The attention the papers call `name`, with `changes` to its fields.
+    """Returns the attention that the papers call `name`, with `changes` to its fields.
 
-    Raises ValueError for a name that is not in `PRESETS`, and what `AttentionConfig` raises.
+    Raises:
+        ValueError: `name` is not in `PRESETS`, or `AttentionConfig` rejects the fields.
     """
     checks.require_choice("preset", name, tuple(PRESETS))
     return AttentionConfig(**{**PRESETS[name], **changes})

@@ -1,4 +1,4 @@
-"""Where a run's data comes from."""
+"""Settings of a run's data."""
 
 import dataclasses
 
@@ -15,33 +15,38 @@ _PATHLESS = ("text", "listops")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where rows of `context_length` tokens, or images, come from.
+    """Source of a run's data: rows of `context_length` tokens, or images.
 
-    Documents, to predict tokens of: `text` reads files as bytes, `tokens` flat little-endian `.bin` files,
-    `longcrawl64` a Zarr v2 array of one document a row. Without `paths`, `text` reads the interpreter's own standard
-    library. `packing`: `windows` cuts the concatenated documents into windows that cross documents (state and
-    attention run across the boundary); `documents` gives every document its own segment id, so that nothing does.
+    Three sources hold documents, for predicting tokens:
 
-    Labeled examples, to classify or to predict a number of:
+    * `text` reads files as bytes. Without `paths`, it reads the Python interpreter's own standard library.
+    * `tokens` reads flat little-endian `.bin` files.
+    * `longcrawl64` reads a Zarr v2 array with one document per row.
 
-    * `tsv`: lines of text files whose columns are divided by tabs, without quoting (GLUE's layout). The columns
-      `text_columns` (one, or two that are joined with a separator between) and `label_column` are named as in the
-      header or, of files without a header, all by their numbers from 1. `labels` are the classes in order; without
-      them a label is an integer from 0. `tokenizer` is `byte`, a `tokenizers` JSON file or tiktoken's; a text is cut
-      to the context, of two the longer first.
-    * `images`: a folder a class below every path. `image_tokens` reads the pixels of gray images of `image_size`
-      squared, row by row, as ids 0 .. 255 (the long-range tasks); otherwise rows are arrays
-      [image_size, image_size, channels], in training cropped and mirrored at random if `augment`.
-    * `listops`: generated, no file is read (`data/listops.py` says how and lists the ids).
+    `packing` says how documents become rows. `windows` cuts the concatenated documents into windows that cross
+    documents, so that state and attention cross the boundary too. `documents` gives every document its own segment id,
+    so that neither does.
+
+    Three sources hold labeled examples, for classification or regression:
+
+    * `tsv` reads lines of text files whose columns are separated by tabs, without quoting (GLUE's layout). There are
+      one or two `text_columns`; two are joined with a separator between them. `text_columns` and `label_column` are
+      named as in the header. For files without a header, all of them are numbers that count from 1. `labels` are the
+      classes in order; without them a label is an integer from 0. `tokenizer` is `byte`, a `tokenizers` JSON file or
+      tiktoken's. A text is truncated to the context; of two texts, the longer is truncated first.
+    * `images` reads one folder per class in every path. With `image_tokens`, the pixels of gray images of `image_size`
+      squared are read row by row as ids 0 .. 255 (the long-range tasks). Otherwise rows are arrays
+      [image_size, image_size, channels], cropped and mirrored at random in training if `augment`.
+    * `listops` generates examples and reads no files (`data/listops.py` defines them and lists the ids).
     """
 
     source: str = "text"
     paths: tuple[str, ...] = ()
-    heldout_paths: tuple[str, ...] = ()  # if empty, heldout_fraction of the documents are held out, by hash
+    heldout_paths: tuple[str, ...] = ()  # if empty, heldout_fraction of the documents are held out by hash
     heldout_fraction: float = 0.1
     token_dtype: str = "uint16"
-    # tokens: the id that ends a document; longcrawl64: the id in front of every row, 50,256 if None; tsv: the id
-    # between two texts, the tokenizer's end of text if None
+    # tokens: the id that ends a document. longcrawl64: the id before every row, 50,256 if None. tsv: the id between two
+    # texts, the tokenizer's end of text if None.
     document_separator: int | None = None
     text_columns: tuple[str, ...] = ()
     label_column: str = "label"
@@ -52,7 +57,7 @@ class DataConfig:
     image_tokens: bool = False
     augment: bool = True
     listops_lengths: tuple[int, ...] = (500, 2000)  # shortest and longest example, in tokens
-    listops_examples: tuple[int, ...] = (96_000, 2000)  # to train on and held out
+    listops_examples: tuple[int, ...] = (96_000, 2000)  # for training, and held out
     context_length: int = 1024
     batch_tokens: int = 524_288
     packing: str = "windows"
@@ -121,5 +126,5 @@ class DataConfig:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a batch."""
+        """Number of rows in a batch."""
         return self.batch_tokens // self.context_length

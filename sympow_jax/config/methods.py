@@ -1,4 +1,4 @@
-"""The methods that "Linearized Relative Positional Encoding" (Qin et al. 2023, section 4) compares, by their names."""
+"""Methods compared in "Linearized Relative Positional Encoding" (Qin et al. 2023, section 4), by name."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from sympow_jax.config import attention as attention_lib
 
 __all__ = ["LRPE_METHODS", "lrpe_method"]
 
-# All but the first are attention with the features elu + 1. Learned rates and fixed Householder matrices are those of
-# appendix D.1, where identity and fixed rates give RoPE and identity and a permutation PermuteFormer.
+# All except the first are linear attention with the features elu + 1. Learned rates and fixed Householder matrices are
+# as in appendix D.1. There, the identity with fixed rates is RoPE, and the identity with a permutation PermuteFormer.
 LRPE_METHODS: dict[str, dict[str, Any]] = {
     "softmax": {"kernel": "softmax", "position": "rope"},
     "base": {"position": "sinusoidal"},
@@ -19,13 +19,14 @@ LRPE_METHODS: dict[str, dict[str, Any]] = {
     "type2": {"lrpe": {"core": "orthogonal", "basis": "householder", "learned_rates": True}},
     "type3": {"lrpe": {"core": "permutation", "basis": "householder"}},
 }
-"""The methods of the paper's tables; `lrpe_method` makes one."""
+"""Fields of `AttentionConfig` for each method of the paper's tables; `lrpe_method` makes one."""
 
 
 def lrpe_method(name: str, **changes: Any) -> attention_lib.AttentionConfig:
-    """The attention that the paper's tables call `name`, with `changes` to its fields.
+    """Returns the attention that the paper's tables call `name`, with `changes` to its fields.
 
-    Raises ValueError for a name that is not in `LRPE_METHODS`, and what `AttentionConfig` raises.
+    Raises:
+        ValueError: `name` is not in `LRPE_METHODS`, or `AttentionConfig` rejects the fields.
     """
     checks.require_choice("method", name, tuple(LRPE_METHODS))
     values = {"kernel": "linear", "decay": "none", "position": "lrpe", **LRPE_METHODS[name], **changes}

@@ -1,4 +1,4 @@
-"""The shapes of models."""
+"""Settings of a model."""
 
 import dataclasses
 
@@ -15,27 +15,37 @@ NORMS = ("layer", "batch")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm transformer; `dtype` is that of the matrix products, parameters are float32.
+    """A pre-norm transformer.
 
-    `dtype` may be given as a dtype such as `jnp.bfloat16`; the field holds its name.
-
-    `activation` is that of the feed-forward layers, `norm` the normalization in front of each half of a block and
-    behind the last: over the width, or over the batch with running means for evaluation. `embedding_norm` is one more
-    behind the embedding, `biases` are those of all projections but decays and rotation rates; GPT-2 has biases and no
-    norm behind the embedding. `patch_size` is the side of the square patches that an image model embeds, of `channels`
-    values a pixel; None embeds `vocab_size` tokens.
-
-    `remat` is what the backward pass finds of each block: `none`, all that the forward pass computed; `attention`, its
-    input and the output of its attention, from which the rest is computed again but not attention itself; `full`, its
-    input alone. It changes memory and time, not the model.
+    Attributes:
+        vocab_size: number of token ids.
+        layers: number of blocks.
+        width: size of the residual stream.
+        heads: number of query heads.
+        kv_heads: number of key/value heads; None means `heads`.
+        head_dim: size of a head; None means `width // heads`.
+        mlp_ratio: hidden width of the feed-forward layers, divided by `width`.
+        activation: activation of the feed-forward layers.
+        norm: normalization before each half of a block and after the last block. `layer` normalizes over the width,
+            `batch` over the batch, with running means for evaluation.
+        embedding_norm: whether one more norm follows the embedding. GPT-2 has none.
+        biases: whether projections have biases, except those of decays and rotation rates. GPT-2 has biases.
+        patch_size: side of the square patches that an image model embeds. None embeds `vocab_size` tokens.
+        channels: values per pixel of an image.
+        dtype: dtype of the matrix products; parameters are float32. A dtype such as `jnp.bfloat16` is accepted, and
+            the field holds its name.
+        remat: values that are saved for the backward pass; all others are recomputed. `none` saves all values.
+            `attention` saves the input of each block and the output of its attention, so that attention itself is not
+            recomputed. `full` saves only the input of each block. This changes memory and time, not the model.
+        attention: the attention of every block.
     """
 
-    vocab_size: int = 0  # of tokens
+    vocab_size: int = 0
     layers: int
     width: int
     heads: int
-    kv_heads: int | None = None  # None: as many as heads
-    head_dim: int | None = None  # None: width // heads
+    kv_heads: int | None = None
+    head_dim: int | None = None
     mlp_ratio: int = 4
     activation: str = "gelu"
     norm: str = "layer"
@@ -75,7 +85,7 @@ class ModelConfig:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")
 
 
-# GPT-2's shapes and GPT-3 XL's; 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes.
+# The shapes of GPT-2 and GPT-3 XL, with the 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes.
 MODEL_SIZES = {
     "quickstart": {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"},
     "gpt2_124m": {"vocab_size": 50_304, "layers": 12, "width": 768, "heads": 12},
@@ -84,4 +94,4 @@ MODEL_SIZES = {
     "gpt2_1558m": {"vocab_size": 50_304, "layers": 48, "width": 1600, "heads": 25},
     "gpt3_1311m": {"vocab_size": 50_304, "layers": 24, "width": 2048, "heads": 32},
 }
-"""Shapes by name, as fields of `ModelConfig`."""
+"""Model sizes by name, as fields of `ModelConfig`."""

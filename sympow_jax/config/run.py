@@ -1,4 +1,4 @@
-"""How a run trains, and all of its settings together."""
+"""Settings of the optimizer, training, sharding and evaluation, and of a whole run."""
 
 import dataclasses
 
@@ -24,10 +24,10 @@ class OptimizerConfig:
     epsilon: float = 1e-8
     schedule: str = "constant"
     warmup_steps: int = 0
-    final_fraction: float = 0.1  # of learning_rate, where `cosine` and `polynomial` end
-    weight_decay: float = 0.0  # adamw, on matrices only
+    final_fraction: float = 0.1  # final learning rate of `cosine` and `polynomial`, divided by learning_rate
+    weight_decay: float = 0.0  # of adamw, applied to matrices only
     clip_norm: float | None = None
-    accumulate: int = 1  # micro-batches per update; data.batch_tokens is what an update sees
+    accumulate: int = 1  # micro-batches per update; data.batch_tokens counts the tokens of an update
 
     def __post_init__(self):
         checks.require_choice("optimizer.name", self.name, OPTIMIZERS)
@@ -53,10 +53,16 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long to train and what to write down.
+    """Length of training, and the frequency of logs and checkpoints.
 
-    `profile_steps`: first and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`.
-    `wandb_project`: the project on Weights & Biases that metrics are also sent to; needs the extra `wandb`.
+    Attributes:
+        steps: number of updates.
+        seed: seed of the random numbers.
+        log_every: steps between logged metrics.
+        checkpoint_every: steps between checkpoints.
+        keep_checkpoints: number of newest checkpoints that are not deleted.
+        profile_steps: first and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`.
+        wandb_project: Weights & Biases project that metrics are also sent to; needs the extra `wandb`.
     """
 
     steps: int = 100_000
@@ -83,11 +89,13 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """How devices share the work: the sizes of the axes of the mesh, whose product is the number of devices.
+    """Sizes of the mesh axes, whose product must be the number of devices.
 
-    `data` divides the rows of a batch; None is what the other axes leave of the devices. `fsdp` divides rows too, and
-    parameters and optimizer state, which are gathered layer by layer. `tensor` divides heads, the hidden units of
-    feed-forward layers and the vocabulary; `context` divides the sequence.
+    Attributes:
+        data: shards the rows of a batch. None takes the devices that the other axes leave.
+        fsdp: shards rows too, and also parameters and optimizer state, which are gathered layer by layer.
+        tensor: shards heads, the hidden units of feed-forward layers and the vocabulary.
+        context: shards the sequence.
     """
 
     data: int | None = None
@@ -102,13 +110,13 @@ class ShardingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """The context-length evaluation that ends the training of a decoder; no lengths, no evaluation.
+    """Settings of the context-length evaluation at the end of training a decoder; without lengths there is none.
 
-    Other tasks end with their held-out rows, whatever is set here.
+    Other tasks are evaluated on their held-out rows instead, whatever these settings are.
     """
 
     context_lengths: tuple[int, ...] = ()
-    documents: int = 64  # at most so many held-out documents, the same at every length
+    documents: int = 64  # maximum number of held-out documents, the same documents at every length
 
     def __post_init__(self):
         object.__setattr__(self, "context_lengths", tuple(self.context_lengths))
@@ -120,7 +128,7 @@ class EvaluationConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """One run."""
+    """All settings of a run."""
 
     model: model_lib.ModelConfig
     task: task_lib.TaskConfig = dataclasses.field(default_factory=task_lib.TaskConfig)

@@ -1,4 +1,4 @@
-"""What a model is trained to predict."""
+"""Settings of the training task."""
 
 import dataclasses
 
@@ -11,19 +11,24 @@ TASKS = ("next_token", "masked_token", "classification", "regression")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """What is predicted: `next_token` by a decoder; by an encoder, which sees the whole row, `masked_token`, the class
-    of a row (`classification`, one of `classes`) or a number (`regression`).
+    """Quantity that a model is trained to predict.
 
-    `mask_fraction` of the tokens are predicted by `masked_token`: of ten such, eight become `mask_token`, one a random
-    token and one stays (Devlin et al. 2019), drawn anew each epoch (Liu et al. 2019). `initial_run` is the workdir of
-    a run whose last checkpoint the model starts from, an encoder from an encoder and a decoder from a decoder, whose
-    attention may differ; None starts from nothing.
+    Attributes:
+        name: `next_token` trains a decoder. The others train an encoder, which sees the whole row: `masked_token`,
+            `classification` (the class of a row, one of `classes`) and `regression` (a number per row).
+        classes: number of classes of `classification`.
+        mask_fraction: fraction of the tokens that `masked_token` predicts. Of these, 80% are replaced by `mask_token`,
+            10% by a random token, and 10% are unchanged (Devlin et al. 2019). They are drawn anew each epoch (Liu et
+            al. 2019).
+        mask_token: id of the mask; None means the last id of the vocabulary.
+        initial_run: workdir of a run whose last checkpoint initializes the model; None initializes at random. An
+            encoder starts from an encoder and a decoder from a decoder. Their attention may differ.
     """
 
     name: str = "next_token"
     classes: int | None = None
     mask_fraction: float = 0.15
-    mask_token: int | None = None  # None: the last id of the vocabulary
+    mask_token: int | None = None
     initial_run: str | None = None
 
     def __post_init__(self):
@@ -36,7 +41,7 @@ class TaskConfig:
 
     @property
     def outputs(self) -> int | None:
-        """The numbers predicted for a row; None for tasks that predict tokens."""
+        """Number of outputs per row; None for tasks that predict tokens."""
         match self.name:
             case "classification":
                 return self.classes

@@ -1,4 +1,4 @@
-"""Text, token files, Zarr arrays and labeled texts and images as rows and held-out documents; knows no models."""
+"""Rows and held-out documents from text, token files, Zarr arrays, and labeled texts and images."""
 
 from sympow_jax import extras
 

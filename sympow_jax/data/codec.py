@@ -1,4 +1,4 @@
-"""Text as the tokens of a run's data, and back."""
+"""Conversion between text and the tokens of a run's data."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ class Codec:
     """A tokenizer and the ids around a document.
 
     Attributes:
-        tokenizer: from bytes to ids and back.
-        vocab_size: of the model, which must have every token of a prompt.
-        lead: the id in front of every document; None for none.
-        end: the id behind every document, with which its text ends; None for none.
+        tokenizer: converts bytes to ids and back.
+        vocab_size: vocabulary size of the model, which must contain every token of a prompt.
+        lead: id before every document; None for none.
+        end: id after every document, at which generated text ends; None for none.
     """
 
     tokenizer: tokenizer.Tokenizer
@@ -26,9 +26,11 @@ class Codec:
     end: int | None = None
 
     def encode(self, prompt: bytes, name: str = "the prompt") -> list[int]:
-        """The tokens of a prompt; `name` is for errors.
+        """Returns the tokens of a prompt, which errors call `name`.
 
-        Raises ValueError where it is empty, not UTF-8 though the tokenizer reads text, or not in the vocabulary.
+        Raises:
+            ValueError: the prompt is empty, has a token outside the vocabulary, or is not UTF-8 and the tokenizer
+                reads text.
         """
         if not prompt:
             raise ValueError(f"{name} is empty; it needs at least one character")
@@ -49,26 +51,30 @@ class Codec:
         return tokens if self.lead is None else [self.lead, *tokens]
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of tokens, which need not be whole characters."""
+        """Returns the bytes of tokens, which need not be whole characters."""
         return self.tokenizer.decode(tokens)
 
     @property
     def of_bytes(self) -> bool:
-        """Whether tokens are bytes."""
+        """True if tokens are bytes."""
         return self.tokenizer.name == "byte"
 
     @property
     def drawn(self) -> int:
-        """How many of the ids may be drawn: those that the model and the tokenizer, or the ends of documents, have."""
+        """Number of ids that may be sampled: the model's vocabulary, or the tokenizer's (with `end`) if smaller."""
         end = -1 if self.end is None else self.end
         return min(self.vocab_size, max(self.tokenizer.vocab_size, end + 1))
 
 
 def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
-    """What a run of `data.source` text, tokens or longcrawl64 read; `name` is the tokenizer's, as for `prepare`.
+    """Returns the codec of a run with `data.source` text, tokens or longcrawl64.
+
+    Args:
+        settings: the run's settings.
+        name: name of the tokenizer, as for `prepare`. It is required unless the source is `text`.
 
     Raises:
-      ValueError: the source is another, the tokenizer is missing, cannot be loaded, or is not that of the data.
+        ValueError: the source is another, or the tokenizer is missing, cannot be loaded or is not the data's.
     """
     source, separator = settings.data.source, settings.data.document_separator
     if source not in ("text", "tokens", "longcrawl64"):

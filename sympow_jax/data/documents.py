@@ -1,4 +1,4 @@
-"""What every source provides: documents of known lengths that can be read in part."""
+"""Documents of known lengths that can be read in part, the interface of every source of documents."""
 
 import collections.abc
 import operator
@@ -12,12 +12,14 @@ __all__ = ["Documents", "HeldoutDocuments", "Spans", "check_vocabulary"]
 
 @runtime_checkable
 class Documents(Protocol):
-    """The documents of one side, training or held out, of a source.
+    """The training or the held-out documents of a source.
 
-    `lengths` counts the tokens of each, all at least 1. `lead` is the id fed in front of a row, so that the
-    row's first token is predicted too; None where the first token of a row is only an input. `together` says
-    how many consecutive documents storage keeps together, so that reading one costs as much as reading all;
-    None where any order of reading costs the same.
+    Attributes:
+        lengths: number of tokens of each document, at least 1.
+        lead: id before every row, so that the first token of a row is predicted too. None if the first token of a row
+            is an input only.
+        together: number of consecutive documents that storage groups, so that reading one costs as much as reading
+            all. None if any order of reading costs the same.
     """
 
     lengths: Int64[np.ndarray, " documents"]
@@ -25,16 +27,16 @@ class Documents(Protocol):
     together: int | None
 
     def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
-        """Tokens start .. stop - 1 of a document."""
+        """Returns tokens start .. stop - 1 of a document."""
 
     def name(self, document: int) -> str:
-        """Where the document is, for errors."""
+        """Returns the location of a document, for errors."""
 
 
 class Spans:
     """Documents that are spans of flat arrays, in memory or memory-mapped.
 
-    Document i is `lengths[i]` tokens of `arrays[array[i]]` from `starts[i]`; `names` are those of the arrays.
+    Document i is the `lengths[i]` tokens of `arrays[array[i]]` from `starts[i]`. `names` are the names of the arrays.
     """
 
     lead = None
@@ -54,7 +56,7 @@ class Spans:
         self._array, self._starts = array, starts
 
     def select(self, chosen: Int64[np.ndarray, " chosen"]) -> "Spans":
-        """The chosen documents alone."""
+        """Returns the chosen documents only."""
         return Spans(
             self._arrays,
             self._names,
@@ -64,12 +66,12 @@ class Spans:
         )
 
     def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
-        """Tokens start .. stop - 1 of a document."""
+        """Returns tokens start .. stop - 1 of a document."""
         begin = self._starts[document]
         return self._arrays[self._array[document]][begin + start : begin + stop]
 
     def name(self, document: int) -> str:
-        """The file of the document and where in it the document starts."""
+        """Returns the document's file and its start in the file."""
         return f"{self._names[self._array[document]]} (document at {self._starts[document]})"
 
 
@@ -84,13 +86,13 @@ def check_vocabulary(tokens: Integer[np.ndarray, " tokens"], *, vocab_size: int,
 
 
 class HeldoutDocuments(collections.abc.Sequence):
-    """Whole documents, read when asked for: each a 1-D int32 array, `lengths` their sizes.
+    """Whole documents as 1-D int32 arrays, read on access.
 
-    Where the source has a lead id (longcrawl64), it is the first token of each, as it is in training: then
-    every token of the stored document is predicted. `lead` and `together` are those of `Documents`.
+    If the source has a lead id (longcrawl64), it is the first token of each document, as in training. Then every token
+    of the stored document is predicted. `lengths` include the lead id; `lead` and `together` are as in `Documents`.
 
     Raises:
-      ValueError: on reading a document that holds an id outside the vocabulary or that storage lacks.
+        ValueError: on access, a document holds an id outside the vocabulary or is missing from storage.
     """
 
     def __init__(self, documents: Documents, *, vocab_size: int):

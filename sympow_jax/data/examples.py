@@ -1,4 +1,4 @@
-"""What every source of rows provides, and what the sources of labeled examples share."""
+"""Interface of every source of rows, and helpers for sources of labeled examples."""
 
 from typing import Any, Protocol
 
@@ -12,14 +12,14 @@ __all__ = ["NO_LABEL", "Examples", "Row", "label_dtype", "padded"]
 
 NO_LABEL = -1
 
-Row = dict[str, Any]  # of arrays
+Row = dict[str, Any]  # arrays by name
 
 
 class Examples(Protocol):
-    """The rows of one side, training or held out.
+    """The training or the held-out rows of a source.
 
-    `together` says how many consecutive rows storage keeps together, as many as there are where any order of reading
-    costs the same.
+    `together` is the number of consecutive rows that storage groups. If any order of reading costs the same, it is
+    the number of all rows.
     """
 
     @property
@@ -28,16 +28,16 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def row(self, index: int, key: tuple[int, ...]) -> Row:
-        """Row `index`; what is drawn at random of it is a function of `key` alone."""
+        """Returns row `index`, whose random choices are a function of `key` only."""
 
 
 def label_dtype(task: config_lib.TaskConfig) -> type[np.generic]:
-    """The dtype of labels."""
+    """Returns the dtype of labels."""
     return np.float32 if task.name == "regression" else np.int32
 
 
 def padded(tokens: Integer[np.ndarray, " tokens"], length: int) -> dict[str, Int32[np.ndarray, " T"]]:
-    """`inputs` filled up to `length` with 0, and `segment_ids`, 0 and after the tokens -1."""
+    """Returns `inputs` padded with 0 to `length`, and `segment_ids`, 0 for tokens and -1 for padding."""
     inputs = np.zeros(length, np.int32)
     inputs[: len(tokens)] = tokens
     segment_ids = np.full(length, rows.PADDING, np.int32)

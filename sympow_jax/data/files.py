@@ -1,4 +1,4 @@
-"""Finds the files that a setting names, and divides documents into training and held-out ones."""
+"""Finds the files that a setting names, and splits documents into training and held-out ones."""
 
 import dataclasses
 import glob
@@ -15,9 +15,10 @@ __all__ = ["File", "below", "find", "held_out", "index_hashes", "key_hashes"]
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file and its path relative to the folder or the fixed part of the pattern that found it.
+    """A file and its key.
 
-    Order and hold-out depend on `key` alone, so that they are the same wherever the folder lies.
+    The key is the path relative to the folder, or to the fixed part of the glob pattern, that matched the file. Order
+    and hold-out depend on the key only, so that they do not change when the folder is moved.
     """
 
     path: pathlib.Path
@@ -31,7 +32,7 @@ def _file(path: str, root: str) -> File:
 
 
 def below(root: str, *, suffix: str = "", skip: Collection[str] = ()) -> list[File]:
-    """The files below a folder that end in `suffix`, without hidden ones and the folders named in `skip`."""
+    """Returns the files below a folder that end in `suffix`, except hidden ones and folders named in `skip`."""
     skip = {"__pycache__", *skip}
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -56,13 +57,14 @@ def _ordered(files: Sequence[File]) -> list[File]:
 
 
 def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
-    """The files that `paths` name, each once, ordered by key.
+    """Returns the files that `paths` name, each once, ordered by key.
 
-    A path is a file, a folder (its files that end in `suffix`; nothing hidden, no `__pycache__`) or a glob,
-    in which `**` crosses folders. `setting` is the name of the setting that holds the paths, for errors.
+    A path is a file, a folder or a glob. A folder stands for its files that end in `suffix`, except hidden files and
+    `__pycache__`. In a glob, `**` crosses folders. `setting` is the name of the setting that holds the paths, for
+    errors.
 
     Raises:
-      ValueError: a path names no file.
+        ValueError: a path matches no file.
     """
     found: dict[str, File] = {}
     for path in map(os.path.expanduser, paths):
@@ -77,19 +79,19 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
         if not files:
             raise ValueError(f"{setting}: no file matches {path!r}; correct the path or the pattern")
         for file in files:
-            # One file under two names would be trained on under one and held out under the other.
+            # Otherwise, a file with two names could be trained on under one name and held out under the other.
             found.setdefault(os.path.realpath(file.path), file)
     return _ordered(list(found.values()))
 
 
 def key_hashes(keys: Sequence[str]) -> Float64[np.ndarray, " documents"]:
-    """SHA-256 of each key, scaled to [0, 1)."""
+    """Returns the SHA-256 of each key, scaled to [0, 1)."""
     digests = (hashlib.sha256(os.fsencode(key)).digest() for key in keys)
     return np.array([int.from_bytes(digest[:6], "big") for digest in digests], np.float64) / 2.0**48
 
 
 def index_hashes(count: int) -> Float64[np.ndarray, " documents"]:
-    """SplitMix64 of 0 .. count - 1, scaled to [0, 1) (Steele, Lea and Flood, 2014)."""
+    """Returns SplitMix64 of 0 .. count - 1, scaled to [0, 1) (Steele, Lea and Flood, 2014)."""
     mixed = (np.arange(count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -98,10 +100,11 @@ def index_hashes(count: int) -> Float64[np.ndarray, " documents"]:
 
 
 def held_out(hashes: Float64[np.ndarray, " documents"], fraction: float) -> Bool[np.ndarray, " documents"]:
-    """The documents whose hash is below `fraction`.
+    """Returns a mask of the documents whose hash is below `fraction`.
 
-    A document keeps its side when others come or go. Of two documents or more, the one of the lowest hash is
-    held out (unless `fraction` is 0) and the one of the highest never: small corpora have both sides.
+    A document stays on its side when other documents are added or removed. So that small corpora have both sides, two
+    rules apply to two documents or more: the one of the lowest hash is held out (unless `fraction` is 0), and the one
+    of the highest hash never is.
     """
     mask = hashes < fraction
     if fraction > 0 and len(hashes):

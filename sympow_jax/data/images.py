@@ -1,4 +1,4 @@
-"""Images in a folder a class, as arrays for a model of patches or as sequences of gray pixels."""
+"""Images in one folder per class, as arrays for a model of patches or as sequences of gray pixels."""
 
 import hashlib
 import os
@@ -15,12 +15,12 @@ __all__ = ["Images", "describe", "open_examples"]
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _MODES = {"rgb": "RGB", "gray": "L"}
-# Mean and standard deviation of each channel: of ImageNet, as is usual; a gray image goes to [-1, 1].
+# Mean and standard deviation of each channel: ImageNet's for color; gray images are mapped to [-1, 1].
 _STATISTICS = {"rgb": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "gray": ((0.5,), (0.5,))}
-# Held-out images: the part of the shorter side that the square in the middle takes, as is usual.
+# Side of the center crop of held-out images, as a fraction of the shorter side.
 _CENTER = 0.875
-# The random crop of Szegedy et al. 2015, as DeiT trains: part of the area, width over height, and how often one is
-# drawn until it lies in the image.
+# Random crop of Szegedy et al. 2015, as in DeiT: fraction of the area, aspect ratio, and the number of draws before
+# falling back to a center crop.
 _AREA, _RATIO, _CROPS = (0.08, 1.0), (3 / 4, 4 / 3), 10
 
 
@@ -45,7 +45,7 @@ def _class_folders(setting: str, root: str) -> list[str]:
 
 
 def _classes(config: config_lib.DataConfig) -> list[str]:
-    """The names of the class folders, which every path has."""
+    """Returns the names of the class folders, which must be the same in every path."""
     roots = [("data.paths", root) for root in config.paths]
     roots += [("data.heldout_paths", root) for root in config.heldout_paths]
     expected = None
@@ -76,7 +76,7 @@ def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Im
 
 
 def _sides(config: config_lib.DataConfig, classes: list[str]) -> tuple[list[_Image], list[_Image]]:
-    """The images to train on and those held out."""
+    """Returns the training and the held-out images."""
     found = _below("data.paths", config.paths, classes)
     if config.heldout_paths:
         return found, _below("data.heldout_paths", config.heldout_paths, classes)
@@ -90,7 +90,7 @@ def _unreadable(path: str, error: Exception) -> ValueError:
 
 
 def _size(path: str) -> tuple[int, int]:
-    """Width and height, from the header alone."""
+    """Returns width and height, reading only the header."""
     try:
         with PIL.Image.open(path) as image:
             return image.size
@@ -125,7 +125,7 @@ def _check_sizes(images: list[_Image], side: int) -> None:
 
 
 def _random_crop(image: PIL.Image.Image, side: int, rng: np.random.Generator) -> PIL.Image.Image:
-    """A part of the image of random area and shape, brought to side x side; mirrored every other time."""
+    """Returns a random crop, resized to side x side and mirrored with probability 1/2."""
     width, height = image.size
     for _ in range(_CROPS):
         area = width * height * rng.uniform(*_AREA)
@@ -142,7 +142,7 @@ def _random_crop(image: PIL.Image.Image, side: int, rng: np.random.Generator) ->
 
 
 def _center_crop(image: PIL.Image.Image, side: int) -> PIL.Image.Image:
-    """The square in the middle, brought to side x side; an image of that size is left as it is."""
+    """Returns the center crop, resized to side x side; an image of that size is returned unchanged."""
     width, height = image.size
     if (width, height) == (side, side):
         return image
@@ -154,7 +154,7 @@ def _center_crop(image: PIL.Image.Image, side: int) -> PIL.Image.Image:
 
 
 class Images:
-    """The images of one side, decoded when they are read."""
+    """The training or the held-out images, decoded on access."""
 
     def __init__(self, images: list[_Image], config: config_lib.DataConfig, *, vary: bool):
         self._paths = [image.path for image in images]
@@ -169,7 +169,7 @@ class Images:
     together = property(__len__)
 
     def row(self, index: int, key: tuple[int, ...]) -> examples.Row:
-        """Image `index`, in training cropped and mirrored as `key` says."""
+        """Returns image `index`; in training, `key` determines the crop and the mirroring."""
         image = _decode(self._paths[index], _MODES[self._config.image_mode])
         read = self._pixels(image) if self._config.image_tokens else self._array(image, key)
         return {"inputs": read, "labels": np.array(self._labels[index])}
@@ -190,19 +190,22 @@ class Images:
 def open_examples(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
 ) -> Images:
-    """The images of one side, their labels the ranks of their folders by name.
+    """Returns the training or the held-out images, labeled by the rank of their folder's name.
 
-    Rows are `inputs [H, W, C]`, float32 with the mean and deviation of ImageNet (gray: 0.5 and 0.5) taken out, or with
-    `data.image_tokens` `inputs [H * W]`, int32, from 0 to 255. With `data.augment` a training image is a random part
-    of 8 to 100 % of its area, its shape changed by up to 4/3, mirrored every other time; otherwise, and held out, the
-    square in the middle, 7/8 of its shorter side. Both are bicubic.
+    Rows are `inputs [H, W, C]`, float32, normalized with ImageNet's mean and deviation (gray: 0.5 and 0.5). With
+    `data.image_tokens`, they are `inputs [H * W]`, int32, from 0 to 255.
+
+    With `data.augment`, a training image is a random crop of 8 to 100 % of its area, with an aspect ratio changed by
+    up to 4/3, mirrored with probability 1/2. Otherwise, and for held-out images, it is the center crop, 7/8 of the
+    shorter side. Both are resized with bicubic interpolation.
 
     Raises:
-      ValueError: no such folder, an empty class, classes that differ between folders or from `task.classes`, or of
-        pixels a vocabulary that is too small or images of mixed size; on reading, a file that is no image.
+        ValueError: a folder is missing, a class is empty, or classes differ between folders or from `task.classes`.
+            With `data.image_tokens`, the vocabulary is too small or image sizes differ. On access, a file is not an
+            image.
     """
     classes = _classes(config)
-    # Before the classes are counted: a folder too many is most often an empty one.
+    # Before the classes are counted, because a superfluous folder is most often an empty one.
     found = _sides(config, classes)[heldout]
     if task.name != "classification" or task.classes != len(classes):
         raise ValueError(
@@ -218,7 +221,7 @@ def open_examples(
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Classes, counts and bytes, and the SHA-256 of names and sizes: contents would delay the start."""
+    """Returns counts, bytes, and the SHA-256 of names and sizes; reading contents would delay the start."""
     classes = _classes(config)
     train, held = _sides(config, classes)
     digest = hashlib.sha256()

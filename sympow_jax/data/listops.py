@@ -1,10 +1,10 @@
-"""ListOps: nested operations on lists of digits, whose value is the class.
+"""ListOps: nested operations on lists of digits; the class is the value.
 
 Nangia and Bowman, "ListOps: A diagnostic dataset for latent tree learning" (2018), in the settings of Long-Range
-Arena (Tay et al. 2020): `[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. A node is an operation with probability 1/4 and a digit
-otherwise; an operation has 2 to 10 arguments, its own arguments are at most at depth 10 (the root is at 1), and an
-expression that is too short or too long is drawn again. MED is the median, of an even number of arguments the mean of
-the middle two rounded down; SM is the sum modulo 10.
+Arena (Tay et al. 2020). `[MAX 2 9 [MIN 4 7 ] 0 ]` is 9. A node is an operation with probability 1/4 and a digit
+otherwise. An operation has 2 to 10 arguments, and nodes are at most at depth 10 (the root is at 1). An expression that
+is too short or too long is drawn again. MED is the median; for an even number of arguments it is the mean of the middle
+two, rounded down. SM is the sum modulo 10.
 
 The ids are: 0 padding, 1 to 10 the digits 0 to 9, 11 to 14 `[MAX`, `[MIN`, `[MED` and `[SM`, 15 `]`.
 """
@@ -22,16 +22,16 @@ from sympow_jax.data import examples
 __all__ = ["CLASSES", "SYMBOLS", "ListOps", "describe", "generate", "open_examples"]
 
 CLASSES = 10
-SYMBOLS = ("", *"0123456789", "[MAX", "[MIN", "[MED", "[SM", "]")  # by id
+SYMBOLS = ("", *"0123456789", "[MAX", "[MIN", "[MED", "[SM", "]")  # symbols by id
 
 _DEPTH = 10
 _ARGUMENTS = (2, 10)
 _OPERATION_PROBABILITY = 0.25
 _DIGIT, _OPERATION, _END = 1, 11, 15
 
-# One draw of three is of the default lengths; lengths that so many miss are practically never met.
+# Number of draws before giving up. With the default lengths, one draw in three fits.
 _DRAWS = 50_000
-_DESCRIBED = 16  # examples of each side
+_DESCRIBED = 16  # number of examples per side that enter the digest
 
 
 def _median(values: list[int]) -> int:
@@ -48,17 +48,17 @@ _OPERATIONS: dict[int, Callable[[list[int]], int]] = {
 
 
 class _Level(NamedTuple):
-    """The nodes of one depth, those of one parent next to each other: how many arguments each has."""
+    """The nodes of one depth, children of one parent next to each other, with their numbers of arguments."""
 
     operation: Bool[np.ndarray, " nodes"]
     arguments: Int64[np.ndarray, " nodes"]
 
 
 def _draw_shape(rng: np.random.Generator, longest: int) -> tuple[list[_Level], int]:
-    """A tree and its tokens; one of more than `longest` is not finished."""
+    """Returns a tree and its number of tokens; a tree of more than `longest` tokens is left incomplete."""
     levels, length, nodes = [], 0, 1
     for depth in range(1, _DEPTH + 1):
-        # A root that is a digit would be drawn again.
+        # The root is always an operation, because a single digit would be too short and drawn again.
         chance = 1.0 if depth == 1 else _OPERATION_PROBABILITY * (depth < _DEPTH)
         operation = rng.random(nodes) < chance
         arguments = np.where(operation, rng.integers(*_ARGUMENTS, nodes, endpoint=True), 0)
@@ -71,10 +71,12 @@ def _draw_shape(rng: np.random.Generator, longest: int) -> tuple[list[_Level], i
 
 
 def generate(key: tuple[int, ...], shortest: int, longest: int) -> tuple[Int64[np.ndarray, " tokens"], int]:
-    """The ids and the value of an expression of `shortest` to `longest` tokens, a function of the arguments alone.
+    """Returns the ids and the value of an expression of `shortest` to `longest` tokens.
+
+    The result is a function of the arguments only.
 
     Raises:
-      ValueError: expressions of these lengths are too rare.
+        ValueError: expressions of these lengths are too rare.
     """
     rng = np.random.default_rng(key)
     for _ in range(_DRAWS):
@@ -113,7 +115,7 @@ def generate(key: tuple[int, ...], shortest: int, longest: int) -> tuple[Int64[n
 
 
 class ListOps:
-    """The examples of one side, generated when they are read: example i is a function of i and the seed alone."""
+    """The training or the held-out examples, generated on access; each is a function of its index and the seed."""
 
     def __init__(self, config: config_lib.DataConfig, *, heldout: bool):
         self._config, self._heldout = config, heldout
@@ -124,13 +126,13 @@ class ListOps:
     together = property(__len__)
 
     def example(self, index: int) -> tuple[Int64[np.ndarray, " tokens"], int]:
-        """The ids and the value of an example."""
-        # The sides differ in a number that is not 0: a key that ends in 0 equals the shorter key in SeedSequence.
+        """Returns the ids and the value of an example."""
+        # The last number is never 0, because in SeedSequence a key that ends in 0 equals the shorter key.
         key = (self._config.seed, index, 1 + self._heldout)
         return generate(key, *self._config.listops_lengths)
 
     def row(self, index: int, key: tuple[int, ...]) -> examples.Row:
-        """Example `index`."""
+        """Returns example `index`; `key` is unused."""
         tokens, value = self.example(index)
         return {**examples.padded(tokens, self._config.context_length), "labels": np.array(value, np.int32)}
 
@@ -138,10 +140,10 @@ class ListOps:
 def open_examples(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
 ) -> ListOps:
-    """The generated examples of one side.
+    """Returns the training or the held-out examples.
 
     Raises:
-      ValueError: the task has not ten classes, the vocabulary is too small, or the lengths are practically never met.
+        ValueError: the task does not have ten classes, the vocabulary is too small, or the lengths are too rare.
     """
     if task.name != "classification" or task.classes != CLASSES:
         raise ValueError(
@@ -158,7 +160,7 @@ def open_examples(
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Counts of examples on both sides, and the SHA-256 of the first of each."""
+    """Returns the numbers of training and held-out examples, and the SHA-256 of the first of each."""
     digest = hashlib.sha256()
     sides = [ListOps(config, heldout=heldout) for heldout in (False, True)]
     for side in sides:

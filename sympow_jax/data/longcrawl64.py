@@ -1,4 +1,4 @@
-"""LongCrawl64's layout: a Zarr v2 array of token ids, one document a row, local or in an object store."""
+"""LongCrawl64's layout: a Zarr v2 array of token ids, one document per row, local or in an object store."""
 
 import hashlib
 import json
@@ -24,16 +24,16 @@ __all__ = [
     "spec",
 ]
 
-DOCUMENT_START = 50_256  # GPT-2's <|endoftext|>, in front of every input
+DOCUMENT_START = 50_256  # GPT-2's <|endoftext|>, before every input
 ROW_TOKENS = 65_536
 CHUNKS = (2048, 2048)
 
-# A row of full length touches 32 chunks of 8 MB: two such bands of documents stay in memory.
+# A row of full length spans 32 chunks of 8 MB. The cache has room for two such bands of documents.
 _CACHE_BYTES = 2 * 32 * CHUNKS[0] * CHUNKS[1] * 2
 
 
 def metadata(rows: int, row_tokens: int, dtype: np.dtype) -> dict[str, Any]:
-    """Zarr v2 metadata of an array in LongCrawl64's layout."""
+    """Returns Zarr v2 metadata of an array in LongCrawl64's layout."""
     compressor = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}
     return {
         "shape": [rows, row_tokens],
@@ -48,7 +48,7 @@ def metadata(rows: int, row_tokens: int, dtype: np.dtype) -> dict[str, Any]:
 
 
 def spec(path: str) -> dict[str, Any]:
-    """TensorStore's spec of the array at a folder or at a URL (gs://, s3://, http://, https://)."""
+    """Returns TensorStore's spec of the array at a folder or at a URL (gs://, s3://, http://, https://)."""
     if "://" in path:
         store: str | dict[str, str] = path.rstrip("/") + "/"
     else:
@@ -57,7 +57,7 @@ def spec(path: str) -> dict[str, Any]:
 
 
 def _reason(error: ValueError) -> str:
-    """TensorStore's message on one line, without the spec that it appends."""
+    """Returns TensorStore's message on one line, without the spec that it appends."""
     return re.sub(r"\s+", " ", str(error)).split(" [tensorstore_spec=")[0]
 
 
@@ -65,7 +65,7 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str) -> tensorstore.Tenso
     if len(paths) != 1:
         raise ValueError(f"{setting} has {len(paths)} entries; longcrawl64 reads one Zarr array")
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-    # Without fill_missing_data_reads=False a chunk that is not there reads as zeros.
+    # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
     reading = {**spec(paths[0]), "fill_missing_data_reads": False}
     try:
         array = tensorstore.open(reading, context=context, open=True, read=True).result()
@@ -95,10 +95,10 @@ class ZarrDocuments:
         self._array, self._path, self._rows = array, path, rows
 
     def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
-        """Tokens start .. stop - 1 of a document.
+        """Returns tokens start .. stop - 1 of a document.
 
         Raises:
-          ValueError: a chunk is missing or damaged; never zeros in its place.
+            ValueError: a chunk is missing or damaged. It is never replaced by zeros.
         """
         try:
             return self._array[self._rows[document], start:stop].read().result()
@@ -108,12 +108,12 @@ class ZarrDocuments:
             ) from error
 
     def name(self, document: int) -> str:
-        """The array and the row of the document in it."""
+        """Returns the array's path and the document's row."""
         return f"{self._path} (row {self._rows[document]})"
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[ZarrDocuments, ZarrDocuments]:
-    """The documents to train on and those held out."""
+    """Returns the training and the held-out documents."""
     array = _open("data.paths", config.paths, config.token_dtype)
     lead = DOCUMENT_START if config.document_separator is None else config.document_separator
     everything = np.arange(array.shape[0])
@@ -129,16 +129,18 @@ def _sides(config: config_lib.DataConfig) -> tuple[ZarrDocuments, ZarrDocuments]
 
 
 def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocuments:
-    """The rows of one side's array; `data.document_separator` replaces GPT-2's 50,256 in front of each.
+    """Returns the training or the held-out documents, one per row.
+
+    `data.document_separator` replaces GPT-2's 50,256 before each row.
 
     Raises:
-      ValueError: no array there, or one of another shape or dtype.
+        ValueError: there is no array, or its shape or dtype is wrong.
     """
     return _sides(config)[heldout]
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Shapes of the arrays, and the SHA-256 of their metadata: reading terabytes would delay the start."""
+    """Returns sizes of the arrays, and the SHA-256 of their metadata; reading terabytes would delay the start."""
     train, held = _sides(config)
     arrays = [
         _open(setting, paths, config.token_dtype)

@@ -1,4 +1,4 @@
-"""Rows of which an encoder predicts masked tokens, as BERT and RoBERTa are trained."""
+"""Rows with masked tokens for an encoder to predict, as BERT and RoBERTa are trained."""
 
 import numpy as np
 from jaxtyping import Int32
@@ -8,7 +8,7 @@ from sympow_jax.data import documents, rows
 
 __all__ = ["MaskedRows", "mask"]
 
-# Of the tokens to predict: shown as the mask, shown as a random token; the rest are shown as they are
+# Fractions of the tokens to predict that are replaced by the mask and by a random token. The rest are unchanged
 # (Devlin et al. 2019, section 3.1).
 _SHOWN_MASKED, _SHOWN_RANDOM = 0.8, 0.1
 
@@ -21,10 +21,10 @@ def mask(
     mask_token: int,
     vocab_size: int,
 ) -> tuple[Int32[np.ndarray, " tokens"], Int32[np.ndarray, " tokens"]]:
-    """What is shown of `tokens` and what is predicted, -1 where nothing is.
+    """Returns the inputs and the targets of masked prediction; targets are -1 where nothing is predicted.
 
-    `fraction` of the tokens, its rounding random, at least one, are drawn without replacement to be predicted. A
-    random token is uniform over the vocabulary without the mask.
+    A `fraction` of the tokens is drawn without replacement to be predicted. Their number is rounded at random and is at
+    least one. A random replacement is uniform over the vocabulary except the mask.
     """
     count = max(1, int(fraction * len(tokens) + rng.random()))
     chosen = rng.permutation(len(tokens))[:count]
@@ -40,13 +40,13 @@ def mask(
 
 
 class MaskedRows:
-    """The documents laid end to end and cut every `data.context_length` tokens, some of them masked.
+    """Rows of `data.context_length` tokens from the concatenated documents, some tokens masked.
 
-    With packing `windows` a row is always full: tokens after the last whole row are left out. With packing
-    `documents` every token is in one row, `segment_ids` are those of `rows.Rows`, and padding is never predicted.
+    With packing `windows`, every row is full: tokens after the last whole row are dropped. With packing `documents`,
+    every token is in one row, `segment_ids` are as in `rows.Rows`, and padding is never predicted.
 
     Raises:
-      ValueError: there is less than one row, or the mask is outside the vocabulary; on reading, as `rows.Rows`.
+        ValueError: there is less than one row, or the mask is outside the vocabulary. On access, as `rows.Rows`.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class MaskedRows:
 
     @property
     def together(self) -> int:
-        """Consecutive rows that storage keeps together."""
+        """Number of consecutive rows that storage groups."""
         return self._rows.together
 
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
-        """Row `index`; which of its tokens are masked is a function of `key` alone."""
+        """Returns row `index`; the masked tokens are a function of `key` only."""
         row = self._rows.own(index)
         tokens = row["inputs"]
         real = int((row["segment_ids"] != rows.PADDING).sum()) if "segment_ids" in row else len(tokens)

@@ -1,7 +1,7 @@
-"""NT tasks: series of symbols 0 to base - 1 in which each is a sum, modulo the base, of delayed earlier ones.
+"""NT tasks: series of symbols in which each is a sum of earlier ones, modulo a base.
 
-"Reorganizing attention-space geometry with expressive attention" (Gros 2024), equations 4, 8 and 9. With base N, delay
-tau and x(t) the symbol at t:
+"Reorganizing attention-space geometry with expressive attention" (Gros 2024), equations 4, 8 and 9. Symbols are
+0 to base - 1. With base N, delay tau and x(t) the symbol at t:
 
 NT: x(t) = x(t - tau) + x(t - tau - 1) mod N; XOR for N = 2, tau = 1.
 NT-S: x(t) = x(t - 1) + ... + x(t - tau - 1) mod N.
@@ -24,7 +24,7 @@ TASKS = ("NT", "NT-S", "NT-R")
 
 
 def check(tasks: tuple[str, ...], base: int, delay: int) -> None:
-    """Raises ValueError for tasks that there are not, and for a base or a delay below the least one."""
+    """Raises ValueError for an unknown task, no task, a base below 2 or a delay below 1."""
     if not tasks:
         raise ValueError(f"no task is given; name some of {', '.join(TASKS)}")
     for task in tasks:
@@ -39,9 +39,17 @@ def check(tasks: tuple[str, ...], base: int, delay: int) -> None:
 def continued(
     first: Int[Array, "*batch W"], tasks: tuple[str, ...], task: Int[Array, "*batch"], base: int, length: int
 ) -> Int[Array, "*batch T"]:
-    """The series of `length` symbols that begin with `first`, delay + 1 symbols each; `task` is an index of `tasks`.
+    """Returns the series of `length` symbols that begin with `first`.
 
-    Raises ValueError as `check` does.
+    Args:
+        first: first delay + 1 symbols of each series.
+        tasks: names of tasks.
+        task: index into `tasks`, per series.
+        base: number of symbols.
+        length: number of symbols to return, including `first`.
+
+    Raises:
+        ValueError: as `check`.
     """
     check(tasks, base, first.shape[-1] - 1)
 
@@ -55,9 +63,12 @@ def continued(
 def drawn(
     key: Array, shape: tuple[int, ...], *, tasks: tuple[str, ...], base: int, delay: int, length: int
 ) -> tuple[Int[Array, "*batch T"], Int[Array, "*batch"]]:
-    """Random series and the index of each one's task: all tasks, and of a task all series, are equally likely.
+    """Returns random series and the index of each one's task.
 
-    Raises ValueError as `check` does.
+    All tasks are equally likely, and so are all series of a task.
+
+    Raises:
+        ValueError: as `check`.
     """
     check(tasks, base, delay)
     of_task, of_first = jax.random.split(key)
@@ -67,9 +78,12 @@ def drawn(
 
 
 def cycles(task: str, base: int, delay: int) -> dict[int, int]:
-    """How many cycles of each length the series of a task end in (equations 6 and 7), the longest first.
+    """Returns {length: number of cycles} of the cycles that a task's series end in, longest first.
 
-    Takes base^(delay + 1) steps and integers. Raises ValueError as `check` does.
+    These are equations 6 and 7 of the paper. Takes base^(delay + 1) steps and integers of memory.
+
+    Raises:
+        ValueError: as `check`.
     """
     check((task,), base, delay)
     states = np.stack(np.unravel_index(np.arange(base ** (delay + 1)), (base,) * (delay + 1)), -1)
@@ -89,7 +103,7 @@ def cycles(task: str, base: int, delay: int) -> dict[int, int]:
 
 
 def _next(last, tasks, task, base):
-    """The symbol behind the last delay + 1 ones, the oldest of which is last[..., 0]."""
+    """Returns the symbol after the last delay + 1 symbols; last[..., 0] is the oldest of them."""
     delayed, summed = (last[..., 0] + last[..., 1]) % base, last.sum(-1) % base
     symbols = {"NT": delayed, "NT-S": summed, "NT-R": jnp.where(last[..., 0] == 0, summed, delayed)}
     return jnp.select(

@@ -1,4 +1,4 @@
-"""What training and evaluation read: shuffled rows without end, whole held-out documents, held-out rows."""
+"""Data of training and evaluation: an infinite shuffled dataset, held-out documents and held-out rows."""
 
 import importlib
 from collections.abc import Iterator
@@ -13,21 +13,21 @@ from sympow_jax.data import documents, examples, longcrawl64, masking, rows, shu
 __all__ = ["batches", "describe", "heldout_documents", "heldout_rows", "train_dataset"]
 
 _DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
-_EXAMPLES = {  # the tasks of each source of labeled examples
+_EXAMPLES = {  # tasks that each source of labeled examples supports
     "tsv": ("classification", "regression"),
     "images": ("classification",),
     "listops": ("classification",),
 }
 
-# More rows than a run can take. Grain's batches of sys.maxsize rows overflow: it divides in floating point.
+# More rows than a run can read. sys.maxsize would overflow in Grain's batching, which divides in floating point.
 _ENDLESS = 1 << 48
 
-# What ends the keys of random numbers, so that no draw in training has the key of a held-out row.
+# Last number of a random key, so that no training row has the key of a held-out row.
 _TRAINING, _HELD_OUT = 1, 2
 
 
 def _source(name: str) -> Any:
-    # Sources of examples need libraries of their own, which runs on documents should not wait for.
+    # Imported on demand, because sources of examples need libraries that would delay the start of other runs.
     return _DOCUMENTS[name] if name in _DOCUMENTS else importlib.import_module(f"sympow_jax.data.{name}")
 
 
@@ -68,20 +68,21 @@ def _open(
 def train_dataset(
     config: config_lib.DataConfig, *, task: config_lib.TaskConfig | None = None, vocab_size: int
 ) -> grain.MapDataset:
-    """The training rows of a task, by default to predict the next token, shuffled anew each epoch, without end.
+    """Returns the training rows of a task, shuffled anew each epoch and repeated indefinitely.
 
-    Element i is a function of i, the data, `config.seed` and the task alone, a dict:
+    The default task is to predict the next token. Element i is a function of i, the data, `config.seed` and the task
+    only. It is a dict:
 
-    * `next_token`: `inputs [T]` and `targets [T]`, int32, and `segment_ids [T]` where packing is `documents`, as
-      `rows.Rows` describes. A target of -1 does not count.
-    * `masked_token`: the same, `targets` at the masked positions alone, which are drawn anew each epoch, as
-      `masking.MaskedRows` describes.
-    * `classification`, `regression`: `labels []`, int32 or float32, and of text `inputs [T]` filled up with 0 and
-      `segment_ids [T]`, 0 and -1 behind the end; of images as `images.open_examples` describes.
+    * `next_token`: `inputs [T]` and `targets [T]`, int32, and `segment_ids [T]` if packing is `documents`, as
+      described in `rows.Rows`. A target of -1 does not count.
+    * `masked_token`: the same, with `targets` at the masked positions only. These are drawn anew each epoch, as
+      described in `masking.MaskedRows`.
+    * `classification`, `regression`: `labels []`, int32 or float32. Texts have `inputs [T]` padded with 0, and
+      `segment_ids [T]`, 0 for tokens and -1 for padding. Images are described in `images.open_examples`.
 
     Raises:
-      ValueError: the data cannot be found, opened or read as configured, or is not for this task; on reading a row,
-        an id lies outside the vocabulary, a Zarr chunk is missing or a file is no image.
+        ValueError: the data cannot be found, opened or read as configured, or does not fit the task. On access to a
+            row, an id is outside the vocabulary, a Zarr chunk is missing or a file is not an image.
     """
     task = task or config_lib.TaskConfig()
     found = _open(config, task, vocab_size=vocab_size, heldout=False)
@@ -94,13 +95,14 @@ def train_dataset(
 def batches(
     dataset: grain.MapDataset, batch_size: int, *, share: int = 0, shares: int = 1
 ) -> grain.MapDataset:
-    """Element i is one of the equal `shares`, in order, of the i-th batch, its rows stacked.
+    """Returns shard `share` of every batch, its rows stacked.
 
-    The i-th batch is rows i * batch_size onwards however it is shared, so that a run may be resumed on another
-    number of processes. The state of an iterator is i.
+    A batch is divided into `shares` equal shards, in the order of its rows. Batch i is the rows from i * batch_size,
+    independent of `shares`, so that a run can be resumed with a different number of processes. The state of an iterator
+    is i.
 
     Raises:
-      ValueError: `shares` does not divide `batch_size`.
+        ValueError: `shares` does not divide `batch_size`.
     """
     if batch_size % shares:
         raise ValueError(
@@ -118,10 +120,10 @@ def _nothing_held_out(config: config_lib.DataConfig, what: str) -> ValueError:
 
 
 def heldout_documents(config: config_lib.DataConfig, *, vocab_size: int) -> documents.HeldoutDocuments:
-    """The documents held out from training, in the source's order.
+    """Returns the documents held out from training, in the source's order.
 
     Raises:
-      ValueError: as `train_dataset`, or no document is held out.
+        ValueError: as `train_dataset`, or no document is held out.
     """
     found = _documents(config, vocab_size=vocab_size, heldout=True)
     if not len(found.lengths):
@@ -132,14 +134,14 @@ def heldout_documents(config: config_lib.DataConfig, *, vocab_size: int) -> docu
 def heldout_rows(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, batch_size: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Batches of the held-out rows of a task, each row once, in order, the same every time.
+    """Returns batches of the held-out rows of a task, each row once, in a fixed order.
 
-    Rows are those of `train_dataset`; images are cropped in the middle, and which tokens are masked is a function of
-    the row and `config.seed`. The last batch is as large as the others: it is filled up with its last row, whose
-    `targets` or `labels` are -1 there, NaN in `regression`, and do not count.
+    Rows are as in `train_dataset`, except that images are center crops, and that the masked tokens are a function of
+    the row and `config.seed`. The last batch is padded with copies of its last row to the size of the others. In the
+    copies, `targets` or `labels` are -1 (NaN in `regression`) and do not count.
 
     Raises:
-      ValueError: at once, as `train_dataset`, or nothing is held out.
+        ValueError: on the call itself, as `train_dataset`, or nothing is held out.
     """
     found = _open(config, task, vocab_size=vocab_size, heldout=True)
     if not len(found):
@@ -162,7 +164,7 @@ def _uncounted(row: examples.Row) -> examples.Row:
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """What the data is, for the record of a run: source, paths, counts on both sides, bytes and a digest."""
+    """Returns a description of the data for the record of a run: source, paths, sizes and a digest."""
     return {
         "source": config.source,
         "paths": list(config.paths),

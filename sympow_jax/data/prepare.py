@@ -1,12 +1,12 @@
 """Turns text into token files: `python -m sympow_jax.data.prepare --format=bin --out=train.bin FILES...`.
 
-Every file is a document. `bin` writes the tokens of all documents, each followed by the separator, and beside
-it a JSON file with the tokenizer, the size of its vocabulary, the separator and the dtype.
+Every file is a document. `bin` writes the tokens of all documents, each followed by the separator. Next to
+it, it writes a JSON file with the tokenizer, the size of its vocabulary, the separator and the dtype.
 
-`longcrawl64` writes the same tokens as a Zarr v2 array in LongCrawl64's layout: the documents and separators
-are laid end to end and cut into rows of `--row_tokens`. So a long document continues in the next row, short
-ones share a row, and nothing is padded; only what is left at the end, less than a row, is dropped, and how
-much is printed. (LongCrawl64 itself has one document a row: it keeps only long ones, without their ends.)
+`longcrawl64` writes the same tokens as a Zarr v2 array in LongCrawl64's layout: documents and separators are
+concatenated and cut into rows of `--row_tokens`. A long document continues in the next row, short documents
+share a row, and nothing is padded. The rest at the end, less than a row, is dropped, and its size is printed.
+(LongCrawl64 itself has one document per row: it has only long documents, without their ends.)
 """
 
 import argparse
@@ -56,7 +56,7 @@ def _new(out: str) -> pathlib.Path:
 def _write_tokens(
     path: pathlib.Path, found: list[files.File], tokenizer: tokenizer_lib.Tokenizer, separator: int | None
 ) -> dict[str, Any]:
-    """Writes the flat tokens of the documents that are not empty and returns what describes them."""
+    """Writes the concatenated tokens of the documents that are not empty, and returns a description of them."""
     separator = tokenizer.separator if separator is None else separator
     if separator is None:
         raise ValueError(f"the tokenizer {tokenizer.name} names no end of text; set --separator to an id")
@@ -84,10 +84,11 @@ def _write_tokens(
 def write_bin(
     out: str, found: list[files.File], tokenizer: tokenizer_lib.Tokenizer, *, separator: int | None = None
 ) -> dict[str, Any]:
-    """Writes a `.bin` and its JSON file, the `.bin` last, and returns what the JSON file says.
+    """Writes a `.bin` and its JSON file, the `.bin` last, and returns the content of the JSON file.
 
     Raises:
-      ValueError: `out` exists, there is no separator or a file holds it, nothing to write, unreadable files.
+        ValueError: `out` exists, there is no separator, a file contains the separator or cannot be read, or there is
+            nothing to write.
     """
     path = _new(out)
     partial = path.with_name(path.name + ".partial")
@@ -108,10 +109,10 @@ def write_longcrawl64(
     separator: int | None = None,
     row_tokens: int = longcrawl64.ROW_TOKENS,
 ) -> dict[str, Any]:
-    """Writes a Zarr v2 array of rows of `row_tokens`, and returns what its `.zattrs` says.
+    """Writes a Zarr v2 array with rows of `row_tokens`, and returns the content of its `.zattrs`.
 
     Raises:
-      ValueError: as `write_bin`, or there are fewer tokens than a row.
+        ValueError: as `write_bin`, or there are fewer tokens than one row.
     """
     path = _new(out)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".prepare-") as folder:
@@ -126,7 +127,7 @@ def write_longcrawl64(
         dtype = tokens.DTYPES[about["token_dtype"]]
         stream = np.memmap(flat, dtype, mode="r", shape=(rows, row_tokens))
         partial = pathlib.Path(folder) / "rows.zarr"
-        # A chunk of zeros is written too: one that is not there is an error to the reader.
+        # Chunks of zeros are written too, because the reader treats a missing chunk as an error.
         writing = {
             **longcrawl64.spec(str(partial)),
             "metadata": longcrawl64.metadata(rows, row_tokens, dtype),
@@ -165,9 +166,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Writes what the command line says and prints the settings that read it.
+    """Runs the program: writes the token files and prints the settings that read them.
 
-    A mistake ends the process with one line and exit code 1.
+    On a user error, exits with one line and exit code 1.
     """
     options = _parser().parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Rows of a fixed length from documents of any length, by index arithmetic on cumulative lengths."""
+"""Rows of fixed length from documents of any length, by index arithmetic on cumulative lengths."""
 
 from typing import NamedTuple
 
@@ -17,29 +17,29 @@ Row = dict[str, Int32[np.ndarray, " T"]]
 
 
 class _Stretch(NamedTuple):
-    """Tokens of the concatenated documents, and for each the position of its document in that order."""
+    """A range of the concatenated tokens, and for each token the position of its document in their order."""
 
     tokens: Int32[np.ndarray, " tokens"]
     document: Int64[np.ndarray, " tokens"]
 
 
 class Rows:
-    """The documents laid end to end and cut every `data.context_length` tokens.
+    """Rows of `data.context_length` tokens from the concatenated documents.
 
-    Row r is a function of r and the seed alone; together the rows hold every token once. `targets` are the
-    tokens that follow the `inputs`; -1 where none does and after the end of the data, in the last row.
+    Row r is a function of r and the seed only, and every token is in exactly one row. `targets` are the tokens that
+    follow the `inputs`. They are -1 where there is none, and in the last row after the end of the data.
 
-    * packing `windows`: a row runs across documents and predicts the next document's first token.
-    * packing `documents`: `segment_ids` count the documents of the row from 0 (a document that began in an
-      earlier row is 0 here), -1 after the end of the data; the last token of a document has no target.
+    * packing `windows`: a row crosses documents and predicts the next document's first token.
+    * packing `documents`: `segment_ids` number the documents of the row from 0 (including a document that began in an
+      earlier row), and are -1 after the end of the data. The last token of a document has no target.
 
-    Where the documents have a lead id, targets are the row's own tokens and inputs are these shifted right
-    by one behind the lead id, in front of the row and, with packing `documents`, of every document in it.
+    If the documents have a lead id, targets are the row's own tokens. Inputs are these shifted right by one, with the
+    lead id first in the row and, with packing `documents`, first in every document in it.
 
-    The order of documents is drawn once from the seed, unless storage keeps documents together.
+    The order of documents is drawn once from the seed, unless storage groups documents.
 
     Raises:
-      ValueError: there is nothing to predict; on reading, an id is outside the vocabulary or data is missing.
+        ValueError: there is nothing to predict. On access, an id is outside the vocabulary or data is missing.
     """
 
     def __init__(self, source: documents.Documents, config: config_lib.DataConfig, *, vocab_size: int):
@@ -58,28 +58,28 @@ class Rows:
             )
 
     def __len__(self) -> int:
-        # A window's last target is the next one's first input: the last token alone makes no window.
+        # A window's last target is the first input of the next one, so a single last token makes no window.
         ahead = 0 if self._segmented or self._source.lead is not None else 1
         return -(-(self._total - ahead) // self._length)
 
     @property
     def together(self) -> int:
-        """Consecutive rows that storage keeps together."""
+        """Number of consecutive rows that storage groups."""
         if self._source.together is None:
             return len(self)
         return max(1, self._source.together * int(self._source.lengths[0]) // self._length)
 
     @property
     def tokens(self) -> int:
-        """The tokens of all documents, those in front of rows not counted."""
+        """Number of tokens of all documents, without lead ids."""
         return self._total
 
     def row(self, index: int, key: tuple[int, ...]) -> Row:
-        """Row `index`, in which nothing is drawn at random."""
+        """Returns row `index`; `key` is unused, because nothing is random."""
         return self[index]
 
     def own(self, row: int) -> Row:
-        """The tokens that the row holds as its `inputs`, with nothing in front and no targets."""
+        """Returns the row's own tokens as `inputs`, without a lead id and without targets."""
         start = row * self._length
         stretch = self._read(start, start + self._length)
         return self._inputs(stretch.tokens, stretch.document)

@@ -1,4 +1,4 @@
-"""Shuffled orders of any length as arithmetic on the index: nothing is stored, no draw needs another."""
+"""Shuffled orders of any length, computed from the index without storing a permutation."""
 
 import functools
 
@@ -6,7 +6,7 @@ import numpy as np
 
 __all__ = ["Shuffle", "permuted"]
 
-# Grain's own index shuffle takes up to 30 ms an index below 2^16 of them and repeats indices above 2^32.
+# Grain's own index shuffle takes up to 30 ms per index for fewer than 2^16 indices, and repeats indices above 2^32.
 _ROUNDS = 8
 _WORD = (1 << 64) - 1
 
@@ -17,18 +17,17 @@ def _round_keys(key: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _mixed(word: int) -> int:
-    """SplitMix64's finalizer."""
+    """Applies SplitMix64's finalizer."""
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
     return word ^ (word >> 31)
 
 
 def permuted(index: int, size: int, key: tuple[int, ...]) -> int:
-    """Where the permutation of 0 .. size - 1 that `key` chooses takes `index`.
+    """Returns the image of `index` under the permutation of 0 .. size - 1 that `key` chooses.
 
     A Feistel network permutes the even number of bits that hold `size`; it is applied until the result is
-    below `size`, four times on average or less (Black and Rogaway, "Ciphers with arbitrary finite domains",
-    2002).
+    below `size`, at most four times on average (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -42,10 +41,10 @@ def permuted(index: int, size: int, key: tuple[int, ...]) -> int:
 
 
 class Shuffle:
-    """Which of `count` rows the i-th draw takes: every row once an epoch, each epoch in another order.
+    """Map from the i-th draw to one of `count` rows, with every row once per epoch in a new order.
 
-    Rows that storage keeps together form blocks of `block`. The order of the blocks and the order within each
-    are permutations; a shorter last block comes last. One block of all rows is a plain shuffle.
+    Storage groups rows in blocks of `block`. The blocks are permuted, and so are the rows within each block. A
+    shorter last block stays last. A single block of all rows is a plain shuffle.
     """
 
     def __init__(self, count: int, *, block: int, seed: int):
@@ -58,5 +57,5 @@ class Shuffle:
         if block < full:
             block = permuted(block, full, (self._seed, epoch))
         size = min(self._block, self._count - block * self._block)
-        # Blocks of one epoch are keyed from 1: a key that ends in 0 equals the shorter key in SeedSequence.
+        # Blocks are keyed from 1, because in SeedSequence a key that ends in 0 equals the shorter key.
         return block * self._block + permuted(inside, size, (self._seed, epoch, 1 + block))

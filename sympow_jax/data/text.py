@@ -1,4 +1,4 @@
-"""Files as bytes, one document a file; by default the interpreter's own standard library."""
+"""Files as bytes, one document per file; by default the Python interpreter's standard library."""
 
 import hashlib
 import sysconfig
@@ -29,7 +29,7 @@ def _found(setting: str, paths: tuple[str, ...]) -> list[files.File]:
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[list[files.File], list[files.File]]:
-    """The files to train on and those held out, in order; files without a byte are in neither."""
+    """Returns the training and the held-out files, in order, without empty files."""
     found = [file for file in _found("data.paths", config.paths) if file.size]
     if config.heldout_paths:
         held = [file for file in _found("data.heldout_paths", config.heldout_paths) if file.size]
@@ -46,10 +46,12 @@ def _bytes(file: files.File) -> bytes:
 
 
 def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:
-    """The bytes of one side's files, held in memory; for a corpus larger than memory, prepare a `.bin`.
+    """Returns the training or the held-out files as documents of bytes.
+
+    All bytes are held in memory. For a corpus larger than memory, prepare a `.bin` file.
 
     Raises:
-      ValueError: nothing matches, everything is empty, or a file cannot be read.
+        ValueError: nothing matches, everything is empty, or a file cannot be read.
     """
     chosen = _sides(config)[heldout]
     arrays = [np.frombuffer(_bytes(file), np.uint8) for file in chosen]
@@ -63,7 +65,7 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Counts of files and bytes, and the SHA-256 of every file's key, size and bytes in order."""
+    """Returns counts of files and bytes, and the SHA-256 of every file's key, size and bytes in order."""
     digest = hashlib.sha256()
     sides = _sides(config)
     for file in [*sides[0], *sides[1]]:

@@ -1,4 +1,4 @@
-"""Tokenizers, to prepare data and to read and write text: bytes, or a `tokenizers` or `tiktoken` file of the user's."""
+"""Tokenizers for preparing data and for generation: bytes, or a `tokenizers` or `tiktoken` file."""
 
 import dataclasses
 import importlib
@@ -15,10 +15,14 @@ __all__ = ["Tokenizer", "load"]
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Functions from the bytes of a document to ids below `vocab_size`, and back.
+    """Functions from the bytes of a document to ids, and back.
 
-    Decoding takes any ids, which need not be whole characters; ids that stand for nothing give nothing. `separator` is
-    the id that ends a document; None where the file names none.
+    Attributes:
+        name: name for errors and records.
+        vocab_size: upper bound of the ids.
+        separator: id that ends a document; None if the tokenizer has none.
+        encode: converts bytes to ids.
+        decode: converts ids to bytes. The ids need not be whole characters. Unassigned ids give no bytes.
     """
 
     name: str
@@ -28,7 +32,7 @@ class Tokenizer:
     decode: Callable[[Sequence[int]], bytes]
 
 
-# No text holds the byte 0.
+# The separator is byte 0, which text does not contain.
 _BYTES = Tokenizer(
     name="byte",
     vocab_size=256,
@@ -37,7 +41,7 @@ _BYTES = Tokenizer(
     decode=lambda tokens: bytes(tokens),
 )
 
-# The names that models give to the token between documents, in the order in which they are looked for.
+# Names that tokenizers give to the token between documents, in order of preference.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 _GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -57,8 +61,8 @@ _O200K_SPLIT = "|".join(
         r"""\s+""",
     )
 )
-# A `.tiktoken` file holds ranks only: how text is split first and the id of <|endoftext|> go with its name
-# (tiktoken_ext/openai_public.py of tiktoken 0.14, where they are inside the functions that download).
+# A `.tiktoken` file holds ranks only. The split pattern and the id of <|endoftext|> are looked up by its name. They are
+# copied from tiktoken_ext/openai_public.py of tiktoken 0.14, where the functions that define them also download.
 _TIKTOKEN_FILES = {
     "r50k_base": (_GPT2_SPLIT, 50_256),
     "p50k_base": (_GPT2_SPLIT, 50_256),
@@ -83,7 +87,7 @@ def _from_json(path: pathlib.Path, option: str) -> Tokenizer:
         loaded = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
         raise ValueError(f"{option} is not a `tokenizers` file: {error}") from error
-    # Text that spells a special token is text.
+    # Text that spells a special token is encoded as text.
     loaded.encode_special_tokens = True
     ends = (loaded.token_to_id(name) for name in _END_NAMES)
 
@@ -105,7 +109,7 @@ def _from_tiktoken(name: str, option: str) -> Tokenizer:
     if path.suffix != ".tiktoken":
         try:
             loaded = library.get_encoding(name)
-        except Exception as error:  # an unknown name, or whatever the download raises
+        except Exception as error:  # an unknown name, or any error of the download
             known = ", ".join(library.list_encoding_names())
             raise ValueError(
                 f"{option} is no file and cannot be had from tiktoken ({type(error).__name__}); "
@@ -139,13 +143,15 @@ def _from_tiktoken(name: str, option: str) -> Tokenizer:
 
 
 def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
-    """The tokenizer that `name` says.
+    """Returns the tokenizer `name`.
 
-    It is `byte`, a `tokenizers` JSON file, a `.tiktoken` file named after its encoding, or an encoding that
-    tiktoken can download or has kept. `setting` is what the user gave it as, for errors.
+    Args:
+        name: `byte`, a `tokenizers` JSON file, a `.tiktoken` file named after its encoding, or an encoding that
+            tiktoken has cached or can download.
+        setting: flag or setting that the name was given as, for errors.
 
     Raises:
-      ValueError: no such file or encoding, a file of another kind, or the library is not installed.
+        ValueError: the file or encoding does not exist or is of another kind, or the library is not installed.
     """
     if name == "byte":
         return _BYTES

@@ -15,12 +15,12 @@ __all__ = ["DTYPES", "describe", "open_documents", "sidecar"]
 
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
-_SCAN_TOKENS = 1 << 24  # separators are looked for in pieces, so that a file may be larger than memory
-_DIGEST_BYTES = 1 << 20  # of each end of a file
+_SCAN_TOKENS = 1 << 24  # files are scanned for separators in pieces, because a file may be larger than memory
+_DIGEST_BYTES = 1 << 20  # bytes of each end of a file that enter the digest
 
 
 def sidecar(path: pathlib.Path) -> pathlib.Path:
-    """The JSON file that `prepare` writes beside a `.bin`."""
+    """Returns the path of the JSON file that `prepare` writes next to a `.bin`."""
     return path.with_name(path.name + ".json")
 
 
@@ -48,7 +48,7 @@ def _map(file: files.File, config: config_lib.DataConfig) -> Integer[np.ndarray,
 
 
 def _ends(array: Integer[np.ndarray, " tokens"], separator: int | None) -> Int64[np.ndarray, " documents"]:
-    """The position after each document's last token: its separator, or the end of the file."""
+    """Returns the position after each document, which ends with a separator or with the file."""
     if separator is None:
         return np.array([len(array)])
     ends = [
@@ -81,7 +81,7 @@ def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.Data
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[documents.Spans, documents.Spans]:
-    """The documents to train on and those held out."""
+    """Returns the training and the held-out documents."""
     found = _all_documents("data.paths", config.paths, config)
     if config.heldout_paths:
         return found, _all_documents("data.heldout_paths", config.heldout_paths, config)
@@ -90,18 +90,18 @@ def _sides(config: config_lib.DataConfig) -> tuple[documents.Spans, documents.Sp
 
 
 def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:
-    """The documents of the `.bin` files of one side.
+    """Returns the training or the held-out documents of the `.bin` files.
 
-    `data.document_separator` is the last token of every document; without one a file is a document.
+    `data.document_separator` is the last token of every document. Without a separator, every file is one document.
 
     Raises:
-      ValueError: nothing matches, or a file is empty, truncated or of another dtype.
+        ValueError: nothing matches, or a file is empty, truncated or of another dtype.
     """
     return _sides(config)[heldout]
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Counts of files, documents and tokens, and the SHA-256 of each file's key, size, first and last MiB."""
+    """Returns counts of files, documents and tokens, and a SHA-256 of keys, sizes, first and last MiB of files."""
     train, held = (side.lengths for side in _sides(config))
     found = files.find("data.paths", config.paths, suffix=".bin")
     if config.heldout_paths:

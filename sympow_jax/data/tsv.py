@@ -1,4 +1,4 @@
-"""Labeled texts in columns divided by tabs, one example a line, as GLUE's files are: no quoting, no escapes."""
+"""Labeled texts in tab-separated columns, one example per line, without quoting or escapes (GLUE's layout)."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class _Columns(NamedTuple):
-    """Where the columns of a file are; `width` is how many a line has."""
+    """Indices of a file's text and label columns; `width` is the number of columns of a line."""
 
     texts: list[int]
     label: int
@@ -27,14 +27,14 @@ class _Columns(NamedTuple):
 
 
 class _File(NamedTuple):
-    """A memory-mapped file, and where each of its examples is, without the end of the line."""
+    """A memory-mapped file, and the range of each of its examples, without the line ending."""
 
     path: str
     content: mmap.mmap
     columns: _Columns
     starts: Int64[np.ndarray, " lines"]
     stops: Int64[np.ndarray, " lines"]
-    first_line: int  # of the examples, counted from 1
+    first_line: int  # line number of the first example, counted from 1
 
     def fields(self, line: int) -> list[bytes]:
         found = self.content[self.starts[line] : self.stops[line]].removesuffix(b"\r").split(b"\t")
@@ -63,11 +63,11 @@ def _line_starts(content: mmap.mmap, start: int) -> Iterator[int]:
     while start < len(content):
         yield start
         start = content.find(b"\n", start) + 1 or len(content) + 1
-    yield start  # where one more line would start
+    yield start  # start of the line that would follow the last one
 
 
 def _find_columns(first: bytes, config: config_lib.DataConfig, path: str) -> tuple[_Columns, bool]:
-    """The columns, and whether the first line is a header that names them."""
+    """Returns the columns, and whether the first line is a header that names them."""
     names = [field.decode("utf-8", "replace") for field in first.split(b"\t")]
     wanted = [*config.text_columns, config.label_column]
     numbered = all(name.isdecimal() for name in wanted)
@@ -99,7 +99,7 @@ def _open(file: files.File, config: config_lib.DataConfig) -> _File:
 def _label_reader(
     config: config_lib.DataConfig, task: config_lib.TaskConfig
 ) -> Callable[[bytes], int | float]:
-    """A function from a label's text to its value, which raises ValueError with what labels there are."""
+    """Returns a function from a label's text to its value, which raises ValueError for an invalid label."""
     if task.name == "regression":
 
         def number(text: bytes) -> float:
@@ -134,7 +134,7 @@ def _label_reader(
 
 
 class Table:
-    """Labeled lines of one or several files."""
+    """Labeled lines of one or more files."""
 
     def __init__(self, setting: str, paths: tuple[str, ...], config: config_lib.DataConfig):
         self._files = [_open(file, config) for file in files.find(setting, paths, suffix=".tsv")]
@@ -146,11 +146,11 @@ class Table:
         return len(self._line)
 
     def name(self, line: int) -> str:
-        """The file and the number of a line."""
+        """Returns the file and the number of a line, for errors."""
         return self._files[self._file[line]].name(self._line[line])
 
     def read(self, line: int) -> tuple[list[bytes], bytes]:
-        """The texts and the label of a line."""
+        """Returns the texts and the label of a line."""
         file = self._files[self._file[line]]
         fields = file.fields(self._line[line])
         return [fields[column] for column in file.columns.texts], fields[file.columns.label]
@@ -159,7 +159,7 @@ class Table:
 def _sides(
     config: config_lib.DataConfig,
 ) -> tuple[tuple[Table, Int64[np.ndarray, " n"]], tuple[Table, Int64[np.ndarray, " n"]]]:
-    """The lines to train on and those held out."""
+    """Returns the training and the held-out lines, each as a table and line indices."""
     table = Table("data.paths", config.paths, config)
     if config.heldout_paths:
         other = Table("data.heldout_paths", config.heldout_paths, config)
@@ -169,7 +169,7 @@ def _sides(
 
 
 class TsvExamples:
-    """The lines of one side, tokenized when they are read; labels are checked at once."""
+    """The training or the held-out lines, tokenized on access; labels are checked on construction."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class TsvExamples:
     together = property(__len__)
 
     def row(self, index: int, key: tuple[int, ...]) -> examples.Row:
-        """The tokens and the label of line `index` of this side."""
+        """Returns the tokens and the label of example `index`; `key` is unused."""
         line = self._lines[index]
         texts = [self._encode(text, line) for text in self._table.read(line)[0]]
         tokens = self._cut(texts)
@@ -249,7 +249,7 @@ class TsvExamples:
             ) from error
 
     def _cut(self, texts: list[Integer[np.ndarray, " tokens"]]) -> Integer[np.ndarray, " tokens"]:
-        """One row of tokens; of two texts that do not fit the longer loses its end first."""
+        """Returns one row of tokens; of two texts that do not fit, the longer is truncated first."""
         if len(texts) == 1:
             return texts[0][: self._length]
         one, two = texts
@@ -261,18 +261,18 @@ class TsvExamples:
 def open_examples(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
 ) -> TsvExamples:
-    """The labeled lines of one side's files; a folder stands for its `.tsv` files.
+    """Returns the training or the held-out lines; a folder stands for its `.tsv` files.
 
     Raises:
-      ValueError: nothing matches; a file is empty, lacks a column or has a line with more or fewer columns; a label
-        is none of the classes or not a number; there is no such tokenizer.
+        ValueError: nothing matches, a file is empty or does not have a column, a line has a different number of
+            columns, a label is not a class or not a number, or the tokenizer does not exist.
     """
     table, lines = _sides(config)[heldout]
     return TsvExamples(table, lines, config, task, vocab_size=vocab_size)
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Counts of files, bytes and examples, and the SHA-256 of every file's key, size and bytes in order."""
+    """Returns counts of files, bytes and examples, and the SHA-256 of every file's key, size and bytes."""
     (_, train), (_, held) = _sides(config)
     found = files.find("data.paths", config.paths, suffix=".tsv")
     if config.heldout_paths:

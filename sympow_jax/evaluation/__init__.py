@@ -1,4 +1,4 @@
-"""Loss at context lengths within and beyond the training context, and metrics of held-out rows."""
+"""Loss at context lengths within and beyond the training context, and metrics on held-out rows."""
 
 from sympow_jax import extras
 

@@ -1,4 +1,4 @@
-"""Pictures of attention maps, half-lives and rotation rates over the tokens of a text."""
+"""Figures of attention maps, half-lives and rotation rates over the tokens of a text."""
 
 import pathlib
 import textwrap
@@ -17,25 +17,25 @@ from sympow_jax.evaluation import attention_maps, figures
 
 __all__ = ["draw_half_lives", "draw_rotations", "draw_weights", "visible"]
 
-# Inches: of a map, unless tokens are to be named and need more; of all maps side by side; of a token's name, small and
-# at leisure; of strips with a row a head.
+# Inches: width of one map (more if token names need it), width of all maps side by side, space per token name (tight
+# and comfortable), width and row height of strips with one row per head.
 _MAP = 2.6
 _MAPS = 16.0
 _NAME, _WIDE_NAME = 0.115, 0.18
 _STRIPS = (6.5, 14.0)
 _STRIP_ROW = 0.24
-_COLUMNS = 4  # of the heads of a single layer
-_LONGEST = 12  # characters of a name
-_CHARACTERS = 12.5  # of a title, an inch
+_COLUMNS = 4  # maps per row for a single layer
+_LONGEST = 12  # characters per token name
+_CHARACTERS = 12.5  # characters of a title per inch
 _UNSEEN = "#e4e4e4"
 _EDGE = "#999999"
 _WEIGHT_TICKS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
-# Half-lives beyond are of one color.
+# Range of the color scale; half-lives outside it have the color of its ends.
 _HALF_LIVES = (0.1, 1e5)
 
 
 def visible(text: bytes) -> str:
-    """A token as a label: signs for spaces and line ends, hexadecimal digits for what has no character or glyph."""
+    """Returns a printable label of a token: symbols for whitespace, hexadecimal digits for unprintable bytes."""
     try:
         characters = text.decode()
     except UnicodeDecodeError:
@@ -56,7 +56,7 @@ def draw_weights(
     about: str,
     causal: bool,
 ) -> None:
-    """A map a head: layers one below the other, or the heads of one layer in rows of four."""
+    """Draws one map per head: one row of maps per layer, or rows of four for a single layer."""
     heads, time = found[0].weights.shape[:2]
     maps = [(layer, head) for layer in found for head in range(heads)]
     columns = heads if len(found) > 1 else min(heads, _COLUMNS)
@@ -95,7 +95,7 @@ def draw_weights(
 def draw_half_lives(
     path: pathlib.Path, found: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, about: str
 ) -> None:
-    """A row a head, of its value channels the median."""
+    """Draws half-lives, one row per head; per-channel decays are shown as the median over channels."""
     values = [layer.half_life for layer in found if layer.half_life is not None]
     by_channel = values[0].ndim == 3
     strips = [np.median(x, axis=-1) if by_channel else x for x in values]
@@ -117,10 +117,13 @@ def draw_half_lives(
 def draw_rotations(
     path: pathlib.Path, found: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, about: str
 ) -> None:
-    """A row a head: the fastest pair's rate, or of rates by pair the mean, as if each were the fastest."""
+    """Draws the rotation of the fastest pair, one row per head.
+
+    If each pair has its own rate, draws their mean, as if each were the rate of the fastest pair.
+    """
     rates = [layer.rate for layer in found if layer.rate is not None]
     theta = found[0].theta
-    assert theta is not None  # with rates
+    assert theta is not None  # set whenever there are rates
     by_pair = rates[0].ndim == 3
     strips = [theta[0] * (rate.mean(axis=-1) if by_pair else rate) for rate in rates]
     span = max(float(np.abs(np.array(strips) - theta[0]).max()), 0.01)
@@ -144,7 +147,7 @@ def _draw_strips(
     norm: matplotlib.colors.Normalize,
     colors: str,
 ) -> tuple[matplotlib.figure.Figure, Any]:
-    """A panel a layer, a row a head and a column a token; the figure and its color bar."""
+    """Draws a panel per layer, with rows of heads and columns of tokens; returns figure and color bar."""
     heads, time = strips[0].shape
     width = float(np.clip(time * _WIDE_NAME, *_STRIPS))
     height = len(found) * (max(heads * _STRIP_ROW, 0.7) + 0.25) + 1.6
@@ -166,7 +169,7 @@ def _draw_strips(
 
 
 def _extend(strips: Sequence[Float[np.ndarray, "K T"]], norm: matplotlib.colors.Normalize) -> str:
-    """At which ends of the colors there are values beyond, as Matplotlib calls it."""
+    """Returns Matplotlib's `extend`: the ends of the color scale that values exceed."""
     assert norm.vmin is not None
     assert norm.vmax is not None
     below, above = np.min(strips) < norm.vmin - 1e-6, np.max(strips) > norm.vmax + 1e-6
@@ -176,7 +179,7 @@ def _extend(strips: Sequence[Float[np.ndarray, "K T"]], norm: matplotlib.colors.
 def _weight_colors(
     found: Sequence[attention_maps.LayerMaps],
 ) -> tuple[matplotlib.colors.FuncNorm, matplotlib.colors.Colormap]:
-    """Colors of weights by their square roots, so that those of long rows can be seen."""
+    """Returns a color scale of the square roots of weights, so that small weights in long rows are visible."""
     low = min(float(layer.weights.min()) for layer in found)
     largest = max(float(np.abs(layer.weights).max()) for layer in found)
     norm = matplotlib.colors.FuncNorm(
@@ -188,13 +191,13 @@ def _weight_colors(
 
 
 def _name_tokens(axis: Any, labels: Sequence[str], length: float, *, turn: bool = True) -> None:
-    """A label a token along an axis of so many inches."""
+    """Labels every token along an axis that is `length` inches long."""
     axis.set_ticks(
         range(1, len(labels) + 1),
         labels,
         fontsize=8.5 if len(labels) * _WIDE_NAME <= length else 7,
         rotation=90 if turn and max(map(len, labels)) > 2 else 0,
-        parse_math=False,  # two dollars are no formula
+        parse_math=False,  # two dollar signs must not become a formula
         color=figures.INK,
     )
     axis.set_tick_params(length=0)

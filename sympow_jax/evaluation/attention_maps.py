@@ -1,4 +1,4 @@
-"""What the layers of a model do with one text: attention maps, half-lives of decays, rotation rates."""
+"""Attention maps, half-lives of decays and rotation rates of a model's layers for one text."""
 
 import dataclasses
 import functools
@@ -18,17 +18,17 @@ __all__ = ["LayerMaps", "attention_maps"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerMaps:
-    """One layer's.
+    """Attention maps, half-lives and rotation rates of one layer.
 
     Attributes:
-        layer: which one, from 0.
-        weights: of the value of each token (last axis) in the output of each (second last), as
+        layer: index of the layer, from 0.
+        weights: weight of the value of each token (last axis) in the output of each token (second last), as in
             `layers.AttentionMaps`.
-        half_life: after how many tokens the head, or its value channel, would have forgotten half, did it always
-            forget as it does at this one: ln 2 / -log_decay, infinite where nothing is forgotten. None without a gate.
-        rate: by how much a token moves on the learned position of the head, or of each of its pairs; None unless
+        half_life: number of tokens until a head, or a value channel, has forgotten half, if every token decayed as
+            this one does: ln 2 / -log_decay, or infinity without forgetting. None without a decay.
+        rate: distance that each token moves the learned position of a head, or of each of its pairs; None unless
             learned.
-        theta: radians by which a pair turns at rate 1, the fastest first; None without rates.
+        theta: angle in radians that each pair rotates by at rate 1, the fastest first; None without learned rates.
     """
 
     layer: int
@@ -41,8 +41,11 @@ class LayerMaps:
 def attention_maps(
     model: models.DecoderLM | models.Encoder, tokens: Sequence[int], wanted: Sequence[int]
 ) -> list[LayerMaps]:
-    """The maps of the layers `wanted`, counted from 0, for one row of tokens: T x T numbers a head."""
-    # GPUs would round the factors of float32 products.
+    """Returns the maps of the layers `wanted`, counted from 0, for one row of tokens.
+
+    Takes T x T elements per head.
+    """
+    # By default, GPUs round the factors of float32 products.
     with jax.default_matmul_precision("highest"):
         given = _given(*nnx.split(model), np.array([tokens], np.int32))
         return [_layer_maps(model, layer, given[layer]) for layer in wanted]
@@ -64,9 +67,9 @@ def _layer_maps(model: models.DecoderLM | models.Encoder, layer: int, x: Float[A
 def _given(
     graph: nnx.GraphDef, variables: nnx.State, tokens: Int[Array, "1 T"]
 ) -> list[Float[Array, "1 T M"]]:
-    """What the attention of each layer is given."""
+    """Returns the input of each layer's attention."""
     model = nnx.merge(graph, variables)
-    # Rematerialized blocks would be copies, which hear for themselves.
+    # Rematerialization runs copies of the blocks, whose recorded inputs would be lost.
     model.config = dataclasses.replace(model.config, remat="none")
     for block in model.blocks:
         block.attention = _Listening(block.attention)
@@ -80,7 +83,7 @@ def _maps(graph: nnx.GraphDef, variables: nnx.State, x: Float[Array, "1 T M"]) -
 
 
 class _Listening(nnx.Module):
-    """A layer that keeps what it is given."""
+    """An attention layer that records its input."""
 
     def __init__(self, layer: layers.Attention):
         self.layer = layer

@@ -1,8 +1,8 @@
-"""Which positions a bucket holds, which documents are evaluated, and the arithmetic of the means.
+"""Buckets of positions, the selection of documents, and mean losses.
 
-A document is x_1 .. x_L and position t is predicted from x_1 .. x_{t-1}. Position 1 is predicted only where
-the data put a begin token in front of every document; elsewhere the first predicted position is 2, and the
-first bucket has one prediction a document less than its length.
+A document is x_1 .. x_L, and position t is predicted from x_1 .. x_{t-1}. Position 1 is predicted only if the data
+has a begin token before every document. Otherwise the first predicted position is 2, and the first bucket has one
+prediction per document less than its length.
 """
 
 import dataclasses
@@ -17,10 +17,14 @@ __all__ = ["Bucket", "bucket_means", "check_lengths", "parse_lengths", "select_d
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The predictions of positions in (the length before, `context_length`], over all documents.
+    """Predictions of the positions in (previous length, `context_length`] over all documents.
 
-    `loss` is their mean in nats per token, `standard_error` that of the documents' means around it (None for
-    a single document), `tokens` how many predictions there are.
+    Attributes:
+        context_length: last position of the bucket.
+        loss: mean loss in nats per token.
+        standard_error: standard error of `loss` over the documents' means; None for a single document.
+        tokens: number of predictions.
+        documents: number of documents.
     """
 
     context_length: int
@@ -31,9 +35,10 @@ class Bucket:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Context lengths from `64,128,256`, where `64,...,65536` stands for every doubling in between.
+    """Parses context lengths such as `64,128,256`; `64,...,65536` stands for every doubling in between.
 
-    Raises ValueError for what is no such list.
+    Raises:
+        ValueError: the text is not such a list.
     """
     words = text.replace(" ", "").split(",")
     lengths: list[int] = []
@@ -62,7 +67,7 @@ def _parse_length(word: str, text: str) -> int:
 
 
 def check_lengths(lengths: Sequence[int], *, first_position: int) -> None:
-    """Raises `ValueError` unless `lengths` is positive, increasing and no bucket is empty."""
+    """Raises ValueError unless `lengths` are positive and increasing and no bucket is empty."""
     if not lengths:
         raise ValueError("no context lengths are given; write them as 64,128,256 or 64,...,4096")
     if lengths[0] < 1 or any(a >= b for a, b in itertools.pairwise(lengths)):
@@ -77,12 +82,14 @@ def check_lengths(lengths: Sequence[int], *, first_position: int) -> None:
 def select_documents(
     document_lengths: Int[np.ndarray, " n"], longest: int, count: int, *, together: int | None = None
 ) -> Int[np.ndarray, " d"]:
-    """The indices of at most `count` documents of at least `longest` tokens, evenly spaced over the corpus.
+    """Returns the indices of at most `count` documents of at least `longest` tokens, evenly spaced.
 
-    Where storage keeps `together` consecutive documents, so that reading one costs as much as reading all,
-    they are spaced over the first such groups that suffice. They depend on nothing but the arguments, so
-    every run over the same data is evaluated on the same ones. Raises `ValueError` where no document is long
-    enough or `count` is not positive.
+    If storage groups `together` consecutive documents, so that reading one costs as much as reading all, the documents
+    are spaced over the first groups that have enough. Otherwise they are spaced over the corpus. The result depends on
+    the arguments only, so all runs over the same data are evaluated on the same documents.
+
+    Raises:
+        ValueError: no document is long enough, or `count` is not positive.
     """
     if count < 1:
         raise ValueError(f"the number of documents is {count}; it must be at least 1")
@@ -103,9 +110,9 @@ def select_documents(
 def bucket_means(
     losses: Float[np.ndarray, "documents positions"], lengths: Sequence[int], *, first_position: int
 ) -> list[Bucket]:
-    """The mean loss of each bucket; column i of `losses` is position `first_position + i`.
+    """Returns the mean loss of each bucket; column i of `losses` is position `first_position + i`.
 
-    Sums are float64. A bucket with a loss that is not finite has a mean that is not finite.
+    Sums are float64. If a loss in a bucket is not finite, neither is the mean.
     """
     buckets = []
     for previous, length in itertools.pairwise((0, *lengths)):
@@ -113,7 +120,7 @@ def bucket_means(
         part = losses[:, start : length + 1 - first_position].astype(np.float64)
         documents, positions = part.shape
         means = part.mean(axis=1)
-        with np.errstate(invalid="ignore"):  # inf - inf, where a model diverges
+        with np.errstate(invalid="ignore"):  # inf - inf, if a model diverges
             error = float(means.std(ddof=1) / np.sqrt(documents)) if documents > 1 else None
         buckets.append(
             Bucket(

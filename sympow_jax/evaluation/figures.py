@@ -1,4 +1,4 @@
-"""The look of plots: one palette, quiet axes, lines named where they end."""
+"""Common style of plots: palette, axes, and labels at the ends of lines."""
 
 import itertools
 import math
@@ -24,13 +24,13 @@ __all__ = [
     "style",
 ]
 
-# Okabe and Ito's palette, its yellow (too light for a line on white) replaced by a brown: told apart by
-# readers with any color vision. Markers repeat the distinction for print. As many as there are presets.
+# Okabe and Ito's palette, which readers with any color vision can distinguish. Its yellow, too light for a line on
+# white, is replaced by a brown. Markers repeat the distinction for print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C510A")
 MARKERS = "osD^vPX>"
 INK = "#444444"
 GRAY = "#666666"
-_LINE_HEIGHT = 0.055  # of a line of a label at 9.5 points, in heights of the axes
+_LINE_HEIGHT = 0.055  # height of a label's line at 9.5 points, as a fraction of the axes' height
 
 
 def make(
@@ -42,8 +42,8 @@ def make(
     sharex: bool = False,
     sharey: bool = True,
 ) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
-    """A figure of so many panels side by side in each row, and its panels row by row; inches."""
-    # Not pyplot: no global state, no display.
+    """Returns a figure with `panels` panels per row, and the panels row by row; sizes are in inches."""
+    # Not pyplot, which has global state and may need a display.
     figure = matplotlib.figure.Figure(figsize=(width, height), dpi=160, layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     axes = figure.subplots(rows, panels, sharex=sharex, sharey=sharey, squeeze=False)
@@ -51,14 +51,14 @@ def make(
 
 
 def save(figure: matplotlib.figure.Figure, path: pathlib.Path) -> None:
-    """Writes the figure; the ending of the path says as what."""
+    """Writes the figure in the format of the path's suffix."""
     figure.savefig(path)
 
 
 def style(
     axes: matplotlib.axes.Axes, *, x_label: str, y_label: str, title: str = "", about: str = ""
 ) -> None:
-    """Horizontal grid lines, two spines, and above the axes a title and, smaller, what the plot is about."""
+    """Applies the common style, with a title above the axes and, smaller, a description `about` the plot."""
     axes.set_xlabel(x_label, color=INK)
     axes.set_ylabel(y_label, color=INK)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
@@ -82,14 +82,14 @@ def style(
 
 
 def set_log2_ticks(axes: matplotlib.axes.Axes, values: Sequence[int]) -> None:
-    """A logarithmic axis of numbers of tokens, with a tick at each value."""
+    """Makes x a logarithmic axis of token counts, with a tick at each value."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:,}" for value in values])
     axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
 def mark(axes: matplotlib.axes.Axes, x: float, text: str) -> None:
-    """A dashed vertical line at x, named above the axes, where no curve can run through the name."""
+    """Draws a dashed vertical line at x, labeled above the axes, where no curve crosses the label."""
     axes.axvline(x, color="#888888", linestyle=(0, (4, 3)), linewidth=1.1, zorder=1)
     axes.annotate(
         text,
@@ -104,9 +104,9 @@ def mark(axes: matplotlib.axes.Axes, x: float, text: str) -> None:
 
 
 def label_lines(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]]) -> None:
-    """Names each line at its right end, in its color, pushed apart where labels would overlap.
+    """Labels each line at its right end, in its color, and moves labels apart where they would overlap.
 
-    `ends` are a label, a color and the height at which the line ends, NaN for a line without a finite value.
+    `ends` has a label, a color and the final height of each line, NaN for a line without a finite value.
     """
     low, high = axes.get_ylim()
     heights = [(end - low) / (high - low) if math.isfinite(end) else 0.5 for _, _, end in ends]

@@ -1,4 +1,4 @@
-"""Trained encoders and image classifiers on the held-out rows: loss and the metrics of the task."""
+"""Evaluation of encoders and image classifiers on held-out rows: loss and the metrics of the task."""
 
 import dataclasses
 import functools
@@ -25,17 +25,17 @@ from sympow_jax.training import checkpoint, hosts, loss, sharding, workdir
 
 __all__ = ["evaluate_heldout", "heldout_metrics", "open_rows"]
 
-# At most so many tokens or patches go through a device at once.
+# Maximum number of tokens or patches per device and call.
 _CALL_TOKENS = 16_384
-# What may differ between runs that are compared: none of it changes a held-out row.
+# Settings that may differ between compared runs, because they do not change the held-out rows.
 _FREE = ("data.batch_tokens", "data.augment", "task.initial_run")
 
 
 def open_rows(config: config_lib.Config) -> Iterable[Mapping[str, np.ndarray]] | None:
-    """Batches of the held-out rows of a run's task; None where its settings hold nothing out.
+    """Returns batches of the held-out rows of a run's task; None if its settings hold nothing out.
 
     Raises:
-      ValueError: the data cannot be opened as configured, or nothing is left to hold out.
+        ValueError: the data cannot be opened as configured, or no row is held out.
     """
     found = config.data
     if not found.heldout_paths and not found.heldout_fraction and found.source != "listops":
@@ -50,13 +50,15 @@ def open_rows(config: config_lib.Config) -> Iterable[Mapping[str, np.ndarray]] |
 def heldout_metrics(
     model: models.Model, task: config_lib.TaskConfig, batches: Iterable[Mapping[str, np.ndarray]]
 ) -> dict[str, float]:
-    """What a model makes of all batches, by name, over the targets or labels that count; `count` is their number.
+    """Returns the metrics of a model over all batches, by name.
 
-    * `masked_token`: `loss` in nats and `perplexity`, exp(loss);
-    * `classification`: `loss` in nats, `accuracy` and `matthews`, of two classes `f1` too;
+    `count` is the number of targets or labels that count. The other metrics are:
+
+    * `masked_token`: `loss` in nats and `perplexity`, exp(loss).
+    * `classification`: `loss` in nats, `accuracy` and `matthews`; for two classes also `f1`.
     * `regression`: `loss`, the mean squared error, `pearson` and `spearman`.
 
-    Batches have a number of rows that the local devices divide, over which they are shared. Correlations with
+    Batches are sharded over the local devices, whose number must divide the number of rows. Correlations with
     predictions that are not finite are NaN.
     """
     mesh = sharding.whole_mesh(jax.local_devices())
@@ -111,14 +113,17 @@ def evaluate_heldout(
     out: str | os.PathLike[str],
     console: rich.console.Console | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Evaluates the newest checkpoint of every run on the same held-out rows and writes `heldout.json` into `out`.
+    """Evaluates the newest checkpoint of every run on the same held-out rows.
 
-    Prints a table. Of several processes each evaluates by itself; the first alone writes and prints. Returns
-    `heldout_metrics` by the name of the run.
+    Writes `heldout.json` into `out` and prints a table. With several processes, each evaluates on its own, and only the
+    first writes and prints.
+
+    Returns:
+        `heldout_metrics` by the name of the run.
 
     Raises:
-      ValueError: a workdir holds no run or no checkpoint, the runs' tasks or data differ, nothing is held out, or `out`
-        cannot be written.
+        ValueError: a workdir holds no run or no checkpoint, the runs' tasks or data differ, nothing is held out, or
+            `out` cannot be written.
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     folder = workdirs_lib.writable_folder(out)

@@ -1,6 +1,6 @@
-"""Pictures of what a trained model does with a text:
+"""Draws attention maps, half-lives and rotation rates of a trained model for a text.
 
-python -m sympow_jax.evaluation.inspect --workdir=runs/quickstart --text="def main():"
+Usage: python -m sympow_jax.evaluation.inspect --workdir=runs/quickstart --text="def main():"
 """
 
 import argparse
@@ -21,7 +21,7 @@ from sympow_jax.training import checkpoint, cli, workdir
 
 __all__ = ["inspect", "main"]
 
-# Of a text, and of all maps together: what pictures show, and a JSON file of tens of megabytes.
+# Limits of a text, so that maps are legible, and of all maps together, so that the JSON file has tens of megabytes.
 MAX_TOKENS = 1024
 MAX_WEIGHTS = 2**24
 _DECIMALS = 7
@@ -36,19 +36,22 @@ def inspect(
     out: str | os.PathLike[str] | None = None,
     tokenizer: str | None = None,
 ) -> list[str]:
-    """Writes attention.png, half_life.png, rotation.png and inspect.json; returns what was written, and what was not.
+    """Writes attention.png, half_life.png, rotation.png and inspect.json for a text.
 
     Args:
-      folder: the workdir of a run, whose newest checkpoint is taken.
-      text: bytes, in UTF-8 where the tokenizer reads text.
-      name: what errors call the text.
-      layer: the one to show, from 0; None shows all.
-      out: the folder to write to; None is `inspect` in the workdir.
-      tokenizer: as `data.codec_of_run`.
+        folder: workdir of a run, whose newest checkpoint is read.
+        text: bytes, in UTF-8 if the tokenizer reads text.
+        name: name of the text in errors.
+        layer: layer to show, from 0; None shows all.
+        out: folder to write to; None means `inspect` in the workdir.
+        tokenizer: as in `data.codec_of_run`.
+
+    Returns:
+        One message for each file that was written, or that does not apply to the model.
 
     Raises:
-      ValueError: the folder holds no run of tokens or no checkpoint, the text is empty, too long or not in the
-        vocabulary, there is no such layer, or `out` cannot be written.
+        ValueError: the folder holds no run on tokens or no checkpoint, the text is empty, too long or not in the
+            vocabulary, the layer does not exist, or `out` cannot be written.
     """
     folder = pathlib.Path(folder)
     settings = workdir.read_config(folder)
@@ -103,7 +106,7 @@ def _require_few(settings: config_lib.Config, tokens: int, layers: int, name: st
 
 
 def _text_of(codec: data.Codec, token: int) -> bytes:
-    # The id in front of a document need not be one of the tokenizer's.
+    # The id before a document need not be one of the tokenizer's.
     return codec.decode([token]) or f"<{token}>".encode()
 
 
@@ -115,7 +118,7 @@ def _draw(
     *,
     causal: bool,
 ) -> list[str]:
-    """Draws what there is, and says so."""
+    """Draws the figures that apply to the model, and returns a message for each."""
     run = "{run}, step {step}: kernel {kernel}, decay {decay}, position {position}".format(**about)
     path = target / "attention.png"
     attention_figures.draw_weights(path, found, labels, about=run, causal=causal)
@@ -142,7 +145,7 @@ def _write_json(
     *,
     causal: bool,
 ) -> None:
-    """`about` and the numbers of each layer; a causal row of weights ends with its own token."""
+    """Writes `about` and the values of each layer; a causal row of weights ends with its own token."""
     records = []
     for layer in found:
         heads = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
@@ -161,7 +164,7 @@ def _write_json(
 
 
 def _numbers(values: np.ndarray | None) -> Any:
-    """Lists; null for infinity, which JSON lacks."""
+    """Returns nested lists, with null in place of infinity, which JSON does not have."""
     if values is None:
         return None
     numbers = values.astype(object)
@@ -190,7 +193,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with cli.user_errors():
         flags = _parse(arguments)
-        # As the shell gave it, UTF-8 or not.
+        # The bytes that the shell passed, whether UTF-8 or not.
         given = flags.text_file is None
         text = os.fsencode(flags.text) if given else pathlib.Path(flags.text_file).read_bytes()
         name = "--text" if given else f"--text_file={flags.text_file}"

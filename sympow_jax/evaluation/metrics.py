@@ -1,4 +1,4 @@
-"""Metrics of classification and regression, as GLUE reports them (Wang et al. 2018), in float64."""
+"""Metrics of classification and regression as in GLUE (Wang et al. 2018), in float64."""
 
 from typing import Any
 
@@ -9,20 +9,21 @@ __all__ = ["accuracy", "f1", "matthews", "pearson", "spearman"]
 
 
 def accuracy(labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]) -> float:
-    """The part of the predictions that are right.
+    """Returns the fraction of predictions that are right.
 
     Raises:
-      ValueError: as every function here, there is nothing to compare or as many labels as predictions are not there.
+        ValueError: as in every function here, there are no labels, or labels and predictions differ in number.
     """
     labels, predicted = _checked(labels, predicted)
     return float(np.mean(labels == predicted))
 
 
 def matthews(labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]) -> float:
-    """Matthews' correlation of two or more classes, in [-1, 1].
+    """Returns Matthews' correlation of two or more classes, in [-1, 1].
 
-    (TP TN - FP FN) / sqrt((TP + FP) (TP + FN) (TN + FP) (TN + FN)) of two classes; of more, Gorodkin's R_K (2004),
-    the correlation of the classes as one-hot vectors. 0 where labels or predictions are all of one class.
+    For two classes, it is (TP TN - FP FN) / sqrt((TP + FP) (TP + FN) (TN + FP) (TN + FN)). For more, it is Gorodkin's
+    R_K (2004), the correlation of the classes as one-hot vectors. It is 0 if all labels or all predictions are of one
+    class.
     """
     labels, predicted = _checked(labels, predicted)
     classes = np.union1d(labels, predicted)
@@ -34,7 +35,10 @@ def matthews(labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]) ->
 
 
 def f1(labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]) -> float:
-    """2 TP / (2 TP + FP + FN) of class 1 against all others; 0 where neither labels nor predictions have it."""
+    """Returns the F1 score, 2 TP / (2 TP + FP + FN), of class 1 against the others.
+
+    It is 0 if class 1 does not occur in labels or predictions.
+    """
     labels, predicted = _checked(labels, predicted)
     both = np.sum((labels == 1) & (predicted == 1))
     either = np.sum(labels == 1) + np.sum(predicted == 1)
@@ -42,13 +46,12 @@ def f1(labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]) -> float
 
 
 def pearson(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> float:
-    """Pearson's correlation, in [-1, 1].
+    """Returns Pearson's correlation, in [-1, 1].
 
-    0 where one side is constant: the quotient has no value there, and a constant tells nothing of the other side, as
-    with `matthews`.
+    It is 0 if labels or predictions are constant, where the quotient is undefined, as in `matthews`.
 
     Raises:
-      ValueError: a number is not finite.
+        ValueError: a number is not finite.
     """
     labels, values = _checked_numbers(labels, values)
     labels, values = _centered(labels), _centered(values)
@@ -57,16 +60,16 @@ def pearson(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> f
 
 
 def spearman(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> float:
-    """Spearman's correlation: Pearson's of the ranks, equal numbers having the mean of their ranks; 0 as there."""
+    """Returns Spearman's correlation: `pearson` of the ranks, where equal numbers have the mean of their ranks."""
     labels, values = _checked_numbers(labels, values)
     return pearson(_ranks(labels), _ranks(values))
 
 
 def _centered(values: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-    # The mean of equal numbers may differ from them by a rounding, which would correlate with anything.
+    # The mean of equal numbers may differ from them by a rounding error, which could correlate with anything.
     if np.all(values == values[0]):
         return np.zeros_like(values)
-    # Divided by the largest magnitude before and after: sums and squares can neither overflow nor vanish.
+    # Divide by the largest magnitude before and after, so that sums and squares do not overflow or underflow.
     scaled = values / np.max(np.abs(values))
     centered = scaled - scaled.mean()
     return centered / np.max(np.abs(centered))

@@ -1,4 +1,4 @@
-"""The plot of loss against position, one line a run."""
+"""Plot of loss against position, one line per run."""
 
 import itertools
 import math
@@ -16,8 +16,8 @@ __all__ = ["write_plot"]
 def write_plot(path: pathlib.Path, rows: Sequence[report.Row]) -> None:
     """Draws loss in nats per token over context length, with a band of one standard error over documents.
 
-    A marker stands at the upper end of its bucket, a dashed line at each training context. Losses that are
-    not finite are left out of a line and named at its label.
+    A marker is at the upper end of its bucket, a dashed line at each training context. Losses that are not finite are
+    omitted from a line and listed in its label.
     """
     runs = {name: list(group) for name, group in itertools.groupby(rows, key=lambda row: row.run)}
     figure, (axes,) = figures.make()
@@ -39,7 +39,7 @@ def write_plot(path: pathlib.Path, rows: Sequence[report.Row]) -> None:
 def _draw_run(
     axes: matplotlib.axes.Axes, name: str, run: Sequence[report.Row], color: str, marker: str
 ) -> tuple[str, str, float]:
-    """Draws one line; returns its label, its color and the height at which it ends."""
+    """Draws one line; returns its label, its color and its final height."""
     lengths = np.array([row.context_length for row in run])
     losses = np.array([row.loss if math.isfinite(row.loss) else np.nan for row in run])
     errors = np.array([row.standard_error or 0.0 for row in run])

@@ -1,4 +1,4 @@
-"""The rows of a context-length evaluation as a table, a CSV and a JSON file."""
+"""Results of a context-length evaluation as a table, a CSV file and a JSON file."""
 
 import csv
 import dataclasses
@@ -28,22 +28,30 @@ COLUMNS = (
     "documents",
     "train_context",
 )
-# Wide enough for every preset side by side; a file or a pipe has no width of its own.
+# Wide enough for every preset side by side, because a file or a pipe has no width.
 _PLAIN_WIDTH = 200
 
 
 def make_console(file: TextIO | None = None) -> rich.console.Console:
-    """The terminal, or a plain file (standard output by default) with room for a wide table."""
+    """Returns a console on the terminal, or on a file (default: standard output) with room for a wide table."""
     console = rich.console.Console(file=file)
     return console if console.is_terminal else rich.console.Console(file=file, width=_PLAIN_WIDTH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One bucket of one run: `loss` in nats per token, `perplexity` exp(loss), `bits_per_token` loss / ln 2.
+    """Result of one bucket of one run.
 
-    `tokens` is the number of predictions in the bucket, `train_context` the run's training context length and
-    `standard_error` that of `loss` over documents (None for one document); the CSV leaves the last out.
+    Attributes:
+        run: name of the run.
+        context_length: last position of the bucket.
+        loss: mean loss in nats per token.
+        perplexity: exp(loss).
+        bits_per_token: loss / ln 2.
+        tokens: number of predictions in the bucket.
+        documents: number of documents.
+        train_context: training context length of the run.
+        standard_error: standard error of `loss` over documents; None for one document. It is not in the CSV.
     """
 
     run: str
@@ -58,7 +66,7 @@ class Row:
 
 
 def make_rows(run: str, means: Sequence[buckets.Bucket], *, train_context: int) -> list[Row]:
-    """The rows of one run."""
+    """Returns the rows of one run."""
     with np.errstate(over="ignore"):  # a diverged model's perplexity may be infinite
         return [
             Row(
@@ -85,7 +93,7 @@ def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
 
 
 def write_json(path: pathlib.Path, rows: Sequence[Row], **about: Any) -> None:
-    """Writes `about` and the rows; a number that is not finite, which JSON lacks, becomes null."""
+    """Writes `about` and the rows; numbers that are not finite become null, because JSON does not have them."""
     records = [
         {name: _finite_or_none(value) for name, value in dataclasses.asdict(row).items()} for row in rows
     ]
@@ -107,7 +115,7 @@ def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
     )
     table.add_column("positions up to", justify="right")
     for name in by_run:
-        # Text, not a string: a run called [x] is not markup.
+        # Text instead of a string, so that a run named [x] is not parsed as markup.
         table.add_column(rich.text.Text("loss" if len(runs) == 1 else name), justify="right")
     if len(runs) == 1:
         table.add_column("perplexity", justify="right")

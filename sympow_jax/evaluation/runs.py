@@ -1,4 +1,4 @@
-"""The context-length evaluation of trained runs: restore, stream the documents, write the results."""
+"""Context-length evaluation of trained runs: restores models, streams documents, writes results."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from sympow_jax.training import checkpoint, hosts
 __all__ = ["context_loss", "evaluate_runs", "require_places", "select_documents"]
 
 _FEW_DOCUMENTS = 20
-# What decides which documents are held out and how they become tokens; the rest of two runs may differ.
+# Settings that determine the held-out documents and their tokens. Other settings of two runs may differ.
 _SHARED_DATA_FIELDS = (
     "source",
     "paths",
@@ -37,7 +37,7 @@ _SHARED_DATA_FIELDS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Documents:
-    """The documents of an evaluation: their indices among the held-out ones, and their tokens."""
+    """Documents of an evaluation: their indices among the held-out documents, and their tokens."""
 
     indices: Int[np.ndarray, " documents"]
     tokens: list[Int[np.ndarray, " length"]]
@@ -52,14 +52,21 @@ def context_loss(
     first_position: int = 2,
     on_call: Callable[[int], None] | None = None,
 ) -> list[buckets.Bucket]:
-    """The mean loss of predicting positions in (previous length, this length], for each of `lengths`.
+    """Returns the mean loss of the positions in (previous length, this length], for each of `lengths`.
 
-    `first_position` is that of a document's second token, the first to be predicted: 2, or 1 where a begin
-    token, which is no position of the document, comes first. The documents reach position `lengths[-1]` and
-    are cut there, so that every bucket is a mean over the same documents. Memory is that of `token_losses`;
-    `on_call` is called with the number of tokens each call of the model has done.
+    Memory is that of `token_losses`.
 
-    Raises `ValueError` for lengths that are not positive and increasing and for documents that are too short.
+    Args:
+        model: the decoder.
+        documents: tokens of each document, at least up to position `lengths[-1]`. Later tokens are ignored, so that
+            every bucket is a mean over the same documents.
+        lengths: upper ends of the buckets.
+        first_position: position of a document's second token, which is the first to be predicted. It is 2, or 1 if
+            a begin token, which has no position, comes first.
+        on_call: function of the number of tokens that each call of the model processed.
+
+    Raises:
+        ValueError: lengths are not positive and increasing, or a document is too short.
     """
     buckets.check_lengths(lengths, first_position=first_position)
     size = lengths[-1] + 2 - first_position
@@ -83,18 +90,28 @@ def evaluate_runs(
 ) -> list[report.Row]:
     """Evaluates the newest checkpoint of every run and writes `context_loss.{csv,json,png}` into `out`.
 
-    `lengths` and `documents` (at most so many) default to the first run's `evaluation` settings. All runs see
-    the same held-out documents, chosen by `buckets.select_documents`. Prints a table and, below 20 documents,
-    a warning. Of several processes each evaluates by itself; the first alone writes and prints. Returns the rows of
-    the CSV. Raises `ValueError` where a workdir holds no run or no checkpoint, the
-    runs' data or vocabularies differ, a length exceeds every document or the positions of a model, or `out` cannot be
-    written.
+    All runs see the same held-out documents, chosen by `buckets.select_documents`. Prints a table and, for fewer than
+    20 documents, a warning. With several processes, each evaluates on its own, and only the first writes and prints.
+
+    Args:
+        workdirs: workdirs of the runs.
+        lengths: context lengths; None means those of the first run's `evaluation` settings.
+        out: folder to write to.
+        documents: maximum number of documents; None means that of the first run's `evaluation` settings.
+        console: console to print to.
+
+    Returns:
+        The rows of the CSV.
+
+    Raises:
+        ValueError: a workdir holds no run or no checkpoint, the runs' data or vocabularies differ, a length exceeds
+            every document or a model's learned positions, or `out` cannot be written.
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     folder = workdirs_lib.writable_folder(out)
     paths, configs = workdirs_lib.read_runs(workdirs)
     _require_same_data(paths, configs)
-    for path in paths:  # before hours are spent on the runs in front of it
+    for path in paths:  # checked before hours are spent on earlier runs
         checkpoint.require_checkpoint(path)
     if lengths is None:
         lengths = configs[0].evaluation.context_lengths
@@ -136,10 +153,10 @@ def _evaluate(
     chosen: _Documents,
     lengths: Sequence[int],
 ) -> tuple[list[buckets.Bucket], int]:
-    """The buckets and the step of one run, whose model lives no longer than this call."""
+    """Returns the buckets and the step of one run; its model is freed after this call."""
     started = time.perf_counter()
     _, restored, step = checkpoint.restore_model(path)
-    model = cast(models.DecoderLM, restored)  # of the task 'next_token'
+    model = cast(models.DecoderLM, restored)  # the task is 'next_token'
     count = len(chosen.tokens)
     with _progress(console, name, count * lengths[-1]) as advance:
         means = context_loss(
@@ -167,20 +184,23 @@ def _choose_documents(config: config_lib.Config, lengths: Sequence[int], count: 
 def select_documents(
     config: config_lib.Config, lengths: Sequence[int], count: int
 ) -> tuple[data.HeldoutDocuments, int, Int[np.ndarray, " documents"]]:
-    """The held-out documents, the tokens in front of position 1, and the indices of those that are evaluated.
+    """Selects the documents to evaluate.
+
+    Returns:
+        The held-out documents, the number of tokens before position 1, and the indices of the selected documents.
 
     Raises:
-      ValueError: no document is held out, or none is as long as the last of `lengths`.
+        ValueError: no document is held out, or none is as long as the last of `lengths`.
     """
     heldout = data.heldout_documents(config.data, vocab_size=config.model.vocab_size)
-    lead = 0 if heldout.lead is None else 1  # a token in front of position 1
+    lead = 0 if heldout.lead is None else 1  # a begin token before position 1
     buckets.check_lengths(lengths, first_position=2 - lead)
     indices = buckets.select_documents(heldout.lengths - lead, lengths[-1], count, together=heldout.together)
     return heldout, lead, indices
 
 
 def require_places(config: config_lib.Config, lengths: Sequence[int], name: str) -> None:
-    """Raises `ValueError` where lengths go beyond the learned positions of a model, which errors call `name`."""
+    """Raises ValueError if lengths exceed the learned positions of a model, which the error calls `name`."""
     longest = config.model.attention.longest_document
     if longest is not None and lengths and lengths[-1] > longest:
         raise ValueError(
@@ -190,7 +210,7 @@ def require_places(config: config_lib.Config, lengths: Sequence[int], name: str)
 
 
 def _require_same_data(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
-    """Raises `ValueError` unless all runs predict the same tokens: losses could not be compared."""
+    """Raises ValueError unless all runs predict the same tokens, so that losses can be compared."""
     first = configs[0]
     for path, other in zip(paths[1:], configs[1:]):
         pairs = {"model.vocab_size": (first.model.vocab_size, other.model.vocab_size)}
@@ -208,7 +228,7 @@ def _require_same_data(paths: Sequence[pathlib.Path], configs: Sequence[config_l
 def _progress(
     console: rich.console.Console, name: str, tokens: int
 ) -> Iterator[Callable[[int], None] | None]:
-    """A bar of tokens done; None without a terminal."""
+    """Shows a progress bar of tokens and yields the function that advances it; None without a terminal."""
     if not console.is_terminal:
         yield None
         return

@@ -1,4 +1,4 @@
-"""The loss of every token of long documents, streamed through a model's state in bounded memory."""
+"""Per-token losses of long documents, streamed through a model's state in bounded memory."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from sympow_jax import models
 
 __all__ = ["token_losses"]
 
-# Bounds on one call of the model: its tokens, and the bytes of the logits that exist at once.
+# Limits of one call of the model: number of tokens, and bytes of logits that exist at the same time.
 _CALL_TOKENS = 16_384
 _LOGIT_BYTES = 2**26
 
@@ -24,17 +24,20 @@ def token_losses(
     *,
     on_call: Callable[[int], None] | None = None,
 ) -> Float[np.ndarray, "documents length-1"]:
-    """The loss in nats of predicting each token of a document but the first from all those before it.
+    """Returns the loss in nats of every token of a document, except the first, given all tokens before it.
 
-    As many documents as have 16,384 predictions together take one call of the model, without a state. A
-    document of more goes through it in equal segments of at most so many, each call given the state of the
-    one before; the padding that makes the segments equal comes after the last prediction, where causality
-    keeps it from mattering. Every call has the same shape and compiles once. `on_call`, if given, is called
-    with the number of tokens each call has done.
+    Documents of at most 16,384 predictions are batched into calls of at most that many, without a state. A longer
+    document is split into equal segments of at most 16,384 tokens, and each call gets the state after the previous
+    segment. Padding makes the segments equal. It follows the last prediction, so causality keeps it from having an
+    effect. Every call has the same shape, so the model is compiled once.
 
-    Memory beyond the parameters: the activations of at most 16,384 tokens; the state (or a KV cache and
-    values) of one document; 64 MiB of logits, whatever the vocabulary; on the host 12 bytes a token of
-    `tokens`.
+    Memory in addition to the parameters: activations of at most 16,384 tokens, the recurrent state or KV cache of one
+    document, 64 MiB of logits whatever the vocabulary, and 12 bytes per token of `tokens` on the host.
+
+    Args:
+        model: the decoder.
+        tokens: documents of equal length.
+        on_call: function of the number of tokens that each call of the model processed.
     """
     count, predictions = tokens.shape[0], tokens.shape[1] - 1
     segments = -(-predictions // _CALL_TOKENS)

@@ -1,4 +1,4 @@
-"""The evaluation that a run's task asks for."""
+"""Evaluation of a run according to its task."""
 
 import os
 import pathlib
@@ -12,7 +12,7 @@ __all__ = ["check_settings", "evaluate", "finish"]
 
 
 def check_settings(config: config_lib.Config) -> None:
-    """Raises `ValueError` where a run could not be evaluated at its end: better before hours of training than after."""
+    """Raises ValueError, before hours of training, if the run could not be evaluated at its end."""
     evaluation = config.evaluation
     if config.task.name != "next_token":
         heldout.open_rows(config)
@@ -22,7 +22,7 @@ def check_settings(config: config_lib.Config) -> None:
 
 
 def finish(config: config_lib.Config, folder: pathlib.Path) -> None:
-    """The evaluation at the end of training: by position where lengths are asked for, else of held-out rows if any."""
+    """Evaluates a run at the end of training: a decoder by position if lengths are set, others on held-out rows."""
     if config.task.name == "next_token":
         if config.evaluation.context_lengths:
             runs.evaluate_runs([folder], config.evaluation.context_lengths, out=folder)
@@ -37,10 +37,11 @@ def evaluate(
     out: str | os.PathLike[str],
     documents: int | None = None,
 ) -> None:
-    """`evaluate_runs` for runs that predict the next token, `evaluate_heldout` for others.
+    """Calls `evaluate_runs` for runs that predict the next token, and `evaluate_heldout` for others.
 
     Raises:
-      ValueError: what those raise; the runs are of both kinds, or lengths or documents are given for the second.
+        ValueError: as these functions; or the runs' tasks differ, or lengths or documents are given for runs that do
+            not predict the next token.
     """
     paths, configs = workdirs_lib.read_runs(workdirs)
     tasks = [config.task.name for config in configs]

@@ -1,4 +1,4 @@
-"""The runs that are evaluated, their names, and the folder of the results."""
+"""Workdirs of the runs to evaluate, names of runs, and the folder of the results."""
 
 import contextlib
 import json
@@ -20,10 +20,10 @@ __all__ = ["read_runs", "run_names", "warn", "warn_of_changed_data", "writable_f
 def read_runs(
     workdirs: Sequence[str | os.PathLike[str]],
 ) -> tuple[list[pathlib.Path], list[config_lib.Config]]:
-    """The workdirs and the settings of their runs.
+    """Returns the workdirs and the settings of their runs.
 
     Raises:
-      ValueError: there is none, one is given twice, or one holds no run.
+        ValueError: no workdir is given, one is given twice, or one holds no run.
     """
     if not workdirs:
         raise ValueError("no workdir is given")
@@ -39,7 +39,7 @@ def read_runs(
 def warn_of_changed_data(
     console: rich.console.Console, paths: Sequence[pathlib.Path], config: config_lib.Config
 ) -> None:
-    """All runs see the same held-out documents; that one was trained beside others should be known."""
+    """Warns of runs whose data has changed since training; all runs are evaluated on the data as it is now."""
     digest = data.describe(config.data)["digest"]
     for path in paths:
         record = path / "data.json"
@@ -48,7 +48,7 @@ def warn_of_changed_data(
 
 
 def run_names(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> list[str]:
-    """The workdirs' base names; with the preset, or else in full, where they would be ambiguous."""
+    """Returns unique names: the base names of workdirs, else with the preset added, else the full paths."""
     base = [path.absolute().name for path in paths]
     with_preset = [f"{name} ({_preset_name(config.model)})" for name, config in zip(base, configs)]
     for names in (base, with_preset):
@@ -66,11 +66,13 @@ def _preset_name(model: config_lib.ModelConfig) -> str:
 
 
 def warn(console: rich.console.Console, message: str) -> None:
+    """Prints a warning."""
     console.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def writing(folder: pathlib.Path) -> Iterator[None]:
+    """Turns an OSError while writing results to a folder into ValueError."""
     try:
         yield
     except OSError as error:
@@ -78,7 +80,7 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
 
 
 def writable_folder(out: str | os.PathLike[str]) -> pathlib.Path:
-    """`out` as a folder that exists; found out before the work, not after it."""
+    """Creates the folder `out` and checks, before any work is done, that it can be written to."""
     folder = pathlib.Path(out)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Text from trained decoders: prompts in one pass, then a token at a time through a state that can be kept.
+"""Text generation: prompts are prefilled in one pass, then decoded token by token through a state.
 
-States are pytrees of arrays whose first axis is the batch; every function is pure.
+States can be saved. They are pytrees of arrays whose first axis is the batch. Every function is pure.
 """
 
 from sympow_jax.generation.batches import fork, insert, take

@@ -1,6 +1,6 @@
-"""Rows of a running batch: copied, taken out and put in.
+"""Copies, extracts and inserts rows of a running batch.
 
-Of any pytree whose leaves have the batch as their first axis: states, logits, tokens.
+The functions take any pytree whose leaves have the batch as their first axis: states, logits, tokens.
 """
 
 import jax
@@ -12,9 +12,12 @@ __all__ = ["fork", "insert", "take"]
 
 
 def fork[Tree](state: Tree, copies: int) -> Tree:
-    """Every row so many times, copies side by side; to continue one context in many ways.
+    """Returns every row repeated `copies` times, for several continuations of one context.
 
-    Raises ValueError for fewer than one copy.
+    Copies of a row are adjacent.
+
+    Raises:
+        ValueError: `copies` is below 1.
     """
     if copies < 1:
         raise ValueError(f"copies is {copies}; it must be at least 1")
@@ -22,16 +25,23 @@ def fork[Tree](state: Tree, copies: int) -> Tree:
 
 
 def take[Tree](state: Tree, slot: int | Int[Array, ""]) -> Tree:
-    """The row of a slot, as a batch of one. Raises ValueError where there is no such slot."""
+    """Returns the row of a slot as a batch of one.
+
+    Raises:
+        ValueError: there is no such slot.
+    """
     _require_slot(state, slot)
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
 
 
 def insert[Tree](state: Tree, slot: int | Int[Array, ""], row: Tree) -> Tree:
-    """The batch with `row`, a batch of one, in a slot, in place of what was there.
+    """Returns the batch with the content of a slot replaced by `row`, a batch of one.
 
-    To remove a row, insert one of `init_state`. Raises ValueError where there is no such slot, or where the row is of
-    another model, or of another kind of state: a KV cache has one capacity, and `fold` makes them recurrent.
+    To remove a row, insert one of `init_state`.
+
+    Raises:
+        ValueError: there is no such slot, or the row is a state of another model or of another kind. KV caches in a
+            batch must have the same capacity. `fold` converts a KV cache to a recurrent state.
     """
     _require_slot(state, slot)
     wanted, found = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (state, row))
@@ -53,6 +63,6 @@ def insert[Tree](state: Tree, slot: int | Int[Array, ""], row: Tree) -> Tree:
 
 def _require_slot(state, slot) -> None:
     slots = jax.tree.leaves(state)[0].shape[0]
-    # Where the slot is traced, XLA takes the nearest there is.
+    # A traced slot cannot be checked; XLA clamps it to the nearest one.
     if not isinstance(slot, jax.core.Tracer) and not 0 <= int(slot) < slots:
         raise ValueError(f"slot is {int(slot)}; the batch has slots 0 to {slots - 1}")

@@ -1,4 +1,4 @@
-"""A model as two functions: what a batch of prompts leaves behind, and the next token from there."""
+"""Prefill and single-token decoding."""
 
 import functools
 
@@ -12,19 +12,21 @@ from sympow_jax.array_types import Array, Float, Int
 
 __all__ = ["decode", "fold", "init_state", "prefill", "require_state"]
 
-# A prompt and what follows it are one document; padding behind shorter prompts passes state through.
+# A prompt and its continuation are one document. Padding after shorter prompts leaves the state unchanged.
 _SEGMENT, _PADDING = 0, -1
 
 
 def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = None) -> models.DecoderState:
-    """The state before any token.
+    """Returns the state before any token.
 
-    It keeps keys and values where `max_length` of them take no more memory than the recurrent state, or where the
-    attention has no other. They have room for `max_length` tokens of a row, prompt included, and give NaN beyond:
-    `fold` them before, where there is a recurrent state. None is the state that never grows.
+    Uses a KV cache if `max_length` tokens fit in no more memory than the recurrent state, or if the attention has no
+    recurrent state. The cache has room for `max_length` tokens per row, including the prompt. Outputs beyond are NaN.
+    To continue beyond, `fold` the cache first, if the attention has a recurrent state. If `max_length` is None, uses
+    the fixed-size recurrent state.
 
     Raises:
-      ValueError: no `max_length`, and the attention has no recurrent state; or that would exceed memory.
+        ValueError: `max_length` is None and the attention has no recurrent state, or the recurrent state would exceed
+            the memory of the device.
     """
     kept = model.kv_cache_length
     if max_length is None:
@@ -47,21 +49,21 @@ def prefill(
     max_length: int | None = None,
     state: models.DecoderState | None = None,
 ) -> tuple[Float[Array, "B V"], models.DecoderState]:
-    """The logits of the token that follows each row, float32, and the state behind the row.
+    """Returns the logits of the token that follows each row, in float32, and the state after the rows.
 
-    Nothing passes between rows. Logits are computed of the last tokens alone.
+    Rows are independent of each other. Logits are computed for the last token of each row only.
 
     Args:
-      model: with the parameters to use.
-      tokens: row b is its first `lengths[b]` tokens; what is behind them does not matter.
-      lengths: of the rows, at least 1 and at most T.
-      max_length: for `init_state`, where there is no `state`.
-      state: what came before, for instance a long context that is continued; None starts with
-        `init_state(model, B, max_length=max_length)`.
+        model: the decoder.
+        tokens: row b is the first `lengths[b]` tokens; later tokens are ignored.
+        lengths: number of tokens of each row, from 1 to T.
+        max_length: argument of `init_state` if `state` is None.
+        state: state after earlier tokens, for instance after a long context. None starts with
+            `init_state(model, B, max_length=max_length)`.
 
     Raises:
-      ValueError: a row is empty or longer than T, or goes on beyond the model's learned positions, a token is not in
-        the vocabulary, the state is of another model or batch, or `max_length` is missing (`init_state`).
+        ValueError: a row is empty, is longer than T or exceeds the model's learned positions, a token is not in the
+            vocabulary, the state is of another model or batch size, or `max_length` is missing (`init_state`).
     """
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
         raise ValueError(
@@ -78,25 +80,30 @@ def prefill(
 def decode(
     model: models.DecoderLM, state: models.DecoderState, token: Int[Array | np.ndarray, " B"]
 ) -> tuple[Float[Array, "B V"], models.DecoderState]:
-    """The logits of the token behind `token`, float32, and the state behind it; `state` stays as it is.
+    """Returns the logits of the token after `token`, in float32, and the state after `token`.
 
-    Logits are NaN beyond a KV cache, and beyond the learned positions of models that have some. Raises ValueError for a
-    state of another model or batch.
+    `state` is not modified. Logits are NaN beyond the capacity of a KV cache and beyond learned absolute positions.
+
+    Raises:
+        ValueError: the state is of another model or batch size.
     """
     return _decode(*nnx.split(model), state, jnp.asarray(token))
 
 
 def fold(model: models.DecoderLM, state: models.DecoderState) -> models.DecoderState:
-    """The state with a KV cache folded into the recurrent state, which never grows.
+    """Converts a KV cache to the recurrent state of its tokens, which does not grow.
 
-    Decoding goes on as it would have. A recurrent state is returned as it is; rows that have already outgrown the
-    a KV cache gives NaN. Raises ValueError for a state of another model, or attention without a recurrent state.
+    Decoding continues with the same results. A recurrent state is returned unchanged. Rows that have already exceeded
+    the capacity of the cache become NaN.
+
+    Raises:
+        ValueError: the state is of another model, or the attention has no recurrent state.
     """
     return _fold(*nnx.split(model), state)
 
 
 def require_state(model: models.DecoderLM, state: models.DecoderState, batch: int | None = None) -> None:
-    """Raises ValueError unless `state` is one of this model, of so many rows."""
+    """Raises ValueError unless `state` is a state of this model with `batch` rows, or any number if None."""
     if not isinstance(state, models.DecoderState) or not state.layers:
         raise ValueError(f"the state is a {type(state).__name__}; make it with generation.prefill")
     memory = state.layers[0].memory

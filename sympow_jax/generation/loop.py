@@ -1,4 +1,4 @@
-"""The loop from prompts to tokens: one compiled block of tokens after the other."""
+"""Generation loop over compiled blocks of tokens."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -27,15 +27,16 @@ def generate(
     seed: int = 0,
     block: int = 32,
 ) -> Iterator[Int[np.ndarray, "prompts tokens"]]:
-    """Yields the tokens that follow each prompt, at most `block` of all prompts at a time, `max_tokens` in all.
+    """Yields the `max_tokens` tokens that follow each prompt, at most `block` tokens per prompt at a time.
 
-    The host waits for the device once a block. What follows a prompt depends on it, `sampling` and `seed`, whatever
-    else is in the batch, but for the rounding of logits: equal prompts are followed by the same. Keys and values are
-    kept until the recurrent state takes less memory, and then folded into it.
+    The host waits for the device once per block. The continuation of a prompt depends on the prompt, `sampling` and
+    `seed` only. The rest of the batch has no influence, except on the rounding of logits. Equal prompts have equal
+    continuations. A KV cache is used until the recurrent state takes less memory, and is then folded into it.
 
     Raises:
-      ValueError: before the first block, for no prompt, an empty one, a token that the vocabulary lacks, `max_tokens`
-        below 1, more tokens than positions reach or a seed outside [0, 2^32); later where logits are not finite.
+        ValueError: before the first block: there is no prompt, a prompt is empty or has a token outside the
+            vocabulary, `max_tokens` is below 1, the tokens exceed learned positions, or the seed is outside [0, 2^32).
+            Later: logits are not finite.
     """
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError(
@@ -63,7 +64,7 @@ def generate(
 
 
 def _room(kv_cache_length: int | None, least: int, total: int) -> int | None:
-    """How many positions keep their keys at first; None for none, the recurrent state from the start."""
+    """Returns the initial capacity of the KV cache; None to start with the recurrent state."""
     if kv_cache_length is None:
         return total
     return min(kv_cache_length, total) if least <= kv_cache_length else None
@@ -100,10 +101,13 @@ def decode_block(
 ) -> tuple[
     Float[Array, "B V"], models.DecoderState, Int[Array, " B"], Int[Array, "B block"], Bool[Array, "B block"]
 ]:
-    """Draws so many tokens of each row, one after the other, from logits and state behind its `position` tokens.
+    """Samples `block` tokens of each row, one after another, from the logits and state after `position` tokens.
 
-    Returns logits, state and position behind them, the tokens, and whether the logits each was drawn from are finite.
-    The state is updated where it lies.
+    The logits and the state are donated.
+
+    Returns:
+        The logits, state and position after these tokens, the tokens, and whether the logits that each token was
+        sampled from are finite.
     """
     model = nnx.merge(graph, variables)
 

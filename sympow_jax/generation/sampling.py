@@ -1,4 +1,4 @@
-"""The next token from its logits, drawn from a key of seed and place alone."""
+"""Samples the next token from logits, with a key of the seed and the position only."""
 
 import dataclasses
 import math
@@ -13,17 +13,17 @@ __all__ = ["Sampling", "sample"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """Options of sampling.
 
     Attributes:
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: only the so many likeliest; None for all.
-        top_p: of these only the fewest likeliest that together have at least this probability ("The Curious Case of
-            Neural Text Degeneration", Holtzman et al. 2020, section 3.1).
-        vocab_size: ids from here on are never drawn; None for all that the model has.
+        temperature: divisor of the logits; 0 selects the likeliest token.
+        top_k: samples from the `top_k` likeliest tokens only; None for all.
+        top_p: samples from the fewest likeliest of these that together have at least this probability ("The Curious
+            Case of Neural Text Degeneration", Holtzman et al. 2020, section 3.1).
+        vocab_size: samples ids below this only; None for all ids of the model.
 
     Raises:
-        ValueError: for a temperature below 0, a `top_k` below 1, or a `top_p` outside (0, 1].
+        ValueError: the temperature is below 0, `top_k` is below 1, or `top_p` is outside (0, 1].
     """
 
     temperature: float = 1.0
@@ -47,10 +47,10 @@ def sample(
     seed: UInt32[Array, ""],
     position: Int[Array, " B"],
 ) -> Int[Array, " B"]:
-    """A token for each row.
+    """Returns a token for each row.
 
-    `position` is how many tokens of the row come before it. What is drawn depends on seed, position and the row's
-    logits alone, so that a row alone and in any batch is drawn alike, and equal rows are drawn equal.
+    `position` is the number of tokens before it in the row. The token depends on the seed, the position and the row's
+    logits only, so it does not depend on the batch, and equal rows get equal tokens.
     """
     logits = jnp.where(
         jnp.arange(logits.shape[-1]) < (sampling.vocab_size or logits.shape[-1]), logits, -jnp.inf
@@ -58,14 +58,14 @@ def sample(
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = _kept(logits / sampling.temperature, sampling)
-    # Noise belongs to the token, not to its rank: logits that all but tie do not change places.
+    # Noise is indexed by token id, not by rank, so that rounding that swaps nearly equal logits changes no noise.
     keys = jax.vmap(lambda place: jax.random.fold_in(jax.random.key(seed), place))(position)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 
 def _kept(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Minus infinity in place of the logits that `top_k` and `top_p` leave out."""
+    """Replaces the logits that `top_k` and `top_p` exclude by minus infinity."""
     if sampling.top_k is None and sampling.top_p == 1:
         return logits
     order = jnp.argsort(-logits, axis=-1, stable=True)

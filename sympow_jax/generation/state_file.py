@@ -1,4 +1,4 @@
-"""States on disk: an `.npz` of the arrays, the model's settings and a checksum of its parameters."""
+"""State files: an `.npz` of the arrays, the model's settings and a checksum of its parameters."""
 
 import dataclasses
 import json
@@ -18,18 +18,18 @@ from sympow_jax.generation import decoding
 __all__ = ["restore_state", "save_state"]
 
 _HEADER = "header"
-# Settings that change how fast a model is, not what its states mean.
+# Settings that change the speed of a model, but not the meaning of its states.
 _FREE = ("remat", "attention.implementation", "attention.chunk_size")
-# Settings that files of earlier versions lack.
+# Values of settings that are missing in files of earlier versions.
 _DEFAULTS = {"biases": False, "embedding_norm": True}
 
 
 def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: models.DecoderState) -> None:
-    """Writes a state of `model`, all rows of it, to a file that appears whole or not at all.
+    """Writes all rows of a state to a file, atomically.
 
     Raises:
-      ValueError: the state is of another model.
-      OSError: the file cannot be written.
+        ValueError: the state is of another model.
+        OSError: the file cannot be written.
     """
     decoding.require_state(model, state)
     memory = state.layers[0].memory
@@ -54,11 +54,11 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
 
 
 def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> models.DecoderState:
-    """The state that `save_state` wrote, for the same model.
+    """Returns the state that `save_state` wrote for the same model.
 
     Raises:
-      ValueError: the file is no saved state, or one of a model with other settings or parameters.
-      OSError: the file cannot be read.
+        ValueError: the file is not a saved state, or is one of a model with other settings or parameters.
+        OSError: the file cannot be read.
     """
     header, arrays = _read(pathlib.Path(path))
     here, there = _settings(model), _DEFAULTS | header["model"]
@@ -104,7 +104,7 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """bfloat16, which NumPy's files do not know, as the integers of its bits."""
+    """Returns bfloat16, which NumPy files do not support, as uint16 of the same bits; other dtypes unchanged."""
     return array.view(np.uint16) if array.dtype.name == "bfloat16" else array
 
 

@@ -1,4 +1,4 @@
-"""The text of one row as its tokens arrive: whole characters, up to the first stop string."""
+"""Text of one row as its tokens arrive, in whole characters, up to the first stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -6,30 +6,30 @@ from typing import Protocol
 
 __all__ = ["Transcript"]
 
-# Tokenizers decode a token by those before it; so many of the prompt are enough for the first.
+# Tokenizers decode a token depending on earlier ones. This many prompt tokens suffice for the first new token.
 _PROMPT_TOKENS = 16
 
 
 class _Codec(Protocol):
-    """What makes text of tokens, such as `sympow_jax.data.Codec`."""
+    """Decoder of tokens to text, such as `sympow_jax.data.Codec`."""
 
     @property
     def end(self) -> int | None:
-        """The id behind a document; None for none."""
+        """Id that ends a document; None for none."""
 
     @property
     def of_bytes(self) -> bool:
-        """Whether tokens are bytes, so that a character may begin in one and end in another."""
+        """True if tokens are bytes, so that a character may span several tokens."""
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of tokens."""
+        """Returns the bytes of tokens."""
 
 
 class Transcript:
-    """What follows a prompt, given in blocks of tokens and taken as text that is never taken back.
+    """Incremental text after a prompt, from blocks of tokens; text that was returned never changes.
 
-    Bytes that are no UTF-8 become U+FFFD. The text ends before the first stop string, before the end of the document,
-    or after `max_tokens`; then it is `done`.
+    Bytes that are not UTF-8 become U+FFFD. The text ends before the first stop string, before the end of the document,
+    or after `max_tokens`. Then `done` is True.
     """
 
     def __init__(self, codec: _Codec, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()):
@@ -46,7 +46,7 @@ class Transcript:
         self._tokens: list[int] = []
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens make certain, to be printed behind what was returned before."""
+        """Adds tokens and returns the new text that later tokens cannot change."""
         if self.done:
             return ""
         for token in tokens:
@@ -72,11 +72,11 @@ class Transcript:
         data = self._codec.decode([*self._prompt, *self._tokens])[self._before :]
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = decoder.decode(data, final=self.done)
-        # Tokenizers of text have already replaced the bytes of a character that is not whole.
+        # Tokenizers of text have already replaced the bytes of an incomplete character.
         return text if self.done or self._codec.of_bytes else text.rstrip("\ufffd")
 
     def _held(self, text: str) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """Returns the number of last characters that may be the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""flax.nnx modules: they own parameters and call `sympow_jax.ops`."""
+"""flax.nnx modules, which hold parameters and call `sympow_jax.ops`."""
 
 from sympow_jax.layers.attention import (
     Attention,

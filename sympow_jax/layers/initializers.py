@@ -1,4 +1,4 @@
-"""GPT-2's initialization (Radford et al. 2019, section 2.3), and the projections that use it."""
+"""GPT-2's initialization (Radford et al. 2019, section 2.3), and projections that use it."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ STANDARD_DEVIATION = 0.02
 
 
 def as_rngs(rngs: nnx.Rngs | int) -> nnx.Rngs:
-    """Returns `rngs`, or streams from it if it is a seed."""
+    """Returns `rngs`, converted to `nnx.Rngs` if it is a seed."""
     return rngs if isinstance(rngs, nnx.Rngs) else nnx.Rngs(rngs)
 
 
 def table(rows: int, width: int, *, names: tuple[str, str], rngs: nnx.Rngs) -> nnx.Param:
-    """Returns a float32 table [rows, width] of GPT-2's scale; `names` are the logical names of its axes."""
+    """Returns a float32 table [rows, width] with GPT-2's initialization and logical axis `names`."""
     init = partitioning.named(nnx.initializers.normal(STANDARD_DEVIATION), names)
     return nnx.Param(init(rngs.params(), (rows, width), jnp.float32))
 
@@ -39,14 +39,14 @@ def linear(
     """Returns a projection with float32 parameters.
 
     Args:
-        size_in: size of its inputs.
-        size_out: size of its outputs.
-        names: logical names of the axes of its matrix, among those of `partitioning.RULES`.
-        dtype: of the product.
-        use_bias: it has a bias.
+        size_in: size of the inputs.
+        size_out: size of the outputs.
+        names: logical names of the matrix axes, from `partitioning.RULES`.
+        dtype: dtype of the product.
+        use_bias: whether there is a bias.
         scale: factor of the initial standard deviation. GPT-2 has 1 / sqrt(2 * layers) for outputs that are added to
             the residual stream.
-        exact: computed in float32 whatever the dtype and without a bias, for decays and rotation rates.
+        exact: whether to compute in float32, whatever `dtype`, and without a bias. Used for decays and rotation rates.
         rngs: source of initial values.
     """
     return Linear(
@@ -62,9 +62,9 @@ def linear(
 
 
 class Linear(nnx.Linear):
-    """`nnx.Linear` whose parameters carry logical axis names, and which multiplies rows along one axis.
+    """`nnx.Linear` with logical axis names, which flattens its inputs to [B * T, size].
 
-    XLA's CPU backend takes the gradient of a product over [B, T, size] three times as long as over [B * T, size],
+    XLA's CPU backend needs three times as long for the gradient of a product over [B, T, size] as over [B * T, size],
     because it writes transposed copies.
     """
 
@@ -80,7 +80,7 @@ class Linear(nnx.Linear):
         scale: float,
         rngs: nnx.Rngs,
     ):
-        # A bias of the width of the residual stream is whole on every device.
+        # A bias of the width of the residual stream is replicated on every device.
         bias_names = (None if names[1] == "embed" else names[1],)
         super().__init__(
             size_in,
@@ -96,19 +96,19 @@ class Linear(nnx.Linear):
 
     @property
     def spec(self) -> jax.sharding.PartitionSpec:
-        """Sharding of the matrix over the mesh axes of `partitioning`."""
+        """Partition spec of the matrix over the mesh axes of `partitioning`."""
         return partitioning.spec_of(self.names)
 
     def __call__(
         self, inputs: Float[Array, "B T size_in"], out_sharding=None
     ) -> Float[Array, "B T size_out"]:
-        """Returns the products; `out_sharding` is that of the rows."""
+        """Returns inputs times the matrix; `out_sharding` applies to the flattened rows."""
         rows = inputs.reshape(-1, inputs.shape[-1])
         return super().__call__(rows, out_sharding).reshape(*inputs.shape[:-1], -1)
 
 
 def project(x: Float[Array, "B T size_in"], *projections: Linear) -> tuple[Float[Array, "B T _"], ...]:
-    """Returns x times each of the projections, all sharded in the same way over the mesh in scope."""
+    """Returns x times each projection; all projections must be sharded in the same way."""
     kernels = tuple(projection.kernel[...] for projection in projections)
     if partitioning.is_divided():
         kinds = tuple((projection.dtype, projection.precision) for projection in projections)

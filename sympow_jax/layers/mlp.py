@@ -15,7 +15,9 @@ _ACTIVATIONS = {"gelu": nnx.gelu, "relu": nnx.relu}
 
 
 class MLP(nnx.Module):
-    """W_2 f(W_1 x + b_1) + b_2, as in GPT-2, with biases if `config.biases`; f is `config.activation`.
+    """Feed-forward layer W_2 f(W_1 x + b_1) + b_2 as in GPT-2, where f is `config.activation`.
+
+    The biases exist only if `config.biases`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -32,7 +34,7 @@ class MLP(nnx.Module):
         options: dict[str, Any] = {"dtype": config.dtype, "use_bias": config.biases, "rngs": rngs}
         self.activation = _ACTIVATIONS[config.activation]
         self.up = initializers.linear(config.width, hidden, names=("embed", "mlp"), **options)
-        # The output is added to a residual stream that 2 * layers outputs go to.
+        # GPT-2's scale: the residual stream is the sum of 2 * layers outputs.
         scale = 1 / math.sqrt(2 * config.layers)
         self.down = initializers.linear(hidden, config.width, names=("mlp", "embed"), scale=scale, **options)
 

@@ -1,7 +1,9 @@
 """Normalization over the width, or over the batch."""
 
+import functools
 from typing import Any
 
+import jax
 from flax import nnx
 
 from sympow_jax import config as configs
@@ -10,20 +12,20 @@ from sympow_jax.layers import initializers
 
 __all__ = ["EPSILON", "MOMENTUM", "Norm", "make_norm", "normalize"]
 
-EPSILON = 1e-5  # GPT-2's, and everybody's for batch normalization
-# What a running mean keeps at each batch.
+EPSILON = 1e-5  # as in GPT-2, and the usual value for batch normalization
+# Factor of the old running mean at each batch.
 MOMENTUM = 0.9
 
 Norm = nnx.LayerNorm | nnx.BatchNorm
-"""What `make_norm` makes."""
+"""Type of the modules that `make_norm` returns."""
 
 
 def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) -> Norm:
-    """The normalization that `config.norm` names, its statistics in float32 and its results in `dtype`.
+    """Returns the normalization that `config.norm` names, with float32 statistics and results in `dtype`.
 
-    Batch normalization ("Batch Normalization", Ioffe and Szegedy 2015) uses its running means until the model's
-    `train()` is called; then those of the batch, each with the biased variance, and moves the running ones by a tenth
-    of the difference. They are variables of the kind `nnx.BatchStat`.
+    Batch normalization ("Batch Normalization", Ioffe and Szegedy 2015) uses its running statistics until the model's
+    `train()` is called. From then on, it uses the statistics of the batch, with the biased variance, and moves the
+    running ones by a tenth of the difference. The running statistics are variables of the kind `nnx.BatchStat`.
 
     Examples:
         >>> from flax import nnx
@@ -50,7 +52,7 @@ def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) 
 def normalize(
     norm: Norm, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B T M"]:
-    """x normalized; padding (a negative segment id) counts in no mean.
+    """Returns x normalized; padding (a negative segment id) is excluded from the statistics.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -62,11 +64,17 @@ def normalize(
         (1, 16, 32)
     """
     if isinstance(norm, nnx.LayerNorm):
-        return norm(x)
+        return _apply(*nnx.split(norm), x)
     return norm(x, mask=None if segment_ids is None else segment_ids[..., None] >= 0)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _apply(graph, parameters, x):
+    """Applies a module without mutable variables; jit compiles it once instead of dispatching some twenty ops."""
+    return nnx.merge(graph, parameters)(x)
+
+
 def _unchanged(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
-    # The residual stream and the statistics are float32; Flax would round them first.
+    # Keeps the residual stream and the statistics in float32; Flax would round them to `dtype` first.
     del dtype, inexact
     return arrays

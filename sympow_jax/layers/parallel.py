@@ -1,8 +1,8 @@
-"""Products with parameters that are divided over the mesh in scope: each collective is written out, once a pass.
+"""Products with parameters that are sharded over the mesh in scope, with explicit collectives, once per pass.
 
-Parameters are gathered over `fsdp` where they are used, in the dtype of the product, and again in the backward pass,
-which saves arguments alone. Their gradients are summed over rows and times in their own dtype; over `fsdp` they are
-scattered to where the parameters are.
+Parameters are gathered over `fsdp` where they are used, in the dtype of the product. The forward pass saves its
+arguments only, so the backward pass gathers them again. Gradients of parameters are summed over rows and times in the
+dtype of the parameters, and are scattered over `fsdp` like the parameters.
 """
 
 import functools
@@ -24,10 +24,15 @@ def products(
     spec: jax.sharding.PartitionSpec,
     kinds: tuple[tuple[Any, Any], ...],
 ) -> tuple[Float[Array, "B T _"], ...]:
-    """x times each of the matrices, which `spec` divides; `kinds` are the dtype and the precision of each product.
+    """Returns x times each of the matrices.
 
-    COLUMNS: results are divided over `tensor`; the gradient of x is summed over it, once for all matrices. ROWS: x is
-    divided over `tensor`, and results are summed over it.
+    Args:
+        x: left factor.
+        matrices: right factors.
+        spec: sharding of the matrices. With COLUMNS, results are sharded over `tensor`, and the gradient of x is
+            summed over it, once for all matrices. With ROWS, x is sharded over `tensor`, and results are summed over
+            it.
+        kinds: dtype and precision of each product.
     """
     return _products_fwd(x, matrices, spec, kinds)[0]
 
@@ -53,7 +58,7 @@ def _products_bwd(spec, kinds, residuals, dresults):
     x, matrices = residuals
     before, after, _ = _around(x, matrices, spec)
     divided = [_axes_of(spec, matrix) for matrix in matrices]
-    # Of results that are divided, a device has its part of the gradient of x.
+    # If results are sharded over `tensor`, each device has a partial sum of the gradient of x.
     partial = [partitioning.TENSOR in partitioning.dividing(after, d.shape) for d in dresults]
     tokens = partitioning.dividing(partitioning.TOKENS, x.shape)
 
@@ -76,7 +81,7 @@ def _products_bwd(spec, kinds, residuals, dresults):
             dx[True] = jax.lax.psum(dx[True].astype(x.dtype), partitioning.TENSOR)
         return (dx[True] + dx[False]).astype(x.dtype), tuple(gradients)
 
-    # Without a barrier XLA would keep what the forward pass gathered.
+    # Without a barrier, XLA would keep the gathered parameters of the forward pass in memory.
     matrices = jax.lax.optimization_barrier(matrices)
     out = (partitioning.fit(before, x.shape), tuple(partitioning.fit(spec, m.shape) for m in matrices))
     return partitioning.over_devices(local, (x, matrices, dresults), (before, spec, after), out)
@@ -93,15 +98,15 @@ def explicit_product(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> Float[Array, "B T O"]:
-    """Returns x times a matrix, of arrays on a mesh with Explicit axes.
+    """Returns x times a matrix, for arrays on a mesh with Explicit axes.
 
-    Rows and times keep their sharding. The inner dimension has that of x: axes that shard the matrix alone are
-    gathered, those that shard x are summed over. Outputs keep the axes of the matrix that x does not use.
+    Rows and times keep their sharding. The inner dimension gets the sharding of x: axes that shard only the matrix are
+    gathered, and axes that shard x are summed over. Outputs keep the axes of the matrix that x does not use.
     """
     *rows, inner = partitioning.explicit_spec(x)
     used = {axis for entry in (*rows, inner) for axis in entry}
     outputs = tuple(axis for axis in partitioning.explicit_spec(matrix)[1] if axis not in used)
-    # Cast first, so that what is gathered is in the dtype of the product.
+    # Cast first, so that the matrix is gathered in the dtype of the product.
     matrix = partitioning.reshard(matrix.astype(dtype), (inner, outputs), x)
     return jnp.einsum(
         "bti,io->bto",
@@ -116,7 +121,7 @@ def explicit_product(
 def lookup(table: Float[Array, "V M"], tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
     """Returns rows of a table.
 
-    A sharded table is gathered whole: it is smaller than the rows of a training step's tokens.
+    A sharded table is gathered, because it is smaller than the looked-up rows of a training step.
     """
     if partitioning.is_divided():
         return _divided_lookup(table, tokens)
@@ -129,7 +134,7 @@ def lookup(table: Float[Array, "V M"], tokens: Int[Array, "B T"]) -> Float[Array
 
 @jax.custom_vjp
 def _divided_lookup(table, tokens):
-    """`lookup` in a table that ROWS divides over the Auto axes of the mesh in scope."""
+    """Implements `lookup` for a table that is sharded by ROWS over the Auto axes of the mesh in scope."""
     return _lookup_fwd(table, tokens)[0]
 
 
@@ -156,7 +161,7 @@ def _lookup_bwd(residuals, drows):
     def local(table, tokens, drows):
         rows = len(table)
         if partitioning.TENSOR in axes:
-            # The rows of other devices fall outside, where nothing is added.
+            # Rows of other devices become out-of-range indices, which `mode="drop"` ignores.
             tokens = tokens - rows * jax.lax.axis_index(partitioning.TENSOR)
             tokens = jnp.where(tokens < 0, rows, tokens)
         gradient = jnp.zeros((rows, drows.shape[-1]), drows.dtype).at[tokens].add(drows, mode="drop")
@@ -171,7 +176,7 @@ _divided_lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
 def gather(part: Float[Array, "_ _"], axes: tuple[str | None, ...], name: str) -> Float[Array, "_ _"]:
-    """A parameter gathered over the axis `name`, if that is one of the `axes` which divide its dimensions."""
+    """Gathers a parameter over the axis `name`, if this is one of the `axes` that shard its dimensions."""
     if name not in axes:
         return part
     return jax.lax.all_gather(part, name, axis=axes.index(name), tiled=True)
@@ -180,7 +185,7 @@ def gather(part: Float[Array, "_ _"], axes: tuple[str | None, ...], name: str) -
 def scatter(
     gradient: Float[Array, "_ _"], axes: tuple[str | None, ...], summed: tuple[str, ...]
 ) -> Float[Array, "_ _"]:
-    """A gradient summed over the axes `summed`, and left divided over `fsdp` if the parameter is."""
+    """Sums a gradient over the axes `summed`, and leaves it sharded over `fsdp` if the parameter is."""
     if partitioning.FSDP in axes and partitioning.FSDP in summed:
         summed = tuple(name for name in summed if name != partitioning.FSDP)
         where = axes.index(partitioning.FSDP)
@@ -189,12 +194,12 @@ def scatter(
 
 
 def _axes_of(spec, matrix) -> tuple[str | None, ...]:
-    """Which axis divides each dimension."""
+    """Returns the axis that shards each dimension."""
     return tuple(partitioning.fit(spec, matrix.shape))
 
 
 def _around(x, matrices, spec):
-    """How x and the results are divided, and the shapes of these."""
+    """Returns the shardings of x and of the results, and the shapes of the results."""
     before, after = partitioning.TOKENS, partitioning.HEADS
     if spec == partitioning.ROWS:
         before, after = after, before

@@ -1,14 +1,14 @@
-"""How arrays are divided over the axes of the mesh in scope; without a mesh nothing here does anything.
+"""Sharding of arrays over the axes of the mesh in scope; without a mesh, nothing is sharded.
 
-| axis | what it divides |
+| axis | shards |
 |---|---|
 | `data` | rows of a batch |
 | `fsdp` | rows of a batch; parameters, which are gathered where they are used |
 | `context` | time |
 | `tensor` | heads, hidden units of feed-forward layers, the vocabulary |
 
-Only axes of `AxisType.Auto` count for these. Along axes of `AxisType.Explicit`, whatever their names, arrays keep the
-shardings that their types have (`is_explicit`, `explicit_spec`, `reshard`).
+These names apply to axes of `AxisType.Auto` only. Along axes of `AxisType.Explicit`, whatever their names, arrays keep
+the shardings of their types (`is_explicit`, `explicit_spec`, `reshard`).
 """
 
 import math
@@ -53,13 +53,13 @@ __all__ = [
 
 Spec = jax.sharding.PartitionSpec
 
-# In the order of the mesh: neighbors along the last ones exchange the most.
+# In the order of the mesh. The last axes communicate the most, so they have the closest devices.
 DATA, FSDP, CONTEXT, TENSOR = AXES = ("data", "fsdp", "context", "tensor")
-# The axes that rows of a batch are divided over.
+# Axes that shard the rows of a batch.
 BATCH = (DATA, FSDP)
-# Of activations [B, T, ...] and of those whose last axis, or heads, are divided too.
+# Specs of activations [B, T, ...], and of those whose last axis, or heads, are sharded too.
 TOKENS, HEADS = Spec(BATCH, CONTEXT), Spec(BATCH, CONTEXT, TENSOR)
-# Of matrices [size_in, size_out] whose results or whose arguments are divided over `tensor`.
+# Specs of matrices [size_in, size_out] whose results (COLUMNS) or inputs (ROWS) are sharded over `tensor`.
 COLUMNS, ROWS = Spec(FSDP, TENSOR), Spec(TENSOR, FSDP)
 REPLICATED = Spec()
 
@@ -76,12 +76,12 @@ RULES = (
 
 
 def named(initializer: Callable[..., Any], names: tuple[str | None, ...]) -> Callable[..., Any]:
-    """Returns an initializer of parameters whose axes carry logical names, as `nnx.with_partitioning` gives them.
+    """Returns an initializer of parameters with logical axis names, as in `nnx.with_partitioning`.
 
-    `nnx.get_partition_spec` and `nnx.get_named_sharding` read them, under `nnx.logical_axis_rules` that map them to
-    axes of a mesh. Parameters that are created with such rules and a mesh in scope are sharded at once.
+    `nnx.get_partition_spec` and `nnx.get_named_sharding` read the names, under `nnx.logical_axis_rules` that map them
+    to mesh axes. Parameters that are created with such rules and a mesh in scope are sharded on creation.
     """
-    # Without rules these names are no axes of any mesh, and Flax would fail to shard by them.
+    # Without rules, these names are not mesh axes, and Flax would fail to shard by them.
     eager = bool(spmd.get_logical_axis_rules()) and not jax.sharding.get_abstract_mesh().empty
     return nnx.with_partitioning(initializer, names, eager_sharding=eager)
 
@@ -93,27 +93,27 @@ def spec_of(names: tuple[str | None, ...]) -> Spec:
 
 
 def is_divided() -> bool:
-    """Whether there is a mesh in scope with more than one device along its axes."""
+    """Returns whether a mesh is in scope with more than one device along the axes of this module."""
     return bool(_sizes())
 
 
 def size(axis: str) -> int:
-    """The devices along an axis of the mesh in scope; 1 where there is none."""
+    """Returns the size of an axis of the mesh in scope; 1 without a mesh."""
     return _sizes().get(axis, 1)
 
 
 def constrain(x: Shaped[Array, "..."], spec: Spec) -> Shaped[Array, "..."]:
-    """x, divided over the mesh in scope as `spec` says."""
+    """Constrains x to be sharded over the mesh in scope by `spec`."""
     return jax.lax.with_sharding_constraint(x, fit(spec, x.shape)) if _sizes() else x
 
 
 def fit(spec: Spec, shape: tuple[int, ...]) -> Spec:
-    """`fitted` to the mesh in scope."""
+    """Returns `fitted` for the mesh in scope."""
     return fitted(spec, shape, _sizes())
 
 
 def fitted(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
-    """The spec without axes that a mesh of these sizes lacks or that do not divide their dimension."""
+    """Returns the spec without axes that are missing in a mesh of these sizes or do not divide their dimension."""
     parts = []
     for length, entry in zip(shape, spec):
         taken = []
@@ -126,15 +126,19 @@ def fitted(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec
 
 
 def dividing(spec: Spec, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """The axes of the mesh in scope over which an array of this shape and spec is divided."""
+    """Returns the axes of the mesh in scope that shard an array of this shape and spec."""
     return tuple(axis for entry in fit(spec, shape) for axis in _axes(entry))
 
 
 def over_devices(f: Callable[..., Any], arguments: tuple[Any, ...], specs: tuple[Any, ...], out: Any) -> Any:
-    """f of each device's share of the arguments, which `specs` divide, as `out` does the results; f without a mesh.
+    """Calls f on each device's shards of the arguments; without a mesh, calls f directly.
 
-    `specs` has a spec for each array or tree of arrays. Within f all axes are manual: what it needs of other devices
-    it has to ask for by the names of axes.
+    Args:
+        f: function of the shards. All axes are manual within it, so it needs collectives over named axes for data of
+            other devices.
+        arguments: arrays or trees of arrays.
+        specs: a spec for each argument.
+        out: specs of the results.
     """
     if not (sizes := _sizes()):
         return f(*arguments)
@@ -147,7 +151,7 @@ def over_devices(f: Callable[..., Any], arguments: tuple[Any, ...], specs: tuple
 
 
 def is_explicit(*arrays: Shaped[Array, "..."]) -> bool:
-    """Returns whether any of the arrays is on a mesh with Explicit axes, in scope or not."""
+    """Returns whether any of the arrays is on a mesh with Explicit axes, which need not be in scope."""
     explicit = jax.sharding.AxisType.Explicit
     return any(explicit in jax.typeof(x).sharding.mesh.axis_types for x in arrays)
 
@@ -159,7 +163,7 @@ def explicit_spec(x: Shaped[Array, "..."]) -> tuple[tuple[str, ...], ...]:
 
 
 def explicit_axes(axes: tuple[str, ...], length: int, *arrays: Shaped[Array, "..."]) -> tuple[str, ...]:
-    """Returns the axes, of the mesh of the arrays, if together they divide a dimension of `length`; else none."""
+    """Returns the axes if, on the mesh of the arrays, their product divides `length`, or else none."""
     sizes = _explicit_mesh(*arrays).shape
     return axes if length % math.prod(sizes[axis] for axis in axes) == 0 else ()
 
@@ -167,12 +171,12 @@ def explicit_axes(axes: tuple[str, ...], length: int, *arrays: Shaped[Array, "..
 def reshard(
     x: Shaped[Array, "..."], spec: tuple[tuple[str, ...], ...], *others: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
-    """Returns x with these Explicit axes over each dimension, on the mesh of x or of one of `others`."""
+    """Returns x sharded by these Explicit axes per dimension, on the mesh of x or of one of `others`."""
     return jax.sharding.reshard(x, explicit_sharding(spec, x, *others))
 
 
 def gather_time(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
-    """Returns x with time on every device, if it is on a mesh with Explicit axes: attention needs all of it."""
+    """Gathers time on a mesh with Explicit axes, because attention needs all of it."""
     if not is_explicit(x):
         return x
     rows, _, *rest = explicit_spec(x)
@@ -182,7 +186,7 @@ def gather_time(x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
 def explicit_sharding(
     spec: tuple[tuple[str, ...], ...], *arrays: Shaped[Array, "..."]
 ) -> jax.sharding.NamedSharding:
-    """Returns the sharding of these axes on the first mesh that any of the arrays is on."""
+    """Returns the sharding with these axes on the first mesh that any of the arrays is on."""
     return jax.sharding.NamedSharding(_explicit_mesh(*arrays), Spec(*(entry or None for entry in spec)))
 
 
@@ -195,7 +199,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _sizes() -> dict[str, int]:
-    """The sizes above 1 of this module's axes in the mesh in scope."""
+    """Returns the sizes above 1 of this module's axes in the mesh in scope."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return {}

@@ -1,4 +1,4 @@
-"""Assemblies of layers."""
+"""Models: decoders, encoders and image classifiers."""
 
 from sympow_jax.models.build import Model, make, parameter_name, parameter_specs
 from sympow_jax.models.decoder import DecoderLM, DecoderState

@@ -1,4 +1,4 @@
-"""The model of a run's settings."""
+"""Construction of models from settings, and names and shardings of their parameters."""
 
 from typing import Any
 
@@ -12,11 +12,14 @@ from sympow_jax.models import decoder, encoder, image_classifier
 __all__ = ["Model", "make", "parameter_name", "parameter_specs"]
 
 Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier
-"""What `make` makes."""
+"""Type of the models that `make` returns."""
 
 
 def make(config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int) -> Model:
-    """A new model: of images if it has a patch size, else a decoder for the next token and an encoder for others."""
+    """Returns a new model for a task.
+
+    It is an image classifier if it has a patch size, a decoder to predict the next token, and an encoder otherwise.
+    """
     if config.patch_size is not None:
         return image_classifier.ImageClassifier(config, task, rngs=rngs)
     if task.name == "next_token":
@@ -25,12 +28,12 @@ def make(config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rng
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
-    """The name of a parameter, such as `blocks.0.mlp.up.kernel`, from its path in a tree of dicts."""
+    """Returns the name of a parameter, such as `blocks.0.mlp.up.kernel`, from its path in a tree of dicts."""
     return ".".join(str(key.key) for key in path)
 
 
 def parameter_specs(model: Model) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:
-    """Returns how a model's parameters are sharded over the mesh of a run, by path: by their logical axis names."""
+    """Returns the partition spec of each parameter by path, derived from its logical axis names."""
     with nnx.logical_axis_rules(partitioning.RULES):
         specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
     return {path: spec.get_value() for path, spec in nnx.to_flat_state(specs)}

@@ -1,4 +1,4 @@
-"""A decoder-only language model: GPT-2's shape with the attention of this family."""
+"""Decoder-only language model with GPT-2's architecture and the attention of this package."""
 
 import dataclasses
 from typing import Literal, overload
@@ -16,11 +16,11 @@ __all__ = ["DecoderLM", "DecoderState"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecoderState:
-    """What a model carries from one call to the next.
+    """State of a decoder after a prefix of tokens.
 
     Attributes:
-        layers: the state of every layer.
-        position: where the document has got to; None unless positions are added to the embedding.
+        layers: state of every layer.
+        position: position in the current document; None unless positions are added to the embedding.
     """
 
     layers: tuple[layers.AttentionState, ...]
@@ -28,11 +28,11 @@ class DecoderState:
 
 
 class DecoderLM(trunk.TokenTrunk):
-    """Pre-norm decoder with a LayerNorm after the embedding and the embedding's transpose as output.
+    """Pre-norm decoder with a LayerNorm after the embedding and a tied unembedding.
 
-    The architecture of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025,
-    section 4); with `biases` and position `learned_absolute`, and without `embedding_norm`, that of GPT-2.
-    Matrix products are in `config.dtype`; parameters, the residual stream and logits are float32.
+    The default is the architecture of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025,
+    section 4). With `biases` and position `learned_absolute`, and without `embedding_norm`, it is GPT-2's. Matrix
+    products are in `config.dtype`. Parameters, the residual stream and logits are float32.
     """
 
     @overload
@@ -63,12 +63,15 @@ class DecoderLM(trunk.TokenTrunk):
         state: DecoderState | None = None,
         return_state: bool = False,
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], DecoderState]:
-        """Logits of the next token in float32, and with `return_state` the state behind `tokens`.
+        """Returns float32 logits of the next tokens and, with `return_state`, the state after `tokens`.
 
-        Consecutive calls, each given the state of the one before, equal one call. A document starts
-        wherever the segment id changes; a negative id is padding, whose logits mean nothing. Places beyond
-        learned absolute positions give NaN. Raises ValueError for more tokens than these have, and for
-        `return_state` without a state where keys are kept: start from `init_state`.
+        Consecutive calls, each given the previous state, equal one call. A document starts wherever the segment id
+        changes. A negative id is padding, whose logits are meaningless. Logits beyond learned absolute positions are
+        NaN.
+
+        Raises:
+            ValueError: there are more tokens than learned absolute positions, or `return_state` is set without a
+                state and the attention needs a KV cache (start from `init_state`).
         """
         if not return_state:
             return self.unembed(self.hidden(tokens, segment_ids=segment_ids, state=state))
@@ -103,7 +106,7 @@ class DecoderLM(trunk.TokenTrunk):
         state: DecoderState | None = None,
         return_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
-        """As a call of the model, but the final normalized hidden states that `unembed` turns into logits."""
+        """Returns the final normalized hidden states instead of the logits that `unembed` computes from them."""
         x = self.embed(tokens)
         if state is None and not return_state:
             return self.encode(x, segment_ids)
@@ -119,11 +122,15 @@ class DecoderLM(trunk.TokenTrunk):
         return (x, DecoderState(layers=tuple(layer_states), position=position)) if return_state else x
 
     def init_state(self, batch: int, *, max_length: int, kv_cache: bool | None = None) -> DecoderState:
-        """The state before any token, for documents streamed in calls of up to `max_length` tokens in all.
+        """Returns the state before any token.
 
-        Every layer carries its recurrent state, or keeps that many keys and values if `kv_cache`, None meaning
-        where this is cheaper; the KV cache of a document longer than `max_length` give NaN. Raises ValueError where the
-        recurrent state would exceed memory, and for `kv_cache` that the attention does not leave open.
+        Args:
+            batch: number of rows.
+            max_length: capacity of a KV cache, in tokens of a document over all calls. Outputs beyond are NaN.
+            kv_cache: whether layers use a KV cache instead of the recurrent state. None chooses the cheaper one.
+
+        Raises:
+            ValueError: the recurrent state would exceed memory, or the attention does not support `kv_cache`.
         """
         added = self.config.attention.adds_position
         return DecoderState(
@@ -136,17 +143,19 @@ class DecoderLM(trunk.TokenTrunk):
 
     @property
     def kv_cache_length(self) -> int | None:
-        """For how many positions a KV cache takes no more memory than the recurrent state.
+        """Longest KV cache that takes no more memory than the recurrent state.
 
-        0 where keys are never kept, None where they always are.
+        0 if a cache is never used, None if always.
         """
         return self.blocks[0].attention.kv_cache_length
 
     def fold(self, state: DecoderState) -> DecoderState:
-        """The state with a KV cache folded into recurrent states, which do not grow.
+        """Returns the state with KV caches replaced by the recurrent states of their tokens, which do not grow.
 
-        A row whose document has outgrown the KV cache is NaN from there on. Raises ValueError where the attention
-        has no recurrent state.
+        A row whose document has exceeded the capacity of the cache becomes NaN.
+
+        Raises:
+            ValueError: the attention has no recurrent state.
         """
         folded = (block.attention.fold(layer) for block, layer in zip(self.blocks, state.layers))
         return dataclasses.replace(state, layers=tuple(folded))

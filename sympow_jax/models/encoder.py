@@ -1,4 +1,4 @@
-"""An encoder of tokens: bidirectional blocks, for masked tokens and for classes and numbers of whole rows."""
+"""Bidirectional encoder of tokens, for masked tokens, classification and regression."""
 
 from flax import nnx
 
@@ -11,11 +11,11 @@ __all__ = ["Encoder"]
 
 
 class Encoder(trunk.TokenTrunk):
-    """Pre-norm encoder with a norm after the embedding; the shape of `DecoderLM`, but every token sees its document.
+    """Pre-norm encoder with the architecture of `DecoderLM`, except that attention is bidirectional.
 
-    RoBERTa (Liu et al. 2019) differs in this: its norms follow each half of a block, its projections have biases, a
-    dense layer with a norm precedes the unembedding, and its classes are read from the first token. Matrix products
-    are in `config.dtype`; parameters, the residual stream, logits and the head are float32.
+    RoBERTa (Liu et al. 2019) differs in four ways: its norms follow each half of a block, its projections have biases,
+    a dense layer with a norm precedes the unembedding, and classes are read from the first token. Matrix products are
+    in `config.dtype`. Parameters, the residual stream, logits and the head are float32.
     """
 
     def __init__(self, config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int):
@@ -29,8 +29,8 @@ class Encoder(trunk.TokenTrunk):
     ) -> Float[Array, "B T M"]:
         """Returns the final normalized hidden states.
 
-        A document starts wherever the segment id changes; a negative id is padding, which nothing sees and whose
-        hidden states mean nothing.
+        A document starts wherever the segment id changes. A negative id is padding: no token attends to it, and its
+        hidden states are meaningless.
         """
         return self.encode(self.embed(tokens), segment_ids)
 

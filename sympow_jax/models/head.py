@@ -1,4 +1,4 @@
-"""What predicts a class or a number from a row."""
+"""Output layer for classification and regression of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ __all__ = ["Head"]
 
 
 class Head(nnx.Module):
-    """A linear layer, in float32, of the mean over the tokens of a row that are not padding."""
+    """Float32 linear layer on the mean over a row's tokens, without padding."""
 
     def __init__(self, config: configs.ModelConfig, outputs: int, *, rngs: nnx.Rngs):
         self.linear = nnx.Linear(
@@ -27,7 +27,7 @@ class Head(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
     ) -> Float[Array, "B outputs"]:
-        """One number for each class, or the one predicted; of a row of padding alone they mean nothing."""
+        """Returns the logits of classes, or the predicted number; meaningless for rows of padding only."""
         hidden = hidden.astype(jnp.float32)
         if segment_ids is None:
             return self.linear(hidden.mean(axis=1))

@@ -1,4 +1,4 @@
-"""A classifier of images: patches through bidirectional blocks."""
+"""Image classifier with bidirectional attention over patches."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -12,15 +12,15 @@ __all__ = ["ImageClassifier"]
 
 
 class ImageClassifier(trunk.Trunk):
-    """Blocks over the patches of an image, row by row, and a linear layer of their mean.
+    """Blocks over the patches of an image, in row order, and a linear layer on their mean.
 
-    DeiT (Touvron et al. 2021) differs in this: a class token beside the patches is read out, and, as settings may have
-    it here too, positions are learned and added and projections have biases. Matrix products are in `config.dtype`;
-    parameters, the residual stream and the head are float32.
+    DeiT (Touvron et al. 2021) reads classes from an additional class token instead. It also has learned absolute
+    positions and biases in projections, which settings can select here too. Matrix products are in `config.dtype`.
+    Parameters, the residual stream and the head are float32.
     """
 
     def __init__(self, config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int):
-        assert config.patch_size is not None  # `Config` wants it for images
+        assert config.patch_size is not None  # `Config` requires it for images
         assert task.outputs is not None
         self.patch_size = config.patch_size
         rngs = initializers.as_rngs(rngs)
@@ -37,7 +37,7 @@ class ImageClassifier(trunk.Trunk):
         )
 
     def classify(self, images: Float[Array, "B H W channels"]) -> Float[Array, "B outputs"]:
-        """Logits of the classes of each image, or the number predicted for it, in float32.
+        """Returns logits of the classes of each image, or the number predicted for it, in float32.
 
         Raises:
             ValueError: the images are not [B, H, W, channels], the patch size does not divide them, or they have
@@ -62,10 +62,10 @@ class ImageClassifier(trunk.Trunk):
 
 
 def _patches(images: Float[Array, "B H W channels"], side: int) -> Float[Array, "B T values"]:
-    """Squares of `side` pixels, from left to right and then down, each its pixels in the same order."""
+    """Returns patches of `side` squared pixels; patches, and pixels in a patch, are in row order."""
     batch, height, width, channels = images.shape
     down, across = height // side, width // side
-    # One axis at a time: on a mesh with Explicit axes a reshape may split or merge but one.
+    # One axis at a time, because on a mesh with Explicit axes a reshape may split or merge only one.
     x = images.reshape(batch, down, side, width, channels).reshape(batch, down, side, across, side, channels)
     x = x.swapaxes(2, 3).reshape(batch, down * across, side, side, channels)
     return x.reshape(batch, down * across, side * side * channels)

@@ -1,4 +1,4 @@
-"""How large the recurrent state of a model is, as the papers count it."""
+"""Size of a model's recurrent state, as counted in the papers."""
 
 from sympow_jax import config as configs
 from sympow_jax.layers.attention import kernels
@@ -15,13 +15,24 @@ def state_bytes(
     feature_map: str = "symmetric",
     normalizer: bool = True,
 ) -> int:
-    """Bytes of layers * kv_heads * (F * E + Z) elements, Z those of the normalizer, which may be left out.
+    """Returns the bytes of a row's state, which has layers * kv_heads * (F * E + Z) elements.
 
-    F is the exact number of features, whatever layout stores them: binomial(D + p - 1, p) for the symmetric
-    power, D^p for the `tensor` power ("Symmetric Power Transformers", Buckman, Gelada, Zhang 2024, sections
-    3 and 4); for a linear kernel that of its feature map, as positions turn it. Z = F, but F before the turn where
-    the normalizer is unrotated, and F * E for gates by channel. Raises ValueError for softmax and expressive
-    attention, which have no state of a fixed size.
+    F is the exact number of features, whatever the layout that stores them. For power attention, it is
+    binomial(D + p - 1, p) for the symmetric power and D^p for the `tensor` power ("Symmetric Power Transformers",
+    Buckman, Gelada, Zhang 2024, sections 3 and 4). For the kernel `linear`, it is the number of features after their
+    rotation.
+
+    Z is the number of elements of the normalizer. Z = F, with two exceptions: an unrotated normalizer has the number of
+    features before their rotation, and per-channel gates have Z = F * E.
+
+    Args:
+        config: settings of the model.
+        bytes_per_element: bytes per element.
+        feature_map: `symmetric` or `tensor`, for power attention.
+        normalizer: whether to count Z.
+
+    Raises:
+        ValueError: the attention has no state of a fixed size (softmax and expressive attention).
     """
     if feature_map not in FEATURE_MAPS:
         raise ValueError(f"feature_map is {feature_map!r}; it must be one of {', '.join(FEATURE_MAPS)}")

@@ -1,4 +1,4 @@
-"""What all models share: an embedding, pre-norm blocks of attention and a feed-forward layer, and a final norm."""
+"""Common parts of all models: embedding, pre-norm blocks of attention and MLP, and final norm."""
 
 import abc
 import functools
@@ -16,7 +16,7 @@ from sympow_jax.ops import documents, rotary
 
 __all__ = ["Block", "TokenTrunk", "Trunk", "logits"]
 
-# What the backward pass finds of a block, by `config.remat`, in addition to its input.
+# Values that are saved for the backward pass of a block in addition to its input, by `config.remat`.
 _SAVED = {
     "attention": jax.checkpoint_policies.save_only_these_names("power_attention_out"),
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -24,7 +24,7 @@ _SAVED = {
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); x is float32."""
+    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), with x in float32."""
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
@@ -41,7 +41,7 @@ class Block(nnx.Module):
         state: layers.AttentionState | None = None,
         return_state: bool = False,
     ) -> tuple[Float[Array, "B T M"], layers.AttentionState | None]:
-        """The new residual stream and, with `return_state`, the layer's state."""
+        """Returns the new residual stream and, with `return_state`, the layer's state."""
         normed = layers.normalize(self.attention_norm, x, segment_ids)
         if return_state:
             mixed, state = self.attention(normed, segment_ids=segment_ids, state=state, return_state=True)
@@ -52,7 +52,9 @@ class Block(nnx.Module):
 
 
 class Trunk(nnx.Module, abc.ABC):
-    """Embedding, blocks and final norm; a model derives from it and adds its inputs and outputs.
+    """Embedding, blocks and final norm, the base class of all models.
+
+    A subclass adds inputs and outputs.
 
     Args:
         config: the shape of the model.
@@ -74,14 +76,14 @@ class Trunk(nnx.Module, abc.ABC):
 
     @abc.abstractmethod
     def _init_embedding(self, rngs: nnx.Rngs) -> None:
-        """Creates the parameters of the embedding; they come first."""
+        """Creates the parameters of the embedding, before all others."""
 
     def encode(
         self, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
     ) -> Float[Array, "B T M"]:
         """Returns the final normalized hidden states of embedded tokens or patches, without a state.
 
-        The backward pass recomputes what `config.remat` says.
+        `config.remat` selects the values that the backward pass recomputes.
         """
         x, _ = self.stem(x, segment_ids)
         x = residual_stream(x)
@@ -95,13 +97,13 @@ class Trunk(nnx.Module, abc.ABC):
         segment_ids: Int[Array, "B T"] | None,
         state: documents.PositionState | None = None,
     ) -> tuple[Float[Array, "B T M"], documents.PositionState | None]:
-        """Returns embedded tokens or patches as the first block gets them, and the position after `state`.
+        """Returns the input of the first block and the new position, from embedded tokens or patches.
 
-        They are normalized by `embedding_norm`, and positions are added, as the config says. Positions beyond the
-        table of learned absolute positions give NaN.
+        Depending on the config, applies `embedding_norm` and adds positions. Outputs beyond learned absolute positions
+        are NaN.
 
         Raises:
-            ValueError: there are more tokens than that table has rows.
+            ValueError: there are more tokens than learned absolute positions.
         """
         attention = self.config.attention
         if self.config.embedding_norm:
@@ -118,7 +120,7 @@ class Trunk(nnx.Module, abc.ABC):
             segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
         segment_ids = partitioning.gather_time(segment_ids)
         places, state = documents.positions(segment_ids, state or documents.PositionState.zeros(len(x)))
-        # After the norm, so that tokens and positions are of one scale.
+        # Positions are added after the norm, so that they have the same scale as tokens.
         if longest is None:
             return x + rotary.sinusoidal(places, x.shape[-1]), state
         rows = parallel.lookup(self.position_embedding[...], jnp.clip(places - 1, 0, longest - 1))
@@ -126,7 +128,7 @@ class Trunk(nnx.Module, abc.ABC):
 
 
 class TokenTrunk(Trunk):
-    """A trunk whose inputs are tokens, its unembedding the transpose of its embedding."""
+    """A trunk with tokens as inputs and a tied unembedding."""
 
     def _init_embedding(self, rngs):
         self.embedding = initializers.table(
@@ -155,14 +157,14 @@ class TokenTrunk(Trunk):
 
 
 def residual_stream(x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """Returns x, sharded over the mesh in scope."""
+    """Shards the residual stream over the mesh in scope."""
     return partitioning.constrain(x, partitioning.TOKENS)
 
 
 def logits(
     hidden: Float[Array, "B T M"], embedding: Float[Array, "V M"], dtype: Any
 ) -> Float[Array, "B T V"]:
-    """Returns hidden . embedding^T, a product in `dtype` whose sums and result are float32."""
+    """Returns hidden . embedding^T, a product in `dtype` with float32 accumulation and result."""
     if partitioning.is_explicit(hidden, embedding):
         return parallel.explicit_product(hidden, embedding.T, dtype=dtype, preferred_element_type=jnp.float32)
     return jnp.einsum(

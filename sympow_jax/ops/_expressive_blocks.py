@@ -1,10 +1,10 @@
-"""Expressive attention block by block, never a T x T array, with its own gradient.
+"""Expressive attention computed block by block with a custom gradient, without a T x T array.
 
-Time is cut into blocks of C keys, or R queries, the first axis of every array; H is batch times key/value heads, G the
-query heads of each. A pair's weight is u^2 / (1 + z^2) with u = s z / m: z is the score, s^2 the decay between the two
-and m the row's largest s min(|z|, 1) so far. That is the weight over m^2, which the division by the sum cancels, so
-that a row's largest weight is between 1/2 and 1 however small its scores are: s |z| >= 2^-126 is enough in float32,
-where z^2 alone would vanish below 2^-63.
+Time is cut into blocks of C keys, or R queries, the first axis of every array. H is batch times key/value heads, G the
+number of query heads per key head. A pair's weight is u^2 / (1 + z^2) with u = s z / m: z is the score, s^2 the decay
+between the two and m the row's largest s min(|z|, 1) so far. That is the weight over m^2, which cancels in the division
+by the sum of weights. A row's largest weight is therefore between 1/2 and 1 however small its scores are: s |z| >=
+2^-126 is enough in float32, where z^2 alone would vanish below 2^-63.
 """
 
 import functools
@@ -21,20 +21,23 @@ __all__ = ["Blocks", "Settings", "attend"]
 
 
 class Settings(NamedTuple):
-    """What is static: whether a query sees no later keys, and the precision of products."""
+    """Static options of a call: whether later keys are masked, and the precision of products."""
 
     causal: bool
     precision: jax.lax.Precision
 
 
 class Blocks(NamedTuple):
-    """J blocks of keys, I of queries, which are the last positions. All of one dtype but documents and ranges.
+    """J blocks of keys and I blocks of queries, which are the last positions.
 
-    The queries of a block have the last R positions of a block of keys, R = C unless I = 1.
-    half_decay: halves of the log decays, `decay.bounded`; None decays nothing. None among gradients elsewhere.
-    query_document, key_document: a pair sees each other where they are equal; None where all do.
-    ranges: for each block of queries the blocks of keys from the first that is seen up to, not including, the last
-    one; where causal, up to the diagonal, which is always taken.
+    All arrays have one dtype, except documents and ranges. The queries of a block are the last R positions of a block
+    of keys; R = C unless I = 1.
+
+    half_decay: halves of the log decays, from `decay.bounded`; None means no decay. Gradients have None in every field
+    without one.
+    query_document, key_document: a query attends to a key only if the two are equal; None if all pairs are visible.
+    ranges: for each block of queries, the first block of keys it attends to and the end (exclusive) of the range. If
+    causal, the end is the diagonal block, which is always included.
     """
 
     query: Float[Array, "I H D G R"]
@@ -48,9 +51,9 @@ class Blocks(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
-    """Means of values, zero where all weights are zero.
+    """Returns the weighted means of values, zero where all weights are zero.
 
-    Saved for the backward pass beside the arguments: the output, and m and the sum of weights of every row.
+    Saved for the backward pass, in addition to the arguments: the output, and m and the sum of weights of every row.
     """
     return _attend(settings, blocks)[0]
 
@@ -145,7 +148,7 @@ attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 class _Rows(NamedTuple):
-    """One block of queries; `from_start` is the root of the decay from before the block."""
+    """One block of queries; `from_start` is the square root of the decay from before the block."""
 
     query: Float[Array, "H D G R"]
     document: Int[Array, "H R"] | None
@@ -153,17 +156,17 @@ class _Rows(NamedTuple):
 
 
 class _Pairs:
-    """Scores and decays of pairs by the indices of their blocks."""
+    """Scores and decays of pairs, computed per pair of block indices."""
 
     def __init__(self, settings, blocks):
         self._settings, self._blocks, self.dtype = settings, blocks, blocks.query.dtype
-        # From here on z^2 / (1 + z^2) is 1 in this dtype, and z^2 does not overflow.
+        # For |z| at or above this bound z^2 / (1 + z^2) rounds to 1, and at the bound z^2 does not overflow.
         self.bound = 2.0 ** (np.finfo(self.dtype).maxexp // 2 - 1)
         self._offset = len(blocks.key) - len(blocks.query)
         length = blocks.key.shape[-1]
         self._places = slice(
             length - blocks.query.shape[-1], None
-        )  # of queries among the keys of their block
+        )  # positions of the queries among the keys of their block
         self._earlier = np.triu(np.ones((length, length), bool))[:, None, self._places]
         if (half := blocks.half_decay) is not None:
             self._coarse, self._fine = decays.split(half)
@@ -186,9 +189,9 @@ class _Pairs:
         return jnp.einsum(equation, left, right, precision=self._settings.precision)
 
     def over_keys(self, i, add, carry):
-        """`carry = add(carry, j, between, diagonal)` over the blocks j that block i of the queries sees.
+        """Folds `carry = add(carry, j, between, diagonal)` over the key blocks j visible to query block i.
 
-        `between` is the sum of halved decays over the blocks between the two.
+        `between` is the sum of halved log decays over the blocks between the two.
         """
         start, stop = self._blocks.ranges[i]
         if not self._settings.causal:
@@ -205,7 +208,7 @@ class _Pairs:
         return jax.lax.fori_loop(0, stop - start, left, (carry, between))[0]
 
     def scores(self, rows, j, between, diagonal):
-        """[H, C, G, R]: scores, zero where nothing is seen, and roots of decays or None."""
+        """Returns scores [H, C, G, R], zero for masked pairs, and the square roots of decays or None."""
         z = self.product("hdk,hdgq->hkgq", self.key(j), rows.query)
         if rows.document is not None:
             same = self._blocks.key_document[j][:, :, None] == rows.document[:, None, :]

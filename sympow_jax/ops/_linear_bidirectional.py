@@ -1,8 +1,8 @@
-"""Linear attention that sees the whole document, before and behind, at a cost linear in time.
+"""Bidirectional linear attention over whole documents, at a cost linear in time.
 
-Without documents that is two products: of values with the features of keys, and of the result with those of queries.
-With documents a token sees its chunk's part of its own exactly, what earlier chunks hold of it by a state that is
-carried forward, and what later ones hold by a state that is carried backward.
+Without documents this is two products: of values with the features of keys, and of the result with those of queries.
+With documents, a token attends exactly to its document's tokens in its own chunk. It attends to earlier chunks through
+a state carried forward, and to later chunks through a state carried backward.
 """
 
 import functools
@@ -22,7 +22,7 @@ __all__ = ["attend", "require_supported"]
 
 
 def require_supported(query, key, implementation, absent: dict) -> None:
-    """Raises NotImplementedError or ValueError for what does not go with seeing the whole document.
+    """Raises NotImplementedError or ValueError for arguments that bidirectional attention does not support.
 
     absent: arguments that must be None, by name.
     """
@@ -47,13 +47,16 @@ def attend(
     implementation: str | None,
     chunk_size: int | None,
 ) -> Float[Array, "B T N L"]:
-    """Means, L = E, or sums, L = E + 1, with weights (q . k)^p of the tokens of a document; as `attend`."""
+    """Returns means (L = E) or sums (L = E + 1) over each token's document, with weights (q . k)^p.
+
+    Arguments are those of `_recurrent.attend.attend`.
+    """
     plan = _Plan(power, division, implementation, chunk_size)
     return _attend(plan, query=query, key=key, value=value, segment_ids=segment_ids)
 
 
 class _Plan(NamedTuple):
-    """What is static of a call."""
+    """Static options of a call."""
 
     power: int
     division: means.Division
@@ -99,7 +102,7 @@ def _attend(plan, query, key, value, segment_ids):
 
 
 def _all_pairs(query, key, value, document, *, power, precision):
-    """The formula over T x T pairs of one key head: [G, D, T], [D, T], [L, T] -> [G, L, T]."""
+    """Computes the formula over all T x T pairs of one key head: [G, D, T], [D, T], [L, T] -> [G, L, T]."""
     weights = jnp.einsum("gdq,dk->gqk", query, key, precision=precision) ** power
     if document is not None:
         weights = jnp.where(document[:, None] == document, weights, 0)
@@ -107,14 +110,17 @@ def _all_pairs(query, key, value, document, *, power, precision):
 
 
 def _whole(query, key, value, document, *, power, precision):
-    """`_all_pairs` by features, every token seeing every other."""
+    """Computes `_all_pairs` through features; every token attends to every other."""
     del document
     state = xla.fold_all(value, key, power=power, precision=precision)
     return context.arriving_sums(power, precision, state, query, None)
 
 
 def _by_document(query, key, value, document, *, power, precision, chunk):
-    """`_all_pairs` by features and chunks. Documents are numbered in order; padding has values of zero."""
+    """Computes `_all_pairs` by features and chunks.
+
+    Documents are numbered in order. Padding has values of zero.
+    """
     time, head_dim, dtype = query.shape[-1], len(key), query.dtype
     weights = features.weights(head_dim, power, dtype)
     missing = -time % chunk
@@ -128,7 +134,10 @@ def _by_document(query, key, value, document, *, power, precision, chunk):
         return _all_pairs(*arrays, power=power, precision=precision)
 
     def carried(edge):
-        """What the chunks before hold for each, or for the edge 0, where time runs backward, those behind."""
+        """Returns each chunk's sums over earlier chunks of its documents.
+
+        With edge 0 time runs backward, and the sums are over later chunks.
+        """
 
         @jax.checkpoint
         def step(carry, arrays):
@@ -152,5 +161,5 @@ def _by_document(query, key, value, document, *, power, precision, chunk):
 
 
 def _chunks(x: Array, chunk: int) -> Array:
-    """[..., n * C] -> [n, ..., C]."""
+    """Reshapes [..., n * C] to [n, ..., C]."""
     return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, chunk), -2, 0)

@@ -1,7 +1,7 @@
-"""Where documents begin in a packed row, and how far into its document each token is.
+"""Document boundaries in packed rows, and the position of each token in its document.
 
-A document starts wherever the segment id changes; ids may recur. A negative id is padding: it belongs to no
-document and passes state through, so the same id before and after padding is one document.
+A document starts wherever the segment id changes; ids may recur. A negative id is padding: it belongs to no document
+and leaves the state unchanged, so tokens with the same id before and after padding are one document.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ NO_SEGMENT = -1
 
 
 class Boundaries(NamedTuple):
-    """The documents of a row of tokens.
+    """Documents of a row of tokens.
 
     Attributes:
-        starts: the first token of every document that begins in the row.
+        starts: True for the first token of every document that begins in the row.
         valid: False for padding.
-        last: the segment id of the document that the row ends in.
+        last: segment id of the last token, ignoring padding.
     """
 
     starts: Bool[Array, "B T"]
@@ -45,7 +45,7 @@ class Boundaries(NamedTuple):
 
 
 def boundaries(segment_ids: Int[Array, "B T"], previous: Int[Array, " B"]) -> Boundaries:
-    """The documents of a row that follows a token of segment `previous` (-1 where nothing precedes it)."""
+    """Returns the documents of a row that follows a token of segment `previous` (-1 if the row comes first)."""
     valid = segment_ids >= 0
     steps = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     newest = jax.lax.cummax(jnp.where(valid, steps, -1), axis=1)
@@ -55,7 +55,7 @@ def boundaries(segment_ids: Int[Array, "B T"], previous: Int[Array, " B"]) -> Bo
 
 
 def numbered(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The document of each token, counted from 1 in a row that nothing precedes; -1 for padding."""
+    """Returns the number of each token's document, counted from 1 in a row without predecessor; -1 for padding."""
     nothing = jnp.full(segment_ids.shape[0], NO_SEGMENT, segment_ids.dtype)
     starts, valid, _ = boundaries(segment_ids, nothing)
     return jnp.where(valid, jnp.cumsum(starts, axis=1, dtype=jnp.int32), -1)
@@ -64,10 +64,10 @@ def numbered(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PositionState:
-    """Where a document has got to.
+    """Position in a document after a prefix of its tokens.
 
     Attributes:
-        position: how many of its tokens have been seen.
+        position: number of tokens of the document so far.
         segment: its segment id, -1 before the first token.
     """
 
@@ -76,17 +76,17 @@ class PositionState:
 
     @classmethod
     def zeros(cls, batch: int) -> "PositionState":
-        """The state before any token."""
+        """Returns the state before any token."""
         return cls(position=jnp.zeros(batch, jnp.int32), segment=jnp.full(batch, NO_SEGMENT, jnp.int32))
 
     @classmethod
     def layout(cls) -> "PositionState":
-        """The axes of each array."""
+        """Returns the axes of each array."""
         return cls("B", "B")  # type: ignore[arg-type]
 
 
 def segment_before(segment_ids: Int[Array, "B T"], axis_name: str) -> Int[Array, " B"]:
-    """The segment id of the last token on the devices before this one; -1 where there is none."""
+    """Returns the segment id of the last token on the devices before this one; -1 if there is none."""
     nothing = jnp.full_like(segment_ids[:, 0], NO_SEGMENT)
     last = boundaries(segment_ids, nothing).last
     return time_axis.carried(lambda carry, own: jnp.where(own < 0, carry, own), nothing, last, axis_name)
@@ -95,10 +95,11 @@ def segment_before(segment_ids: Int[Array, "B T"], axis_name: str) -> Int[Array,
 def positions(
     segment_ids: Int[Array, "B T"], state: PositionState, *, axis_name: str | None = None
 ) -> tuple[Int[Array, "B T"], PositionState]:
-    """The place of every token in its document, counted from 1, and the state behind the last token.
+    """Returns each token's position in its document, counted from 1, and the state after the last token.
 
-    Padding repeats the place before it. `axis_name` is a manual mesh axis over which time is divided, in order: then
-    `state` is what came before the first device's tokens, and the state returned is behind those of this one.
+    Padding repeats the position before it. `axis_name` is a manual mesh axis over which time is sharded, in order. With
+    it, `state` is the state before the first device's tokens, and the returned state is the one after this device's
+    tokens.
     """
     segment_ids = arguments.to_array("segment_ids", segment_ids)
     arguments.check_axes("segment_ids", segment_ids, "[B, T]")
@@ -129,10 +130,10 @@ def state_before[State](
     state: State,
     axis_name: str,
 ) -> State:
-    """The state before this device's share of the time, from `state` before the first one's.
+    """Returns the state before this device's time shard, given the `state` before the first shard.
 
-    States have a `segment`. `count` takes one before the share to the one behind it, restarting with every document;
-    `add` is of one before a document's tokens and one that counts these alone.
+    States have a `segment`. `count` maps a state before the shard to the one after it, restarting with every document.
+    `add` combines a state before a document's tokens with one that counts only these tokens.
     """
     first = _first_segment(segment_ids)
     own = count(dataclasses.replace(jax.tree.map(jnp.zeros_like, state), segment=first))
@@ -152,7 +153,7 @@ def state_before[State](
 
 
 def _first_segment(segment_ids):
-    """The segment id of the first token, -1 where all is padding."""
+    """Returns the segment id of the first token, -1 if all are padding."""
     first = jnp.argmax(segment_ids >= 0, axis=1)[:, None]
     return jnp.maximum(jnp.take_along_axis(segment_ids, first, axis=1)[:, 0], NO_SEGMENT)
 
@@ -160,9 +161,9 @@ def _first_segment(segment_ids):
 def before_document(
     total: Shaped[Array, "B T K"], starts: Bool[Array, "B T"], initial: Shaped[Array, "B K"]
 ) -> Shaped[Array, "B T K"]:
-    """What a running sum was before the document of each token, zero for a document older than the row.
+    """Returns the value of a running sum before the document of each token; zero if the document began before the row.
 
-    `initial` is what it was before the row.
+    `initial` is the value before the row.
     """
     earlier = jnp.concatenate([initial[:, None], total[:, :-1]], axis=1)
     steps = jnp.arange(total.shape[1], dtype=jnp.int32)
@@ -173,7 +174,10 @@ def before_document(
 def sums_to_end(
     x: Float[Array, "B T K"], starts: Bool[Array, "B T"], axis_name: str | None = None
 ) -> Float[Array, "B T K"]:
-    """The sum over the tokens of the same document from each token on; `axis_name` as in `positions`."""
+    """Returns, for each token, the sum over itself and the later tokens of its document.
+
+    `axis_name` is as in `positions`.
+    """
     if axis_name is not None:
         begun = jnp.cumsum(starts, axis=1)[..., None]
         share = jnp.where(begun == 0, x, 0).sum(1), begun[:, -1] > 0

@@ -1,4 +1,4 @@
-"""Expressive attention: weights z^2 / (1 + z^2) of scores z, which orthogonal queries and keys make zero.
+"""Expressive attention: weights z^2 / (1 + z^2) of scores z, which are zero for orthogonal queries and keys.
 
 "Reorganizing attention-space geometry with expressive attention" (Gros 2024), equation 2.
 """
@@ -17,7 +17,7 @@ from sympow_jax.ops._shared import decay as decays
 __all__ = ["expressive_attention"]
 
 _IMPLEMENTATIONS = ("reference", "xla")
-_UNSEEN = -2  # the document of a key that nothing sees; that of a padding query is -1
+_UNSEEN = -2  # document number of masked keys; padding queries have -1
 
 
 def expressive_attention(
@@ -33,21 +33,22 @@ def expressive_attention(
     block_size: int = 256,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N E"]:
-    """Y_i = sum_j A_ij V_j / sum_j A_ij, A_ij = exp(G_i - G_j) z_ij^2 / (1 + z_ij^2), z_ij = scale Q_i . K_j, j <= i.
+    """Computes Y_i = sum_j A_ij V_j / sum_j A_ij with weights A_ij = exp(G_i - G_j) z_ij^2 / (1 + z_ij^2), j <= i.
 
-    A row whose weights are all zero gives zero, with zero gradients. Computed in float32, or in float64 for such
-    queries; the output has the dtype of `value`.
+    Scores are z_ij = scale Q_i . K_j, and G is the running sum of log_decay. If all weights of a row are zero, its
+    output and gradients are zero. Computed in float32, or in float64 for float64 queries; the output has the dtype of
+    `value`.
 
-    Scores may have any size. In float32 weights are those of the formula for all finite z, and their derivatives,
-    2 z / (1 + z^2)^2, up to |z| = 1e11, beyond which they vanish. A row whose weights are all tiny is a mean like any
-    other, as long as the largest |z| exp((G_i - G_j) / 2) is above 1.2e-38; below, it counts as zero, and so do
-    weights below 1e-38 of the row's largest and decays of more than 174 nats. Rounding of z counts by what it is of
-    z: at large z gradients are those of the smallest scores, which may be sums that cancel.
+    Scores may have any size. In float32 the weights follow the formula for all finite z, and so do their derivatives, 2
+    z / (1 + z^2)^2, up to |z| = 1e11, beyond which they vanish. A row whose weights are all tiny is averaged like any
+    other, if the largest |z| exp((G_i - G_j) / 2) is above 1.2e-38. Below that the row counts as zero. Weights below
+    1e-38 of the row's largest and decays of more than 174 nats also count as zero. The effect of rounding z is relative
+    to z: at large z, gradients are dominated by the smallest scores, which may be sums that cancel.
 
-    Only parts of it have a recurrent form. For |z| < 1, z^2 / (1 + z^2) = z^2 - z^4 + z^6 - ..., and each of these
-    even powers has a finite state, that of `power_attention` with p = 2, 4, 6, ...; the sum, which diverges from
-    |z| = 1 on, has none: keys and values are kept. For small z the first term remains, `power_attention` with p = 2;
-    for large z every key counts the same.
+    Only approximations have a recurrent form. For |z| < 1, z^2 / (1 + z^2) = z^2 - z^4 + z^6 - .... Each of these even
+    powers has a finite state, that of `power_attention` with p = 2, 4, 6, .... The series diverges for |z| >= 1 and has
+    no finite state, so decoding needs a KV cache. For small z the first term dominates, which is `power_attention` with
+    p = 2; for large z all keys have equal weight.
 
     Args:
         query: the last T of S positions; N is a multiple of K.
@@ -55,21 +56,21 @@ def expressive_attention(
         value: E may differ from D.
         log_decay: natural logarithm of a decay, at most 0, of which G is the running sum. A token's own decay does not
             discount its own key.
-        segment_ids: documents, as in `ops.documents`: nothing is seen across a boundary, and padding gives zero, is
-            not seen and does not decay.
-        causal: False sees the whole document, later tokens too, and has no decays.
-        scale: what scores are multiplied by; here it counts.
-        implementation: `reference` is the formula as it stands, with all T x S pairs at once; `xla` (None) takes
-            blocks of queries and keys, of which it skips those behind the diagonal and those of other documents, and
-            recomputes them in the backward pass: memory is linear in S.
-        block_size: queries and keys of a block of `xla`. Changes speed and memory alone.
-        axis_name: a manual mesh axis, of a `jax.shard_map`, over which time is divided in order:
-            arguments and output are this device's share, of equal length on all. Each device attends over all of the
-            time for a share of the heads; there are as many keys as queries.
+        segment_ids: documents, as in `ops.documents`. No query attends across a boundary. Padding outputs zero, is
+            masked as a key and does not decay.
+        causal: if False, attention is bidirectional within a document, and log_decay must be None.
+        scale: factor of the scores; it affects the result.
+        implementation: `reference` is the formula with all T x S pairs at once. `xla` (None) works on blocks of queries
+            and keys, skips blocks above the diagonal and those of other documents, and recomputes blocks in the
+            backward pass, so memory is linear in S.
+        block_size: queries and keys per block of `xla`. Changes only speed and memory.
+        axis_name: a manual mesh axis of a `jax.shard_map` over which time is sharded in order. Arguments and output are
+            this device's shard, of equal length on all devices. Each device computes a part of the heads over the whole
+            time axis. The numbers of keys and queries must be equal.
 
     Raises:
-        ValueError: for shapes or options that do not fit each other.
-        NotImplementedError: for a KV cache where time is divided.
+        ValueError: for shapes or options that do not match each other.
+        NotImplementedError: for a KV cache if time is sharded.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -113,7 +114,7 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
 
 
 def _reference(causal, scale, query, key, value, log_decay, segment_ids):
-    """Equation 2, with decays, in the dtype of the query or float32."""
+    """Computes equation 2 with decays, in the dtype of the query or float32."""
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     group, before = query.shape[2] // key.shape[2], key.shape[1] - query.shape[1]
     query, keys, values = (x.astype(dtype) for x in (query, key, value))
@@ -126,13 +127,13 @@ def _reference(causal, scale, query, key, value, log_decay, segment_ids):
         seen = seen & (document[:, before:, None] == document[:, None]) & valid[:, None]
         log_decay = None if log_decay is None else jnp.where(valid[..., None], log_decay, 0)
     z = scale * jnp.einsum("btnd,bsnd->bnts", query, keys, precision="highest")
-    # Both are z^2 / (1 + z^2); the derivative of the second cancels at large z, and the first is undefined at zero.
+    # Both branches are z^2 / (1 + z^2). The derivative of the second cancels at large z; the first is undefined at 0.
     large = jnp.abs(z) > 1
     small_z, large_z = jnp.where(large, 0, z), jnp.where(large, z, 1)
     weights = jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
     weights = jnp.where(seen if segment_ids is None else seen[:, None], weights, 0)
     if log_decay is not None:
-        # Each pair's decay summed from its own key on: [B, K, S, S] at (i, j).
+        # Each pair's log decays, summed from its own key on: [B, K, S, S] at (i, j).
         later = steps[:, None] > steps
         steps_between = jnp.where(later, jnp.moveaxis(log_decay.astype(dtype), 1, 2)[..., :, None], 0)
         between = jnp.cumsum(steps_between, -2)[:, :, before:]
@@ -147,8 +148,8 @@ def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_
     key_time, kv_heads = key.shape[1:3]
     dtype, out_dtype = jnp.promote_types(query.dtype, jnp.float32), value.dtype
     settings = _expressive_blocks.Settings(causal, cost.precision_of(key.dtype))
-    # Queries fill up at their end, unless one block has them all; keys before their begin too, so that blocks of both
-    # end together.
+    # Queries are padded at their end, unless one block holds them all. Keys are also padded at their start, so that
+    # the last blocks of both end together.
     block = min(block_size, key_time)
     rows = min(block, time)
     behind = -time % rows
@@ -191,7 +192,7 @@ def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_
 def _ranges(
     causal, document: Int[Array, "J B C"] | None, count: int, rows: int, columns: int
 ) -> Int[Array, "I 2"]:
-    """The blocks of keys seen by each of the `count` blocks of queries, as `_expressive_blocks.Blocks` has them."""
+    """Returns the ranges of key blocks for each of the `count` query blocks, for `_expressive_blocks.Blocks`."""
     diagonal = jnp.arange(columns - count, columns, dtype=jnp.int32)
     start, stop = jnp.zeros_like(diagonal), diagonal if causal else jnp.full_like(diagonal, columns)
     if document is not None:

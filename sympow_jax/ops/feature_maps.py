@@ -27,7 +27,7 @@ __all__ = [
 
 
 def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batch F"]:
-    """The p-fold tensor product of x with itself: phi(q) . phi(k) = (q . k)^p, F = D^p.
+    """Returns the p-fold tensor product of x with itself: phi(q) . phi(k) = (q . k)^p, F = D^p.
 
     Entry (i_1, ..., i_p), in row-major order, is x[i_1] * ... * x[i_p]. Raises ValueError unless power >= 1.
 
@@ -52,11 +52,11 @@ def _tensor_power(power, x):
 
 
 def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batch F"]:
-    """The p-th symmetric power of x: phi(q) . phi(k) = (q . k)^p with F = binomial(D + p - 1, p).
+    """Returns the p-th symmetric power of x: phi(q) . phi(k) = (q . k)^p with F = binomial(D + p - 1, p).
 
-    One feature for each non-decreasing index i_1 <= ... <= i_p, in lexicographic order: the monomial
-    x[i_1] * ... * x[i_p] times the square root of p! / (c_1! ... c_D!), the number of orders in which the tensor
-    product repeats it (c_d counts how often d occurs). Raises ValueError unless power >= 1.
+    There is one feature for each non-decreasing index i_1 <= ... <= i_p, in lexicographic order: the monomial x[i_1] *
+    ... * x[i_p] times the square root of p! / (c_1! ... c_D!). This is the number of orders in which the tensor product
+    repeats the monomial (c_d counts how often d occurs). Raises ValueError unless power >= 1.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -79,7 +79,9 @@ def _symmetric_power(power, x):
 
 
 def symmetric_power_dim(head_dim: int, power: int) -> int:
-    """F = binomial(D + p - 1, p), the number of features of `symmetric_power`. Raises ValueError unless power >= 1.
+    """Returns F = binomial(D + p - 1, p), the number of features of `symmetric_power`.
+
+    Raises ValueError unless power >= 1.
 
     Examples:
         >>> from sympow_jax import ops
@@ -91,11 +93,11 @@ def symmetric_power_dim(head_dim: int, power: int) -> int:
 
 
 def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]:
-    """The distinct monomials of degree p in the leading axis of x, in the order of `symmetric_power`.
+    """Returns the distinct monomials of degree p in the leading axis of x, in the order of `symmetric_power`.
 
-    The monomials that start with i are x[i] times those of degree p - 1 that start with i or later: a suffix, so
-    nothing is gathered. The feature axis leads so that products and copies are contiguous in the axes behind it.
-    Raises ValueError unless power >= 1.
+    The monomials that start with i are x[i] times those of degree p - 1 that start with i or later, which are a suffix,
+    so nothing is gathered. The feature axis comes first so that products and copies are contiguous in the remaining
+    axes. Raises ValueError unless power >= 1.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -117,14 +119,14 @@ def _monomials(power, x):
 
 @functools.cache
 def suffix_starts(head_dim: int, power: int) -> tuple[int, ...]:
-    """For each i, where the monomials of degree p whose first index is at least i begin."""
+    """Returns, for each i, the index of the first monomial of degree p whose indices are all at least i."""
     total = math.comb(head_dim + power - 1, power)
     return tuple(total - math.comb(head_dim - i + power - 1, power) for i in range(head_dim))
 
 
 @functools.cache
 def multiplicities(head_dim: int, power: int) -> np.ndarray:
-    """How often the tensor power repeats each monomial: p! / (c_1! ... c_D!), float64, in order [F].
+    """Returns how often the tensor power repeats each monomial: p! / (c_1! ... c_D!), float64, in order [F].
 
     Raises ValueError unless power >= 1.
 
@@ -151,11 +153,11 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
 
 
 def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float[Array, "F F"]:
-    """The rotation P' of features with phi(P k) = P' phi(k), for a rotation P of vectors.
+    """Returns the rotation P' of features with phi(P k) = P' phi(k), for a rotation P of vectors.
 
-    Proposition 2 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025), for the
-    symmetric power itself rather than the tensor power of the paper's proof: with A the isometry from symmetric
-    features into the tensor power, P' = A^T (P x ... x P) A. Holds D^p x F numbers: for small D.
+    Proposition 2 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025), for the symmetric
+    power itself rather than the tensor power of the paper's proof. With A the isometry from symmetric features into the
+    tensor power, P' = A^T (P x ... x P) A. It stores D^p x F elements, so use it for small D only.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -189,7 +191,7 @@ def _isometry(head_dim: int, power: int) -> np.ndarray:
 
 
 def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """elu(x) + 1 > 0, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020).
+    """Returns elu(x) + 1 > 0, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020).
 
     Examples:
         >>> import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""Running sums that are exact: the same whatever the order of addition and wherever a sequence is split.
+"""Exact running sums, which do not depend on the order of addition or on where a sequence is split.
 
-A float32 sum loses what is small against it. These are 64-bit integers in units of 2^-32, as an int32 for
-the whole part and a uint32 for the fraction, since JAX has no wider integers by default.
+A float32 sum loses terms that are small against it. These sums are 64-bit integers in units of 2^-32, stored as an
+int32 for the whole part and a uint32 for the fraction, since JAX has no wider integers by default.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,10 @@ __all__ = ["add", "multiply_high", "running_sum", "subtract"]
 def running_sum(
     x: Float[Array, "B T K"], before: tuple[Int[Array, "B K"], UInt32[Array, "B K"]] | None = None
 ) -> tuple[Int[Array, "B T K"], UInt32[Array, "B T K"]]:
-    """The sums of x over time, each x >= 0 rounded to a multiple of 2^-32; `before` counts with the first."""
+    """Returns the sums of x over time, each x >= 0 rounded to a multiple of 2^-32.
+
+    `before` is added to the first element.
+    """
     floor = jnp.floor(x)
     whole = floor.astype(jnp.int32)
     fraction = jnp.round((x - floor) * 2.0**32).astype(jnp.uint32)
@@ -23,26 +26,26 @@ def running_sum(
         whole = whole.at[:, 0].add(before[0] + (first < before[1]))
         fraction = fraction.at[:, 0].set(first)
     total = jnp.cumsum(fraction, axis=1, dtype=jnp.uint32)
-    # Unsigned sums wrap around; one that became smaller by a step has carried.
+    # Unsigned sums wrap around; a sum smaller than its last summand has carried.
     carried = (total < fraction).astype(jnp.int32)
     return jnp.cumsum(whole + carried, axis=1, dtype=jnp.int32), total
 
 
 def add(a, b) -> tuple[Int[Array, "*shape"], UInt32[Array, "*shape"]]:
-    """The sum of two numbers, each a whole part and a fraction."""
+    """Returns the sum of two numbers, each a whole part and a fraction."""
     (whole_a, fraction_a), (whole_b, fraction_b) = a, b
     fraction = fraction_a + fraction_b
     return whole_a + whole_b + (fraction < fraction_b), fraction
 
 
 def subtract(a, b) -> tuple[Int[Array, "*shape"], UInt32[Array, "*shape"]]:
-    """The difference of two numbers, each a whole part and a fraction."""
+    """Returns the difference of two numbers, each a whole part and a fraction."""
     (whole_a, fraction_a), (whole_b, fraction_b) = a, b
     return whole_a - whole_b - (fraction_a < fraction_b), fraction_a - fraction_b
 
 
 def multiply_high(a: UInt32[Array, "..."], b) -> UInt32[Array, "..."]:
-    """The upper 32 bits of the 64-bit product a b, from halves of 16 bits."""
+    """Returns the upper 32 bits of the 64-bit product a b, from halves of 16 bits."""
     a_high, a_low, b_high, b_low = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
     middle = a_high * b_low + (a_low * b_low >> 16)
     return a_high * b_high + (middle >> 16) + (a_low * b_high + (middle & 0xFFFF) >> 16)

@@ -1,4 +1,4 @@
-"""KV cache: the state of attention that folds nothing."""
+"""KV cache: the decoding state of attention that stores every key and value."""
 
 import dataclasses
 
@@ -15,18 +15,18 @@ __all__ = ["KVCache"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """The last S positions, newest last; a pytree that the caller owns. Empty slots look like padding.
+    """Keys and values of the last S positions, newest last; a pytree that the caller holds.
 
-    With T new positions behind them (`append`) they are the S + T keys of `softmax_attention` or of the
-    attention form of `power_attention`. Padding takes a slot too, until `without_gaps`.
+    Empty slots look like padding. Followed by T new positions (`append`), they are the S + T keys of
+    `softmax_attention` or of the attention form of `power_attention`. Padding takes a slot too, until `without_gaps`.
 
     Attributes:
-        key: of each position, zero in empty slots.
-        value: likewise.
-        log_decay: likewise.
-        segment_ids: of each position, -1 in empty slots.
+        key: key of each position, zero in empty slots.
+        value: value of each position, zero in empty slots.
+        log_decay: log decay of each position, zero in empty slots.
+        segment_ids: segment id of each position, -1 in empty slots.
         segment: segment id of the document, -1 before the first token.
-        complete: False where the document has outgrown the S positions.
+        complete: False if the document has outgrown the S positions.
     """
 
     key: Float[Array, "B S K D"]
@@ -40,7 +40,7 @@ class KVCache:
     def zeros(
         cls, batch: int, capacity: int, kv_heads: int, head_dim: int, value_dim: int, *, dtype=jnp.float32
     ) -> "KVCache":
-        """The state before any token, with room for `capacity` positions."""
+        """Returns the state before any token, with room for `capacity` positions."""
         return cls(
             key=jnp.zeros((batch, capacity, kv_heads, head_dim), dtype),
             value=jnp.zeros((batch, capacity, kv_heads, value_dim), dtype),
@@ -52,7 +52,7 @@ class KVCache:
 
     @classmethod
     def layout(cls) -> "KVCache":
-        """The axes of each array."""
+        """Returns the axes of each array."""
         return cls("B S K D", "B S K E", "B S K", "B S", "B", "B")  # type: ignore[arg-type]
 
     def append(
@@ -62,18 +62,18 @@ class KVCache:
         log_decay: Float[Array, "B T K"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple["KVCache", Bool[Array, "B T"]]:
-        """The S + T positions that the new ones attend to, and which of the new ones miss keys."""
+        """Returns the S + T positions that the new ones attend to, and a mask of the new ones that miss keys."""
         key, value, log_decay, segment_ids = arguments.to_arrays(
             key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
         )
         return _appended(None, state=self, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids)
 
     def without_gaps(self) -> "KVCache":
-        """The same positions with padding in front, where its slots are the first to be dropped."""
+        """Moves padding to the front, where its slots are the first to be dropped."""
         return _without_gaps(None, state=self, segment_ids=self.segment_ids, key=self.key)
 
     def newest(self, capacity: int) -> "KVCache":
-        """The last `capacity` positions, at most as many as there are."""
+        """Returns the last `capacity` positions; there must be at least that many."""
         return _newest(capacity, state=self, segment_ids=self.segment_ids, key=self.key)
 
 
@@ -94,7 +94,7 @@ def _appended(_, state, key, value, log_decay, segment_ids):
         name: jnp.concatenate([getattr(state, name), new.astype(getattr(state, name).dtype)], axis=1)
         for name, new in old_and_new.items()
     }
-    # In the wider dtype of the two: ids that wrap could be equal.
+    # Use the wider dtype of the two: ids that wrapped around could be equal.
     joined["segment_ids"] = jnp.concatenate([state.segment_ids, segment_ids], axis=1)
     complete = state.complete | starts.any(axis=1)
     return KVCache(**joined, segment=last, complete=complete), continues & ~state.complete[:, None]

@@ -1,8 +1,9 @@
-"""Linear attention: the weight of key j for query i is phi(q_i) . phi(k_j), of features that a position may turn.
+"""Linear attention: the weight of key j for query i is phi(q_i) . phi(k_j), optionally with a positional feature map.
 
-"Transformers are RNNs" (Katharopoulos et al. 2020); turned features as in "RoFormer" (Su et al. 2021, equation 19) and
-"Linearized Relative Positional Encoding" (Qin et al. 2023). It is power attention of mapped queries and keys, with
-power 1 or, where phi is a power, that power: it shares forms, windows and states with `power_attention`.
+"Transformers are RNNs" (Katharopoulos et al. 2020). Positional maps of features are those of "RoFormer" (Su et al.
+2021, equation 19) and "Linearized Relative Positional Encoding" (Qin et al. 2023). Linear attention is power attention
+of mapped queries and keys, with power 1 or, where phi is a power, that power: it shares forms, windows and states with
+`power_attention`.
 """
 
 import dataclasses
@@ -33,11 +34,11 @@ Turn = Callable[[Float[Array, "B T H F"]], Float[Array, "B T H L"]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearState:
-    """What linear attention remembers of the document so far; a pytree that the caller owns.
+    """State of linear attention after a prefix of a document; a pytree that the caller holds.
 
     Attributes:
-        numerator: the state of the weighted values, over features as they are turned.
-        denominator: that of the weights, over unturned features and without values; None where the normalizer of
+        numerator: state of the weighted values, over features after `turn`.
+        denominator: state of the weights, over features before `turn` and without values. None if the normalizer of
             `numerator` is the denominator.
     """
 
@@ -59,10 +60,11 @@ class LinearState:
         exact_window: int = 64,
         dtype=jnp.float32,
     ) -> "LinearState":
-        """The state before any token. Raises ValueError where it would exceed the device's memory.
+        """Returns the state before any token. Raises ValueError if it would exceed the device's memory.
 
-        turned_dim: the length of turned features, twice that of phi where a turn is complex; None without a turn.
-            The feature map `tensor` has, unturned, the state of `symmetric`, which is the same kernel.
+        turned_dim: the length of features after `turn`, twice that of phi if `turn` is complex; None without `turn`.
+
+        Without `turn`, the feature map `tensor` has the state of `symmetric`, which is the same kernel.
         """
         kernel = _Kernel.named(feature_map, power)
         arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
@@ -76,18 +78,18 @@ class LinearState:
 
     @classmethod
     def layout(cls, *, separate: bool) -> "LinearState":
-        """The axes of each array; `separate` where there is a denominator."""
+        """Returns the axes of each array; `separate` is True if there is a denominator."""
         one = power_state.PowerState.layout()
         return cls(one, one if separate else None)
 
     @property
     def exact_window(self) -> int:
-        """W: every query sees at least its last W keys exactly."""
+        """Window size W: every query attends exactly to at least its last W keys."""
         return self.numerator.exact_window
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored, windows included."""
+        """Number of bytes stored, windows included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
@@ -111,41 +113,41 @@ def linear_attention(
     return_state: bool = False,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], LinearState]:
-    """sum_j b_ij turn(phi(q_i)) . turn(phi(k_j)) v_j / sum_j b_ij phi(q_i) . phi(k_j), in value's dtype.
+    """Computes sum_j b_ij turn(phi(q_i)) . turn(phi(k_j)) v_j / sum_j b_ij phi(q_i) . phi(k_j) in value's dtype.
 
-    b_ij = exp(G_i - G_j) for j <= i, G the running sum of log_decay. Where weights have one sign the output is zero
-    if all are zero, as in `power_attention`. The feature maps `identity`, odd powers, and turned features in the
-    denominator give weights of both signs, whose sum may be negative or all but vanish: the division then is by the
-    sum as it is, without an epsilon, and the output is zero only where the sum is exactly zero.
+    b_ij = exp(G_i - G_j) for j <= i, and G is the running sum of log_decay. If weights have one sign, the output is
+    zero where all weights are zero, as in `power_attention`. The feature map `identity`, odd powers, and features after
+    `turn` in the denominator give weights of both signs, whose sum may be negative or nearly zero. The division is then
+    by the sum itself, without an epsilon, and the output is zero only if the sum is exactly zero.
 
     Args:
-        query: as in `power_attention`, where what is said of other arguments below is said in full.
+        query: as in `power_attention`, which documents the shared arguments in full.
         key: S == T, or S >= T in the attention form without a state.
         value: E may differ from D.
         feature_map: phi: `elu` is elu(x) + 1, `relu`, `identity`, or the `symmetric` or `tensor` power of degree
-            `power`, with phi(q) . phi(k) = (q . k)^power. Unturned, powers are computed as in `power_attention`.
-        power: used by `symmetric` and `tensor` alone; any degree from 1.
-        turn: what position does to features, a linear map that may lengthen them: a function from [B, T, H, F] to
-            [B, T, H, L], called with the features of all queries (H = N), then of all keys (H = K). Where there are
-            more keys than queries it is given both lengths. It knows the positions of the tokens itself.
+            `power`, with phi(q) . phi(k) = (q . k)^power. Without `turn`, powers are computed as in `power_attention`.
+        power: degree of `symmetric` and `tensor`, at least 1; other feature maps ignore it.
+        turn: position-dependent linear map of features, which may change their length: a function from [B, T, H, F] to
+            [B, T, H, L]. It is called with the features of all queries (H = N), then of all keys (H = K). If there are
+            more keys than queries, it must accept both lengths. It must know the positions of the tokens itself.
         normalizer: `unrotated` is the denominator above, which cannot vanish for positive features (equation 19 of
-            RoFormer); `rotated` has the weights of the numerator. The same without a turn.
-        causal: False sees the whole document, before and behind, at a cost linear in T; its backward pass keeps a
-            state a chunk where there are segment ids. It has neither decays, states, forms, a window nor
-            `axis_name`, and as many keys as queries. `reference` is then the formula over T x T pairs.
+            RoFormer); `rotated` has the weights of the numerator. They are the same without `turn`.
+        causal: if False, attention is bidirectional within a document, at a cost linear in T. With segment ids its
+            backward pass saves one state per chunk. It supports no decays, states, forms, window or `axis_name`, and
+            needs equal numbers of keys and queries. `reference` is then the formula over T x T pairs.
         log_decay: natural logarithm of the gate, at most 0 (not checked).
         segment_ids: a document starts where the id changes; negative ids are padding.
         form: `attention`, `chunked` or `recurrent`; None chooses. All agree to rounding.
-        implementation: `reference`, `xla`, or None, which chooses; `mosaic_gpu` for even powers, unturned.
-        chunk_size: tokens of a chunk; None chooses. Changes speed alone.
-        exact_window: every query sees at least this many of its last keys exactly.
+        implementation: `reference`, `xla`, or None, which chooses; `mosaic_gpu` for even powers without `turn`.
+        chunk_size: tokens per chunk; None chooses. Changes only speed.
+        exact_window: every query attends exactly to at least this many of its last keys.
         initial_state: made by `LinearState.zeros` or returned by an earlier call.
         return_state: return (output, state after the last token).
-        axis_name: a manual mesh axis over which time is divided in order.
+        axis_name: a manual mesh axis over which time is sharded in order.
 
     Raises:
-        ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
-        NotImplementedError: where a named implementation, or `causal=False`, cannot do what is asked.
+        ValueError: for sizes, dtypes or names that do not match, and for a state larger than memory.
+        NotImplementedError: if a named implementation, or `causal=False`, does not support the request.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -161,7 +163,7 @@ def linear_attention(
         query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
     )
     arguments.check_attention(query, key, value, log_decay, segment_ids)
-    # Before features are made of it: their gradients would be NaN.
+    # Remove padding before features are computed: their gradients would be NaN.
     if segment_ids is not None:
         query, key = _without_padding(None, query=query, key=key, segment_ids=segment_ids)
     causal = arguments.check_flag("causal", causal)
@@ -226,9 +228,9 @@ def linear_attention_step(
     segment_ids: Int[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N E"], LinearState]:
-    """`linear_attention` for the next token of each row; returns its output and the state behind it.
+    """Computes `linear_attention` for the next token of each row; returns its output and the state after it.
 
-    `turn` is given features [B, 1, H, F]. Arguments and errors are those of `linear_attention`.
+    `turn` is called with features [B, 1, H, F]. Arguments and errors are those of `linear_attention`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -276,9 +278,9 @@ def linear_attention_step(
 
 @dataclasses.dataclass(frozen=True)
 class _Kernel:
-    """phi as `expand` after `map`, with phi(q) . phi(k) = (map(q) . map(k))^power.
+    """Kernel with phi = `expand` after `map`, so that phi(q) . phi(k) = (map(q) . map(k))^power.
 
-    division: whether all of these weights have one sign.
+    division: POSITIVE if no weight of this kernel is negative, else SIGNED.
     """
 
     feature_map: str
@@ -287,7 +289,7 @@ class _Kernel:
 
     @classmethod
     def named(cls, feature_map: str, power: int) -> "_Kernel":
-        """Raises ValueError for a name or a power that there is not."""
+        """Returns the kernel of a feature map; raises ValueError for an unknown name or an invalid power."""
         arguments.check_choice("feature_map", feature_map, (*_ELEMENTWISE, *_POWERS))
         signed, positive = means.Division.SIGNED, means.Division.POSITIVE
         if feature_map in _ELEMENTWISE:
@@ -296,18 +298,19 @@ class _Kernel:
         return cls(feature_map, power, signed if power % 2 else positive)
 
     def map(self, x):
-        """The elementwise part of phi."""
+        """Applies the elementwise part of phi."""
         return _ELEMENTWISE.get(self.feature_map, lambda x: x)(x)
 
     def expand(self, x):
-        """The power that phi is of `map`."""
+        """Applies the power to an output of `map`."""
         return _POWERS[self.feature_map](x, power=self.power) if self.feature_map in _POWERS else x
 
 
 def _mean(attend, kernel, query, key, value, turn, normalizer, state):
-    """The output and the state behind it; `attend` computes means, or sums, of the weights of a power.
+    """Returns the output and the state after it.
 
-    attend(query, key, value, state=, power=, division=) returns means or sums, and a PowerState or None.
+    attend(query, key, value, state=, power=, division=) returns means or sums, with the power of q . k as weights, and
+    a PowerState or None.
     """
 
     def check_state(**options):
@@ -321,7 +324,7 @@ def _mean(attend, kernel, query, key, value, turn, normalizer, state):
         out, final = attend(query, key, value, state=first, power=kernel.power, division=kernel.division)
         return out, LinearState(final, None)
 
-    # One scale for both sums, which the mean cancels.
+    # Both sums use the same scale, which cancels in the mean.
     (query, features), (key, key_features) = (
         _expanded((kernel, scaled), x) for x, scaled in ((query, True), (key, False))
     )
@@ -357,7 +360,7 @@ def _mapped(kernel, x):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _expanded(plan, x):
-    """x after the map, of unit scale if wanted, and its features."""
+    """Returns x after the map, scaled if requested, and its features."""
     kernel, scaled = plan
     mapped = kernel.map(x)
     mapped = rows.unit_scale(mapped) if scaled else mapped
@@ -366,7 +369,10 @@ def _expanded(plan, x):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _divided(plan, values, weights):
-    """The mean, of sums of weighted values beside one that is dropped, and sums of weights."""
+    """Returns the mean from sums of weighted values and sums of weights.
+
+    The last column of `values` is a normalizer that is dropped.
+    """
     division, dtype = plan
     values, weights = calls.same_variation((values, weights))
     return means.mean(values[..., :-1], weights, -1, division).astype(dtype)

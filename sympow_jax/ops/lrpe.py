@@ -1,7 +1,7 @@
-"""Linearized relative positional encoding: queries and keys turned by W_s, with W_{t-s} = W_s^H W_t.
+"""Linearized relative positional encoding: queries and keys multiplied by W_s, with W_{t-s} = W_s^H W_t.
 
-"Linearized Relative Positional Encoding" (Qin et al. 2023): W_s = P^H Lambda^(s) P (equations 22 to 24), a basis P
-and a core Lambda, both unitary. Queries and keys are multiplied by Lambda^(s) P alone, since P P^H drops out of their
+"Linearized Relative Positional Encoding" (Qin et al. 2023): W_s = P^H Lambda^(s) P (equations 22 to 24), with a basis P
+and a core Lambda, both unitary. Queries and keys are multiplied by Lambda^(s) P only, since P P^H drops out of their
 product (equation 75). Rotary encodings and PermuteFormer are the cores `orthogonal` and `permutation` in the basis
 `identity`.
 """
@@ -21,11 +21,11 @@ from sympow_jax.ops._shared import arguments, calls
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 
 CORES = ("orthogonal", "unitary", "permutation", "mixed")
-"""The names of Lambda."""
+"""Names of the cores Lambda."""
 BASES = ("identity", "householder", "odd_even", "fourier")
-"""The names of P."""
+"""Names of the bases P."""
 KINDS = ("a", "b", "c", "rope")
-"""The names of fixed rates."""
+"""Names of the kinds of fixed rates."""
 
 _SEED = 20_23_07_18  # of the paper's date
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -42,27 +42,28 @@ def encode(
     permutation: Int[np.ndarray, " D"] | None = None,
     identity_dim: int = 0,
 ) -> Float[Array, "B T N D"] | Float[Array, "B T N 2*D"]:
-    """Lambda^(s) P x: queries or keys at positions s >= 0 such that q . k is that of q^H W_{t-s} k.
+    """Computes Lambda^(s) P x for queries or keys at positions s >= 0, so that q . k equals that of q^H W_{t-s} k.
 
-    The core `orthogonal` turns the pairs (x_{2k-1}, x_{2k}) by s alpha_k and leaves the last `identity_dim` dimensions
-    (solution 2); `mixed` leaves all but the first half, rounded up to even; `unitary` multiplies dimension k by exp(i s
-    alpha_k) (solution 1); `permutation` gives dimension i the value of dimension pi^s(i) (solution 3).
+    The core `orthogonal` rotates the pairs (x_{2k-1}, x_{2k}) by s alpha_k and leaves the last `identity_dim`
+    dimensions unchanged (solution 2). `mixed` rotates only the first half, rounded up to even. `unitary` multiplies
+    dimension k by exp(i s alpha_k) (solution 1). `permutation` gives dimension i the value of dimension pi^s(i)
+    (solution 3).
 
-    The basis `householder` is I - 2 v v^T / (v^T v) (equation 73), `odd_even` sends dimension k of the first half to 2k
-    and of the second to 2k + 1 (the paper's pseudocode; its equation 74 is misprinted and no permutation), `fourier` is
-    the unitary discrete Fourier transform.
+    The basis `householder` is I - 2 v v^T / (v^T v) (equation 73). `odd_even` sends dimension k of the first half to 2k
+    and of the second to 2k + 1 (the paper's pseudocode; its equation 74 is misprinted and not a permutation). `fourier`
+    is the unitary discrete Fourier transform.
 
-    The core `unitary` and the basis `fourier` are complex: then the real parts come first and the imaginary parts
-    behind them. That doubles the head size, and with it the state of an attention with a recurrent form; the dot
-    product of two encoded vectors is the real part of q^H W_{t-s} k.
+    The core `unitary` and the basis `fourier` are complex: the real parts come first, followed by the imaginary parts.
+    That doubles the head size, and with it the state of an attention with a recurrent form. The dot product of two
+    encoded vectors is the real part of q^H W_{t-s} k.
 
-    `rates` are the alpha in radians a position: a numpy array is fixed, a JAX array is learned, for all heads or one
-    row for each of K groups of heads; head n belongs to group n // (N / K). `householder` is v, not zero, likewise; it
-    and `permutation`, pi, default to the functions of that name. Phases are right at any position below 2^31
-    (`ops.phase`). Computed in float32 or wider and returned in the dtype of x.
+    `rates` are the alpha in radians per position. A NumPy array is fixed, a JAX array is learned, for all heads or with
+    one row for each of K groups of heads; head n belongs to group n // (N / K). `householder` is v, which must not be
+    zero, with the same two shapes. `householder` and `permutation` (pi) default to the functions of that name. Phases
+    are right at any position below 2^31 (`ops.phase`). Computed in float32 or wider and returned in the dtype of x.
 
-    Raises ValueError for unknown names, a head size or an `identity_dim` that the core cannot divide, and shapes that
-    do not fit.
+    Raises ValueError for unknown names, a head size or an `identity_dim` that the core does not support, and shapes
+    that do not match.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -94,7 +95,7 @@ def encode(
 
 
 class _Plan(NamedTuple):
-    """What is static of an encoding: names, fixed rates as their shape and values, and a permutation's cycles."""
+    """Static options of an encoding: names, shape and values of fixed rates, and a permutation's cycles."""
 
     core: str
     basis: str
@@ -127,13 +128,14 @@ def rates(
     reference_length: int = 1024,
     max_document_length: int = 65_536,
 ) -> Float[np.ndarray, " R"]:
-    """The fixed rates alpha, in radians a position, float64: one a pair, or one a dimension of the core `unitary`.
+    """Returns the fixed rates alpha, in radians per position, float64.
 
-    Of R rates over d dimensions, the kinds of the paper's pseudocode, t from 0 and L the `reference_length`: `a` is
-    10000^(-2 t / d), `b` is pi (t + 1) / (2 L R), `c` is pi / (2 L (t + 1)); `rope` is 2 pi / M^(2 t / d), M the
-    `max_document_length`, the rates of `rotary.rope`. The pseudocode divides `b` and `c` by the length of the sequence
-    at hand, which a sequence that goes on does not have. The core `permutation` has none, R = 0. Raises ValueError for
-    unknown names and sizes that the core cannot divide.
+    There is one per pair, or one per dimension for the core `unitary`. For R rates over d dimensions, the kinds of the
+    paper's pseudocode are, with t from 0 and L the `reference_length`: `a` is 10000^(-2 t / d), `b` is pi (t + 1) / (2
+    L R), `c` is pi / (2 L (t + 1)). `rope` is 2 pi / M^(2 t / d), with M the `max_document_length`: the rates of
+    `rotary.rope`. The pseudocode divides `b` and `c` by the length of the current sequence, which is unknown if the
+    sequence will be continued. The core `permutation` has no rates, R = 0. Raises ValueError for unknown names and
+    sizes that the core does not support.
 
     Examples:
         >>> from sympow_jax.ops import lrpe
@@ -154,7 +156,7 @@ def rates(
 
 
 def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
-    """The fixed permutation pi, drawn once for every head size.
+    """Returns the fixed permutation pi, drawn once for every head size.
 
     Examples:
         >>> from sympow_jax.ops import lrpe
@@ -165,7 +167,7 @@ def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
 
 
 def householder(head_dim: int) -> Float[np.ndarray, " D"]:
-    """The fixed Householder vector v, of length 1, drawn once from a normal distribution for every head size.
+    """Returns the fixed Householder vector v, of length 1, drawn once from a normal distribution for every head size.
 
     Examples:
         >>> from sympow_jax.ops import lrpe
@@ -179,12 +181,15 @@ def householder(head_dim: int) -> Float[np.ndarray, " D"]:
 
 
 def _random_bits(count: int) -> np.ndarray:
-    # numpy promises the bits of a generator for ever, the numbers that it makes of them not.
+    # NumPy guarantees the raw bits of a generator across versions, but not the distributions derived from them.
     return np.random.PCG64(_SEED).random_raw(count)
 
 
 def _turned(core: str, head_dim: int, identity_dim: int) -> int:
-    """How many of the first dimensions the core acts on; raises ValueError where it cannot."""
+    """Returns the number of leading dimensions that the core acts on.
+
+    Raises ValueError if the core does not support the head size.
+    """
     arguments.check_choice("core", core, CORES)
     if identity_dim and core != "orthogonal":
         raise ValueError(
@@ -205,7 +210,7 @@ def _turned(core: str, head_dim: int, identity_dim: int) -> int:
 
 
 def _require_rows(name: str, shape: tuple[int, ...] | None, width: int, heads: int) -> None:
-    """An array [width], or one such row for each of K groups of heads."""
+    """Raises ValueError unless the shape is [width], or [K, width] for K groups of heads."""
     if shape is None or shape[-1:] != (width,) or len(shape) > 2 or (len(shape) == 2 and heads % shape[0]):
         raise ValueError(
             f"{name} has shape {shape}; it must be [{width}], or [K, {width}] with a K that divides the {heads} heads"
@@ -213,14 +218,14 @@ def _require_rows(name: str, shape: tuple[int, ...] | None, width: int, heads: i
 
 
 def _angles(positions, rates, dtype):
-    """positions * rates [B, T, K, R], K = 1 where all heads share them."""
+    """Returns positions * rates [B, T, K, R], K = 1 if all heads share them."""
     known = isinstance(rates, np.ndarray)
     angles = phase.fixed(positions, rates, dtype) if known else phase.learned(positions, rates, dtype=dtype)
     return angles if rates.ndim == 2 else angles[:, :, None]
 
 
 def _transformed(x, basis: str, v) -> list:
-    """P x as its real part, and its imaginary part where it has one."""
+    """Returns P x as its real part, and its imaginary part if it has one."""
     head_dim = x.shape[-1]
     if basis == "householder":
         v = jnp.asarray(householder(head_dim) if v is None else v).astype(x.dtype)
@@ -231,34 +236,34 @@ def _transformed(x, basis: str, v) -> list:
         pairs = jnp.stack([x[..., : head_dim // 2], x[..., half:]], axis=-1)
         return [jnp.concatenate([pairs.reshape(*x.shape[:-1], -1), x[..., head_dim // 2 : half]], axis=-1)]
     if basis == "fourier":
-        # A product, which divides over batch and heads; XLA gathers the operand of an FFT.
+        # A matrix product can be sharded over batch and heads; XLA gathers the operand of an FFT.
         transform = jnp.asarray(_fourier(head_dim), x.dtype)
         return [jnp.matmul(x, part, precision=_HIGHEST) for part in transform]
     return [x]
 
 
 def _grouped(x, groups: int):
-    """The heads of x [B, T, N, D] in groups, [B, T, K, N / K, D]."""
+    """Splits the heads of x [B, T, N, D] into groups: [B, T, K, N / K, D]."""
     batch, time, heads, head_dim = x.shape
     return x.reshape(batch, time, groups, heads // groups, head_dim)
 
 
 def _reflected(x, v):
-    """x - 2 v (v . x) / (v . v)."""
+    """Returns x - 2 v (v . x) / (v . v)."""
     share = jnp.sum(x * v, axis=-1, keepdims=True) * (2 / jnp.sum(v * v, axis=-1, keepdims=True))
     return x - share * v
 
 
 @functools.cache
 def _fourier(head_dim: int) -> np.ndarray:
-    """The real and imaginary part of the unitary discrete Fourier transform, symmetric, float64 [2, D, D]."""
+    """Returns the real and imaginary part of the unitary discrete Fourier transform, symmetric, float64 [2, D, D]."""
     index = np.arange(head_dim)
     angles = -2 * np.pi / head_dim * (np.outer(index, index) % head_dim)
     return np.stack([np.cos(angles), np.sin(angles)]) / np.sqrt(head_dim)
 
 
 def _rotated(parts: list, angles) -> list:
-    """The pairs of the first dimensions turned, as many as there are angles; the rest as they are."""
+    """Rotates the leading pairs of dimensions, one per angle; returns the rest unchanged."""
     turned = 2 * angles.shape[-1]
     if turned == 0:
         return parts
@@ -271,7 +276,7 @@ def _rotated(parts: list, angles) -> list:
 
 
 def _multiplied(parts: list, angles) -> list:
-    """The real and imaginary part of each dimension times exp(i angle)."""
+    """Multiplies each complex dimension by exp(i angle); returns its real and imaginary parts."""
     shape = parts[0].shape
     parts = [_grouped(part, angles.shape[2]) for part in parts]
     cos, sin = jnp.cos(angles)[:, :, :, None], jnp.sin(angles)[:, :, :, None]
@@ -282,7 +287,7 @@ def _multiplied(parts: list, angles) -> list:
 
 
 class _Cycles(NamedTuple):
-    """A permutation as its cycles, one behind the other, and where in them each dimension is."""
+    """Cycles of a permutation, concatenated, and the place of each dimension in them."""
 
     order: tuple[int, ...]
     start: tuple[int, ...]
@@ -316,7 +321,7 @@ def _cycles(pi: tuple[int, ...]) -> _Cycles:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _permuted(cycles: _Cycles, x, positions):
-    """x with pi^s(i) at place i."""
+    """Returns x with dimension pi^s(i) at place i."""
     return _gathered(cycles, x, positions, 1)
 
 
@@ -325,7 +330,7 @@ def _permuted_forward(cycles, x, positions):
 
 
 def _permuted_backward(cycles, positions, gradient):
-    # The transpose is the inverse: a gather too, where the gradient of a gather is a scatter.
+    # The transpose is the inverse, which is also a gather; JAX's gradient of a gather would be a scatter.
     return _gathered(cycles, gradient, positions, -1), None
 
 
@@ -333,7 +338,7 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
 def _gathered(cycles: _Cycles, x, positions, direction: int):
-    """x with pi^s(i) at place i, or pi^-s(i), by arithmetic within the cycle of i."""
+    """Returns x with dimension pi^s(i), or pi^-s(i), at place i, by arithmetic within the cycle of i."""
     order, start, place, length = (jnp.asarray(part, jnp.int32) for part in cycles)
     steps = direction * (positions.astype(jnp.int32)[..., None] % length)
     index = order[start + (place + steps) % length]

@@ -1,9 +1,9 @@
-"""The angles position * rate modulo one turn, right to rounding at every position.
+"""Angles position * rate modulo one turn, right to rounding at every position.
 
 A float32 product of a position and a rate is off by 0.06 radians after 2^20 tokens. Here a rate is a fraction of a turn
-in words of 32 bits, 64 bits for float32 angles and 96 for float64, and the product is one of integers: uint32 wraps
-around after a turn, as angles do. The rest, in [-1/2, 1/2] turns, becomes a float and the angle in radians. At
-positions up to 2^31 that leaves an error of 3e-7 radians in float32 and of 1e-15 in float64.
+in 32-bit words, 64 bits for float32 angles and 96 for float64, and the product is one of integers: uint32 wraps around
+after a turn, as angles do. The remainder, in [-1/2, 1/2] turns, becomes a float and is then converted to radians. At
+positions up to 2^31 the error is at most 3e-7 radians in float32 and 1e-15 in float64.
 """
 
 import functools
@@ -26,9 +26,9 @@ _UNITS = {"radians": _TURNS_PER_RADIAN, "turns": 1 << 256}
 def fixed(
     positions: Int[Array, "*batch"], rates: Float[np.ndarray, "*rates"], dtype=jnp.float32
 ) -> Float[Array, "..."]:
-    """positions * rates in radians [*batch, *rates], reduced to [-pi, pi], for fixed rates in radians a position.
+    """Returns positions * rates in radians [*batch, *rates], reduced to [-pi, pi], for constant rates.
 
-    Positions are >= 0. A rate counts as the exact value of its float64.
+    Rates are in radians per position. Positions are >= 0. A rate counts as the exact value of its float64.
     """
     rates = np.asarray(rates)
     return _fixed(tuple(rates.ravel().tolist()), rates.shape, np.dtype(dtype), positions)
@@ -47,17 +47,17 @@ def learned(
     unit: str = "radians",
     dtype=jnp.float32,
 ) -> Float[Array, "..."]:
-    """positions * rates in radians [*batch, *rates], reduced to [-pi, pi], for traced rates.
+    """Returns positions * rates in radians [*batch, *rates], reduced to [-pi, pi], for traced rates.
 
-    Positions are >= 0, rates of any size and sign; `unit` is theirs, `radians` or `turns` a position. A rate counts as
-    the exact value of its float32, or float64 where `dtype` is that. The derivative by a rate is the position (for
-    turns, 2 pi of it). A rate that is not finite makes its angles nan.
+    Positions are >= 0, rates of any size and sign. `unit` is the unit of the rates: `radians` or `turns` per position.
+    A rate counts as the exact value of its float32, or of its float64 if `dtype` is float64. The derivative with
+    respect to the rate is the position (2 pi times the position for turns). A rate that is not finite gives nan angles.
     """
     return _learned_call(unit, np.dtype(dtype), jnp.asarray(positions), jnp.asarray(rates))
 
 
 def words(rates: Float[np.ndarray, "*rates"], count: int) -> list[UInt32[np.ndarray, "*rates"]]:
-    """Rates in radians as fractions of a turn, modulo one, in `count` words of 32 bits, the highest first."""
+    """Converts rates in radians to fractions of a turn, modulo one, in `count` words of 32 bits, the highest first."""
     ratios = [float(rate).as_integer_ratio() for rate in np.ravel(rates)]
     turns = [
         (numerator * _TURNS_PER_RADIAN << 32 * count) // (denominator << 256)
@@ -72,7 +72,7 @@ def words(rates: Float[np.ndarray, "*rates"], count: int) -> list[UInt32[np.ndar
 def _learned(unit, dtype, positions, rates):
     pieces = [rates.astype(jnp.float32)]
     if dtype == np.float64:
-        # Three float32 hold the 53 bits of a float64.
+        # The sum of three float32 holds the 53 bits of a float64.
         for _ in range(2):
             rest = rates.astype(jnp.float64) - sum(piece.astype(jnp.float64) for piece in pieces)
             pieces.append(rest.astype(jnp.float32))
@@ -92,13 +92,13 @@ _learned_call = jax.jit(_learned, static_argnums=(0, 1))
 
 
 def _fraction(rates: Float[Array, "*rates"], unit: str, count: int) -> list[UInt32[Array, "*rates"]]:
-    """Float32 rates as fractions of a turn, modulo one, in `count` words, the highest first.
+    """Converts float32 rates to fractions of a turn, modulo one, in `count` words, the highest first.
 
-    A float32 is m 2^e with an m of 24 bits, so its turns are m times the bits of one unit, from the one that 2^e makes
-    the first behind the point (Payne and Hanek's reduction).
+    A float32 is m 2^e with a 24-bit m. Its turns are m times the bits of one unit in turns, starting at the bit that
+    2^e moves to the first place after the binary point (Payne and Hanek's reduction).
     """
     bits = jax.lax.bitcast_convert_type(rates, jnp.uint32)
-    # The lowest exponent, that of zero and of what is smaller than normal numbers, leaves nothing in 96 bits.
+    # The lowest exponent, that of zero and of subnormal numbers, gives zero in all 96 bits.
     mantissa = bits & 0x7FFFFF | 0x800000
     first = (bits >> 23 & 0xFF) + 10  # e = exponent - 150, and the table starts at 2^160
     table = jnp.asarray(_unit_table(unit))
@@ -111,12 +111,12 @@ def _fraction(rates: Float[Array, "*rates"], unit: str, count: int) -> list[UInt
 
 @functools.cache
 def _unit_table(unit: str) -> UInt32[np.ndarray, " words"]:
-    """The turns of one unit in words of 32 bits, from the bit worth 2^159 to that worth 2^-256."""
+    """Returns the turns of one unit in words of 32 bits, from the bit worth 2^159 to that worth 2^-256."""
     return np.array([_UNITS[unit] >> shift & 0xFFFFFFFF for shift in range(384, -1, -32)], np.uint32)
 
 
 def _angles(positions, fraction, dtype):
-    """2 pi * frac(positions * fraction) in [-pi, pi]; `fraction` is words, the highest first."""
+    """Returns 2 pi * frac(positions * fraction) in [-pi, pi]; `fraction` is words, the highest first."""
     positions = _behind(positions, fraction[0].ndim).astype(jnp.uint32)
     high, low, *_ = _times(fraction, positions)
     turns = jax.lax.bitcast_convert_type(high, jnp.int32).astype(dtype)
@@ -126,7 +126,7 @@ def _angles(positions, fraction, dtype):
 
 
 def _times(fraction, factor: UInt32[Array, "..."]) -> list[UInt32[Array, "..."]]:
-    """A fraction in words, the highest first, times whole numbers, modulo one."""
+    """Returns a fraction in words, the highest first, times whole numbers, modulo one."""
     product, carry = [], jnp.uint32(0)
     for word in reversed(fraction):
         low = word * factor
@@ -141,5 +141,5 @@ def _word_count(dtype) -> int:
 
 
 def _behind(positions, axes: int):
-    """Positions with so many axes of size 1 behind them."""
+    """Appends `axes` axes of size 1 to the positions."""
     return positions.reshape(*positions.shape, *[1] * axes)

@@ -31,12 +31,12 @@ def power_attention(
     return_state: bool = False,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], PowerState]:
-    """Causal attention with weights exp(G_i - G_j) (q_i . k_j)^p for j <= i, G the running sum of log_decay.
+    """Computes causal attention with weights exp(G_i - G_j) (q_i . k_j)^p for j <= i, G the running sum of log_decay.
 
     Returns the weighted mean of values in value's dtype, zero where every weight is zero. There is no scale argument: a
     scale cancels in the mean.
 
-    Shapes are those of `jax.nn.dot_product_attention`, batch axis included. Of its other arguments these have no
+    Shapes are those of `jax.nn.dot_product_attention`, batch axis included. These of its other arguments have no
     counterpart: `bias` (if it grows with distance, use `log_decay`); `mask`, `query_seq_lengths` and
     `key_value_seq_lengths` (use `segment_ids`, negative for padding); `scale` (it cancels); `is_causal` (always true;
     `linear_attention` with feature map `symmetric` and `causal=False` is bidirectional); `local_window_size`
@@ -45,41 +45,42 @@ def power_attention(
     Args:
         query: N is a multiple of K; N / K query heads share a key head.
         key: S == T, or S >= T in the attention form without a state: the queries are the last T of S tokens.
-        value: E may differ from D. Query, key and value have one dtype; sums and states are float32 (float64 for
-            float64), and products of float32 are taken at full precision on every device.
+        value: E may differ from D. Query, key and value have one dtype. Sums and states are float32 (float64 for
+            float64), and products of float32 are computed at full precision on every device.
         power: p, positive and even.
         log_decay: natural logarithm of the gate, at most 0 (not checked), one per key head [B, S, K] or one per value
-            [B, S, K, E]. A token's decay discounts what came before it, not its own key. Gates per value give each
-            channel weights of its own; they have the chunked form by `xla`, the attention form by `reference` and a
-            step, and cost about three times as much on a CPU. The state has to be of the same kind.
-        segment_ids: a document starts where the id changes; ids may recur. Negative ids are padding: output zero,
-            and state and decay pass through. None continues the document of `initial_state`.
-        form: `attention` costs O(T^2) and holds a few blocks of scores; `chunked` costs O(T F E) and, with its
-            backward pass, holds memory linear in T; `recurrent` folds one token at a time. All agree to rounding.
-            None takes the one with fewer FLOPs; `explain` returns the choice and its reasons.
-        implementation: `reference` is the formula, unoptimized; `xla` runs on any device; `mosaic_gpu` are the kernels
-            for Hopper GPUs, for inputs of 16 bits, which the README's table limits further; a mesh in scope divides
-            batch and heads for them. None takes a kernel where there is a Hopper GPU and one that can do it, else
-            `xla`; it never fails. In the chunked form the kernels keep their states for the backward pass, unless a
-            policy of `jax.checkpoint` keeps `power_attention_out` without `power_attention_states`: then they are
-            computed again. That of the step is `xla`'s. Outputs and denominators have the first of these names in
-            every form, and the final state of the plain chunked form the second.
-        chunk_size: tokens of a chunk, or of a block of the attention form; None chooses. Changes speed alone.
-        exact_window: every query sees at least this many of its last keys exactly, and only older ones through
-            features, whose sum cancels where few keys count. 0 is the papers' pure recurrence. Must be that of the
-            state.
-        initial_state: what came before; running a and then b from a's state equals running a and b together.
+            [B, S, K, E]. A token's decay discounts earlier tokens, not its own key. Per-channel gates give each channel
+            weights of its own. They support the chunked form by `xla`, the attention form by `reference` and a step,
+            and cost about three times as much on a CPU. The state must be of the same kind.
+        segment_ids: a document starts where the id changes; ids may recur. Negative ids are padding: their output is
+            zero, and they leave state and decay unchanged. None continues the document of `initial_state`.
+        form: `attention` costs O(T^2) and holds a few blocks of scores. `chunked` costs O(T F E) and, with its backward
+            pass, holds memory linear in T. `recurrent` updates the state one token at a time. All agree to rounding.
+            None chooses the one with fewer FLOPs, or the faster kernel; `explain` returns the choice and reasons.
+        implementation: `reference` is the unoptimized formula. `xla` runs on any device. `mosaic_gpu` are the kernels
+            for Hopper GPUs, for inputs of 16 bits, with further limits in the README's table; under a mesh, batch and
+            heads are sharded. None uses a kernel on a Hopper GPU if one supports the request, and `xla` otherwise; it
+            never fails. In the chunked form the kernels save their states for the backward pass, unless a policy of
+            `jax.checkpoint` saves `power_attention_out` without `power_attention_states`; then the states are
+            recomputed. The backward pass of the step is `xla`'s. Outputs and denominators have the first of these names
+            in every form, and the final state of the plain chunked form the second.
+        chunk_size: tokens per chunk, or per block of the attention form; None chooses. Changes only speed.
+        exact_window: every query attends exactly to at least this many of its last keys, and only to older ones through
+            features, whose sum cancels if few keys carry weight. 0 is the papers' pure recurrence. Must be equal to
+            that of the state.
+        initial_state: state after the preceding tokens. Running a and then b from a's state equals running a and b
+            together.
         return_state: return (output, state after the last token).
-        axis_name: a manual mesh axis, of a `jax.shard_map`, over which time is divided in order:
-            arguments and output are this device's share, of equal length on all, and documents and windows go on
-            from one to the next. In the chunked and recurrent forms devices send each other the tokens of a window
-            and one state a head, 1 + ceil(log2(P - 1)) times; shares must be as long as the window. In the
-            attention form each has all of the time of a share of the heads meanwhile. Not with states, more keys
-            than queries, or `reference`.
+        axis_name: a manual mesh axis of a `jax.shard_map` over which time is sharded in order. Arguments and output are
+            this device's shard, of equal length on all devices, and documents and windows continue from one shard to
+            the next. In the chunked and recurrent forms, devices send each other the tokens of a window, and one state
+            per head 1 + ceil(log2(P - 1)) times; shards must be at least as long as the window. In the attention form,
+            each device computes a part of the heads over the whole time axis. Not supported with states, more keys than
+            queries, or `reference`.
 
     Raises:
-        ValueError: for sizes, dtypes or names that do not fit, and for a state larger than memory.
-        NotImplementedError: where a named implementation cannot do what is asked.
+        ValueError: for sizes, dtypes or names that do not match, and for a state larger than memory.
+        NotImplementedError: if a named implementation does not support the request.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -140,7 +141,7 @@ def explain(
     return_state: bool = False,
     axis_name: str | None = None,
 ) -> Plan:
-    """Returns what `power_attention` would do with these arguments, and why not otherwise; computes nothing.
+    """Returns the plan of `power_attention` for these arguments, with the reasons for it; computes nothing.
 
     Arrays may be abstract (`jax.ShapeDtypeStruct`). Arguments and errors are those of `power_attention`.
 
@@ -180,11 +181,11 @@ def power_attention_step(
     segment_ids: Int[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N E"], PowerState]:
-    """`power_attention` for the next token of each row; returns its output and the state behind it.
+    """Computes `power_attention` for the next token of each row; returns its output and the state after it.
 
-    The window holds between W and 2W tokens; when it is full, its oldest W are folded, so that all but one in W
-    steps cost a product with the state and no more. `mosaic_gpu` takes inputs of float32 or shorter and updates a
-    state that is donated to `jax.jit` in place. Arguments and errors are those of `power_attention`.
+    The window holds between W and 2W tokens. When it is full, the state is updated with its oldest W tokens. All but
+    one in W steps thus cost only a product with the state. `mosaic_gpu` takes inputs of float32 or shorter and updates
+    in place a state that is donated to `jax.jit`. Arguments and errors are those of `power_attention`.
 
     Examples:
         >>> import jax.numpy as jnp

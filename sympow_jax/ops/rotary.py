@@ -1,12 +1,11 @@
-"""Rotary position encodings, with rates that are fixed (rope) or chosen by the data (learned rope).
+"""Rotary position encodings, with rates that are fixed (rope) or depend on the data (learned rope).
 
-The pair (2m - 1, 2m) of a head's dimensions is turned by an angle position * theta_m, theta_m = 2 pi / M^(2
-(m - 1) / D), M the maximum document length (appendix A.1.2 of "Conformal Transformations for Symmetric
-Power Transformers", Kumar et al. 2025). Angles are computed in integers, since a float32 sum of positions
-is off by 0.15 after 2^20 tokens: a position is a whole number and a 32-bit fraction, a rate theta_m / (2
-pi) a 64-bit fraction of a turn, and their product modulo one turn is exact to 2^-31 before it becomes a
-float32. The error of sine and cosine is 3e-7 after 2^20 tokens, and nothing depends on how a sequence is
-split.
+The pair (2m - 1, 2m) of a head's dimensions is rotated by an angle position * theta_m, theta_m = 2 pi / M^(2 (m - 1) /
+D), M the maximum document length (appendix A.1.2 of "Conformal Transformations for Symmetric Power Transformers", Kumar
+et al. 2025). Angles are computed in integers, since a float32 sum of positions is off by 0.15 after 2^20 tokens. A
+position is a whole number and a 32-bit fraction, and a rate theta_m / (2 pi) is a 64-bit fraction of a turn. Their
+product modulo one turn is exact to 2^-31 before it becomes a float32. The error of sine and cosine is 3e-7 after 2^20
+tokens, and nothing depends on how a sequence is split.
 """
 
 import dataclasses
@@ -27,13 +26,13 @@ __all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rope_rates",
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RotaryState:
-    """The learned position that a document has reached, whole + fraction / 2^32, and its segment id.
+    """Learned position after a prefix of a document, whole + fraction / 2^32, and the document's segment id.
 
-    One position a head, or one for each of its D/2 pairs.
+    There is one position per head, or one for each of its D/2 pairs.
 
     Attributes:
-        whole: of the position, in units of the rates.
-        fraction: of it, in 2^-32.
+        whole: whole part of the position, in units of the rates.
+        fraction: fractional part of the position, in units of 2^-32.
         segment: segment id of the document, -1 before the first token.
     """
 
@@ -43,7 +42,7 @@ class RotaryState:
 
     @classmethod
     def zeros(cls, batch: int, kv_heads: int, pairs: int | None = None) -> "RotaryState":
-        """The state before any token; `pairs` is D/2 where every pair has a rate of its own."""
+        """Returns the state before any token; `pairs` is D/2 if every pair has a rate of its own."""
         shape = (batch, kv_heads) if pairs is None else (batch, kv_heads, pairs)
         return cls(
             whole=jnp.zeros(shape, jnp.int32),
@@ -53,7 +52,7 @@ class RotaryState:
 
     @classmethod
     def layout(cls, by_pair: bool = False) -> "RotaryState":
-        """The axes of each array; `by_pair` where every pair has a rate of its own."""
+        """Returns the axes of each array; `by_pair` is True if every pair has a rate of its own."""
         reached = "B K D" if by_pair else "B K"
         return cls(reached, reached, "B")  # type: ignore[arg-type]
 
@@ -61,7 +60,7 @@ class RotaryState:
 def rope(
     x: Float[Array, "B T N D"], positions: Int[Array, "B T"], *, max_document_length: int = 65_536
 ) -> Float[Array, "B T N D"]:
-    """R(positions * theta) x: queries or keys turned by fixed rates (Su et al. 2021). Positions are >= 0.
+    """Rotates queries or keys at fixed rates: R(positions * theta) x (Su et al. 2021). Positions are >= 0.
 
     Raises ValueError for an odd head size.
 
@@ -78,7 +77,7 @@ def rope(
 
 
 def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarray:
-    """The rates theta in radians a position, the fastest first; float64 [D/2].
+    """Returns the rates theta in radians per position, the fastest first; float64 [D/2].
 
     Raises ValueError for an odd head size.
 
@@ -94,7 +93,7 @@ def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarra
 def rope_angles(
     positions: Int[Array, "B T"], head_dim: int, *, max_document_length: int = 65_536
 ) -> Float[Array, "B T 1 {head_dim//2}"]:
-    """The angles positions * theta in radians, reduced to [-pi, pi].
+    """Returns the angles positions * theta in radians, reduced to [-pi, pi].
 
     Raises ValueError for an odd head size.
 
@@ -118,19 +117,18 @@ def learned_angles(
     state: RotaryState | None = None,
     axis_name: str | None = None,
 ) -> tuple[Float[Array, "B T K {head_dim//2}"], RotaryState]:
-    """mu_i = mu_{i-1} + beta_i theta in radians, reduced to [-pi, pi], and the position reached.
+    """Returns mu_i = mu_{i-1} + beta_i theta in radians, reduced to [-pi, pi], and the position after the last token.
 
-    (Section 3.2 of Kumar et al. 2025; `rate` is beta = 1 + tanh(W x), anything in [0, 2].) `rate` is one
-    beta a head, [B, T, K], or one for each pair of its dimensions, [B, T, K, D/2]: mu_{i,m} = mu_{i-1,m} +
-    beta_{i,m} theta_m, rotations that are independent, which that paper leaves to future work. Where betas are
-    equal, so are the angles, to the bit.
+    (Section 3.2 of Kumar et al. 2025; `rate` is beta = 1 + tanh(W x), anything in [0, 2].) `rate` is one beta per head,
+    [B, T, K], or one for each pair of its dimensions, [B, T, K, D/2]: mu_{i,m} = mu_{i-1,m} + beta_{i,m} theta_m,
+    independent rotations, which the paper leaves to future work. Where betas are equal, so are the angles, bit for bit.
 
-    beta is taken as a multiple of 2^-32 and summed in integers, restarting with every document, so the angles are
-    the same to the bit for any split of a sequence, and those of `rope` at positions from 1 where beta is 1. The
-    gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i; none flows through the
-    state, which is integers. `axis_name` is a manual mesh axis over which time is divided, in order: then
-    `state` is what came before the first device's tokens, and the position returned is behind those of this
-    one. Raises ValueError for an odd head size and for shapes that do not fit.
+    beta is rounded to a multiple of 2^-32 and summed in integers, restarting with every document. The angles are
+    therefore bitwise identical for any split of a sequence, and equal to those of `rope` at positions from 1 if beta is
+    1. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through the
+    state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it, `state`
+    is the state before the first device's tokens, and the returned position is the one after this device's tokens.
+    Raises ValueError for an odd head size and for shapes that do not match.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -151,7 +149,7 @@ def learned_angles(
 
 
 class _Angles(NamedTuple):
-    """What is static of learned angles: rates, whether each pair has a beta of its own, and the axis over time."""
+    """Static options of learned angles: rates, whether each pair has a beta of its own, and the time axis."""
 
     rates: tuple[float, ...]
     by_pair: bool
@@ -189,7 +187,7 @@ def _learned_angles(plan, rate, segment_ids, state):
 
 
 def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Float[Array, "B T N D"]:
-    """Each pair (x_{2m-1}, x_{2m}) turned by its angle; head n uses the angles of group n // (N / K).
+    """Rotates each pair (x_{2m-1}, x_{2m}) by its angle; head n uses the angles of group n // (N / K).
 
     Computed in float32 or wider and returned in the dtype of x.
 
@@ -224,7 +222,7 @@ def _rotate(_, x, angles):
 
 
 def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"]:
-    """The sine and cosine of positions / 10000^(2 m / M), interleaved (Vaswani et al. 2017, section 3.5).
+    """Returns the sine and cosine of positions / 10000^(2 m / M), interleaved (Vaswani et al. 2017, section 3.5).
 
     Raises ValueError for an odd width.
 
@@ -255,34 +253,34 @@ def _require_heads_or_pairs(rate, pairs: int, state: RotaryState | None) -> None
 
 
 def _flat(x, lead: int):
-    """All axes behind the first `lead` as one."""
+    """Flattens all axes after the first `lead` into one."""
     return x.reshape(*x.shape[:lead], -1)
 
 
 def _angles(
     whole: Int[Array, "*batch #R"], fraction: UInt32[Array, "*batch #R"], rates: Float[np.ndarray, " R"]
 ) -> Float[Array, "*batch R"]:
-    """(whole + fraction / 2^32) * rates in radians, reduced to [-pi, pi], for rates up to a turn.
+    """Returns (whole + fraction / 2^32) * rates in radians, reduced to [-pi, pi], for rates up to one turn.
 
-    A position for all rates has a last axis of size 1.
+    A position shared by all rates has a last axis of size 1.
     """
     high, low = phase.words(rates, 2)
     whole = whole.astype(jnp.uint32)
-    # In units of 2^-32 turns, modulo one turn because that is how uint32 wraps.
+    # In units of 2^-32 turns; uint32 wraps around modulo one turn.
     turn = whole * high + fixed_point.multiply_high(whole, low) + fixed_point.multiply_high(fraction, high)
     signed = jax.lax.bitcast_convert_type(turn, jnp.int32)
     return signed.astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
 
 
 def _add(a: RotaryState, b: RotaryState) -> RotaryState:
-    """The place of b in its document where that goes on from a."""
+    """Returns the position of b in its document if the document continues from a."""
     whole, fraction = fixed_point.add((a.whole, a.fraction), (b.whole, b.fraction))
     return RotaryState(whole, fraction, b.segment)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _with_gradient(axis_name, by_pair, angles, rate, starts, theta):
-    """`angles`, differentiable as theta times the running sum of `rate` from which integers were made."""
+    """Returns `angles`, with the gradient of theta times the running sum of `rate` before rounding to integers."""
     del axis_name, by_pair, rate, starts, theta
     return angles
 

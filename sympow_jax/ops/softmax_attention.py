@@ -1,4 +1,4 @@
-"""Softmax attention, causal or not, with decays and documents, on `jax.nn.dot_product_attention`."""
+"""Softmax attention, causal or bidirectional, with decays and documents, using `jax.nn.dot_product_attention`."""
 
 import contextlib
 import functools
@@ -14,11 +14,11 @@ from sympow_jax.ops._shared import calls, nonfinite, pairwise, target, time_axis
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
-# Queries are taken in runs, each against the keys up to its last query: with 4 runs a fifth of the scores is
-# computed for nothing, where a single run would waste half. Each run is compiled.
+# Queries are split into runs, each attending to the keys up to its last query. With 4 runs a fifth of the computed
+# scores is masked; with a single run it would be half. Each run is compiled separately.
 _RUNS = 4
 _IMPLEMENTATIONS = ("xla", "cudnn")
-# Compute capabilities of GPUs before Ampere, which cuDNN's flash attention does not run on.
+# Compute capabilities of GPUs before Ampere, which cuDNN's flash attention does not support.
 _BEFORE_AMPERE = ("5.", "6.", "7.")
 
 
@@ -35,36 +35,36 @@ def softmax_attention(
     block_size: int = 512,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N E"]:
-    """Causal attention: Y_i = sum_j A_ij V_j, A_i = softmax_j(scale Q_i . K_j + G_i - G_j), j <= i.
+    """Computes Y_i = sum_j A_ij V_j with A_i = softmax_j(scale Q_i . K_j + G_i - G_j) over j <= i.
 
-    The softmax is in float32, for float64 too; the output has the dtype of `value`.
+    The softmax is in float32, also for float64 inputs; the output has the dtype of `value`.
 
     Args:
         query: the last T of S positions; N is a multiple of K.
         key: S >= T.
         value: E may differ from D.
-        log_decay: natural logarithm of a decay, of which G is the running sum, exact to 2^-32 a step; what lies
-            outside [1 - 2^31 / S, 0] counts as the nearest end. A constant -m is ALiBi with slope m (appendix A.2 of
-            "Conformal Transformations for Symmetric Power Transformers", Kumar et al. 2025). A token's own decay does
-            not discount its own key.
-        segment_ids: documents, as in `ops.documents`: nothing is seen across a boundary, and padding gives zero, is
-            not seen and does not decay.
-        causal: False sees the whole document, later tokens too, and has no decays.
-        scale: 1 / sqrt(D) unless given.
-        implementation: `xla` takes queries `block_size` at a time and recomputes them in the backward pass: memory is
-            that of one block's scores, 4 B N block_size S bytes a few times over, and linear in S beside it. `cudnn`
-            is cuDNN's flash attention, on NVIDIA GPUs, in 16 bits, without decays, documents and a KV cache; its
-            gradients differ from run to run in the last bits unless XLA is told --xla_gpu_deterministic_ops=true.
-            None is cudnn where it can do it, else xla.
-        block_size: queries of a block of `xla`. Changes speed and memory alone.
-        axis_name: a manual mesh axis, of a `jax.shard_map`, over which time is divided in order:
-            arguments and output are this device's share, of equal length on all. Each device attends over all of the
-            time for a share of the heads; there are as many keys as queries.
+        log_decay: natural logarithm of a decay, of which G is the running sum, exact to 2^-32 per step; values are
+            clipped to [1 - 2^31 / S, 0]. A constant -m is ALiBi with slope m (appendix A.2 of "Conformal
+            Transformations for Symmetric Power Transformers", Kumar et al. 2025). A token's own decay does not discount
+            its own key.
+        segment_ids: documents, as in `ops.documents`. No query attends across a boundary. Padding outputs zero, is
+            masked as a key and does not decay.
+        causal: if False, attention is bidirectional within a document, and log_decay must be None.
+        scale: defaults to 1 / sqrt(D).
+        implementation: `xla` processes queries `block_size` at a time and recomputes them in the backward pass. Its
+            memory is a few times that of one block's scores, 4 B N block_size S bytes, plus memory linear in S. `cudnn`
+            is cuDNN's flash attention, on NVIDIA GPUs, in 16 bits, without decays, documents or a KV cache. Its
+            gradients differ between runs in the last bits unless XLA is run with --xla_gpu_deterministic_ops=true. None
+            uses `cudnn` if it supports the request, and `xla` otherwise.
+        block_size: queries per block of `xla`. Changes only speed and memory.
+        axis_name: a manual mesh axis of a `jax.shard_map` over which time is sharded in order. Arguments and output are
+            this device's shard, of equal length on all devices. Each device computes a part of the heads over the whole
+            time axis. The numbers of keys and queries must be equal.
 
     Raises:
-        ValueError: for shapes or options that do not fit each other.
-        NotImplementedError: where cudnn is asked for and cannot do it, naming the constraint; for a KV cache where time
-            is divided.
+        ValueError: for shapes or options that do not match each other.
+        NotImplementedError: if `cudnn` is requested and does not support the request, naming the constraint; for a KV
+            cache if time is sharded.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -100,7 +100,7 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
 
 
 def _attend_all(plan, scale, query, key, value, log_decay, segment_ids):
-    """`softmax_attention` where one device has all of the time."""
+    """Computes `softmax_attention` on a device that holds the whole time axis."""
     finite = nonfinite.remove(query, key, value, log_decay, segment_ids, causal=plan.causal)
     query, key, value, log_decay = finite[:4]
     out = _attend_finite(plan, scale, query, key, value, log_decay, segment_ids)
@@ -123,10 +123,10 @@ def _attend_finite(plan, scale, query, key, value, log_decay, segment_ids):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slopes m of ALiBi (Press et al. 2021, section 3): 2^(-8 i / heads) for i = 1 to heads.
+    """Returns the slopes m of ALiBi (Press et al. 2021, section 3): 2^(-8 i / heads) for i = 1 to heads.
 
-    Where heads is not a power of two, those of the next lower one and then every other one of the next
-    higher.
+    If heads is not a power of two, these are the slopes of the next lower power, followed by every other slope of the
+    next higher one.
 
     Examples:
         >>> from sympow_jax import ops
@@ -139,7 +139,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def _cudnn(query, key, value, log_decay, segment_ids, causal: bool, scale: float) -> Float[Array, "B T N E"]:
-    """Attention by cuDNN. Raises NotImplementedError, naming the constraint, where it cannot do it."""
+    """Computes attention by cuDNN. Raises NotImplementedError, naming the constraint, for unsupported requests."""
     device = target.device()
     capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
     supported = {
@@ -157,7 +157,7 @@ def _cudnn(query, key, value, log_decay, segment_ids, causal: bool, scale: float
         jax.nn.dot_product_attention, scale=scale, is_causal=causal, implementation="cudnn"
     )
     try:
-        # Sizes of heads are for JAX to judge, by the version of cuDNN; a RuntimeError where there is none.
+        # JAX checks head sizes, which depend on the version of cuDNN; it raises RuntimeError if cuDNN is missing.
         jax.eval_shape(attend, query, key, value)
     except (NotImplementedError, RuntimeError) as error:
         raise NotImplementedError(f"implementation 'cudnn': {error}") from error
@@ -168,7 +168,7 @@ def _cudnn(query, key, value, log_decay, segment_ids, causal: bool, scale: float
 def _xla(
     query, key, value, log_decay, segment_ids, causal: bool, scale: float, block_size: int
 ) -> Float[Array, "B T N E"]:
-    """Run by run, D = E."""
+    """Computes attention run by run, with D = E."""
     rows, valid = _rows(log_decay, segment_ids)
     time, before = query.shape[1], key.shape[1] - query.shape[1]
     blocks = -(-time // block_size)
@@ -184,15 +184,15 @@ def _xla(
 
 
 def _same_last_size(*arrays: Array) -> list[Array]:
-    """Zeros behind the last axis, up to the longest: `dot_product_attention` wants D = E."""
+    """Pads the last axis with zeros up to the longest: `dot_product_attention` requires D = E."""
     size = max(x.shape[-1] for x in arrays)
     return [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]) for x in arrays]
 
 
 class _Rows(NamedTuple):
-    """What decides beside scores how positions see each other.
+    """Document and decay of each position, which with the scores determine the attention weights.
 
-    document: which one, counted from 1 in the row; -1 for padding.
+    document: number of the document, counted from 1 in the row; -1 for padding.
     decay: -G, a whole part and a fraction.
     """
 
@@ -218,7 +218,10 @@ def _between(rows: _Rows, start: int, stop: int) -> _Rows:
 
 
 def _attend_run(queries, keys, causal: bool, scale: float, block_size: int) -> Float[Array, "B T N E"]:
-    """The last T positions of `keys`, block by block; nothing but inputs and outputs outlives a block."""
+    """Computes the outputs of the last T positions of `keys`, block by block.
+
+    Only inputs and outputs of a block stay in memory after it.
+    """
     time, key_time = queries[0].shape[1], keys[0].shape[1]
     if time <= block_size:
         return _attend(jnp.arange(key_time - time, key_time), queries, keys, causal, scale)
@@ -240,7 +243,7 @@ def _attend_run(queries, keys, causal: bool, scale: float, block_size: int) -> F
 
 
 def _attend(steps: Int[Array, " T"], queries, keys, causal: bool, scale: float) -> Float[Array, "B T N E"]:
-    """Queries at positions `steps` of the keys."""
+    """Computes the outputs of queries at positions `steps` of the keys."""
     (query, query_rows), (key, value, key_rows) = queries, keys
     last = steps if causal else jnp.full_like(steps, key.shape[1])
     mask = (last[:, None] >= jnp.arange(key.shape[1]))[None, None]
@@ -261,10 +264,10 @@ def _attend(steps: Int[Array, " T"], queries, keys, causal: bool, scale: float) 
 
 @jax.custom_vjp
 def _decays(log_decay: Float[Array, "B S K"]) -> tuple[Int[Array, "B S K"], Float[Array, "B S K"]]:
-    """-G as a whole part and a fraction, exact, so that differences are right to rounding.
+    """Returns -G as a whole part and a fraction, exact, so that differences are right to rounding.
 
-    A plain float32 sum that has passed 1e4 loses the small steps after it. The gradient with respect to the
-    fraction stands for that of -G.
+    A plain float32 sum above 1e4 loses the small steps after it. The gradient with respect to the fraction stands for
+    that of -G.
     """
     least = -(2.0**31) / log_decay.shape[1]
     whole, fraction = fixed_point.running_sum(-jnp.clip(log_decay, least + 1, 0))

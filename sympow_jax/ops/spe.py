@@ -1,8 +1,8 @@
 """Stochastic positional encoding by sines: relative positions for attention that is linear in time.
 
-"Relative Positional Encoding for Transformers with Linear Complexity" (Liutkus et al. 2021), its sineSPE (section 3.2):
-queries and keys become R random sums of their dimensions whose dot product is, in the mean over the noise, one with a
-template P_d of the distance in every dimension d.
+"Relative Positional Encoding for Transformers with Linear Complexity" (Liutkus et al. 2021), its sineSPE (section 3.2).
+Queries and keys become R random sums of their dimensions. The expected value of their dot product over the noise is a
+dot product weighted in every dimension d by a template P_d of the distance.
 """
 
 import jax
@@ -28,20 +28,21 @@ def encode(
     gains: Float[Array, "K D sines"],
     noise: Float[Array, "K D 2*sines R"],
 ) -> tuple[Float[Array, "B T N R"], Float[Array, "B S K R"]]:
-    """Queries and keys with E[q . k] = sum_d q_d k_d P_d(t - s) for a query at t and a key at s, over normal noise.
+    """Encodes queries and keys so that E[q . k] = sum_d q_d k_d P_d(t - s).
 
-    P_d(tau) = sum_j gain_j^2 cos(2 pi f_j tau + phase_j): `frequencies` are in turns a position, `phases` in radians.
-    The R realizations, the head size of what is compared and so of a state, leave an error that falls as 1 / sqrt(R).
+    The query is at t and the key at s, and the expectation is over normal noise. P_d(tau) = sum_j gain_j^2
+    cos(2 pi f_j tau + phase_j); `frequencies` are in turns per position, `phases` in radians. The R realizations are
+    the head size of the encoded vectors, and so of a state. Their error falls as 1 / sqrt(R).
 
-    `noise` is independent and standard normal, the cosines' share first and the sines' behind it, the same for queries
-    and keys and at every position: one draw for as long as a state lives. The paper draws anew for every batch; a
-    caller who keeps one draw trains and evaluates with one fixed random kernel near P. Head n uses the parameters and
-    noise of key head n // (N / K). Phases are right at any position from 0 to 2^31 (`ops.phase`); the
-    gradient by a frequency is a difference of terms as large as the positions, and its float32 error grows with them.
-    The paper's gate, which mixes in an unencoded share, is left out.
+    `noise` is independent and standard normal, first the noise of the cosines, then that of the sines. It is the same
+    for queries and keys and at every position, and must not change during the lifetime of a state. The paper draws anew
+    for every batch; a caller who keeps one draw trains and evaluates with one fixed random kernel near P. Head n uses
+    the parameters and noise of key head n // (N / K). Phases are right at any position from 0 to 2^31 (`ops.phase`).
+    The gradient with respect to a frequency is a difference of terms as large as the positions, and its float32 error
+    grows with them. The paper's gate, which mixes in an unencoded part, is left out.
 
-    `key_positions` are those of the queries unless given. Computed in float32 or wider, returned in the dtypes of
-    `query` and `key`. Raises ValueError for shapes that do not fit.
+    `key_positions` default to those of the queries. Computed in float32 or wider, returned in the dtypes of `query` and
+    `key`. Raises ValueError for shapes that do not match.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -85,7 +86,7 @@ def encode(
 @calls.op({"query": "B T N D", "key": "B S K D"}, lambda _: ("B T N R", "B S K R"))
 def _encode(_, query, key, positions, key_positions, frequencies, phases, gains, noise):
     dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), jnp.float32)
-    # The phases turn the noise of queries, so that cosines and sines are those of keys.
+    # Phases rotate the noise of the queries, so that queries and keys can use the same cosines and sines.
     cos, sin = (wave(phases.astype(dtype))[..., None] for wave in (jnp.cos, jnp.sin))
     even, odd = jnp.split(noise.astype(dtype), 2, axis=2)
     turned = jnp.concatenate([even * cos + odd * sin, odd * cos - even * sin], axis=2)
@@ -97,13 +98,13 @@ def _encode(_, query, key, positions, key_positions, frequencies, phases, gains,
 
 
 def _waves(positions, frequencies, dtype):
-    """Cosines and sines of 2 pi f s, [B, T, K, D, 2 * sines]."""
+    """Returns cosines and sines of 2 pi f s, [B, T, K, D, 2 * sines]."""
     angles = phase.learned(positions, frequencies, unit="turns", dtype=dtype)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
 def _mixed(x, waves, mixing):
-    """The sum over d and j of x_d waves_dj mixing_djr, [B, T, N, R]."""
+    """Returns the sum over d and j of x_d waves_dj mixing_djr, [B, T, N, R]."""
     batch, time, heads, head_dim = x.shape
     kv_heads, _, width, realizations = mixing.shape
     groups = x.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).astype(waves.dtype)

@@ -1,12 +1,13 @@
-"""Checkpoints through Orbax: a step holds the state, the position in the data and the settings.
+"""Orbax checkpoints of the training state, the position in the data and the settings.
 
-Imported weights are a step 0 without the optimizer's state and without a position, which training begins anew.
-A step `checkpoints/N` holds the state after N updates. It appears whole or not at all, so that a run killed
-at any instant loses the updates since the last save at most. Orbax does not notice a flipped bit, so each
-step also carries a fingerprint of its arrays and a digest of its metadata.
+A step `checkpoints/N` holds the state after N updates. It is written atomically, so a run that is killed at any time
+loses at most the updates since the last save. Orbax does not detect a flipped bit, so each step also has a fingerprint
+of its arrays and a digest of its metadata. Imported weights are a step 0 without optimizer state and without a position
+in the data; training initializes both.
 
-With several processes all save, each what its devices hold; Orbax makes them wait for each other. They load alone, and
-agree on what is damaged, because a process that cannot read its part would leave the others waiting.
+With several processes, each saves the shards of its devices, and Orbax synchronizes them. Each process loads on its
+own, and all agree on which steps are damaged, because a process that cannot read its shards would leave the others
+waiting.
 """
 
 import contextlib
@@ -38,13 +39,13 @@ _OPTIMIZER = "opt_state"
 
 
 class Checkpoints:
-    """Saves and restores the state of the run in a workdir; a context manager.
+    """Context manager that saves and restores the training state in a workdir.
 
-    Saving goes on in the background; leaving the context waits for it and raises what went wrong in it.
+    Saving continues in the background. Leaving the context waits for it and raises its errors.
     """
 
     def __init__(self, folder: pathlib.Path, settings: config.Config):
-        """Keeps the newest `settings.training.keep_checkpoints` steps in `folder`, a run's workdir."""
+        """Opens the checkpoints in the workdir `folder`; the newest `training.keep_checkpoints` are kept."""
         self._folder = folder.absolute() / workdir.CHECKPOINTS
         self._settings = settings
         self._orbax = ocp.training.Checkpointer(
@@ -52,7 +53,7 @@ class Checkpoints:
             preservation_policy=ocp.training.preservation_policies.LatestN(
                 settings.training.keep_checkpoints
             ),
-            cleanup_tmp_directories=True,  # what a killed save left
+            cleanup_tmp_directories=True,  # leftovers of a killed save
         )
         self._saving: ocp.AsyncResponse[bool] | None = None
         self._failure = _Failure()
@@ -71,13 +72,16 @@ class Checkpoints:
             self._orbax.close()
 
     def restore(self, abstract: step.TrainState) -> tuple[step.TrainState, Any] | None:
-        """The newest good state, placed as `abstract` asks, and the position in the data; None at the start.
+        """Restores the newest good state, with the shardings of `abstract`, and the position in the data.
 
-        Where nothing was saved of the optimizer its state is new, and the position None where the data begins.
-        Damaged steps are moved to `damaged_checkpoints`, with a line on stderr.
+        If no optimizer state was saved, it is initialized. Damaged steps are moved to `damaged_checkpoints`, with a
+        message on stderr.
+
+        Returns:
+            The state and the position, which is None at the beginning of the data; or None without checkpoints.
 
         Raises:
-          ValueError: there are checkpoints and all of them are damaged.
+            ValueError: there are checkpoints, but all of them are damaged.
         """
 
         def load(number: int) -> tuple[step.TrainState, Any]:
@@ -90,7 +94,7 @@ class Checkpoints:
             at = jax.make_array_from_callback((), abstract.step.sharding, lambda _: np.int32(number))
             return step.TrainState(step=at, **loaded), metadata["data"]
 
-        # Process 0 says which there are: a network file system can show them to each at another time.
+        # Process 0 lists the steps for all, because on a network file system they become visible at different times.
         numbers = json.loads(hosts.gather(json.dumps(_steps(self._folder)))[0])
         found, damaged = _newest_good(self._folder, numbers, load)
         for number in damaged:
@@ -101,12 +105,17 @@ class Checkpoints:
         return found
 
     def save(self, number: int, state: step.TrainState, position: Any) -> None:
-        """Begins to save the state after `number` updates; `position` is that of the data's iterator, None its start.
+        """Starts to save the state after `number` updates.
 
-        An optimizer's state of `()` is left out. The arrays of `state` may be donated as soon as this returns.
+        Waits for the previous save first. The arrays of `state` may be donated when this returns.
+
+        Args:
+            number: number of updates.
+            state: state after them. An optimizer state of `()` is not saved.
+            position: state of the data iterator; None at its start.
 
         Raises:
-          ValueError: this save cannot begin, or the one before it failed.
+            ValueError: this save cannot start, or the previous one failed.
         """
         arrays = _arrays(state)
         metadata = {
@@ -122,9 +131,9 @@ class Checkpoints:
             )
 
     def check(self, *, wait: bool = False) -> None:
-        """Raises ValueError if the save begun last has failed; whether it will is not known until it is done.
+        """Raises ValueError if the last save has failed.
 
-        `wait` until then, else what is known now counts.
+        With `wait`, waits until it is done. Otherwise, a failure may become known only later.
         """
         with self._explained():
             while wait and self._saving is not None and self._failure.error is None:
@@ -135,9 +144,9 @@ class Checkpoints:
                 raise self._failure.error
 
     def _let_end(self) -> None:
-        """Waits for the threads of a save that has failed, so that they write and log nothing later.
+        """Waits for the threads of a failed save, so that they do not write or log anything later.
 
-        Not with several processes, where they may wait for those of processes that know of no failure.
+        Does nothing with several processes, whose threads may wait for those of processes without the failure.
         """
         if self._saving is not None and jax.process_count() == 1:
             with contextlib.suppress(Exception):
@@ -147,7 +156,7 @@ class Checkpoints:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # Orbax and TensorStore raise errors of many kinds when they cannot write
+        except Exception as error:  # Orbax and TensorStore raise many kinds of errors if they cannot write
             raise ValueError(
                 f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; those before it are kept: "
                 f"make room or mend the folder, and the same command goes on"
@@ -155,10 +164,10 @@ class Checkpoints:
 
 
 class _Failure(logging.Handler):
-    """The first error that Orbax logs while it saves.
+    """Log handler that records the first error that Orbax logs while it saves.
 
-    It raises the error later too; with several processes much later, since its threads first wait for those of
-    processes that do not know of it.
+    Orbax also raises the error, but later. With several processes, this is much later, because its threads first wait
+    for those of processes without the error.
     """
 
     error: BaseException | None = None
@@ -169,21 +178,21 @@ class _Failure(logging.Handler):
 
 
 def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Model, int]:
-    """The settings, the model and the step of the newest good checkpoint of the run in a workdir.
+    """Returns the settings, the model and the step of the newest good checkpoint in a workdir.
 
     Each process gets the whole model on its own devices.
 
     Raises:
-      ValueError: the folder holds no run, or a run without a good checkpoint.
+        ValueError: the folder holds no run, or a run without a good checkpoint.
     """
     saved, arrays, number = restore_arrays(folder, sharding.whole_mesh(jax.local_devices()))
     return saved, step.merge(saved, **arrays), number
 
 
 def restore_exact(folder: str | pathlib.Path) -> tuple[config.Config, models.Model, int]:
-    """As `restore_model`, but on one device, and a model that computes in float32 and by no named implementation.
+    """Restores a model as `restore_model` does, but on one device, in float32 and with `implementation=None`.
 
-    What fewer bits round away depends on the batch, and so does what is drawn from logits.
+    At a lower precision, rounding depends on the batch, and so would the tokens sampled from the logits.
     """
     saved, arrays, number = restore_arrays(folder, sharding.whole_mesh(jax.local_devices()[:1]))
     attention = dataclasses.replace(saved.model.attention, implementation=None)
@@ -194,9 +203,13 @@ def restore_exact(folder: str | pathlib.Path) -> tuple[config.Config, models.Mod
 def restore_arrays(
     folder: str | pathlib.Path, mesh: jax.sharding.Mesh
 ) -> tuple[config.Config, dict[str, step.Params], int]:
-    """As `restore_model`, but in place of the model its `params`, and `statistics` if it has any, over a mesh.
+    """Restores `params`, and `statistics` if there are any, instead of a model, sharded over a mesh.
 
-    Raises what `restore_model` raises.
+    Returns:
+        The settings, the arrays and the step of the newest good checkpoint.
+
+    Raises:
+        ValueError: as `restore_model`.
     """
     folder = pathlib.Path(folder).absolute()
     settings = workdir.read_config(folder)
@@ -211,18 +224,18 @@ def restore_arrays(
         return workdir.from_dict(config.Config, metadata["config"]), loaded, number
 
     found, _ = _newest_good(checkpoints, _steps(checkpoints), load)
-    assert found is not None  # there is a checkpoint, and a damaged one raises
+    assert found is not None  # there is a checkpoint, and _newest_good raises if all are damaged
     return found
 
 
 def require_checkpoint(folder: str | pathlib.Path) -> None:
-    """Raises ValueError where the run in a workdir has no checkpoint, good or damaged; loads nothing."""
+    """Raises ValueError if a workdir has no checkpoint, good or damaged; loads nothing."""
     if not _steps(pathlib.Path(folder) / workdir.CHECKPOINTS):
         raise ValueError(f"{pathlib.Path(folder).absolute()} has no checkpoint yet")
 
 
 def _steps(folder: pathlib.Path) -> list[int]:
-    # Orbax gives a step its final name when all of it is written.
+    # Orbax gives a step its final name only after writing all of it.
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
 
 
@@ -234,7 +247,7 @@ def _newest_good[T](
         try:
             with _quiet():
                 return load(number), damaged
-        except Exception as error:  # Orbax raises errors of many kinds for a damaged file
+        except Exception as error:  # Orbax raises many kinds of errors for a damaged file
             hosts.say(
                 f"the checkpoint of step {number} in {folder} is damaged, trying the one before it: {_reason(error)}",
                 error=True,
@@ -246,16 +259,16 @@ def _newest_good[T](
 
 
 def _arrays(state: step.TrainState) -> dict[str, Any]:
-    """What a checkpoint holds of a state; its `step` is the folder's name."""
+    """Returns the arrays of a state that a checkpoint holds; `step` is the folder's name instead."""
     arrays = {"params": state.params, _OPTIMIZER: state.opt_state, "statistics": state.statistics}
-    # Only where there are some: Orbax has no empty trees, and older checkpoints no statistics.
+    # Omit empty trees, which Orbax does not support. Older checkpoints have no statistics.
     return {name: tree for name, tree in arrays.items() if tree}
 
 
 def _load(path: pathlib.Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays as `abstract` asks and the metadata of a step, read by this process without the others.
+    """Reads the arrays of a step, with the shardings of `abstract`, and its metadata, in this process only.
 
-    Of the optimizer only if it was saved.
+    The optimizer state is included only if it was saved.
     """
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
@@ -292,7 +305,7 @@ def _put_aside(path: pathlib.Path) -> None:
 
 def _reason(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
-    # What failed is said first, and why last, with long paths between.
+    # Keep both ends of a long message: what failed is said first, why is said last, with long paths in between.
     return text if len(text) <= 240 else f"{text[:80]} ... {text[-140:]}"
 
 
@@ -302,21 +315,21 @@ def _fingerprints(arrays: dict[str, Any]) -> dict[str, int]:
 
 @jax.jit
 def _fingerprint_each(arrays: dict[str, Any]) -> dict[str, Int[Array, ""]]:
-    """A 32-bit sum of each tree's bits, weighted by position: a changed element changes it."""
+    """Returns a 32-bit sum of each tree's bits, weighted by position, which any changed element changes."""
     sums = {}
     for name, tree in arrays.items():
         total = jnp.uint32(0)
         for leaf in jax.tree.leaves(tree):
             bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
             weights = 2 * _flat_indices(leaf.shape) + 1
-            # An odd factor, so that trees whose leaves changed places differ too.
+            # An odd factor, so that swapping leaves changes the sum too.
             total = 1_000_003 * total + jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
         sums[name] = total
     return sums
 
 
 def _flat_indices(shape: tuple[int, ...]) -> Int[Array, "..."]:
-    # Not by a reshape of the array, for which devices that share it would exchange it.
+    # Not by reshaping the array, which would need collectives if it is sharded.
     return sum(
         (
             jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
@@ -329,7 +342,7 @@ def _flat_indices(shape: tuple[int, ...]) -> Int[Array, "..."]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    # For a damaged file Orbax prints tracebacks of its own, some only when its tasks are collected.
+    # For a damaged file, Orbax prints its own tracebacks, some only when its tasks are garbage-collected.
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     logging.disable(logging.CRITICAL)
     try:

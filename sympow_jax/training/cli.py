@@ -1,4 +1,4 @@
-"""What the command-line programs share: one clear line for a mistake, and an orderly stop on Ctrl-C."""
+"""Common code of the command-line programs: one-line errors, and an orderly stop on Ctrl-C."""
 
 import argparse
 import contextlib
@@ -12,19 +12,19 @@ from typing import Any, NoReturn
 
 __all__ = ["Parser", "StopSignals", "user_errors"]
 
-# Seconds. `uv run` and `timeout` pass a signal on that the process, being of their group, has had already.
+# Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
 _ONE_PRESS = 1.0
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are ValueErrors: one line, as of every other mistake."""
+    """Argument parser that raises ValueError, so that its errors are printed like all others."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises ValueError with the message and where help is."""
+        """Raises ValueError with the message and a reference to --help."""
         raise ValueError(f"{message}; see {self.prog} --help")
 
     def add_tokenizer(self) -> None:
-        """Adds `--tokenizer`, the name that `data.codec_of_run` takes."""
+        """Adds `--tokenizer`, the name for `data.codec_of_run`."""
         self.add_argument(
             "--tokenizer",
             metavar="FILE",
@@ -35,13 +35,13 @@ class Parser(argparse.ArgumentParser):
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns a user's mistake or Ctrl-C into one line on stderr and a non-zero exit.
+    """Turns a user error or Ctrl-C into one line on stderr and a non-zero exit code.
 
-    Mistakes are `ValueError`, `OSError`, and `NotImplementedError`: a named implementation that cannot do it here.
-    `python -X dev` keeps the traceback, for those who change the code.
+    User errors are `ValueError`, `OSError`, and `NotImplementedError`, which means that a named implementation does not
+    support the request. `python -X dev` prints the traceback, for development.
     """
     if not sys.flags.dev_mode:
-        # Orbax logs, with tracebacks, errors that it also raises. Nobody is shown them, but handlers may hear of them.
+        # Orbax logs, with tracebacks, errors that it also raises. Hide them, but let handlers receive them.
         logging.getLogger("absl").propagate = False
         logging.getLogger("absl").addHandler(logging.NullHandler())
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
@@ -58,10 +58,10 @@ def user_errors() -> Iterator[None]:
 
 
 class StopSignals:
-    """Within its context, the first SIGINT or SIGTERM is only noted, so that the step under way can finish.
+    """Context manager that records the first SIGINT or SIGTERM, so that the current step can finish.
 
-    One that comes more than a second later acts as it would have without us; sooner it is the first again, passed on by
-    a parent. Works in the main thread only, as signals do.
+    A second signal, a second or more after the first, has its usual effect. An earlier one is taken for the first,
+    forwarded by a parent, and is ignored. Works in the main thread only, like all signal handlers.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """The command line of a run: a config file, overrides of its fields and a workdir.
 
-`--config=FILE.py[:ARGUMENT]` names a file whose `get_config` returns a `config.Config`, which is frozen; so
-`--config.a.b=value` sets a field of a ConfigDict twin, and the settings are built, and validated, once more.
+`--config=FILE.py[:ARGUMENT]` names a file whose `get_config` returns a `config.Config`. Because it is frozen,
+`--config.a.b=value` sets a field of a ConfigDict with the same fields, from which the settings are built and validated
+again.
 """
 
 import argparse
@@ -32,13 +33,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
-    """Reads the settings, the workdir and how this process meets others from the arguments after the program's name.
+    """Parses the arguments after the program's name.
 
-    Without flags about processes it meets those that SLURM has started; None is a run of one process.
+    Returns:
+        The settings, the workdir, and the launch that connects this process with others. Without flags about
+        processes, the launch is SLURM's, or None for a run of one process.
 
     Raises:
-      ValueError: an unknown flag or setting, a value of the wrong type, no such config file, or settings that
-        contradict each other.
+        ValueError: a flag or setting is unknown, a value has the wrong type, the config file does not exist, or
+            settings contradict each other.
     """
     parser = _Parser(
         description="Train a model; the same command again resumes the run in --workdir.",
@@ -97,7 +100,7 @@ def load_config(spec: str) -> config.Config:
     """Runs `get_config` of the file in `spec`, "FILE.py" or "FILE.py:ARGUMENT".
 
     Raises:
-      ValueError: there is no such file, it fails, or it returns no `Config`.
+        ValueError: the file does not exist, fails, or does not return a `Config`.
     """
     name, colon, argument = spec.partition(":")
     path = pathlib.Path(name)
@@ -108,7 +111,7 @@ def load_config(spec: str) -> config.Config:
         loaded = runpy.run_path(str(path))["get_config"](*([argument] if colon else []))
     except ValueError:
         raise
-    except Exception as error:  # whatever the user's own file raises
+    except Exception as error:  # any error of the user's file
         raise ValueError(f"--config {spec!r} failed with {type(error).__name__}: {error}") from error
     if not isinstance(loaded, config.Config):
         raise ValueError(f"get_config of {name!r} returned {type(loaded).__name__}; it must return a Config")
@@ -116,13 +119,13 @@ def load_config(spec: str) -> config.Config:
 
 
 def override(base: config.Config, texts: Mapping[str, str]) -> config.Config:
-    """Replaces the fields named by dotted paths, e.g. {"model.layers": "4"}, each value as typed by the user.
+    """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as typed by the user.
 
-    A tuple is written "64,128" or "(64,128)", None "none". A field that `base` derives from others is derived
-    again: overriding `model.heads` changes `model.kv_heads`.
+    A tuple is written "64,128" or "(64,128)", and None is written "none". Fields that `base` derives from others are
+    derived again: overriding `model.heads` changes `model.kv_heads`.
 
     Raises:
-      ValueError: an unknown field, a value of the wrong type, or settings that contradict each other.
+        ValueError: a field is unknown, a value has the wrong type, or settings contradict each other.
     """
     annotations = _leaves(config.Config)
     values = {}
@@ -134,10 +137,10 @@ def override(base: config.Config, texts: Mapping[str, str]) -> config.Config:
 
 
 def read_overrides(arguments: Sequence[str]) -> dict[str, str]:
-    """What `override` takes, from the arguments `--config.a.b=value` of a program.
+    """Parses arguments `--config.a.b=value` into the mapping that `override` takes.
 
     Raises:
-      ValueError: an unknown setting, or another argument.
+        ValueError: a setting is unknown, or there is another argument.
     """
     annotations = _leaves(config.Config)
     for argument in arguments:
@@ -157,7 +160,7 @@ def read_overrides(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _twin(kind: Any) -> ml_collections.ConfigDict:
-    # Every leaf is text: which other values a field may hold (None, a tuple) only the dataclasses know.
+    # Every leaf is text, because only the dataclasses know the types of fields (None, tuples).
     return ml_collections.ConfigDict(
         {
             name: _twin(hint)
@@ -169,7 +172,7 @@ def _twin(kind: Any) -> ml_collections.ConfigDict:
 
 
 def _leaves(kind: Any, prefix: str = "") -> dict[str, Any]:
-    """The annotation of every setting below the dataclass `kind`, by dotted path."""
+    """Returns the annotation of every setting of the dataclass `kind`, by dotted path."""
     leaves: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(kind).items():
         if dataclasses.is_dataclass(hint):
@@ -224,7 +227,7 @@ def _finite(text: str) -> float:
 
 
 def _truth(text: str) -> bool:
-    """True or False, as Python and shells write them."""
+    """Parses a boolean as written in Python or in shells."""
     values = {"true": True, "1": True, "false": False, "0": False}
     try:
         return values[text.strip().lower()]

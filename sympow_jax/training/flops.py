@@ -1,4 +1,4 @@
-"""What training costs by the mathematics, and what a device could do at most: MFU is the ratio of the two."""
+"""Model FLOPs of training and peak FLOPs of devices, whose ratio is the MFU."""
 
 import jax
 
@@ -8,11 +8,11 @@ from sympow_jax.layers.attention import kernels, positions
 
 __all__ = ["model_flops_per_token", "peak_flops"]
 
-# Of both passes, in forward passes: each product A B has two of its size in the backward pass, dA and dB.
+# Cost of both passes in forward passes: the backward pass of a product A B has two products of its size, dA and dB.
 _PASSES = 3
 
-# Dense bfloat16 FLOPs a second without sparsity, by the words of a `device_kind`; the first row whose words all occur
-# counts. Source: NVIDIA's data sheets of each product, whose figures with sparsity are twice these.
+# Dense bfloat16 FLOP/s without sparsity, by words of a `device_kind`. The first row whose words all occur is used.
+# Source: NVIDIA's data sheet of each product, whose figures with sparsity are twice these.
 _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("H100", "PCIe"), 756e12),
     (("H100", "NVL"), 835e12),
@@ -38,26 +38,27 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 def model_flops_per_token(
     model: config.ModelConfig, context_length: int, task: config.TaskConfig | None = None
 ) -> float:
-    """FLOPs of training on one token, or patch, of a full context, both passes, averaged over the context.
+    """Returns the training FLOPs per token or patch, both passes, averaged over a full context.
 
-    "Model FLOPs" in the sense of PaLM (Chowdhery et al. 2022, appendix B): what the mathematics needs, whatever the
-    device computes twice (rematerialization, scores in the backward pass) or in vain (masked pairs). Conventions:
+    These are "model FLOPs" in the sense of PaLM (Chowdhery et al. 2022, appendix B): the FLOPs that the mathematics
+    needs. They exclude recomputation (rematerialization, scores in the backward pass) and masked pairs. Conventions:
 
-    * a multiplication with its addition is two; the backward pass is twice the forward pass;
-    * matrix products of the projections, of decays and rotation rates, of the feed-forward, of the embedding of
-      patches and of the tied unembedding, of masked tokens where these alone are predicted: 6 FLOPs a weight. Looking
-      up embeddings is free, as are norms, activations, rotations, softmax, the head of a row and the optimizer;
-    * attention by pairs: 2 (D + E) for each of T / 2 causal pairs of a query head, or of T that see the whole context,
-      softmax and `form` "attention";
-    * attention by features: 2 F E for every key head, which updates a state, and for every query head, which reads
-      one, and if causal 2 (D + E) for each of C / 2 + W pairs; F features, the exact number without padding, C
-      `chunk_size`, 128 unless given and 1 if recurrent, W `exact_window`; no normalizer. A linear kernel has F = D;
-      where features are turned, pairs compare as many numbers as there are turned features; gates by channel have a
-      normalizer as large as the state;
-    * where no form is named, the cheaper of the two, whatever the device would choose.
+    * A multiplication with its addition counts as two. The backward pass is twice the forward pass.
+    * Matrix products take 6 FLOPs per weight. They are the projections, decays and rotation rates, the feed-forward
+      layers, the embedding of patches and the tied unembedding. If only masked tokens are predicted, only these are
+      unembedded. Embedding lookups, norms, activations, rotations, softmax, the head of a row and the optimizer are
+      not counted.
+    * Attention by pairs (softmax, and `form` "attention"): 2 (D + E) for each of the T / 2 causal pairs per token of a
+      query head, or T pairs if bidirectional.
+    * Attention by features: 2 F E for every key head, which updates a state, and for every query head, which reads
+      one. If causal, also 2 (D + E) for each of C / 2 + W pairs. F is the exact number of features, without padding.
+      C is `chunk_size`, 128 by default and 1 if recurrent. W is `exact_window`. The normalizer is not counted, except
+      that per-channel gates have one as large as the state. A linear kernel has F = D. If features are rotated, pairs
+      multiply rotated features, so D is their number.
+    * If no form is set, the cheaper of the two counts, whatever the device would choose.
     """
     width, heads, kv_heads, size = model.width, model.heads, model.kv_heads, model.head_dim
-    assert kv_heads is not None  # ModelConfig derives what is not given
+    assert kv_heads is not None  # set by ModelConfig
     assert size is not None
     decay = model.attention.decay_kind
     gates = 0
@@ -75,10 +76,12 @@ def model_flops_per_token(
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """Dense bfloat16 FLOPs a second of a device by its data sheet; None for CPUs, parts of a GPU (MIG) and devices
-    that are not known here.
+    """Returns the dense bfloat16 FLOP/s of a device by its data sheet.
 
-    MFU is relative to this peak whatever the model's dtype, as is the custom: float32 models cannot come near it.
+    MFU is relative to this peak whatever the model's dtype, as is usual. Float32 models cannot come near it.
+
+    Returns:
+        The peak; None for CPUs, parts of a GPU (MIG) and unknown devices.
     """
     words = device.device_kind.replace("-", " ").split()
     if "MIG" in words:

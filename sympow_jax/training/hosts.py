@@ -1,8 +1,8 @@
-"""Several processes of one run, on one host or many: how they meet, agree and end.
+"""Startup, agreement and shutdown of a run's processes, on one host or several.
 
-Every process runs the same program on the same settings; each reads its own rows of a batch, and the first alone
-reports and writes what is not a checkpoint. What one of them finds out by itself, a mistake or a signal, the others
-learn through the collectives here, which all call in the same order.
+Every process runs the same program with the same settings and reads its own rows of a batch. Only the first reports and
+writes files, except for checkpoints, which all write. An error or a signal in one process reaches the others through
+the collectives here, which all processes call in the same order.
 """
 
 import contextlib
@@ -34,19 +34,24 @@ __all__ = [
     "say",
 ]
 
-# Seconds for all processes of a run to meet.
+# Seconds for all processes of a run to connect.
 TIMEOUT = 60
-# A process that has not been heard of for so many seconds is taken for dead, and the others end.
+# Seconds without a heartbeat after which a process counts as dead, and the others end.
 _HEARTBEAT = 60
-# The dynamic ports of RFC 6335 end here; the number of a job chooses one of the last of them.
+# Last of the dynamic ports of RFC 6335. The job id selects one of the last `_PORTS` ports.
 _LAST_PORT, _PORTS = 65_535, 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One process of a run: where all meet (process 0 listens there), how many there are, which one this is.
+    """Launch parameters of one process of a run.
 
-    `devices` are the local ones that it uses; None for all.
+    Attributes:
+        coordinator: HOST:PORT where process 0 listens.
+        count: number of processes.
+        index: index of this process.
+        timeout: seconds for all processes to connect.
+        devices: local devices that this process uses; None for all.
     """
 
     coordinator: str
@@ -77,10 +82,10 @@ class Launch:
 
 
 def from_slurm(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Launch | None:
-    """What `srun` says of a step of more than one task; None elsewhere, as in the batch script itself.
+    """Returns the launch of a SLURM step of more than one task; None elsewhere, as in the batch script itself.
 
-    A task alone on its node uses all its devices. Several on a node use one each, the one of their local number,
-    unless SLURM shows each of them only its own.
+    A single task on a node uses all devices. Each of several tasks on a node uses the device of its local index, unless
+    SLURM shows each task only its own device.
     """
     count = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
     if count == 1:
@@ -102,19 +107,19 @@ def from_slurm(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Lau
 
 
 def join(launch: Launch | None) -> None:
-    """Meets the other processes; None runs alone. Before anything touches a device.
+    """Connects this process to the others; does nothing if `launch` is None.
 
-    Ends the process with one line on stderr where they have not met within the launch's timeout: what JAX does
-    then is to abort.
+    This must be called before any device is used. If not all processes connect within the launch's timeout, exits with
+    one line on stderr, because JAX would abort.
 
     Raises:
-      ValueError: another program listens on the coordinator's port.
+        ValueError: another program listens on the coordinator's port, or processes have different numbers of devices.
     """
     if launch is None:
         return
     if launch.index == 0:
         _check_port(launch)
-    # Signals are ours to handle: cli.StopSignals, and Vote for the other processes.
+    # Signals are handled by cli.StopSignals, and by Vote for the other processes.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     watchdog = threading.Timer(launch.timeout, _give_up, [launch])
@@ -125,8 +130,8 @@ def join(launch: Launch | None) -> None:
         launch.count,
         launch.index,
         local_device_ids=launch.devices,
-        cluster_detection_method="deactivate",  # the launch says it all
-        initialization_timeout=2 * launch.timeout,  # ours ends first
+        cluster_detection_method="deactivate",  # the launch has all information
+        initialization_timeout=2 * launch.timeout,  # the watchdog ends first
         heartbeat_timeout_seconds=_HEARTBEAT,
     )
     watchdog.cancel()
@@ -135,7 +140,7 @@ def join(launch: Launch | None) -> None:
             f"process {jax.process_index()} has {jax.local_device_count()} of {jax.device_count()} devices of "
             f"{jax.process_count()} processes; each must have as many"
         )
-    # Kernels are used where every process has found them right, so that all compile the same program.
+    # Use only kernels that every process has verified, so that all compile the same program.
     from pallas_kernels.check import verdict
 
     verdict.agree(jax.devices()[0].device_kind)
@@ -143,9 +148,9 @@ def join(launch: Launch | None) -> None:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Around all that a process does: it waits for the others, unless it fails while they go on.
+    """Wraps the whole program: waits for the other processes at the end, unless this one fails.
 
-    Then they end too: as soon as they miss it in a collective, or `_HEARTBEAT` seconds later.
+    If it fails, the others end too, as soon as they miss it in a collective, or `_HEARTBEAT` seconds later.
     """
     try:
         yield
@@ -157,23 +162,23 @@ def ending() -> Iterator[None]:
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        # At an ordinary exit JAX waits for the other processes to exit as well.
+        # A normal exit would make JAX wait for the other processes.
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 def is_first() -> bool:
-    """Whether this is the process that reports and writes."""
+    """Returns whether this is the process that reports and writes."""
     return jax.process_index() == 0
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Prints a line, from the first process alone; to stderr where it is about an error."""
+    """Prints a line in the first process only, to stderr if it is an error."""
     if is_first():
         print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def gather(text: str) -> list[str]:
-    """The text of each process, on all of them, by index."""
+    """Returns the texts of all processes, by index, on every process."""
     if jax.process_count() == 1:
         return [text]
     encoded = np.frombuffer(text.encode(), np.uint8)
@@ -186,9 +191,9 @@ def gather(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """What a process raises within, all raise: its own error there, a ValueError that quotes it elsewhere.
+    """Makes all processes raise if one raises within: its own error there, a ValueError that quotes it elsewhere.
 
-    No collective may be within, since a process that fails would not come to it.
+    The body must not contain a collective, because a process that fails would not reach it.
     """
     try:
         yield
@@ -201,7 +206,7 @@ def all_or_none() -> Iterator[None]:
 
 
 def check_same(what: str, values: Mapping[str, Any]) -> None:
-    """Raises ValueError where the values, such as can be written as JSON, are not those of process 0."""
+    """Raises ValueError if the values, which must be serializable as JSON, differ from those of process 0."""
     texts = gather(json.dumps(values, sort_keys=True))
     expected = json.loads(texts[0])
     for index, text in enumerate(texts):
@@ -217,9 +222,9 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
 
 
 class Vote:
-    """The highest number that any process casts, the same on all of them after the same step.
+    """Maximum over processes of a number that each casts per step.
 
-    With several processes it is that of the step before, which is known by then: no step waits for it.
+    With several processes, a step gets the maximum of the previous step, which is known by then, so that no step waits.
     """
 
     def __init__(self) -> None:
@@ -232,7 +237,7 @@ class Vote:
         self._before = self._dispatch(0)
 
     def cast(self, number: int, *, now: bool = False) -> int:
-        """The highest number of the step before; of this one where it may wait, and in a run of one process."""
+        """Returns the previous step's maximum, or this step's with `now`, which waits, or with a single process."""
         if jax.process_count() == 1:
             return number
         before, self._before = self._before, self._dispatch(number)
@@ -244,7 +249,7 @@ class Vote:
 
 
 def _check_port(launch: Launch) -> None:
-    """JAX's coordinator would share the port with another run's."""
+    """Raises ValueError if the port is in use, because JAX's coordinator would share it with another run's."""
     port = launch.endpoint[1]
     try:
         with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""The parameters that a run begins with: those of another run, or new ones."""
+"""Initial parameters of a run, new or from another run."""
 
 import dataclasses
 import pathlib
@@ -14,7 +14,7 @@ from sympow_jax.training import checkpoint, hosts, step, workdir
 __all__ = ["begin"]
 
 _HEAD, _DECODER = "head", "next_token"
-# What may differ between the models of the two runs: it changes no parameter and nothing that they compute.
+# Settings that may differ between the models of the two runs, because they do not change parameters or the function.
 _FREE = (
     "dtype",
     "remat",
@@ -26,15 +26,16 @@ _FREE = (
 
 
 def begin(settings: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
-    """The state before the first update, its parameters those of the run `settings.task.initial_run` if there is one.
+    """Returns the state before the first update, with the parameters of `task.initial_run` if it is set.
 
-    An encoder's embedding, blocks and norms with their running means come from that run's newest checkpoint; the head
-    and the optimizer's state are new. The attention of a decoder may have other settings than that run's: parameters
-    that only one of the two has are new, or left behind, and a line says which.
+    An encoder's embedding, blocks and norms, with their running statistics, are those of that run's newest checkpoint.
+    The head and the optimizer state are new. The attention of a decoder may have other settings than in that run.
+    Parameters that only the new model has are initialized, parameters that only the old one has are dropped, and a
+    message lists both.
 
     Raises:
-      ValueError: there is no such run or it has no good checkpoint, it is an encoder's and this a decoder's or the
-        other way round, its model has other settings, or its parameters other shapes.
+        ValueError: the run does not exist or has no good checkpoint, one run is of an encoder and the other of a
+            decoder, its model has other settings, or its parameters have other shapes.
     """
     if settings.task.initial_run is None:
         return step.init_state(settings, mesh)
@@ -51,7 +52,7 @@ def begin(settings: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
 
 
 def _taken(new: step.Params, found: step.Params, folder: pathlib.Path) -> step.Params:
-    """The parameters `found` where `new` has such, but the new head."""
+    """Returns the parameters `new`, replaced by those in `found` of the same name, except the head."""
     fresh, structure = jax.tree_util.tree_flatten_with_path(new)
     saved = {models.parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
     wanted = {models.parameter_name(path): leaf for path, leaf in fresh}

@@ -1,4 +1,4 @@
-"""What training minimizes: the sum of the losses of a batch, and how many there are."""
+"""Training loss: the sum of a batch's losses, and their number."""
 
 import functools
 from collections.abc import Mapping
@@ -16,15 +16,16 @@ __all__ = ["Batch", "Sums", "count", "cross_entropy_sum", "label_sums", "predict
 
 Batch = Mapping[str, Array]
 
-# At most so many bytes of float32 logits exist on a device at once, in each of forward and backward.
+# Maximum bytes of float32 logits that exist on a device at the same time, in each of forward and backward.
 _LOGITS_BYTES = 1 << 28
 
 
 class Sums(NamedTuple):
-    """Over what counts of a batch.
+    """Sums over the targets or labels of a batch that count.
 
-    loss: in nats, or squared errors.
-    correct: the rows whose class has the largest logit; 0 where no class is predicted.
+    Attributes:
+        loss: cross-entropies in nats, or squared errors.
+        correct: number of rows whose class has the largest logit; 0 if no classes are predicted.
     """
 
     loss: Float[Array, ""]
@@ -32,10 +33,10 @@ class Sums(NamedTuple):
 
 
 def sums(model: models.Model, batch: Batch) -> Sums:
-    """The sums of a model over a batch, in float32.
+    """Returns the sums of a model over a batch, in float32.
 
-    A batch has `inputs` and maybe `segment_ids`. Its `targets [B T]` are tokens, of which those >= 0 count. Its `labels
-    [B]` are classes if they are integers, of which those >= 0 count, and else numbers, of which NaN do not count.
+    A batch has `inputs`, optional `segment_ids`, and either `targets` or `labels`. `targets [B T]` are tokens, and
+    `labels [B]` are classes if they are integers, or else numbers. Integers >= 0 count, and so do numbers except NaN.
     """
     inputs, segment_ids = batch["inputs"], batch.get("segment_ids")
     if "targets" in batch:
@@ -47,7 +48,7 @@ def sums(model: models.Model, batch: Batch) -> Sums:
 
 
 def label_sums(outputs: Float[Array, "B outputs"], labels: Array) -> Sums:
-    """The sums over the labels that count, from what `predict` returns."""
+    """Returns the sums over the labels that count, from the outputs of `predict`."""
     counts = _counts(labels)
     if jnp.issubdtype(labels.dtype, jnp.floating):
         errors = outputs[:, 0] - jnp.where(counts, labels, 0)
@@ -58,7 +59,7 @@ def label_sums(outputs: Float[Array, "B outputs"], labels: Array) -> Sums:
 
 
 def predict(model: models.Model, batch: Batch) -> Float[Array, "B outputs"]:
-    """What a model with a head says of the rows of a batch."""
+    """Returns the outputs of a model with a head for the rows of a batch."""
     assert not isinstance(model, models.DecoderLM)
     if isinstance(model, models.ImageClassifier):
         return model.classify(batch["inputs"])
@@ -66,7 +67,10 @@ def predict(model: models.Model, batch: Batch) -> Float[Array, "B outputs"]:
 
 
 def count(batch: Batch) -> Int[Array, ""]:
-    """How many targets or labels count; at least 1, so that the mean over none is 0 and not NaN."""
+    """Returns the number of targets or labels that count.
+
+    It is at least 1, so that the mean over none is 0 instead of NaN.
+    """
     return jnp.maximum(jnp.sum(_counts(batch["targets" if "targets" in batch else "labels"])), 1)
 
 
@@ -77,11 +81,11 @@ def _counts(wanted: Array) -> Bool[Array, "..."]:
 def cross_entropy_sum(
     hidden: Float[Array, "B T M"], embedding: Float[Array, "V M"], targets: Int[Array, "B T"], dtype: Any
 ) -> Float[Array, ""]:
-    """The cross-entropies in nats of the targets >= 0 under logits hidden . embedding^T, summed in float32.
+    """Returns the sum of the cross-entropies, in nats, of the targets >= 0 under logits hidden . embedding^T.
 
-    The product is in `dtype`, its sums in float32. Logits exist for one slice of time at once, in the backward pass
-    too, which computes them again. Over the mesh in scope each device has its rows, its times and its part of the
-    vocabulary; the embedding is gathered over `fsdp` and its gradient scattered again.
+    The product is in `dtype` with float32 accumulation, and the result is float32. Logits exist only for one slice of
+    time at once, also in the backward pass, which recomputes them. Under a mesh, rows, times and the vocabulary are
+    sharded; the embedding is gathered over `fsdp`, and its gradient is scattered.
     """
     summed = partitioning.dividing(partitioning.TOKENS, targets.shape)
     axes = tuple(partitioning.fit(partitioning.ROWS, embedding.shape))
@@ -98,7 +102,7 @@ def cross_entropy_sum(
 
 
 def _over_slices(loss, hidden, targets, vocabulary):
-    """The sum of loss(hidden, targets) over slices of time whose logits are few enough."""
+    """Returns the sum of loss(hidden, targets) over slices of time whose logits fit in `_LOGITS_BYTES`."""
     rows, time = targets.shape
     width = max(1, _LOGITS_BYTES // (4 * rows * vocabulary))
     if width >= time:
@@ -118,7 +122,7 @@ def _over_slices(loss, hidden, targets, vocabulary):
 
 
 def _slice_loss(hidden, targets, *, embedding, dtype, axis_name):
-    """The sum for one slice; `axis_name` is the axis that the vocabulary is divided over, if any."""
+    """Returns the sum for one slice; `axis_name` is the mesh axis that shards the vocabulary, if any."""
     logits = models.logits(hidden, embedding, dtype)
     counts = targets >= 0
     if axis_name is None:

@@ -1,4 +1,4 @@
-"""What a run reports of its steps: to the workdir, to Weights & Biases if asked, and on the terminal."""
+"""Writes training metrics to the workdir, the terminal and, optionally, Weights & Biases."""
 
 import contextlib
 import dataclasses
@@ -16,31 +16,31 @@ from sympow_jax.training import flops, profile, writers
 
 __all__ = ["Reporter", "check_settings"]
 
-# The terminal shows the wait for data from this part of a step on.
+# The terminal shows the wait for data if it is at least this fraction of the time.
 _SHOWN_WAIT = 0.03
 
 
 def check_settings(settings: config.Config) -> None:
-    """Raises, before anything is compiled, ValueError for a writer that is not installed."""
+    """Raises ValueError, before anything is compiled, if a requested writer is not installed."""
     if settings.training.wandb_project is not None:
         writers.require_wandb()
 
 
 class Reporter:
-    """Reports every update; a context manager.
+    """Context manager that reports every update.
 
-    `metrics.jsonl` gets an object a step. The terminal, TensorBoard and Weights & Biases get every `log_every`-th
-    and the last: on the terminal a progress bar where there is one, else plain lines. To the metrics of the update
-    are added
+    `metrics.jsonl` gets one object per step. The terminal, TensorBoard and Weights & Biases get every `log_every`-th
+    step and the last. A terminal shows a progress bar; other outputs get plain lines. To the metrics of the update are
+    added:
 
-    * step_seconds: since the metrics of the step before were there, so that a save, a compilation and whatever else
-      the loop does counts; tokens_per_second from it.
-    * data_wait_seconds: how long the loop waited for this step's batch to be read and sent to the devices, which may
-      still have computed the step before meanwhile.
-    * model_flops_per_second, of all devices together (`flops.model_flops_per_token`), and mfu, their fraction of the
-      devices' peak (`flops.peak_flops`); no mfu where a peak is not known.
-    * memory_bytes and peak_memory_bytes, in use and at most so far, each of the local device that has most; absent
-      where devices do not say. The peak is of the allocator, from the start of the process.
+    * step_seconds: time since the metrics of the previous step were available. It includes saves, compilation and
+      everything else in the loop. tokens_per_second is derived from it.
+    * data_wait_seconds: time for which the loop waited until this step's batch was read and sent to the devices. The
+      devices may still have computed the previous step meanwhile.
+    * model_flops_per_second, for all devices together (`flops.model_flops_per_token`), and mfu, its fraction of the
+      devices' peak (`flops.peak_flops`). mfu is absent if a peak is unknown.
+    * memory_bytes and peak_memory_bytes: memory in use, and its maximum so far, each of the local device with the
+      most. They are absent if devices do not report them. The peak is the allocator's, since the start of the process.
 
     The steps `training.profile_steps` are traced into the workdir's folder `profile`.
     """
@@ -54,13 +54,17 @@ class Reporter:
         devices: Iterable[jax.Device],
         writes: bool = True,
     ):
-        """Continues the reports in `workdir` after step `start`; what was written of later steps is cut.
+        """Continues the reports in `workdir` after step `start`, and deletes the reports of later steps.
 
-        `devices` are those of all processes. One process of them `writes`; the others only wait for metrics and raise
-        what it raises.
+        Args:
+            workdir: folder of the run.
+            settings: settings of the run.
+            start: number of updates done.
+            devices: devices of all processes.
+            writes: whether this process writes. Only one does; the others wait for metrics and raise the same errors.
 
         Raises:
-          ValueError: Weights & Biases is asked for and refuses, or is not installed.
+            ValueError: Weights & Biases is requested, but is not installed or refuses the run.
         """
         training, devices = settings.training, list(devices)
         self._start, self._steps, self._log_every = start, training.steps, training.log_every
@@ -110,7 +114,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """Within it the loop waits for the batch of `step`, its next one; the steps to be traced begin here."""
+        """Measures the wait for the batch of `step`, and starts the trace if `step` is its first."""
         self._trace.before(step)
         began = time.perf_counter()
         yield
@@ -118,10 +122,10 @@ class Reporter:
         self._shown_wait += self._waits[step]
 
     def report(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Waits for the metrics of the update that made `step` and writes them down.
+        """Waits for the metrics of update `step` and writes them.
 
         Raises:
-          ValueError: one of them is not finite.
+            ValueError: one of loss, grad_norm and parameter_norm is not finite.
         """
         values = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
@@ -147,7 +151,7 @@ class Reporter:
             self._show(step, values["loss"], now)
 
     def _rates(self, seconds: float) -> dict[str, float]:
-        """What is done a second if a step takes so long."""
+        """Returns throughput metrics for a step that takes `seconds`."""
         per_second = self._flops_per_step / seconds
         rates = {
             "tokens_per_second": self._tokens_per_step / seconds,
@@ -165,7 +169,7 @@ class Reporter:
         }
 
     def _show(self, step: int, loss: float, now: float) -> None:
-        # The first update, which is compiled first, says nothing about the others.
+        # The first update includes compilation, so it is excluded from the average.
         since = step - self._start - 1
         seconds = (now - self._first) / since if since else now - self._began
         rates = self._rates(seconds)

@@ -1,4 +1,4 @@
-"""The optax optimizer that an `OptimizerConfig` describes."""
+"""Optax optimizers from an `OptimizerConfig`."""
 
 import functools
 
@@ -11,11 +11,12 @@ __all__ = ["learning_rate", "make_optimizer"]
 
 
 def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedule:
-    """The rate of the update that follows `count` others.
+    """Returns a schedule from `count`, the number of previous updates, to the learning rate.
 
-    For update u = count + 1 and w warm-up steps the rate is `learning_rate * u / w` up to u = w, then
-    constant, a half cosine or a straight line (`polynomial`, of degree 1) that reaches `final_fraction *
-    learning_rate` at update `steps`, or `learning_rate * sqrt(w / u)` (with w at least 1).
+    For update u = count + 1 and w warm-up steps, the rate is `learning_rate * u / w` up to u = w. Then it depends on
+    the schedule. `constant` stays. `cosine` is a half cosine and `polynomial` a straight line (degree 1); both reach
+    `final_fraction * learning_rate` at update `steps`. `inverse_sqrt` is `learning_rate * sqrt(w / u)`, with w at
+    least 1.
     """
     peak, warmup = settings.learning_rate, settings.warmup_steps
     if settings.schedule == "constant":
@@ -35,7 +36,7 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def make_optimizer(settings: config.OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Adam, AdamW (decay on matrices only) or SGD with momentum `b1`, after clipping by the global norm."""
+    """Returns Adam, AdamW (decay on matrices only) or SGD with momentum `b1`, after clipping by global norm."""
     rate = learning_rate(settings, steps)
     if settings.name == "adam":
         update = optax.adam(rate, settings.b1, settings.b2, settings.epsilon)

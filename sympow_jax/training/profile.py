@@ -1,4 +1,4 @@
-"""Traces of chosen steps by JAX's profiler."""
+"""Profiles selected steps with JAX's profiler."""
 
 import pathlib
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ __all__ = ["StepTrace"]
 
 
 class StepTrace:
-    """Traces the steps from the first to the last of `steps`, both included, into `folder`; nothing if it is empty.
+    """Profiler trace, in `folder`, from the first to the last of `steps`, inclusive; none if `steps` is empty.
 
-    Nothing is waited for: the trace also shows the end of the step before, which may still run, and the beginning
-    of the step behind. Steps up to `start` are past; a trace of which some are begins behind them.
+    Tracing does not synchronize. The trace also shows the end of the previous step, which may still run, and the
+    beginning of the next. If the first step is at most `start`, which is already done, the trace begins after `start`.
     """
 
     def __init__(self, folder: pathlib.Path, steps: Sequence[int], *, start: int):
@@ -22,18 +22,18 @@ class StepTrace:
         self._running = False
 
     def before(self, step: int) -> None:
-        """Begins the trace if `step`, about to be dispatched, is the first of it."""
+        """Starts the trace if `step`, which is about to be dispatched, is its first."""
         if step == self._first and step <= self._last:
             jax.profiler.start_trace(self._folder)
             self._running = True
 
     def after(self, step: int) -> None:
-        """Ends and writes the trace if `step`, which is done, is the last of it."""
+        """Stops and writes the trace if `step`, which is done, is its last."""
         if step >= self._last:
             self.stop()
 
     def stop(self) -> None:
-        """Ends and writes the trace if one is running."""
+        """Stops and writes the trace if one is running."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

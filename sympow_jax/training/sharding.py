@@ -1,4 +1,4 @@
-"""The mesh of a run's devices, and the batches on it."""
+"""Device meshes of runs, and batches sharded over them."""
 
 import dataclasses
 import math
@@ -23,10 +23,12 @@ __all__ = [
 
 
 def make_mesh(settings: config.Config) -> jax.sharding.Mesh:
-    """All devices along the axes of `settings.sharding`, the first varying slowest: `data` crosses hosts first.
+    """Returns a mesh of all devices with the axes of `settings.sharding`.
+
+    The first axis varies slowest, so that `data` is the first to cross hosts.
 
     Raises:
-      ValueError: the sizes do not multiply to the number of devices, or do not divide the rows of a micro-batch.
+        ValueError: the sizes do not multiply to the number of devices, or do not divide the rows of a micro-batch.
     """
     sizes = dataclasses.asdict(settings.sharding)
     count = jax.device_count()
@@ -50,7 +52,7 @@ def make_mesh(settings: config.Config) -> jax.sharding.Mesh:
 
 
 def whole_mesh(devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    """These devices, or all, along `data`: parameters are whole on each of them."""
+    """Returns a mesh of `devices`, or of all, along `data`, on which parameters are replicated."""
     devices = jax.devices() if devices is None else devices
     return _mesh(
         {axis: len(devices) if axis == partitioning.DATA else 1 for axis in partitioning.AXES}, devices
@@ -63,25 +65,25 @@ def _mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None)
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, rank: int = 2) -> jax.sharding.NamedSharding:
-    """Of an array of a batch: rows over `data` and `fsdp`, and time over `context` where [B, T] is all there is."""
+    """Returns a batch array's sharding: rows over `data` and `fsdp` and, for [B, T], time over `context`."""
     rows = jax.sharding.PartitionSpec(partitioning.BATCH)
     return jax.sharding.NamedSharding(mesh, partitioning.TOKENS if rank == 2 else rows)
 
 
 def replicated(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    """A copy on every device."""
+    """Returns the sharding with a copy on every device."""
     return jax.sharding.NamedSharding(mesh, partitioning.REPLICATED)
 
 
 def batch_share(mesh: jax.sharding.Mesh) -> tuple[int, int]:
-    """(share, shares): this process reads the `share`-th of `shares` equal ranges of a batch's rows.
+    """Returns (share, shares): this process reads range `share` of `shares` equal ranges of a batch's rows.
 
-    Processes whose devices hold different times or parts of a model for the same rows read the same rows.
+    Processes whose devices hold other times or model shards of the same rows read the same rows.
 
     Raises:
-      ValueError: the rows of this process' devices are no such range.
+        ValueError: the rows of this process's devices are not such a range.
     """
-    # The axes of the batch come first.
+    # The axes that shard a batch come first in the mesh.
     parts = mesh.devices.reshape(math.prod(mesh.shape[axis] for axis in partitioning.BATCH), -1)
     here = jax.process_index()
     held = [number for number, part in enumerate(parts) if any(x.process_index == here for x in part)]
@@ -96,7 +98,7 @@ def batch_share(mesh: jax.sharding.Mesh) -> tuple[int, int]:
 
 
 def place_batch(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
-    """A batch on the devices of all processes, from the rows that `batch_share` has this process read."""
+    """Returns a batch sharded over all processes, from the rows of this process's `batch_share`."""
     placed = {name: batch_sharding(mesh, x.ndim) for name, x in batch.items()}
     if jax.process_count() == 1:
         return jax.device_put(dict(batch), placed)
@@ -115,7 +117,7 @@ def place_batch(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dic
 
 
 def describe(mesh: jax.sharding.Mesh, state: Any) -> str:
-    """One line: how the devices are arranged and what the abstract `state` takes on each."""
+    """Returns a line with the mesh shape and the memory per device of the abstract `state`."""
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     kind = mesh.devices.flat[0].device_kind
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""

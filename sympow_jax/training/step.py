@@ -1,4 +1,4 @@
-"""The training step: plain arrays in, plain arrays out."""
+"""Training step on plain arrays."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -28,15 +28,19 @@ __all__ = [
 ]
 
 Params = dict[str, Any]
-"""Arrays by the names of a model's modules, nested."""
+"""Nested dict of arrays by the names of a model's modules."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What an update reads and replaces; `step` counts the updates done.
+    """Training state that an update reads and replaces.
 
-    `statistics` are the running means of batch normalization; empty without it.
+    Attributes:
+        step: number of updates done.
+        params: parameters of the model.
+        opt_state: optimizer state.
+        statistics: running statistics of batch normalization; empty without it.
     """
 
     step: Int[Array, ""]
@@ -46,23 +50,23 @@ class TrainState:
 
 
 Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Array, ""]]]]
-"""From state and batch to the state behind the update and its metrics."""
+"""Maps (state, batch) to (updated state, metrics)."""
 
 
 def init_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:
-    """The state before the first update, a function of the settings alone."""
+    """Returns the state before the first update, a function of the settings only."""
     return jax.jit(lambda: _init(settings), out_shardings=_shardings(settings, mesh))()
 
 
 def init_optimizer(settings: config.Config, abstract: TrainState, params: Params) -> optax.OptState:
-    """What the optimizer begins with for these parameters, placed as `abstract` asks."""
+    """Returns the initial optimizer state for these parameters, with the shardings of `abstract`."""
     tx = optimizer.make_optimizer(settings.optimizer, settings.training.steps)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract.opt_state)
     return jax.jit(tx.init, out_shardings=shardings)(params)
 
 
 def abstract_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainState:
-    """Shapes, dtypes and shardings of the state: what belongs to a parameter is divided as the parameter is."""
+    """Returns the state's shapes, dtypes and shardings; optimizer state is sharded like its parameters."""
     state = jax.eval_shape(lambda: _init(settings))
     specs = models.parameter_specs(_abstract_model(settings))
 
@@ -87,11 +91,13 @@ def abstract_state(settings: config.Config, mesh: jax.sharding.Mesh) -> TrainSta
 
 
 def check_model(settings: config.Config, mesh: jax.sharding.Mesh, row: Mapping[str, np.ndarray]) -> None:
-    """Raises, before anything is compiled, what the model raises for batches of rows such as this one: ValueError for
-    sizes that do not fit each other or the mesh, NotImplementedError for an implementation that the settings name and
-    that cannot do it on these devices.
+    """Traces the model on batches of such rows, to raise its errors before anything is compiled.
+
+    Raises:
+        ValueError: sizes do not fit each other or the mesh.
+        NotImplementedError: a named implementation does not support the settings on these devices.
     """
-    # Outside of the mesh, of which Flax would want the axes that parameters are named by.
+    # Outside of the mesh, because under a mesh Flax would look for the parameters' logical axis names in it.
     graphdef = _graphdef(settings)
 
     def total() -> Float[Array, ""]:
@@ -105,24 +111,28 @@ def check_model(settings: config.Config, mesh: jax.sharding.Mesh, row: Mapping[s
 
 
 def merge(settings: config.Config, params: Params, statistics: Params | None = None) -> models.Model:
-    """The model that has these parameters and running means, which it uses and does not change."""
+    """Returns the model with these parameters and running statistics, in evaluation mode."""
     return nnx.merge(_graphdef(settings), params, statistics or {})
 
 
 def make_update(settings: config.Config, mesh: jax.sharding.Mesh) -> Update:
-    """One optimizer update on one batch, compiled, its state donated.
+    """Returns the jitted optimizer update on one batch, which donates the state.
 
-    The loss is the mean over what counts of the whole batch (`loss.sums`), whatever the number of micro-batches; batch
-    normalization alone is over each micro-batch, one after the other. The metrics are `loss`, `accuracy` where classes
-    are predicted, `grad_norm` (before clipping), `parameter_norm` (after the update: finite only where every parameter
-    is), `update_norm` (of what the optimizer added to the parameters) and `learning_rate`.
+    The loss is the mean over the targets or labels of the whole batch that count (`loss.sums`), whatever the number of
+    micro-batches. Only batch normalization uses the statistics of each micro-batch, one after another. The metrics are:
+
+    * `loss`, and `accuracy` if classes are predicted
+    * `grad_norm`, before clipping
+    * `parameter_norm`, after the update, which is finite only if every parameter is
+    * `update_norm`, the norm of the change of the parameters
+    * `learning_rate`
     """
     tx = optimizer.make_optimizer(settings.optimizer, settings.training.steps)
     rate = optimizer.learning_rate(settings.optimizer, settings.training.steps)
     differentiate = _differentiate(_graphdef(settings))
 
     def update(state: TrainState, batch: loss.Batch) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
-        # Kernels divide themselves over the mesh in scope; the partitioner cannot.
+        # Kernels shard themselves over the mesh in scope, because the partitioner cannot.
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             sums, grads, statistics = _accumulate(differentiate, state, batch, settings.optimizer.accumulate)
         count = loss.count(batch)
@@ -148,7 +158,7 @@ _Differentiate = Callable[[Params, Params, loss.Batch], tuple[loss.Sums, Params,
 
 
 def _differentiate(graphdef: nnx.GraphDef) -> _Differentiate:
-    """A function of parameters, running means and rows: the sums, the gradients of the loss and the new means."""
+    """Returns a function of (params, statistics, rows) to (sums, gradients, new statistics)."""
 
     def total(params: Params, statistics: Params, rows: loss.Batch):
         model = nnx.merge(graphdef, params, statistics)
@@ -168,7 +178,7 @@ def _accumulate(
 ) -> tuple[loss.Sums, Params, Params]:
     if parts == 1:
         return differentiate(state.params, state.statistics, batch)
-    # Row r goes to part r % parts, so that every device keeps rows of every part.
+    # Row r goes to part r % parts, so that every device has rows of every part.
     micro_batches = jax.tree.map(
         lambda rows: rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:]).swapaxes(0, 1), dict(batch)
     )
@@ -195,7 +205,7 @@ def _abstract_model(settings: config.Config) -> models.Model:
 
 
 def _graphdef(settings: config.Config) -> nnx.GraphDef:
-    # Every variable must be a parameter or a running mean: nnx.split fails on one of another kind.
+    # Every variable must be a parameter or a running statistic; nnx.split fails on other kinds.
     return nnx.split(_abstract_model(settings), nnx.Param, nnx.BatchStat)[0]
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: `config.json`, `environment.json` and `data.json` beside metrics and checkpoints."""
+"""Folder of a run: `config.json`, `environment.json` and `data.json` next to metrics and checkpoints."""
 
 import dataclasses
 import datetime
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 CHECKPOINTS = "checkpoints"
-# What may change when a run goes on; the prefixes of dotted paths.
+# Settings that may change when a run is resumed, as prefixes of dotted paths.
 _FREE = (
     "training.steps",
     "training.log_every",
@@ -51,18 +51,19 @@ _FREE = (
 )
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
-# Who trains in the folder: locked as long as the process lives.
+# File that the training process holds a lock on until it ends.
 _LOCK = "lock"
 _held: dict[pathlib.Path, IO[str]] = {}
-# Seconds for what process 0 writes to appear on other hosts; network file systems remember that a file was missing.
+# Seconds until files of process 0 must be visible on other hosts; network file systems cache that a file was missing.
 _VISIBLE_SECONDS = 60
 
 
 def open_run(workdir: pathlib.Path, settings: config.Config, data: Mapping[str, Any]) -> None:
-    """`open_workdir` and `record_data` by the first of the processes, all of which call this alike.
+    """Calls `open_workdir` and `record_data` in the first process; all processes must call this.
 
     Raises:
-      ValueError: what those raise; settings, data or packages differ between processes; they do not share the folder.
+        ValueError: as these functions; or settings, data or packages differ between processes, or the processes do not
+            share the folder.
     """
     packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
     hosts.check_same("settings or packages", packages | flatten(dataclasses.asdict(settings)))
@@ -85,14 +86,14 @@ def open_run(workdir: pathlib.Path, settings: config.Config, data: Mapping[str, 
 
 
 def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
-    """Makes the folder, or checks that it belongs to these settings, and writes settings and environment.
+    """Creates the folder, or checks that it belongs to these settings, and writes settings and environment.
 
-    A folder without a checkpoint belongs to nobody yet: settings may be corrected. This process alone may train in it
-    until it ends.
+    As long as the folder has no checkpoint, settings may change. The folder is locked, so that only this process can
+    train in it until it ends.
 
     Raises:
-      ValueError: the folder cannot be written, another process trains in it, or it holds a run with other settings;
-        the message lists them.
+        ValueError: the folder cannot be written, another process trains in it, or it holds a run with other settings,
+            which the error lists.
     """
     path = workdir / "config.json"
     try:
@@ -107,10 +108,10 @@ def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
 
 
 def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
-    """Writes what the data is to `data.json`.
+    """Writes the description of the data to `data.json`.
 
     Raises:
-      ValueError: the run in this folder began with other data, so that its batches would not go on.
+        ValueError: the run in this folder started with other data, so that its batches could not be continued.
     """
     path = workdir / "data.json"
     description = json.loads(json.dumps(description))
@@ -125,10 +126,10 @@ def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
 
 
 def read_config(workdir: pathlib.Path) -> config.Config:
-    """The settings of the run in a folder.
+    """Returns the settings of the run in a folder.
 
     Raises:
-      ValueError: there is no run, or one whose settings this version does not know.
+        ValueError: there is no run, or this version does not support its settings.
     """
     path = workdir / "config.json"
     if not path.is_file():
@@ -140,10 +141,10 @@ def read_config(workdir: pathlib.Path) -> config.Config:
 
 
 def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
-    """Builds the settings dataclass `kind` from what `dataclasses.asdict` made of one, also through JSON.
+    """Builds the settings dataclass `kind` from the output of `dataclasses.asdict`, which may come from JSON.
 
     Raises:
-      ValueError: a field that this version does not have, or one without a default is missing.
+        ValueError: this version does not have a field, or a field without a default is missing.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{kind.__name__} is {values!r}; it must have fields")
@@ -171,7 +172,7 @@ def _hold(workdir: pathlib.Path) -> None:
         return
     file = path.open("a+")
     try:
-        # The kernel releases it however the process ends.
+        # The operating system releases the lock however the process ends.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
@@ -195,7 +196,7 @@ def _hold(workdir: pathlib.Path) -> None:
 
 
 def holds_run(workdir: pathlib.Path) -> bool:
-    """Whether there is a checkpoint in the folder, good or damaged."""
+    """Returns whether there is a checkpoint in the folder, good or damaged."""
     return any(path.name.isdigit() for path in (workdir / CHECKPOINTS).glob("*"))
 
 
@@ -213,7 +214,7 @@ def _check_same_run(workdir: pathlib.Path, settings: config.Config) -> None:
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """In words, which values of two flat mappings differ; empty if none."""
+    """Describes the values that differ between two flat mappings; empty if none."""
     return ", ".join(
         f"{path} was {before.get(path)!r} and is {after.get(path)!r}"
         for path in sorted(before.keys() | after.keys())
@@ -222,7 +223,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, by dotted path."""
+    """Flattens nested mappings to one, by dotted path."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -249,7 +250,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about the package's own source; None where it is no checkout or git is missing."""
+    """Returns git's output for the package's own source; None if it is not a checkout or git is missing."""
     folder = pathlib.Path(__file__).parent
     try:
         done = subprocess.run(
@@ -261,7 +262,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes the value as JSON, replacing the file in one go: a run killed here leaves it as it was."""
+    """Writes the value as JSON, atomically: a run killed here leaves the old file unchanged."""
     draft = path.with_suffix(".json.tmp")
     draft.write_text(json.dumps(value, indent=2) + "\n")
     draft.replace(path)

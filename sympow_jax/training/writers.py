@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl`, TensorBoard, Weights & Biases."""
+"""Writers of metrics: `metrics.jsonl`, TensorBoard, Weights & Biases."""
 
 import importlib.util
 import json
@@ -15,25 +15,25 @@ __all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "require_wandb"]
 
 
 class Writer(Protocol):
-    """Takes the metrics of steps in increasing order."""
+    """Receiver of metrics, in increasing order of steps."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes down the metrics of a step."""
+        """Writes the metrics of a step."""
 
     def close(self, *, failed: bool) -> None:
-        """Writes what is left; `failed` says that the run ends by an error."""
+        """Writes remaining metrics; `failed` means that the run ends with an error."""
 
 
 class JsonLines:
-    """An object a step in a file of lines."""
+    """JSON Lines file with one object per step."""
 
     def __init__(self, path: pathlib.Path, *, start: int):
-        """Goes on behind step `start`; what the file holds of later steps is cut."""
+        """Continues after step `start`; lines of later steps are deleted."""
         _cut(path, start)
         self._file = path.open("a")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a line; a run killed later does not lose it."""
+        """Writes a line and flushes it, so that a run that is killed later does not lose it."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
 
@@ -44,10 +44,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files in a folder."""
+    """TensorBoard event files in a folder."""
 
     def __init__(self, folder: pathlib.Path, *, start: int):
-        """Goes on behind step `start`; TensorBoard hides what it has of later steps."""
+        """Continues after step `start`; TensorBoard hides the points of later steps."""
         self._board = tensorboardX.SummaryWriter(str(folder), purge_step=start + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -62,18 +62,18 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run on Weights & Biases, one and the same for all starts in a workdir, whose `wandb.json` keeps its id.
+    """Run on Weights & Biases, which is resumed by its id in the workdir's `wandb.json`.
 
-    The environment variables of wandb count: with WANDB_MODE=offline all is written to the workdir, for `wandb sync`.
-    Metrics are drawn over the metric `step`, not over wandb's own counter, which drops the steps that a run does
-    again after it was killed.
+    wandb's environment variables apply. With WANDB_MODE=offline, everything is written to the workdir for `wandb sync`.
+    Metrics are plotted over the metric `step` instead of wandb's own counter, which would drop the steps that a run
+    repeats after it was killed.
     """
 
     def __init__(self, project: str, workdir: pathlib.Path, settings: Mapping[str, Any]):
-        """Begins the run or goes on with it.
+        """Starts or resumes the run.
 
         Raises:
-          ValueError: wandb is not installed, or refuses.
+            ValueError: wandb is not installed, or refuses the run.
         """
         require_wandb()
         import wandb
@@ -100,18 +100,18 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Sends the metrics, in the background."""
+        """Sends the metrics in the background."""
         self._run.log({"step": step, **values})
 
     def close(self, *, failed: bool) -> None:
-        """Waits until all is sent."""
+        """Waits until all metrics are sent."""
         self._run.finish(exit_code=int(failed))
 
 
 def require_wandb() -> None:
-    """Raises ValueError where wandb is not installed."""
+    """Raises ValueError if wandb is not installed."""
     spec = importlib.util.find_spec("wandb")
-    # A folder `wandb`, such as wandb itself leaves behind, is a package without an origin.
+    # A folder `wandb`, such as wandb itself creates, is a namespace package without an origin.
     if spec is None or spec.origin is None:
         raise ValueError(
             "training.wandb_project is set but wandb is not installed: pip install 'sympow-jax[wandb]', or leave "
@@ -129,7 +129,7 @@ def _cut(path: pathlib.Path, last_step: int) -> None:
 
 
 def _step(line: str) -> float:
-    # A killed run can leave half a line, which belongs to a step after the last checkpoint.
+    # A killed run can leave an incomplete line, which belongs to a step after the last checkpoint.
     try:
         return json.loads(line)["step"]
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""Weights as safetensors files with the settings beside them: models of this package, and GPT-2's."""
+"""Safetensors files of weights, with settings next to them, for models of this package and for GPT-2."""
 
 from sympow_jax.weights.files import load, read_settings, save, settings_path
 

@@ -1,10 +1,10 @@
-"""Weights out of runs and into runs: `python -m sympow_jax.weights export` and `import`.
+"""Exports weights of runs and imports weights as runs: `python -m sympow_jax.weights export` and `import`.
 
     python -m sympow_jax.weights export --workdir=runs/quickstart --out=quickstart.safetensors
     python -m sympow_jax.weights import --weights=gpt2/model.safetensors --workdir=runs/gpt2
 
-An import is a run at step 0, which eval.py and generate.py read, train.py goes on with, and other runs may start from
-with task.initial_run.
+An import is a run at step 0. eval.py and generate.py can read it, train.py can resume it, and other runs can start
+from it with task.initial_run.
 """
 
 import argparse

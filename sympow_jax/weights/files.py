@@ -1,4 +1,4 @@
-"""Models in safetensors files, their parameters by name, and their settings in JSON files."""
+"""Reads and writes models as safetensors files, and their settings as JSON files."""
 
 import contextlib
 import dataclasses
@@ -24,24 +24,28 @@ __all__ = ["DTYPES", "load", "read_settings", "save", "settings_path"]
 
 DTYPES = ("float32", "bfloat16")
 _SUFFIX = ".safetensors"
-# Of safetensors; float32 holds each of them exactly.
+# Dtypes of safetensors that float32 represents exactly.
 _READ = ("F32", "F16", "BF16")
 
 
 def save(
     path: str | os.PathLike[str], settings: config.Config, model: models.Model, *, dtype: str = "float32"
 ) -> int:
-    """Writes the parameters of a model, and its running means if it has some; returns how many numbers there are.
+    """Writes the parameters and the running statistics of a model; returns the number of elements.
 
-    path: a `.safetensors` file, which must not exist; the settings of the run go to the `.json` file of that name.
-    dtype: of the file, `float32`, from which `load` makes the same model to the bit, or `bfloat16`, which rounds.
+    A tensor has the shape of the parameter and its name by `models.parameter_name`. The `kernel` of a projection is
+    [size_in, size_out]. Each file is written atomically, the weights last.
 
-    A tensor has the name that `models.parameter_name` gives to the parameter, and its shape; a projection's `kernel`
-    is [size_in, size_out]. Each file appears whole or not at all, the weights last.
+    Args:
+        path: a `.safetensors` file, which must not exist. The settings are written to the `.json` file of that name.
+        settings: settings of the run.
+        model: the model.
+        dtype: dtype of the file: `float32`, from which `load` restores the model bit for bit, or `bfloat16`, which
+            rounds.
 
     Raises:
-      ValueError: a file of that name exists, it has another suffix, or `dtype` is another.
-      OSError: a file cannot be written.
+        ValueError: a file of that name exists, the suffix is wrong, or `dtype` is not supported.
+        OSError: a file cannot be written.
     """
     path = pathlib.Path(path)
     beside = path.with_suffix(".json")
@@ -53,7 +57,7 @@ def save(
         if taken.exists():
             raise ValueError(f"{taken} exists; remove it or choose another name")
     tensors = {
-        # Contiguous: the library writes what lies in memory.
+        # Contiguous, because the library writes the raw buffer.
         name: np.asarray(leaf).astype(jnp.dtype(dtype), order="C", copy=False)
         for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:]
         for name, leaf in _named(nnx.to_pure_dict(tree)).items()
@@ -64,7 +68,7 @@ def save(
         safetensors.numpy.save_file(tensors, partial, metadata={"format": "sympow_jax"})
         workdir.write_json(beside, dataclasses.asdict(settings))
         partial.replace(path)
-    except safetensors.SafetensorError as error:  # whatever the disk said
+    except safetensors.SafetensorError as error:  # such as a full disk
         raise OSError(f"cannot write {path}: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
@@ -72,14 +76,14 @@ def save(
 
 
 def load(path: str | os.PathLike[str], settings: config.Config) -> models.Model:
-    """The model of these settings with the weights of a safetensors file, in float32 on the default device.
+    """Returns a model with the weights of a safetensors file, in float32 on the default device.
 
-    The file is one that `save` wrote, or GPT-2's (`gpt2.layout`), recognized by its names. One tensor at a time is in
-    memory beside the model.
+    The file was written by `save`, or has GPT-2's published weights (`gpt2.layout`), recognized by their names. In
+    addition to the model, only one tensor at a time is in memory.
 
     Raises:
-      ValueError: there is no such file, it is no safetensors file or damaged, or it does not fit the model: then
-        every name and every shape that differs is listed.
+        ValueError: the file does not exist, is damaged or is not a safetensors file, or does not fit the model. In the
+            last case, the error lists every name and shape that differs.
     """
     path = pathlib.Path(path)
     abstract = nnx.eval_shape(lambda: models.make(settings.model, settings.task, rngs=nnx.Rngs(0)))
@@ -96,17 +100,17 @@ def load(path: str | os.PathLike[str], settings: config.Config) -> models.Model:
 
 
 def settings_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The JSON file that belongs to a file of weights: of its name, or `config.json` beside it if only that exists."""
+    """Returns the JSON file of a weights file: of the same name, or `config.json` if only that exists."""
     path = pathlib.Path(path)
     beside, published = path.with_suffix(".json"), path.with_name("config.json")
     return published if published.is_file() and not beside.exists() else beside
 
 
 def read_settings(path: str | os.PathLike[str]) -> config.Config:
-    """The settings in a JSON file: those that `save` wrote, or GPT-2's `config.json` (`gpt2.settings`).
+    """Returns the settings in a JSON file that `save` wrote, or in GPT-2's `config.json` (`gpt2.settings`).
 
     Raises:
-      ValueError: there is no such file, it is no JSON, or of another kind, or the settings cannot be had here.
+        ValueError: the file does not exist, is not JSON or is of another kind, or the settings are not supported.
     """
     path = pathlib.Path(path)
     try:
@@ -119,7 +123,7 @@ def read_settings(path: str | os.PathLike[str]) -> config.Config:
         if isinstance(values, dict) and gpt2.is_config(values):
             return gpt2.settings(values)
         return workdir.from_dict(config.Config, values)
-    except (TypeError, ValueError) as error:  # a TypeError for text where a number should be
+    except (TypeError, ValueError) as error:  # a TypeError if there is text in place of a number
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -141,7 +145,7 @@ def _opened(path: pathlib.Path) -> Iterator[Any]:
 def _read(
     file: Any, wanted: Mapping[str, tuple[int, ...]], path: pathlib.Path
 ) -> dict[str, Float[Array, "..."]]:
-    """The parameters of a model, whose shapes are `wanted`, by name."""
+    """Returns the parameters by name, with the shapes in `wanted`."""
     names = found = set(file.keys())
     layout: gpt2.Layout = {name: (name,) for name in wanted}
     if gpt2.is_layout(found):

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019) as Hugging Face publishes it: the names of its weights and its `config.json`."""
+"""Layout of GPT-2's published weights (Radford et al. 2019) and of its `config.json` on Hugging Face."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,13 +9,13 @@ from sympow_jax.layers import norms
 
 __all__ = ["OUTPUT", "Layout", "is_config", "is_ignored", "is_layout", "layout", "settings"]
 
-# For each tensor of a file, the parameters that it holds side by side along the last axis.
+# For each tensor of a file, the parameters that it concatenates along the last axis.
 Layout = Mapping[str, tuple[str, ...]]
 
 _PREFIX = "transformer."
-# The matrix in front of the logits, in files of models that have one: the embedding once more.
+# The unembedding matrix, which some files have as a copy of the embedding.
 OUTPUT = "lm_head.weight"
-# Causal masks, which some files have among the weights.
+# Causal masks, which some files store as weights.
 _MASKS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 
 _OUTSIDE: Layout = {
@@ -24,7 +24,7 @@ _OUTSIDE: Layout = {
     "ln_f.weight": ("final_norm.scale",),
     "ln_f.bias": ("final_norm.bias",),
 }
-# Of layer i, below `h.i.` and `blocks.i.`; matrices are [size_in, size_out] in both.
+# Tensors of layer i, below `h.i.`, and parameters below `blocks.i.`. Matrices are [size_in, size_out] in both.
 _LAYER: Layout = {
     "ln_1.weight": ("attention_norm.scale",),
     "ln_1.bias": ("attention_norm.bias",),
@@ -42,7 +42,7 @@ _LAYER: Layout = {
 
 _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
-# What GPT-2 may be configured to do and the model here does in one way.
+# Options of GPT-2 for which the model here supports a single value.
 _FIXED = {
     "layer_norm_epsilon": norms.EPSILON,
     "scale_attn_weights": True,
@@ -50,25 +50,29 @@ _FIXED = {
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
-# Where the settings look for tokens until they are told; `data.prepare` makes such files.
+# Placeholder for data.paths, since `config.json` names no data. `data.prepare` writes such files.
 _TOKENS = "data/train.bin"
 _BATCH_ROWS = 8
 
 
 def is_layout(names: Iterable[str]) -> bool:
-    """Whether a file with tensors of these names is GPT-2's, with or without `transformer.` in front."""
+    """Returns whether tensor names are GPT-2's, with or without the prefix `transformer.`."""
     return any(name.removeprefix(_PREFIX) == "wte.weight" for name in names)
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a tensor of GPT-2's files is none of its weights: a causal mask, or the embedding once more."""
+    """Returns whether a tensor is not a weight, but a causal mask or a copy of the embedding."""
     return name == OUTPUT or _MASKS.fullmatch(name) is not None
 
 
 def layout(names: Iterable[str], wanted: Iterable[str]) -> Layout:
-    """Which parameters of `wanted`, a model's, each tensor of a GPT-2 file holds; `names` are the file's.
+    """Returns the parameters that each tensor of a GPT-2 file holds.
 
-    Parameters that GPT-2 has not keep their names.
+    Parameters that GPT-2 does not have keep their names.
+
+    Args:
+        names: names of the tensors in the file.
+        wanted: names of the model's parameters.
     """
     wanted = list(wanted)
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in names) else ""
@@ -84,17 +88,18 @@ def layout(names: Iterable[str], wanted: Iterable[str]) -> Layout:
 
 
 def is_config(values: Mapping[str, Any]) -> bool:
-    """Whether these are the contents of a `config.json` of GPT-2."""
+    """Returns whether the values are the contents of a `config.json` of GPT-2."""
     return values.get("model_type") == "gpt2" or "n_embd" in values
 
 
 def settings(values: Mapping[str, Any]) -> config.Config:
-    """A run of the model that a `config.json` of GPT-2 describes, in float32.
+    """Returns settings of a run for the model that GPT-2's `config.json` describes, in float32.
 
-    It reads tokens at the model's full context; where from, and how it trains, the file does not say.
+    The run reads tokens with the model's full context length. The file does not say from where or how to train, so
+    these settings are defaults.
 
     Raises:
-      ValueError: sizes are missing, or something that the model here cannot do; all of it is listed.
+        ValueError: sizes are missing, or options are not supported. The error lists all of them.
     """
     problems = [f"{name} is {values.get(name)!r}" for name in _SIZES if not _is_size(values.get(name))]
     problems += [

@@ -1,4 +1,4 @@
-"""Weights out of the workdirs of runs, and into new ones."""
+"""Exports weights from workdirs, and imports weights into new workdirs."""
 
 import os
 import pathlib
@@ -17,11 +17,11 @@ __all__ = ["export_run", "import_run"]
 def export_run(
     folder: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: str = "float32"
 ) -> tuple[int, int]:
-    """Writes the newest checkpoint of the run in a workdir by `files.save`; returns its step and how many numbers.
+    """Writes a run's newest checkpoint with `files.save`; returns its step and the number of elements.
 
     Raises:
-      ValueError: as `files.save`, or the folder holds no run or none with a good checkpoint.
-      OSError: a file cannot be written.
+        ValueError: as `files.save`, or the folder holds no run or no good checkpoint.
+        OSError: a file cannot be written.
     """
     mesh = sharding.whole_mesh(jax.local_devices()[:1])
     settings, arrays, number = checkpoint.restore_arrays(pathlib.Path(folder), mesh)
@@ -29,11 +29,10 @@ def export_run(
 
 
 def import_run(path: str | os.PathLike[str], settings: config.Config, folder: str | os.PathLike[str]) -> int:
-    """Makes `folder` the workdir of a run of these settings, at step 0 with the weights of a file; returns how many
-    numbers these are.
+    """Creates a workdir with a run at step 0 from a file of weights; returns the number of elements.
 
     Raises:
-      ValueError: as `files.load`, or the folder holds a run or cannot be written.
+        ValueError: as `files.load`, or the folder holds a run or cannot be written.
     """
     folder = pathlib.Path(folder)
     if workdir.holds_run(folder):

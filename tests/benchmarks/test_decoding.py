@@ -1,4 +1,4 @@
-"""What `benchmarks.decoding` measures and writes."""
+"""Tests of the measurements and output files of `benchmarks.decoding`."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_only_the_state_of_softmax_grows(tmp_path):
     sizes = {key: row["state_bytes"] for key, row in rows.items()}
     assert sizes["conformal", 1024] == sizes["conformal", 256]
     assert sizes["softmax", 1024] > 3 * sizes["softmax", 256]
-    # Keys are kept as long as they take no more.
+    # The KV cache is used as long as it takes no more memory.
     assert rows["conformal", 64]["kept"]
     assert not rows["conformal", 256]["kept"]
     assert sizes["conformal", 64] < 1.1 * sizes["conformal", 256]

@@ -1,4 +1,4 @@
-"""What `benchmarks.kernels` does without a GPU: its counts of work, its checks, its report, and how it fails."""
+"""Tests of `benchmarks.kernels` that need no GPU: work counts, checks, report and failures."""
 
 import dataclasses
 import json
@@ -72,7 +72,7 @@ def test_parts_hold_the_shapes_that_decide():
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """Report and output of the smoke run."""
+    """Returns the report and output of the smoke run."""
     path = tmp_path_factory.mktemp("benchmark") / "kernels.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_timing, "SAMPLE_SECONDS", 1e-3)
@@ -134,7 +134,7 @@ def test_tables_show_times_and_notes(smoke, capsys):
 def test_without_a_gpu_it_says_so_in_a_line():
     with pytest.raises(SystemExit) as ended:
         kernels.main(["--part=brief"])
-    # Python prints what is no number to standard error and exits with status 1.
+    # Python prints an exit argument that is not a number to standard error and exits with status 1.
     assert ended.value.code.startswith("benchmarks.kernels measures on a GPU: JAX sees no GPU here, only cpu")
     assert "\n" not in ended.value.code
 
@@ -151,7 +151,7 @@ SHAPE = _shapes.Shape(heads=2, head_dim=8, time=64)
 
 
 def wrong(monkeypatch, factor=1.0, gradient_factor=1.0):
-    """Puts a contender in the place of chunked/xla whose values or gradients are off by a factor."""
+    """Replaces chunked/xla by a contender whose values or gradients are off by a factor."""
 
     def right(*arguments):
         return _contenders._linear(*(x.astype(jnp.float32) for x in arguments)).astype(jnp.bfloat16)
@@ -211,7 +211,7 @@ def test_calls_that_would_take_too_long_are_predicted():
     assert "out of memory at T = 1,024" in _worker._too_long("chunked/xla", shape, (1024, float("inf")))
 
 
-# A worker that ends, or falls silent, whenever the first contender is not to be skipped.
+# A worker that exits, or stops responding, unless the first contender is skipped.
 FAULTY = """
 import json, sys, time
 task = json.load(sys.stdin)

@@ -1,4 +1,4 @@
-"""The model of the kernels' times says what the table in pallas_kernels/README.md predicts."""
+"""Tests that the model of kernel times gives the predictions in pallas_kernels/README.md."""
 
 import pytest
 
@@ -48,5 +48,5 @@ def test_shared_keys_update_fewer_states():
     saved = predicted.kernel_seconds("chunked", **shape) - predicted.kernel_seconds(
         "chunked", **shape | {"kv_heads": 1}
     )
-    # Seven of eight heads' update, which is half of what states take.
+    # The update of seven of eight heads, which is half of the time that states take.
     assert saved == pytest.approx(predicted.HOPPER.states(7 / 2 * 65_536, 2, 64, 64))

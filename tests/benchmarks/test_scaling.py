@@ -1,4 +1,4 @@
-"""Predictions of `benchmarks.scaling` against counts by hand, and how they move with what they depend on."""
+"""Tests of the predictions of `benchmarks.scaling` against hand-computed counts, and of their dependence on inputs."""
 
 import dataclasses
 import math
@@ -107,7 +107,7 @@ def test_attention_by_pairs_sends_all_to_all():
     sent = _traffic(job, context=4, form="attention")["context"]
     a_share = 2 * 1024 * 12 * 64
     assert sent.nvlink == pytest.approx(12 * 2 * 4 * 3 / 4 * a_share)
-    # Twelve heads on eight GPUs are filled up to sixteen.
+    # Twelve heads on eight GPUs are padded to sixteen.
     assert _traffic(job, context=8, form="attention")["context"].nvlink == pytest.approx(
         12 * 2 * 4 * 7 / 8 * (2 * 512 * 16 * 64)
     )
@@ -145,8 +145,8 @@ def test_memory_and_optimizer_by_hand():
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
-        # Bytes a token and channel: of every block 60, or 75 with states; of its input and attention 8, of its input 4,
-        # and then of one whole block.
+        # Bytes per token and channel: of every block 60, or 75 with states; of its input and attention 8, or of its
+        # input 4, and then of one whole block.
         ({"data": 8, "form": "attention"}, 16 * PARAMETERS + 65_536 * 12 * 60 * WIDTH),
         (
             {"data": 8, "remat": "attention", "form": "attention"},
@@ -161,7 +161,7 @@ def test_memory_of_a_gpu_by_hand(plan, expected):
 
 
 def test_memory_is_near_what_was_compiled():
-    """Rows of docs/memory.md, in GB."""
+    """Compares with rows of docs/memory.md, in GB."""
     attention, chunked = _job(), _job(65_536)
     large = _job(**config.MODEL_SIZES["gpt3_1311m"])
     for job, plan, compiled in (
@@ -178,7 +178,7 @@ def test_what_is_hidden_and_what_is_not():
     sent = found.sent_seconds("data")
     assert found.step_seconds == pytest.approx(found.compute_seconds + sent)
     assert found.hidden_step_seconds == found.compute_seconds
-    # Gradients hide behind two thirds of the computation alone.
+    # Gradient communication overlaps with only two thirds of the computation.
     slow = _scaling.predict(_job(), _scaling.Plan(data=64), dataclasses.replace(CLUSTER, infiniband=1e9))
     assert slow.hidden_step_seconds == pytest.approx(slow.compute_seconds / 3 + slow.sent_seconds("data"))
     waiting = _scaling.predict(_job(), _scaling.Plan(context=8))
@@ -192,7 +192,7 @@ def test_mfu_is_of_model_flops():
     again = _scaling.predict(_job(), _scaling.Plan(data=8, remat="full"))
     assert again.mfu(1.0) == found.mfu(1.0)
     assert again.step_seconds > found.step_seconds
-    # What is counted cannot be done faster than at the fraction of the peak that products are taken to reach.
+    # The counted work cannot run faster than at the fraction of the peak assumed for matrix products.
     assert 0 < found.mfu(found.step_seconds) < 0.8
 
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.training` does without a GPU: its rows, its table, its plot, and how it fails."""
+"""Tests of `benchmarks.training` that need no GPU: rows, table, plot and failures."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from benchmarks import _contenders, _report, _training, _worker, training
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """Report, output and folder of the smoke run."""
+    """Returns the report, output and folder of the smoke run."""
     folder = tmp_path_factory.mktemp("benchmark")
     with pytest.MonkeyPatch.context() as patch:
         printed = []

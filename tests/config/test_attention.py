@@ -1,4 +1,4 @@
-"""Kernels, decays and positions that do not go together."""
+"""Tests that incompatible kernels, decays and positions are rejected."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Settings of LRPE and SPE that cannot be."""
+"""Tests that invalid settings of LRPE and SPE are rejected."""
 
 import pytest
 

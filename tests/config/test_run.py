@@ -1,4 +1,4 @@
-"""Settings that contradict each other, in one clear line."""
+"""Tests that contradictory settings give one clear line of error."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ IMAGES = {"source": "images", "paths": ("x",), "image_size": 8, "context_length"
 
 
 def make(model=None, task=None, data=None, **others) -> config.Config:
-    """Masked tokens, with changes."""
+    """Returns a config of masked tokens with changes."""
     shape = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "attention": ENCODER}
     return config.Config(
         model=config.ModelConfig(**shape | (model or {})),

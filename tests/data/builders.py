@@ -1,4 +1,4 @@
-"""Small data of every kind on disk, and settings that read it."""
+"""Small data of every kind on disk, and configs that read it."""
 
 import pathlib
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from sympow_jax.data import longcrawl64
 
 
 def data_config(**changes) -> config.DataConfig:
-    """Rows of 8 tokens, two a batch."""
+    """Returns a config of rows of 8 tokens, two per batch."""
     settings = {"context_length": 8, "batch_tokens": 2 * changes.get("context_length", 8), **changes}
     return config.DataConfig(**settings)
 
 
 def write_files(folder: pathlib.Path, contents: dict[str, bytes]) -> None:
-    """Files by their names relative to the folder."""
+    """Writes files by their names relative to the folder."""
     for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -25,13 +25,13 @@ def write_files(folder: pathlib.Path, contents: dict[str, bytes]) -> None:
 
 
 def write_bin(path: pathlib.Path, documents: Sequence[Sequence[int]], dtype: str = "<u2") -> str:
-    """The documents end to end."""
+    """Writes the documents one after the other."""
     np.concatenate([np.asarray(document, dtype) for document in documents]).tofile(path)
     return str(path)
 
 
 def write_zarr(path: pathlib.Path, values: np.ndarray, *, chunks: Sequence[int] | None = None) -> str:
-    """An array with LongCrawl64's metadata, in smaller chunks where given."""
+    """Writes an array with LongCrawl64's metadata, in smaller chunks if given."""
     metadata = longcrawl64.metadata(*values.shape, values.dtype) | {"shape": list(values.shape)}
     if chunks is not None:
         metadata["chunks"] = list(chunks)
@@ -41,6 +41,6 @@ def write_zarr(path: pathlib.Path, values: np.ndarray, *, chunks: Sequence[int] 
 
 
 def numbered(lengths: Sequence[int]) -> list[list[int]]:
-    """Documents whose tokens 1, 2, 3, ... are all different, so that each can be told from every other."""
+    """Returns documents whose tokens 1, 2, 3, ... are all distinct, so that each can be identified."""
     ends = np.cumsum(lengths)
     return [list(range(end - length + 1, end + 1)) for end, length in zip(ends, lengths)]

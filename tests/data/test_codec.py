@@ -1,4 +1,4 @@
-"""Text as the tokens of a run's data, and back."""
+"""Tests of encoding text to the tokens of a run's data, and decoding it."""
 
 import pytest
 import tokenizers
@@ -17,7 +17,7 @@ def run(**data):
 
 @pytest.fixture
 def words(tmp_path):
-    """A tokenizer whose words lose the spaces between them unless they are decoded together."""
+    """Returns a tokenizer whose words lose the spaces between them unless they are decoded together."""
     built = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"[UNK]": 0, "the": 1, "fox": 2, "</s>": 3}, unk_token="[UNK]")
     )

@@ -1,4 +1,4 @@
-"""Which files a setting names, and which of them are held out."""
+"""Tests of the files that a setting selects, and of those held out."""
 
 import os
 import shutil

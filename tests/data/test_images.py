@@ -1,4 +1,4 @@
-"""Images in class folders: what is read, how it is cropped, and what is refused."""
+"""Tests of images in class folders: reading, cropping, and rejected files."""
 
 import io
 import os
@@ -49,7 +49,7 @@ def write(root: pathlib.Path, contents: dict[str, np.ndarray | bytes]) -> pathli
 
 @pytest.fixture
 def root(tmp_path):
-    """Five gray images of 8 x 8 in two classes, one of them in a folder of its own, and files to pass over."""
+    """Writes five gray images of 8 x 8 in two classes, one in a nested folder, and files to be ignored."""
     grays = {
         name: random_pixels(i, 8, 8) for i, name in enumerate(("cat/a", "cat/b", "cat/c/d", "ape/e", "ape/f"))
     }
@@ -92,7 +92,7 @@ def test_an_image_of_the_right_size_is_only_normalized(tmp_path):
 
 
 def ramps(height: int, width: int) -> np.ndarray:
-    """Red grows along the width from 0 to 255, green along the height; both at the centers of pixels."""
+    """Returns an image whose red grows along the width from 0 to 255, and green along the height, at pixel centers."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0] = np.round((np.arange(width) + 0.5) / width * 255)
     pixels[..., 1] = np.round((np.arange(height) + 0.5) / height * 255)[:, None]
@@ -100,10 +100,10 @@ def ramps(height: int, width: int) -> np.ndarray:
 
 
 def boxes(row) -> tuple[float, float, float, float]:
-    """Left, right, top and bottom of a crop of `ramps` as parts of the image; left > right where it is mirrored."""
+    """Returns left, right, top and bottom of a crop of `ramps` as fractions of the image; left > right if mirrored."""
     pixels = row["inputs"] * DEVIATION + MEAN
     side = len(pixels)
-    # Slopes from the inside alone: the filter stops at the edges of the image.
+    # Slopes from the inside only: the filter stops at the edges of the image.
     inside = slice(side // 4, 3 * side // 4)
     places = (np.arange(side) + 0.5) / side
     ends = []

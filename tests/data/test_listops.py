@@ -1,4 +1,4 @@
-"""ListOps against an evaluator of its text, its lengths, depths and classes."""
+"""Tests of ListOps against an evaluator of its text, and of its lengths, depths and classes."""
 
 import re
 
@@ -41,7 +41,7 @@ def evaluate(expression: str) -> int:
 
 
 def depths(tokens) -> list[int]:
-    """The depth of every token, the outermost operation being at 1."""
+    """Returns the depth of every token; the outermost operation has depth 1."""
     depth, found = 1, []
     for token in tokens:
         symbol = listops.SYMBOLS[token]

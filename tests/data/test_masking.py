@@ -1,4 +1,4 @@
-"""Masked tokens: how many, what is shown, what is predicted, and that every epoch draws its own."""
+"""Tests of masked tokens: their number, inputs and targets, and a new draw in every epoch."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def task(**changes) -> config_lib.TaskConfig:
 
 
 def bin_config(tmp_path, lengths, **changes) -> config_lib.DataConfig:
-    """Documents whose tokens are all different, none 0, with nothing held out unless asked for."""
+    """Writes documents of distinct nonzero tokens; returns their config, with nothing held out by default."""
     paths = [
         builders.write_bin(tmp_path / f"{i}.bin", [document])
         for i, document in enumerate(builders.numbered(lengths))

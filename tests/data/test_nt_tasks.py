@@ -1,4 +1,4 @@
-"""NT tasks: the series of equations 3 to 9 and their cycles, as the paper counts them."""
+"""Tests of NT tasks: the series of equations 3 to 9 and their cycles, as the paper counts them."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from sympow_jax.data import nt_tasks
 
 
 def series(task, base, first, length):
-    """The equations, with loops."""
+    """Computes the series by the equations, with loops."""
     x, delay = list(first), len(first) - 1
     while len(x) < length:
         delayed, summed = x[-delay] + x[-delay - 1], sum(x[-delay - 1 :])
@@ -70,7 +70,7 @@ def test_mean_length_of_cycles(task, mean):
 
 
 def test_cycles_that_series_only_lead_into():
-    """NT-R is not invertible: every series ends in a cycle, but not every state is on one."""
+    """NT-R is not invertible: every series ends in a cycle, but not every state is part of one."""
     found = nt_tasks.cycles("NT-R", 3, 2)
     on_cycles = set()
     for state in np.ndindex(3, 3, 3):

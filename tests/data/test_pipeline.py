@@ -1,4 +1,4 @@
-"""Rows without end: resuming from an index, sharing between processes, held-out documents."""
+"""Tests of infinite rows: resuming from an index, sharing between processes, held-out documents."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from tests.data import builders
 
 @pytest.fixture(params=["windows", "documents"])
 def config(request, tmp_path):
-    """13 rows and a tail in training, batches of 4: no epoch ends on a batch."""
+    """Returns a config of 13 rows and a tail in training, with batches of 4: no epoch ends on a batch."""
     documents = [[*range(1 + 10 * i, 10 + 10 * i), 0] for i in range(11)]
     path = builders.write_bin(tmp_path / "a.bin", documents)
     return builders.data_config(
@@ -148,7 +148,7 @@ def test_standard_library_trains_and_evaluates():
 
 @pytest.fixture(params=["masked_token", "classification", "regression"])
 def task_and_data(request, tmp_path):
-    """Thirteen rows of every kind that a task reads, three of them held out in a file of their own."""
+    """Writes thirteen rows of every kind that a task reads, three of them held out in a file of their own."""
     lines = [f"line {i}\t{i % 2}\n" for i in range(13)]
     builders.write_files(
         tmp_path,

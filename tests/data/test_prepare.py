@@ -1,4 +1,4 @@
-"""Text files to token files and back, in both layouts and with each kind of tokenizer."""
+"""Tests of converting text files to token files and back, in both layouts and with each kind of tokenizer."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""Packing: every token once, targets one ahead, no prediction across documents."""
+"""Tests of packing: every token once, targets one ahead, no prediction across documents."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def spans(contents) -> documents.Spans:
 
 
 class Led(documents.Spans):
-    """Documents with 99 in front, kept together in pairs."""
+    """Documents with a leading 99, kept together in pairs."""
 
     lead = 99
     together = 2

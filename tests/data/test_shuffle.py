@@ -1,4 +1,4 @@
-"""The arithmetic permutation is one, differs between epochs and favors no order."""
+"""Tests that the arithmetic permutation is one, differs between epochs and favors no order."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""What each source reads, holds out, records and refuses."""
+"""Tests of each source: what it reads, holds out, records and rejects."""
 
 import functools
 import hashlib
@@ -23,7 +23,7 @@ def contents(found) -> list[list[int]]:
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Forty files, every tenth of them empty."""
+    """Writes forty files, every tenth of them empty."""
     written = {f"{i:02}.txt": b"" if i % 10 == 9 else f"document {i}".encode() for i in range(40)}
     builders.write_files(tmp_path / "corpus", written)
     return str(tmp_path / "corpus")
@@ -129,7 +129,7 @@ def test_tokens_hold_out_a_fraction_of_documents(tmp_path):
     about = data.describe(config)
     assert (about["documents"], about["heldout_documents"]) == (len(train), len(held))
     assert (about["tokens"], about["bytes"], about["files"]) == (2 * len(train), 8000, 1)
-    # The seed shuffles; it does not move documents across the line.
+    # The seed shuffles; it does not move documents between training and held-out.
     other = builders.data_config(source="tokens", paths=(path,), document_separator=0, seed=1)
     assert contents(tokens.open_documents(other, heldout=True)) == held
 
@@ -248,7 +248,7 @@ def test_longcrawl64_urls():
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """A folder and its address on a web server, which is an object store to TensorStore."""
+    """Returns a folder and its address on a web server, which TensorStore treats as an object store."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     handler = functools.partial(_QuietHandler, directory=tmp_path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -1,4 +1,4 @@
-"""Labeled texts in columns: what is read, cut, held out and refused."""
+"""Tests of labeled texts in columns: reading, truncation, holding out and rejected files."""
 
 import pathlib
 
@@ -34,7 +34,7 @@ def write(folder: pathlib.Path, content: str, name: str = "a.tsv") -> pathlib.Pa
 
 
 def epoch(config, task, count, vocab_size=256):
-    """The rows of the first epoch as texts and labels, in the order of the texts."""
+    """Returns the rows of the first epoch as texts and labels, in the order of the texts."""
     dataset = data.train_dataset(config, task=task, vocab_size=vocab_size)
     found = []
     for i in range(count):
@@ -49,7 +49,7 @@ def epoch(config, task, count, vocab_size=256):
 
 
 def test_columns_by_name_in_the_layout_of_glue(tmp_path):
-    # A mark of UTF-8, line ends of Windows, a quote that means nothing and no end of the last line.
+    # A UTF-8 byte order mark, Windows line ends, a literal quote and no newline after the last line.
     path = write(tmp_path, '\ufeffid\tsentence\tlabel\r\n0\tgood "one\t1\r\n1\tbád\t0')
     assert epoch(settings(path), BINARY, 2) == [("bád".encode(), 0), (b'good "one', 1)]
 
@@ -107,7 +107,7 @@ def test_a_long_text_is_cut(tmp_path):
 
 @pytest.fixture
 def words(tmp_path):
-    """A tokenizer of whole words whose end of text is id 3."""
+    """Returns a tokenizer of whole words whose end of text is id 3."""
     built = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"[UNK]": 0, "good": 1, "film": 2, "</s>": 3}, unk_token="[UNK]")
     )

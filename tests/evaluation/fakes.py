@@ -9,7 +9,7 @@ VOCABULARY = 11
 
 
 class CountingModel(nnx.Module):
-    """Predicts the token after x to be x + 1, with a logit of position / 100: sure of itself later on."""
+    """Model that predicts x + 1 after token x, with a logit of position / 100: its confidence grows with position."""
 
     def __init__(self):
         self.scale = nnx.Param(jnp.float32(0.01))
@@ -29,11 +29,11 @@ class CountingModel(nnx.Module):
 
 
 def counting_documents(count, length):
-    """Documents in which the token after x is x + 1, each from another start."""
+    """Returns documents in which the token after x is x + 1, each with another first token."""
     return (np.arange(length) + np.arange(count)[:, None]) % VOCABULARY
 
 
 def expected_loss(position):
-    """The loss of `CountingModel` at a token predicted from `position` tokens."""
+    """Returns the loss of `CountingModel` at a token predicted from `position` tokens."""
     logit = np.asarray(position) / 100
     return np.log(np.exp(logit) + VOCABULARY - 1) - logit

@@ -1,4 +1,4 @@
-"""Bucket arithmetic, the choice of documents and the parsing of lengths."""
+"""Tests of bucket arithmetic, the choice of documents and the parsing of lengths."""
 
 import math
 

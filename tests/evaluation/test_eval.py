@@ -1,4 +1,4 @@
-"""eval.py from the command line, over runs that train.py made."""
+"""Tests of eval.py from the command line, on runs made by train.py."""
 
 import csv
 import pathlib
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Two tiny runs, `a` and `b`, of another preset and training context, and an untrained `c`."""
+    """Makes two tiny runs, `a` and `b`, that differ in preset and training context, and an untrained `c`."""
     folder = tmp_path_factory.mktemp("runs")
     for index in range(60):
         (folder / f"{index:02}.txt").write_text(

@@ -1,4 +1,4 @@
-"""The evaluation of encoders: metrics against their formulas, and what the programs write and refuse."""
+"""Tests of the evaluation of encoders: metrics against their formulas, outputs and rejected arguments."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def make(task: config.TaskConfig):
 
 
 def batches(labels, rows=4, time=6):
-    """Batches of random rows, the last filled up with rows that do not count."""
+    """Returns batches of random rows, the last padded with rows that do not count."""
     generator = np.random.default_rng(0)
     missing = np.nan if labels.dtype == np.float32 else -1
     padded = np.append(labels, np.full(-len(labels) % rows, missing, labels.dtype))
@@ -76,7 +76,7 @@ def test_regression_is_measured_over_the_labels_that_count():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> pathlib.Path:
-    """Short runs: `classes` on lines and `more`, its copy, `masked` on texts; `tokens` is a decoder's, not begun."""
+    """Makes short runs: `classes` on lines, its copy `more`, `masked` on texts, and an unstarted decoder, `tokens`."""
     folder = tmp_path_factory.mktemp("encoders")
     lines = [f"{'good' if i % 2 else 'bad'} thing {i}\t{i % 2}" for i in range(50)]
     (folder / "lines.tsv").write_text("\n".join(["text\tlabel", *lines]) + "\n")

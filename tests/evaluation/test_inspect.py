@@ -1,4 +1,4 @@
-"""Pictures of a text from the command line, and their numbers."""
+"""Tests of pictures of a text from the command line, and of their numbers."""
 
 import json
 import math
@@ -18,7 +18,7 @@ WIDTH, HEADS, LAYERS = 16, 2, 2
 
 
 def save_run(folder, settings):
-    """A run whose checkpoint of step 2 is how it began."""
+    """Saves a run whose checkpoint of step 2 has the initial parameters."""
     workdir.open_workdir(folder, settings)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
         checkpoints.save(2, step.init_state(settings, sharding.make_mesh(settings)), {})
@@ -26,7 +26,7 @@ def save_run(folder, settings):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run `a` over bytes below 128, with a checkpoint; without one `untrained`, `images` and `tokens`."""
+    """Makes a run `a` over bytes below 128, with a checkpoint, and `untrained`, `images` and `tokens` without one."""
     folder = tmp_path_factory.mktemp("runs")
     settings = config.Config(
         model=config.ModelConfig(vocab_size=128, layers=LAYERS, width=WIDTH, heads=HEADS, dtype="bfloat16"),
@@ -64,7 +64,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(runs):
-    """What inspect wrote about `TEXT`."""
+    """Runs inspect on `TEXT`; returns the content of its JSON."""
     out = runs / "out"
     assert inspect.main([f"--workdir={runs}/a", f"--text_file={runs}/text", f"--out={out}"]) == 0
     return json.loads((out / "inspect.json").read_text())
@@ -94,7 +94,7 @@ def exactly(parameter):
 
 
 def input_of_first_layer(model, tokens):
-    """In float64: the embedding through two LayerNorms."""
+    """Computes the embedding after two LayerNorms, in float64."""
     x = exactly(model.embedding)[tokens]
     for norm in (model.embedding_norm, model.blocks[0].attention_norm):
         x = x - x.mean(-1, keepdims=True)

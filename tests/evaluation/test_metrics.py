@@ -1,4 +1,4 @@
-"""GLUE's metrics against values worked by hand and formulas written another way."""
+"""Tests of GLUE's metrics against hand-computed values and alternative formulas."""
 
 import itertools
 

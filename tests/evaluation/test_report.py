@@ -1,4 +1,4 @@
-"""The table, the CSV, the JSON and the plot."""
+"""Tests of the table, the CSV, the JSON and the plot."""
 
 import csv
 import io
@@ -91,7 +91,7 @@ def test_table_on_a_terminal_does_not_read_a_name_as_markup():
 
 
 def drawn(monkeypatch, tmp_path, rows):
-    """The axes that `write_plot` saved."""
+    """Returns the axes that `write_plot` saved."""
     figures = []
     save = plot.matplotlib.figure.Figure.savefig
 

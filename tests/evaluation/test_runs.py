@@ -1,4 +1,4 @@
-"""Whole evaluations: names, documents, files, warnings and every error, with models whose loss is known."""
+"""Tests of whole evaluations: names, documents, files, warnings and errors, with models of known loss."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from tests.evaluation import fakes
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A training file and 30 held-out documents of 10, 12, ... 68 tokens that count upwards."""
+    """Writes a training file and 30 held-out documents of 10, 12, ... 68 tokens that count upward."""
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
     for index, tokens in enumerate(fakes.counting_documents(30, 68)):
         tokens[: 10 + 2 * index].astype(np.uint16).tofile(tmp_path / f"heldout{index:02}.bin")
@@ -26,7 +26,7 @@ def corpus(tmp_path):
 
 
 def make_run(corpus, name, *, preset="conformal", train_context=16, vocabulary=fakes.VOCABULARY, **data):
-    """A workdir without checkpoints; `restored` stands in for those."""
+    """Makes a workdir without checkpoints; `restored` stands in for those."""
     data = {
         "source": "tokens",
         "paths": (str(corpus / "train.bin"),),
@@ -46,7 +46,7 @@ def make_run(corpus, name, *, preset="conformal", train_context=16, vocabulary=f
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    """Every run's newest checkpoint is a `CountingModel` at step 7."""
+    """Makes every run's newest checkpoint a `CountingModel` at step 7."""
     monkeypatch.setattr(
         runs.checkpoint, "restore_model", lambda path: (workdir.read_config(path), fakes.CountingModel(), 7)
     )
@@ -60,7 +60,7 @@ def evaluate(workdirs, lengths=None, **kwargs):
 
 
 def mean_loss(first, last):
-    """Of positions first .. last; position t is predicted from t - 1 tokens."""
+    """Returns the mean loss of positions first .. last; position t is predicted from t - 1 tokens."""
     return fakes.expected_loss(np.arange(first - 1, last)).mean()
 
 
@@ -76,7 +76,7 @@ def test_a_run_is_evaluated_with_the_settings_of_its_config(corpus, tmp_path):
 
 
 def test_a_begin_token_makes_position_1_a_prediction():
-    documents = fakes.counting_documents(3, 40)  # the token in front, then positions 1 to 39
+    documents = fakes.counting_documents(3, 40)  # the leading token, then positions 1 to 39
     means = evaluation.context_loss(fakes.CountingModel(), documents, (1, 8), first_position=1)
     assert [mean.tokens for mean in means] == [3, 21]
     expected = [fakes.expected_loss(1), fakes.expected_loss(np.arange(2, 9)).mean()]
@@ -98,7 +98,7 @@ def test_longcrawl64_predicts_position_1_from_the_token_in_front(corpus, tmp_pat
         corpus, "a", source="longcrawl64", paths=(path,), heldout_paths=(path,), document_separator=0
     )
     evaluated, text = evaluate([run], (1, 8, length), out=tmp_path / "out")
-    # Position t is predicted from t tokens, the one in front among them.
+    # Position t is predicted from t tokens, including the leading one.
     expected = [fakes.expected_loss(np.arange(a, b + 1)).mean() for a, b in ((1, 1), (2, 8), (9, length))]
     np.testing.assert_allclose([row.loss for row in evaluated], expected, rtol=1e-6)
     assert [row.tokens for row in evaluated] == [rows * 1, rows * 7, rows * 32]

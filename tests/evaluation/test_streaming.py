@@ -1,4 +1,4 @@
-"""Token losses of a model whose loss is known, in one call and in many."""
+"""Tests of the token losses of a model of known loss, in one call and in many."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from tests.evaluation import fakes
 
 @pytest.fixture(autouse=True)
 def compile_anew():
-    """The tests change bounds that are read while tracing."""
+    """Clears the compiled programs, since the tests change bounds that are read while tracing."""
     streaming._call_losses.clear_cache()
 
 

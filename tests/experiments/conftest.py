@@ -10,7 +10,7 @@ from tests import programs
 
 @pytest.fixture(autouse=True, scope="package")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder that lets the tests compile each of the models once."""
+    """Returns a folder in which the tests cache compiled programs, so that each model compiles once."""
     folder = tmp_path_factory.mktemp("compilation_cache")
     with programs.kept_in(folder):
         yield
@@ -18,7 +18,7 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="package")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A glob of the corpus."""
+    """Returns a glob of the corpus."""
     folder: pathlib.Path = tmp_path_factory.mktemp("corpus")
     for index in range(40):
         (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 2)

@@ -1,4 +1,4 @@
-"""Mistakes on the command line, and experiments that are stopped."""
+"""Tests of mistakes on the command line, and of interrupted experiments."""
 
 import importlib
 import os

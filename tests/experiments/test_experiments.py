@@ -1,4 +1,4 @@
-"""Each experiment from the command line at the scale that is for tests."""
+"""Tests of each experiment from the command line at test scale."""
 
 import csv
 import importlib
@@ -14,7 +14,7 @@ from sympow_jax import config
 
 @pytest.fixture(scope="module")
 def experiment(corpus, tmp_path_factory):
-    """Runs an experiment, in a folder that all share; returns its rows and the content of its JSON."""
+    """Returns a function that runs an experiment in a shared folder and returns its rows and its JSON."""
     out = tmp_path_factory.mktemp("out")
 
     def call(name: str, *flags: str):
@@ -63,7 +63,7 @@ def test_experiments_share_runs(experiment, capsys):
 
     curves, _ = experiment("training_curves", *flags)
     assert capsys.readouterr().out.count("done before") == 2
-    # Of two updates a tenth, or at least one, is the last.
+    # The loss is averaged over the last tenth of the updates, at least one: here, the second of two.
     assert [row["loss"] for row in curves][1::2] == [row["loss"] for row in rows]
 
 
@@ -134,7 +134,7 @@ def test_times_are_taken_in_turns():
     times = _timing.alternate(calls, rounds=2)
     assert "".join(made) == "ab" + "ab" + "ba"
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 2, "b": 2}
-    # A round in which the machine was slow counts for both.
+    # A round in which the machine was slow affects both.
     assert _timing.relative([1.0, 30.0, 1.0], [2.0, 20.0, 2.0]) == (0.5, 0.5, 1.0)
 
 

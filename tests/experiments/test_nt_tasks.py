@@ -1,4 +1,4 @@
-"""The experiment of the NT tasks: the paper's model, its training, and what the command writes."""
+"""Tests of the NT tasks experiment: the paper's model, its training, and the command's output."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ def model(**changes):
 
 
 def test_parameters_are_the_papers():
-    """802 for N = 2 and 16 positions, and "about 4e5" for N = 16 and 128."""
+    """The paper has 802 for N = 2 and 16 positions, and "about 4e5" for N = 16 and 128."""
     assert model(base=2, context=16, weights="position").parameters() == 802
     assert 3.9e5 < model(base=16, context=128, weights="position").parameters() < 4.1e5
 
@@ -64,7 +64,7 @@ def trained(**changes):
 
 
 def test_many_runs_at_once_are_single_ones():
-    """A run is what it is alone, and other than the one beside it."""
+    """A run gives the same result in a group as by itself, and differs from the other runs of the group."""
     both, alone = trained(runs=2), trained(runs=1)
     assert [progress.epoch for progress in both] == [2, 3]
     for many, one in zip(both, alone, strict=True):
@@ -160,7 +160,7 @@ def test_wrong_flags_are_one_line(flags, message, tmp_path, capsys):
 
 
 def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
-    """The curves up to then are written."""
+    """The curves up to the interruption are written."""
 
     def interrupted(setting):
         accuracy = {name: np.full((setting.runs, 1), 0.5) for name in setting.attentions}

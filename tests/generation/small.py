@@ -1,4 +1,4 @@
-"""Models small enough to decode in a test, with attention that matters, and what prompts leave behind in them."""
+"""Models small enough to decode in a test, with attention that matters, and their states after prompts."""
 
 import functools
 
@@ -45,11 +45,11 @@ def tokens(batch: int, time: int, seed: int = 1) -> np.ndarray:
 
 @functools.cache
 def prefilled(preset: str, max_length: int | None = None):
-    """Logits and state behind ragged prompts, the first `LENGTHS` of `tokens(ROWS, TIME)`; compiled once."""
+    """Returns logits and state after ragged prompts, the first `LENGTHS` of `tokens(ROWS, TIME)`; compiled once."""
     return generation.prefill(model(preset), tokens(ROWS, TIME), LENGTHS, max_length=max_length)
 
 
 @nnx.jit
 def whole(model: models.DecoderLM, tokens: np.ndarray) -> jax.Array:
-    """Logits of whole rows, without a state."""
+    """Returns the logits of whole rows, without a state."""
     return model(tokens)

@@ -1,4 +1,4 @@
-"""Prefill and decode against one call of the model, whatever the state keeps."""
+"""Tests of prefill and decoding against one call of the model, for every kind of state."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ BOUND = 1e-5
 
 
 def decoded(model, tokens, state, logits):
-    """The logits before and behind each of `tokens`, [B, T + 1, V]."""
+    """Returns the logits before and after each of `tokens`, [B, T + 1, V]."""
     found = [logits]
     for place in range(tokens.shape[1]):
         logits, state = generation.decode(model, state, tokens[:, place])
@@ -59,13 +59,13 @@ def test_padding_takes_no_room():
     logits, state = small.prefilled("softmax", 200)
     found = decoded(small.model("softmax"), small.tokens(small.ROWS, 105), state, logits)
     outgrown = ~np.isfinite(found).all(-1)
-    # Row 0 has room for 100 tokens more; the next still sees them all, and the one behind it misses a key.
+    # Row 0 has room for 100 more tokens. The next token still attends to all of them; the one after it misses a key.
     np.testing.assert_array_equal(outgrown[0], [False] * 102 + [True] * 4)
     assert not outgrown[1:].any()
 
 
 def test_a_kv_cache_is_folded():
-    """36 features of 9 numbers each against 16 numbers a position, and a window of 8."""
+    """36 features of 9 elements each against 16 elements per position, and a window of 8."""
     model = small.model("conformal")
     assert model.kv_cache_length == 28
     lengths = np.array([20, 11, 24])

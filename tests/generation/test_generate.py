@@ -1,4 +1,4 @@
-"""generate.py from the command line, over a run that train.py made."""
+"""Tests of generate.py from the command line, on a run made by train.py."""
 
 import json
 import os
@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run `a` of two steps over bytes below 128; without checkpoints `untrained`, `classifier` and `tokens`."""
+    """Makes a run `a` of two steps over bytes below 128; without checkpoints `untrained`, `classifier` and `tokens`."""
     folder = tmp_path_factory.mktemp("runs")
     for index in range(20):
         (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 4)
@@ -132,7 +132,7 @@ def test_control_c(runs, capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_mistake_leaves_no_traceback_in_a_process_of_its_own(runs):
-    # Bytes of the command line that are no UTF-8 are bytes of the prompt.
+    # Bytes of the command line that are not UTF-8 are bytes of the prompt.
     arguments = [f"--workdir={runs}/a".encode(), b"--prompt=caf\xe9"]
     done = subprocess.run(
         [sys.executable, ROOT / "generate.py", *arguments], capture_output=True, text=True, timeout=120

@@ -1,4 +1,8 @@
-"""Tokens of whole prompts: greedy ones against the model called anew for each, drawn ones alone and in a batch."""
+"""Tests of generation from whole prompts.
+
+Greedy tokens are compared with a new call of the model for each token, and sampled ones with the same prompts in a
+batch.
+"""
 
 import functools
 
@@ -26,7 +30,7 @@ def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
 
 
 def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch):
-    """The first 28 positions keep their keys (`test_decoding`), which then are folded."""
+    """The first 28 positions stay in the KV cache (`test_decoding`); then the recurrent state is updated with them."""
     folds = []
     fold = decoding.fold
     monkeypatch.setattr(decoding, "fold", lambda *arguments: folds.append(1) or fold(*arguments))
@@ -52,7 +56,7 @@ def test_drawn_tokens_do_not_depend_on_the_batch():
     np.testing.assert_array_equal(together[0], together[3])
     for row in (0, 2):
         np.testing.assert_array_equal(draw([rows[row]], max_tokens=20)[0], together[row])
-    # Nor on where a prompt ends and what was drawn begins.
+    # It does not depend on where the prompt ends and the sampled tokens begin either.
     longer = [*rows[1], *together[1, :5].tolist()]
     np.testing.assert_array_equal(draw([longer], max_tokens=20)[0, :15], together[1, 5:])
     assert (draw([rows[0]], max_tokens=20, seed=4)[0] != together[0]).any()

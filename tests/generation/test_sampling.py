@@ -1,4 +1,4 @@
-"""What is drawn, from which tokens, and what it depends on."""
+"""Tests of sampling: the drawn tokens, the eligible tokens, and the dependence on the key."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ PROBABILITIES = np.array([0.5, 0.25, 0.15, 0.1])
 
 
 def draws(seed=0, probabilities=PROBABILITIES, **settings):
-    """One token each at so many positions."""
+    """Draws one token at each of many positions."""
     logits = jnp.broadcast_to(jnp.log(probabilities), (DRAWS, len(probabilities)))
     sampling = generation.Sampling(**settings)
     position = jnp.arange(DRAWS)
@@ -24,7 +24,7 @@ def frequencies(*arguments, **settings):
 
 
 def close(found, expected):
-    """Within five standard deviations of a mean of so many draws."""
+    """Checks that means agree within five standard deviations."""
     expected = np.array(expected)
     bound = 5 * np.sqrt(expected * (1 - expected) / DRAWS)
     np.testing.assert_array_less(np.abs(found - expected), bound + 1e-9)
@@ -42,9 +42,9 @@ def test_the_likeliest_alone():
     close(frequencies(top_k=9), PROBABILITIES)
     close(frequencies(top_p=0.8), [5 / 9, 2.5 / 9, 1.5 / 9, 0])
     close(frequencies(top_p=0.5), [1, 0, 0, 0])
-    # top_p of what top_k leaves: 2/3 reach it alone.
+    # top_p is applied after top_k, which leaves the first token with 2/3, more than top_p.
     close(frequencies(top_k=2, top_p=0.6), [1, 0, 0, 0])
-    # top_p of what the temperature makes of them.
+    # top_p is applied after the temperature.
     close(frequencies(top_p=0.7, temperature=0.5), [1, 0, 0, 0])
     assert (draws(top_p=1e-9) == 0).all()
 

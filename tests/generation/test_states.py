@@ -1,4 +1,4 @@
-"""States of a running batch: forked, inserted, taken, saved and restored."""
+"""Tests of states of a running batch: forked, inserted, extracted, saved and restored."""
 
 import jax
 import numpy as np
@@ -36,7 +36,7 @@ def test_a_slot_changes_alone(prefilled):
     same(generation.take(changed, 1), generation.take(state, 2))
     for slot in (0, 2):
         same(generation.take(changed, slot), generation.take(empty, slot))
-    # A row goes on in a slot as it would have elsewhere.
+    # A row continues in a slot as it would have in any other slot.
     found, _ = generation.decode(model, changed, np.array([3, 4, 5]))
     expected, _ = generation.decode(model, state, np.array([0, 0, 4]))
     np.testing.assert_allclose(found[1], expected[2], rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A model trained on text: the same logits by every form and step by step, and the same greedy text."""
+"""Tests of a model trained on text: equal logits and greedy text from every form and from single steps."""
 
 import dataclasses
 import pathlib
@@ -22,7 +22,7 @@ BOUND = 1e-5
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The model of `configs/quickstart.py` after 100 updates."""
+    """Returns the model of `configs/quickstart.py` after 100 updates."""
     folder = tmp_path_factory.mktemp("run")
     arguments = [f"--config={ROOT}/configs/quickstart.py", f"--workdir={folder}"]
     arguments += ["--config.training.steps=100", "--config.evaluation.context_lengths=64"]
@@ -32,12 +32,12 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text():
-    """Bytes of the Python standard library."""
+    """Returns bytes of the Python standard library."""
     return np.frombuffer(pathlib.Path(dataclasses.__file__).read_bytes()[:TIME], np.uint8).astype(np.int32)
 
 
 def in_form(model, form):
-    """The model with another form of attention and the same parameters."""
+    """Returns the model with another form of attention and the same parameters."""
     graph = dataclasses.replace(
         model.config, attention=dataclasses.replace(model.config.attention, form=form)
     )
@@ -48,7 +48,7 @@ def in_form(model, form):
 
 @nnx.jit
 def by_steps(model, tokens):
-    """The logits behind each token, from one state to the next."""
+    """Returns the logits after each token, decoded one token at a time."""
     state = generation.init_state(model, 1)
 
     def step(state, token):
@@ -71,7 +71,7 @@ def test_forms_and_steps_agree_over_4096_tokens(trained, text):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_greedy_text_is_identical(trained, text):
-    """Behind prompts that the state is made of, and behind one whose keys are kept until they are folded."""
+    """One prompt is in the recurrent state; the other stays in the KV cache until it is folded."""
     model = in_form(trained, "attention")
     count = 96
     for length in (40, 380, 2000):
@@ -80,6 +80,6 @@ def test_greedy_text_is_identical(trained, text):
             trained, [prompt.tolist()], max_tokens=count, sampling=generation.Sampling(temperature=0)
         )
         found = np.concatenate(list(blocks), axis=1)[0]
-        # Each token is the likeliest behind those before it, so the other form's greedy text is the same.
+        # Each token is the likeliest after those before it, so the other form's greedy text is the same.
         logits = small.whole(model, np.concatenate([prompt, found])[None])[0]
         np.testing.assert_array_equal(found, logits[length - 1 : -1].argmax(-1))

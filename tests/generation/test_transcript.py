@@ -1,4 +1,4 @@
-"""Text from tokens as they arrive: whole characters, stop strings, ends."""
+"""Tests of text from tokens as they arrive: whole characters, stop strings, ends."""
 
 import itertools
 
@@ -12,7 +12,7 @@ BYTES = data_lib.Codec(tokenizer.load("byte"), 256)
 
 
 def told(data, size, *, codec=BYTES, prompt=b"x", max_tokens=1000, stops=()):
-    """The pieces that blocks of `size` tokens give, and the transcript."""
+    """Returns the pieces of text from blocks of `size` tokens, and the transcript."""
     tokens = list(data)
     transcript = generation.Transcript(codec, list(prompt), max_tokens=max_tokens, stops=stops)
     pieces = [transcript.add(tokens[start : start + size]) for start in range(0, len(tokens), size)]

@@ -1,6 +1,6 @@
-"""Layers and models on a caller's mesh: how far they are from the same arrays on one device, a line per case.
+"""Compares layers and models on a caller's mesh with the same arrays on one device, one line per case.
 
-Run as a program, with the names of the cases, where there are four devices.
+Run as a program, with the names of the cases, on four devices.
 """
 
 import json
@@ -18,7 +18,7 @@ from sympow_jax import config, models
 
 AXES = ("data", "model")
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
-# Of each kind of mesh: its four devices, the type of its axes, and how rows, and times, are over them. Heads are over
+# For each kind of mesh: its four devices, the type of its axes, and the axes of rows and time. Heads are sharded over
 # `model`, which in `heads` does not divide the two key/value heads.
 KINDS = {
     "explicit": ((2, 2), EXPLICIT, jax.P("data")),
@@ -53,7 +53,7 @@ MODELS = ("layer", "decoder", "stream", "encoder", "images")
 
 
 def settings(attention: str, model: str) -> config.ModelConfig:
-    """A model of one layer."""
+    """Returns the config of a model of one layer."""
     options = dict(ATTENTION[attention])
     causal = model not in ("encoder", "images")
     kind = config.preset(options.pop("preset"), causal=causal, **options)
@@ -73,7 +73,7 @@ def settings(attention: str, model: str) -> config.ModelConfig:
 
 
 def make(attention: str, model: str) -> nnx.Module:
-    """The layer or model, its projections so large that attention matters."""
+    """Makes the layer or model, with projections so large that attention matters."""
     task = {"encoder": config.TaskConfig(name="masked_token")}.get(
         model,
         config.TaskConfig(name="classification", classes=3) if model == "images" else config.TaskConfig(),
@@ -85,7 +85,7 @@ def make(attention: str, model: str) -> nnx.Module:
 
 
 def inputs(model: str) -> jax.Array:
-    """Tokens, images or activations, rows first."""
+    """Returns tokens, images or activations, rows first."""
     key = jax.random.key(1)
     if model == "layer":
         return jax.random.normal(key, (BATCH, TIME, WIDTH))
@@ -95,14 +95,14 @@ def inputs(model: str) -> jax.Array:
 
 
 def call(model: str, made: Any, x: jax.Array) -> jax.Array:
-    """What the model makes of its inputs; `stream` is in two pieces, from a state of zeros, the second one a token."""
+    """Applies the model; with `stream` in two pieces, from a state of zeros, the second of one token."""
     match model:
         case "encoder":
             return made.hidden(x)
         case "images":
             return made.classify(x)
         case "stream":
-            # As many rows as x has here: within `shard_map` those of one device.
+            # The number of rows of x here: within `shard_map`, those of one device.
             state = made.init_state(len(x), max_length=TIME)
             first, state = made(x[:, :-1], state=state, return_state=True)
             second, _ = made(x[:, -1:], state=state, return_state=True)
@@ -111,7 +111,7 @@ def call(model: str, made: Any, x: jax.Array) -> jax.Array:
 
 
 def compare(attention: str, model: str, kind: str, how: str) -> dict[str, float]:
-    """Relative errors of values and gradients on a mesh; `kind` is in `KINDS`, `how` is jit or eager."""
+    """Returns relative errors of values and gradients on a mesh; `kind` is in `KINDS`, `how` is jit or eager."""
     graph, params = nnx.split(make(attention, model))
     x = inputs(model)
 
@@ -130,7 +130,7 @@ def compare(attention: str, model: str, kind: str, how: str) -> dict[str, float]
     shape, axis_type, rows = KINDS[kind]
     mesh = jax.make_mesh(shape, AXES, axis_types=(axis_type, axis_type))
     mapped = forward
-    # Of the decays and rates there are as many as key/value heads.
+    # The numbers of decays and of rates are equal to that of key/value heads.
     rules = tuple((name, None if (name, kind) == ("gates", "heads") else axis) for name, axis in RULES)
     with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
         # Within `shard_map` parameters are whole, and rows are over both axes.
@@ -150,9 +150,14 @@ def compare(attention: str, model: str, kind: str, how: str) -> dict[str, float]
 
 
 def error(actual: jax.Array, expected: jax.Array, natural: float = 0.0) -> float:
-    """RMS of the difference by RMS of what is expected; a gradient that is but rounding counts by the largest one."""
+    """Returns the RMS of the difference over the RMS of the expected values.
+
+    A gradient that is below rounding of the largest one is measured relative to the largest. The gradient of the bias
+    of softmax's keys, which is zero, is an example.
+    """
     actual, expected = (np.asarray(jax.device_get(x), np.float64) for x in (actual, expected))
-    scale = max(np.sqrt(np.mean(expected**2)), 1e-3 * natural)
+    own = np.sqrt(np.mean(expected**2))
+    scale = natural if own < 1e-6 * natural else max(own, 1e-3 * natural)
     return float(np.sqrt(np.mean((actual - expected) ** 2)) / scale)
 
 

@@ -1,4 +1,4 @@
-"""The attention layer: its parameters, what it computes in which dtype, and its state."""
+"""Tests of the attention layer: its parameters, its dtypes of computation, and its state."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Attention maps are what makes a layer's output of its values."""
+"""Tests that attention maps times values give a layer's output."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from flax import nnx
 from sympow_jax import config, layers
 
 WIDTH, HEADS, TIME = 16, 4, 20
-# Those of powers take longer; tests/evaluation/test_inspect.py holds one to the formula.
+# Maps of powers take longer; tests/evaluation/test_inspect.py compares one with the formula.
 BY_DEFAULT = ("expressive", "linear_lrpe", "softmax_alibi")
 OTHERS = {
     "whole document": {"kernel": "softmax", "decay": "none", "position": "rope", "causal": False},
@@ -39,7 +39,7 @@ def make(attention, kv_heads=2):
 
 
 def inputs():
-    # Two documents, and padding in front of the second.
+    # Two documents, with padding before the second.
     segments = jnp.array([[0] * 12 + [-1] * 2 + [1] * (TIME - 14), [0] * TIME])
     return jax.random.normal(jax.random.key(1), (2, TIME, WIDTH)), segments
 

@@ -1,4 +1,4 @@
-"""Every kernel of the config is its formula, streams, counts its state and its FLOPs, and runs in a model."""
+"""Tests of every kernel of the config: formula, streaming, state size, FLOPs, and use in a model."""
 
 import dataclasses
 
@@ -17,13 +17,13 @@ SEGMENT_IDS = np.array([[0] * 9 + [-1] * 2 + [1] * 10, [3] * TIME], np.int32)
 
 
 def features(x):
-    """elu(x) + 1."""
+    """Returns elu(x) + 1."""
     return np.where(x > 0, x + 1, np.exp(x))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel's weights from vectors [..., D] of queries and keys, and the memory that it has."""
+    """Weights of a kernel from vectors [..., D] of queries and keys, and the size of its state."""
 
     weigh: object
     memory: type
@@ -33,7 +33,7 @@ class Case:
     elements: int | None = None
 
     def kernel(self, name, **changes):
-        """In float32, without positions, which are those of the layer."""
+        """Returns the config of the kernel in float32, without positions, which belong to the layer."""
         options = (
             {"decay": "learned", "position": "none", "exact_window": 4, "chunk_size": 8}
             | self.changes
@@ -74,7 +74,7 @@ def arrays():
 
 
 def formula(weigh, query, key, value, log_decay, segment_ids):
-    """The weighted mean of values, one head and one row at a time, in float64."""
+    """Computes the weighted mean of values, one head and one row at a time, in float64."""
     out = np.zeros(query.shape)
     sums = np.cumsum(np.where(segment_ids[..., None] < 0, 0, log_decay), axis=1, dtype=np.float64)
     ages = np.arange(TIME)[:, None] - np.arange(TIME)
@@ -179,7 +179,7 @@ def test_flops_grow_with_the_context_only_without_a_state(name):
 def test_power_keeps_a_cache_while_it_is_smaller():
     kernel = KERNELS["power"].kernel("power", form=None)
     assert kernel.cache_policy is kernels.CachePolicy.WHILE_SMALLER
-    # 36 features by 8 values and a normalizer, and a window of 8, against 16 numbers per key.
+    # 36 features by 8 values and a normalizer, and a window of 8, against 16 elements per key.
     assert kernel.max_cache_length == 36 * 9 // 16 + 8
     assert kernel.prefers_cache(36)
     assert not kernel.prefers_cache(37)

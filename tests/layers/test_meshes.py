@@ -1,4 +1,7 @@
-"""Layers and models on a caller's mesh are those of one device: Explicit or Auto axes, inside `shard_map`, or eager."""
+"""Tests that layers and models on a caller's mesh equal those on one device.
+
+The mesh has Explicit or Auto axes; calls are compiled, inside `shard_map`, or eager.
+"""
 
 import json
 import os
@@ -30,13 +33,13 @@ RARE = [
     for name in meshes.ATTENTION
     if (case := f"{name}/{model}/{kind}/{how}") not in OFTEN
     and not (model in ("encoder", "images") and name in CAUSAL_ONLY)
-    # A part of the time that is over devices is no array of its own, and pixels are not times.
+    # Slices of a sharded time axis are not separate arrays, and pixels have no time axis.
     and not (kind == "time" and model in ("stream", "images"))
 ]
 
 
 def check(case):
-    """In a process of its own, which has four devices."""
+    """Runs in a separate process with four devices."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.layers.meshes", case],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -66,7 +69,7 @@ def test_everything_on_a_mesh(case):
 
 
 def test_names_of_axes_are_those_that_nnx_reads():
-    """On every matrix of a model; names without a rule stay as they are."""
+    """Checks every matrix of a model; names without a rule are unchanged."""
     model = meshes.make("power", "decoder")
     specs = dict(nnx.to_flat_state(nnx.get_partition_spec(nnx.state(model))))
     named = {".".join(map(str, path)): tuple(spec.get_value()) for path, spec in specs.items()}

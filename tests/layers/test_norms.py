@@ -1,4 +1,4 @@
-"""Normalization over the batch: the formula, its running means, and padding."""
+"""Tests of normalization over the batch: the formula, its running means, and padding."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +39,7 @@ def test_batch_normalization_is_the_formula_over_tokens_that_are_not_padding(seg
 
 
 def test_means_of_a_batch_far_from_zero():
-    """The variance is that of differences from the mean: squares of 1e4 would leave nothing of it."""
+    """The variance is computed from differences from the mean: with squares of 1e4 it would be lost."""
     norm, x = make("batch"), values(shift=1e4)
     norm.train()
     tokens = x.reshape(-1, WIDTH).astype(np.float64)
@@ -59,7 +59,7 @@ def test_statistics_are_float32_whatever_the_dtype():
     exact, rounded = make("batch"), make("batch", "bfloat16")
     for norm in (exact, rounded):
         norm.train()
-    x = jnp.asarray(values(shift=100.0))  # of which bfloat16 keeps no digit behind the point
+    x = jnp.asarray(values(shift=100.0))  # bfloat16 keeps no fractional digit of these
     outs = [layers.normalize(norm, x, None) for norm in (exact, rounded)]
     assert outs[1].dtype == jnp.bfloat16
     np.testing.assert_array_equal(outs[0].astype(jnp.bfloat16), outs[1])

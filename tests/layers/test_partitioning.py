@@ -1,4 +1,4 @@
-"""A layer under a caller's mesh is the layer alone, also where the mesh does not divide all of its sizes."""
+"""Tests that a mesh in scope does not change a layer, even if it does not divide all sizes."""
 
 import json
 import os

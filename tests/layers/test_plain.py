@@ -1,4 +1,4 @@
-"""Layers by plain arguments: they are those of a model's config, and mistakes name the argument."""
+"""Tests of layers made by plain arguments: equal to those of a config, with mistakes that name the argument."""
 
 import inspect
 import re
@@ -122,7 +122,7 @@ def test_channel_options():
 
 
 def test_a_trainer_of_nnx_without_a_mesh():
-    """Names of axes are in nobody's way: variables, optimizer states and abstract models are as of any layer."""
+    """Names of axes cause no problem: variables, optimizer states and abstract models are those of any layer."""
     layer = layers.PowerAttention(WIDTH, HEADS, rngs=0)
     optimizer = nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
     before = np.array(layer.query.kernel[...])

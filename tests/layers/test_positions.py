@@ -1,4 +1,4 @@
-"""Every position encoding and gate in the layer: streamed, packed, differentiated, and bidirectional."""
+"""Tests of every position encoding and gate in the layer: streamed, packed, differentiated, and bidirectional."""
 
 import jax
 import jax.numpy as jnp

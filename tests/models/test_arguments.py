@@ -1,4 +1,4 @@
-"""Mistakes in what a model is called with are one clear line."""
+"""Tests that mistakes in the arguments of a model give one clear line."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""A second call of a layer or a model outside `jax.jit` traces and compiles nothing."""
+"""Tests that a second call of a layer or a model outside `jax.jit` traces and compiles nothing."""
 
 import time
 
@@ -22,7 +22,7 @@ def small(preset, *, remat="none", **changes):
 
 
 def events(call):
-    """What JAX traces and compiles in the second of two calls, and that it does in the first."""
+    """Returns JAX's trace and compile events of the second of two calls; checks that the first has some."""
     jax.clear_caches()
     found = []
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_a_layer_takes_little_longer_than_a_jitted_one():
     layer, x = layers.PowerAttention(32, 4, form="chunked", rngs=0), jnp.ones((2, 256, 32))
     jitted = nnx.jit(lambda layer, x: layer(x))
     times: dict[str, list[float]] = {"eager": [], "jitted": []}
-    # In turns, and the shortest of each, which other work on the machine changes least.
+    # Alternate, and take the minimum of each, which other work on the machine affects least.
     for _ in range(20):
         for name, call in (("eager", lambda: layer(x)), ("jitted", lambda: jitted(layer, x))):
             begin = time.perf_counter()

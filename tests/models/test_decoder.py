@@ -1,4 +1,4 @@
-"""The decoder: its size, its state's size, and that streaming a document changes nothing."""
+"""Tests of the decoder: its size, its state's size, and that streaming a document changes nothing."""
 
 import dataclasses
 import itertools
@@ -79,7 +79,7 @@ def gpt2(size="gpt2_124m", **attention):
     ],
 )
 def test_state_bytes_of_the_papers(feature_map, power, expected):
-    """The tables of "Symmetric Power Transformers", sections 3 and 4, printed to 2 or 3 digits."""
+    """Compares with the tables of "Symmetric Power Transformers", sections 3 and 4, printed to 2 or 3 digits."""
     digits = 3 if expected in (314e9, 199e12) else 2
     assert (
         float(f"{models.state_bytes(gpt2(power=power), feature_map=feature_map):.{digits - 1}e}") == expected
@@ -98,7 +98,7 @@ def test_state_of_vanilla_linear_attention(size, numbers):
 @pytest.mark.parametrize(
     ("changes", "numbers"),
     [
-        # Complex features are twice as many; the normalizer is made of those before the turn, or behind it.
+        # Complex features double the number; the normalizer has the features before `turn`, or those after it.
         ({"core": "unitary"}, 128 * 64 + 64),
         ({"core": "unitary", "normalizer": "rotated"}, 128 * 64 + 128),
         ({"core": "orthogonal", "feature_map": "symmetric"}, 2080 * 64 + 2080),
@@ -137,7 +137,7 @@ MEMORIES = {
     ("preset", "changes"), [(name, changes) for name, many in MEMORIES.items() for changes in many]
 )
 def test_streaming_equals_one_call(preset, changes):
-    """Documents that begin and end inside calls, padding, calls of one token and of many."""
+    """Documents begin and end inside calls, with padding, calls of one token and calls of many."""
     model = small(preset, layers=2 if changes == {"form": "attention"} else 1, **changes)
     whole = run(model, tokens(), SEGMENT_IDS)
     state, parts = model.init_state(2, max_length=TIME), []

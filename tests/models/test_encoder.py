@@ -1,4 +1,4 @@
-"""The encoder: every token sees its document, nothing sees padding, and rows have classes."""
+"""Tests of the encoder: tokens attend to their whole document, never to padding, and rows have classes."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def tokens(batch=2, time=TIME):
 
 @nnx.jit
 def run(model, tokens, segment_ids):
-    """Hidden states and logits of classes."""
+    """Returns hidden states and logits of classes."""
     hidden = model.hidden(tokens, segment_ids=segment_ids)
     return hidden, model.head(hidden, segment_ids)
 

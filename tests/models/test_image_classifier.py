@@ -1,4 +1,4 @@
-"""The image classifier: its patches, its positions, its size."""
+"""Tests of the image classifier: its patches, its positions, its size."""
 
 import itertools
 
@@ -26,7 +26,7 @@ classify = nnx.jit(models.ImageClassifier.classify)
 
 
 def test_patches_are_squares_row_by_row():
-    """An image is classified as the model's own layers do with patches that are cut out one by one."""
+    """Compares with the model's own layers applied to patches that are cut out one by one."""
     model = make(config.lrpe_method("base", causal=False))
     x = np.asarray(images())
     cut = [

@@ -1,4 +1,4 @@
-"""Learned absolute positions: a row of a table for each place of a document, and nothing beyond the table."""
+"""Tests of learned absolute positions: one table row per position of a document, and errors beyond the table."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def stem(model, x, segment_ids):
 
 @pytest.mark.parametrize("embedding_norm", [False, True])
 def test_rows_of_the_table_by_place(embedding_norm):
-    """Added behind the norm, if there is one."""
+    """Added after the norm, if there is one."""
     model = make(embedding_norm=embedding_norm)
     ids = np.array([[0, 0, 0, -1, 0, 1, 1, 2], [-1, 4, 4, 4, 4, 4, 4, 4]])
     table = np.asarray(model.position_embedding[...])

@@ -1,4 +1,4 @@
-"""Inputs that every implementation of power attention is tested and timed on, and how errors are measured."""
+"""Inputs for testing and timing every implementation of power attention, and error measures."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ GRADIENTS = ("query", "key", "value", "log_decay")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One combination of the options of `power_attention`; arrays are drawn by `arrays`."""
+    """Combination of options of `power_attention`; `arrays` draws its arrays."""
 
     power: int = 2
     head_dim: int = 16
@@ -26,7 +26,7 @@ class Case:
 
 
 def arrays(case: Case, *, batch=2, kv_heads=1, seed=0, dtype="float32") -> dict[str, np.ndarray | None]:
-    """Arguments of the op in float64, holding values that `dtype` represents exactly, and `dout`."""
+    """Returns arguments of the op in float64, with values that `dtype` represents exactly, and `dout`."""
     random = np.random.default_rng(seed)
     time = case.time
 
@@ -58,12 +58,12 @@ def arrays(case: Case, *, batch=2, kv_heads=1, seed=0, dtype="float32") -> dict[
 
 
 def lengths(shape: tuple[int, ...], octaves: int, *, seed=0) -> np.ndarray:
-    """Powers of two between 2^-octaves and 2^octaves, by which some vectors are longer than others."""
+    """Returns powers of two between 2^-octaves and 2^octaves, by which some vectors are longer than others."""
     return 2.0 ** np.random.default_rng(seed).integers(-octaves, octaves, shape, endpoint=True)
 
 
 def _segments(kind, batch, time, random):
-    """Documents that start at multiples of 64 (`edges`), or anywhere with padding between (`padded`)."""
+    """Returns documents that start at multiples of 64 (`edges`), or anywhere with padding between (`padded`)."""
     if kind == "edges":
         return np.broadcast_to(np.arange(time) // 64 % 2, (batch, time)).astype(np.int32)
     ids = np.cumsum(random.random((batch, time)) < 0.04, 1) % 3
@@ -71,7 +71,7 @@ def _segments(kind, batch, time, random):
 
 
 def pairwise(factors: dict[str, tuple], keep=lambda case: True) -> list[Case]:
-    """Cases in which every pair of values of two factors occurs together, where `keep` allows it."""
+    """Returns cases in which every pair of values of two factors occurs, where `keep` allows it."""
     names = list(factors)
     candidates = [Case(**dict(zip(names, values))) for values in itertools.product(*factors.values())]
     candidates = [case for case in candidates if keep(case)]
@@ -88,14 +88,20 @@ def pairwise(factors: dict[str, tuple], keep=lambda case: True) -> list[Case]:
 
 
 def error(actual, expected, natural=0.0) -> float:
-    """RMS(a - b) / RMS(b); where b all but vanishes against its natural size, RMS(a - b) against that size."""
+    """Returns RMS(a - b) / RMS(b).
+
+    If b nearly vanishes relative to its natural size, returns RMS(a - b) divided by that size.
+    """
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     size = _rms(expected)
     return _rms(actual - expected) / (size if size > 1e-6 * natural else natural or 1.0)
 
 
 def natural_size(name: str, drawn) -> float:
-    """What the RMS of a gradient would be if nothing canceled: the output times its cotangent, by the argument."""
+    """Returns the RMS that a gradient would have without cancellation.
+
+    This is the output times its cotangent, divided by the argument.
+    """
     return _rms(drawn["dout"]) * {
         "query": 1 / _rms(drawn["query"]),
         "key": 1 / _rms(drawn["key"]),

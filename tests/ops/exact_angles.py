@@ -1,4 +1,4 @@
-"""Angles position * rate with whole turns taken out in rational numbers."""
+"""Angles position * rate with whole turns removed in rational arithmetic."""
 
 import fractions
 
@@ -13,7 +13,7 @@ POSITIONS = np.array([0, 1, 77, 2**20, 2**20 + 77, 2**31 - 1], np.int32)
 
 
 def angles(positions, rates, turn=2 * PI) -> np.ndarray:
-    """positions * rates in radians, in [-pi, pi], float64; `turn` is a turn in the unit of the rates."""
+    """Returns positions * rates in radians, in [-pi, pi], float64; `turn` is one turn in the unit of the rates."""
     found = np.empty((np.size(positions), np.size(rates)))
     for i, position in enumerate(np.ravel(positions)):
         for j, rate in enumerate(np.ravel(rates)):
@@ -23,6 +23,6 @@ def angles(positions, rates, turn=2 * PI) -> np.ndarray:
 
 
 def largest_difference(actual, expected) -> float:
-    """The largest distance of two points on the unit circle."""
+    """Returns the largest distance between two points on the unit circle."""
     difference = np.asarray(actual, np.float64) - expected
     return 2 * np.abs(np.sin(difference / 2)).max()

@@ -26,9 +26,9 @@ def attention(
     log_decay=None,
     segment_ids=None,
 ):
-    """sum_j b_ij turn(phi_i) . turn(phi_j) v_j / sum_j b_ij phi_i . phi_j, zero where that vanishes.
+    """Computes sum_j b_ij turn(phi_i) . turn(phi_j) v_j / sum_j b_ij phi_i . phi_j, or zero if the divisor is zero.
 
-    A document is a run of equal ids, over padding between them.
+    A document is a run of equal ids, across padding between them.
     """
     batch, time, heads, _ = query.shape
     group = heads // key.shape[2]
@@ -60,7 +60,7 @@ def attention(
 
 
 def _seen(batch, time, segment_ids):
-    """Which pairs are of one document, [B, T, T]."""
+    """Returns a mask of the pairs within one document, [B, T, T]."""
     if segment_ids is None:
         return jnp.ones((batch, time, time), bool)
     document, current = [], jnp.full(batch, -1)
@@ -74,9 +74,10 @@ def _seen(batch, time, segment_ids):
 
 
 def rotation(positions=None, *, rate=0.1, doubled=False):
-    """Turns the two halves of features by position times a rate each; `doubled` is by (cos, sin) of every feature.
+    """Returns a `turn` that rotates the two halves of features by position times rate.
 
-    With positions [S]; None counts from 0. Queries are the last of them.
+    positions: [S]; None counts from 0. Queries are the last of them. doubled: multiplies every feature by (cos, sin)
+    instead.
     """
 
     def turn(x):

@@ -1,8 +1,8 @@
-"""Ops on meshes of four devices against the same ops on one; prints the errors as JSON.
+"""Compares ops on meshes of four devices with the same ops on one; prints the errors as JSON.
 
     python -m tests.ops.meshes few|all OP ...
 
-A process of its own, since a process has its devices from its start.
+Runs in a separate process, since the number of devices is fixed when a process starts.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ OUT, STEP_OUT = "B T N E", "B N E"
 
 
 def drawn(time=TIME, seed=0):
-    """Arguments of attention, with documents and padding."""
+    """Draws arguments of attention, with documents and padding."""
     case = cases.Case(
         time=time, head_dim=HEAD_DIM, value_dim=VALUE_DIM, decay="gentle", segments="padded", group=2
     )
@@ -54,7 +54,7 @@ def last(arrays):
 
 
 def power(form, **options):
-    """The op from a state to a state."""
+    """Returns the op from a state to a state."""
     call = functools.partial(ops.power_attention, form=form, exact_window=WINDOW, chunk_size=8, **options)
     state = call(**drawn(11, seed=1), return_state=True)[1]
     layouts = LAYOUTS | {"initial_state": ops.PowerState.layout()}
@@ -67,13 +67,13 @@ def power(form, **options):
 
 
 def plain(form):
-    """The op without states, decays and documents."""
+    """Returns the op without states, decays and documents."""
     call = functools.partial(ops.power_attention, form=form, exact_window=WINDOW, chunk_size=8)
     return call, without("log_decay", "segment_ids"), LAYOUTS, OUT
 
 
 def power_step(tokens):
-    """A token behind so many others; the window is full at some."""
+    """Returns a step after `tokens` tokens; for some values the window is full."""
     state = ops.power_attention(
         **drawn(tokens, seed=1), exact_window=WINDOW, return_state=True, form="chunked"
     )[1]
@@ -108,7 +108,7 @@ def channel_gated_step():
 
 
 def turned(f, positions, **arguments):
-    """`f` with features turned by position."""
+    """Calls `f` with features rotated by position."""
 
     def turn(features):
         angles = rotary.rope_angles(positions, features.shape[-1])
@@ -157,7 +157,7 @@ def expressive(**options):
 
 
 def learned_positions():
-    """Angles of learned rates, with the state they leave behind."""
+    """Returns angles of learned rates, with the state after them."""
 
     def call(rate, segment_ids, state):
         return rotary.learned_angles(rate, HEAD_DIM, segment_ids=segment_ids, state=state)
@@ -204,7 +204,7 @@ def spe():
 
 
 def kept():
-    """Appending to a KV cache, and dropping the oldest."""
+    """Returns a call that appends to a KV cache and drops the oldest positions."""
 
     def call(state, **new):
         both, missing = state.append(**new)
@@ -262,7 +262,7 @@ WAYS = (
 )
 
 
-# Both kinds of types that arrays have on a mesh.
+# Both types of mesh axes.
 FEW = "Explicit jit", "shard_map jit", "Explicit without a mesh in scope"
 
 
@@ -271,7 +271,7 @@ def spec_of(layout):
 
 
 def outputs_and_gradients(f, arrays, *, backward=True):
-    """What f returns, and the gradients of a sum over it with respect to its arguments of floats."""
+    """Returns the outputs of f, and the gradients of a sum over them with respect to its float arguments."""
     leaves, tree = jax.tree.flatten(arrays)
     floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -295,7 +295,7 @@ def _floats(tree):
 
 
 def results(way, f, arrays, layouts, outputs):
-    """Outputs and gradients of f one way."""
+    """Returns outputs and gradients of f for one way of running it."""
     kind, *_ = way.split()
     axis_type = jax.sharding.AxisType["Explicit" if kind == "Explicit" else "Auto"]
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(axis_type, axis_type))
@@ -338,7 +338,7 @@ def results(way, f, arrays, layouts, outputs):
 
 
 def check(name, ways):
-    """Errors by way."""
+    """Returns errors for each way of running it."""
     f, arrays, layouts, outputs = OPS[name]()
     expected = jax.jit(functools.partial(outputs_and_gradients, f))(arrays)
     errors = {}

@@ -1,4 +1,4 @@
-"""The figures behind the exact window and the exact decays: what happens without them, and with them."""
+"""Measurements that justify the exact window and the exact decays: errors with and without them."""
 
 import functools
 
@@ -12,7 +12,10 @@ from tests.ops import cases
 
 
 def test_features_alone_lose_what_the_window_keeps():
-    """After strong gates few keys count and sums over features cancel: 1e-3 and worse in float32, 2e-6 with W = 64."""
+    """After strong gates few keys count, and sums over features cancel.
+
+    The error is 1e-3 and worse in float32, 2e-6 with W = 64.
+    """
     case = cases.Case(power=4, head_dim=16, time=200, decay="mixed")
     drawn = {name: x for name, x in cases.arrays(case).items() if name != "dout"}
     with jax.enable_x64(True):
@@ -31,7 +34,10 @@ def test_features_alone_lose_what_the_window_keeps():
 
 
 def test_a_running_sum_loses_what_the_split_sum_keeps():
-    """A float32 sum past -1e4 rounds later steps to 1e-3; the difference of split sums is right to rounding."""
+    """A float32 sum past -1e4 rounds later steps to 1e-3.
+
+    The difference of split sums is right to rounding.
+    """
     random = np.random.default_rng(0)
     steps = random.choice([-1e-4, -0.3, -1e4], size=192, p=[0.7, 0.25, 0.05]).astype(np.float32)
     exact = np.array(
@@ -50,7 +56,10 @@ def test_a_running_sum_loses_what_the_split_sum_keeps():
 
 
 def test_memory_is_linear_in_time():
-    """Neither form holds T x T scores, and the backward pass of the chunked form holds no states or features."""
+    """Neither form holds T x T scores.
+
+    The backward pass of the chunked form holds no states or features.
+    """
 
     def bytes_held(form, time):
         x = jax.ShapeDtypeStruct((1, time, 1, 32), jnp.float32)

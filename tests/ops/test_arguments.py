@@ -1,4 +1,4 @@
-"""Mistakes in arguments are one clear line, raised before anything is traced."""
+"""Tests that mistakes in arguments give one clear line, raised before anything is traced."""
 
 import functools
 import re
@@ -61,8 +61,12 @@ EVERY_OP = {
     "dtypes are query float8_e4m3fn": dict.fromkeys(("query", "key", "value"), X.astype("float8_e4m3fn")),
     "segment_ids is a list; it must be an array": {"segment_ids": [[0] * 4]},
     "segment_ids has shape (4,); it must be (1, 4), one per token": {"segment_ids": jnp.zeros(4, int)},
-    "segment_ids has dtype float32; it must be int32, negative for padding": {"segment_ids": X[..., 0, 0]},
-    "segment_ids has dtype uint32; it must be int32": {"segment_ids": X[..., 0, 0].astype("uint32")},
+    "segment_ids has dtype float32; it must be a signed integer dtype, such as int32; negative ids are padding": {
+        "segment_ids": X[..., 0, 0]
+    },
+    "segment_ids has dtype uint32; it must be a signed integer dtype": {
+        "segment_ids": X[..., 0, 0].astype("uint32")
+    },
     "segment_ids holds 4294967296; it must fit in int32": {"segment_ids": np.array([[0, 0, 2**32, 2**32]])},
     "log_decay is a float; it must be an array": {"log_decay": -0.1},
     "implementation is 'cuda'; it must be one of None, ": {"implementation": "cuda"},
@@ -100,7 +104,7 @@ POWER = {
     "the state is a LinearState; make it with PowerState.zeros(1, 1, 4, 4, power=2, exact_window=64)": {
         "initial_state": ops.LinearState.zeros(1, 1, 4, 4)
     },
-    "exact_window is 64 and initial_state has 3; pass exact_window=3": {"initial_state": STATE},
+    "exact_window is 64 and the state has 3; pass exact_window=3": {"initial_state": STATE},
     "the state's kv has shape (1, 1, 10, 4); power 4 and these inputs need (1, 1, 35, 4)": {
         "initial_state": STATE,
         "power": 4,
@@ -171,7 +175,7 @@ LARGE_IDS = np.repeat(
     ],
 )
 def test_traced_ids_of_64_bits_are_right_or_refused(call):
-    """Of arrays whose values are not known, in their own dtype; of others, `EVERY_OP`."""
+    """Arrays whose values are not known keep their own dtype; `EVERY_OP` covers the others."""
     small = np.repeat(np.array([[0, 1, 2]], np.int32), 8, axis=1)
     with jax.enable_x64(True):
         arrays = np.random.default_rng(0).normal(size=(3, 1, 24, 2, 4)).astype("float32")
@@ -222,7 +226,7 @@ def test_a_window_beyond_all_tokens_changes_nothing():
         np.testing.assert_allclose(far, near, rtol=1e-6)
         assert far_state.keys.shape == (1, 600, 2, 4)
         np.testing.assert_array_equal(far_state.keys[:, :40], near_state.keys[:, :40])
-        # Both states go on to the same.
+        # Both states lead to the same result.
         (a, _), (b, _) = (
             ops.power_attention(
                 *arrays,

@@ -1,4 +1,4 @@
-"""A second call of an op outside `jax.jit` traces and compiles nothing, and is about as fast as a jitted one."""
+"""Tests that a second call outside `jax.jit` traces nothing and is about as fast as a jitted one."""
 
 import time
 
@@ -12,7 +12,7 @@ jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: 
 
 
 def seconds(f, arguments):
-    """The fastest of ten calls, since other programs may run beside these."""
+    """Returns the fastest of ten calls, since other programs may run at the same time."""
 
     def once():
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a policy of `jax.checkpoint` can keep of attention, so that its backward pass need not compute it again."""
+"""Tests of the results that a policy of `jax.checkpoint` can save, to avoid recomputing attention."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ NAMES = "power_attention_out", "power_attention_states"
 
 
 def products(policy, form):
-    """Matrix products in the program of both passes; False for no checkpoint."""
+    """Returns the number of matrix products in the program of both passes; False means no checkpoint."""
 
     def loss(query, key, value):
         # Squared, so that the backward pass reads the output, as that of a layer does.
@@ -27,6 +27,6 @@ def test_named_results_are_not_computed_again(form):
     keep = jax.checkpoint_policies.save_only_these_names
     once = products(False, form)
     assert products(keep(*NAMES), form) == once
-    # Without the final state, tokens are folded again, one product, but nothing is queried.
+    # Without the final state, the state is updated with the tokens again, one product, but not queried.
     assert products(keep(NAMES[0]), form) == once + (form == "chunked")
     assert products(None, form) > once + 1

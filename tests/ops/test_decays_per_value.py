@@ -1,4 +1,4 @@
-"""Power attention with a decay a channel against its formula in float64, and its states and steps."""
+"""Tests of power attention with a decay per channel against its formula in float64, and of its states and steps."""
 
 import functools
 
@@ -27,7 +27,7 @@ attend = jax.jit(ops.power_attention, static_argnames=OPTIONS)
 
 
 def arrays(case, kv_heads=2):
-    """The arguments of a case, with decays drawn for every channel."""
+    """Returns the arguments of a case, with decays drawn for every channel."""
     drawn = cases.arrays(case, kv_heads=kv_heads)
     random = np.random.default_rng(1)
     shape = drawn["value"].shape
@@ -107,7 +107,7 @@ def part(drawn, begin, end):
 
 @functools.cache
 def whole():
-    """The formula's outputs and gradients for the stateful case."""
+    """Returns the formula's outputs and gradients for the stateful case."""
     with jax.enable_x64(True):
         double = cast(arrays(STATEFUL), "float64")
         return jax.device_get(outputs_and_gradients(double, implementation="reference"))
@@ -169,7 +169,7 @@ def test_steps_in_float32():
 
 
 def test_gradients_through_states():
-    """From a call to steps, against the formula of the whole."""
+    """Compares a call followed by steps with the formula of the whole."""
     drawn = arrays(STATEFUL)
 
     def loss(arguments):
@@ -238,7 +238,7 @@ def test_errors_name_the_numbers_and_the_remedy():
     call = functools.partial(ops.power_attention, x, x, x, log_decay=x)
     with pytest.raises(ValueError, match=r"log_decay has shape \(1, 8, 2, 3\); it must be"):
         call(log_decay=x[..., :3])
-    with pytest.raises(ValueError, match=r"initial_state has 3; pass exact_window=3"):
+    with pytest.raises(ValueError, match=r"the state has 3; pass exact_window=3"):
         call(initial_state=state)
     with pytest.raises(
         ValueError, match=r"\(1, 2, 35, 4\); make it with PowerState.zeros\(1, 2, 4, 4, power=4"
@@ -249,7 +249,7 @@ def test_errors_name_the_numbers_and_the_remedy():
 
 
 def test_the_state_of_the_reference():
-    """That of the chunked form, from which it goes on."""
+    """Compares with the state of the chunked form, which continues from it."""
     drawn = arrays(STATEFUL)
     with jax.enable_x64(True):
         _, first = attend(**part(drawn, 0, 50), exact_window=6, chunk_size=16, return_state=True)

@@ -1,4 +1,4 @@
-"""Where documents begin and how far into them tokens are."""
+"""Tests of document boundaries and of positions in documents."""
 
 import jax
 import jax.numpy as jnp

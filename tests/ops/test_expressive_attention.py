@@ -1,4 +1,4 @@
-"""Expressive attention against equation 2 in float64: every option, every gradient, and scores of any size."""
+"""Tests of expressive attention against equation 2 in float64: options, gradients, and scores of any size."""
 
 import functools
 
@@ -25,13 +25,13 @@ OPTIONS = {
     "fewer queries, not causal": {"segments": "padded", "kept": 110, "causal": False},
     "one query": {"decay": "gentle", "segments": "edges", "time": 121, "kept": 120},
 }
-# Of one shape, so that it is compiled once.
+# All have one shape, so that it is compiled once.
 SIZES = {"time": 70, "segments": "padded", "decay": "gentle"}
 FIRST = "decays, documents, KV cache"
 
 
 def drawn(kept=0, causal=True, **options):
-    """Arrays in float64 and static options; queries and their cotangent are those of the last positions."""
+    """Draws arrays in float64 and static options; queries and their cotangent belong to the last positions."""
     arrays = cases.arrays(cases.Case(**({"decay": "none"} | options)), kv_heads=2)
     for name in ("query", "dout"):
         arrays[name] = arrays[name][:, kept:]
@@ -48,7 +48,7 @@ def run(varied, dout, segment_ids, options):
 
 
 def outputs_and_gradients(arrays, dtype, **options):
-    """The output and its gradients, as float64."""
+    """Returns the output and its gradients, as float64."""
     with jax.enable_x64(True):
         varied = {name: arrays[name] for name in cases.GRADIENTS if arrays[name] is not None}
         varied, dout = jax.tree.map(lambda x: jnp.asarray(x, dtype), (varied, arrays["dout"]))
@@ -92,7 +92,7 @@ def test_blocks_are_the_formula(name, dtype, block_size):
 
 
 def test_reference_is_equation_2():
-    """With loops, so that it can be right by inspection: decays, documents, grouped heads and a KV cache."""
+    """Uses loops, so that it can be checked by inspection: decays, documents, grouped heads and a KV cache."""
     arrays, _ = drawn(time=14, segments="padded", decay="gentle", group=2, kept=4)
     out = outputs_and_gradients(arrays, "float64", implementation="reference", scale=0.7)["out"]
     query, key, value, ids = (arrays[name] for name in ("query", "key", "value", "segment_ids"))
@@ -117,14 +117,17 @@ def test_reference_is_equation_2():
 
 @pytest.mark.parametrize("size", [1e-25, 1e-12, 1e-3])
 def test_small_scores(size):
-    """z^2 vanishes in float32 below 1e-19; the rows are means of the same values nevertheless."""
+    """z^2 vanishes in float32 below 1e-19, but the rows are means of the same values."""
     arrays, _ = drawn(**SIZES)
     check_sizes(arrays, np.sqrt(size), np.sqrt(size))
 
 
 @pytest.mark.parametrize("size", [1e4, 1e8, 1e11])
 def test_large_scores(size):
-    """The gradient goes as z^-3: scores of one product of numbers from 1 to 2, so that rounding does not grow."""
+    """The gradient decreases as z^-3.
+
+    Scores are one product of numbers from 1 to 2, so that rounding does not grow.
+    """
     arrays, _ = drawn(**SIZES)
     for name in ("query", "key"):
         arrays[name] = np.sign(arrays[name]) * (1 + np.abs(arrays[name]) % 1)
@@ -133,7 +136,7 @@ def test_large_scores(size):
 
 
 def test_rows_of_many_sizes():
-    """Queries and keys of all sizes side by side: larger scores come first, last and between."""
+    """Mixes queries and keys of all sizes: larger scores come first, last and between."""
     arrays, _ = drawn(**SIZES)
     rng = np.random.default_rng(0)
     lengths = 10.0 ** rng.integers(-30, 0, (2, 70, 1, 1))
@@ -205,7 +208,7 @@ def test_bfloat16():
 
 
 def test_memory_is_linear():
-    """In the backward pass too: one block's pairs are 1/4096 of all of them."""
+    """Includes the backward pass: one block's pairs are 1/4096 of all of them."""
     time = 4096
     shapes = [jax.ShapeDtypeStruct((1, time, 1, 8), jnp.float32)] * 3 + [
         jax.ShapeDtypeStruct((1, time, 1), jnp.float32)

@@ -1,4 +1,4 @@
-"""The feature maps, and the papers' propositions about them."""
+"""Tests of the feature maps, and of the papers' propositions about them."""
 
 import itertools
 import math
@@ -58,7 +58,10 @@ def test_proposition_2_rotating_vectors_rotates_features(head_dim, power):
 
 
 def test_equation_3_rotating_the_state_is_equation_2():
-    """S (gamma R') + V phi(K)^T read with phi(Q) gives what rotated keys and queries give (Kumar et al., eq. 2, 3)."""
+    """S (gamma R') + V phi(K)^T read with phi(Q) equals the result of rotated keys and queries.
+
+    (Kumar et al., equations 2 and 3.)
+    """
     random = np.random.default_rng(3)
     time, head_dim, power = 12, 4, 2
     query, key, value = random.normal(size=(3, time, head_dim))
@@ -96,7 +99,7 @@ def test_equation_3_rotating_the_state_is_equation_2():
     ("head_dim", "power"), [(5, 1), (5, 2), (16, 2), (33, 2), (6, 4), (17, 4), (4, 6), (7, 3)]
 )
 def test_tiled_products_are_those_of_the_features(head_dim, power):
-    """The products of the chunked form, their gradient, and the way to the canonical state and back."""
+    """Checks the products of the chunked form, their gradient, and the conversion to the canonical state and back."""
     random = np.random.default_rng(4)
     key, query = random.normal(size=(2, head_dim, 7))
     value, cotangent = random.normal(size=(2, 3, 7))

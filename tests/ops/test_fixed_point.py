@@ -1,4 +1,4 @@
-"""Exact running sums against Python's integers."""
+"""Tests of exact running sums against Python's integers."""
 
 import jax
 import numpy as np

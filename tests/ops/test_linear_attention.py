@@ -1,4 +1,4 @@
-"""Linear attention in every form against its formula in float64."""
+"""Tests of linear attention in every form against its formula in float64."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ TURNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One combination of a feature map and a turn."""
+    """Combination of a feature map and a `turn`."""
 
     feature_map: str = "elu"
     power: int = 2
@@ -49,10 +49,10 @@ class Kind:
         }
 
     def arrays(self, case, **options):
-        """Drawn so that no denominator comes near zero, unless all of it does."""
+        """Draws arguments so that no denominator comes near zero, unless all of it does."""
         drawn = cases.arrays(case, kv_heads=2, **options)
         if self.feature_map != "elu":
-            # Positive entries: what has signs then has positive weights, and those of powers do not all but vanish.
+            # Positive entries: signed kernels then have positive weights, and weights of powers do not nearly vanish.
             drawn |= {name: np.abs(drawn[name]) + 0.125 for name in ("query", "key")}
         return drawn
 
@@ -75,7 +75,7 @@ WHOLE = dataclasses.replace(SMALL, decay="none")
 
 @functools.partial(jax.jit, static_argnames=(*STATIC, *OPTIONS))
 def outputs_and_gradients(drawn, *, implementation, **options):
-    """The output and its gradients; implementation `formula` is the tests' own."""
+    """Returns the output and its gradients; implementation `formula` is that of the tests."""
     varied = {name: drawn[name] for name in cases.GRADIENTS if drawn[name] is not None}
     op = linear_formula.attention
     if implementation != "formula":
@@ -96,7 +96,7 @@ def cast(drawn, dtype):
 
 
 def check(kind, case, forms=FORMS, dtypes=("float64", "float32"), *, causal=True, **options):
-    """Outputs and gradients of every form against the formula."""
+    """Compares outputs and gradients of every form with the formula."""
     drawn = kind.arrays(case)
     fixed = kind.arguments | {"causal": causal}
     with jax.enable_x64(True):
@@ -120,7 +120,7 @@ def compare(actual, expected, drawn, dtype, fixed):
         found = cases.error(actual[name], x, natural)
         bound = {"float64": 1e-10, "float32": 2e-6 if name == "out" else 1e-5}[dtype]
         if found > bound and dtype == "float32":
-            # What the plain formula loses in float32 is no fault of a form.
+            # Precision that the plain formula loses in float32 is not an error of a form.
             plain = outputs_and_gradients(cast(drawn, dtype), implementation="formula", **fixed)
             bound = max(bound, 4 * cases.error(plain[name], x, natural))
         assert found <= bound, (dtype, name, found, bound)
@@ -163,7 +163,7 @@ def part(drawn, begin, end):
 
 
 def rotation_from(begin, *, doubled=False):
-    """The turn of a call whose first token is at `begin`; keys and queries are as many."""
+    """Returns the `turn` of a call whose first token is at `begin`; the numbers of keys and queries must be equal."""
 
     def turn(x):
         return linear_formula.rotation(begin + jnp.arange(x.shape[1]), doubled=doubled)(x)
@@ -186,7 +186,7 @@ STATES = [("elu", "rotation", "unrotated"), ("symmetric", None, "unrotated"), ("
     ],
 )
 def test_any_split_and_steps_are_the_whole(feature_map, turn, normalizer, form, cuts):
-    """Calls, then steps from the state that they leave; with gradients through states."""
+    """Runs calls, then steps from their state, with gradients through states."""
     kind = Kind(feature_map, 2)
     fixed = {"feature_map": feature_map, "normalizer": normalizer}
 
@@ -252,7 +252,7 @@ def test_more_keys_than_queries_are_the_last_queries_of_the_whole():
 
 
 def quarter_turn(x):
-    """A rotation of pairs by a quarter turn a position, exactly."""
+    """Rotates pairs by exactly a quarter turn per position."""
     first, second = jnp.split(x, 2, -1)
     turns = [(first, second), (-second, first), (-first, -second), (second, -first)]
     choices = jnp.stack([jnp.concatenate(t, -1) for t in turns])
@@ -262,7 +262,10 @@ def quarter_turn(x):
 
 @pytest.mark.parametrize("form", ["chunked", None, pytest.param("attention", marks=pytest.mark.slow)])
 def test_a_denominator_that_vanishes_gives_zero_and_finite_gradients(form):
-    """Keys of a half turn's distance cancel exactly; at an even distance from a first key a quarter turn is zero."""
+    """Keys half a turn apart cancel exactly.
+
+    At an even distance from a first key, a quarter turn per position gives zero.
+    """
     x = jnp.ones((1, 8, 1, 2))
     value = jax.random.normal(jax.random.key(0), x.shape)
     options = {"turn": quarter_turn, "normalizer": "rotated", "feature_map": "identity"}
@@ -283,7 +286,7 @@ def test_a_denominator_that_vanishes_gives_zero_and_finite_gradients(form):
 
 
 def test_negative_denominators_divide():
-    """Values of one key come back as they are, whatever the sign of its weight."""
+    """Values of a single key are returned unchanged, whatever the sign of its weight."""
     query, value = -jnp.ones((1, 1, 1, 2)), jnp.array([[[[1.0, -2.0]]]])
     out = ops.linear_attention(query, -query, value, feature_map="identity", form="chunked")
     np.testing.assert_array_equal(out, value)

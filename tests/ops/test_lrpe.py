@@ -1,4 +1,4 @@
-"""Linearized relative positional encoding against its formulas in float64, and its special cases."""
+"""Tests of linearized relative positional encoding against its formulas in float64, and of special cases."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ VARIANTS = [(core, basis) for core in lrpe.CORES for basis in lrpe.BASES]
 
 
 def normal(*shape, seed=0):
-    """Values that float32 holds exactly, in float64."""
+    """Draws values that float32 holds exactly, in float64."""
     return np.random.default_rng(seed).standard_normal(shape).astype("float32").astype("float64")
 
 
@@ -37,7 +37,7 @@ def basis_matrix(basis, head_dim):
 
 
 def core_matrix(core, head_dim, position, rates):
-    """Lambda^(s) of equations 22 to 24."""
+    """Returns Lambda^(s) of equations 22 to 24."""
     if core == "permutation":
         pi, power = lrpe.permutation(head_dim), np.eye(head_dim, dtype=int)
         square = np.eye(head_dim, dtype=int)[pi]
@@ -90,7 +90,10 @@ def test_is_the_formula_at_any_position(core, basis, dtype):
 
 @pytest.mark.parametrize(("core", "basis"), VARIANTS)
 def test_proposition_3_2(core, basis):
-    """W_{t-s} = W_s^H W_t, unitary, and 1 at distance 0; dot products are those of q^H W_{t-s} k, real part."""
+    """W_{t-s} = W_s^H W_t, unitary, and 1 at distance 0.
+
+    Dot products are the real part of q^H W_{t-s} k.
+    """
     pairs = [(0, 0), (0, 77), (1, 78), (77, 2**20), (2**20, 2**20 + 77), (2**20 + 5, 2**31 - 1)]
     places = sorted({p for s, t in pairs for p in (s, t, t - s)})
     options = {"core": core, "basis": basis, "rates": rates_of(core)}

@@ -1,4 +1,4 @@
-"""Ops on meshes of Auto and Explicit axes and within `jax.shard_map` are the ops of one device."""
+"""Tests that ops on meshes of Auto and Explicit axes and within `jax.shard_map` equal those on one device."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from tests.ops import meshes
 
-# Those that between them have every loop and every gradient of their own.
+# Ops that together cover every loop and every custom gradient.
 FAST = (
     ("plain-chunked", "chunked"),
     ("attention",),

@@ -1,4 +1,4 @@
-"""A NaN or an infinity stays with the tokens that may attend to it; padding may hold anything."""
+"""Tests that a NaN or an infinity reaches only tokens that may attend to it, and that padding may hold anything."""
 
 import dataclasses
 import functools
@@ -102,7 +102,7 @@ def test_what_is_not_finite_reaches_what_may_see_it(name, packed):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_padding_may_hold_anything(name):
-    """Outputs and gradients are those of padding that holds zeros, to the bit."""
+    """Outputs and gradients are bitwise identical to those with zeros at padding."""
     segments = SEGMENTS.copy()
     padding = np.zeros((2, TIME), bool)
     padding[0, BAD : BAD + 9] = padding[1, 30:] = padding[1, 0] = True

@@ -1,4 +1,4 @@
-"""Angles of fixed and learned rates against rational arithmetic."""
+"""Tests of angles of fixed and learned rates against rational arithmetic."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The plan of a call: its form by counted FLOPs, and the reasons against the others."""
+"""Tests of the plan of a call: its form by counted FLOPs, and the reasons against the others."""
 
 import dataclasses
 
@@ -11,13 +11,13 @@ from sympow_jax.ops._recurrent import cost
 
 
 def explain(time=4096, batch=1, heads=12, head_dim=64, value_dim=64, power=2, dtype=jnp.float32, **options):
-    """The plan for abstract arrays."""
+    """Returns the plan for abstract arrays."""
     query, value = (jax.ShapeDtypeStruct((batch, time, heads, size), dtype) for size in (head_dim, value_dim))
     return ops.explain(query, query, value, power=power, **options)
 
 
 def crossover(**shape):
-    """The first power of 2^(1/16) at which the chunked form is chosen."""
+    """Returns the first power of 2^(1/16) at which the chunked form is chosen."""
     times = (int(2 ** (n / 16)) for n in range(16 * 8, 16 * 21))
     return next(time for time in times if explain(time=time, **shape).form == "chunked")
 
@@ -27,6 +27,20 @@ def test_the_form_with_fewer_flops_is_taken():
     assert cost.default_chunk("chunked") == 128
     assert 4160 + 256 < crossover() < 1.05 * (4160 + 256)
     assert crossover() == crossover(batch=8)
+
+
+def test_the_faster_kernels_are_taken():
+    """At shapes measured on an H200, (D, T) of p = 2: benchmarks/results/h200/kernels-brief.json."""
+
+    def faster(head_dim, time):
+        sizes = {"head_dim": head_dim, "value_dim": head_dim, "power": 2, "chunk": 128, "exact_window": 64}
+        flops = {form: cost.flops_per_token(form, time=time, **sizes) for form in ("attention", "chunked")}
+        return cost.faster_kernel(flops, time)
+
+    attention = [(64, 1024), (64, 4096), (64, 8192), (32, 4096)]
+    chunked = [(64, 16_384), (64, 65_536), (64, 2**20), (32, 16_384)]
+    assert {faster(*shape) for shape in attention} == {"attention"}
+    assert {faster(*shape) for shape in chunked} == {"chunked"}
 
 
 def test_power_4_at_head_size_64_keeps_pairs_to_a_million_tokens():

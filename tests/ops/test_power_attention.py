@@ -1,4 +1,4 @@
-"""One suite for every implementation and form of power attention, against the reference in float64."""
+"""Tests of every implementation and form of power attention, in one suite, against the reference in float64."""
 
 import functools
 
@@ -48,7 +48,7 @@ FULL = cases.pairwise(
 
 @functools.partial(jax.jit, static_argnames=("implementation", "form", "power", "exact_window", "chunk_size"))
 def outputs_and_gradients(drawn, *, implementation, form, power, exact_window=64, chunk_size=None):
-    """The output and its gradients, those of arguments that are None left out."""
+    """Returns the output and its gradients, leaving out arguments that are None."""
     differentiable = {name: drawn[name] for name in cases.GRADIENTS if drawn[name] is not None}
 
     def loss(arguments):
@@ -115,7 +115,7 @@ def check_float32(case, forms=FORMS, expected=None, **options):
         actual = errors(jax.device_get(run(implementation=implementation, form=form)), expected, drawn)
         for name, value in actual.items():
             bound = 2e-6 if name == "out" else 1e-5
-            # The plain formula overflows where p-th powers of long queries do; that is no excuse here.
+            # The plain formula overflows if p-th powers of long queries do; the implementations must not.
             if np.isfinite(plain[name]):
                 bound = max(bound, 4 * plain[name])
             assert value <= bound, (implementation, form, name, value, plain[name])
@@ -124,7 +124,7 @@ def check_float32(case, forms=FORMS, expected=None, **options):
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_attention_and_chunked_forms(case):
     expected = expected_for(cases.arrays(case), case)
-    # Short sequences in short chunks, so that they too read what has been folded.
+    # Short sequences in short chunks, so that they also read the state.
     options = {} if case.time > 128 else {"chunk_size": 24, "exact_window": 16}
     check_float64(case, FORMS[:2], expected, **options)
     check_float32(case, FORMS[:2], expected, **options)
@@ -175,7 +175,10 @@ def test_chunk_size_changes_nothing(form, chunk_size):
 
 
 def test_recurrent_reference_is_equation_2():
-    """Propositions 1 and 3: the recurrence S_i = gamma_i S_{i-1} + V_i phi(K_i)^T is the attention formulation."""
+    """Propositions 1 and 3: the recurrence equals the attention formulation.
+
+    The recurrence is S_i = gamma_i S_{i-1} + V_i phi(K_i)^T.
+    """
     check_float64(
         cases.Case(power=4, head_dim=6, value_dim=5, decay="gentle", segments="padded"),
         [("reference", "recurrent")],
@@ -185,7 +188,10 @@ def test_recurrent_reference_is_equation_2():
 @pytest.mark.parametrize("decay", ["none", "gentle", "mixed"])
 @pytest.mark.parametrize(("power", "head_dim"), [(2, 32), (4, 16), (6, 8)])
 def test_pure_recurrence_is_as_exact_as_its_condition(power, head_dim, decay):
-    """Without a window each row is off by at most 64 eps kappa, kappa = sum b |q|^p |k|^p / sum b (q.k)^p."""
+    """Without a window each row is off by at most 64 eps kappa.
+
+    kappa = sum b |q|^p |k|^p / sum b (q.k)^p.
+    """
     case = cases.Case(power=power, head_dim=head_dim, decay=decay, time=60)
     drawn = cases.arrays(case)
     expected = expected_for(drawn, case)["out"]
@@ -205,7 +211,7 @@ def test_pure_recurrence_is_as_exact_as_its_condition(power, head_dim, decay):
 
 
 def _weight_sums(drawn, power):
-    """sum_j b_ij (q_i . k_j)^p in float64, [B, T, N]."""
+    """Returns sum_j b_ij (q_i . k_j)^p in float64, [B, T, N]."""
     batch, time = drawn["query"].shape[:2]
     decay = np.zeros((batch, time, 1)) if drawn["log_decay"] is None else drawn["log_decay"]
     between = np.cumsum(
@@ -278,7 +284,7 @@ def test_gradients_without_any_form_named_are_those_of_the_reference():
 
 
 def test_values_of_documents_never_mix():
-    """Changing one document changes nothing in the others, to the bit."""
+    """Changing one document changes nothing in the others, bit for bit."""
     drawn = cast(cases.arrays(cases.Case(time=192, segments="edges", decay="gentle")), "float32")
     other = {
         **drawn,

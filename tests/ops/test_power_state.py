@@ -1,4 +1,4 @@
-"""States in and out: splits, steps, ragged rows, gradients, and how exact a long state is."""
+"""Tests of states: splits, steps, ragged rows, gradients, and the accuracy of a long state."""
 
 import functools
 
@@ -33,7 +33,7 @@ attend = jax.jit(ops.power_attention, static_argnames=OPTIONS)
 
 
 def run(drawn, cuts, **options):
-    """The outputs of consecutive calls, joined, and the last state."""
+    """Returns the concatenated outputs of consecutive calls, and the last state."""
     state, outputs = None, []
     for begin, end in zip((0, *cuts), (*cuts, None)):
         out, state = attend(**part(drawn, begin, end), **options, initial_state=state, return_state=True)
@@ -66,7 +66,7 @@ def test_any_split_is_the_whole(form, exact_window):
     document = 9 + int(np.argmax(np.diff(drawn["segment_ids"][0, 8:]) != 0))
     with jax.enable_x64(True):
         expected = whole(drawn, 2)
-        # One token, up to a document's end, and the rest in the middle of one.
+        # Splits after one token, at a document's end, and in the middle of a document.
         actual, _ = run(
             drawn, (1, document, 100), power=2, form=form, exact_window=exact_window, chunk_size=16
         )
@@ -115,7 +115,7 @@ def test_steps_in_float32_are_as_exact_as_the_other_forms():
 
 @pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
 def test_padding_passes_the_state_through(form):
-    """A call on padding alone returns zeros and the state that it was given."""
+    """A call with only padding returns zeros and the unchanged state."""
     drawn = single(cases.arrays(CASE))
     _, before = run(drawn, (), power=2, form=form, exact_window=6)
     padding = part(drawn, 0, 20) | {"segment_ids": jnp.full_like(drawn["segment_ids"][:, :20], -1)}
@@ -140,7 +140,7 @@ GRADIENT_NAMES = ("query", "key", "value", "log_decay")
 
 @functools.partial(jax.jit, static_argnames=("form", "implementation"))
 def gradients_through_a_state(drawn, *, form, implementation):
-    """Those of a call from one state to the next, the states made and read by the reference."""
+    """Returns gradients of a call from one state to the next; the reference makes and reads the states."""
 
     def loss(arguments):
         given = drawn | arguments
@@ -158,7 +158,7 @@ def gradients_through_a_state(drawn, *, form, implementation):
                 initial_state=state,
                 return_state=True,
             )
-        # What the state will say of later queries, so that the split between window and features is free.
+        # Compare results for later queries, so that the split between window and features is free.
         after = ops.power_attention(
             **part(given, 60, 80), exact_window=6, implementation="reference", initial_state=state
         )
@@ -176,7 +176,7 @@ def reference_gradients_through_a_state():
 
 @pytest.mark.parametrize("form", ["attention", "chunked", "step"])
 def test_gradients_through_a_state(form):
-    """Of the state that goes in, and of a state that comes out, against the reference."""
+    """Compares gradients of the input state, and through the returned state, with the reference."""
     expected = reference_gradients_through_a_state()
     with jax.enable_x64(True):
         drawn = jax.tree.map(jnp.asarray, cases.arrays(CASE))
@@ -186,7 +186,7 @@ def test_gradients_through_a_state(form):
 
 
 def test_long_ungated_state_is_exact_to_1e_5():
-    """After 65,536 tokens in float32, against sums in float64."""
+    """Compares with sums in float64 after 65,536 tokens in float32."""
     random = np.random.default_rng(0)
     key, value = random.normal(size=(2, 65_536, 16)).astype(np.float32)
     shaped = [jnp.asarray(x)[None, :, None] for x in (key, key, value)]

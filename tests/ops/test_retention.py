@@ -1,7 +1,7 @@
-"""Power attention against `retention`'s reference on the CPU, an independent implementation in PyTorch.
+"""Tests of power attention against `retention`'s reference on the CPU, an independent implementation in PyTorch.
 
-Runs where it is installed (`uv run --with retention pytest tests/ops/test_retention.py`). Its own epsilons allow
-agreement to 1e-5.
+Runs if it is installed (`uv run --with retention pytest tests/ops/test_retention.py`). Its own epsilons allow agreement
+to 1e-5.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Rotary encodings against float64, over long documents and any split."""
+"""Tests of rotary encodings against float64, over long documents and any split."""
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ def rates_in_turns(head_dim):
 
 
 def random_rates(shape, seed=0):
-    """1 + tanh(normal) from float64, so that many rates are no multiple of 2^-24."""
+    """Draws 1 + tanh(normal) in float64, so that many rates are not multiples of 2^-24."""
     normal = np.random.default_rng(seed).standard_normal(shape)
     return (1 + np.tanh(normal)).astype(np.float32)
 
 
 def exact_angles(rate, head_dim, every=1):
-    """The angles cumsum(beta) theta in float64, the whole turns taken out before the factor of 2 pi."""
+    """Returns cumsum(beta) theta in float64, with whole turns removed before the factor of 2 pi."""
     reached = np.cumsum(rate.astype(np.float64), 1)[:, ::every, :, None]
     return 2 * np.pi * np.mod(reached * rates_in_turns(head_dim), 1)
 
@@ -40,7 +40,7 @@ def test_learned_angles_after_a_million_tokens(head_dim):
     angles, _ = learned_angles(rate, head_dim)
     exact = exact_angles(rate, head_dim, every=31)
     assert largest_error(angles[:, ::31], exact) < 1e-6
-    # What the integers are for: the same sum in float32 has lost the angle.
+    # This is why integers are used: the same sum in float32 has lost the angle.
     plain = np.cumsum(rate, 1, dtype=np.float32)[:, ::31, :, None] * np.float32(
         2 * np.pi * rates_in_turns(head_dim)
     )

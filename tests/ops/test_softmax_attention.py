@@ -1,4 +1,4 @@
-"""Softmax attention against the formula in float64: every option, its gradients and its memory."""
+"""Tests of softmax attention against the formula in float64: every option, its gradients and its memory."""
 
 import functools
 import types
@@ -25,7 +25,7 @@ def mixed_decays(shape):
 
 
 def documents_of(segment_ids):
-    """Document index of each position, -1 for padding; a loop, so that it can be right by inspection."""
+    """Returns the document index of each position, -1 for padding; a loop, so that it can be checked by inspection."""
     documents = np.full(segment_ids.shape, -1)
     for row, ids in enumerate(segment_ids):
         current, index = None, -1
@@ -37,7 +37,7 @@ def documents_of(segment_ids):
 
 
 def exact(query, key, value, log_decay=None, segment_ids=None, causal=True, xp=np):
-    """The formula, in the dtype of its inputs."""
+    """Computes the formula in the dtype of its inputs."""
     groups, before = query.shape[2] // key.shape[2], key.shape[1] - query.shape[1]
     key, value = (xp.repeat(x, groups, axis=2) for x in (key, value))
     scores = xp.einsum("btnd,bsnd->bnts", query, key) / np.sqrt(query.shape[-1])
@@ -185,7 +185,7 @@ def test_bfloat16():
 
 
 def test_no_array_is_as_large_as_all_scores():
-    """In the backward pass too; one block's scores are 1/64 of them."""
+    """Includes the backward pass; one block's scores are 1/64 of all."""
     time, block_size = 4096, 64
     shapes = [jax.ShapeDtypeStruct((1, time, 1, 8), jnp.float32)] * 3 + [
         jax.ShapeDtypeStruct((1, time, 1), jnp.float32)
@@ -225,14 +225,14 @@ def test_shapes_that_do_not_fit(change, message):
 
 
 def half(**sizes):
-    """Shapes in bfloat16 that cuDNN takes."""
+    """Returns shapes in bfloat16 that cuDNN supports."""
     sizes = {"time": 64, "keys": 64, "head_dim": 64, "value_dim": 64} | sizes
     return [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in inputs(**sizes)]
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU with cuDNN, as far as choosing goes; the implementations that JAX is then asked for."""
+    """Pretends that a GPU with cuDNN exists; returns the implementations that are requested from JAX."""
     asked = []
     monkeypatch.setattr(target, "device", lambda: types.SimpleNamespace(platform="gpu", device_kind="GPU"))
     attention = jax.nn.dot_product_attention
@@ -301,7 +301,7 @@ def test_without_a_gpu_there_is_no_cudnn():
 
 @pytest.mark.gpu
 def test_cudnn():
-    """Values and gradients against the formula in float64, with the bounds of bfloat16."""
+    """Compares values and gradients with the formula in float64, within the bounds of bfloat16."""
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in inputs(time=512, keys=512, head_dim=64, value_dim=64)]
     dout = jnp.asarray(inputs(time=512, head_dim=64, value_dim=64)[0], jnp.bfloat16)
 

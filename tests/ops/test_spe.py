@@ -1,4 +1,4 @@
-"""Stochastic positional encoding: its mean over the noise is the formula."""
+"""Tests of stochastic positional encoding: its mean over the noise is the formula."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ encode = jax.jit(spe.encode)
 
 
 def normal(*shape, seed=0):
-    """Values that float32 holds exactly, in float64."""
+    """Draws values that float32 holds exactly, in float64."""
     return np.random.default_rng(seed).standard_normal(shape).astype("float32").astype("float64")
 
 
@@ -31,7 +31,7 @@ def parameters(dtype="float64"):
 
 
 def whitened_noise(dtype="float64"):
-    """Noise whose second moments over the realizations are exactly those of its distribution."""
+    """Returns noise whose second moments over the realizations are exactly those of its distribution."""
     count = DIM * 2 * SINES
     rotation, _ = np.linalg.qr(normal(count, count, seed=4))
     noise = np.sqrt(count) * rotation.reshape(DIM, 2 * SINES, count)
@@ -39,7 +39,7 @@ def whitened_noise(dtype="float64"):
 
 
 def template(frequencies, phases, gains, query_positions, key_positions):
-    """P_d(t - s) [K, D, T, S], the angles of each position in rational numbers."""
+    """Returns P_d(t - s) [K, D, T, S], with the angles of each position in rational numbers."""
     turn_q, turn_k = (exact_angles.angles(p, frequencies, turn=1) for p in (query_positions, key_positions))
     angles = turn_q[:, None] - turn_k[None] + phases.astype(np.float64)
     return np.einsum("kds,tukds->kdtu", np.square(gains, dtype=np.float64), np.cos(angles))

@@ -1,4 +1,4 @@
-"""One token after the other in a compiled loop: the folded state stays where it is."""
+"""Tests that decoding steps in a compiled loop update the state in place."""
 
 import functools
 import re

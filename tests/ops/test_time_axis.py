@@ -1,4 +1,4 @@
-"""Ops over devices that divide time are the ops of one device; each group of checks has a process with eight."""
+"""Tests that context-parallel ops equal those on one device; each group of checks has a process with eight devices."""
 
 import json
 import subprocess
@@ -62,13 +62,13 @@ def check_programs(found):
             assert all(size <= summaries for size in gathered), (case, gathered)
             largest = max(size for kind, size in collectives if kind == "collective-permute")
             assert exact_window <= largest <= state, (case, largest)
-            # Of states, a shift and three rounds, forward and backward.
+            # For states, a shift and three rounds, forward and backward.
             assert sum(size > exact_window for _, size in collectives) == 2 * 4, (case, collectives)
         else:
             # Queries, keys, values, decays and outputs, and the gradients of each.
             assert sum(kind == "all-to-all" for kind, _ in collectives) == 2 * 5, (case, collectives)
             assert kinds == {"all-to-all", "all-gather"}, (case, kinds)
-            # Segment ids; what a document's NaN may reach is a few bytes a row.
+            # Segment ids; the mask of outputs reached by a NaN is a few bytes per row.
             assert [size for size in gathered if size > summaries] == [ids], (case, gathered)
 
 

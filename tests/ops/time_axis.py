@@ -1,8 +1,8 @@
-"""Ops over simulated devices that divide time, against one device; prints JSON.
+"""Compares ops under context parallelism on simulated devices with one device; prints JSON.
 
     python -m tests.ops.time_axis ops|all-ops|kernels|all-kernels|programs|all-programs|long
 
-A process of its own, since a process has its devices from its start.
+Runs in a separate process, since the number of devices is fixed when a process starts.
 """
 
 import dataclasses
@@ -23,15 +23,16 @@ from tests.training import collectives
 AXIS = "context"
 TIME = 256
 SHARED = {"time": TIME, "head_dim": 8, "value_dim": 5, "group": 3}
-# Queries see what was folded, and shares of 32 positions are longer than the window.
+# Queries read the state, and shards of 32 positions are longer than the window.
 SHORT = {"exact_window": 12, "chunk_size": 20}
 
 
 def segment_ids():
-    """Three rows of documents, for shares of 32, 64 and 128 positions.
+    """Returns three rows of documents, for shards of 32, 64 and 128 positions.
 
-    A document over six shares of 32, one of them all padding, and boundaries on edges and beside them; boundaries on
-    every second edge and padding at the end; boundaries and padding anywhere.
+    The first row has a document over six shards of 32, one of them all padding, and boundaries on edges and next to
+    them. The second has boundaries on every second edge and padding at the end. The third has boundaries and padding
+    anywhere.
     """
     first = np.full(TIME, 5)
     first[40:45] = first[100:170] = -1
@@ -43,7 +44,7 @@ def segment_ids():
 
 
 def over_time(f, devices, arrays, out=None):
-    """f(axis name, arrays) with every array divided over time; `out` for other results than one such array."""
+    """Returns f(axis name, arrays) with every array sharded over time; `out` for results other than one such array."""
     mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec(None, AXIS)
     specs = jax.tree.map(lambda _: spec, arrays)
@@ -52,12 +53,11 @@ def over_time(f, devices, arrays, out=None):
         mesh=mesh,
         in_specs=(specs,),
         out_specs=spec if out is None else out,
-        check_vma=False,
     )
 
 
 def outputs_and_gradients(f, arrays, dout):
-    """f's output and gradients with respect to all arrays but segment ids."""
+    """Returns f's output and gradients with respect to all arrays except segment ids."""
     fixed = {name: x for name, x in arrays.items() if name == "segment_ids"}
 
     @jax.jit
@@ -74,7 +74,7 @@ def outputs_and_gradients(f, arrays, dout):
 
 
 def compare(drawn, formula, runs):
-    """RMS errors of runs, {name: (op, devices, dtype)}, against the formula on one device in float64."""
+    """Returns RMS errors of runs, {name: (op, devices, dtype)}, against the formula on one device in float64."""
 
     def run(op, devices, dtype):
         arrays = {name: x if name == "segment_ids" else jnp.asarray(x, dtype) for name, x in present.items()}
@@ -99,13 +99,13 @@ def compare(drawn, formula, runs):
 
 
 def drawn_for(ids=None, **options):
-    """Two heads of keys and six of queries."""
+    """Draws arguments with two key heads and six query heads."""
     arrays = cases.arrays(cases.Case(**SHARED | options), batch=3, kv_heads=2)
     return arrays | {"segment_ids": ids}
 
 
 def check_ops(everything):
-    """Errors by case and run, and what positions, angles and errors are."""
+    """Returns errors by case and run, and the results for positions, angles and error messages."""
     ids = segment_ids()
     formula = functools.partial(ops.power_attention, implementation="reference")
     chunked, attention, recurrent = (
@@ -143,7 +143,7 @@ def check_ops(everything):
     }
     single_runs = {f"chunked {devices}": (chunked, devices, single) for devices in (2, 4, 8)}
     quartic = functools.partial(ops.power_attention, power=4, form="chunked", exact_window=32, chunk_size=64)
-    # A few keys before a share of padding: behind it they are still seen exactly.
+    # A few keys before a shard of padding: queries after it still attend to them exactly.
     few = drawn_for(np.repeat([[1, 2, -1, 2]], [91, 5, 64, 96], axis=1).repeat(3, axis=0), decay="gentle")
     sextic = functools.partial(chunked, power=6)
     no_window = functools.partial(ops.power_attention, form="chunked", exact_window=0)
@@ -182,7 +182,7 @@ def check_ops(everything):
 
 
 def turned_linear(*, axis_name, **arguments):
-    """Linear attention whose features are turned by their positions on all devices."""
+    """Computes linear attention whose features are rotated by their positions on all devices."""
     time = arguments["query"].shape[1]
     begin = 0 if axis_name is None else time * jax.lax.axis_index(axis_name)
     turn = linear_formula.rotation(begin + jnp.arange(time))
@@ -190,7 +190,7 @@ def turned_linear(*, axis_name, **arguments):
 
 
 def angles(ids, devices, pairs=()):
-    """Whether positions and angles are those of one device to the bit, and the error of the gradient of rates."""
+    """Returns whether positions and angles are bitwise those of one device, and the error of the gradient of rates."""
     random = np.random.default_rng(0)
     rate = (1 + np.tanh(random.standard_normal((3, TIME, 2, *pairs)))).astype(np.float32)
     weight = random.standard_normal((3, TIME, 2, 4)).astype(np.float32)
@@ -227,7 +227,7 @@ def angles(ids, devices, pairs=()):
 
 
 def refused():
-    """The first words of errors about what does not go with divided time."""
+    """Returns the first words of errors for arguments that context parallelism does not support."""
     x = jnp.ones((1, 16, 1, 8))
     state = ops.PowerState.zeros(1, 1, 8, 8, power=2, exact_window=4)
     attempts = {
@@ -253,7 +253,7 @@ def refused():
 
 
 def check_kernels(everything):
-    """Errors of the chunked form by the kernels, plain JAX in their place, and by xla, in bfloat16."""
+    """Returns errors of the chunked form in bfloat16, by xla and by the kernels' plain JAX stand-ins."""
     from tests.pallas_kernels import plain, plain_quartic
 
     ids = np.repeat(segment_ids()[:2], 2, axis=1)
@@ -303,7 +303,7 @@ def _kernel_errors(drawn, power, devices):
 
 
 def check_programs(everything):
-    """What forward and backward pass exchange on eight devices: kinds of collectives with their bytes."""
+    """Returns the collectives of forward and backward pass on eight devices, by kind with their bytes."""
     x = jax.ShapeDtypeStruct((2, 8 * 128, 8, 16), jnp.float32)
     arrays = {"query": x, "key": x, "value": x, "log_decay": jax.ShapeDtypeStruct(x.shape[:3], jnp.float32)}
     ids = {"segment_ids": jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)}
@@ -325,7 +325,7 @@ def check_programs(everything):
 
 
 def exchanges(program):
-    """[kind, bytes of the result] of every collective in a compiled program."""
+    """Returns [kind, bytes of the result] of every collective in a compiled program."""
     found = []
     for line in program.splitlines():
         kind, arrays = collectives.called(line)
@@ -335,7 +335,7 @@ def exchanges(program):
 
 
 def long():
-    """65,536 tokens of conformal attention, eight devices against one, in float32."""
+    """Compares 65,536 tokens of conformal attention on eight devices with one, in float32."""
     random = np.random.default_rng(0)
     shape = (1, 65_536, 2)
     arrays = {name: random.standard_normal((*shape, 32)) for name in ("query", "key", "value")}

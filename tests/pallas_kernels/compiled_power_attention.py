@@ -19,12 +19,12 @@ CASES = [
     for head_dim, value_dim in ((16, 16), (32, 32), (64, 64), (128, 128), (64, 128))
 ] + ["p6-d64-e64-bfloat16", "p8-d128-e128-bfloat16", "p2-d64-e64-float16", "p2-d80-e40-bfloat16"]
 
-# All widths that the kernel has, at its highest power.
+# All widths that the kernel supports, at its highest power.
 RARE = [f"p16-d{head_dim}-e{value_dim}-bfloat16" for head_dim in WIDTHS for value_dim in WIDTHS]
 
 
 def build(case: str):
-    """The kernel, with GQA, decay and documents; what comes before it is plain JAX and not compiled."""
+    """Returns the kernel, with GQA, decay and documents; its preparation in plain JAX is not compiled."""
     power, sizes, dtype, chosen = _parsed(case)
 
     def prepare(query, key, value, log_decay, segment_ids):
@@ -46,7 +46,7 @@ def build(case: str):
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """The loop over full blocks of keys, and the time for 65,536 tokens of 8 heads.
+    """Returns the loop over full blocks of keys, and the time for 65,536 tokens of 8 heads.
 
     Two warpgroups share a multiprocessor's tensor cores and schedulers. A step takes the longer of both their tensor
     cycles and one's tensor cycles, instructions and waits in a row.

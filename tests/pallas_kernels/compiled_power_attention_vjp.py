@@ -1,7 +1,7 @@
-"""Cases of the gradients' kernels that are compiled for an H100, and the time predicted for them.
+"""Cases of the gradient kernels that are compiled for an H100, and the time predicted for them.
 
-A case is what the kernel adds up, for queries (dq), keys (dk), values (dv) or both (dkv), power, head size, value size
-and dtype: "dq-p4-d64-e64-bfloat16".
+A case names the kernel's sums, for queries (dq), keys (dk), values (dv) or both (dkv), power, head size, value size and
+dtype: "dq-p4-d64-e64-bfloat16".
 """
 
 import itertools
@@ -16,14 +16,14 @@ from tests.pallas_kernels import h100
 
 # Latency of the last wgmma of each product, of barriers and of sums, per step; a guess, not a measurement.
 WAITING_CYCLES = {"dq": 300, "dkv": 350, "dk": 350, "dv": 250}
-# The results of a kernel of the pass over keys: where registers are few, it takes two.
+# The results of a kernel of the pass over keys: if registers are few, it needs two kernels.
 RESULTS = {"dkv": ("dkey", "dvalue"), "dk": ("dkey",), "dv": ("dvalue",)}
 
 _SIZES = ((16, 16), (32, 32), (64, 64), (128, 128), (64, 128))
 
 
 def _cases(powers, sizes):
-    """Every kernel that gradients of these powers and sizes take."""
+    """Returns every kernel that gradients of these powers and sizes use."""
     for power in powers:
         for head_dim, value_dim in sizes:
             chosen = config.choose_vjp(
@@ -35,12 +35,12 @@ def _cases(powers, sizes):
 
 
 CASES = [*_cases((2, 4), _SIZES), *_cases((8,), ((64, 64), (128, 128)))]
-# All widths that the kernels have, at their highest power.
+# All widths that the kernels support, at their highest power.
 RARE = list(_cases((16,), itertools.product(forward.WIDTHS, forward.WIDTHS)))
 
 
 def build(case: str):
-    """The kernel, with GQA, decay and documents; what comes before and after it is plain JAX and not compiled."""
+    """Returns the kernel, with GQA, decay and documents; preparation and final steps in plain JAX are not compiled."""
     kernel, power, sizes, dtype, chosen = _parsed(case)
     time, heads, kv_heads = 1000, 4, 2
 
@@ -74,7 +74,7 @@ def build(case: str):
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """The loop over full blocks, and the time for 65,536 tokens of 8 heads.
+    """Returns the loop over full blocks, and the time for 65,536 tokens of 8 heads.
 
     Two warpgroups share a multiprocessor's tensor cores and schedulers. A step takes the longest of both their tensor
     cycles, both their instructions, and one's tensor cycles, instructions and waits in a row.

@@ -1,6 +1,7 @@
 """Cases of the state kernels that are compiled for an H100, and the time predicted for them.
 
-A case is the kernel, head size, value size, of a query its chunk, and the type of states: "query-d64-e64-c768-float16".
+A case names the kernel, head size, value size, for a query its chunk, and the dtype of states:
+"query-d64-e64-c768-float16".
 """
 
 import functools
@@ -37,7 +38,7 @@ CASES = [
     "query-d128-e64-c1024-float32",
     "query-d128-e128-c1024-float32",
 ]
-# Every size, type of states and number of warpgroups that there is.
+# Every supported size, dtype of states and number of warpgroups.
 _STATES = [f"-{dtype}" for dtype in ("float16", "bfloat16", "float32")]
 _SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (32, 64, 128) for value_dim in (64, 128)]
 RARE = [f"update-{size}{states}" for size in _SIZES for states in _STATES]
@@ -46,16 +47,16 @@ RARE += [
 ]
 RARE = sorted(set(RARE) - set(CASES))
 HEADS, GROUP, CHUNKS, SEGMENTS, WINDOW = 2, 2, 4, 2, 64
-# What times are predicted for: batch 1.
+# Times are predicted for batch 1.
 PREDICTED_HEADS, PREDICTED_TIME = 8, 65_536
 # Latency of the last wgmma of each product and of barriers; a guess, not a measurement.
 WAITING_CYCLES = 120
-# Of one multiprocessor a cycle: from shared memory, which wgmma reads at half that, and, a guess, from the L2 cache.
+# Bytes per cycle of one multiprocessor: from shared memory, which wgmma reads at half that rate, and (a guess) from L2.
 SHARED_BYTES, PRODUCT_BYTES, CACHE_BYTES = 128, 64, 25
 
 
 def build(case: str):
-    """The kernel of a case alone: what comes before it is plain JAX and not compiled."""
+    """Returns the kernel of a case without its preparation, which is plain JAX and not compiled."""
     kernel, layout, value_dim, chunk, state_dtype = _parsed(case)
     operand, terms = configs.operands(state_dtype)
     config, head_dim, time = _config(case), layout.head_dim, chunk * CHUNKS
@@ -84,11 +85,11 @@ def build(case: str):
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """The main loops, and the time for 65,536 tokens of 8 heads.
+    """Returns the main loops, and the time for 65,536 tokens of 8 heads.
 
-    Warpgroups share tensor cores and memory: a step takes the longest of all their tensor cycles; of what shared memory
-    and the cache need to deliver; and of one warpgroup's tensor cycles, instructions and waits in a row. m64nNk16 takes
-    N / 2 cycles.
+    Warpgroups share tensor cores and memory. A step takes the longest of all their tensor cycles; of the time that
+    shared memory and the cache need; and of one warpgroup's tensor cycles, instructions and waits in a row. m64nNk16
+    takes N / 2 cycles.
     """
     found = [loop for loop in kernel.loops if loop["HGMMA"]]
     loops, cycles = (_predict_update if case.startswith("update") else _predict_query)(case, found)
@@ -101,7 +102,7 @@ def _predict_update(case, loops):
     counts = loops[0]
     scalars = config.update_scalars * len(layout.section)
     tensor = config.update_scalars // 2 * 2 * layout.section_width
-    # 64 tokens of 16 bits a row; every warpgroup reads the values, and a vector for each scalar in eight parts a warp.
+    # 64 tokens of 16 bits per row. Every warpgroup reads the values, and a vector per scalar in eight parts per warp.
     filled = 128 * (layout.section_rows + configs.BLOCK + scalars)
     shared = 2 * tensor * PRODUCT_BYTES + filled + 2 * 128 * configs.BLOCK + scalars * 4 * 8 * SHARED_BYTES
     step = max(

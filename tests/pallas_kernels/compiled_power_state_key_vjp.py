@@ -1,7 +1,7 @@
 """Cases of the gradient of keys and values at p = 2, compiled for an H100, and the time predicted for them.
 
-A case is the head size, value size, chunk and type of states: "dkv-d64-e64-c768-float16". It has one kernel for both
-gradients, or one for each.
+A case names the head size, value size, chunk and dtype of states: "dkv-d64-e64-c768-float16". It has one kernel for
+both gradients, or one for each.
 """
 
 import functools
@@ -24,7 +24,7 @@ CASES = [
     "dkv-d128-e128-c1024-float16",
     "dkv-d128-e128-c1024-float32",
 ]
-# Every size, type of states and number of warpgroups that there is.
+# Every supported size, dtype of states and number of warpgroups.
 _SIZES = [f"d{d}-e{e}" for d in (32, 64, 128) for e in (64, 128)]
 _STATES = ("float16", "bfloat16", "float32")
 RARE = [
@@ -32,14 +32,14 @@ RARE = [
 ]
 RARE = sorted(set(RARE) - set(CASES))
 HEADS, GROUP, CHUNKS, WINDOW = 2, 2, 4, 64
-# What times are predicted for: batch 1.
+# Times are predicted for batch 1.
 PREDICTED_HEADS, PREDICTED_TIME = 8, 65_536
-# Latency of the last wgmma of each product and of barriers, and bytes a cycle from the L2 cache; guesses.
+# Latency of the last wgmma of each product and of barriers, and bytes per cycle from the L2 cache; guesses.
 WAITING_CYCLES, CACHE_BYTES = 120, 25
 
 
 def build(case: str):
-    """The kernel of a case."""
+    """Returns the kernel of a case."""
     layout, value_dim, chunk, state_dtype = _parsed(case)
     operand, terms = configs.operands(state_dtype)
     head_dim, time = layout.head_dim, chunk * CHUNKS
@@ -62,15 +62,15 @@ def build(case: str):
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """The main loops, and the time for 65,536 tokens of 8 heads without groups.
+    """Returns the main loops, and the time for 65,536 tokens of 8 heads without groups.
 
-    Warpgroups share tensor cores: a step takes the longest of all their tensor cycles; of what the cache needs to
-    deliver; and of one warpgroup's tensor cycles, instructions and waits in a row. m64nNk16 takes N / 2 cycles.
+    Warpgroups share tensor cores. A step takes the longest of all their tensor cycles; of the time that the cache
+    needs; and of one warpgroup's tensor cycles, instructions and waits in a row. m64nNk16 takes N / 2 cycles.
     """
     layout, value_dim, chunk, state_dtype = _parsed(case)
     config, terms, head_dim = _config(case), configs.operands(state_dtype)[1], layout.head_dim
     count, parts = config.key_vjp_blocks, config.key_vjp_parts
-    # What the kernel computes.
+    # Results of the kernel.
     key, value = "key" in kernel.name, config.key_vjp_together or "key" not in kernel.name
     loops = [loop for loop in kernel.loops if loop["HGMMA"]]
     far = [loop for loop in loops if loop["HMUL2" if value else "FFMA"] and not loop["MUFU"]][:parts]

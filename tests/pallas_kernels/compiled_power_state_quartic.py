@@ -27,12 +27,12 @@ _SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (16, 32) for value_dim in 
 RARE = [f"update-{size}-c960" for size in _SIZES]
 RARE += [f"query-{size}-c{chunk}" for size in _SIZES for chunk in (64, 128, 192)]
 _HEADS, _GROUP, _CHUNKS, _SEGMENTS, _WINDOW = 2, 2, 4, 2, 64
-# What a prediction is for: 65,536 tokens of 8 heads.
+# Times are predicted for 65,536 tokens of 8 heads.
 _TOKENS = 8 * 65_536
 
 
 def build(case: str):
-    """The kernel, and the shapes of what plain JAX gives it."""
+    """Returns the kernel, and the shapes of its inputs from plain JAX."""
     kernel, layout, chunk, config = parsed(case)
     options = {"layout": layout, "config": config, "chunk": chunk}
     if kernel == "update":
@@ -43,15 +43,15 @@ def build(case: str):
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """The main loops, and the time for 65,536 tokens of 8 heads.
+    """Returns the main loops, and the time for 65,536 tokens of 8 heads.
 
     A step of the update is 6 stacks and 64 tokens, one of the query 3 stacks and 64 rows. A multiprocessor takes the
-    longer of its tensor cycles and the instructions of one of its four schedulers, which have a warp of every
-    warpgroup each. So too for a query's blocks of 64 keys.
+    longer of its tensor cycles and the instructions of one of its four schedulers, which have a warp of every warpgroup
+    each. The same holds for a query's blocks of 64 keys.
     """
     kind, layout, chunk, _ = parsed(case)
     found = [loop for loop in kernel.loops if loop["HGMMA"]]
-    # A stack is 48 columns of 64 tokens, N / 2 cycles for each of four m64nNk16, or as many for 64 queries.
+    # A stack is 48 columns of 64 tokens, N / 2 cycles for each of four m64nNk16; 64 queries take the same time.
     stack = 2 * layouts.COLUMNS
     if kind == "update":
         loops = [h100.Loop("tokens", found[0], layouts.UNIT // 2 * stack)]

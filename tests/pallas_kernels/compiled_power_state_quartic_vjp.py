@@ -31,12 +31,12 @@ RARE = [
     for chunk in (64, 128, 192, 256)
 ]
 _HEADS, _GROUP, _CHUNKS, _WINDOW = 2, 2, 4, 64
-# What a prediction is for: 65,536 tokens of 8 heads.
+# Times are predicted for 65,536 tokens of 8 heads.
 _TOKENS = 8 * 65_536
 
 
 def build(case: str):
-    """The kernel, and the shapes of what plain JAX gives it."""
+    """Returns the kernel, and the shapes of its inputs from plain JAX."""
     kernel, layout, chunk, config = forward.parsed(case)
     options = {"layout": layout, "config": config, "chunk": chunk, "exact_window": _WINDOW}
     if kernel == "query":
@@ -45,10 +45,10 @@ def build(case: str):
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """The main loops, and the time for 65,536 tokens of 8 heads, as many of queries.
+    """Returns the main loops, and the time for 65,536 tokens of 8 heads, with equal numbers of query and key heads.
 
-    A step is 12 scalars and 64 rows, or 64 queries or keys that these meet exactly. A multiprocessor takes the longer
-    of its tensor cycles and the instructions of one of its four schedulers, which have a warp of every warpgroup each.
+    A step is 12 scalars and 64 rows, or 64 in-window queries or keys. A multiprocessor takes the longer of its tensor
+    cycles and the instructions of one of its four schedulers, which have a warp of every warpgroup each.
     """
     kind, layout, chunk, _ = forward.parsed(case)
     found = [loop for loop in kernel.loops if loop["HGMMA"]]
@@ -59,7 +59,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     states = next(loop for loop in found if loop["HMUL2"])
     loops = [h100.Loop("states", states, layouts.SCALARS * scalar + contracted)]
     steps = [far.steps(layout)[:, 1].sum()]
-    if chunk > configs.BLOCK:  # a single block of what rows meet exactly has no loop of its own
+    if chunk > configs.BLOCK:  # a single in-window block has no loop of its own
         # Scores and slopes, then two products each for the gradients.
         operands = 2 * (head_dim + value_dim) + 4 * head_dim + (4 * value_dim if kind == "key" else 0)
         loops.append(h100.Loop("rows", next(loop for loop in found if loop["MUFU"]), operands))

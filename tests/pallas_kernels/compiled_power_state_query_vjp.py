@@ -1,6 +1,6 @@
-"""Cases of the gradient with respect to queries, and the time predicted for it.
+"""Cases of the gradient of queries, and the time predicted for it.
 
-A case is the head size, value size, chunk, and the type of states: "dq-d64-e64-c768-float16".
+A case names the head size, value size, chunk, and the dtype of states: "dq-d64-e64-c768-float16".
 """
 
 import functools
@@ -25,7 +25,7 @@ CASES = [
     "dq-d128-e128-c1024-float16",
 ]
 
-# Every size, type of states and number of warpgroups that there is.
+# Every supported size, dtype of states and number of warpgroups.
 RARE = [
     f"dq-d{head_dim}-e{value_dim}-c{chunk}-{states}"
     for head_dim in (32, 64, 128)
@@ -61,7 +61,10 @@ def build(case: str):
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """The main loops, and the time for 65,536 tokens of 8 heads, as for the query: issue slots are shared, too."""
+    """Returns the main loops, and the time for 65,536 tokens of 8 heads.
+
+    The prediction is that of the query, except that warpgroups also share issue slots.
+    """
     head_dim, value_dim, chunk, state_dtype = _parsed(case)
     config, terms = _config(case).for_query_vjp(), configs.operands(state_dtype)[1]
     layout, count, groups = layouts.Layout(head_dim), config.query_blocks, config.query_vjp_groups

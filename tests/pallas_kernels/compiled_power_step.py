@@ -1,4 +1,4 @@
-"""The step kernels as `h100` compiles them: cases, how to build them, and what their bytes predict."""
+"""Cases of the step kernels for `h100`, their compilation, and the times predicted from their bytes."""
 
 import functools
 import math
@@ -21,14 +21,14 @@ CASES = [
 ]
 RARE = [f"{kernel}-p2-d{d}-b4-k8-g{g}" for kernel in ("read", "fold") for d in (8, 40, 96) for g in (1, 4)]
 _WINDOW = 64
-# Entries of the batch that one call of the fold is given.
+# Number of rows of the batch per call of the fold.
 _FOLDED = 4
-# What copies reach of the data sheet's 3.35 TB/s.
+# Fraction of the data sheet's 3.35 TB/s that copies reach.
 BANDWIDTH = 0.9 * 3.35e12
 
 
 def build(case: str):
-    """The kernel call of a case and the shapes of its arguments."""
+    """Returns the kernel call of a case and the shapes of its arguments."""
     kernel, power, width, batch, kv_heads, group = _sizes(case)
     features, exact_window = math.comb(width + power - 1, power), _WINDOW
     if kernel == "read":
@@ -72,14 +72,14 @@ def build(case: str):
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """No loop that multiplies matrices; the time that the bytes take, and how many they are."""
+    """Returns no main loop, since none multiplies matrices, and the time for the bytes, with their number."""
     del kernel
     moved = _bytes(case)
     return [], f"{1e6 * moved / BANDWIDTH:.1f} us ({moved / 1e6:.1f} MB)"
 
 
 def _bytes(case):
-    """What the kernel has to move: of the fold, the tiles of the entries that are folded, there and back."""
+    """Returns the bytes that the kernel moves: for the fold, the tiles of the updated rows, read and written."""
     kernel, power, width, batch, kv_heads, group = _sizes(case)
     features = math.comb(width + power - 1, power)
     state = features * (width + 1)

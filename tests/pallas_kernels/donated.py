@@ -1,8 +1,8 @@
-"""Compiles a step whose state is donated for H100s, by the kernels, and prints the program.
+"""Compiles a step with a donated state for H100s, by the kernels, and prints the program.
 
     python -m tests.pallas_kernels.donated plain|segments|divided
 
-A process of its own, since LLVM may end it.
+Runs in a separate process, since LLVM may crash it.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from sympow_jax import ops
 from tests.pallas_kernels import h100
 
-# Whether there are documents, and the sizes of the mesh axes over which the batch and the heads are divided.
+# Whether there are documents, and the sizes of the mesh axes over which batch and heads are sharded.
 PROGRAMS = {"plain": (False, (1,)), "segments": (True, (1,)), "divided": (True, (4, 2))}
 
 
 def program(segments: bool, devices: tuple[int, ...]) -> str:
-    """The optimized program of a step with p = 2, D = E = 64 and 64 x 8 heads whose state is donated.
+    """Returns the optimized program of a step with p = 2, D = E = 64 and 64 x 8 heads whose state is donated.
 
-    devices: sizes of the mesh axes over which the batch and the heads are divided.
+    devices: sizes of the mesh axes over which batch and heads are sharded.
     """
 
     def call(state, query, key, value, log_decay, *segment_ids):

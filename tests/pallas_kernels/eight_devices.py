@@ -1,4 +1,4 @@
-"""Divides arrays over eight CPU devices, which a process has only from its start: `python -m` this, prints JSON."""
+"""Shards arrays over eight CPU devices, whose number is fixed when a process starts: `python -m` this, prints JSON."""
 
 import json
 
@@ -9,7 +9,10 @@ from sympow_jax.ops._recurrent import mosaic
 
 
 def division(kind: str, spec: list) -> dict:
-    """Shapes that a device sees, and where the result lies, of a query put at `spec` on a mesh of 4 x 2."""
+    """Returns the shapes on a device, and the sharding of the result.
+
+    The query is sharded as `spec` on a mesh of 4 x 2.
+    """
     axis_type = jax.sharding.AxisType[kind]
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type, axis_type))
     sharding = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))

@@ -1,13 +1,13 @@
-"""Compiles kernels for an H100 on a machine without a GPU, and reads what the assembler made of them.
+"""Compiles kernels for an H100 on a machine without a GPU, and reads the assembler's output.
 
-Each compilation runs in a process of its own, since LLVM may end it:
+Each compilation runs in a separate process, since LLVM may crash it:
 
     python -m tests.pallas_kernels.h100 report power_attention p2-d64-e64-bfloat16
     python -m tests.pallas_kernels.h100 table
 
-A module `compiled_KERNEL` has CASES, by name, and RARE ones, which the table leaves out; build(case), a function of
-one kernel and the shapes it is compiled for; and predict(case, kernel), its main loops and the time that it should
-take. Needs the packages of the dependency group `h100`.
+A module `compiled_KERNEL` has CASES, by name, and RARE ones, which the table leaves out; build(case), which returns a
+function of one kernel and the shapes it is compiled for; and predict(case, kernel), which returns its main loops and
+predicted time. Needs the packages of the dependency group `h100`.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ KERNELS = sorted(
     path.stem.removeprefix("compiled_") for path in pathlib.Path(__file__).parent.glob("compiled_*.py")
 )
 
-# Of predictions: dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, by their clock under load.
+# For predictions: dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, given the clock under load.
 SUSTAINED_HERTZ = 0.8 * 1.83e9
 MULTIPROCESSORS = 132
 # Kinds of instructions that are counted in loops.
@@ -40,7 +40,10 @@ KINDS = ("HGMMA", "HMUL2", "FMUL", "FFMA", "FADD", "F2FP", "MUFU", "LDS", "LDSM"
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel after assembly. Bytes of spills are per thread, of shared memory per block."""
+    """Properties of one kernel after assembly.
+
+    Bytes of spills are per thread, of shared memory per block.
+    """
 
     name: str
     registers: int
@@ -49,7 +52,7 @@ class Kernel:
     serialized: bool  # the assembler gave up on asynchronous wgmma
     hgmma: int
     tma_loads: int
-    bulk_stores: int  # contiguous copies to global memory, cut off only where the whole array ends
+    bulk_stores: int  # contiguous copies to global memory, clipped only at the end of the whole array
     instructions: int
     loops: list[
         dict[str, int]
@@ -59,7 +62,7 @@ class Kernel:
 
 
 def missing() -> list[str]:
-    """Packages that compiling needs and this environment lacks."""
+    """Returns the packages that compiling needs and this environment lacks."""
 
     def found(name):
         try:
@@ -76,17 +79,17 @@ needs_packages = pytest.mark.skipif(
 
 
 def compiled(name: str):
-    """The module that says how a kernel is compiled."""
+    """Returns the module that defines how a kernel is compiled."""
     return importlib.import_module(f"tests.pallas_kernels.compiled_{name}")
 
 
 def report(name: str, case: str) -> list[Kernel]:
-    """The kernels of a case."""
+    """Returns the kernels of a case."""
     return [Kernel(**kernel) for kernel in json.loads(run("tests.pallas_kernels.h100", "report", name, case))]
 
 
 def run(module: str, *arguments: str, timeout: float = TIMEOUT) -> str:
-    """What `python -m MODULE` prints, from a process of its own."""
+    """Returns the output of `python -m MODULE`, from a separate process."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         capture_output=True,
@@ -100,7 +103,7 @@ def run(module: str, *arguments: str, timeout: float = TIMEOUT) -> str:
 
 
 def mesh(shape=(1,), axis_names=("data",)):
-    """A mesh of H100s of one host that need not exist."""
+    """Returns a mesh of H100s of one host that need not exist."""
     import jax
     from jax.experimental import topologies
 
@@ -116,7 +119,7 @@ def mesh(shape=(1,), axis_names=("data",)):
 
 
 def compile_for(on, f, *arguments, specs=None, options=None):
-    """f compiled for the mesh `on`; arguments are ShapeDtypeStructs, replicated or as `specs` say."""
+    """Compiles f for the mesh `on`; arguments are ShapeDtypeStructs, replicated or sharded as in `specs`."""
     import jax
 
     specs = specs or [jax.sharding.PartitionSpec()] * len(arguments)
@@ -129,7 +132,7 @@ def compile_for(on, f, *arguments, specs=None, options=None):
 
 
 def kernels(f, *arguments) -> list[Kernel]:
-    """The Mosaic GPU kernels of f."""
+    """Returns the Mosaic GPU kernels of f."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         try:
@@ -147,7 +150,7 @@ def _assemble(path: pathlib.Path) -> Kernel:
     )
     assert ptxas.returncode == 0, ptxas.stderr
     sass = subprocess.run([_tool("nvdisasm"), str(cubin)], capture_output=True, text=True, check=True).stdout
-    # Of several kernels, what each dump is numbered by differs.
+    # With several kernels, the numbering of the dumps differs.
     resources = next(path.parent.glob(f"{path.stem.rpartition('_')[0]}_*.resources.txt"), None)
     shared = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources else None
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)
@@ -169,13 +172,13 @@ def _assemble(path: pathlib.Path) -> Kernel:
 
 
 def _instructions(sass: str) -> list[tuple[int, str]]:
-    """Address and text of each instruction, predicates left out."""
+    """Returns the address and text of each instruction, without predicates."""
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", sass)
     return [(int(address, 16), text) for address, text in found]
 
 
 def _loops(code, sass) -> list[dict[str, int]]:
-    """Every loop, by its backward branch, the shortest first."""
+    """Returns every loop, by its backward branch, the shortest first."""
     labels = {
         label: int(address, 16)
         for label, address in re.findall(r"(\.L_x_\d+):\s*\n\s*/\*([0-9a-f]{4,})\*/", sass)
@@ -217,7 +220,7 @@ def _print_report(name: str, case: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A main loop: what of, its instructions by kind of one warp, and the tensor cycles of one warpgroup."""
+    """Main loop: its name, its instructions by kind of one warp, and the tensor cycles of one warpgroup."""
 
     name: str
     counts: dict[str, int]
@@ -229,7 +232,7 @@ class Loop:
 
 
 def _print_table(*names: str) -> None:
-    """Markdown: what the kernels of every case were compiled to, and what `predict` makes of it."""
+    """Prints, as Markdown, the compiled kernels of every case and the predictions of `predict`."""
     columns = ["kernel", "case", "registers", "spills", "shared KB", "HGMMA", "main loops", "predicted"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name in names or KERNELS:

@@ -1,6 +1,7 @@
-"""Plain JAX in the place of the state kernels at p = 2, rounding where they do.
+"""Plain-JAX stand-ins for the state kernels at p = 2, with the same roundings.
 
-In seconds, where interpreting the kernels takes minutes: what surrounds them, and all that is summed in any order.
+They run in seconds, where interpreting the kernels takes minutes, and test the code around the kernels. The order of
+their sums may differ.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ __all__ = ["add_arriving", "kernels", "query_states", "query_vjp", "update"]
 
 @contextlib.contextmanager
 def kernels(multiprocessors=20):
-    """Replaces the kernels where they are traced within; so few multiprocessors make segments of time."""
+    """Replaces the kernels traced within this context; few multiprocessors make several segments of time."""
     with contextlib.ExitStack() as stack:
         for module, name, plain in (
             (forward.update_kernel, "update", update),
@@ -34,7 +35,7 @@ def kernels(multiprocessors=20):
 
 
 def update(key, value, carry, initial, *, layout, config, chunk, terms, interpret):
-    """As `update.update`."""
+    """Computes `update.update`."""
     heads, chunks = carry.shape
     segments, value_dim = initial.shape[1], value.shape[1]
     key, value = (_in_chunks(x, chunk) for x in (key, value))
@@ -45,7 +46,7 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms, interpre
         state = initial[:, segment]
         for c in range(segment * each, min((segment + 1) * each, chunks)):
             states.append(preparation.split(state, key.dtype, terms))
-            # [H, 16, P, C] times [H, E, C], each product of the two entries rounded once.
+            # [H, 16, P, C] times [H, E, C]; each product of two entries is rounded once.
             scalar, vector = key[:, c, layout.indices[..., 0]], key[:, c, layout.indices[..., 1]]
             scaled = (value[:, c, None, None] * scalar[:, :, :, None]).astype(key.dtype)
             new = jnp.einsum("hjpex,hjpx->hjep", scaled, vector, preferred_element_type=jnp.float32)
@@ -56,7 +57,7 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms, interpre
 
 
 def add_arriving(states, arriving, factor, *, interpret):
-    """As `segments.add_arriving`."""
+    """Computes `segments.add_arriving`."""
     chunks = states.shape[1]
     more = jnp.repeat(arriving, -(-chunks // arriving.shape[1]), 1)[:, :chunks]
     factor = factor.reshape(*factor.shape, *[1] * (states.ndim - 2))
@@ -66,7 +67,7 @@ def add_arriving(states, arriving, factor, *, interpret):
 def query_states(
     query, scalars, states, norm, key, value, decay, scale, *, layout, config, chunk, exact_window, interpret
 ):
-    """As `query.query_states`."""
+    """Computes `query.query_states`."""
     heads, time, head_dim = query.shape
     group, value_dim = heads // len(key), value.shape[-1]
     out, total = [], []
@@ -107,7 +108,7 @@ def query_vjp(
     exact_window,
     interpret,
 ):
-    """As `query_vjp.query_vjp`."""
+    """Computes `query_vjp.query_vjp`."""
     sizes = {"layout": layout, "chunk": chunk, "exact_window": exact_window}
     gradient, sums = state_vjp.query_vjp(query, dout, states, norm, key, value, decay, rows, **sizes)
     return gradient.astype(query.dtype), sums
@@ -130,7 +131,7 @@ def key_vjp(
     exact_window,
     interpret,
 ):
-    """As `key_vjp.key_vjp`."""
+    """Computes `key_vjp.key_vjp`."""
     sizes = {"layout": layout, "chunk": chunk, "exact_window": exact_window}
     decay = _decay_of(rows, dual.shape[1], chunk, exact_window)
     dkey, dvalue, sums = state_vjp.key_vjp(
@@ -140,7 +141,7 @@ def key_vjp(
 
 
 def _decay_of(rows, chunks, chunk, exact_window):
-    """What the forward pass calls decay, from the rows of keys; zero for keys of no chunk."""
+    """Returns the forward pass's decay from the rows of keys; zero for keys in no chunk."""
     rows = jnp.swapaxes(rows, 1, 2)[:, -4:].reshape(len(rows), 2, 2, -1)
     rows = jnp.pad(rows, [(0, 0)] * 3 + [(0, (chunks + 1) * chunk - rows.shape[-1])])
     rows = rows.reshape(*rows.shape[:3], chunks + 1, chunk)
@@ -149,5 +150,5 @@ def _decay_of(rows, chunks, chunk, exact_window):
 
 
 def _in_chunks(x, chunk):
-    """[H, A, X] -> [H, n, A, C]."""
+    """Reshapes [H, A, X] to [H, n, A, C]."""
     return jnp.swapaxes(x.reshape(*x.shape[:2], -1, chunk), 1, 2)

@@ -1,6 +1,6 @@
-"""What the state kernels at p = 4 compute, in NumPy, rounding where they do; arguments as theirs.
+"""NumPy stand-ins for the state kernels at p = 4, with the same arguments and roundings.
 
-Gradients of values stay float32. `kernels` puts these functions in their place, traced or not.
+Gradients of values stay float32. `kernels` substitutes these functions, traced or not.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def kernels(multiprocessors=20):
-    """Replaces the kernels within; so few multiprocessors make two segments of two heads at D = 16."""
+    """Replaces the kernels within this context; few multiprocessors make two segments of two heads at D = 16."""
     with contextlib.ExitStack() as stack:
         for module, function, shapes in (
             (quartic.update_kernel, update, _shapes_of_update),
@@ -43,7 +43,7 @@ def kernels(multiprocessors=20):
 
 
 def _called(function, shapes, *arrays, **options):
-    """A NumPy function of arrays that may be traced."""
+    """Calls a NumPy function with arrays that may be traced."""
     out = [jax.ShapeDtypeStruct(*x) for x in shapes(*arrays, **options)]
 
     def call(*arrays):
@@ -81,7 +81,7 @@ def rounded(x):
 
 
 def blocks_and_scalars(vector, scalars, layout):
-    """Columns [U, 48, X] and scalars [U, 64 / E, X] of every stack, from [rows, X] and [scalar_rows, X]."""
+    """Returns columns [U, 48, X] and scalars [U, 64 / E, X] of every stack, from [rows, X] and [scalar_rows, X]."""
     column, scalar = _of_stacks(layout)
     return vector[column], scalars[scalar]
 
@@ -157,7 +157,7 @@ def key_vjp(
             dkey[head, old] += row.far_key * far
             dvalue[head, old] += row.far_value * far_value
             sums[head, 1, old] += (k * row.far_key * far).sum(1) / 4
-            # Queries of this chunk and all keys that they see: those of the next one by its frame before.
+            # Queries of this chunk and all keys visible to them; keys of the next chunk use their `before` frame.
             seen = slice(c * chunk, min((c + 1) * chunk + exact_window, time))
             row = quartic_key_vjp.Rows(*rows[head, :, seen])
             later = np.arange(seen.stop - seen.start) >= chunk
@@ -181,7 +181,7 @@ def key_vjp(
 
 
 def update(vector, scalars, value, carry, initial, weights, *, layout, config, chunk, dtype, interpret):
-    """As `quartic_update.update`."""
+    """Computes `quartic_update.update`."""
     heads, chunks = carry.shape
     segments = initial.shape[1]
     stored, finals = [], np.array(initial)
@@ -216,7 +216,7 @@ def query_states(
     exact_window,
     interpret,
 ):
-    """As `quartic_query.query_states`."""
+    """Computes `quartic_query.query_states`."""
     heads, time, _ = query.shape
     out = np.zeros((heads, time, layout.value_dim), np.float32)
     total = single(denominator).reshape(heads, time).copy()
@@ -239,19 +239,19 @@ def query_states(
             out[head, rows] = old * single(scale[held]).reshape(-1, 1)[rows]
             out[head, rows] += weights @ single(value[held, seen])
             total[head, rows] += weights.sum(1)
-    # Rows behind the last query are zero.
+    # Rows after the last query are zero.
     mean = np.divide(out, total[..., None], out=np.zeros_like(out), where=total[..., None] > 0)
     return mean.astype(query.dtype), total
 
 
 def _beside(state, layout):
-    """As `quartic_layout.beside`, without JAX, which a callback must not wait for."""
+    """Computes `quartic_layout.beside` without JAX, which a callback must not wait for."""
     split = state.reshape(-1, layout.per_stack, layout.value_dim, layouts.COLUMNS)
     return np.swapaxes(split, 1, 2).reshape(-1, layout.value_dim, layout.width)
 
 
 def _of_stacks(layout):
-    """Rows of y [U, 48] and of the scalars [U, 64 / E] that belong to each stack."""
+    """Returns the rows of y [U, 48] and of the scalars [U, 64 / E] that belong to each stack."""
     block, first = np.repeat(layout.units, layouts.UNIT, 0).T
     first = first + np.tile(np.arange(layouts.UNIT), len(layout.units)) * layout.per_stack
     return (
@@ -261,7 +261,10 @@ def _of_stacks(layout):
 
 
 def _far(x, value, vector, scalars, states, layout):
-    """Gradients of the sum of weighted features of x [X, D] times states [U, E, P] value [X, E], by x and by value."""
+    """Returns gradients, with respect to x and value, of weighted features of x times states times value.
+
+    x: [X, D], states: [U, E, P], value: [X, E].
+    """
     columns, factors = blocks_and_scalars(vector, scalars, layout)
     states = states.reshape(layout.stacks, layout.value_dim, layout.per_stack, layouts.COLUMNS)
     scaled = rounded(factors[..., None] * value)
@@ -284,7 +287,7 @@ def _far(x, value, vector, scalars, states, layout):
 
 
 def _near(query, key, decay, exact_window, own=None):
-    """Scores and decays of a chunk's queries and the keys that they see."""
+    """Returns scores and decays of a chunk's queries and the keys visible to them."""
     decay = decay.reshape(2, -1)
     own = decay[:, exact_window:] if own is None else own
     between = (own[:, :, None] - decay[:, None]).sum(0)
@@ -293,6 +296,6 @@ def _near(query, key, decay, exact_window, own=None):
 
 
 def _vectors(x):
-    """[H, X / 64, count, 64] -> [H, count, X]."""
+    """Reshapes [H, X / 64, count, 64] to [H, count, X]."""
     x = single(x)
     return np.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)

@@ -1,8 +1,8 @@
-"""Compiles what users run for eight H100s, by the kernels, and prints the program.
+"""Compiles user programs for eight H100s, by the kernels, and prints the program.
 
     python -m tests.pallas_kernels.sharded attention|chunked|again|training-attention|training-chunked
 
-A process of its own, since LLVM may end it.
+Runs in a separate process, since LLVM may crash it.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from tests.pallas_kernels import h100
 Spec = jax.sharding.PartitionSpec
 
 
-# What `jax.checkpoint` keeps so that the states before chunks are computed again.
+# Names that `jax.checkpoint` saves so that the states before chunks are recomputed.
 AGAIN = jax.checkpoint_policies.save_only_these_names("power_attention_out")
 
 
 def op(form: str, policy=None):
-    """Gradients of the op, batch and heads divided over a mesh of 4 x 2; with a policy, of its checkpoint."""
+    """Returns gradients of the op, batch and heads sharded over a mesh of 4 x 2; with a policy, of its checkpoint."""
 
     def loss(query, key, value, log_decay, segment_ids):
         out = ops.power_attention(
@@ -52,7 +52,7 @@ def op(form: str, policy=None):
 
 
 def training(form: str):
-    """An update of one layer of the papers' model by the kernels of a form, the batch divided over eight devices."""
+    """Returns an update of one layer of the papers' model by the kernels of a form, sharded over eight devices."""
     context, rows = {"attention": 4096, "chunked": 8192}[form], 8
     attention = dataclasses.replace(
         config.preset("conformal", power=2), form=form, implementation="mosaic_gpu"

@@ -1,6 +1,7 @@
-"""What the backward kernels of `power_state` compute, in plain JAX: one head and one chunk at a time.
+"""Plain-JAX version of the backward kernels of `power_state`: one head and one chunk at a time.
 
-Takes and returns what `query_vjp.query_vjp` and `key_vjp.key_vjp` do, in float32 and, for results, unrounded.
+Takes and returns the same arrays as `query_vjp.query_vjp` and `key_vjp.key_vjp`, in float32 and, for results,
+unrounded.
 """
 
 import functools
@@ -16,7 +17,7 @@ __all__ = ["key_vjp", "pairs", "query_vjp", "whole"]
 
 
 def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chunk, exact_window):
-    """dq [HN, X, D] and sums [HN, 2, X]; arguments as in the kernel, but for the queries' second copy."""
+    """Returns dq [HN, X, D] and sums [HN, 2, X]; arguments as in the kernel, except the queries' second copy."""
     group = len(query) // len(key)
     query, dout, states, norm, key, value = _exact(query, dout, states, norm, key, value)
     states, norm = whole(states, value.shape[-1]), whole(norm, query.shape[-1])
@@ -25,7 +26,7 @@ def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chu
     def one(q, do, state, matrix, k, v, decay, row):
         row = query_kernel.Rows(*row[..., None])
         far = row.far * _far(q, do * row.narrow, state, layout)
-        # The factor from the state to the query, without the power of two that dout is divided by.
+        # The factor from the state to the query, without the power of two that divides dout.
         far -= 2 * row.far * row.narrow * row.delta * (q @ matrix)
         scores, gamma = pairs(q, k, decay, exact_window)
         dscores = 2 * gamma * scores * (do @ v.T - row.delta)
@@ -40,7 +41,10 @@ def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chu
 
 
 def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, layout, chunk, exact_window):
-    """dk [H, Y, D], dv [H, Y, E] and sums [H, 2, Y]; `decay` [H, n, 2, (W + C) / 64, 64] as the forward pass has it."""
+    """Returns dk [H, Y, D], dv [H, Y, E] and sums [H, 2, Y].
+
+    `decay` [H, n, 2, (W + C) / 64, 64] is as in the forward pass.
+    """
     heads, length, head_dim = key.shape
     chunks, value_dim, group = dual.shape[1], value.shape[-1], len(query) // heads
     dual_type = dual.dtype
@@ -71,7 +75,7 @@ def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, l
     old = [_in_chunks(x[:, : chunks * chunk], chunk) for x in (key, value)]
     of_rows = _rows_in_chunks(rows, chunk)[:, :chunks]
     gradients = jax.vmap(jax.vmap(far))(*old, dual, dual_norm, of_rows)
-    # Behind Y there is nothing.
+    # Positions after Y are empty.
     reach = max(length, chunks * chunk + exact_window)
     ends = [jnp.pad(x, [(0, 0), (0, reach - length), (0, 0)])[:, seen] for x in (key, value)]
     shared = [jnp.repeat(x, group, 0) for x in (*ends, decay)]
@@ -88,7 +92,7 @@ def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, l
 
 
 def pairs(query, key, decay, exact_window):
-    """Scores and decays of a chunk's queries [C, D] and the keys [W + C, D] that they see."""
+    """Returns scores and decays of a chunk's queries [C, D] and the keys [W + C, D] visible to them."""
     coarse, fine = decay.reshape(2, -1)
     between = coarse[exact_window:, None] - coarse + (fine[exact_window:, None] - fine)
     seen = np.arange(len(query))[:, None] + exact_window >= np.arange(len(key))
@@ -96,7 +100,7 @@ def pairs(query, key, decay, exact_window):
 
 
 def whole(x, size):
-    """The sum of the terms that lie on top of each other in x [..., terms size, A]."""
+    """Returns the sum of the terms concatenated in x [..., terms size, A]."""
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1]).sum(-3)
 
 
@@ -109,12 +113,12 @@ def _seen(chunks, chunk, exact_window):
 
 
 def _in_chunks(x, chunk):
-    """[A, X, B] -> [A, n, C, B]."""
+    """Reshapes [A, X, B] to [A, n, C, B]."""
     return x.reshape(len(x), -1, chunk, x.shape[-1])
 
 
 def _rows_in_chunks(rows, chunk):
-    """[A, X / 64, rows, 64] -> [A, n, rows, C]."""
+    """Reshapes [A, X / 64, rows, 64] to [A, n, rows, C]."""
     rows = rows.reshape(len(rows), -1, chunk // rows.shape[-1], *rows.shape[2:])
     return jnp.swapaxes(rows, 2, 3).reshape(*rows.shape[:2], rows.shape[3], chunk)
 
@@ -124,6 +128,6 @@ def _features(x, layout):
 
 
 def _far(x, y, state, layout):
-    """The gradient, with respect to x [C, D], of the weighted features of x times state y^T, y [C, E]."""
+    """Returns the gradient with respect to x [C, D] of the weighted features of x times state y^T, y [C, E]."""
     _, pull = jax.vjp(functools.partial(_features, layout=layout), x)
     return pull(jnp.einsum("xe,jep->xjp", y, state) * layout.weights)[0]

@@ -1,4 +1,4 @@
-"""`python -m pallas_kernels.check`: isolation of its cases, what a verdict depends on, and who heeds it."""
+"""Tests of `python -m pallas_kernels.check`: isolation of cases, identity of a verdict, and its consumers."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ KIND = "NVIDIA H100 80GB HBM3"
 
 
 def printing(**result):
-    """Program of a process that prints this as its result."""
+    """Returns the program of a process that prints this as its result."""
     line = supervisor.RESULT + json.dumps({"bounds": {"mean": 1e-3}, "different": [], **result})
     return f"print({line!r})"
 
@@ -34,7 +34,7 @@ def printing(**result):
 CONTENDERS = {
     "right": printing(errors={"mean": 1e-4}),
     "hangs": "import time; time.sleep(600)",
-    # Its child would outlive it if only the process itself were ended.
+    # Its child would survive if only the process itself were killed.
     "hangs with a child": "import subprocess; subprocess.run(['sleep', '600'])",
     "crashes": "import os, sys; print('bad address', file=sys.stderr, flush=True); os.abort()",
     "gives up": "raise SystemExit(3)",
@@ -140,7 +140,7 @@ def test_without_a_gpu_the_command_says_so():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache directory."""
+    """Sets up an empty cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(verdict, "driver_version", lambda: "580.159.04")
     verdict._load.cache_clear()
@@ -248,7 +248,7 @@ def test_kernels_are_a_default_only_where_they_were_found_right(cache, monkeypat
     shape = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)
 
     def taken(implementation):
-        # A function of its own, since JAX keeps what it has traced.
+        # Use a new function, since JAX caches traces.
         call = functools.partial(ops.power_attention, form=form, implementation=implementation)
         return jax.jit(lambda *x: call(*x)).trace(shape, shape, shape).jaxpr.pretty_print(name_stack=True)
 
@@ -287,7 +287,7 @@ def test_cases_have_names_of_their_own_and_families_that_are_known():
 @pytest.mark.interpret
 @pytest.mark.parametrize("kernel", ["copy", "fold", "read", "forward", "state_update"])
 def test_the_formulas_of_the_check(kernel):
-    """Kernels that are known to be right pass, and results that are off do not."""
+    """Correct kernels pass, and results that are off do not."""
     from pallas_kernels.check import case_process
 
     case = next(case for case in cases.CASES if case.kernel == kernel and case.head_dim <= 64)

@@ -1,4 +1,4 @@
-"""How the op comes to its kernels: what it imports, refuses, and divides over devices."""
+"""Tests of how the op chooses its kernels: imports, rejected requests, and sharding."""
 
 import functools
 import json
@@ -17,7 +17,7 @@ from tests.pallas_kernels import traced
 
 
 def python(*arguments: str) -> str:
-    """What a process of its own prints."""
+    """Returns the output of a separate process."""
     root = pathlib.Path(__file__).parents[2]
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, check=True, cwd=root
@@ -43,7 +43,7 @@ def test_a_named_implementation_says_what_it_cannot_do():
 
 
 def attend(time, dtype=jnp.bfloat16, **options):
-    """The op with no form named, and abstract arguments of a training batch of the papers' model."""
+    """Calls the op without a named form, with abstract arguments of a training batch of the papers' model."""
     shape = jax.ShapeDtypeStruct((65_536 // time, time, 12, 64), dtype)
     return jax.jit(functools.partial(ops.power_attention, **options)), shape, shape, shape
 
@@ -52,7 +52,8 @@ def attend(time, dtype=jnp.bfloat16, **options):
     ("time", "options", "form"),
     [
         (4096, {}, "attention_mosaic_gpu"),
-        (8192, {}, "chunked_mosaic_gpu"),
+        (8192, {}, "attention_mosaic_gpu"),
+        (16_384, {}, "chunked_mosaic_gpu"),
         (65_536, {"power": 4}, "attention_mosaic_gpu"),
         # With a state the plain attention form would compute with features too.
         (1024, {"return_state": True}, "chunked_mosaic_gpu"),
@@ -61,12 +62,12 @@ def attend(time, dtype=jnp.bfloat16, **options):
         (4096, {"dtype": jnp.float32}, "attention_xla"),
         (8192, {"dtype": jnp.float32}, "chunked_xla"),
         (8192, {"implementation": "xla"}, "chunked_xla"),
-        # The kernel of the attention form alone takes this window, and takes more FLOPs, unless it is named.
+        # Only the kernel of the attention form supports this window. It needs more FLOPs, so it is used only if named.
         (8192, {"exact_window": 10}, "chunked_xla"),
         (65_536, {"exact_window": 10, "implementation": "mosaic_gpu"}, "attention_mosaic_gpu"),
     ],
 )
-def test_flops_choose_the_form_with_kernels(time, options, form):
+def test_measurements_choose_the_form_with_kernels(time, options, form):
     assert traced.on_hopper(*attend(time, **options)).forms == {form}
 
 
@@ -86,7 +87,10 @@ def test_pallas_is_imported_only_when_asked_for():
 
 
 def test_divided_over_the_mesh_in_scope():
-    """Batch and heads, wherever the arguments lie; axes that are part of types come back as they were."""
+    """Batch and heads are sharded, whatever the sharding of the arguments.
+
+    Explicit axes are unchanged in the results.
+    """
     results = json.loads(python("-m", "tests.pallas_kernels.eight_devices"))
     assert len(results) == 6
     for result in results:

@@ -1,4 +1,4 @@
-"""The op by its kernels on a Hopper GPU, at real sizes: `pytest -m gpu`."""
+"""Tests of the op by its kernels on a Hopper GPU, at real sizes: `pytest -m gpu`."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def _needs_a_hopper_gpu():
 
 
 def drawn(case, seed, dtype):
-    """Arguments of the op, the same values in any dtype."""
+    """Draws arguments of the op, the same values in any dtype."""
     arrays = cases.arrays(case, kv_heads=2, seed=seed, dtype="bfloat16")
     del arrays["dout"]
     return {
@@ -50,7 +50,7 @@ def drawn(case, seed, dtype):
 
 
 def poison():
-    """Fills the memory that results will be put in with NaN: what a kernel does not write will show."""
+    """Fills the memory of future results with NaN, so that elements that a kernel does not write are detected."""
     blocks = [jnp.full((2**n, 2**20), jnp.nan, jnp.float32) for n in range(9)]
     jax.block_until_ready(blocks)
     for block in blocks:
@@ -58,7 +58,7 @@ def poison():
 
 
 def identical_runs(f, arrays):
-    """The result of f, which has to be the same to the bit every time."""
+    """Returns the result of f, which must be bitwise identical in every run."""
     results = []
     for _ in range(RUNS):
         poison()
@@ -73,7 +73,7 @@ def identical_runs(f, arrays):
     ("form", "case"), [("attention", c) for c in ATTENTION] + [("chunked", c) for c in CHUNKED], ids=str
 )
 def test_outputs(form, case, seed):
-    """As exact as the xla form in bfloat16, both against the xla form in float32, but for a fifth."""
+    """At most a fifth less exact than the xla form in bfloat16, both compared with the xla form in float32."""
 
     def call(arrays, implementation):
         return ops.power_attention(**arrays, power=case.power, form=form, implementation=implementation)
@@ -92,7 +92,7 @@ def test_outputs(form, case, seed):
     ids=str,
 )
 def test_gradients(form, case):
-    """Finite, the same every time, and as exact as those of the xla form, but for a fifth."""
+    """Finite, identical in every run, and at most a fifth less exact than those of the xla form."""
     dout = jnp.asarray(cases.arrays(case, kv_heads=2, dtype="bfloat16")["dout"], jnp.bfloat16)
 
     def loss(arrays, implementation):
@@ -118,7 +118,7 @@ def test_gradients(form, case):
 
 
 def test_gradients_of_a_sequence_in_parts():
-    """The gradient that goes back through the states of four calls is that of one, within rounding."""
+    """The gradient through the states of four calls equals that of one call, within rounding."""
     case = dataclasses.replace(CHUNKED[0], time=3000, segments="none")
     arrays = {name: x for name, x in drawn(case, 0, jnp.bfloat16).items() if x is not None}
     fixed = {"form": "chunked", "implementation": "mosaic_gpu", "return_state": True}
@@ -138,7 +138,7 @@ def test_gradients_of_a_sequence_in_parts():
 
 
 def test_a_sequence_in_parts():
-    """States of the kernels: the outputs of four calls are those of one, within rounding."""
+    """With the kernels' states, the outputs of four calls equal those of one, within rounding."""
     case = dataclasses.replace(CHUNKED[0], time=4096)
     arrays = drawn(case, 0, jnp.bfloat16)
     fixed = {"form": "chunked", "implementation": "mosaic_gpu", "return_state": True}
@@ -153,7 +153,7 @@ def test_a_sequence_in_parts():
 
 @pytest.mark.parametrize("form", ["attention", "chunked"])
 def test_under_compute_sanitizer(form):
-    """No kernel reads or writes what is not its own."""
+    """No kernel reads or writes out of bounds."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")

@@ -1,4 +1,4 @@
-"""Every kernel compiled for an H100, on a machine that needs none."""
+"""Tests of every kernel compiled for an H100, on a machine without one."""
 
 import collections
 import math
@@ -10,12 +10,12 @@ from pallas_kernels.power_step import config as folding_config
 from tests.pallas_kernels import h100
 
 pytestmark = [pytest.mark.h100, h100.needs_packages]
-# Products of matrices cost more than the bytes of all kernels but this one.
+# In all kernels except this one, matrix products cost more than memory traffic.
 WITHOUT_PRODUCTS = ("power_step",)
 
 
 def cases_of(kind, *marks):
-    """Every kernel with every case of a kind."""
+    """Returns every kernel with every case of a kind."""
     modules = {name: h100.compiled(name) for name in h100.KERNELS}
     return [
         pytest.param(name, case, marks=marks)
@@ -26,7 +26,7 @@ def cases_of(kind, *marks):
 
 @pytest.mark.parametrize(("name", "case"), [*cases_of("CASES"), *cases_of("RARE", pytest.mark.slow)])
 def test_compiled(name, case):
-    """Kernels that spill nothing and, but for the step, run wgmma asynchronously on what TMA loads."""
+    """Kernels spill nothing and, except the step, run wgmma asynchronously on tiles loaded by TMA."""
     kernels = h100.report(name, case)
     assert kernels
     for kernel in kernels:
@@ -40,23 +40,23 @@ def test_compiled(name, case):
 
 
 def bulk_stores_of(case):
-    """The contiguous stores that a kernel may have: those of the fold, each of exactly the rows that a head has left.
+    """Returns the number of contiguous stores that a kernel may have.
 
-    Such a store is cut off where the whole array ends and not where its slice's axis does: past the last row of a head
-    it would write into the next.
+    Those of the fold store exactly the rows that a head has left. Such a store is clipped at the end of the whole
+    array, not at the end of its slice's axis: past the last row of a head it would write into the next one.
     """
     fold = re.fullmatch(r"fold-p(\d+)-d(\d+)-.*", case)
     if fold is None:
         return 0
     power, width = map(int, fold.groups())
     ragged = math.comb(width + power - 1, power) % folding_config.FOLD_TILE != 0
-    # Of the state and of its normalizer: a whole tile, and what the last one has.
+    # For the state and for its normalizer: a whole tile, and the rows of the last tile.
     return 2 * (1 + ragged)
 
 
 @pytest.mark.parametrize("what", ["attention", "chunked", "training-attention", "training-chunked"])
 def test_nothing_is_gathered_on_eight_devices(what):
-    """Batch and heads divided over a mesh: no kernel and no backward pass needs another device's share."""
+    """With batch and heads sharded over a mesh, no kernel and no backward pass needs another device's shard."""
     text = h100.run("tests.pallas_kernels.sharded", what)
     assert ("power_attention" if what.endswith("attention") else "power_state") + "_" in text
     assert "mosaic_gpu" in text
@@ -67,7 +67,7 @@ def test_nothing_is_gathered_on_eight_devices(what):
 
 
 def test_states_are_kept_or_computed_again():
-    """By the policy of a checkpoint: one more update, and no kernel but those that are needed."""
+    """Depending on the policy of a checkpoint there is one more update, and no unneeded kernel."""
     counts = {
         what: collections.Counter(re.findall(r"custom-call\S*\(.*(power_state_\w+)_mosaic_gpu", program))
         for what in ("chunked", "again")

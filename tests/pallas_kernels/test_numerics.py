@@ -1,4 +1,4 @@
-"""Powers of two and running sums of the kernels' arguments."""
+"""Tests of powers of two and running sums of the kernels' arguments."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from pallas_kernels import numerics
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("exponent", [-250, -127, -1, 0, 3, 128, 250])
 def test_scaled_is_exact(dtype, exponent):
-    """Also by powers of two that are no normal numbers."""
+    """Includes powers of two that are not normal numbers."""
     x = np.array([1.5, -0.75, 0.0]) * 2.0 ** -(exponent // 2)
     scaled = numerics.scaled(jnp.asarray(x, dtype), exponent)
     assert scaled.dtype == dtype
@@ -23,7 +23,7 @@ def test_exponent_is_that_of_the_next_power_of_two():
 
 
 def test_differences_of_running_sums_are_right_behind_large_terms():
-    """As gates are: small steps behind steps of 88, which one float32 sum would swallow."""
+    """Typical of gates: small steps after steps of 88, which would be lost in a single float32 sum."""
     x = -np.random.default_rng(0).exponential(1e-3, 640).astype(np.float32)
     x[::50] = -88
     coarse, fine = numerics.running_sums(jnp.asarray(x), 88.0)

@@ -1,4 +1,4 @@
-"""The op by its kernels, interpreted, in the suite of the other implementations: values and every gradient."""
+"""Tests of the op by its kernels, interpreted, in the suite of the other implementations: values and gradients."""
 
 import functools
 
@@ -23,7 +23,7 @@ def _interpreted():
 
 
 def check(kernel, plain):
-    """As exact as the xla form on the same bfloat16 inputs, but for a fifth.
+    """Checks that results are at most a fifth less exact than those of the xla form on the same bfloat16 inputs.
 
     The gradient of the decays is float32, which the kernels' operands of 11 bits and more are not.
     """
@@ -67,7 +67,7 @@ def test_values_and_gradients(form, case):
 
 
 def test_a_sequence_split_in_two():
-    """A state of the kernels goes on in the kernels and its gradient comes back: as exact as one plain call."""
+    """A kernel state continues in the kernels and its gradient returns, as exactly as in one plain call."""
     case = cases.Case(head_dim=32, value_dim=32, time=260, decay="gentle", segments="padded")
     drawn = cases.arrays(case, batch=2, dtype="bfloat16")
     expected = suite.expected_for(drawn, case)
@@ -93,7 +93,7 @@ def test_a_sequence_split_in_two():
 
 
 def test_step_by_step():
-    """Tokens one at a time, folded as they leave the window, are those of one call."""
+    """Decoding one token at a time, with state updates as tokens leave the window, equals one call."""
     case = cases.Case(time=9, decay="gentle", segments="padded", group=2)
     drawn = cases.arrays(case, batch=2)
     expected = suite.expected_for(drawn, case)["out"]
@@ -125,7 +125,7 @@ def test_zero_queries_give_zero_and_finite_gradients():
 
 
 def test_none_takes_the_kernels_where_they_can():
-    """On a Hopper GPU, inputs of 16 bits; what the kernels cannot do falls to the plain form."""
+    """On a Hopper GPU, for inputs of 16 bits; unsupported requests fall back to the plain form."""
     drawn = cases.arrays(cases.Case(head_dim=32, time=70, decay="gentle"), batch=1)
     for dtype, exact_window, kernel in (
         ("bfloat16", 64, True),

@@ -1,4 +1,4 @@
-"""The op around the state kernels, with plain JAX in their place: values, every gradient, states in and out."""
+"""Tests of the op around plain-JAX stand-ins for the state kernels: values, gradients, states in and out."""
 
 import functools
 
@@ -56,7 +56,7 @@ def test_values_and_gradients(case):
 
 @pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_gradients_of_states(power):
-    """With respect to the initial state, from the final one's, in float32."""
+    """Checks the gradient of the initial state, from that of the final one, in float32."""
     size = {2: 32, 4: 12}[power]
     case = cases.Case(power=power, head_dim=size, value_dim=size, time=200, decay="gentle", group=2)
     arrays = suite.cast(cases.arrays(case, batch=2, kv_heads=2, dtype="bfloat16"), "bfloat16")
@@ -84,5 +84,5 @@ def test_gradients_of_states(power):
     expected, actual = gradients("xla", "float32"), gradients("mosaic_gpu", "bfloat16")
     for name in ("kv", "norm", "keys", "values", "log_decays"):
         found, wanted = (jax.device_get(getattr(x, name)) for x in (actual, expected))
-        # The window's keys and values are rounded to bfloat16 on their way.
+        # The window's keys and values are rounded to bfloat16 in between.
         assert cases.error(found, wanted) <= 2.0 ** (-9 if name in ("keys", "values") else -11), name

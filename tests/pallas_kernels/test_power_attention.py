@@ -1,4 +1,4 @@
-"""The fused attention kernel, interpreted, against the formula in float64 and against the plain JAX form."""
+"""Tests of the fused attention kernel, interpreted, against the formula in float64 and the plain JAX form."""
 
 import functools
 
@@ -13,7 +13,7 @@ from sympow_jax.ops._shared import target
 from tests.ops import cases
 from tests.ops import test_power_attention as suite
 
-# T and S around the edges of blocks of 128; beside each case what it draws otherwise.
+# T and S around the edges of blocks of 128; each case also has the changes to its arguments.
 INTERPRETED = [
     (cases.Case(power=2, head_dim=64, value_dim=64, time=300, decay="gentle"), {}),
     (cases.Case(power=4, head_dim=64, value_dim=64, time=260, decay="none"), {}),
@@ -41,9 +41,9 @@ INTERPRETED = [
 @pytest.mark.interpret
 @pytest.mark.parametrize(("case", "more"), INTERPRETED, ids=str)
 def test_hardly_less_exact_than_the_plain_form(case, more):
-    """The plain form rounds nothing but its result; the kernel rounds weights to float16 too.
+    """The plain form rounds only its result; the kernel also rounds weights to float16.
 
-    That is little against a bfloat16 result, the same again against a float16 one.
+    The additional error is small next to that of a bfloat16 result, and equal to that of a float16 one.
     """
     dtype, queries = more.get("dtype", "bfloat16"), more.get("queries", case.time)
     sizes = {"batch": more.get("batch", 1), "kv_heads": more.get("kv_heads", 1)}

@@ -1,4 +1,4 @@
-"""The kernels of the gradients, interpreted, against autodiff of the formula in float64."""
+"""Tests of the gradient kernels, interpreted, against autodiff of the formula in float64."""
 
 import functools
 
@@ -14,7 +14,7 @@ from tests.ops import cases
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(240)]
 
-# T and S around the edges of blocks of 64 and 128; beside each case what it draws otherwise.
+# T and S around the edges of blocks of 64 and 128; each case also has the changes to its arguments.
 CASES = [
     (cases.Case(time=257, decay="gentle"), {}),
     (
@@ -56,7 +56,10 @@ def _gradients(arrays, dout, power, interpret):
 
 @pytest.mark.parametrize(("case", "more"), CASES, ids=str)
 def test_gradients(case, more):
-    """Little more than the rounding of gradients of 16 bits; that of decays is as exact as float32 products."""
+    """Errors are little more than the rounding of gradients of 16 bits.
+
+    The gradient of decays is as exact as float32 products.
+    """
     dtype, queries = more.get("dtype", "bfloat16"), more.get("queries", case.time)
     drawn = cases.arrays(case, batch=1, kv_heads=1, dtype="bfloat16")
     drawn |= {name: drawn[name][:, -queries:] for name in ("query", "dout")}
@@ -84,7 +87,7 @@ def test_gradients(case, more):
 
 
 def test_nothing_weighs_anything():
-    """Queries and keys of zeros: gradients are zero, and finite elsewhere."""
+    """With queries and keys of zeros, their gradients are zero, and finite elsewhere."""
     drawn = cases.arrays(cases.Case(head_dim=32, time=130), batch=2, dtype="bfloat16")
     drawn["query"][:, 5:9] = 0
     drawn["key"][:, :3] = 0

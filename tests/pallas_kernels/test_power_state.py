@@ -1,4 +1,4 @@
-"""The state kernels together, interpreted, against the formula in float64 and against the plain JAX form."""
+"""Tests of the state kernels together, interpreted, against the formula in float64 and the plain JAX form."""
 
 import functools
 
@@ -15,7 +15,7 @@ from tests.ops import cases
 
 pytestmark = pytest.mark.timeout(240)
 
-# What the logarithm of a decay is at the start of a document.
+# Log decay at the first token of a document.
 BOUNDARY = -88.0
 
 
@@ -35,7 +35,7 @@ def run_kernels(drawn, **options):
     options = {"chunk": 64, "interpret": plgpu.InterpretGPUParams(detect_races=True)} | options
     arrays = [jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value")]
     log_decay = None if log_decay is None else jnp.asarray(log_decay, jnp.float32)
-    # Not under jit: what is computed around a kernel could take the threads that its warpgroups wait for.
+    # Not under jit: other computations could take the threads that the kernel's warpgroups wait for.
     return power_state.power_state(*arrays, log_decay=log_decay, **options)
 
 
@@ -79,7 +79,10 @@ def test_output_is_as_exact_as_the_plain_form(case, chunk):
 
 @pytest.mark.interpret
 def test_denominators_are_sums_of_weights():
-    """Of queries whose largest entry is in [1/2, 1), over keys of the chunk, of the window and behind the state."""
+    """The largest entries of queries are in [1/2, 1).
+
+    Keys are in the chunk, in the window and in the state.
+    """
     drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=190, decay="gentle", group=2, scale=100))
     _, denominator, _ = run_kernels(drawn)
     query = drawn["query"] / 2.0 ** np.frexp(np.abs(drawn["query"]).max(-1, keepdims=True))[1]
@@ -96,7 +99,7 @@ def test_denominators_are_sums_of_weights():
 @pytest.mark.slow
 @pytest.mark.parametrize(("state_dtype", "ratio"), [("float32", 1.2), ("float16", 1.2), ("bfloat16", 2.0)])
 def test_output_where_states_hold_most_keys(state_dtype, ratio):
-    """The worst case for states: no decay, and queries behind hundreds of keys."""
+    """Tests the worst case for states: no decay, and queries after hundreds of keys."""
     drawn = drawn_case(cases.Case(head_dim=64, value_dim=64, time=960, decay="none"))
     expected, late = formula(drawn), slice(768, None)
     out, _, _ = run_kernels(
@@ -123,7 +126,7 @@ def test_types_of_states(state_dtype, head_dim, chunk):
     ("head_dim", "state_dtype", "multiprocessors"), [(64, "float16", 8), (48, "float32", 16)]
 )
 def test_states_in_and_out(head_dim, state_dtype, multiprocessors, monkeypatch):
-    """The final state is the reference's, and a run that continues from it gives the outputs of the whole."""
+    """The final state equals the reference's, and a run that continues from it gives the outputs of the whole."""
     # Two segments of the one head, of which the second is shorter.
     monkeypatch.setattr(configs, "MULTIPROCESSORS", multiprocessors)
     options = {"chunk": 64, "state_dtype": jnp.dtype(state_dtype)}
@@ -135,7 +138,7 @@ def test_states_in_and_out(head_dim, state_dtype, multiprocessors, monkeypatch):
     assert cases.error(kv, state.kv) <= 1e-3
     assert cases.error(norm, state.norm) <= 1e-5
 
-    # The last 64 positions before the cut were not folded: the next run begins with them.
+    # The last 64 positions before the cut are not in the state: the next run begins with them.
     rest = {name: None if x is None else x[:, cut - 64 :] for name, x in drawn.items()}
     out, _, _ = run_kernels(rest, **options, initial_state=(kv, norm))
     expected = formula(drawn)
@@ -184,7 +187,7 @@ def test_what_the_kernels_cannot_do_is_named(name):
     ],
 )
 def test_on_a_gpu(head_dim, value_dim, time, state_dtype, seed):
-    """At real sizes: close to the xla form in float32, and the same to the bit in ten runs."""
+    """At real sizes: close to the xla form in float32, and bitwise identical in ten runs."""
     case = cases.Case(head_dim=head_dim, value_dim=value_dim, time=time, decay="gentle", group=2)
     drawn = cases.arrays(case, kv_heads=2, seed=seed, dtype="bfloat16")
     exact = {name: jnp.asarray(drawn[name], jnp.float32) for name in ("query", "key", "value", "log_decay")}

@@ -1,4 +1,4 @@
-"""Chunks that suit the state kernels."""
+"""Tests of the chunks chosen for the state kernels."""
 
 import jax.numpy as jnp
 import pytest
@@ -9,7 +9,7 @@ from pallas_kernels import power_state
 @pytest.mark.parametrize(("power", "size"), [(2, 16), (2, 64), (2, 80), (2, 128), (4, 16), (4, 32)])
 @pytest.mark.parametrize("time", [1, 64, 385, 700, 4096, 1_000_000])
 def test_a_chunk_for_any_row_is_one_that_the_kernels_take(power, size, time):
-    """Short rows are one chunk; long ones have one that two warpgroups and more divide."""
+    """Short rows are one chunk; the chunks of long rows divide among two or more warpgroups."""
     config = power_state.choose(
         power=power, head_dim=size, value_dim=size, time=time, heads=8, dtype=jnp.bfloat16
     )
@@ -20,7 +20,7 @@ def test_a_chunk_for_any_row_is_one_that_the_kernels_take(power, size, time):
 
 
 def test_few_heads_walk_segments_of_time_side_by_side():
-    """As many thread blocks as there are multiprocessors, no segment without a chunk."""
+    """The number of thread blocks is at most that of multiprocessors, and no segment is without a chunk."""
     sizes = {"power": 2, "head_dim": 64, "value_dim": 64, "dtype": jnp.bfloat16}
     assert power_state.choose(**sizes, time=65_536, heads=8).segments == 4
     assert power_state.choose(**sizes, time=65_536, heads=96).segments == 1

@@ -1,4 +1,7 @@
-"""Two halves of a sequence as two devices hold them, each folded once from nothing, against one call."""
+"""Compares a sequence split over two devices with one call.
+
+Each half updates an empty state once.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +31,7 @@ def part(x, begin, end):
     ],
 )
 def test_halves_are_the_whole(scale, end):
-    """Outputs and gradients, keys of the first half, or of all, being `scale` times as long as drawn."""
+    """Compares outputs and gradients, with keys of the first half, or of all, multiplied by `scale`."""
     case = cases.Case(head_dim=32, value_dim=24, time=TIME, decay="gentle", group=2)
     drawn = cases.arrays(case, batch=1, kv_heads=2, dtype="bfloat16")
     drawn["key"][:, :end] *= scale
@@ -39,7 +42,7 @@ def test_halves_are_the_whole(scale, end):
     decay = jnp.asarray(drawn["log_decay"], jnp.float32)
     arrays = query, key, value, decay
     run = OPTIONS | {"interpret": None}
-    # The second half's first rows are the window: seen, folded, but no one's queries.
+    # The second half's first rows are the window: visible and folded, but without queries.
     asks = jnp.arange(TIME) >= CUT
     halves = [
         tuple(part(x, 0, CUT) for x in arrays),

@@ -1,4 +1,4 @@
-"""The gradient of keys and values at p = 2, interpreted, against what it computes in plain JAX."""
+"""Tests of the gradient of keys and values at p = 2, interpreted, against plain JAX."""
 
 import functools
 from typing import NamedTuple
@@ -19,12 +19,12 @@ from tests.pallas_kernels import state_vjp
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(600)]
 
 HEADS, GROUP, CHUNKS, CHUNK = 1, 2, 2, 128
-# Rounding of the bfloat16 result takes most of it.
+# Most of it is the rounding of the bfloat16 result.
 ERROR = 2.0**-9
 
 
 class Sizes(NamedTuple):
-    """`extra`: whether there are keys after the last query's chunk; dtype: that of states."""
+    """Sizes of a case. `extra`: whether there are keys after the last query's chunk; dtype: that of states."""
 
     head_dim: int = 64
     value_dim: int = 64
@@ -34,12 +34,12 @@ class Sizes(NamedTuple):
 
 
 def exponents(x):
-    """Powers of two [H, Y] that bring the largest entry of each row into [1/2, 1)."""
+    """Returns powers of two [H, Y] that bring the largest entry of each row into [1/2, 1)."""
     return numerics.exponent(jnp.abs(x.astype(jnp.float32)).max(-1))
 
 
 def terms_of(x, dtype, terms):
-    """x [..., A, B] as `terms` arrays of that type on top of each other, [..., terms A, B]."""
+    """Returns x [..., A, B] as the concatenation of `terms` arrays of that dtype, [..., terms A, B]."""
     parts = []
     for _ in range(terms):
         parts.append(x.astype(dtype))
@@ -48,7 +48,10 @@ def terms_of(x, dtype, terms):
 
 
 def frames(random, exact_window):
-    """Decays as the forward pass has them, and by keys: of their chunk, and of the chunk before, [H, Y, 2] each."""
+    """Returns decays as in the forward pass, and by keys.
+
+    The latter are in the frames of their chunk and of the previous one, [H, Y, 2] each.
+    """
     log_decay = -random.exponential(0.02, (HEADS, CHUNKS * CHUNK + exact_window)).astype("float32")
     seen = np.arange(CHUNKS)[:, None] * CHUNK + np.arange(exact_window + CHUNK)
     decay = np.stack(numerics.running_sums(jnp.asarray(log_decay)[:, seen], 150.0), -1)
@@ -60,13 +63,13 @@ def frames(random, exact_window):
 
 
 def in_blocks(vectors):
-    """[H, X] each -> [H, X / 64, their number, 64]."""
+    """Stacks vectors [H, X] in blocks, [H, X / 64, their number, 64]."""
     stacked = jnp.stack([jnp.asarray(x, jnp.float32) for x in vectors], 1)
     return jnp.swapaxes(stacked.reshape(*stacked.shape[:2], -1, configs.BLOCK), 1, 2)
 
 
 def draw(sizes, layout):
-    """Arguments of the kernel by name, and decays of the forward pass."""
+    """Draws arguments of the kernel by name, and decays of the forward pass."""
     random = np.random.default_rng(0)
     operand, terms = configs.operands(jnp.dtype(sizes.dtype))
     time, heads = CHUNKS * CHUNK, HEADS * GROUP

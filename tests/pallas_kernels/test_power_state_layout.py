@@ -1,4 +1,4 @@
-"""The feature layout of the state kernels against the canonical one."""
+"""Tests of the feature layout of the state kernels against the canonical one."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,10 @@ def test_weighted_features_are_the_power(head_dim):
 
 @pytest.mark.parametrize("head_dim", SIZES)
 def test_windows_are_where_they_say(head_dim):
-    """Column o + c of group j holds x[a + j] * x[a + c], with the vector's first indices repeated behind it."""
+    """Column o + c of group j holds x[a + j] * x[a + c].
+
+    The vector is followed by a copy of its first indices.
+    """
     layout = layouts.Layout(head_dim)
     x = np.random.default_rng(1).normal(size=head_dim)
     repeated = np.concatenate([x, x[: layout.rows - head_dim]])

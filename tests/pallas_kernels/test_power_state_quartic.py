@@ -1,4 +1,4 @@
-"""The p = 4 state kernels together, interpreted, against the formula in float64 and against the plain JAX form."""
+"""Tests of the p = 4 state kernels together, interpreted, against the formula in float64 and the plain JAX form."""
 
 import functools
 
@@ -51,7 +51,7 @@ def test_output_is_as_exact_as_the_plain_form(case, chunk):
 
 
 def test_states_in_and_out(monkeypatch):
-    """The final state is the reference's, and a run that continues from it gives the outputs of the whole."""
+    """The final state equals the reference's, and a run that continues from it gives the outputs of the whole."""
     # Two segments of the one head, of which the second is shorter.
     monkeypatch.setattr(configs, "MULTIPROCESSORS", 10)
     drawn = states.drawn_case(cases.Case(power=4, time=280, decay="gentle"))
@@ -62,7 +62,7 @@ def test_states_in_and_out(monkeypatch):
     assert cases.error(kv, state.kv) <= STATE_ERROR
     assert cases.error(norm, state.norm) <= STATE_ERROR
 
-    # The last 64 positions before the cut were not folded: the next run begins with them.
+    # The last 64 positions before the cut are not in the state: the next run begins with them.
     rest = {name: None if x is None else x[:, cut - 64 :] for name, x in drawn.items()}
     out, _, _ = states.run_kernels(rest, chunk=64, power=4, initial_state=(kv, norm))
     expected = states.formula(drawn, power=4)

@@ -1,6 +1,7 @@
-"""What surrounds the p = 4 state kernels, with plain arrays in their place that round where they do.
+"""Tests of the code around the p = 4 state kernels, with NumPy stand-ins that have the same roundings.
 
-In seconds, where interpreting the kernels takes minutes: layouts, scales, decays, segments and normalizers.
+They run in seconds, where interpreting the kernels takes minutes, and cover layouts, scales, decays, segments and
+normalizers.
 """
 
 import pytest
@@ -39,7 +40,7 @@ def test_output_and_state(case, chunk):
 
 
 def test_states_in_and_out():
-    """At sizes that are filled up."""
+    """Uses sizes that are padded."""
     case = cases.Case(power=4, head_dim=12, value_dim=10, time=260, decay="gentle")
     drawn = states.drawn_case(case, kv_heads=2)
     cut = 150

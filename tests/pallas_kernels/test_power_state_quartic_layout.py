@@ -1,4 +1,4 @@
-"""The layout of degree-4 features against the canonical one."""
+"""Tests of the layout of degree-4 features against the canonical one."""
 
 import math
 
@@ -12,7 +12,7 @@ SIZES = [(16, 16), (32, 32), (16, 32), (32, 16)]
 
 
 def monomials(x, layout):
-    """[..., D] -> [..., U, 64 / E, 48]."""
+    """Returns the features of x [..., D] in the layout, [..., U, 64 / E, 48]."""
     extended = np.concatenate([x, np.zeros_like(x[..., :1])], -1)
     return extended[..., layout.indices].prod(-1)
 
@@ -34,7 +34,7 @@ def test_each_monomial_counts_once(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_features_are_a_scalar_times_a_block(sizes):
-    """As the kernels make them: rows of the sorted scalars, columns of y with zeros in front."""
+    """Computes features like the kernels: rows of the sorted scalars, columns of y with zeros in front."""
     layout = layouts.Layout(*sizes)
     x = np.random.default_rng(1).normal(size=sizes[0])
     low, high = layouts.pairs(sizes[0])

@@ -1,4 +1,4 @@
-"""The p = 4 backward kernels, interpreted, against what they compute in NumPy."""
+"""Tests of the p = 4 backward kernels, interpreted, against NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.interpret, pytest.mark.timeout(900)]
 
 CHUNKS, GROUP, WINDOW = 2, 2, 64
 
-# Chunks of 64 give a block one warpgroup, of 128 two.
+# Chunks of 64 give a block one warpgroup, chunks of 128 two.
 CASES = [
     (16, 16, 64),
     (16, 16, 128),
@@ -25,7 +25,7 @@ CASES = [
 
 
 class Drawn:
-    """Arrays of one head of keys that meets `GROUP` heads of queries."""
+    """Arrays of one key head and its `GROUP` query heads."""
 
     def __init__(self, head_dim, value_dim, chunk):
         self.random = np.random.default_rng(0)
@@ -46,17 +46,17 @@ class Drawn:
         self.interpret = {"interpret": interpret}
 
     def rows(self, heads, time, size):
-        """bfloat16, entries below 1."""
+        """Draws bfloat16 rows with entries below 1."""
         return jnp.asarray(self.random.uniform(-1, 1, (heads, time, size)), jnp.bfloat16)
 
     def states(self):
-        """float16, zero where features weigh nothing."""
+        """Draws float16 states, zero where features have weight zero."""
         shape = (1, CHUNKS, self.layout.stacks, self.layout.value_dim, self.layout.width)
         weights = self.layout.weights.reshape(self.layout.stacks, 1, self.layout.width)
         return jnp.asarray(self.random.normal(size=shape) * weights / 32, jnp.float16)
 
     def vectors(self, *vectors):
-        """Of [H, X], as kernels take them."""
+        """Stacks vectors [H, X] in the kernels' layout."""
         stacked = np.stack([x.reshape(len(x), -1, 64) for x in vectors], 2)
         return jnp.asarray(stacked, jnp.float32)
 
@@ -68,7 +68,7 @@ class Drawn:
         return jnp.swapaxes(vector, 1, 2), scalars
 
     def decays(self, *shape):
-        """Running sums, coarse and fine."""
+        """Draws running sums, coarse and fine."""
         steps = -self.random.exponential(0.02, shape)
         coarse = np.round(steps * 2**12) / 2**12
         return np.cumsum(coarse, -1), np.cumsum(steps - coarse, -1)
@@ -77,7 +77,7 @@ class Drawn:
 def compare(kernel, expected, arguments, options, interpret):
     found = kernel(*arguments, **options, **interpret)
     for actual, wanted in zip(found, expected(*arguments, **options), strict=True):
-        # Operands are the same.
+        # Both have the same operands.
         assert actual.dtype == jnp.float32
         assert np.isfinite(actual).all()
         assert cases.error(actual, wanted) <= 2**-15

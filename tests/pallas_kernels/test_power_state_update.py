@@ -1,4 +1,4 @@
-"""The update kernel, interpreted, against its definition in float64."""
+"""Tests of the update kernel, interpreted, against its definition in float64."""
 
 import functools
 
@@ -17,7 +17,10 @@ pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
 
 def expected_states(key, value, carry, initial, layout, chunk):
-    """S <- carry * S + sum of phi(k) v^T over chunks: the state before each, and the last, [H, n, 16, E, P]."""
+    """Computes S <- carry * S + sum of phi(k) v^T over chunks.
+
+    Returns the state before each, and the last one, [H, n, 16, E, P].
+    """
     chunks = key.shape[-1] // chunk
     segments = initial.shape[1]
     length = -(-chunks // segments)
@@ -85,5 +88,5 @@ def test_update(head_dim, value_dim, segments, dtype):
     rounding = float(jnp.finfo(operand).eps)
     assert cases.error(states, expected) <= rounding
     assert cases.error(final, last) <= rounding
-    # What was there from the start is only stored.
+    # The initial state is only stored.
     assert cases.error(states[:, 0], initial[:, 0]) <= (2**-22 if terms == 2 else rounding)

@@ -1,4 +1,4 @@
-"""The backward kernels of the state form, interpreted, against what they compute in plain JAX."""
+"""Tests of the backward kernels of the state form, interpreted, against plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ HEADS, GROUP, CHUNKS, WINDOW = 1, 2, 2, 64
 
 
 def drawn_state(random, layout, value_dim, dtype, terms):
-    """States of random keys and values, as a query reads them: [H, n, 16, terms E, P], and Z [H, n, 2 D, D]."""
+    """Returns states of random keys and values, as a query reads them: [H, n, 16, terms E, P], and Z [H, n, 2 D, D]."""
     shape, count = (HEADS, CHUNKS), 96
     key = random.normal(size=(*shape, count, layout.head_dim))
     value = random.normal(size=(*shape, count, value_dim))
@@ -29,7 +29,7 @@ def drawn_state(random, layout, value_dim, dtype, terms):
 
 
 def split(x, dtype, terms):
-    """x [..., A, B] as terms of a 16-bit type on top of each other, [..., terms A, B]."""
+    """Returns x [..., A, B] as the concatenation of terms of a 16-bit dtype, [..., terms A, B]."""
     parts = []
     for _ in range(terms):
         parts.append(x.astype(dtype))
@@ -38,7 +38,10 @@ def split(x, dtype, terms):
 
 
 def drawn_decays(random, chunk):
-    """Running sums of base-2 logarithms over what each chunk sees, coarse and fine, [H, n, 2, (W + C) / 64, 64]."""
+    """Returns running sums of base-2 logarithms over each chunk and its window, coarse and fine.
+
+    They are [H, n, 2, (W + C) / 64, 64].
+    """
     steps = -random.exponential(0.02, (HEADS, CHUNKS, WINDOW + chunk))
     coarse = np.round(steps * 2**12) / 2**12
     parts = np.stack([np.cumsum(coarse, -1), np.cumsum(steps - coarse, -1)], 2)
@@ -46,7 +49,7 @@ def drawn_decays(random, chunk):
 
 
 def drawn_arguments(layout, value_dim, state_dtype, chunk):
-    """Arguments of `query_vjp`, by name."""
+    """Draws arguments of `query_vjp`, by name."""
     random = np.random.default_rng(0)
     dtype, terms = configs.operands(jnp.dtype(state_dtype))
     time, queries = CHUNKS * chunk, HEADS * GROUP
@@ -110,7 +113,7 @@ def test_query(head_dim, value_dim, state_dtype):
         del arguments["scalars"]
         expected, expected_sums = state_vjp.query_vjp(**arguments, **sizes)
     assert gradient.dtype == jnp.bfloat16
-    # The result is rounded to bfloat16; nothing else is to more than float16, but bfloat16 operands of states.
+    # The result is rounded to bfloat16; everything else to float16 or better, except bfloat16 operands of states.
     assert cases.error(gradient, expected) <= 2**-9
     assert cases.error(sums[:, 0], expected_sums[:, 0]) <= 1e-5
     assert cases.error(sums[:, 1], expected_sums[:, 1]) <= 1e-5

@@ -1,4 +1,4 @@
-"""The step kernels: interpreted on a CPU, compiled for an H100, and behind the op."""
+"""Tests of the step kernels: interpreted on a CPU, compiled for an H100, and within the op."""
 
 import functools
 import re
@@ -36,7 +36,7 @@ def drawn_case(case, batch=2, kv_heads=2):
 
 
 def by_steps(step, drawn, power, state=None, exact_window=WINDOW):
-    """The output and the state of each token."""
+    """Returns the output and the state of each token."""
     batch, time, kv_heads, head_dim = drawn["key"].shape
     if state is None:
         sizes = batch, kv_heads, head_dim, drawn["value"].shape[-1]
@@ -49,7 +49,7 @@ def by_steps(step, drawn, power, state=None, exact_window=WINDOW):
 
 
 def formula(drawn, power):
-    """The output by the reference, in float64."""
+    """Returns the output of the reference, in float64."""
     whole = functools.partial(ops.power_attention, power=power, implementation="reference")
     with jax.enable_x64(True):
         exact = {n: x if n == "segment_ids" else np.asarray(x, np.float64) for n, x in drawn.items()}
@@ -60,7 +60,7 @@ plain_step = functools.partial(ops.power_attention_step, implementation="xla")
 
 
 def interpreted_step(detect_races=True, **arguments):
-    """The step of the op by its kernels."""
+    """Returns the step of the op by its kernels."""
     with target.interpreted(plgpu.InterpretGPUParams(detect_races=detect_races)):
         return ops.power_attention_step(**arguments, implementation="mosaic_gpu")
 
@@ -69,10 +69,10 @@ def interpreted_step(detect_races=True, **arguments):
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted(name, monkeypatch):
     """Each token's output and state are those of the xla step, and the outputs those of the reference."""
-    # One row of the batch at a time, so that a fold of several takes several calls.
+    # One row of the batch per call, so that a fold of several rows needs several calls.
     monkeypatch.setattr(mosaic_step, "_FEATURE_BYTES", 1)
     case = INTERPRETED[name]
-    # Degree 4 has 3,876 features, which take the interpreter a while.
+    # Degree 4 has 3,876 features, which are slow to interpret.
     drawn = drawn_case(case, kv_heads=1 if case.power == 4 else 2)
     expected = formula(drawn, case.power)
     outputs, plain_outputs, folded = [], [], False
@@ -93,7 +93,7 @@ def test_interpreted(name, monkeypatch):
 
 @pytest.mark.interpret
 def test_rows_are_ragged():
-    """Rows that are full at different tokens: one is folded, the others are left as they are."""
+    """Rows fill up at different tokens: full rows are folded, the others are unchanged."""
     drawn = drawn_case(cases.Case(time=12, decay="gentle"), batch=3)
     drawn["segment_ids"] = jnp.where(jnp.arange(12) < jnp.array([[0], [1], [3]]), -1, 0).astype(jnp.int32)
     lengths = []
@@ -155,12 +155,12 @@ def test_named_implementation_needs_a_hopper_gpu():
 @h100.needs_packages
 @pytest.mark.parametrize("segments", [False, True])
 def test_a_donated_state_is_not_copied(segments):
-    """Neither where W tokens are folded nor, at all other tokens, around it."""
+    """There is no copy, either at tokens where W tokens are folded or at the others."""
     text = h100.run("tests.pallas_kernels.donated", "segments" if segments else "plain")
     assert text.count('custom_call_target="mosaic_gpu') == 2
     state = r"= \(?f32\[64,8,2080,64\]\S* "
     assert not re.search(state + "copy", text)
-    # A document that starts empties its row, in place; nothing else makes a state.
+    # The first token of a document clears its row in place; nothing else allocates a state.
     assert len(re.findall(state + r"fusion\(", text)) == segments
 
 
@@ -177,7 +177,7 @@ def test_no_gather_around_the_kernels_on_eight_devices():
 @pytest.mark.parametrize(("power", "width"), [(2, 64), (2, 128), (4, 16)])
 @pytest.mark.parametrize("batch", [1, 32])
 def test_on_a_gpu(power, width, batch):
-    """At real sizes, over several folds: as exact as the xla step, and the same to the bit in ten runs."""
+    """At real sizes, over several folds: as exact as the xla step, and bitwise identical in ten runs."""
     case = cases.Case(
         power=power, head_dim=width, value_dim=width, time=250, decay="gentle", segments="edges", group=2
     )
@@ -196,7 +196,7 @@ def test_on_a_gpu(power, width, batch):
 
 
 def run(drawn, power, implementation, state=None):
-    """All outputs, and the states before and after the last token."""
+    """Returns all outputs, and the states before and after the last token."""
     step = functools.partial(ops.power_attention_step, implementation=implementation)
     outputs, before = [], state
     for out, after in by_steps(step, drawn, power, state=state, exact_window=16):

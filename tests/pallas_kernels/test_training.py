@@ -1,4 +1,4 @@
-"""The papers' configuration trains through the kernels as it is: traced as for a Hopper GPU, nothing is run."""
+"""Tests that the papers' configuration trains through the kernels: traced for a Hopper GPU, without running."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from sympow_jax.training import step
 from tests.pallas_kernels import traced
 
 ATTENTION, CHUNKED = "attention_mosaic_gpu", "chunked_mosaic_gpu"
-# Of both passes.
+# Kernels of both passes.
 KERNELS = {
     ATTENTION: {"power_attention_forward", "power_attention_query_vjp", "power_attention_key_vjp"},
     CHUNKED: {"power_state_update", "power_state_query", "power_state_query_vjp", "power_state_key_vjp"},

@@ -1,4 +1,4 @@
-"""What a program on a Hopper GPU would run, found by tracing it for one without running anything."""
+"""Traces a program for a Hopper GPU without running it, and lists the forms and kernels it would use."""
 
 import dataclasses
 import re
@@ -10,14 +10,17 @@ from sympow_jax.ops._shared import target
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """forms: forms of attention with their implementations, as named scopes say. kernels: names of kernels."""
+    """Forms and kernels of a program.
+
+    forms: forms of attention with their implementations, from named scopes. kernels: names of kernels.
+    """
 
     forms: set[str]
     kernels: set[str]
 
 
 def on_hopper(function, *arguments) -> Program:
-    """Of a jitted function and abstract arguments."""
+    """Returns the program of a jitted function and abstract arguments."""
     with target.interpreted(plgpu.InterpretGPUParams()):
         text = function.trace(*arguments).jaxpr.pretty_print(name_stack=True)
     return Program(
@@ -26,6 +29,6 @@ def on_hopper(function, *arguments) -> Program:
                 r"\b(?:attention|chunked|recurrent|softmax)_(?:reference|xla|mosaic_gpu|cudnn)\b", text
             )
         ),
-        # Of what has such a name, results that a checkpoint may keep are no kernels.
+        # Among these names, results that a checkpoint may save are not kernels.
         set(re.findall(r"\bname=(power_(?:attention|state)_(?!out\b|states\b)\w+)", text)),
     )

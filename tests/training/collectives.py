@@ -1,4 +1,4 @@
-"""What devices exchange in a compiled program."""
+"""Parser of the collectives in a compiled program."""
 
 import collections
 import dataclasses
@@ -16,7 +16,7 @@ _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Collective:
-    """One array of a collective: its kind, the mesh axes it goes over, and its dtype and shape behind it."""
+    """Array of a collective: its kind, the mesh axes it covers, and the dtype and shape of the result."""
 
     kind: str
     axes: tuple[str, ...]
@@ -30,7 +30,10 @@ class Collective:
 
 
 def collectives(program: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> list[Collective]:
-    """Those of a compiled program's text for this mesh, an entry for each array and time that it is exchanged."""
+    """Returns the collectives of a compiled program's text for this mesh.
+
+    There is an entry for each array and each time that it is exchanged.
+    """
     found = []
     for line, times in instructions(program):
         kind, arrays = called(line)
@@ -41,26 +44,32 @@ def collectives(program: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMes
 
 
 def called(line: str) -> tuple[str, list[tuple[str, tuple[int, ...]]]]:
-    """The kind of the collective in a line of a program, with the dtypes and shapes of its results; none in others."""
+    """Returns the kind of the collective in a line of a program, with the dtypes and shapes of its results.
+
+    Returns an empty kind and no results for other lines.
+    """
     match = re.search(rf"= (\S.*?) ({'|'.join(_KINDS)})(-start)?\(", line)
     if not match:
         return "", []
     types, kind, started = match.groups()
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", types)
     if started:
-        # The type of an asynchronous one has its operands in front of its results.
+        # The type of an asynchronous collective has its operands before its results.
         arrays = arrays[len(arrays) // 2 :] if len(arrays) > 1 else arrays
     return kind, [(dtype, tuple(int(n) for n in shape.split(",") if n)) for dtype, shape in arrays]
 
 
 def instructions(program: str) -> list[tuple[str, int]]:
-    """Each line of a compiled program, and how many times it is run: in loops, as often as these are known to turn."""
+    """Returns each line of a compiled program, and the number of times that it runs.
+
+    Lines of a loop run as often as its known trip count says.
+    """
     name, bodies = "", {"": []}
     for line in program.splitlines():
         if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
             name = opened[1]
         bodies.setdefault(name, []).append(line)
-    # What is called comes before its callers, and the entry last.
+    # Called computations come before their callers, and the entry last.
     times = collections.Counter({name: 1})
     for caller in reversed(bodies):
         for line in bodies[caller]:
@@ -75,7 +84,7 @@ def instructions(program: str) -> list[tuple[str, int]]:
 
 
 def _axes(line: str, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[str, ...]:
-    """The axes of the mesh along which devices of one group differ."""
+    """Returns the mesh axes along which devices of one group differ."""
     if named := re.search(r"replica_groups=mesh\[[^\]]*\] \{(.*?)\}", line):
         return tuple(name for name in mesh.axis_names if f"'{name}'" in named[1])
     places = np.arange(mesh.size).reshape(mesh.axis_sizes)

@@ -1,10 +1,10 @@
-"""Compiles whole training steps for eight H100s of one node, and reads what they need and exchange.
+"""Compiles whole training steps for eight H100s of one node, and reads their memory and collectives.
 
     python -m tests.training.compiled report 124m-p2-4096-data8
     python -m tests.training.compiled table [CASE ...]
 
-Nothing is run, and no GPU is needed. A process for each case, since LLVM may end it; minutes each. Needs the packages
-of the dependency group `h100`.
+Nothing is run, and no GPU is needed. Each case has a separate process, since LLVM may crash it, and takes minutes.
+Needs the packages of the dependency group `h100`.
 """
 
 import collections
@@ -27,13 +27,13 @@ from tests.training import collectives
 DEVICES = 8
 MEMORY = 80e9  # bytes of an H100
 TIMEOUT = 1500  # seconds for a case on two busy cores
-# What the table leaves out: sums of norms' gradients, scalars, what documents and positions need.
+# The table leaves out sums of norms' gradients, scalars, and collectives for documents and positions.
 SMALL = 5e6
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model, its batch and the arrangement of the devices."""
+    """A model, its batch and the sharding layout of the devices."""
 
     size: str
     power: int
@@ -43,7 +43,7 @@ class Case:
     remat: str = "none"
 
     def settings(self) -> config.Config:
-        """Those of a run of the conformal model."""
+        """Config of a run of the conformal model."""
         return config.Config(
             model=config.ModelConfig(
                 **config.MODEL_SIZES[self.size],
@@ -59,10 +59,11 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Collectives of one kind over the same axes in a step: how many arrays, what a device sends, the largest result.
+    """Collectives of one kind over the same axes in a step.
 
-    Bytes are those of rings: of an array of n devices, each sends (n - 1) / n where it is gathered, exchanged all to
-    all or scattered, and twice that where it is summed everywhere.
+    Fields are the number of arrays, the bytes that a device sends, and the largest result. Bytes are those of rings: of
+    an array on n devices, each sends (n - 1) / n if it is gathered, exchanged all to all or scattered, and twice that
+    if it is all-reduced.
     """
 
     kind: str
@@ -74,7 +75,7 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Bytes on each device, what is exchanged, and how many of which kernels a step takes."""
+    """Bytes on each device, collectives, and the kernels of a step with their number."""
 
     peak: int
     arguments: int
@@ -92,7 +93,7 @@ CASES = {
         for context in (4096, 16384, 65536)
     },
     "124m-p2-65536-context8": Case("gpt2_124m", 2, 65536, {"context": 8}),
-    # A row that no device holds.
+    # A row that no device has.
     "124m-p2-1048576-context8": Case(
         "gpt2_124m", 2, 1048576, {"context": 8}, tokens=1048576, remat="attention"
     ),
@@ -101,7 +102,7 @@ CASES = {
 
 
 def compile_step(case: Case):
-    """An update of the case, compiled."""
+    """Compiles an update of the case."""
     settings = case.settings()
     sizes = {axis: case.sharding.get(axis, 1) for axis in partitioning.AXES}
     mesh = h100.mesh(tuple(sizes.values()), tuple(sizes))
@@ -113,7 +114,7 @@ def compile_step(case: Case):
 
 
 def read(case: Case) -> Report:
-    """Compiled in this process."""
+    """Compiles the case in this process and returns its report."""
     begin = time.monotonic()
     compiled, mesh = compile_step(case)
     seconds = time.monotonic() - begin
@@ -143,7 +144,7 @@ def _kernels(program: str) -> dict[str, int]:
 
 
 def report(name: str) -> Report:
-    """Of a case, compiled in a process of its own."""
+    """Returns the report of a case, compiled in a separate process."""
     found = json.loads(h100.run("tests.training.compiled", "report", name, timeout=TIMEOUT))
     found["exchanges"] = [Exchange(**x | {"axes": tuple(x["axes"])}) for x in found["exchanges"]]
     return Report(**found)
@@ -152,7 +153,7 @@ def report(name: str) -> Report:
 def exchanges(
     found: list[collectives.Collective], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
 ) -> list[Exchange]:
-    """Summed up by kind and axes."""
+    """Sums the collectives by kind and axes."""
     groups = collections.defaultdict(list)
     for collective in found:
         groups[collective.kind, collective.axes].append(collective)
@@ -166,7 +167,7 @@ def _sent(collective: collectives.Collective, mesh: jax.sharding.Mesh | jax.shar
     devices = math.prod(mesh.shape[axis] for axis in collective.axes)
     times = {
         "all-reduce": 2 * (devices - 1) / devices,
-        # The result is one of as many parts.
+        # The result is one of `devices` parts.
         "reduce-scatter": devices - 1,
         "collective-permute": 1,
     }
@@ -178,7 +179,7 @@ def _print_report(name: str) -> None:
 
 
 def _print_table(*names: str) -> None:
-    """Markdown, a row for each case as it is done."""
+    """Prints a Markdown table, one row per case as soon as it is done."""
     columns = {
         "model": "---",
         "p": "---:",

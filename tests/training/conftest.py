@@ -12,7 +12,7 @@ from tests import programs
 
 @pytest.fixture(autouse=True, scope="package")
 def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """A folder that lets the tests, most of which train the same model, compile it once."""
+    """Returns a folder in which the tests cache compiled programs, since most of them train the same model."""
     folder = tmp_path_factory.mktemp("compilation_cache")
     with programs.kept_in(folder):
         yield folder
@@ -20,7 +20,7 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[path
 
 @pytest.fixture
 def settings(tmp_path: pathlib.Path) -> config.Config:
-    """One layer of width 16 on a few files, 10 steps of 4 rows of 16 bytes."""
+    """Returns a config of one layer of width 16 on a few files, 10 steps of 4 rows of 16 bytes."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for index in range(20):
@@ -39,7 +39,7 @@ def settings(tmp_path: pathlib.Path) -> config.Config:
 
 @pytest.fixture
 def with_training(settings: config.Config):
-    """The same run with other fields of `training`."""
+    """Returns the same config with other fields of `training`."""
 
     def change(**changes) -> config.Config:
         return dataclasses.replace(settings, training=dataclasses.replace(settings.training, **changes))

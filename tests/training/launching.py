@@ -1,4 +1,7 @@
-"""Runs of train.py in processes of their own, which start in a second: a server that has imported it forks them."""
+"""Runs of train.py in separate processes that start within a second.
+
+A server that has imported train.py forks them.
+"""
 
 import dataclasses
 import multiprocessing
@@ -13,7 +16,7 @@ import jax
 
 import train
 
-# What a killed process leaves is removed at the end, which is no news.
+# Leftovers of a killed process are removed at the end, and need no warning.
 sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 _SERVER = multiprocessing.get_context("forkserver")
 # Imported here too, but not by the server: it preloads by name, in the folder of the repository.
@@ -34,7 +37,7 @@ SMALLEST = (
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """A process of a run and the files of what it says."""
+    """A process of a run and the files of its output."""
 
     process: multiprocessing.process.BaseProcess
     out: pathlib.Path
@@ -46,7 +49,7 @@ class Started:
         os.kill(self.process.pid, number)
 
     def wait(self, timeout: float = 120) -> int:
-        """The exit code, or minus the number of the signal that ended it; TimeoutError if it goes on."""
+        """Returns the exit code, or minus the signal that ended it; raises TimeoutError if it keeps running."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.process.kill()
@@ -54,11 +57,11 @@ class Started:
         return self.process.exitcode
 
     def said(self) -> list[str]:
-        """Lines on stdout so far, but for those of XLA's Gloo."""
+        """Returns the lines on stdout so far, except those of XLA's Gloo."""
         return [line for line in self.out.read_text().splitlines() if "[Gloo]" not in line]
 
     def errors(self) -> list[str]:
-        """Lines on stderr so far."""
+        """Returns the lines on stderr so far."""
         return self.err.read_text().splitlines()
 
 
@@ -72,9 +75,10 @@ def start(
     more: Sequence[Sequence[str]] | None = None,
     prepare: Callable[[], None] | Sequence[Callable[[], None] | None] | None = None,
 ) -> list[Started]:
-    """Starts the processes of one run, each with so many devices; what they say goes to `folder`.
+    """Starts the processes of one run, each with the given number of devices; their output goes to `folder`.
 
-    `more` are arguments of one process each; `prepare` is called in each before it begins, or one of several in one.
+    `more` has arguments for each process. `prepare` is called in each before it begins; it may also be a list with one
+    function per process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begun = len(list(folder.glob("*.out")))
@@ -95,14 +99,17 @@ def start(
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Returns a port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def wait_until(condition: Callable[[], bool], started: Sequence[Started], *, timeout: float = 120) -> None:
-    """Waits for the condition while the processes run; TimeoutError, with what they said, if it does not come."""
+    """Waits for the condition while the processes run.
+
+    Raises TimeoutError with their output if it does not become true.
+    """
     deadline = time.monotonic() + timeout
     while not condition():
         ended = [one for one in started if one.process.exitcode is not None]

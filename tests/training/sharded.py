@@ -3,7 +3,8 @@
     python -m tests.training.sharded train PRESET '{"data": 2, "context": 4}' ...
     python -m tests.training.sharded collectives PRESET '{...}'
 
-Prints a line of JSON for each arrangement. A process of its own, since it needs more devices than the others have.
+Prints a line of JSON for each sharding layout. Runs in a separate process, since it needs more devices than the other
+tests have.
 """
 
 import dataclasses
@@ -24,10 +25,10 @@ ROWS, CONTEXT, WINDOW = 8, 64, 8
 
 
 def settings(preset: str, arrangement: dict) -> config.Config:
-    """A layer of width 64 in float32 on `arrangement`, which may also name `layers`, `remat` and `accumulate`.
+    """Returns a config of a layer of width 64 in float32 on `arrangement`.
 
-    Keys' heads are shared where every axis allows it, and power attention is of the form that has a state. GPT-2 has
-    its biases and no norm behind the embedding.
+    `arrangement` may also set `layers`, `remat` and `accumulate`. Key heads are grouped if every axis allows it, and
+    power attention has the form with a state. GPT-2 has its biases and no norm after the embedding.
     """
     sizes = {axis: 1 for axis in ("data", "fsdp", "tensor", "context")} | arrangement
     remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
@@ -49,14 +50,14 @@ def settings(preset: str, arrangement: dict) -> config.Config:
             attention=config.preset(preset, **form),
         ),
         data=config.DataConfig(context_length=CONTEXT, batch_tokens=ROWS * CONTEXT, packing="documents"),
-        # After one update, what this optimizer remembers is the gradient.
+        # After one update, the state of this optimizer is the gradient.
         optimizer=config.OptimizerConfig(name="sgd", learning_rate=0.1, accumulate=accumulate),
         sharding=config.ShardingConfig(**sizes),
     )
 
 
 def batch() -> dict[str, np.ndarray]:
-    """Rows of several documents, which begin at and within the shares of devices, some of padding behind them."""
+    """Returns rows of several documents, which begin at and within the shards, some followed by padding."""
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, 256, (ROWS, CONTEXT + 1)).astype(np.int32)
     segments = np.zeros((ROWS, CONTEXT), np.int32)
@@ -69,11 +70,11 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
-    """A state whose gradients can be compared.
+    """Returns a state whose gradients can be compared.
 
-    Gates are near 0.98, so that a token counts for many others, on other devices too. Keys are made as queries are, so
-    that each token's own weight is large: with few keys, all of them nearly orthogonal to the query, one unit in the
-    last place of the kernels changes gradients by 1.6e-5.
+    Gates are near 0.98, so that a token affects many others, on other devices too. Keys are initialized like queries,
+    so that each token's own weight is large. With few keys, all nearly orthogonal to the query, one unit in the last
+    place of the kernels would change gradients by 1.6e-5.
     """
     state = step.init_state(of, mesh)
     for block in state.params["blocks"].values():
@@ -90,7 +91,7 @@ def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
 
 
 def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
-    """The losses of three updates and the gradients of the first."""
+    """Returns the losses of three updates and the gradients of the first."""
     state, update = first_state(of, mesh), step.make_update(of, mesh)
     placed = sharding.place_batch(batch(), mesh)
     losses, gradients = [], []
@@ -103,7 +104,10 @@ def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list
 
 
 def compare(preset: str, arrangements: list[dict]) -> None:
-    """Prints how far each arrangement is from one device: of losses relative, of gradients the worst parameter's."""
+    """Prints the difference of each sharding layout from one device.
+
+    For losses it is relative, for gradients that of the worst parameter.
+    """
     expected = {}
     for arrangement in arrangements:
         of = settings(preset, arrangement)
@@ -113,7 +117,7 @@ def compare(preset: str, arrangements: list[dict]) -> None:
             expected[of.model.kv_heads] = train(one, sharding.whole_mesh(jax.devices()[:1]))
         losses, gradients = train(of, sharding.make_mesh(of))
         wanted, wanted_gradients = expected[of.model.kv_heads]
-        # Softmax does not see a bias of its keys, whose gradient is but rounding.
+        # A bias of the keys does not change softmax, so its gradient is only rounding.
         natural = max(float(np.sqrt(np.mean(np.square(x)))) for x in wanted_gradients)
         print(
             json.dumps(

@@ -2,8 +2,8 @@
 
     python -m tests.training.sharded_encoder TASK '{"data": 2, "fsdp": 2}' ...
 
-Prints a line of JSON for each arrangement: how far losses, parameters and running means are from those of one device
-after two updates. A process of its own, since it needs more devices than the others have.
+Prints a line of JSON for each sharding layout: the differences of losses, parameters and running means from those of
+one device after two updates. Runs in a separate process, since it needs more devices than the other tests have.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from tests.training import test_tasks
 
 
 def settings(task: str, arrangement: dict) -> config.Config:
-    """The run of `test_tasks`; the head, the vocabulary and the width are divisible."""
+    """Returns the config of `test_tasks`, with divisible head, vocabulary and width."""
     of = test_tasks.make("classification", norm="batch")
     if task == "masked_token":
         of = dataclasses.replace(
@@ -34,7 +34,7 @@ def settings(task: str, arrangement: dict) -> config.Config:
 
 
 def batch(task: str) -> dict[str, np.ndarray]:
-    """That of `test_tasks`, or every third token to be predicted."""
+    """Returns the batch of `test_tasks`, or one with every third token to be predicted."""
     rows = test_tasks.batch()
     if task == "masked_token":
         targets = np.where((np.arange(8) % 3 == 0) & (rows["segment_ids"] >= 0), rows["inputs"], -1)
@@ -43,7 +43,10 @@ def batch(task: str) -> dict[str, np.ndarray]:
 
 
 def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
-    """A state without means that are rounding alone: every norm shifts what it normalizes."""
+    """Returns a state without means that are only rounding.
+
+    Every norm shifts its input.
+    """
     state = step.init_state(of, mesh)
 
     def shifted(path, leaf):
@@ -55,7 +58,7 @@ def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
 
 
 def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
-    """The losses of two updates, and parameters and running means behind them."""
+    """Returns the losses of two updates, and parameters and running means after them."""
     state, update = first_state(of, mesh), step.make_update(of, mesh)
     rows, losses = sharding.place_batch(batch(of.task.name), mesh), []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Checkpoints: exact, safe under donation, and able to survive damage."""
+"""Tests of checkpoints: exact, safe under donation, and robust to damage."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ def _advance(state: step.TrainState) -> step.TrainState:
 
 
 def _states(count: int):
-    """The states after 0, 1, ... updates, each donated to the next."""
+    """Yields the states after 0, 1, ... updates, each donated to the next."""
     state = jax.device_put(_first(), sharding.replicated(sharding.whole_mesh()))
     for _ in range(count):
         yield state
@@ -128,7 +128,7 @@ def test_a_damaged_step_falls_back(tmp_path, settings, capfd, damage, pattern):
 
 
 def test_a_step_can_be_damaged_again(tmp_path, settings):
-    """Set aside, a damaged step is in nobody's way when the run comes to the same step again."""
+    """A quarantined step does not prevent the run from saving the same step again."""
     copies = _save(tmp_path, settings)
     _flip(_files(tmp_path, 2, "opt_state/manifest.ocdbt")[0])
     _assert_same(_restore(tmp_path, settings)[0], copies[1])
@@ -140,7 +140,7 @@ def test_a_step_can_be_damaged_again(tmp_path, settings):
 
 
 def test_another_position_in_the_data_falls_back(tmp_path, settings):
-    # One bit makes a 2 a 3, and what is read is sound.
+    # One bit turns a 2 into a 3, and the file can still be read.
     copies = _save(tmp_path, settings)
     (path,) = _files(tmp_path, 2, "_CHECKPOINT_METADATA")
     text = path.read_text()
@@ -169,7 +169,7 @@ def test_all_damaged_is_an_error(tmp_path, settings):
 
 @pytest.fixture
 def small_files():
-    """As a full disk: no file may grow beyond 64 KiB."""
+    """Simulates a full disk: no file may grow beyond 64 KiB."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))

@@ -1,4 +1,4 @@
-"""Collectives are read from every form of text in which XLA prints them."""
+"""Tests that collectives are parsed from every form of text in which XLA prints them."""
 
 import jax
 import pytest

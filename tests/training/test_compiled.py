@@ -1,4 +1,4 @@
-"""Whole training steps, compiled for a node of eight H100s, fit and exchange what they are designed to."""
+"""Tests that whole training steps, compiled for eight H100s, fit in memory and exchange the designed data."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.training import compiled
 pytestmark = [pytest.mark.h100, h100.needs_packages, pytest.mark.timeout(compiled.TIMEOUT)]
 
 FIRST = "124m-p2-4096-data8"
-# Of what positions and documents gather over `context`: a number a row, head and device, no activations.
+# Gathers for positions and documents over `context`: one element per row, head and device, no activations.
 SUMMARY = 8192
 
 
@@ -36,14 +36,17 @@ def test_a_training_step(name):
 
 
 def is_chunked(case):
-    """Where states cost less than pairs: the fewer features the earlier."""
+    """Returns True if states cost less than pairs.
+
+    The fewer the features, the shorter the context at which that happens.
+    """
     return case.power == 2 and case.context > 4096
 
 
 def check_kernels(case, found):
     layers = case.settings().model.layers
     if is_chunked(case):
-        # The states before chunks are kept for the backward pass, or else computed again.
+        # The states before chunks are saved for the backward pass, or else recomputed.
         once = {"query": 1, "query_vjp": 1, "key_vjp": 1, "update": 2 if case.remat == "none" else 3}
         form, prefix = "chunked", "power_state"
     else:
@@ -54,7 +57,7 @@ def check_kernels(case, found):
 
 
 def exchanged(case):
-    """What a device sends by kind and axes, from the shapes of the model alone."""
+    """Returns the bytes that a device sends by kind and axes, from the shapes of the model only."""
     settings = case.settings()
     ((axis, devices),) = case.sharding.items()
     share = (devices - 1) / devices
@@ -73,17 +76,20 @@ def exchanged(case):
 
 
 def gathered(model):
-    """Bytes of parameters over all passes: of products in bfloat16, of decays, rates and the embedding in float32."""
+    """Returns the bytes of gathered parameters over all passes.
+
+    Matrices are in bfloat16; decays, rates and the embedding are in float32.
+    """
     width, heads = model.width, model.heads
     again = model.remat != "none"
-    # Nothing reads what a block would compute again by the last of its matrices.
+    # Nothing reads the recomputed output of a block's last matrix.
     products = 2 * 12 * width**2 + again * 8 * width**2
     exact = (2 + again) * 2 * width * heads
     return model.layers * (2 * products + 4 * exact) + 4 * model.vocab_size * width
 
 
 def moved(settings, devices):
-    """Bytes of states and windows that a device sends in all passes."""
+    """Returns the bytes of states and windows that a device sends in all passes."""
     model, rows = settings.model, settings.data.batch_size
     size, exact_window = model.head_dim, model.attention.exact_window
     rounds = 1 + math.ceil(math.log2(devices - 1))

@@ -1,4 +1,4 @@
-"""The command line: overrides, derived fields and a clear line for every mistake."""
+"""Tests of the command line: overrides, derived fields and one clear line for every mistake."""
 
 import dataclasses
 import pathlib
@@ -56,7 +56,7 @@ def test_override(path, text, value):
 
 
 def test_several_overrides_are_validated_together():
-    # Either alone contradicts the other field as it was.
+    # Either one without the other contradicts the unchanged field.
     parsed = _parse("--config.data.context_length=96", "--config.data.batch_tokens=192")
     assert parsed.data.batch_size == 2
 

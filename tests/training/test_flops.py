@@ -1,4 +1,4 @@
-"""Model FLOPs against counts by hand and XLA's own, and the peaks that MFU is relative to."""
+"""Tests of model FLOPs against hand-computed counts and XLA's own, and of the peaks for MFU."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ def _gpt2(name: str, **changes) -> config.ModelConfig:
 
 
 def _matrices(model: config.ModelConfig) -> int:
-    """Numbers in parameters that tokens are multiplied by: all but those of norms and of positions."""
+    """Returns the number of parameters that multiply tokens: all except those of norms and positions."""
     params = nnx.state(nnx.eval_shape(lambda: models.DecoderLM(model, rngs=nnx.Rngs(0))), nnx.Param)
     return sum(
         math.prod(leaf.shape)
@@ -56,13 +56,13 @@ def test_products_with_weights_are_6_flops_a_weight(name, changes):
         ("sympow", {"chunk_size": 1024, "exact_window": 128}, 65_536, 4 * FEATURES * 64 + 256 * (512 + 128)),
         ("conformal", {"form": "chunked"}, 1024, 4 * FEATURES * 64 + 256 * (64 + 64)),
         ("conformal", {"form": "recurrent", "exact_window": 0}, 1024, 4 * FEATURES * 64 + 128),
-        # 766,480 features are dearer than 2^20 pairs.
+        # 766,480 features cost more than 2^20 pairs.
         ("conformal", {"power": 4}, 2**20, 256 * 2**19),
         ("linear", {}, 4096, 4 * 64 * 64 + 256 * (64 + 64)),
-        # Complex features are twice as many real ones, in pairs too.
+        # Complex features count as two real ones each, in pairs too.
         ("linear_lrpe", {"lrpe": UNITARY}, 65_536, 4 * 128 * 64 + 2 * (128 + 64) * (64 + 64)),
         ("linear", {"feature_map": "symmetric"}, 65_536, 4 * FEATURES * 64 + 256 * (64 + 64)),
-        # A normalizer a channel.
+        # One normalizer per channel.
         ("sympow", {"decay": "channel_fixed"}, 65_536, 4 * FEATURES * 128 + 2 * (64 + 128) * (64 + 64)),
         ("expressive", {}, 4096, 256 * 2048),
     ],
@@ -97,8 +97,9 @@ def test_gpt2_at_1024_tokens():
     ],
 )
 def test_xla_counts_as_many(name, form, chunk, context):
-    """Within a tenth of the forward pass XLA compiles, whose masked pairs are added and whose other operations, on
-    single elements, are not.
+    """Agrees within a tenth with XLA's count of the forward pass.
+
+    XLA's masked pairs are added, and its elementwise operations are not counted.
     """
     changes = {} if form is None else {"form": form, "chunk_size": chunk}
     model = config.ModelConfig(
@@ -144,7 +145,7 @@ def test_peaks(kind, peak):
 
 
 def test_encoders_by_hand():
-    """Every pair counts, features have no chunk beside them, and masked tokens alone are unembedded."""
+    """Every pair counts, features have no chunk in addition, and only masked tokens are unembedded."""
     task = config.TaskConfig(name="masked_token", mask_fraction=0.25)
     blocks = 6 * 12 * 12 * 768**2
     for attention, per_head in (
@@ -158,7 +159,7 @@ def test_encoders_by_hand():
 
 
 def test_images_by_hand():
-    """DeiT-small: the embedding of patches of 16 x 16 x 3, and nothing for the head of a row."""
+    """DeiT-small: the embedding of patches of 16 x 16 x 3, and nothing for the classification head."""
     attention = config.lrpe_method("base", causal=False)
     model = config.ModelConfig(patch_size=16, layers=12, width=384, heads=6, attention=attention)
     task = config.TaskConfig(name="classification", classes=1000)

@@ -1,4 +1,4 @@
-"""Runs of several processes: the same training as one process, and an end that all come to."""
+"""Tests of runs with several processes: the same training as one process, and a common end."""
 
 import csv
 import functools
@@ -28,7 +28,7 @@ def corpus(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def arguments(corpus) -> list[str]:
-    """Ten steps of a layer of width 16."""
+    """Returns the arguments for ten steps of a layer of width 16."""
     return [
         f"--config=configs/text.py:{corpus}/*.txt",
         *launching.SMALLEST,
@@ -45,7 +45,7 @@ EVALUATION = "--config.evaluation.context_lengths=8,32"
 
 @pytest.fixture
 def start(tmp_path, arguments, compilation_cache):
-    """Starts a run in the test's workdir, or another one."""
+    """Starts a run in the test's workdir, or in another one."""
 
     def begin(*more: str, folder: pathlib.Path = tmp_path / "run", **options) -> list[launching.Started]:
         return launching.start(
@@ -59,7 +59,7 @@ def start(tmp_path, arguments, compilation_cache):
 
 @pytest.fixture(scope="module")
 def alone(arguments, compilation_cache, tmp_path_factory) -> pathlib.Path:
-    """The workdir of the run by one process."""
+    """Returns the workdir of the run with one process."""
     folder = tmp_path_factory.mktemp("alone")
     (one,) = launching.start(
         [*arguments, EVALUATION, f"--workdir={folder / 'run'}"], folder / "says", cache=compilation_cache
@@ -85,7 +85,7 @@ def _evaluated(folder: pathlib.Path) -> list[float]:
 
 
 def _record_rows(folder: pathlib.Path) -> None:
-    """Has this process write what it reads of each batch."""
+    """Makes this process record the rows it reads of each batch."""
     place = sharding.place_batch
 
     def record(batch, mesh):

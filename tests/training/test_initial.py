@@ -1,4 +1,4 @@
-"""A decoder that starts from another whose attention is another."""
+"""Tests of a decoder that starts from the parameters of one with another attention."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def with_attention(settings: config.Config, preset: str, initial_run=None, **mod
 
 @pytest.fixture
 def first(settings, tmp_path):
-    """The workdir of a run of GPT-2's attention and its parameters, at step 7."""
+    """Makes a run of GPT-2's attention at step 7; returns its workdir and parameters."""
     settings = with_attention(settings, "gpt2", biases=True)
     params = step.init_state(settings, sharding.whole_mesh()).params
     params = jax.tree.map(lambda x: x + 1, params)

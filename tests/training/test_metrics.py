@@ -1,4 +1,4 @@
-"""What a run writes down about its steps."""
+"""Tests of the metrics that a run writes."""
 
 import dataclasses
 import json

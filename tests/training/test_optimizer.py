@@ -1,4 +1,4 @@
-"""Schedules and optimizers by their formulas."""
+"""Tests of schedules and optimizers against their formulas."""
 
 import dataclasses
 import math

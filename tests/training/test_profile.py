@@ -1,4 +1,4 @@
-"""Which steps JAX's profiler traces."""
+"""Tests of the steps that JAX's profiler traces."""
 
 import jax
 import pytest
@@ -8,7 +8,7 @@ from sympow_jax.training import profile
 
 @pytest.fixture
 def calls(monkeypatch) -> list:
-    """What the profiler was asked, with the steps around it."""
+    """Records the profiler's calls, with the steps between them."""
     seen = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: seen.append(("start", folder.name)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: seen.append("stop"))
@@ -16,7 +16,7 @@ def calls(monkeypatch) -> list:
 
 
 def _run(folder, calls, steps, *, start, end):
-    """As the training loop: a step's metrics come once the next one is dispatched."""
+    """Runs like the training loop: a step's metrics arrive after the next one is dispatched."""
     trace = profile.StepTrace(folder / "profile", steps, start=start)
     for number in range(start + 1, end + 1):
         trace.before(number)
@@ -34,7 +34,7 @@ def _run(folder, calls, steps, *, start, end):
         ((2, 3), 0, [1, ("start", "profile"), 2, 3, 4, "stop", 5]),
         ((2, 2), 0, [1, ("start", "profile"), 2, 3, "stop", 4, 5]),
         ((4, 9), 0, [1, 2, 3, ("start", "profile"), 4, 5, "stop"]),
-        # A resumed run: of the steps the trace was to have, the first are past, or all.
+        # A resumed run: the first of the steps to be traced, or all of them, are already done.
         ((2, 4), 2, [("start", "profile"), 3, 4, 5, "stop"]),
         ((1, 2), 2, [3, 4, 5]),
         ((7, 8), 0, [1, 2, 3, 4, 5]),

@@ -1,4 +1,4 @@
-"""Training over simulated devices is training on one, and devices exchange what the design says."""
+"""Tests that training over simulated devices equals training on one, with the designed collectives."""
 
 import collections
 import dataclasses
@@ -19,7 +19,7 @@ from tests.training import collectives, sharded
 
 ROOT = pathlib.Path(__file__).parents[2]
 AXES = ("data", "fsdp", "context", "tensor")
-# Every product of four sizes that makes 8.
+# All choices of four sizes whose product is 8.
 FACTORIZATIONS = [
     {"data": data, "fsdp": fsdp, "context": context, "tensor": 8 // (data * fsdp * context)}
     for data in (1, 2, 4, 8)
@@ -42,7 +42,7 @@ def run(
     cache: pathlib.Path,
     module: str = "tests.training.sharded",
 ) -> list:
-    """What the module prints, an entry for each arrangement."""
+    """Returns the output of the module, an entry for each sharding layout."""
     chosen = [what] if preset is None else [what, preset]
     done = subprocess.run(
         [sys.executable, "-m", module, *chosen, *map(json.dumps, arrangements)],
@@ -143,7 +143,7 @@ def test_sizes_that_an_axis_does_not_divide(settings, sizes, model, message):
 
 
 def test_the_parts_of_a_batch_that_a_process_reads(monkeypatch):
-    """Processes of two devices: rows over four of eight devices, time over the other two."""
+    """Processes have two devices each: rows over four of eight devices, time over the other two."""
     devices = np.array([types.SimpleNamespace(process_index=number // 2) for number in range(8)])
 
     def share(devices, **shape):
@@ -174,7 +174,7 @@ def test_presets_over_devices(preset, compilation_cache):
 
 @pytest.fixture(scope="module")
 def exchanged(compilation_cache):
-    """The collectives of an update with two devices along every axis."""
+    """Returns the collectives of an update with two devices along every axis."""
 
     def of(preset: str) -> list[collectives.Collective]:
         arrangement = dict.fromkeys(AXES, 2)
@@ -188,9 +188,9 @@ def exchanged(compilation_cache):
 
 
 LAYERS = 1
-# Of a device, with two along every axis: rows, times, width.
+# Sizes on a device, with two along every axis: rows, times, width.
 ACTIVATIONS = (sharded.ROWS // 4, sharded.CONTEXT // 2, 64)
-# Kernels of a layer: a device's part, and what it is gathered to over fsdp.
+# Kernels of a layer: a device's part, and its shape after the gather over fsdp.
 QUERY, OUT, KEY = ((32, 32), (64, 32)), ((32, 32), (32, 64)), ((32, 16), (64, 16))
 UP, DOWN, PER_HEAD = ((32, 128), (64, 128)), ((128, 32), (128, 64)), ((32, 2), (64, 2))
 KERNELS = {"softmax": [QUERY, KEY, KEY, OUT, UP, DOWN]}
@@ -200,7 +200,7 @@ SMALL = 256  # bytes: summaries of documents, positions and gradients by head
 
 
 def over(found, kind, *axes):
-    """The shapes and how many there are of collectives of that kind over just these axes, without scalars."""
+    """Returns the shapes, with their numbers, of collectives of that kind over exactly these axes, without scalars."""
     return collections.Counter(x.shape for x in found if x.kind == kind and x.axes == axes and x.shape)
 
 
@@ -212,15 +212,15 @@ def test_what_devices_exchange(exchanged, preset):
     assert over(found, "all-gather", "fsdp") == collections.Counter(2 * wholes + [(256, 64), (128, 64)])
     assert over(found, "reduce-scatter", "fsdp") == collections.Counter([*parts, EMBEDDING, EMBEDDING])
     assert not over(found, "all-reduce", "fsdp")
-    # data and context: gradients of parameters, which fsdp has scattered before.
+    # data and context: gradients of parameters, which were scattered over fsdp before.
     assert over(found, "all-reduce", "data", "context") == collections.Counter([*parts, EMBEDDING, EMBEDDING])
-    # tensor: activations twice a layer and pass, and those that the logits are made of; the embedding for the lookup.
+    # tensor: activations twice per layer and pass, and the input of the logits; the embedding for the lookup.
     sums = over(found, "all-reduce", "tensor")
     assert sums[ACTIVATIONS] == 4 * LAYERS + 1
     assert set(sums) <= {ACTIVATIONS, ACTIVATIONS[:2]}
     assert over(found, "all-gather", "tensor") == collections.Counter([(256, 32)])
     check_context(found, preset)
-    # Nothing else is gathered, and nothing goes over other axes but norms' gradients and scalars.
+    # Nothing else is gathered, and only norms' gradients and scalars go over other axes.
     known = {("fsdp",), ("tensor",), ("context",), ("data", "context")}
     others = [x for x in found if x.axes not in known and x.shape]
     assert {x.shape for x in others} == {(64,)}
@@ -228,7 +228,7 @@ def test_what_devices_exchange(exchanged, preset):
 
 
 def check_context(found, preset):
-    """Exact summaries are gathered, states and windows go from neighbor to neighbor, heads are exchanged for time."""
+    """Checks that summaries are gathered, states and windows go to neighbors, and heads are exchanged for time."""
     assert not over(found, "all-gather", "data")
     gathered = [x for x in found if x.kind == "all-gather" and x.axes == ("context",)]
     moved = over(found, "collective-permute", "context")

@@ -1,4 +1,4 @@
-"""The update: what it minimizes, and that micro-batches and slices of time do not change it."""
+"""Tests of the update: its loss, and that micro-batches and slices of time do not change it."""
 
 import dataclasses
 
@@ -127,7 +127,7 @@ def test_a_batch_without_targets_moves_nothing(settings):
 
 
 def test_rematerialization_keeps_less_for_the_backward_pass(settings):
-    """`full` keeps a block's input, `attention` the output of attention and its denominators beside that."""
+    """`full` saves a block's input, `attention` also the output of attention and its denominators."""
     layers, batch = 3, {name: jnp.tile(x, (1, 16)) for name, x in _batch(settings).items()}
     rows, time = batch["inputs"].shape
     kept = {}
@@ -140,7 +140,7 @@ def test_rematerialization_keeps_less_for_the_backward_pass(settings):
         def residuals(params, changed=changed):
             return jax.vjp(lambda tree: loss.sums(step.merge(changed, tree), batch).loss, params)[1]
 
-        # Of tokens: parameters and constants are kept by all.
+        # Residuals of tokens only: parameters and constants are saved in every mode.
         shapes = jax.tree.leaves(jax.eval_shape(residuals, params))
         leaves = [x for x in shapes if x.shape[:1] == (rows,) and time in x.shape]
         kept[remat] = sum(x.size * x.dtype.itemsize for x in leaves)

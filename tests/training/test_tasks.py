@@ -1,4 +1,4 @@
-"""Training encoders and image classifiers: what is minimized, batch normalization, and where a run starts from."""
+"""Tests of training encoders and image classifiers: loss, batch normalization, and initial parameters."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ ROWS, TIME, CLASSES = 4, 8, 3
 
 
 def make(task="classification", *, accumulate=1, **model) -> config.Config:
-    """One layer of width 16 on rows of 8 tokens; what moves parameters is the gradient itself."""
+    """Returns a config of one layer of width 16 on rows of 8 tokens; updates are the gradient itself."""
     attention = config.preset("softmax", causal=False)
     shape = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "dtype": "float32", **model}
     return config.Config(
@@ -31,7 +31,7 @@ def make(task="classification", *, accumulate=1, **model) -> config.Config:
 
 
 def batch(task="classification") -> dict[str, np.ndarray]:
-    """Rows of several lengths, the label of one of which does not count."""
+    """Returns rows of several lengths; the label of one of them does not count."""
     generator = np.random.default_rng(0)
     segments = np.zeros((ROWS, TIME), np.int32)
     segments[1, 5:], segments[3, 2:] = -1, -1
@@ -79,7 +79,10 @@ def test_micro_batches_equal_the_batch():
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_running_means_of_the_first_norm_are_the_formula(accumulate):
-    """It normalizes the embeddings of tokens, which are known; each micro-batch moves its means by a tenth."""
+    """The first norm's input is the embeddings of tokens, which are known.
+
+    Each micro-batch moves its means by a tenth.
+    """
     settings, rows = make(norm="batch", accumulate=accumulate), batch()
     embedding = np.asarray(step.init_state(settings, sharding.whole_mesh()).params["embedding"], np.float64)
     state, _ = update(settings, rows)
@@ -111,7 +114,7 @@ def test_only_batch_normalization_has_running_means():
 
 @pytest.fixture
 def texts(tmp_path: pathlib.Path):
-    """Runs of a few steps on lines whose label is their first word."""
+    """Makes runs of a few steps on lines whose label is their first word."""
     words = ("red", "green", "blue")
     lines = [f"{words[i % 3]} {'thing ' * (i % 4)}\t{i % 3}" for i in range(60)]
     (tmp_path / "lines.tsv").write_text("\n".join(["text\tlabel", *lines]) + "\n")

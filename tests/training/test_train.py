@@ -1,4 +1,4 @@
-"""train.py as a user meets it: resuming, stopping, failing."""
+"""Tests of train.py as a user runs it: resuming, stopping, failing."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def _losses(folder: pathlib.Path) -> dict[int, float]:
 
 @pytest.fixture
 def batches(monkeypatch) -> list[dict[str, np.ndarray]]:
-    """Every batch that training places on the devices."""
+    """Returns every batch that training places on the devices."""
     seen = []
     place = sharding.place_batch
 
@@ -116,7 +116,7 @@ def test_a_loss_that_is_not_finite(tmp_path, settings):
 
 @pytest.fixture
 def interruptible():
-    """SIGINT as in a shell's foreground; in its background it is ignored."""
+    """Enables SIGINT as in a shell's foreground; in its background it is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -136,7 +136,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, c
     monkeypatch.setattr(metrics.Reporter, "report", report_and_signal)
     capsys.readouterr()
     assert train.train(settings, tmp_path / "stopped") == 128 + number
-    # Update 3 was under way when the metrics of update 2 came.
+    # Update 3 was running when the metrics of update 2 arrived.
     assert "stopped after step 3, which is saved; the same command again goes on" in capsys.readouterr().out
     assert (tmp_path / "stopped" / "checkpoints" / "3").is_dir()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -155,7 +155,7 @@ def test_a_second_signal_stops_at_once(monkeypatch):
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_signal_that_a_parent_passes_on_too_is_one():
-    """As under `uv run` without a terminal: it would otherwise stop at once, without a checkpoint."""
+    """Simulates `uv run` without a terminal: otherwise it would stop at once, without a checkpoint."""
     with cli.StopSignals() as signals:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
@@ -167,7 +167,7 @@ def test_chosen_steps_are_traced(tmp_path, with_training):
     assert train.train(with_training(steps=2, profile_steps=(2, 3)), tmp_path) == 0
     (first,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
     assert "PjitFunction(update)" in _host_events(first)
-    # The run that goes on is in the middle of what was to be traced, and may also be asked for other steps.
+    # The resumed run starts in the middle of the steps to be traced, and may also trace other steps.
     assert train.train(with_training(steps=4, profile_steps=(1, 2)), tmp_path) == 0
     assert list(tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")) == [first]
 

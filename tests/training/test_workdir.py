@@ -1,4 +1,4 @@
-"""The folder of a run: what it records and which settings may go on in it."""
+"""Tests of the folder of a run: its records, and the settings with which it may be resumed."""
 
 import dataclasses
 import json

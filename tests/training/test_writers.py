@@ -1,4 +1,4 @@
-"""Weights & Biases, by a module that stands in for it."""
+"""Tests of Weights & Biases, with a stand-in module."""
 
 import importlib.machinery
 import json
@@ -31,7 +31,7 @@ class _Run:
 
 @pytest.fixture
 def wandb(monkeypatch):
-    """A module with the part of wandb's interface that is used; `runs` are those begun, `calls` their arguments."""
+    """Installs a module with the used part of wandb's interface; `runs` and `calls` record runs and their arguments."""
     module = types.ModuleType("wandb")
     module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="wandb/__init__.py")
     module.Error = type("Error", (Exception,), {})
@@ -102,7 +102,7 @@ def test_a_project_has_a_name(with_training):
 
 
 def test_not_installed_is_said_before_anything_is_written(tmp_path, with_training, monkeypatch):
-    # A folder of that name, which wandb leaves behind, is no package.
+    # A folder of that name, which wandb leaves after a run, is not a package.
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)

@@ -1,4 +1,4 @@
-"""GPT-2 as it is published: a file of random weights, its `config.json`, and the forward pass in numpy."""
+"""Fake published GPT-2: a file of random weights, its `config.json`, and the forward pass in NumPy."""
 
 import json
 import pathlib
@@ -24,7 +24,10 @@ CONFIG = {
 
 
 def weights(seed: int = 0) -> dict[str, np.ndarray]:
-    """Random ones by their published names, so large that everything matters, with the masks that files have."""
+    """Returns random weights by their published names, with the masks that files have.
+
+    They are so large that all of them matter.
+    """
     generator = np.random.default_rng(seed)
 
     def normal(*shape: int, scale: float, mean: float = 0) -> np.ndarray:
@@ -54,7 +57,7 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def forward(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
-    """Logits [B, T, V] of GPT-2 in float64."""
+    """Returns logits [B, T, V] of GPT-2 in float64."""
     w = {name: value.astype(np.float64) for name, value in weights.items()}
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
@@ -87,7 +90,10 @@ def forward(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
 def write(
     folder: pathlib.Path, tensors: dict[str, np.ndarray] | None = None, *, prefix: str = "", **changes
 ) -> pathlib.Path:
-    """`model.safetensors` of these weights and `config.json`, with changes, in a folder; returns the former's path."""
+    """Writes `model.safetensors` of these weights and `config.json`, with changes, in a folder.
+
+    Returns the path of the former.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG | changes))
     path = folder / "model.safetensors"

@@ -1,4 +1,4 @@
-"""`python -m sympow_jax.weights`: runs out of files and files out of runs, which the other programs take."""
+"""Tests of `python -m sympow_jax.weights`: runs from files and files from runs, which the other programs accept."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ DATA = "--config.data.paths={folder}/*.bin"
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory) -> pathlib.Path:
-    """A folder with GPT-2's files in `gpt2`, tokens in `a.bin` and the workdir `run` that was imported."""
+    """Makes a folder with GPT-2's files in `gpt2`, tokens in `a.bin` and the imported workdir `run`."""
     folder = tmp_path_factory.mktemp("weights")
     published.write(folder / "gpt2")
     tokens = np.random.default_rng(2).integers(0, published.VOCABULARY - 1, 2000)
@@ -94,7 +94,7 @@ def test_training_goes_on(gpt2, tmp_path):
     assert command.main(["import", weights, chosen, f"--workdir={tmp_path}/run"]) == 0
     assert train.train(settings, tmp_path / "run") == 0
     assert len(losses(tmp_path / "run")) == 3
-    # Of random weights that are sure of themselves, and not of a new model, which guesses.
+    # The weights are random but confident, unlike those of a new model, which guesses.
     assert losses(tmp_path / "run")[0] > 2 * np.log(published.VOCABULARY)
 
 

@@ -1,4 +1,4 @@
-"""Weights written and read: the same model to the bit, and files that are not what they should be."""
+"""Tests of writing and reading weights: bitwise identical models, and errors for invalid files."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ RUNS = {
 
 
 def made(settings: config.Config, seed=0) -> models.Model:
-    """A model none of whose parameters is what it began with."""
+    """Returns a model in which every parameter differs from its initial value."""
     model = models.make(settings.model, settings.task, rngs=nnx.Rngs(seed))
     generator = np.random.default_rng(seed)
     nnx.update(
@@ -89,7 +89,7 @@ def test_logits_are_the_same_to_the_bit(tmp_path, name):
 
 
 def test_names(tmp_path):
-    """Those of the documentation."""
+    """Compares with the names in the documentation."""
     settings = decoder("conformal", layers=1, biases=True)
     path = tmp_path / "model.safetensors"
     weights.save(path, settings, made(settings))

@@ -1,4 +1,4 @@
-"""GPT-2's published files: the same logits as its formula, whatever the names, and what cannot be had."""
+"""Tests of GPT-2's published files: the formula's logits under all file layouts, and unsupported requests."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ def tokens(batch=2, time=published.LENGTH):
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """A model of the published files."""
+    """Returns the model of the published files."""
     path = published.write(tmp_path_factory.mktemp("gpt2"))
     return weights.load(path, weights.read_settings(weights.settings_path(path)))
 
@@ -39,7 +39,7 @@ def test_logits_are_those_of_the_formula(loaded):
 
 
 def test_tokens_one_at_a_time(loaded):
-    """A prompt, then steps, up to the last position."""
+    """Decodes a prompt, then steps, up to the last position."""
     expected = published.forward(published.weights(), tokens())
     lengths = np.array([9, 5])
     found, state = generation.prefill(loaded, tokens(), lengths, max_length=published.LENGTH)

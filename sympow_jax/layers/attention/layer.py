@@ -21,11 +21,11 @@ __all__ = ["Attention", "AttentionMaps", "AttentionState", "make_attention"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionState:
-    """State of a layer after a prefix of tokens.
+    """State of an attention layer after a prefix of tokens.
 
     Attributes:
-        memory: the recurrent state or the KV cache.
-        position: how far the document has got; None if the layer needs no position.
+        memory: recurrent state or KV cache.
+        position: position in the current document; None if the layer needs no position.
     """
 
     memory: kernels.Memory
@@ -38,9 +38,9 @@ class AttentionMaps:
     """Attention weights, decays and rotation rates of a layer for a sequence.
 
     Attributes:
-        weights: factor of the value of each token (last axis) in the output of each (second last). They sum to 1 over
-            values, or to 0 where nothing has a weight. Weights of the kernel `linear` with rotated features need not
-            sum to 1, and may be negative. For decays per value channel, the mean over channels.
+        weights: weight of the value of each token (last axis) in the output of each token (second last). They sum to 1
+            over values, or to 0 if all weights are 0. Weights of the kernel `linear` with rotated features need not
+            sum to 1, and may be negative. For decays per value channel, this is the mean over channels.
         log_decay: logarithm of the decay of each head, or of each value channel of a head; None without decay.
         rate: distance that each token moves the learned position of a head, or of each of its pairs; None unless
             learned. `Positions.theta` is the angle of a pair at rate 1.
@@ -67,7 +67,7 @@ def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Att
         kernels.from_config(config),
         dtype=config.dtype,
         use_bias=config.biases,
-        # The output is added to a residual stream that 2 * layers outputs go to.
+        # GPT-2's scale: the residual stream is the sum of 2 * layers outputs.
         out_scale=1 / math.sqrt(2 * config.layers),
         rngs=rngs,
     )
@@ -86,22 +86,22 @@ class _Heads(NamedTuple):
 class Attention(nnx.Module):
     """Attention over [B, T, M] with any kernel, decay and position encoding.
 
-    Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head,
-    are those of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section
-    3). Decays `channel_...` are one per value channel: fixed, the slopes of ALiBi over all channels; constant, learned
-    from there; learned, sigmoid(W x). `learned_rope_pairs` has a rate per pair of dimensions. They, rotation angles,
-    the state and the normalizer are in float32 whatever `dtype`.
+    Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head, are from
+    "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 3). `learned_rope_pairs`
+    has a rate per pair of dimensions. The decays `channel_...` are per value channel. `channel_fixed` has ALiBi's
+    slopes over all channels, `channel_constant` learns constants that start at these slopes, and `channel_learned` is
+    sigmoid(W x). Decays, rotation rates and angles, the state and the normalizer are float32, whatever `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
-    mesh with Explicit axes the output has the rows of `x`, and heads have the axes of the parameters that they come
-    from; time is gathered.
+    mesh with Explicit axes, rows keep the sharding of `x`, heads have that of the parameters that produce them, and
+    time is gathered.
 
     Args:
         width: M, the size of the input and of the output.
         kernel: an instance of `kernels.Kernel`, whose options name the decay and the position encoding. Positions that
-            are added to the embedding belong to the model.
-        dtype: of the matrix products, by name or as a dtype; parameters are float32.
-        use_bias: projections have a bias, except those of decays and rotation rates.
+            are added to the embedding are applied by the model, not here.
+        dtype: dtype of the matrix products, by name or as a dtype; parameters are float32.
+        use_bias: whether projections have a bias, except those of decays and rotation rates.
         out_scale: factor of the initial standard deviation of the output projection.
         rngs: source of initial values, or a seed.
 
@@ -147,7 +147,7 @@ class Attention(nnx.Module):
             of_features=kernel.rotates_features,
             rngs=rngs,
         )
-        # Decays and rates are exact: float32, whatever the dtype, and without a bias.
+        # Decays and rates are computed exactly: in float32, whatever the dtype, and without a bias.
         if self.decay_kind.source is attention_lib.DecaySource.DATA:
             decays = kv_heads if self.decay_kind.per_channel else self.kv_heads
             self.decay = project(width, decays, ("embed", "gates"), exact=True)
@@ -186,11 +186,13 @@ class Attention(nnx.Module):
         state: AttentionState | None = None,
         return_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], AttentionState]:
-        """The layer's output, and with `return_state` the state behind x.
+        """Returns the output and, with `return_state`, the state after x.
 
-        Consecutive calls, each given the state of the one before, equal one call. Raises ValueError for
-        `return_state` without a state where keys are kept, as they need a capacity: start from `init_state`;
-        and for any state of attention that is not causal.
+        Consecutive calls, each given the previous state, equal one call.
+
+        Raises:
+            ValueError: `return_state` is set without a state, but the kernel needs a KV cache, whose capacity only
+                `init_state` can set; or attention is not causal and a state is given or requested.
         """
         if x.ndim != 3:
             raise ValueError(
@@ -214,7 +216,7 @@ class Attention(nnx.Module):
     def maps(
         self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
     ) -> AttentionMaps:
-        """The weights, in the attention form, decays and rates of a call without a state; T x T numbers a head."""
+        """Returns the attention weights, decays and rates for x; takes T x T elements per head."""
         heads = self._project(x)
         query, key, rotate, _ = self.positions(
             heads.query,
@@ -231,11 +233,16 @@ class Attention(nnx.Module):
         return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=heads.log_decay, rate=heads.rate)
 
     def init_state(self, batch: int, *, max_length: int, kv_cache: bool | None = None) -> AttentionState:
-        """The state before any token, for up to `max_length` positions.
+        """Returns the state before any token.
 
-        Keys and values are kept, with that capacity, if `kv_cache`; None keeps them where attending to them costs
-        less than the recurrent state or is what `form` asks for. Raises ValueError where the recurrent state would
-        exceed memory, and for `kv_cache` that the kernel does not leave open.
+        Args:
+            batch: number of rows.
+            max_length: capacity of a KV cache, in positions.
+            kv_cache: whether to use a KV cache. None uses one if attending to it costs less than the recurrent state,
+                or if the kernel or its form requires it.
+
+        Raises:
+            ValueError: the recurrent state would exceed memory, or the kernel does not support `kv_cache`.
         """
         if kv_cache is None:
             kv_cache = self.kernel.prefers_cache(max_length)
@@ -251,15 +258,17 @@ class Attention(nnx.Module):
     def kv_cache_length(self) -> int | None:
         """Longest KV cache that takes no more memory than the recurrent state.
 
-        0 if there is never a cache, None if there always is.
+        0 if a cache is never used, None if always.
         """
         return self.kernel.max_cache_length
 
     def fold(self, state: AttentionState) -> AttentionState:
         """Returns the state with a KV cache replaced by the recurrent state of its positions, which does not grow.
 
-        A row whose document has outgrown the cache is NaN from there on. Raises ValueError where no recurrent
-        state exists.
+        A row whose document has exceeded the capacity of the cache becomes NaN.
+
+        Raises:
+            ValueError: there is no recurrent state.
         """
         if not isinstance(state.memory, ops.KVCache):
             return state
@@ -278,7 +287,7 @@ class Attention(nnx.Module):
         return AttentionState(memory=self.kernel.init_state(batch), position=self.positions.init_state(batch))
 
     def _project(self, x) -> "_Heads":
-        """Queries, keys and values by head, and decays and rotation rates by key/value head."""
+        """Returns queries, keys and values per head, and decays and rotation rates per key/value head."""
         projections = [self.query, self.key, self.value]
         has_decay = self.decay_kind.source is attention_lib.DecaySource.DATA
         projections += [self.decay] if has_decay else []
@@ -298,9 +307,10 @@ class Attention(nnx.Module):
         )
 
     def _shard_heads(self, query, *others):
-        """Projections [B, T, heads * size] on a mesh with Explicit axes, their last dimension sharded by whole heads.
+        """Shards the last dimension of [B, T, heads * size] by whole heads, on a mesh with Explicit axes.
 
-        All have the axes of the query's heads, if those divide the key/value heads, and else none. Time is gathered.
+        All projections get the axes of the query's heads, if these divide the number of key/value heads, or else none.
+        Time is gathered.
         """
         if not partitioning.is_explicit(query):
             return query, *others
@@ -309,7 +319,7 @@ class Attention(nnx.Module):
         return tuple(None if x is None else partitioning.reshard(x, spec) for x in (query, *others))
 
     def _over_devices(self, heads, learned, segment_ids):
-        """The kernel's output [B, T, N, E] without a state, each device having its rows, heads and times."""
+        """Returns the kernel's output [B, T, N, E] without a state, computed per shard of rows, heads and times."""
         divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
         spec = partitioning.HEADS if divisible else partitioning.TOKENS
         divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
@@ -318,7 +328,7 @@ class Attention(nnx.Module):
             axis_name = partitioning.CONTEXT if divided else None
             return self._mix(heads, learned, segment_ids, axis_name=axis_name)[0]
 
-        # Key/value heads come first in what is learned.
+        # Key/value heads are the first axis of the learned parameters.
         learned_spec = jax.sharding.PartitionSpec(partitioning.TENSOR if divisible else None)
         return partitioning.over_devices(
             mix,
@@ -328,9 +338,9 @@ class Attention(nnx.Module):
         )
 
     def _mix(self, heads, learned, segment_ids, state=None, axis_name=None):
-        """The kernel's output [B, T, N, E], and the state after it if there was one to begin with.
+        """Returns the kernel's output [B, T, N, E], and the new state if a state is given.
 
-        `learned` is of the positions; `axis_name` is the mesh axis over which time is divided, if it is.
+        `learned` are the parameters of the positions. `axis_name` is the mesh axis that shards time, if any.
         """
         query, key, rotate, position = self.positions(
             heads.query,
@@ -351,7 +361,7 @@ class Attention(nnx.Module):
         return mixed, AttentionState(memory=memory, position=position)
 
     def _extend(self, query, key, value, rotate, log_decay, segment_ids, cache):
-        """The kernel's output [B, T, N, E] and the KV cache after these tokens, from the one before them."""
+        """Returns the kernel's output [B, T, N, E], and the KV cache with these tokens appended."""
         capacity = cache.key.shape[1]
         joined, missing = cache.append(key, value, log_decay, segment_ids)
         out = self.kernel.attend_cache(
@@ -362,7 +372,7 @@ class Attention(nnx.Module):
         return jnp.where(missing[..., None, None], jnp.nan, out), joined.newest(capacity)
 
     def _log_decay(self, x, projected) -> Float[Array, "B T K ..."] | None:
-        """The logarithm of gamma, finite where sigmoid itself rounds to 0."""
+        """Returns the logarithm of gamma, which is finite where sigmoid itself rounds to 0."""
         shape = (self.kv_heads, self.head_dim) if self.decay_kind.per_channel else (self.kv_heads,)
         match self.decay_kind.source:
             case attention_lib.DecaySource.NONE:
@@ -376,6 +386,6 @@ class Attention(nnx.Module):
         return jnp.broadcast_to(fixed, (*x.shape[:2], *shape))
 
     def _fixed_decays(self) -> Float[Array, "K ..."]:
-        """The slopes of ALiBi as logarithms of decays, by head or by value channel."""
+        """Returns ALiBi's slopes as logarithms of decays, per head or per value channel."""
         shape = (self.kv_heads, self.head_dim) if self.decay_kind.per_channel else (self.kv_heads,)
         return -jnp.array(ops.alibi_slopes(math.prod(shape)), jnp.float32).reshape(shape)

@@ -1,4 +1,4 @@
-"""Attention layers that take plain arguments, for code with models of its own."""
+"""Attention layers with plain arguments, for use in other models."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ __all__ = ["ExpressiveAttention", "LinearAttention", "PowerAttention", "SoftmaxA
 
 
 class PowerAttention(layer.Attention):
-    """Power attention: the weight of a key is an even power of q . k, times the decay between key and query.
+    """Power attention, whose weights are even powers of q . k, times the decay between key and query.
 
     Args:
         width: M, the size of the input and of the output.
@@ -27,15 +27,15 @@ class PowerAttention(layer.Attention):
         decay: "none"; "alibi", fixed per head; "learned", sigmoid(W x) per head; "channel_fixed", "channel_constant" or
             "channel_learned", per value channel.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
-        form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest by its shapes.
-        implementation: of the op. If None, the op chooses.
+        form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
+        implementation: implementation of the op. If None, the op chooses.
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
-        exact_window: number of last keys, at least, that every query sees exactly instead of through the state.
-        max_document_length: longest document in tokens, from which rotation rates follow.
+        exact_window: minimum number of last keys that every query attends to exactly instead of through the state.
+        max_document_length: longest document in tokens, which sets the rotation rates.
         lrpe: options of position "lrpe".
         spe: options of position "spe".
-        use_bias: the four projections have a bias.
-        dtype: of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
+        use_bias: whether the four projections have a bias.
+        dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
         rngs: source of initial values, or a seed.
 
     Raises:
@@ -93,9 +93,9 @@ class PowerAttention(layer.Attention):
 
 
 class LinearAttention(layer.Attention):
-    """Linear attention: the weight of a key is a product of features, f(q) . f(k), times the decay between them.
+    """Linear attention, whose weights are f(q) . f(k) for a feature map f, times the decay between key and query.
 
-    Positions that rotate are applied to the features.
+    Positions that rotate vectors are applied to the features.
 
     Args:
         width: M, the size of the input and of the output.
@@ -104,19 +104,19 @@ class LinearAttention(layer.Attention):
         head_dim: size of a head. If None, `width // num_heads`.
         feature_map: "elu" (elu(x) + 1), "relu", "identity", "symmetric" or "tensor".
         power: degree of the feature maps "symmetric" and "tensor".
-        normalizer: "unrotated" or "rotated", the features that the denominator is made of.
+        normalizer: "unrotated" or "rotated", the features that the denominator uses.
         decay: "none"; "alibi", fixed per head; or "learned", sigmoid(W x) per head.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
-        causal: a token sees those before it; if False, its whole document.
-        form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest by its shapes.
-        implementation: of the op. If None, the op chooses.
+        causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
+        form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
+        implementation: implementation of the op. If None, the op chooses.
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
-        exact_window: number of last keys, at least, that every query sees exactly instead of through the state.
-        max_document_length: longest document in tokens, from which rotation rates follow.
+        exact_window: minimum number of last keys that every query attends to exactly instead of through the state.
+        max_document_length: longest document in tokens, which sets the rotation rates.
         lrpe: options of position "lrpe".
         spe: options of position "spe".
-        use_bias: the four projections have a bias.
-        dtype: of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
+        use_bias: whether the four projections have a bias.
+        dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
         rngs: source of initial values, or a seed.
 
     Raises:
@@ -188,13 +188,13 @@ class SoftmaxAttention(layer.Attention):
         head_dim: size of a head. If None, `width // num_heads`.
         decay: "none"; "alibi", fixed per head; or "learned", sigmoid(W x) per head.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
-        causal: a token sees those before it; if False, its whole document.
+        causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         implementation: "xla" or "cudnn". If None, the op chooses.
-        max_document_length: longest document in tokens, from which rotation rates follow.
+        max_document_length: longest document in tokens, which sets the rotation rates.
         lrpe: options of position "lrpe".
         spe: options of position "spe".
-        use_bias: the four projections have a bias.
-        dtype: of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
+        use_bias: whether the four projections have a bias.
+        dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
         rngs: source of initial values, or a seed.
 
     Raises:
@@ -254,13 +254,13 @@ class ExpressiveAttention(layer.Attention):
         head_dim: size of a head. If None, `width // num_heads`.
         decay: "none"; "alibi", fixed per head; or "learned", sigmoid(W x) per head.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
-        causal: a token sees those before it; if False, its whole document.
-        implementation: of the op. If None, the op chooses.
-        max_document_length: longest document in tokens, from which rotation rates follow.
+        causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
+        implementation: implementation of the op. If None, the op chooses.
+        max_document_length: longest document in tokens, which sets the rotation rates.
         lrpe: options of position "lrpe".
         spe: options of position "spe".
-        use_bias: the four projections have a bias.
-        dtype: of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
+        use_bias: whether the four projections have a bias.
+        dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
         rngs: source of initial values, or a seed.
 
     Raises:
@@ -322,7 +322,7 @@ def _kernel(
     spe: configs.SpeConfig | None,
     **options: Any,
 ) -> kernels.Kernel:
-    """Returns the kernel of these arguments, all of them checked."""
+    """Validates the arguments and returns the kernel."""
     num_kv_heads, head_dim = checks.head_sizes(
         width=width, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, heads_name="num_"
     )

@@ -1,4 +1,4 @@
-"""Position encodings that a layer applies to queries and keys, or to their features, and what is learned of them."""
+"""Position encodings that a layer applies to queries and keys, or to their features."""
 
 import abc
 import functools
@@ -17,22 +17,22 @@ from sympow_jax.ops import documents, lrpe, rotary, spe
 __all__ = ["PositionState", "Positions", "Rotation", "encoded_dim", "make", "num_rates", "rotates"]
 
 PositionState = rotary.RotaryState | documents.PositionState
-"""How far the document has got: accumulated rates, or a number of tokens."""
+"""Position in the current document: accumulated rates, or a number of tokens."""
 Rotation = Callable[[Float[Array, "B T N _"]], Float[Array, "B T N _"]]
 """Rotates vectors by the positions of their tokens."""
 Learned = Mapping[str, Float[Array, "K ..."]]
 
-# Frequencies of SPE begin low: the logistic of a normal variable less this (Liutkus et al. 2021, their code).
+# Initial frequencies of SPE are low: the logistic of a normal variable minus this (code of Liutkus et al. 2021).
 _LOW_FREQUENCIES = 4.0
 
 
 def rotates(attention: configs.AttentionConfig) -> bool:
-    """Returns whether positions rotate one vector at a time, so that they can be applied to features too."""
+    """Returns whether positions rotate single vectors, so that they can be applied to features too."""
     return issubclass(_CLASSES[attention.position], _Rotating)
 
 
 def encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
-    """Returns the size of the vectors that positions make of vectors of `size`."""
+    """Returns the size of encoded vectors, from the `size` before."""
     return _CLASSES[attention.position].encoded_dim(attention, size)
 
 
@@ -49,8 +49,8 @@ def make(
     Args:
         attention: the options.
         num_kv_heads: number of key/value heads; each has parameters of its own.
-        size: of the vectors that positions are applied to.
-        of_features: rotations are applied to features, by the kernel, instead of to queries and keys.
+        size: size of the vectors that positions are applied to.
+        of_features: whether the kernel applies rotations to features, instead of this module to queries and keys.
         rngs: source of initial values.
     """
     return _CLASSES[attention.position](
@@ -59,7 +59,7 @@ def make(
 
 
 class Positions(nnx.Module):
-    """No position, or one that the model adds to its embedding: queries and keys stay as they are."""
+    """Identity on queries and keys, for no position and for positions that are added to the embedding."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Positions(nnx.Module):
 
     @staticmethod
     def encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
-        """Returns the size of the vectors that positions make of vectors of `size`."""
+        """Returns the size of encoded vectors, from the `size` before."""
         return size
 
     def init_parameters(self, rngs: nnx.Rngs) -> None:
@@ -88,15 +88,15 @@ class Positions(nnx.Module):
         return 0
 
     def rate(self, projected: Float[Array, "B T _"] | None) -> Float[Array, "B T K ..."] | None:
-        """Returns the distance, in [0, 2], that each token moves its position; None unless learned from the data."""
+        """Returns the distance, in [0, 2], that each token moves its position; None unless it depends on the input."""
         return None
 
     def learned(self) -> dict[str, Float[Array, "K ..."]]:
-        """Returns the parameters by name, their first axis the key/value heads."""
+        """Returns the parameters by name; their first axis is the key/value heads."""
         return {}
 
     def theta(self) -> np.ndarray | None:
-        """Returns the radians that a token of rate 1 rotates each pair by; None unless rates are learned."""
+        """Returns the angle in radians that each pair rotates by at rate 1; None unless rates are learned."""
         return None
 
     def init_state(self, batch: int) -> PositionState | None:
@@ -119,8 +119,8 @@ class Positions(nnx.Module):
         Args:
             query: queries.
             key: keys.
-            rate: what `rate` returns.
-            learned: what `learned` returns, of the heads in `key`.
+            rate: result of `rate`.
+            learned: result of `learned`, for the heads in `key`.
             segment_ids: document of each token, negative for padding; positions restart at each document.
             state: position before the first token; None for none.
             axis_name: mesh axis that time is sharded over; None if time is whole.
@@ -129,7 +129,7 @@ class Positions(nnx.Module):
 
 
 class _Rotating(Positions, abc.ABC):
-    """Positions that rotate one vector at a time: queries and keys, or features of them."""
+    """Positions that rotate single vectors: queries and keys, or features of them."""
 
     @abc.abstractmethod
     def rotation(
@@ -154,7 +154,7 @@ class _Rotating(Positions, abc.ABC):
 
 
 class Rope(_Rotating):
-    """Rotary position embeddings: pairs rotate by position times a fixed rate."""
+    """Rotary position embeddings, which rotate pairs by the position times a fixed rate."""
 
     def rotation(self, rate, learned, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)
@@ -192,7 +192,7 @@ class LearnedRope(_Rotating):
 
 
 class LearnedRopePairs(LearnedRope):
-    """`LearnedRope` with a rate of its own for each pair of dimensions."""
+    """`LearnedRope` with a separate rate for each pair of dimensions."""
 
     @staticmethod
     def num_rates(size):
@@ -210,7 +210,7 @@ class Lrpe(_Rotating):
 
     @staticmethod
     def encoded_dim(attention, size):
-        # Complex numbers are twice as many real ones.
+        # A complex number takes two real ones.
         complex_valued = attention.lrpe.core == "unitary" or attention.lrpe.basis == "fourier"
         return 2 * size if complex_valued else size
 
@@ -259,9 +259,9 @@ class Lrpe(_Rotating):
 
 
 class Spe(Positions):
-    """Stochastic positional encoding, before the feature map of a kernel `linear`, as its authors have it.
+    """Stochastic positional encoding, applied before the feature map of the kernel `linear`, as in the paper.
 
-    Its noise is drawn once; its authors draw it for every batch.
+    The noise is drawn once. The paper draws it for every batch.
     """
 
     @staticmethod
@@ -321,7 +321,7 @@ def _one_document(query: Float[Array, "B T N D"]) -> Int[Array, "B T"]:
 def _places(
     segment_ids: Int[Array, "B T"], state: PositionState | None, axis_name: str | None
 ) -> tuple[Int[Array, "B T"], documents.PositionState]:
-    """The position of each token in its document, and the new state."""
+    """Returns the position of each token in its document, and the new state."""
     before = state or documents.PositionState.zeros(len(segment_ids))
     assert isinstance(before, documents.PositionState)
     return documents.positions(segment_ids, before, axis_name=axis_name)

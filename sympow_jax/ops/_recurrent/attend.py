@@ -1,4 +1,4 @@
-"""Recurrent attention by its plan: prepare, leaf, finish, compiled once for a plan and shapes."""
+"""Recurrent attention by its plan: prepare, leaf, finish, compiled once per plan and shapes."""
 
 import dataclasses
 import importlib
@@ -21,28 +21,36 @@ def _outputs(plan):
 
 @calls.op(calls.ATTENTION, _outputs)
 def attend(plan, query, key, value, log_decay, segment_ids, state):
-    """The output of `plan.make`'s plan, and the state after the last token or None.
+    """Returns the output of `plan.make`'s plan, and the state after the last token or None.
 
     Without division the output is sums [B, T, N, E + 1] in the plan's dtype, those of weights last; E may be 0.
     """
-    # Profiles and compiled programs say by this what ran.
+    # The scope names form and implementation in profiles and compiled programs.
     with jax.named_scope(f"{plan.form}_{plan.implementation}"):
         if plan.axis_name is None:
-            return _attend_finite(plan, query, key, value, log_decay, segment_ids, state)
+            return _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, state)
         if plan.form == "attention":
 
             def of_heads(*arrays):
-                return _attend_finite(plan, *arrays, None)[0]
+                return _attend_whole_rows(plan, *arrays, None)[0]
 
             out = time_axis.by_heads(of_heads, query, key, value, log_decay, segment_ids, plan.axis_name)
             return out, None
-        # A bad token may be on another device: its NaN go where sums take them.
-        arrays = nonfinite.without_padding(segment_ids, query, key, value, log_decay)
-        return _attend(plan, *arrays, segment_ids, None)
+        # A bad token may be on another device, where no query of this one is set to NaN.
+        return _attend_without_padding(plan, query, key, value, log_decay, segment_ids, None)
 
 
-def _attend_finite(plan, query, key, value, log_decay, segment_ids, state):
-    """`_attend`, NaN only where a token that is not finite is seen."""
+def _attend_without_padding(plan, query, key, value, log_decay, segment_ids, state):
+    """Runs `_attend` with zeros for padding; a NaN in a token spreads to every sum that includes it."""
+    arrays = nonfinite.without_padding(segment_ids, query, key, value, log_decay)
+    return _attend(plan, *arrays, segment_ids, state)
+
+
+def _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, state):
+    """Runs `_attend`; in plain JAX, only outputs that attend to a token that is not finite become NaN."""
+    if plan.implementation == "mosaic_gpu":
+        # Containing NaN would copy keys, values and outputs, which takes up to a fifth of the time of the kernels.
+        return _attend_without_padding(plan, query, key, value, log_decay, segment_ids, state)
     finite = nonfinite.remove(query, key, value, log_decay, segment_ids, state=state)
     out, final = _attend(plan, *finite[:4], segment_ids, finite.state)
     out = nonfinite.restore(out, finite, segment_ids)
@@ -50,7 +58,7 @@ def _attend_finite(plan, query, key, value, log_decay, segment_ids, state):
 
 
 def _attend(plan, query, key, value, log_decay, segment_ids, state):
-    """Prepare, leaf, finish."""
+    """Runs prepare, leaf and finish."""
     if plan.implementation == "reference":
         return reference.LEAVES[plan.form](plan, query, key, value, log_decay, segment_ids, state)
     leaves = _mosaic() if plan.implementation == "mosaic_gpu" else xla
@@ -64,7 +72,8 @@ def _attend(plan, query, key, value, log_decay, segment_ids, state):
     else:
         leaf = leaves.chunked
     if plan.axis_name is None:
-        # No more keys than there are; `folds` alone says what enters the state. Over devices it is a halo's length.
+        # Limit the window to the number of positions: only `folds` determines which tokens enter the state. Over
+        # devices the window is the length of a halo.
         seen = min(plan.exact_window, prepared.rows.query.shape[1])
         results = leaf(dataclasses.replace(plan, exact_window=seen), prepared.rows)
     else:
@@ -74,7 +83,7 @@ def _attend(plan, query, key, value, log_decay, segment_ids, state):
 
 @calls.op(calls.STEP, lambda plan: ("B N E", power_state.PowerState.layout(per_channel=plan.per_channel)))
 def attend_step(plan, query, key, value, log_decay, segment_ids, state):
-    """The output of one token by `plan.make_step`'s plan, and the state after it."""
+    """Returns the output of one token by `plan.make_step`'s plan, and the state after it."""
     leaf = xla_step.step
     if plan.implementation == "mosaic_gpu":
         leaf = importlib.import_module("sympow_jax.ops._recurrent.mosaic_step").step
@@ -83,5 +92,5 @@ def attend_step(plan, query, key, value, log_decay, segment_ids, state):
 
 
 def _mosaic():
-    # Pallas takes a second to import: only where a kernel runs.
+    # Pallas takes a second to import, so import it only if a kernel runs.
     return importlib.import_module("sympow_jax.ops._recurrent.mosaic")

@@ -1,9 +1,9 @@
-"""The chunked form with a decay for every value channel: a leaf, differentiated by JAX.
+"""The chunked form with one decay per value channel, differentiated by JAX.
 
-A chunk's queries see the W keys before the chunk and those in it exactly, and older ones through features. Decays are
-exponentials of at most 0 throughout. Within a block of a few tokens that is one for each pair and channel; between a
-block and what lies before it, a product of one for each query and one for each key, so that pairs are a matrix product
-with the values and the ones of the normalizer, side by side.
+A chunk's queries attend exactly to the W keys before the chunk and to those in it, and to older ones through features.
+Every exponential is of a number that is at most 0. Within a block of a few tokens, there is one exponential per pair
+and channel. Between a block and earlier keys, the decay is a product of one factor per query and one per key, so that
+these pairs are one matrix product with the values concatenated with the ones of the normalizer.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from sympow_jax.ops._shared import decay as decays
 
 __all__ = ["BLOCK", "chunked"]
 
-# Tokens whose pairs each have an exponential a channel.
+# Tokens of a block, within which every pair has one exponential per channel.
 BLOCK = 16
 
 
@@ -36,7 +36,10 @@ class _Tokens(NamedTuple):
 
 
 def chunked(plan, rows: rows_of.Rows):
-    """The leaf of decays per value: (out [B, X, N, E], kv, norm). Chunks are rounded up to whole blocks."""
+    """Computes the chunked form with decays per value; returns (out [B, X, N, E], kv, norm).
+
+    Chunks are rounded up to whole blocks.
+    """
     length, kv_heads, head_dim = rows.query.shape[1], *rows.key.shape[2:]
     plan = dataclasses.replace(plan, chunk=-(-min(plan.chunk, length) // BLOCK) * BLOCK)
     rows = rows_of.padded(rows, plan.chunk)
@@ -67,7 +70,10 @@ def chunked(plan, rows: rows_of.Rows):
 
 
 def _head(plan, query: Float[Array, "G X D"], tokens: _Tokens, state: features.Groups):
-    """The outputs [G, X, E] of one key head and the state, values and then normalizers, after the last fold."""
+    """Returns the outputs [G, X, E] of one key head and the state after its last update.
+
+    The columns of the state are the values, then the normalizers.
+    """
     chunks = query.shape[1] // plan.chunk
 
     def cut(x):
@@ -82,14 +88,14 @@ def _head(plan, query: Float[Array, "G X D"], tokens: _Tokens, state: features.G
 
 
 def _step(plan, carry, inputs):
-    """One chunk: the state and the last W tokens before it to those behind it, and its outputs [G, C, E]."""
+    """Processes one chunk: returns the updated state, the last W tokens, and the outputs [G, C, E]."""
     state, exact_window = carry
     query, new = inputs
     tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts), exact_window, new)
     dtype = state[0].dtype
     exact = tokens._replace(key=tokens.key.astype(dtype), value=tokens.value.astype(dtype))
     query = query.astype(dtype)
-    # Prefix sums, whose differences are right to rounding.
+    # Prefix sums in two parts, so that their differences are exact to rounding.
     prefix = tuple(x.T for x in decays.split(tokens.log_decay.T))
     sums = _before_block(plan, query, exact, prefix) + _own_block(plan, query, exact, prefix)
     sums += _from_state(plan, query, state, prefix)
@@ -100,7 +106,7 @@ def _step(plan, carry, inputs):
 
 
 def _before_block(plan, query, tokens, prefix):
-    """Sums over the pairs of each query with the keys before its block, [G, C, 2E]."""
+    """Returns sums over the pairs of each query with the keys before its block, [G, C, 2E]."""
     chunk, exact_window = plan.chunk, plan.exact_window
     begins = exact_window + np.arange(0, chunk, BLOCK)
     # Up to the beginning of each block.
@@ -116,7 +122,7 @@ def _before_block(plan, query, tokens, prefix):
 
 
 def _own_block(plan, query, tokens, prefix):
-    """Sums over the pairs of each query with the keys of its block up to itself, [G, C, 2E]."""
+    """Returns sums over the pairs of each query with the keys of its block up to itself, [G, C, 2E]."""
     prefix = _in_blocks(prefix, plan.exact_window)
     queries, keys = (x[:, :, None] for x in prefix), (x[:, None] for x in prefix)
     decay = _decay(queries, keys, np.tri(BLOCK, dtype=bool)[..., None])
@@ -128,7 +134,7 @@ def _own_block(plan, query, tokens, prefix):
 
 
 def _from_state(plan, query, state, prefix):
-    """Sums over the folded tokens, [G, C, 2E]."""
+    """Returns sums over the tokens in the state, [G, C, 2E]."""
     weights = features.weights(query.shape[-1], plan.power, query.dtype)
     weighted = tuple(s * w for s, w in zip(state, weights))
     columns = query.reshape(-1, query.shape[-1]).T
@@ -139,7 +145,7 @@ def _from_state(plan, query, state, prefix):
 
 
 def _folded(plan, state, tokens):
-    """The state after the oldest C tokens."""
+    """Returns the state updated with the oldest C tokens."""
     old = jax.tree.map(lambda x: x[: plan.chunk], tokens)
     log_decay = jnp.where(old.folds[:, None], old.log_decay, 0)
     to_state = decays.exp(decays.suffix_sums(log_decay.T).T)
@@ -156,17 +162,20 @@ def _scores(plan, axes, query, key):
 
 
 def _decay(later, earlier, where):
-    """exp of the difference of two prefix sums, coarse and fine parts apart; zero elsewhere."""
+    """Returns exp of the difference of two prefix sums, and zero where the mask is False.
+
+    Coarse and fine parts are subtracted separately.
+    """
     (coarse, fine), (earlier_coarse, earlier_fine) = later, earlier
     between = (coarse - earlier_coarse) + (fine - earlier_fine)
     return decays.exp(jnp.where(where, between, -jnp.inf))
 
 
 def _in_blocks(arrays, exact_window):
-    """[W + C, ...] -> [C / BLOCK, BLOCK, ...] of each array."""
+    """Reshapes each array from [W + C, ...] to [C / BLOCK, BLOCK, ...]."""
     return tuple(x[exact_window:].reshape(-1, BLOCK, *x.shape[1:]) for x in arrays)
 
 
 def _twice(decay):
-    """For values, and for their normalizers."""
+    """Repeats a decay: once for values and once for their normalizers."""
     return jnp.concatenate([decay, decay], -1)

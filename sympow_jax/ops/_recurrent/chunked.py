@@ -1,8 +1,8 @@
-"""The chunked form: exact attention near each query, features for everything older, memory linear in time.
+"""The chunked form: exact attention near each query, features for all older tokens, memory linear in time.
 
-One head at a time (callers `vmap`), time last. Chunk c holds positions [cC, cC + C). Its queries see the keys of
-the block [cC - W, cC + C) exactly; the state they see lags behind and holds the positions before the block.
-Afterwards the first C positions of the block are folded into it.
+Functions take one head (callers `vmap`), time last. Chunk c holds positions [cC, cC + C). Its queries attend exactly to
+the keys of the block [cC - W, cC + C). They read the state after the positions before that block. Afterwards the state
+is updated with the first C positions of the block.
 """
 
 import functools
@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Bool, Float
@@ -32,15 +31,17 @@ def chunked(
     folds: Bool[Array, " X"],
     state: features.Groups,
 ) -> tuple[Float[Array, "G E X"], features.Groups]:
-    """The weighted mean of values for the G query heads of one key head, and the state after the last fold.
+    """Returns the weighted mean of values for the G query heads of one key head, and the state after its last update.
 
-    Without division float sums [G, E + 1, X] in place of the mean, to which others may be added.
+    With `Division.NONE` the result is sums [G, E + 1, X] in place of the mean, to which other sums may be added.
 
-    X is a multiple of the chunk. `log_decay` is `decay.bounded`; None is no decay and no boundary. Positions where
-    `folds` is False never enter the state. `state` is that of `features`; the last column is the normalizer.
+    X is a multiple of the chunk. `log_decay` comes from `decay.bounded`; None means no decay and no document boundary.
+    Positions where `folds` is False never enter the state. `state` has the layout of `features`; the last column is the
+    normalizer.
 
     Differentiable in query, key, value, log_decay and state. Saved for the backward pass: the arguments, the output,
-    one denominator a query and the final state; states and features between are computed again. Of sums, neither.
+    one denominator per query and the final state. Intermediate states and features are recomputed. With
+    `Division.NONE` the output and the denominator are not saved.
     """
     results, final = _forward(plan, query, key, value, log_decay, folds, state)
     return results[0], final
@@ -102,7 +103,7 @@ chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def _read_states(plan, blocks, dsums, state):
-    """dq through the states, which are computed again, and each chunk's share of d/d(log of its state)."""
+    """Returns the part of dq that comes through the states (recomputed), and d/d(log of the state) of each chunk."""
 
     def step(state, index):
         block = blocks[index]
@@ -122,12 +123,13 @@ def _read_states(plan, blocks, dsums, state):
 
 
 def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
-    """Everything else, with the gradient R of the state running against time.
+    """Computes the other gradients, carrying the gradient R of the state backward in time.
 
-    Gradients of log decays need no products of their own: a weight has degree p in query and key, so q_i . dq_i / p
-    sums the gradients with respect to the logarithms of i's weights, and k_j . dk_j / p those of j's. The decay at t
-    is in the weights of the pairs on either side of it: for position t of a block, the sum over its queries from t on
-    minus the sum over its keys from t on, plus, where t is folded, <R, S> of the state that it is folded into.
+    Gradients of log decays need no products of their own. A weight has degree p in query and key, so q_i . dq_i / p
+    sums the gradients with respect to the logarithms of i's weights, and k_j . dk_j / p those of j's. The log decay at
+    t contributes to every pair with a query at or after t and a key before t. Its gradient for position t of a block is
+    the sum over the block's queries from t on minus the sum over its keys from t on. If token t updates a state S in
+    this step, <R, S> is added.
     """
     chunk, exact_window, power, precision = plan.chunk, plan.exact_window, plan.power, plan.precision
 
@@ -149,7 +151,7 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
             dvalue.at[:, :chunk].add(dvalue_far),
             _sums_from(dlog_near).at[:chunk].add(ddecay_far),
         )
-        # Later chunks saw the last W keys of this block too.
+        # Queries of later chunks attend to the last W keys of this block too.
         gradients = [g.at[..., chunk:].add(later) for g, later in zip(gradients, tail)]
         cotangent = features.fold(
             _columns(block.to_query * dsums_block), _columns(block.query), power, precision
@@ -172,19 +174,19 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
 
 
 class _Block(NamedTuple):
-    """One chunk's queries, the keys and values it sees exactly (a row of ones below), and its decays."""
+    """Queries of one chunk, the keys and values they attend to exactly (with a row of ones below), and decays."""
 
     query: Float[Array, "G D C"]
     key: Float[Array, "D C+W"]
     value: Float[Array, "E+1 C+W"]
-    near: Float[Array, "C C+W"]  # from each key to each query, zero where the query does not see it
+    near: Float[Array, "C C+W"]  # from each key to each query, zero if the key is masked
     to_query: Float[Array, " C"]  # from the state to each query
-    to_state: Float[Array, " C"]  # from each of the first C keys to the state it is folded into
-    carry: Float[Array, ""]  # from the state to the next
+    to_state: Float[Array, " C"]  # from each of the first C keys to the state after it
+    carry: Float[Array, ""]  # from the state to the next one
 
 
 class _Blocks:
-    """The blocks of a sequence by index, cut on demand."""
+    """Blocks of a sequence, indexed and sliced on demand."""
 
     def __init__(self, plan, query, key, value, log_decay, folds, dtype):
         chunk, exact_window = plan.chunk, plan.exact_window
@@ -201,7 +203,7 @@ class _Blocks:
         self.weights = features.weights(query.shape[1], plan.power, dtype)
         self.has_decay = log_decay is not None
         if self.has_decay:
-            cut = np.arange(count)[:, None] * chunk + np.arange(chunk + exact_window)
+            cut = self.indices[:, None] * chunk + jnp.arange(chunk + exact_window)
             block = jnp.pad(log_decay, front[1:])[cut]
             folded = jnp.where(self.folds[cut[:, :chunk]], block[:, :chunk], 0)
             self.coarse, self.fine = decays.split(block)
@@ -211,7 +213,7 @@ class _Blocks:
 
     def __getitem__(self, index) -> _Block:
         chunk, exact_window = self.plan.chunk, self.plan.exact_window
-        seen = np.arange(chunk)[:, None] + exact_window >= np.arange(chunk + exact_window)
+        seen = jnp.tri(chunk, chunk + exact_window, exact_window, bool)
         folds = self.folds_at(index).astype(self.dtype)
         if self.has_decay:
             coarse, fine = jax.lax.optimization_barrier((self.coarse[index], self.fine[index]))
@@ -219,7 +221,7 @@ class _Blocks:
             near = jnp.where(seen, decays.exp(between), 0)
             to_query, to_state, carry = self.to_query[index], self.to_state[index] * folds, self.carry[index]
         else:
-            near = jnp.asarray(seen, self.dtype)
+            near = seen.astype(self.dtype)
             to_query, to_state, carry = jnp.ones(chunk, self.dtype), folds, jnp.ones((), self.dtype)
         value = self._cut(self.value, index, chunk + exact_window)
         return _Block(
@@ -233,20 +235,20 @@ class _Blocks:
         )
 
     def weighted(self, state):
-        """The state times the weights of its features."""
+        """Returns the state times the weights of its features."""
         return tuple(s * w for s, w in zip(state, self.weights))
 
     def of_queries(self, x, index):
-        """The chunk's part of an array over queries."""
+        """Returns the chunk's slice of an array over queries."""
         return self._cut(x, index, self.plan.chunk)
 
     def folds_at(self, index):
-        """Which of the first C positions of the block enter the state."""
+        """Returns which of the first C positions of the block update the state."""
         return jax.lax.dynamic_slice_in_dim(self.folds, index * self.plan.chunk, self.plan.chunk)
 
     def _cut(self, x, index, length):
         part = jax.lax.dynamic_slice_in_dim(x, index * self.plan.chunk, length, -1)
-        # Left to itself, XLA cuts again in every fusion that reads the part, which then is not vectorized on CPUs.
+        # Without the barrier XLA repeats the slice in every fusion that reads it, which prevents vectorization on CPUs.
         return jax.lax.optimization_barrier(part.astype(self.dtype))
 
 
@@ -256,12 +258,12 @@ def _near_weights(plan, block):
 
 
 def _near_vjp(plan, block, dsums):
-    """Gradients of the block's exact part, and sums of d/d(log weight) by query and by key."""
+    """Returns the gradients of the block's exact part, and sums of d/d(log weight) by query and by key."""
     weights, scores = _near_weights(plan, block)
     dweights = jnp.einsum("geq,ek->gqk", dsums, block.value, precision=plan.precision)
     power = plan.power
     dscores = dweights * block.near * power * jax.lax.integer_pow(scores, power - 1)
-    # Products with scores as they lie, queries first: of dq, only the result needs to be transposed.
+    # Scores keep their layout, queries first. For dq only the result is transposed.
     dquery = jnp.einsum("gqk,dk->gqd", dscores, block.key, precision=plan.precision).swapaxes(1, 2)
     dkey = jnp.einsum("gqk,gdq->dk", dscores, block.query, precision=plan.precision)
     dvalue = jnp.einsum("geq,gqk->ek", dsums[:, :-1], weights, precision=plan.precision)
@@ -277,23 +279,23 @@ def _folded(plan, state, block):
 
 
 def _sums_from(x):
-    """Sums over each position and those behind it."""
+    """Returns, for each position, the sum over itself and all later ones."""
     return decays.suffix_sums(x) + x
 
 
 def _columns(x):
-    """[G, A, C] -> [A, G * C]: the query heads of a group side by side."""
+    """Reshapes [G, A, C] to [A, G * C]: concatenates the query heads of a group."""
     return x[0] if len(x) == 1 else jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
 
 
 def _groups(x, count):
-    """[A, G * C] -> [G, A, C]."""
+    """Reshapes [A, G * C] to [G, A, C]."""
     return x[None] if count == 1 else jnp.moveaxis(x.reshape(x.shape[0], count, -1), 1, 0)
 
 
 def _joined(chunks):
-    """[n, ..., C] -> [..., n * C]."""
+    """Reshapes [n, ..., C] to [..., n * C]."""
     joined = jnp.moveaxis(chunks, 0, -2)
     return joined.reshape(
         *joined.shape[:-2], joined.shape[-2] * joined.shape[-1]
-    )  # -1 fails where there is nothing
+    )  # -1 fails for empty arrays

@@ -1,9 +1,9 @@
-"""The chunked form where devices hold shares of the time: what each is given by those before it.
+"""The chunked form under context parallelism: state and tokens passed between time shards.
 
-A device's rows are its left neighbor's last W tokens, which it asks nothing for, and its own. It folds all of them but
-its own last W, which the next device folds: all devices together fold every token once, from nothing, at the same
-time. The states that come out are combined over the devices before each, and what arrives is added to the sums of its
-queries, or by the kernels to the states before its chunks.
+A device's rows are its left neighbor's last W tokens, whose queries it does not compute, and its own. It updates its
+state with all of them except its own last W, which the next device uses. All devices together thus use every token
+once, each starting from an empty state, at the same time. The resulting states are combined over the preceding devices.
+The incoming state is then added to the sums of the queries, or by the kernels to the states before its chunks.
 """
 
 import functools
@@ -18,17 +18,21 @@ from sympow_jax.ops._shared import time_axis
 
 __all__ = ["arriving_sums", "combined", "log_decay_over", "with_halo"]
 
-# Positions queried at once.
+# Number of positions per product with the state.
 _CHUNK = 128
 
 
 def with_halo(
     arrays: dict[str, Array], valid: Bool[Array, "B T"], *, exact_window: int, ragged: bool, axis_name: str
 ) -> tuple[dict[str, Array], Bool[Array, "B W+T"]]:
-    """The arrays of rows.Rows over time [B, T, ...] with the last W tokens before this share in front; what is valid.
+    """Prepends the last W tokens before this shard to the arrays of `rows.Rows`; also returns the validity mask.
 
-    ragged: whether anything is not valid. Then the W tokens may come from several devices, and are last among W
-    positions; positions that are not valid hold zeros. Raises ValueError where a share is shorter than a window.
+    Arrays are [B, T, ...].
+
+    ragged: whether any position is invalid. If so, the W tokens may come from several devices and are right-aligned in
+    W positions; invalid positions hold zeros.
+
+    Raises ValueError if a shard is shorter than the window.
     """
     batch, time = valid.shape
     if time < exact_window:
@@ -44,7 +48,7 @@ def with_halo(
         behind = jnp.cumsum(valid[:, ::-1], 1)[:, ::-1] - valid
         folds = behind >= exact_window
     else:
-        # The first device's are zeros, which weigh nothing.
+        # The first device receives zeros, whose weight is zero.
         halo = time_axis.from_left(
             {name: x[:, time - exact_window :] for name, x in tokens.items()}, axis_name
         )
@@ -56,9 +60,10 @@ def with_halo(
 
 
 def _tokens_before(tokens, valid, exact_window, axis_name):
-    """The last W valid tokens before this share, zeros in front of fewer, and which of the W there are.
+    """Returns the last W valid tokens before this shard, zero-padded at the front, and a mask of the valid ones.
 
-    A prefix over devices of what is the last W of two runs of tokens, since a share may hold fewer.
+    A prefix scan over devices whose operation keeps the last W of two runs of tokens, since a shard may hold fewer than
+    W.
     """
     newest = jnp.argsort(valid, axis=1, stable=True)[:, valid.shape[1] - exact_window :]
 
@@ -66,7 +71,7 @@ def _tokens_before(tokens, valid, exact_window, axis_name):
         return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
 
     def last_of_both(far, near):
-        """Both are last among W positions: what is far moves up to what is near."""
+        """Keeps the last W tokens of two right-aligned runs: tokens of `far` move up to those of `near`."""
         count = near["held"].sum(1, dtype=jnp.int32)[:, None]
         steps = jnp.arange(exact_window, dtype=jnp.int32)
         kept = steps >= exact_window - count
@@ -83,16 +88,17 @@ def _tokens_before(tokens, valid, exact_window, axis_name):
 
 
 def log_decay_over(log_decay: Float[Array, "B X K"] | None, folds, kv_heads: int):
-    """The sum of the decays of what is folded, [B, K]."""
+    """Returns the sum of the log decays of the tokens that update the state, [B, K]."""
     if log_decay is None:
         return jnp.zeros_like(folds, jnp.float32, shape=(len(folds), kv_heads))
     return jnp.where(folds[..., None], log_decay, 0).sum(1)
 
 
 def combined(far, near):
-    """(sum of log decays [B, K], state) of one run of tokens and of another that follows it; arrays begin [B, K].
+    """Combines (sum of log decays [B, K], state) of one run of tokens with that of the run that follows it.
 
-    Equally of the gradients of states before two runs, `near` then being the earlier one.
+    Array axes begin with [B, K]. Gradients of the states before two runs combine in the same way; `near` is then the
+    earlier run.
     """
     (far_decay, far_state), (near_decay, near_state) = far, near
     decay = decays.exp(near_decay)
@@ -110,11 +116,13 @@ def arriving_sums(
     query: Float[Array, "G D T"],
     log_decay: Float[Array, " X"] | None,
 ) -> Float[Array, "G E+1 T"]:
-    """What a state from before X positions adds to the sums of a head's queries, which are at the last T of them.
+    """Returns what an earlier state contributes to the sums of a head's queries.
 
-    log_decay is that of the X positions, bounded; None is no decay.
+    The state is from before X positions, and the queries are at the last T of them.
 
-    Differentiable in all three; only the arguments are saved, and neither pass computes a product twice.
+    log_decay: of the X positions, bounded; None means no decay.
+
+    Differentiable in all three arrays. Only the arguments are saved, and neither pass computes a product twice.
     """
     weighted = _weighted(state, query, power)
     parts = _in_chunks(query.astype(state[0].dtype))
@@ -127,7 +135,7 @@ def _arriving_fwd(power, precision, state, query, log_decay):
 
 
 def _arriving_bwd(power, precision, residuals, dsums):
-    """As in `chunked`, q . dq / p sums the gradients with respect to the logarithms of a query's weights."""
+    """Computes the gradients; as in `chunked`, q . dq / p sums the gradients of the log weights of a query."""
     state, query, log_decay = residuals
     weighted = _weighted(state, query, power)
     wide = query.astype(state[0].dtype)
@@ -153,27 +161,27 @@ arriving_sums.defvjp(_arriving_fwd, _arriving_bwd)
 
 
 def _weighted(state, query, power):
-    """The state times the weights of its features."""
+    """Returns the state times the weights of its features."""
     weights = features.weights(query.shape[1], power, state[0].dtype)
     return tuple(s * w for s, w in zip(state, weights, strict=True))
 
 
 def _since_start(log_decay, query):
-    """The decay from before the rows to each query."""
+    """Returns the decay from before the rows to each query."""
     if log_decay is None:
         return 1
     return decays.exp(jnp.cumsum(log_decay))[len(log_decay) - query.shape[-1] :]
 
 
 def _in_chunks(x):
-    """[G, A, X] -> [n, A, C], all positions of all heads side by side, zeros behind the last."""
+    """Reshapes [G, A, X] to [n, A, C]: positions of all heads are concatenated and zero-padded."""
     x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % _CHUNK)])
     return jnp.moveaxis(x.reshape(len(x), -1, _CHUNK), 1, 0)
 
 
 def _joined(chunks, shape):
-    """The inverse of `_in_chunks`, for as many heads and positions as `shape` has first and last."""
+    """Inverts `_in_chunks`; `shape` gives the number of heads (first) and positions (last)."""
     groups, time = shape[0], shape[-1]
     x = jnp.moveaxis(chunks, 0, 1).reshape(chunks.shape[1], -1)[:, : groups * time]
     return jnp.moveaxis(x.reshape(-1, groups, time), 1, 0)

@@ -1,6 +1,7 @@
-"""What a form costs, from shapes alone: the choice of form and chunk, and the size of a state."""
+"""Predicted cost of each form and size of a state, computed from shapes alone."""
 
 import os
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,17 @@ from sympow_jax.ops import feature_maps
 
 __all__ = [
     "default_chunk",
+    "faster_kernel",
     "flops_per_token",
     "memory_bytes",
     "precision_of",
     "require_memory",
     "state_bytes",
 ]
+
+# Measured for the kernels, see `faster_kernel`.
+_FEATURE_COST = 2
+_LEAST_CHUNKED_TIME = 6144
 
 
 def flops_per_token(
@@ -28,10 +34,11 @@ def flops_per_token(
     exact_window: int,
     backward: bool = False,
 ) -> float:
-    """FLOPs of the forward pass, or with `backward` of both passes, for one token and head among `time` tokens.
+    """Returns the FLOPs per token and head of the forward pass or, with `backward`, of both passes.
 
-    attention: 2 (D + E) T / 2, since half of the pairs are causal. chunked: 4 F E + 2 (D + E) (C / 2 + W).
-    Backward, five products over pairs stand against two of the forward pass, and four over features against two.
+    attention: 2 (D + E) T / 2 with T = `time`, since half of the pairs are causal. chunked: 4 F E + 2 (D + E) (C / 2 +
+    W). The backward pass has five products over pairs against two in the forward pass, and four over features against
+    two.
     """
     over_pairs, over_features = (3.5, 3) if backward else (1, 1)
     if form == "attention":
@@ -41,13 +48,27 @@ def flops_per_token(
     return over_features * 4 * features * value_dim + over_pairs * pairs
 
 
+def faster_kernel(flops: Mapping[str, float], time: int) -> str:
+    """Returns the form whose Hopper kernels are faster, from the FLOPs of each form.
+
+    Fitted to an H200 at batch 1 with 8 heads (benchmarks/results/h200): a FLOP over features takes at least twice as
+    long as one over pairs, and the chunked form has more small launches. Both forms take equally long at about 6,000
+    tokens for p = 2, D = 32 (both passes), and at 7,000 (both passes) to 12,000 (forward) for D = 64.
+    """
+    pays = time >= _LEAST_CHUNKED_TIME and _FEATURE_COST * flops["chunked"] < flops["attention"]
+    return "chunked" if pays else "attention"
+
+
 def precision_of(dtype) -> jax.lax.Precision:
-    """Full precision for float32 and float64; the default (TF32 on Ampere and later) for shorter inputs."""
+    """Returns full precision for float32 and float64; the default (TF32 on Ampere and later) for shorter inputs."""
     return jax.lax.Precision.HIGHEST if jnp.dtype(dtype).itemsize >= 4 else jax.lax.Precision.DEFAULT
 
 
 def default_chunk(form: str) -> int:
-    """Tokens of a chunk, or of a block of the attention form: what measured fastest on two cores at T = 4,096."""
+    """Returns the tokens per chunk, or per block of the attention form.
+
+    These values measured fastest on two CPU cores at T = 4,096.
+    """
     return {"attention": 256, "chunked": 128, "recurrent": 1}[form]
 
 
@@ -61,13 +82,16 @@ def state_bytes(
     per_channel: bool = False,
     itemsize: int = 4,
 ) -> int:
-    """Bytes of the folded state and its normalizer, of which there is one per value if decays are."""
+    """Returns the bytes of the state of features and its normalizer.
+
+    There is one normalizer per value if decays are per value.
+    """
     columns = 2 * value_dim if per_channel else value_dim + 1
     return batch * kv_heads * feature_maps.symmetric_power_dim(head_dim, power) * columns * itemsize
 
 
 def require_memory(**sizes) -> None:
-    """Raises ValueError where the state of these sizes (those of `state_bytes`) exceeds the device's memory."""
+    """Raises ValueError if the state exceeds the device's memory; arguments are those of `state_bytes`."""
     needed, available = state_bytes(**sizes), memory_bytes()
     if needed > available:
         raise ValueError(
@@ -77,7 +101,7 @@ def require_memory(**sizes) -> None:
 
 
 def memory_bytes() -> int:
-    """Bytes of memory of the first local device."""
+    """Returns the bytes of memory of the first local device."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:

@@ -1,13 +1,13 @@
-"""Products with symmetric-power features, built from a few outer products and never gathered.
+"""Products with symmetric-power features, built from a few outer products without gathers.
 
-One head, time last: x [D, C] holds C vectors. Indices are cut into tiles. A monomial of degree p is a product of a left
-factor of degree p // 2 whose last index lies in tile a, and a right factor whose indices lie in tile a or later: one
-outer product for each a. Where indices share a tile a monomial may occur more than once; its weight is its
-multiplicity divided by its occurrences, and goes on the state when it is queried, which costs F * E products rather
-than F * C.
+Functions take one head, time last: x [D, C] holds C vectors. Indices are cut into tiles. A monomial of degree p is a
+product of a left factor of degree p // 2 whose last index is in tile a, and a right factor whose indices are in tile a
+or later: one outer product for each a. Where indices share a tile, a monomial may occur more than once. Its weight is
+its multiplicity divided by its number of occurrences. The weight multiplies the state when it is queried, which costs F
+* E products rather than F * C.
 
-A state here is a tuple of [F_g, E] sums of m(k_j) v_j^T over groups g of plain monomials. That way round, of the three
-products only the query has an operand to transpose, and it is the state, not the features.
+A state here is a tuple of [F_g, E] sums of m(k_j) v_j^T over groups g of plain monomials. With this layout only one of
+the three products, the query, transposes an operand, and that operand is the state, not the features.
 """
 
 import functools
@@ -30,26 +30,26 @@ _GROUP = 4096
 
 
 def query(state: Groups, x: Float[Array, "D C"], power: int, precision) -> Float[Array, "E C"]:
-    """sum_f state[f, e] m_f(x_c)."""
+    """Returns sum_f state[f, e] m_f(x_c)."""
     parts = zip(state, _monomials(x, power))
     return typing.cast(Array, sum(jnp.matmul(s.T, m, precision=precision) for s, m in parts))
 
 
 def fold(value: Float[Array, "E C"], x: Float[Array, "D C"], power: int, precision) -> Groups:
-    """sum_c m_f(x_c) value[e, c]."""
+    """Returns sum_c m_f(x_c) value[e, c]."""
     return tuple(jnp.matmul(m, value.T, precision=precision) for m in _monomials(x, power))
 
 
 def query_vjp(
     state: Groups, x: Float[Array, "D C"], cotangent: Float[Array, "E C"], power: int, precision
 ) -> Float[Array, "D C"]:
-    """The gradient of sum(cotangent * query(state, x)) with respect to x."""
+    """Returns the gradient of sum(cotangent * query(state, x)) with respect to x."""
     _, vjp = jax.vjp(functools.partial(_monomials, power=power), x)
     return vjp(tuple(jnp.matmul(s, cotangent, precision=precision) for s in state))[0]
 
 
 def weights(head_dim: int, power: int, dtype) -> Groups:
-    """What each feature of a state is multiplied by before it is queried, [F_g, 1] a group."""
+    """Returns the factor by which each feature of a state is multiplied before it is queried, [F_g, 1] per group."""
     canonical, occurrences, _ = _table(head_dim, power)
     weight = (feature_maps.multiplicities(head_dim, power) / occurrences)[canonical]
     return tuple(jnp.asarray(w[:, None], dtype) for w in np.split(weight, _splits(head_dim, power)))
@@ -58,14 +58,14 @@ def weights(head_dim: int, power: int, dtype) -> Groups:
 def zeros(
     like: Float[Array, "..."], lead: tuple[int, ...], head_dim: int, value_dim: int, power: int, dtype
 ) -> Groups:
-    """An empty state with the given axes in front, which varies over manual mesh axes as `like` does."""
+    """Returns an empty state with leading axes `lead`, varying over manual mesh axes as `like` does."""
     ends = (*_splits(head_dim, power), len(_table(head_dim, power)[0]))
     sizes = np.diff(ends, prepend=0).tolist()
     return tuple(jnp.zeros_like(like, dtype, shape=(*lead, size, value_dim)) for size in sizes)
 
 
 def from_canonical(state: Float[Array, "*rest F E"], head_dim: int, power: int) -> Groups:
-    """A state over the features of `feature_maps.symmetric_power` as one of plain monomials."""
+    """Converts a state over the features of `feature_maps.symmetric_power` to one of plain monomials."""
     canonical, _, _ = _table(head_dim, power)
     root = np.sqrt(feature_maps.multiplicities(head_dim, power))[:, None]
     plain = jnp.take(state / jnp.asarray(root, state.dtype), canonical, axis=-2)
@@ -73,7 +73,7 @@ def from_canonical(state: Float[Array, "*rest F E"], head_dim: int, power: int) 
 
 
 def to_canonical(state: Groups, head_dim: int, power: int) -> Float[Array, "*rest F E"]:
-    """The inverse of `from_canonical`."""
+    """Inverts `from_canonical`."""
     _, _, first = _table(head_dim, power)
     root = np.sqrt(feature_maps.multiplicities(head_dim, power))[:, None]
     plain = jnp.take(jnp.concatenate(state, -2), first, axis=-2)
@@ -81,7 +81,7 @@ def to_canonical(state: Groups, head_dim: int, power: int) -> Float[Array, "*res
 
 
 def _monomials(x: Float[Array, "D C"], power: int) -> Groups:
-    """Every monomial of degree p at least once, [F_g, C] a group."""
+    """Returns every monomial of degree p at least once, [F_g, C] per group."""
     if power == 1:
         return (x,)
     products = [_outer(left, right) for left, right in _factors(x, power, _outer, jnp.concatenate)]
@@ -96,7 +96,7 @@ def _monomials(x: Float[Array, "D C"], power: int) -> Groups:
 
 
 def _factors(x, power, outer, concatenate):
-    """The left and right factors of each tile's outer product, for any meaning of product."""
+    """Returns the left and right factors of each tile's outer product, for any definition of product."""
     tiles = _tiles(len(x), power)
     left, right = [x[tile] for tile in tiles], [x[tile.start :] for tile in tiles]
     for _ in range(power // 2 - 1):
@@ -112,14 +112,17 @@ def _factors(x, power, outer, concatenate):
 
 
 def _tiles(head_dim: int, power: int) -> list[slice]:
-    """Tiles of indices: few, so that programs stay small, and short, since sharing a tile repeats monomials."""
+    """Returns the tiles of indices.
+
+    They are few, so that programs stay small, and short, since sharing a tile repeats monomials.
+    """
     length = -(-head_dim // (4 if power == 2 else 8))
     return [slice(begin, min(begin + length, head_dim)) for begin in range(0, head_dim, length)]
 
 
 @jax.custom_vjp
 def _outer(left: Float[Array, "L C"], right: Float[Array, "R C"]) -> Float[Array, "L*R C"]:
-    """The products of every left and right row."""
+    """Returns the products of every left and right row."""
     return (left[:, None] * right[None]).reshape(-1, left.shape[-1])
 
 
@@ -133,7 +136,10 @@ _outer.defvjp(lambda left, right: (_outer(left, right), (left, right)), _outer_b
 
 
 def _sum(x, axis):
-    """A sum over a leading axis; a short one begins with additions, which XLA vectorizes on CPUs, unlike sums."""
+    """Sums over a leading axis.
+
+    A short sum begins with explicit additions, which XLA vectorizes on CPUs, unlike reductions.
+    """
     count = x.shape[axis]
     ways = max(n for n in range(1, 9) if count % n == 0) if count <= 64 else 1
     return functools.reduce(jnp.add, jnp.split(x, ways, axis)).sum(axis)
@@ -141,7 +147,7 @@ def _sum(x, axis):
 
 @functools.cache
 def _splits(head_dim: int, power: int) -> tuple[int, ...]:
-    """Where the groups after the first begin."""
+    """Returns the indices of the first feature of each group after the first group."""
     if power == 1:
         return ()
     splits, begin, end = [], 0, 0
@@ -156,16 +162,16 @@ def _splits(head_dim: int, power: int) -> tuple[int, ...]:
 
 @functools.cache
 def _table(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Canonical position of each feature; occurrences of each canonical one and where it occurs first.
+    """Returns each feature's canonical position, and each canonical feature's number of occurrences and first position.
 
-    Positions are int32: int64 would depend on whether JAX has it enabled where a caller is compiled.
+    Positions are int32: with int64 the dtype would depend on whether the caller has enabled 64-bit types in JAX.
     """
     if power == 1:
         identity = np.arange(head_dim, dtype=np.int32)
         return identity, np.ones_like(identity), identity
     factors = _factors(_indices(head_dim), power, _joined_indices, np.concatenate)
     indices = np.concatenate(list(itertools.starmap(_joined_indices, factors)))
-    # Sorted indices read as a number in base D count in lexicographic order.
+    # Read as digits of a number in base D, sorted indices are in lexicographic order.
     number = np.sort(indices, -1) @ head_dim ** np.arange(power - 1, -1, -1)
     _, first, canonical, occurrences = np.unique(
         number, return_index=True, return_inverse=True, return_counts=True
@@ -178,7 +184,7 @@ def _indices(head_dim):
 
 
 def _joined_indices(left, right):
-    """The indices of every product of a left and a right factor, in the order of `_outer`."""
+    """Returns the indices of every product of a left and a right factor, in the order of `_outer`."""
     shape = (len(left), len(right))
     left = np.broadcast_to(left[:, None], (*shape, left.shape[-1]))
     right = np.broadcast_to(right[None], (*shape, right.shape[-1]))

@@ -1,4 +1,4 @@
-"""The division of sums of weighted values by sums of weights."""
+"""Division of sums of weighted values by sums of weights."""
 
 import enum
 import functools
@@ -11,17 +11,17 @@ from sympow_jax.array_types import Array, Float
 
 __all__ = ["SAVED_AS", "STATES_SAVED_AS", "Division", "mean", "mean_vjp", "of_sums"]
 
-# What policies of `jax.checkpoint` know by that the backward pass reads: means and denominators, and states.
+# Checkpoint names, for policies of `jax.checkpoint`, of the residuals: means and denominators, and states.
 SAVED_AS = "power_attention_out"
 STATES_SAVED_AS = "power_attention_states"
 
 
 class Division(enum.Enum):
-    """What becomes of sums of weighted values and of weights.
+    """Rule for dividing sums of weighted values by sums of weights.
 
-    POSITIVE: weights are not negative; a sum of them that is not positive is rounding's, and the mean is zero.
-    SIGNED: weights have signs; only where their sum is zero is the mean zero.
-    NONE: no mean; sums are results, of queries as they are.
+    POSITIVE: weights are not negative. If their sum is not positive, which only rounding can cause, the mean is zero.
+    SIGNED: weights may be of either sign. The mean is zero only if their sum is exactly zero.
+    NONE: no division. The sums themselves are returned, and queries are not rescaled.
     """
 
     POSITIVE = enum.auto()
@@ -36,7 +36,7 @@ def mean(
     axis: int,
     division: Division = Division.POSITIVE,
 ) -> Float[Array, "*rest"]:
-    """numerator / denominator, zero where `division` says so; the denominator has size 1 along `axis`.
+    """Returns numerator / denominator, zero where `division` requires it; the denominator has size 1 along `axis`.
 
     JAX's own gradient squares the denominator, which overflows where weights are p-th powers of small keys.
     """
@@ -45,7 +45,10 @@ def mean(
 
 
 def of_sums(sums: Float[Array, "*rest"], axis: int, division: Division) -> Float[Array, "*rest"]:
-    """The mean, of sums of weighted values and, last along `axis`, of weights; without division the sums."""
+    """Returns the mean from sums of weighted values and, last along `axis`, of weights.
+
+    Without division it returns the sums unchanged.
+    """
     if division is Division.NONE:
         return sums
     last = sums.shape[axis] - 1
@@ -56,14 +59,14 @@ def of_sums(sums: Float[Array, "*rest"], axis: int, division: Division) -> Float
 
 
 def mean_vjp(out, denominator, dout, axis, division=Division.POSITIVE):
-    """With o = n / d: dn = do / d and dd = -(dn . o)."""
+    """Returns the gradients of numerator and denominator: with o = n / d, dn = do / d and dd = -(dn . o)."""
     some = _some(denominator, division)
     dnumerator = jnp.where(some, dout / jnp.where(some, denominator, 1), 0)
     return dnumerator, -(dnumerator * out).sum(axis, keepdims=True)
 
 
 def _some(denominator, division):
-    # NaN is some weight: the mean is NaN, not zero.
+    # A NaN sum counts as nonzero, so the mean is NaN and not zero.
     return denominator != 0 if division is Division.SIGNED else ~(denominator <= 0)
 
 

@@ -1,7 +1,7 @@
-"""Power attention by the Pallas kernels for Hopper GPUs; imported only where they are asked for.
+"""Power attention by the Pallas kernels for Hopper GPUs; imported only when they are requested.
 
-The kernels compute what the plain forms compute, forward and backward: ragged rows and states around them are those of
-`xla`.
+Forward and backward, the kernels compute the same functions as the plain forms. `xla` documents how ragged rows are
+padded and states converted.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from sympow_jax.ops._shared import time_axis
 
 __all__ = ["attention", "chunked", "family", "per_device", "require_supported"]
 
-# Mesh axes by the names in common use: those that divide heads; all others divide the batch.
+# Common names of mesh axes that shard heads; all others shard the batch.
 _HEAD_AXES = ("model", "tensor", "heads")
 # Chunks and windows of the state kernels are whole blocks of the tensor core.
 _BLOCK = 64
-# What policies of `jax.checkpoint` know the results by that the backward pass reads.
+# Checkpoint names, for policies of `jax.checkpoint`, of the results that the backward pass reads.
 _SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, means.STATES_SAVED_AS) | dict.fromkeys(
     ("out", "denominator", "exponent"), means.SAVED_AS
 )
 _DIFFERENTIABLE = ("query", "key", "value", "log_decay")
-# First axes of the arrays around the kernels: the batch, time and the heads.
+# Leading axes of the kernels' inputs and outputs: batch, time and heads.
 _LAYOUTS = (
     dict.fromkeys(("query", "key", "value", "log_decay", "out", "dout", "denominator", "exponent"), "BTH")
     | dict.fromkeys(("kv", "norm", "final_kv", "final_norm", *state_kernel.Saved._fields), "BH")
@@ -38,7 +38,7 @@ _LAYOUTS = (
 
 
 def require_supported(query, value, *, form, power, exact_window, chunk_size, stateless) -> None:
-    """Raises NotImplementedError, naming the constraint, for what the kernels cannot do."""
+    """Raises NotImplementedError, naming the constraint, for requests that the kernels do not support."""
     sizes = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
     if form == "attention":
         if not stateless:
@@ -59,14 +59,14 @@ def require_supported(query, value, *, form, power, exact_window, chunk_size, st
 
 
 def family(*, form, power, **_) -> str:
-    """The kernels that compute a form, as `pallas_kernels.check.verdict.FAMILIES` names them."""
+    """Returns the family of kernels that computes a form, one of `pallas_kernels.check.verdict.FAMILIES`."""
     if form == "attention":
         return "power_attention"
     return "power_state_quartic" if power == 4 else "power_state_square"
 
 
 def attention(plan, query, key, value, log_decay, segment_ids, state):
-    """The attention form; as `xla.attention`, without a state."""
+    """Computes the attention form as `xla.attention` does, without a state."""
     assert state is None  # `require_supported`
     return _attention(plan.power, plan.interpret, query, key, value, log_decay, segment_ids), None
 
@@ -77,9 +77,9 @@ def _attention(power, interpret, *arguments):
 
 
 def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
-    """Saves the arguments, the output in float32, and the denominators with their exponents.
+    """Computes the output; saves the arguments, the output in float32, and the denominators with their exponents.
 
-    A rounded output would add as much to the error of gradients as their own rounding does.
+    Saving a rounded output would add as much to the error of gradients as their own rounding does.
     """
 
     def compute(arrays):
@@ -114,11 +114,14 @@ def _named(results):
 
 
 def chunked(plan, rows: rows_of.Rows):
-    """The chunked form; returns as `xla.chunked`. A chunk of None is what the kernels do best."""
+    """Computes the chunked form; returns as `xla.chunked` does.
+
+    If `plan.chunk` is None, the kernels choose the chunk.
+    """
     (batch, length, kv_heads, head_dim), dtype = rows.key.shape, rows.query.dtype
     chunk = plan.chunk
     if chunk is not None:
-        # A key is seen exactly from two chunks at most.
+        # Queries of at most two chunks attend exactly to a key, so the window is at most one chunk.
         chunk = max(min(chunk, -(-length // _BLOCK) * _BLOCK), plan.exact_window)
     chunk = state_kernel.choose(
         power=plan.power,
@@ -130,7 +133,7 @@ def chunked(plan, rows: rows_of.Rows):
         exact_window=plan.exact_window,
         chunk=chunk,
     ).chunk
-    # The window of a state holds float32, of inputs of 16 bits.
+    # The window of a state is float32, while the inputs have 16 bits.
     rows = rows._replace(**{name: getattr(rows, name).astype(dtype) for name in ("query", "key", "value")})
     results = _chunked(dataclasses.replace(plan, chunk=chunk), rows)
     return results if plan.return_state else (*results, None, None)
@@ -142,9 +145,9 @@ def _chunked(plan, rows):
 
 
 def _chunked_fwd(plan, rows):
-    """Saves the arguments, the output, the denominators and the states before each chunk.
+    """Computes the output; saves the arguments, the output, the denominators and the states before each chunk.
 
-    By the names of `checkpoint_name`, a policy of `jax.checkpoint` may have the states computed again instead.
+    All have a `checkpoint_name`, so that a policy of `jax.checkpoint` can have the states recomputed instead.
     """
 
     def compute(arrays):
@@ -189,9 +192,9 @@ _chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def _met(saved, final, arguments, options, axis_name, reverse=False):
-    """States and the last one, folded from nothing, with what arrives from the devices before this one.
+    """Adds the state that arrives from earlier devices to states computed from an empty one.
 
-    reverse: dual states and the first one, from the devices behind.
+    reverse: adds gradients of states, which arrive from later devices.
     """
     key, _, log_decay, folds = arguments
     decay = context.log_decay_over(log_decay, folds, key.shape[2])
@@ -201,7 +204,7 @@ def _met(saved, final, arguments, options, axis_name, reverse=False):
 
 
 def _arguments(arrays):
-    """Arrays that the kernels' forward and backward pass have in common."""
+    """Returns the arrays that the kernels' forward and backward passes have in common."""
     decay = arrays.get("log_decay")
     if decay is None:
         decay = jnp.zeros(arrays["key"].shape[:3], jnp.float32)
@@ -209,16 +212,16 @@ def _arguments(arrays):
 
 
 def _options(plan):
-    """What is static of a call of the kernels, states in float16."""
+    """Returns the static options of a kernel call; states are float16."""
     sizes = {"power": plan.power, "chunk": plan.chunk, "exact_window": plan.exact_window}
     return sizes | {"state_dtype": jnp.float16, "interpret": plan.interpret}
 
 
 def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
-    """f of each device's share of the batch and the heads, since the partitioner cannot divide a kernel.
+    """Applies f to each device's shard of the batch and the heads, since the partitioner cannot shard a kernel.
 
-    With the axes of the mesh in scope that are not yet manual; without any, f itself. f takes a dictionary of arrays
-    and returns one of `outputs`; `_LAYOUTS` has their axes.
+    It maps over the axes of the mesh in scope that are not yet manual; if there are none, it calls f directly. f maps a
+    dictionary of arrays to a dictionary with the keys `outputs`; `_LAYOUTS` has their axes.
     """
     arrays = {name: x for name, x in arrays.items() if x is not None}
     mesh = jax.sharding.get_abstract_mesh()
@@ -236,8 +239,8 @@ def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
     )
     if not (explicit := set(axes) & set(mesh.explicit_axes)):
         return mapped(arrays)
-    # Explicit axes are part of types: arguments have to be where the kernel takes them, results and gradients where
-    # queries and arguments were.
+    # Explicit axes are part of types: arguments must be resharded as the kernel needs them, and results and gradients
+    # must be resharded like the queries and arguments.
     batch_axes, time_axes, head_axes = jax.typeof(arrays["query"]).sharding.spec[:3]
     before = {name: _spec(name, batch_axes, head_axes, time_axes) for name in outputs}
     before |= {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
@@ -246,20 +249,23 @@ def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
 
 
 def _spec(name, batch, head, time=None):
-    """How an array of `_LAYOUTS` is sharded, given the mesh axes of the batch, the heads and time."""
+    """Returns the sharding of an array of `_LAYOUTS`, given the mesh axes of the batch, the heads and time."""
     axes = {"B": batch, "T": time, "H": head}
     return jax.sharding.PartitionSpec(*(axes[letter] for letter in _LAYOUTS[name]))
 
 
 def _over(names, spec):
-    """The spec without the axes that are not among `names`."""
+    """Returns the spec restricted to the axes in `names`."""
     axes = ((part,) if isinstance(part, str) else part or () for part in spec)
     kept = (tuple(axis for axis in part if axis in names) or None for part in axes)
     return jax.sharding.PartitionSpec(*kept)
 
 
 def _dividing(size, names, mesh):
-    """The first of the axes as long as they divide `size`; over the others everything is repeated."""
+    """Returns the leading axes whose product divides `size`.
+
+    Arrays are replicated over the other axes.
+    """
     taken = []
     for name in names:
         if size % mesh.shape[name]:

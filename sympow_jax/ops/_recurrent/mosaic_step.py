@@ -1,6 +1,6 @@
-"""One token at a time by the Pallas kernels for Hopper GPUs; imported only where they are asked for.
+"""One decoding step by the Pallas kernels for Hopper GPUs; imported only when it is requested.
 
-The order of things is that of the `xla` step; the kernels read the folded state and fold into it.
+The order of operations is that of the `xla` step. The kernels read the recurrent state and update it.
 """
 
 import functools
@@ -17,12 +17,12 @@ from sympow_jax.ops._shared import decay as decays
 
 __all__ = ["family", "require_supported", "step"]
 
-# Features of keys that are made at once for a fold: they stay within the 50 MB of an H100's cache.
+# Bytes of key features computed at once for an update: they stay within the 50 MB of an H100's cache.
 _FEATURE_BYTES = 32 * 1024**2
 
 
 def require_supported(query, state, *, power) -> None:
-    """Raises NotImplementedError, naming the constraint, for what the kernels cannot do."""
+    """Raises NotImplementedError, naming the constraint, for requests that the kernels do not support."""
     batch, kv_heads, features, value_dim = state.kv.shape
     kernels.choose(
         heads=batch * kv_heads,
@@ -37,17 +37,18 @@ def require_supported(query, state, *, power) -> None:
 
 
 def family(**_) -> str:
-    """The kernels of the step, as `pallas_kernels.check.verdict.FAMILIES` names them."""
+    """Returns the family of the step kernels, one of `pallas_kernels.check.verdict.FAMILIES`."""
     return "power_step"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def step(plan, query, key, value, log_decay, segment_ids, state):
-    """`xla_step.step` by the kernels. A donated state is updated where it lies.
+    """Runs `xla_step.step_by` with the kernels; a donated state is updated in place.
 
-    Saves its arguments alone for the backward pass, which is that of the `xla` step.
+    Only the arguments are saved for the backward pass, which is that of the `xla` step.
     """
-    return xla_step.step(plan, query, key, value, log_decay, segment_ids, state, read=_read, fold=_fold)
+    leaf = xla_step.Leaf(_read, _fold)
+    return xla_step.step_by(leaf, plan, query, key, value, log_decay, segment_ids, state)
 
 
 def _step_fwd(plan, *arrays):
@@ -68,7 +69,7 @@ step.defvjp(_step_fwd, _step_bwd)
 
 
 def _read(plan, query, state):
-    """`xla_step._read`; products are of float32 whatever the precision asked for."""
+    """Computes `xla_step._read`; products are of float32 whatever the requested precision."""
     arrays = {
         "query": query[:, None],
         "key": state.keys,
@@ -99,7 +100,7 @@ def _read_share(arrays, *, power, interpret):
 
 
 def _fold(plan, state, tokens, rows):
-    """`xla_step._fold`, in place."""
+    """Computes `xla_step._fold` in place."""
     arrays = {
         "query": tokens["keys"],
         "key": tokens["keys"],
@@ -118,7 +119,7 @@ def _fold_share(arrays, *, power, interpret):
     carry = decays.exp(log_decay.sum(-1))
     decay = decays.exp(decays.suffix_sums(log_decay))[..., None]
     rows = arrays["rows"]
-    # As many rows at once as have features that fit into the cache.
+    # Rows per call, limited so that their features fit into the cache.
     size = max(1, min(len(rows), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
     count = rows.sum(dtype=jnp.int32)
     chosen_first = jnp.pad(jnp.argsort(~rows, stable=True), (0, -len(rows) % size))

@@ -1,4 +1,4 @@
-"""The plan of a recurrent attention: what is computed and how, decided once, from shapes and options."""
+"""Plan of a recurrent attention, decided once from shapes and options: form, implementation and sizes."""
 
 import dataclasses
 import importlib
@@ -20,18 +20,18 @@ IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What an attention computes, and why not otherwise.
+    """Form and implementation of a recurrent attention, and the reasons for the choice.
 
     Attributes:
         form: `attention`, `chunked` or `recurrent`; `step` for one token.
         implementation: `reference`, `xla` or `mosaic_gpu`.
         power: the degree p of the weights.
-        chunk: tokens of a chunk, or of a block of the attention form; None if the kernels choose.
-        exact_window: tokens that every query sees exactly.
-        division: what becomes of sums of weighted values and of weights.
+        chunk: tokens per chunk, or per block of the attention form; None if the kernels choose.
+        exact_window: number of recent tokens that every query attends to exactly.
+        division: rule for dividing sums of weighted values by sums of weights.
         per_channel: whether decays are one per value instead of one per key head.
         return_state: whether the state after the last token is computed.
-        axis_name: the manual mesh axis over which time is divided, or None.
+        axis_name: the manual mesh axis over which time is sharded, or None.
         dtype: the dtype of sums and states.
         precision: the precision of products.
         interpret: parameters of the GPU interpreter, or None.
@@ -78,9 +78,9 @@ def make(
     axis_name,
     division=means.Division.POSITIVE,
 ) -> Plan:
-    """Checks the arguments of `power_attention`, which may be abstract, and decides how they are computed.
+    """Checks the arguments of `power_attention`, which may be abstract, and decides how to compute them.
 
-    Raises ValueError or NotImplementedError; see there.
+    Raises ValueError or NotImplementedError, as `power_attention` documents.
     """
     sizes = arguments.check_attention(
         query,
@@ -121,7 +121,7 @@ def make(
     if per_channel:
         _require_channels(form, implementation, axis_name, more_keys=more_keys)
 
-    # What kernels can do comes before the choice of a form, which they may limit.
+    # Check kernel support before choosing a form, because it may limit the choice.
     not_taken: dict[str, str] = {}
     kernels = []
     if implementation in (None, "mosaic_gpu") and not per_channel:
@@ -174,6 +174,8 @@ def make(
         # With a state, the plain attention form computes with features too.
         elif len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):
             form, reason = kernels[0], "it has no kernel"
+        elif len(kernels) == 2:
+            form, reason = cost.faster_kernel(flops, time), "its kernels are slower at this length"
         else:
             form, reason = min(flops, key=flops.__getitem__), "it takes more FLOPs"
         not_taken["chunked" if form == "attention" else "attention"] = reason
@@ -217,7 +219,7 @@ def make_step(
     implementation,
     division=means.Division.POSITIVE,
 ) -> Plan:
-    """The plan of `power_attention_step`, as `make`."""
+    """Returns the plan of `power_attention_step`, like `make`."""
     no_values = division is means.Division.NONE
     sizes = arguments.check_attention(
         query,
@@ -272,7 +274,7 @@ _ONE_DECAY_PER_HEAD = (
 
 
 def _per_channel(log_decay, value, state) -> bool:
-    """Whether decays are one per value; raises ValueError for a state of the other kind."""
+    """Returns True if decays are one per value; raises ValueError if the state is of the other kind."""
     if log_decay is None:
         return isinstance(state, power_state.PowerState) and state.per_channel
     per_channel = log_decay.ndim == value.ndim
@@ -285,7 +287,7 @@ def _per_channel(log_decay, value, state) -> bool:
 
 
 def _require_channels(form, implementation, axis_name, *, more_keys) -> None:
-    """Raises NotImplementedError, naming the constraint, for what has one decay per key head alone."""
+    """Raises NotImplementedError, naming the constraint, for requests that support only one decay per key head."""
     if implementation == "mosaic_gpu":
         raise NotImplementedError(_ONE_DECAY_PER_HEAD)
     if axis_name is not None:
@@ -305,9 +307,9 @@ def _require_channels(form, implementation, axis_name, *, more_keys) -> None:
 
 
 def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
-    """Why the kernels of that module cannot do it, or None if they can.
+    """Returns why the kernels of that module cannot be used, or None if they can.
 
-    Kernels that were not `named` have to have been found right on this kind of machine.
+    Unless the kernels were `named`, a check must also have verified them on this kind of machine.
     """
     try:
         target.require_hopper()
@@ -316,7 +318,7 @@ def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
                 "implementation 'mosaic_gpu' has even powers of queries and keys, and no other denominator; use "
                 "implementation='xla'"
             )
-        # Pallas takes a second to import: only where a kernel may run.
+        # Pallas takes a second to import, so import it only if a kernel may run.
         kernels = importlib.import_module(f"sympow_jax.ops._recurrent.{module}")
         kernels.require_supported(*arrays, **needs)
         if not named and not target.trusts_kernels(kernels.family(**needs)):
@@ -327,7 +329,7 @@ def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
 
 
 def _require_divisible(axis_name, implementation, *, more_keys, stateless) -> None:
-    """Raises NotImplementedError, naming the constraint, for what needs all of the time on one device."""
+    """Raises NotImplementedError, naming the constraint, for requests that need all of the time on one device."""
     divided = f"time is divided over the mesh axis {axis_name!r}, which"
     if not stateless:
         raise NotImplementedError(

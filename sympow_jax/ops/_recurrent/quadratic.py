@@ -1,16 +1,15 @@
-"""The attention form: every pair of a query and an earlier key, in blocks, never a T x T array.
+"""The attention form: every pair of a query and an earlier key, in blocks, without a T x T array.
 
-One head at a time (callers `vmap`), time last. The X keys are X / C blocks, the T queries the last T / C of them.
-Within the diagonal block decays are differences of exact sums. Between a query and a key of different blocks the
-decay is a product of three factors at most 1, one per query, one per key and one for the blocks between, so that
-off the diagonal no pair needs an exponential.
+Functions take one head (callers `vmap`), time last. The X keys are X / C blocks, the T queries the last T / C of them.
+Within the diagonal block, decays are differences of exact sums. Between a query and a key of different blocks, the
+decay is a product of three factors that are at most 1: one per query, one per key and one for the blocks between. Off
+the diagonal, therefore, no pair needs its own exponential.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops._recurrent import plan as plans
@@ -28,10 +27,11 @@ def sums(
     log_decay: Float[Array, " X"],
     first: Int[Array, ""],
 ) -> Float[Array, "G E T"]:
-    """sum_j b_ij (q_i . k_j)^p v_j over the keys up to each query: nothing is divided, `value` carries the ones.
+    """Returns sum_j b_ij (q_i . k_j)^p v_j over the keys up to each query; nothing is divided.
 
-    T and X are multiples of the block; `log_decay` is `decay.bounded`; blocks of keys before block `first` are
-    skipped. Differentiable in all but `first`; only the arguments are saved for the backward pass.
+    `value` includes the row of ones of the denominator. T and X are multiples of the block, `log_decay` comes from
+    `decay.bounded`, and blocks of keys before block `first` are skipped. Differentiable in all arguments except
+    `first`. Only the arguments are saved for the backward pass.
     """
     return _sums(plan, query, key, value, log_decay, first)
 
@@ -110,8 +110,8 @@ def _sums_bwd(plan, residuals, dsums):
         dquery_far, dkeys, dvalues, dlog_rows, dlog_columns, _ = jax.lax.fori_loop(
             0, jnp.maximum(diagonal - first, 0), column, start
         )
-        # What crosses t: in the query's block pairs with a later query, in the key's block pairs with an earlier
-        # key, and every pair whose blocks lie on either side.
+        # Pairs that cross t: in the query's block those with a later query, in the key's block those with an earlier
+        # key, and all pairs whose key block is before t and whose query block is after it.
         by_column = dlog_columns.sum(-1)
         crossing = (
             carry[2]
@@ -156,20 +156,20 @@ class _Pairs:
     def cut(self, x, index):
         block = self.plan.chunk
         part = jax.lax.dynamic_slice_in_dim(x, index * block, block, -1)
-        # As in the chunked form: cut once, not in every fusion that reads the part.
+        # As in the chunked form: slice once, not in every fusion that reads the slice.
         return jax.lax.optimization_barrier(part.astype(self.dtype))
 
     def value(self, j):
         return self.cut(self._value, j)
 
     def near(self, i):
-        """Decay from each key to each query of the diagonal block, zero where the key is later."""
+        """Returns the decay from each key to each query of the diagonal block, zero where the key is later."""
         coarse, fine = self.coarse[i + self.offset], self.fine[i + self.offset]
         between = (coarse[:, None] - coarse) + (fine[:, None] - fine)
-        return jnp.where(np.tri(len(coarse), dtype=bool), decays.exp(between), 0)
+        return jnp.where(jnp.tri(len(coarse), dtype=bool), decays.exp(between), 0)
 
     def to_end(self, j, between):
-        """Decay from each key of block j over the blocks behind it, whose sum is `between`."""
+        """Returns the decay from each key of block j over the blocks after it, whose log decays sum to `between`."""
         return decays.exp(self.after[j] + between)
 
     def weights(self, q, j):
@@ -177,7 +177,7 @@ class _Pairs:
         return jax.lax.integer_pow(scores, self.plan.power), scores
 
     def vjp(self, q, d, j, value, near):
-        """Gradients of sum(d * value weights^T), and sums over keys and over queries of d/d(log weight)."""
+        """Returns gradients of sum(d * value weights^T), and sums over keys and over queries of d/d(log weight)."""
         power, precision = self.plan.power, self.plan.precision
         key = self.cut(self._key, j)
         weights, scores = self.weights(q, j)
@@ -200,15 +200,15 @@ def _product(plan, value, weights):
 
 
 def _add(total, part, index, block):
-    """Adds a block's part in place."""
+    """Adds a block's part to its slice of the total."""
     begin = index * block
     sliced = jax.lax.dynamic_slice_in_dim(total, begin, block, -1)
     return jax.lax.dynamic_update_slice_in_dim(total, sliced + part, begin, -1)
 
 
 def _joined(blocks):
-    """[n, ..., C] -> [..., n * C]."""
+    """Reshapes [n, ..., C] to [..., n * C]."""
     joined = jnp.moveaxis(blocks, 0, -2)
     return joined.reshape(
         *joined.shape[:-2], joined.shape[-2] * joined.shape[-1]
-    )  # -1 fails where there is nothing
+    )  # -1 fails for empty arrays

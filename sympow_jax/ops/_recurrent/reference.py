@@ -1,7 +1,8 @@
-"""Power attention as its papers write it: slow, plain, and right in float64.
+"""Reference implementation of power attention: the formulas of its papers, unoptimized and right in float64.
 
-Equations are those of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025), except that
-rotations have been applied to queries and keys by the caller. It shares nothing with what it checks but feature maps.
+Equations are those of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025), except that the
+caller has already applied rotations to queries and keys. Except for feature maps, it shares no code with the
+implementations it checks.
 """
 
 from typing import NamedTuple
@@ -18,10 +19,10 @@ __all__ = ["LEAVES"]
 
 
 class _Tokens(NamedTuple):
-    """The tokens in the window of a state, in 2W slots, and the new ones behind them.
+    """Tokens in the window of a state, in 2W slots, followed by the new ones.
 
-    document: 0 for that of the state, counted on from there; -1 for empty slots and padding.
-    last: the document that the tokens end in, and its segment id.
+    document: 0 for the state's document, counting up from there; -1 for empty slots and padding.
+    last: the number and the segment id of the last token's document.
     """
 
     key: Float[Array, "B X K D"]
@@ -36,11 +37,11 @@ class _Tokens(NamedTuple):
 
 
 def _attention(plan, query, key, value, log_decay, segment_ids, state):
-    """Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p and b_ij = prod_{j < m <= i} gamma_m.
+    """Computes Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p and b_ij = prod_{j < m <= i} gamma_m.
 
-    (Section 3.1, the attention formulation.) Keys that were folded into `state` count through their features.
-    `key` may be longer than `query`; the queries are its last tokens. With decays per value, b_ij is one for each
-    channel, which that paper leaves to future work.
+    This is the attention formulation of section 3.1. Keys already in `state` contribute through their features. `key`
+    may be longer than `query`; the queries are its last tokens. With decays per value, b_ij differs per channel, which
+    the paper leaves to future work.
     """
     time = query.shape[1]
     tokens = _tokens(plan, key, value, log_decay, segment_ids, state)
@@ -50,7 +51,7 @@ def _attention(plan, query, key, value, log_decay, segment_ids, state):
     steps = jnp.arange(document.shape[1])
     seen &= steps[-time:, None] >= steps
 
-    # The sum of log decays over j < m <= i at (i, j), each column from its own start.
+    # Entry (i, j) is the sum of log decays over j < m <= i; each column starts its own sum.
     later = (steps[:, None] > steps)[:, :, None]
     log_BKXc = jnp.moveaxis(tokens.log_decay, 1, 2)
     between_BKTXc = jnp.cumsum(jnp.where(later, log_BKXc[:, :, :, None], 0), 2)[:, :, -time:]
@@ -71,9 +72,10 @@ def _attention(plan, query, key, value, log_decay, segment_ids, state):
 
 
 def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
-    """Equation (2): S_i = gamma_i S_{i-1} + V_i phi(K_i)^T, Z_i likewise, Y_i = S_i phi(Q_i) / Z_i phi(Q_i).
+    """Computes equation (2): S_i = gamma_i S_{i-1} + V_i phi(K_i)^T and Y_i = S_i phi(Q_i) / Z_i phi(Q_i).
 
-    Everything is folded: no window, and none in the state that comes out.
+    Z_i is the same sum as S_i without the values. Every token updates the state. There is no window, and the window of
+    the returned state is empty.
     """
     time = query.shape[1]
     tokens = _tokens(plan, key, value, log_decay, segment_ids, state)
@@ -104,7 +106,7 @@ def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
         *sizes, power=plan.power, exact_window=plan.exact_window, dtype=plan.dtype
     )
     start = empty if state is None else state
-    # What a loop carries varies over mesh axes as the tokens do.
+    # A loop carry must vary over the same mesh axes as the tokens.
     first = tuple(x + jnp.zeros_like(query, x.dtype, shape=x.shape) for x in (start.kv, start.norm))
     (kv, norm, _), out = jax.lax.scan(step, (*first, jnp.zeros_like(tokens.document[:, 0])), by_time)
     out = _ungrouped(jnp.moveaxis(out, 0, 3)[..., -time:, :])
@@ -118,7 +120,7 @@ LEAVES = {"attention": _attention, "recurrent": _recurrent}
 
 
 def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:
-    """The window of the state and the new tokens, everything zero where there is no token."""
+    """Returns the window of the state and the new tokens, zero where there is no token."""
     batch, time, kv_heads, _ = key.shape
     channels = value.shape[-1] if plan.per_channel else 1
     if log_decay is None:
@@ -126,10 +128,10 @@ def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:
     log_decay = log_decay.reshape(batch, time, kv_heads, channels)
     before = jnp.full(batch, -1, jnp.int32) if state is None else state.segment
     if segment_ids is None:
-        # All tokens are of the document that the state ends in.
+        # All tokens continue the document of the state.
         before = jnp.where(before < 0, 0, before)
         segment_ids = jnp.broadcast_to(before[:, None], (batch, time))
-    # In the wider dtype of the two: ids that wrap could be equal.
+    # Use the wider dtype of the two: ids that wrapped around could be equal.
     ids_dtype = jnp.result_type(segment_ids, before)
     segment_ids, before = segment_ids.astype(ids_dtype), before.astype(ids_dtype)
     arrays = [x.astype(plan.dtype) for x in (key, value, log_decay)]
@@ -157,13 +159,13 @@ def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:
 
 
 def _state_after(plan, tokens, state):
-    """The state after the tokens: the last `exact_window` exactly, the tokens before them as features."""
+    """Returns the state after the tokens: the last `exact_window` exactly, the tokens before them as features."""
     number, segment = tokens.last
     of_last = tokens.valid & (tokens.document == number[:, None])
-    # How many tokens of the last document follow each of them.
+    # Number of tokens of the last document that follow each of its tokens.
     following = jnp.cumsum(of_last[:, ::-1], 1)[:, ::-1] - of_last
     held, folded = of_last & (following < plan.exact_window), of_last & (following >= plan.exact_window)
-    # Decay from each token to the last folded one: all of it but the window's.
+    # Decay from each token to the last folded one; decays of the window are left out.
     log_decay = jnp.where(held[..., None, None], 0, tokens.log_decay)
     behind = jnp.pad(log_decay[:, 1:], [(0, 0), (0, 1), (0, 0), (0, 0)])
     decay_BXKc = jnp.exp(jnp.cumsum(behind[:, ::-1], 1)[:, ::-1])
@@ -195,7 +197,7 @@ def _state_after(plan, tokens, state):
 
 
 def _weighted(powers, decay_BKTXc, value):
-    """Sums over keys of weighted values and of weights, [B, K, G, T, E] and [B, K, G, T, c]."""
+    """Returns sums over keys of weighted values and of weights, [B, K, G, T, E] and [B, K, G, T, c]."""
     weights = powers[..., None] * decay_BKTXc[:, :, None]
     if weights.shape[-1] == 1:
         numerator = jnp.einsum("bkgtx,bxke->bkgte", weights[..., 0], value, precision="highest")
@@ -205,23 +207,26 @@ def _weighted(powers, decay_BKTXc, value):
 
 
 def _result(plan, numerator, denominator, dtype):
-    """The mean in the dtype of values; without division the sums, those of weights last, in their own."""
+    """Returns the mean in the dtype of values.
+
+    Without division it returns the sums, those of weights last, in the dtype of the computation.
+    """
     if plan.division is means.Division.NONE:
         return jnp.concatenate([numerator, denominator], -1)
     some = denominator != 0 if plan.division is means.Division.SIGNED else ~(denominator <= 0)
     safe = jnp.where(some, denominator, 1)
-    # Both over the same constant, which cancels: the gradient of a quotient squares its denominator.
+    # Divide both by the same constant, which cancels: the gradient of a quotient squares its denominator.
     size = jax.lax.stop_gradient(safe)
     return jnp.where(some, (numerator / size) / (safe / size), 0).astype(dtype)
 
 
 def _by_group(query, kv_heads):
-    """[B, X, N, D] -> [B, K, G, X, D]."""
+    """Reshapes [B, X, N, D] to [B, K, G, X, D]."""
     batch, time, heads, head_dim = query.shape
     return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 3)
 
 
 def _ungrouped(out):
-    """[B, K, G, X, E] -> [B, X, N, E]."""
+    """Reshapes [B, K, G, X, E] to [B, X, N, E]."""
     batch, kv_heads, group, time, value_dim = out.shape
     return jnp.moveaxis(out, 3, 1).reshape(batch, time, kv_heads * group, value_dim)

@@ -1,6 +1,6 @@
 """Rows of tokens before and after a leaf of the chunked form: `prepare`, then the leaf, then `finish`.
 
-Queries are scaled by a power of two, which the mean cancels exactly, so that no power of a query overflows.
+Queries are scaled by a power of two, which cancels exactly in the mean, so that no power of a query overflows.
 """
 
 from typing import NamedTuple
@@ -18,21 +18,21 @@ __all__ = ["Prepared", "Rows", "finish", "masked_queries", "padded", "prepare", 
 
 
 class Rows(NamedTuple):
-    """Whole rows, positions without a token last: what a core of the chunked form works on."""
+    """Whole rows for a core of the chunked form; positions without a token are last."""
 
-    query: Float[Array, "B X N D"]  # of unit scale, unless sums are wanted; zero where there is no token
+    query: Float[Array, "B X N D"]  # scaled, unless sums are requested; zero where there is no token
     key: Float[Array, "B X K D"]
     value: Float[Array, "B X K E"]
-    log_decay: Float[Array, "B X K *channels"] | None  # `decay.bounded`; None is no decay and no boundary
+    log_decay: Float[Array, "B X K *channels"] | None  # from `decay.bounded`; None: no decay, no boundary
     folds: Bool[Array, "B X"] | None  # False where a position never enters the state; None among gradients
-    kv: Float[Array, "B K F E"] | None  # the state before the first position; None is nothing
+    kv: Float[Array, "B K F E"] | None  # the state before the first position, or None
     norm: Float[Array, "B K F *channels"] | None
 
 
 class Prepared(NamedTuple):
-    """Rows for a leaf, and what `finish` needs besides.
+    """Rows for a leaf, and further inputs of `finish`.
 
-    order: the position in `sequence` of each position of the rows, and its inverse; None where they are the same.
+    order: the position in `sequence` of each position of the rows, and its inverse; None if they are the same.
     """
 
     rows: Rows
@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(plan, query, key, value, log_decay, segment_ids, state) -> Prepared:
-    """Puts the window of the state in front of the tokens, and positions without a token last."""
+    """Prepends the window of the state to the tokens, and moves positions without a token to the end."""
     sequence = power_state.Sequence.join(plan, key, value, log_decay, segment_ids, state)
     ragged = state is not None or segment_ids is not None
     folds = (sequence.after >= plan.exact_window) if plan.return_state else jnp.ones_like(sequence.valid)
@@ -61,7 +61,7 @@ def prepare(plan, query, key, value, log_decay, segment_ids, state) -> Prepared:
         )
     order = None
     if ragged:
-        # Padding and empty slots go to the end, so that windows and chunks count tokens only.
+        # Move padding and empty slots to the end, so that windows and chunks count tokens only.
         there = jnp.argsort(~valid, axis=1, stable=True)
         order = there, jnp.argsort(there, axis=1)
         arrays = {name: _permuted(x, *order) for name, x in arrays.items()}
@@ -70,7 +70,10 @@ def prepare(plan, query, key, value, log_decay, segment_ids, state) -> Prepared:
 
 
 def finish(plan, prepared: Prepared, out, kv, norm, query, dtype):
-    """The output at the queries in the dtype, and the state after the last token, if it is wanted."""
+    """Returns the output at the queries, and the state after the last token or None.
+
+    The output has the given dtype, unless it is sums.
+    """
     if prepared.order is not None:
         out = _permuted(out, *reversed(prepared.order))
     out = out[:, -query.shape[1] :]
@@ -80,8 +83,8 @@ def finish(plan, prepared: Prepared, out, kv, norm, query, dtype):
 
 
 def state_after(plan, sequence, kv, norm) -> power_state.PowerState:
-    """The state that holds these sums and the last tokens of the sequence."""
-    # A document that is all within the window has folded nothing: what was folded belongs to others.
+    """Returns the state with these sums and the last tokens of the sequence."""
+    # A document that fits into the window has not updated the state, so the sums belong to other documents.
     last = sequence.after < jnp.iinfo(jnp.int32).max
     keeps = (sequence.document[:, -1] == 0) | (last.sum(1) > plan.exact_window)
     return power_state.PowerState(
@@ -92,17 +95,20 @@ def state_after(plan, sequence, kv, norm) -> power_state.PowerState:
 
 
 def masked_queries(plan, query, sequence):
-    """Queries at every position of the sequence, zero where there is no token; of unit scale, if for a mean."""
+    """Returns queries at every position of the sequence, zero where there is no token.
+
+    Queries of a mean get unit scale, unless they go to kernels, which scale them.
+    """
     slots = sequence.valid.shape[1] - query.shape[1]
     if slots > 0:
         query = jnp.pad(query, [(0, 0), (slots, 0), (0, 0), (0, 0)])
-    if plan.division is not means.Division.NONE:
+    if plan.division is not means.Division.NONE and plan.implementation != "mosaic_gpu":
         query = unit_scale(query)
     return jnp.where(sequence.valid[:, -query.shape[1] :, None, None], query, 0)
 
 
 def padded(rows: Rows, multiple: int) -> Rows:
-    """Rows with positions without a token behind them, up to a multiple of positions."""
+    """Returns rows padded with positions without a token, to a multiple of `multiple` positions."""
     tokens = {
         name: _pad_end(x, multiple)
         for name, x in rows._asdict().items()
@@ -112,7 +118,7 @@ def padded(rows: Rows, multiple: int) -> Rows:
 
 
 def unit_scale(query: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
-    """The query times the power of two that brings its largest entry into [1/2, 1)."""
+    """Returns the query times the power of two that brings its largest entry into [1/2, 1)."""
     exponent = _unit_exponent(query)[..., None]
     # Two factors, since the inverse of the smallest normal number overflows.
     half = exponent // 2
@@ -120,13 +126,13 @@ def unit_scale(query: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
 
 
 def _unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
-    """The power of two by which `unit_scale` divides."""
+    """Returns the exponent of the power of two by which `unit_scale` divides."""
     return jnp.frexp(jax.lax.stop_gradient(jnp.abs(query).max(-1)))[1]
 
 
 @jax.custom_vjp
 def _permuted(x: Float[Array, "B X *rest"], order: Int[Array, "B X"], back: Int[Array, "B X"]):
-    """x in the given order of positions; its gradient is a gather too, not a scatter."""
+    """Returns x in the given order of positions; its gradient is also a gather, not a scatter."""
     return jnp.take_along_axis(x, _with_rank(order, x.ndim), axis=1)
 
 
@@ -137,7 +143,7 @@ _permuted.defvjp(
 
 
 def _with_rank(x, rank):
-    """x with axes of size 1 behind it."""
+    """Appends axes of size 1 to x."""
     return x.reshape(x.shape + (1,) * (rank - x.ndim))
 
 

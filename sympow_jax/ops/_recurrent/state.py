@@ -1,4 +1,4 @@
-"""The recurrent state of power attention and what every implementation does with its ends."""
+"""Recurrent state of power attention, and the window and tokens that every implementation builds from it."""
 
 import dataclasses
 
@@ -15,20 +15,20 @@ __all__ = ["PowerState", "Sequence", "window_of"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PowerState:
-    """What power attention remembers of the document so far; a pytree that the caller owns.
+    """State of power attention after a prefix of a document; a pytree that the caller holds.
 
-    Old tokens are folded into features, S <- gamma S + phi(k) v^T; the last ones are kept exactly, because a sum
-    in feature space cancels where few keys count. Running a then b from a's state equals running a and b in one
-    call, wherever the sequence is split.
+    Old tokens are in the feature state, updated as S <- gamma S + phi(k) v^T. The most recent tokens are stored
+    exactly, because a sum in feature space cancels if few keys carry weight. Running a, then b from a's state, equals
+    running a and b in one call, wherever the sequence is split.
 
     Attributes:
-        kv: S, decayed up to and including the last folded token. The F features are those of
-            `feature_maps.symmetric_power`: non-decreasing indices in lexicographic order, whatever the implementation.
+        kv: S, decayed up to and including the last token in it. The F features are those of
+            `feature_maps.symmetric_power`: non-decreasing indices in lexicographic order, for every implementation.
         norm: the same sum without the values. With one decay per value it has one sum per value.
-        keys: those of the exact window, in order of time, 2W slots of which the first `length` are in use.
-        values: theirs.
-        log_decays: theirs.
-        length: tokens held in the window.
+        keys: keys of the exact window, in order of time, in 2W slots of which the first `length` are in use.
+        values: values of the window, in the same slots.
+        log_decays: log decays of the window, in the same slots.
+        length: number of tokens in the window.
         segment: segment id of the document, -1 before the first token.
     """
 
@@ -53,7 +53,7 @@ class PowerState:
         per_channel: bool = False,
         dtype=jnp.float32,
     ) -> "PowerState":
-        """The state before any token. Raises ValueError where it would exceed the device's memory.
+        """Returns the state before any token. Raises ValueError if it would exceed the device's memory.
 
         per_channel: decays are one per value, [B, T, K, E], instead of one per key head; the state is twice as large.
         """
@@ -74,36 +74,35 @@ class PowerState:
 
     @classmethod
     def layout(cls, *, per_channel: bool = False) -> "PowerState":
-        """The axes of each array."""
+        """Returns the axes of each array."""
         held, channels = "B 2W K", " E" if per_channel else ""
         decays = held + channels
         return cls("B K F E", "B K F" + channels, held + " D", held + " E", decays, "B", "B")  # type: ignore[arg-type]
 
     @property
     def exact_window(self) -> int:
-        """W: every query sees at least its last W keys exactly."""
+        """Window size W: every query attends exactly to at least its last W keys."""
         return self.keys.shape[1] // 2
 
     @property
     def per_channel(self) -> bool:
-        """Whether decays are one per value."""
+        """True if decays are one per value."""
         return self.norm.ndim == self.kv.ndim
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored, window included."""
+        """Number of bytes stored, window included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """The window of the incoming state and the new tokens as one sequence of X = 2W + T positions.
+    """Window of the incoming state followed by the new tokens, as one sequence of X = 2W + T positions.
 
-    `valid` is False for empty slots of the window and for padding; their keys and decays are zero.
-    `start` is True for the first token of a document that begins among the new tokens.
-    `log_decay` is one a head, or one for each of its channels.
-    `segment` is the id of the document that the sequence ends in.
+    `valid` is False for empty slots of the window and for padding; their keys and decays are zero. `start` is True for
+    the first token of a document that begins among the new tokens. `log_decay` is one per head, or one for each of its
+    channels. `segment` is the id of the sequence's last document.
     """
 
     key: Float[Array, "B X K D"]
@@ -115,9 +114,9 @@ class Sequence:
 
     @classmethod
     def join(cls, plan, key, value, log_decay, segment_ids, state: PowerState | None):
-        """Puts the window of `state`, if any, in front of the new tokens; decays come out in the plan's dtype.
+        """Concatenates the window of `state`, if any, and the new tokens; decays are returned in the plan's dtype.
 
-        Where time is divided over a mesh axis, a document may have begun on another device.
+        Under context parallelism, a document may have begun on another device.
         """
         batch, time, kv_heads, _ = key.shape
         if log_decay is None:
@@ -156,12 +155,12 @@ class Sequence:
 
     @property
     def document(self) -> Int[Array, "B X"]:
-        """Counts documents: 0 is the one the incoming state belongs to."""
+        """Number of each position's document; 0 is the document of the incoming state."""
         return jnp.cumsum(self.start, 1, dtype=jnp.int32)
 
     @property
     def after(self) -> Int[Array, "B X"]:
-        """How many tokens of the last document follow; a large number for tokens of earlier documents."""
+        """Number of later tokens of the last document; the largest int32 for tokens of earlier documents."""
         document = self.document
         last = self.valid & (document == document[:, -1:])
         following = jnp.cumsum(last[:, ::-1], 1, dtype=jnp.int32)[:, ::-1] - 1
@@ -169,7 +168,7 @@ class Sequence:
 
 
 def window_of(sequence: Sequence, exact_window: int, dtype) -> dict[str, Array]:
-    """The window fields of the state behind `sequence`: its last min(W, length of the document) tokens."""
+    """Returns the window fields of the state after `sequence`: its last min(W, length of the document) tokens."""
     held = sequence.after < exact_window
     # A stable sort brings the held tokens to the front in order of time; slots beyond them are zeroed.
     order = jnp.argsort(~held, axis=1, stable=True)[:, : 2 * exact_window]

@@ -1,7 +1,9 @@
-"""One token at a time: the exact window and the folded state in one pass."""
+"""One decoding step: the exact window and the recurrent state in one pass."""
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +14,32 @@ from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import rows as rows_of
 from sympow_jax.ops._shared import decay as decays
 
-__all__ = ["step"]
+__all__ = ["Leaf", "step", "step_by"]
 
 
-def step(plan, query, key, value, log_decay, segment_ids, state, *, read=None, fold=None):
-    """Appends a token to the window and attends; W tokens are folded whenever 2W are held.
+class Leaf(NamedTuple):
+    """Operations of a step on the recurrent state; the rest of a step is the same for every implementation.
 
-    `read` and `fold` take the place of the functions of those names below, which alone touch the folded state.
+    Attributes:
+        read: (plan, query [B, K, G, D], state) -> outputs [B, K, G, E], of the window and the recurrent state.
+        fold: (plan, state, tokens, rows) -> `kv` and `norm`, updated with the tokens of a window in the chosen rows.
     """
-    read = read or (_read_channels if plan.per_channel else _read)
-    fold = fold or (_fold_channels if plan.per_channel else _fold)
+
+    read: Callable
+    fold: Callable
+
+
+def step(plan, query, key, value, log_decay, segment_ids, state):
+    """Runs `step_by` in plain JAX."""
+    leaf = Leaf(_read_channels, _fold_channels) if plan.per_channel else Leaf(_read, _fold)
+    return step_by(leaf, plan, query, key, value, log_decay, segment_ids, state)
+
+
+def step_by(leaf: Leaf, plan, query, key, value, log_decay, segment_ids, state):
+    """Appends a token to the window and attends.
+
+    Whenever the window holds 2W tokens, the state is updated with its oldest W.
+    """
     dtype, exact_window = plan.dtype, plan.exact_window
     batch, kv_heads, head_dim = key.shape
     valid, state = _enter_document(state, segment_ids)
@@ -31,39 +49,42 @@ def step(plan, query, key, value, log_decay, segment_ids, state, *, read=None, f
     token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay.astype(dtype), False)}
     token = {name: x[:, None].astype(dtype) for name, x in token.items()}
     if exact_window == 0:
-        state = dataclasses.replace(state, **fold(plan, state, token, valid))
+        state = dataclasses.replace(state, **leaf.fold(plan, state, token, valid))
     else:
         state = _appended(state, token, valid)
 
     query = query.reshape(batch, kv_heads, -1, head_dim).astype(dtype)
     if plan.division is not means.Division.NONE:
         query = rows_of.unit_scale(query)
-    out = jnp.where(valid[:, None, None, None], read(plan, query, state), 0)
+    out = jnp.where(valid[:, None, None, None], leaf.read(plan, query, state), 0)
     if exact_window:
-        # What is folded is read first: else XLA keeps a copy to read from.
+        # Read the state before it is updated: otherwise XLA keeps a copy to read from.
         out, state = jax.lax.optimization_barrier((out, state))
         state = _in_place(
-            functools.partial(_fold_window, plan, fold), state.length == 2 * exact_window, state
+            functools.partial(_fold_window, plan, leaf.fold), state.length == 2 * exact_window, state
         )
     out = out.reshape(batch, -1, out.shape[-1])
     return out if plan.division is means.Division.NONE else out.astype(value.dtype), state
 
 
 def _enter_document(state, segment_ids):
-    """Which rows have a token, and the state with the rows emptied where it starts a document."""
+    """Returns a mask of the rows with a token, and the state.
+
+    The state is reset in rows where the token starts a document.
+    """
     if segment_ids is None:
         segment = jnp.where(state.segment == documents.NO_SEGMENT, 0, state.segment)
         return jnp.ones_like(segment, bool), _replaced(state, True, segment=segment)
     valid = segment_ids >= 0
     start = valid & (segment_ids != state.segment)
-    # Most tokens start no document.
+    # Most tokens do not start a document.
     state = _in_place(_emptied, start, state)
     return valid, _replaced(state, valid, segment=segment_ids)
 
 
 def _appended(state, token, rows):
-    """The state with a token in the next slot of the window, in the chosen rows."""
-    # Written in place where the state is donated; a slot beyond the window is no slot.
+    """Returns the state with a token in the next slot of the window, in the chosen rows."""
+    # Written in place if the state is donated; writes to a slot beyond the window are dropped.
     slot = jnp.where(rows, state.length, 2 * state.exact_window)
     put = jax.vmap(lambda held, i, x: held.at[i].set(x[0], mode="drop"))
     fields = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
@@ -72,10 +93,10 @@ def _appended(state, token, rows):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_place(f, rows, state):
-    """f(rows, state) if there is any of the rows, else the state.
+    """Returns f(rows, state) if any row is chosen, otherwise the state.
 
-    It is a loop of one turn or none, since XLA updates in place what a loop carries. Through a conditional it copies
-    the state, whichever branch is taken; but a loop has no gradient, which is that of the conditional.
+    This is a loop of at most one iteration, since XLA updates a loop's carry in place. A conditional would copy the
+    state, whichever branch is taken. A loop has no reverse-mode gradient, so the gradient is that of the conditional.
     """
 
     def once(carried):
@@ -101,12 +122,12 @@ _in_place.defvjp(_in_place_fwd, _in_place_bwd)
 
 
 def _emptied(rows, state):
-    """The state with the chosen rows as before any token."""
+    """Returns the state with the chosen rows reset to before any token."""
     return jax.tree.map(lambda x: _where(rows, jnp.zeros_like(x), x), state)
 
 
 def _read(plan, query, state):
-    """One query per head, [B, K, G, D] -> [B, K, G, E], against the window and the folded state."""
+    """Attends with one query per head, [B, K, G, D] -> [B, K, G, E], to the window and the recurrent state."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 2)
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
     weights = jax.lax.integer_pow(scores, plan.power) * decays.exp(decays.suffix_sums(log_decay))[:, :, None]
@@ -118,7 +139,7 @@ def _read(plan, query, state):
 
 
 def _read_channels(plan, query, state):
-    """`_read` with decays per value."""
+    """Computes `_read` with decays per value."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 3)
     decay = decays.exp(decays.suffix_sums(log_decay))
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
@@ -135,7 +156,7 @@ def _read_channels(plan, query, state):
 
 
 def _fold_window(plan, fold, full, state):
-    """Folds the oldest W of 2W tokens in the rows that are full."""
+    """Updates the state with the oldest W of 2W tokens in the rows that are full."""
     exact_window = plan.exact_window
     names = ("keys", "values", "log_decays")
     oldest = {name: getattr(state, name)[:, :exact_window] for name in names}
@@ -147,7 +168,10 @@ def _fold_window(plan, fold, full, state):
 
 
 def _fold(plan, state, tokens, rows):
-    """kv and norm after S <- gamma S + phi(k) v^T for each of `tokens`, fields of a window, in the chosen rows."""
+    """Returns kv and norm after S <- gamma S + phi(k) v^T for each of `tokens`, in the chosen rows.
+
+    tokens: fields of a window.
+    """
     log_decay = jnp.moveaxis(tokens["log_decays"], 1, 2)
     keys, values = jnp.moveaxis(tokens["keys"], 1, 3), jnp.moveaxis(tokens["values"], 1, 3)
     values = jnp.pad(values, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
@@ -160,7 +184,7 @@ def _fold(plan, state, tokens, rows):
 
 
 def _fold_channels(plan, state, tokens, rows):
-    """`_fold` with decays per value."""
+    """Computes `_fold` with decays per value."""
     keys, values, log_decay = (jnp.moveaxis(tokens[name], 1, 3) for name in ("keys", "values", "log_decays"))
     decay = decays.exp(decays.suffix_sums(log_decay))
     fold = functools.partial(features.fold, power=plan.power, precision=plan.precision)
@@ -174,12 +198,12 @@ def _fold_channels(plan, state, tokens, rows):
 
 
 def _replaced(state, rows, **fields):
-    """The state with new fields in the chosen rows."""
+    """Returns the state with new fields in the chosen rows."""
     return dataclasses.replace(state, **{n: _where(rows, x, getattr(state, n)) for n, x in fields.items()})
 
 
 def _where(chosen, new, old):
-    """Chooses by leading axes."""
+    """Selects between new and old by a mask of leading axes."""
     if chosen is True:
         return new
     return jnp.where(chosen.reshape(chosen.shape + (1,) * (old.ndim - chosen.ndim)), new, old)

@@ -1,7 +1,7 @@
-"""Leaves of power attention in plain JAX, on any device: the chunked form, also over devices, and the attention form.
+"""Power attention in plain JAX, on any device: the chunked form, its context-parallel version, and the attention form.
 
-Products of float32 inputs are taken at the highest precision, those of bfloat16 inputs in float32 at the device's
-default.
+Products of float32 inputs use the highest precision, those of bfloat16 inputs are in float32 at the device's default
+precision.
 """
 
 import dataclasses
@@ -29,12 +29,15 @@ __all__ = [
     "time_second",
 ]
 
-# Positions folded at once where the attention form leaves a state.
+# Number of positions per update when the attention form returns a state.
 _STATE_CHUNK = 128
 
 
 def chunked(plan, rows: rows_of.Rows):
-    """The chunked form; with a chunk of 1, the recurrence. Returns (out [B, X, N, E], kv, norm)."""
+    """Computes the chunked form; returns (out [B, X, N, E], kv, norm).
+
+    With a chunk of 1 this is the recurrence.
+    """
     length = rows.query.shape[1]
     plan, rows = _in_whole_chunks(plan, rows)
     out, final = _over_heads(chunked_core.chunked, plan, rows)(*_by_head(rows, plan.power))
@@ -45,7 +48,7 @@ def chunked(plan, rows: rows_of.Rows):
 
 
 def chunked_over_devices(plan, rows: rows_of.Rows):
-    """The chunked form of a share of the time, with a halo; returns as `chunked`, without a state."""
+    """Computes the chunked form of a time shard with a halo; returns as `chunked` does, without a state."""
     length, kv_heads = rows.query.shape[1], rows.key.shape[2]
     decay = context.log_decay_over(rows.log_decay, rows.folds, kv_heads)
     undivided = dataclasses.replace(plan, division=means.Division.NONE)
@@ -63,7 +66,10 @@ def chunked_over_devices(plan, rows: rows_of.Rows):
 
 
 def attention(plan, query, key, value, log_decay, segment_ids, state):
-    """The attention form: the output and the state or None. `key` may be longer than `query`."""
+    """Computes the attention form; returns the output and the state or None.
+
+    `key` may be longer than `query`.
+    """
     sequence = power_state.Sequence.join(plan, key, value, log_decay, segment_ids, state)
     query = rows_of.masked_queries(plan, query, sequence)[:, -query.shape[1] :]
     out = time_second(means.of_sums(_sums(plan, query, sequence, state), -2, plan.division))
@@ -75,13 +81,13 @@ def attention(plan, query, key, value, log_decay, segment_ids, state):
 
 
 def _in_whole_chunks(plan, rows):
-    """Rows as long as a number of chunks, and chunks no longer than the rows."""
+    """Pads rows to a multiple of the chunk, which is at most the length of the rows."""
     plan = dataclasses.replace(plan, chunk=min(plan.chunk, rows.query.shape[1]))
     return plan, rows_of.padded(rows, plan.chunk)
 
 
 def _by_head(rows, power):
-    """The arguments of `chunked_core.chunked` for all heads: time last, the state in its features."""
+    """Returns the arguments of `chunked_core.chunked` for all heads: time last, the state over its plain monomials."""
     batch, _, kv_heads, head_dim = rows.key.shape
     if rows.kv is None:
         dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
@@ -101,14 +107,14 @@ def _by_head(rows, power):
 
 
 def _over_heads(f, plan, rows):
-    """f of one head, for a batch of heads; arguments are those of `_by_head`."""
+    """Maps f, a function of one head, over batch and heads; arguments are those of `_by_head`."""
     decay = None if rows.log_decay is None else 0
     f = jax.vmap(functools.partial(f, plan), in_axes=(0, 0, 0, decay, None, 0))
     return jax.vmap(f, in_axes=(0, 0, 0, decay, 0, 0))
 
 
 def _sums(plan, query, sequence, state):
-    """Weighted sums of values and, last, of weights for every query, [B, K, G, E+1, T]."""
+    """Returns weighted sums of values and, last, of weights for every query, [B, K, G, E+1, T]."""
     time, power, precision = query.shape[1], plan.power, plan.precision
     key, value, decay = _keys_time_last(sequence)
     query = time_last(query, key.shape[1])
@@ -135,7 +141,10 @@ def _sums(plan, query, sequence, state):
 
 
 def _sums_of_last(query, sequence, decay, power, precision):
-    """Those of the last position's queries [B, K, G, D], as in decoding: all keys in one product, where they lie."""
+    """Returns `_sums` for the queries [B, K, G, D] of the last position, as in decoding.
+
+    One product covers all keys, without changing their layout.
+    """
     query, key, value = (x.astype(decay.dtype) for x in (query, sequence.key, sequence.value))
     scores = jnp.einsum("bkgd,bxkd->bkgx", query, key, precision=precision)
     weights = decays.exp(_sums_from(decay)[..., 1:])[:, :, None] * jax.lax.integer_pow(scores, power)
@@ -144,7 +153,7 @@ def _sums_of_last(query, sequence, decay, power, precision):
 
 
 def _folded(plan, sequence, state):
-    """kv and norm after all of the sequence but its window."""
+    """Returns kv and norm after all tokens of the sequence except its window."""
     power, precision = plan.power, plan.precision
     key, value, decay = _keys_time_last(sequence)
     folds = (sequence.after >= plan.exact_window)[:, None]
@@ -161,12 +170,12 @@ def _folded(plan, sequence, state):
 
 
 def _sums_from(decay):
-    """Sums over each position and those behind it, and the empty one behind the last: [B, K, X] -> [B, K, X + 1]."""
+    """Returns the sum over each position and all later ones, and a final zero: [B, K, X] -> [B, K, X + 1]."""
     return jnp.pad(jnp.cumsum(decay[..., ::-1], -1)[..., ::-1], [(0, 0), (0, 0), (0, 1)])
 
 
 def _keys_time_last(sequence):
-    """Keys [B, K, D, X], values with a row of ones [B, K, E+1, X], and decays [B, K, X]."""
+    """Returns keys [B, K, D, X], values with a row of ones [B, K, E+1, X], and decays [B, K, X]."""
     value = jnp.moveaxis(sequence.value, 1, 3)
     value = jnp.pad(value, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     decay = decays.bounded(sequence.log_decay, sequence.start[..., None])
@@ -174,7 +183,7 @@ def _keys_time_last(sequence):
 
 
 def fold_all(value, key, *, power, precision):
-    """The state of all keys of a head: [E+1, X], [D, X] -> state."""
+    """Returns the state after all keys of a head, from values [E+1, X] and keys [D, X]."""
 
     @jax.checkpoint
     def chunk(v, k):
@@ -189,24 +198,27 @@ def fold_all(value, key, *, power, precision):
 
 
 def _groups_of(kv, norm, head_dim: int, power: int) -> features.Groups:
-    """A state as the cores hold it, [B, K, F_g, E+1] a group, the normalizer a column of its own."""
+    """Converts a state to the layout of the cores: [B, K, F_g, E+1] per group.
+
+    The normalizer is the last column.
+    """
     return features.from_canonical(jnp.concatenate([kv, norm[..., None]], -1), head_dim, power)
 
 
 def kv_and_norm(sums: features.Groups, head_dim: int, power: int) -> dict[str, Array]:
-    """The inverse of `_groups_of`."""
+    """Inverts `_groups_of`."""
     both = features.to_canonical(sums, head_dim, power)
     return {"kv": both[..., :-1], "norm": both[..., -1]}
 
 
 def time_last(query, kv_heads):
-    """[B, X, N, D] -> [B, K, G, D, X]."""
+    """Reshapes [B, X, N, D] to [B, K, G, D, X]."""
     batch, time, heads, head_dim = query.shape
     return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 4)
 
 
 def time_second(out):
-    """[B, K, G, E, X] -> [B, X, N, E]."""
+    """Reshapes [B, K, G, E, X] to [B, X, N, E]."""
     batch, kv_heads, group, value_dim, time = out.shape
     return jnp.moveaxis(out, 4, 1).reshape(batch, time, kv_heads * group, value_dim)
 
@@ -216,6 +228,6 @@ def _pad_last(x, front, back):
 
 
 def _in_chunks(x):
-    """[A, X] -> [n, A, C], the last chunk filled with zeros."""
+    """Reshapes [A, X] to [n, A, C], padding the last chunk with zeros."""
     x = _pad_last(x, 0, -x.shape[-1] % _STATE_CHUNK)
     return jnp.moveaxis(x.reshape(len(x), -1, _STATE_CHUNK), 1, 0)

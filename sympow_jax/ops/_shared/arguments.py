@@ -1,4 +1,4 @@
-"""Checks of the arguments of every op. A mistake is one clear line, raised before anything is traced.
+"""Checks of the arguments of every op, made before anything is traced, with one-line error messages.
 
 Arrays may be abstract (`jax.ShapeDtypeStruct`) in every check; `to_arrays` comes first where values are needed.
 """
@@ -40,10 +40,10 @@ _PACKAGE = str(pathlib.Path(__file__).parents[2])
 
 
 class LayoutWarning(UserWarning):
-    """Shapes that fit but look like [B, N, T, D] where the ops take [B, T, N, D]."""
+    """Warning for valid shapes that look like [B, N, T, D] where the ops take [B, T, N, D]."""
 
 
-# Layers know their layout, and a short prompt of a model with many heads looks like the mistake.
+# Layers always use the right layout, and a short prompt of a model with many heads would trigger the warning.
 warnings.filterwarnings("ignore", category=LayoutWarning, module=r"sympow_jax\.")
 
 
@@ -57,9 +57,9 @@ class Sizes(TypedDict):
 
 
 def to_arrays(**arguments) -> list[Any]:
-    """Returns the arguments as JAX arrays, in order, leaving out None as it is.
+    """Returns the arguments as JAX arrays, in order; None stays None.
 
-    Raises ValueError for what is not an array, and for segment ids that int32 does not hold.
+    Raises ValueError for arguments that are not arrays, and for segment ids that do not fit in int32.
     """
     return [None if x is None else to_array(name, x) for name, x in arguments.items()]
 
@@ -67,14 +67,14 @@ def to_arrays(**arguments) -> list[Any]:
 def to_array(name: str, x) -> jax.Array:
     """Returns a JAX or NumPy array as a JAX array.
 
-    Raises ValueError for anything else, and for segment ids that int32 does not hold.
+    Raises ValueError for anything else, and for segment ids that do not fit in int32.
     """
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ValueError(f"{name} is a {type(x).__name__}; it must be an array; pass jnp.asarray({name})")
     if name == "segment_ids" and x.dtype == np.int64 and not isinstance(x, jax.core.Tracer):
         _check_int32(name, x)
         return jnp.asarray(x, jnp.int32)
-    # asarray takes as long as all checks together.
+    # Calling asarray on a JAX array takes as long as all checks together.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
@@ -90,7 +90,7 @@ def check_attention(
     causal: bool = True,
     may_lack_values: bool = False,
 ) -> Sizes:
-    """Returns the sizes of a state; raises ValueError for shapes or dtypes that do not fit together.
+    """Returns the sizes of a state; raises ValueError for shapes or dtypes that do not match each other.
 
     Args:
         query: [B, T, N, D], or [B, N, D] of a step.
@@ -100,7 +100,7 @@ def check_attention(
         segment_ids: [B, S] or [B], or None.
         step: the arrays are those of one token.
         per_channel: log_decay has value's shape; None accepts either shape.
-        causal: False goes without decays.
+        causal: if False, log_decay must be None.
         may_lack_values: E may be 0.
     """
     lead, key_lead = ("B", "B") if step else ("B, T", "B, S")
@@ -115,7 +115,7 @@ def check_attention(
             f"shapes do not fit: {shapes}; they must be query {axes['query']}, key {axes['key']}, value {axes['value']}"
         )
     if 0 in (*query.shape, *key.shape) or (0 in value.shape and not may_lack_values):
-        raise ValueError(f"shapes are {shapes}; every size must be at least 1; pass at least one token")
+        raise ValueError(f"shapes are {shapes}; every size must be at least 1")
     _check_layout(query, key, step=step, plain=log_decay is None and segment_ids is None)
     if heads % kv_heads:
         raise ValueError(f"query has {heads} heads and key {kv_heads}; N must be a multiple of K")
@@ -163,7 +163,7 @@ def _check_layout(query, key, *, step: bool, plain: bool) -> None:
         raise ValueError(
             f"key has {key_time} tokens and query {time}; there must be a key for each query{hint}"
         )
-    # The wrong layout has equal times on axis 2; a decay or segment ids of the right shape would not fit it.
+    # In the wrong layout axis 2 is time and has equal sizes; log_decay or segment_ids would raise an error instead.
     if plain and 1 < time < heads and time == key_time and heads == kv_heads:
         warnings.warn(
             f"query has shape {query.shape}, which is {time} tokens of {heads} heads; {swapped} with "
@@ -187,9 +187,9 @@ def check_state(
     exact_window: int | None = None,
     segment_ids=None,
 ) -> None:
-    """Raises ValueError for a state that is not of the class `kind`, these sizes and, if given, this window.
+    """Raises ValueError unless the state is of the class `kind`, these sizes and, if given, this window.
 
-    Segment ids, if given, must fit in the dtype of the state's.
+    Segment ids, if given, must fit in the dtype of the state's segment ids.
     """
     of_exact_window = "" if exact_window is None else f", exact_window={exact_window}"
     made = (
@@ -210,7 +210,7 @@ def check_state(
         )
     if exact_window is not None and state.exact_window != exact_window:
         raise ValueError(
-            f"exact_window is {exact_window} and initial_state has {state.exact_window}; pass "
+            f"exact_window is {exact_window} and the state has {state.exact_window}; pass "
             f"exact_window={state.exact_window}"
         )
     if segment_ids is not None and segment_ids.dtype.itemsize > state.segment.dtype.itemsize:
@@ -230,16 +230,16 @@ def check_linear_state(
     turned_dim: int | None,
     separate: bool,
 ) -> None:
-    """Raises ValueError for a state of other sizes, or of another feature map, than the arguments.
+    """Raises ValueError if the state's sizes or feature map do not match the arguments.
 
     Args:
-        state: what was passed as the state of linear attention.
+        state: the state passed to linear attention.
         kind: `LinearState`.
         query: [..., N, D].
         key: [..., K, D].
         value: [..., K, E].
         power: the degree of the feature map.
-        turned_dim: number of features after a turn; None without one.
+        turned_dim: number of features after `turn`; None without one.
         separate: the denominator has a state of its own.
     """
     batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
@@ -251,10 +251,19 @@ def check_linear_state(
         raise ValueError(
             f"the state has {has} denominator of its own, unlike this turn and normalizer; {made}"
         )
-    expected = (batch, kv_heads, turned_dim or math.comb(head_dim + power - 1, power), value_dim)
-    if state.numerator.kv.shape != expected:
+    features = math.comb(head_dim + power - 1, power)
+    expected = {"numerator": (batch, kv_heads, turned_dim or features, value_dim)}
+    if separate:
+        expected["denominator"] = (batch, kv_heads, features, 0)
+    for name, shape in expected.items():
+        kv = getattr(state, name).kv
+        if kv.shape != shape:
+            raise ValueError(f"the state's {name}.kv has shape {kv.shape}; these inputs need {shape}; {made}")
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    if state.numerator.kv.dtype != dtype:
         raise ValueError(
-            f"the state's kv has shape {state.numerator.kv.shape}; these inputs need {expected}; {made}"
+            f"the state has dtype {state.numerator.kv.dtype}; it must be {dtype}, in which inputs of this dtype "
+            f"accumulate; {made}"
         )
 
 
@@ -263,7 +272,10 @@ def check_segment_ids(segment_ids, shape: tuple[int, ...]) -> None:
     if segment_ids.shape != shape:
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; it must be {shape}, one per token")
     if not jnp.issubdtype(segment_ids.dtype, jnp.signedinteger):
-        raise ValueError(f"segment_ids has dtype {segment_ids.dtype}; it must be int32, negative for padding")
+        raise ValueError(
+            f"segment_ids has dtype {segment_ids.dtype}; it must be a signed integer dtype, such as int32; negative "
+            f"ids are padding"
+        )
 
 
 def check_same_length(query, key) -> None:
@@ -272,16 +284,19 @@ def check_same_length(query, key) -> None:
         raise ValueError(f"key has {key.shape[1]} tokens and query {query.shape[1]}; they must be equal")
 
 
-def check_power(power, *, even: bool = True, minimum: int = 1) -> int:
-    """Returns the power as a Python int; raises ValueError unless it is one and positive and, if asked, even."""
-    power = check_integer("power", power, None if even else minimum)
+def check_power(power, *, even: bool = True) -> int:
+    """Returns the power as a Python int; raises ValueError unless it is positive and, if requested, even."""
+    power = check_integer("power", power, None if even else 1)
     if even and (power <= 0 or power % 2):
         raise ValueError(f"power is {power}; it must be positive and even, so that no weight is negative")
     return power
 
 
 def check_integer(name: str, value, minimum: int | None = None) -> int:
-    """Returns a Python or NumPy integer as an int; raises ValueError for anything else or below the minimum."""
+    """Returns an integer as a Python int; raises ValueError for anything else or below the minimum.
+
+    Arrays of one integer are accepted unless they are traced.
+    """
     expected = "an integer" if minimum is None else f"an integer of at least {minimum}"
     if isinstance(value, (bool, np.bool_)):
         raise ValueError(f"{name} is {value}; it must be {expected}")
@@ -316,7 +331,7 @@ def check_flag(name: str, value) -> bool:
 
 
 def check_even(name: str, size: int) -> None:
-    """Raises ValueError for an odd size, which has dimensions that are in no pair."""
+    """Raises ValueError for an odd size, which would leave a dimension without a partner."""
     if size % 2:
         raise ValueError(f"{name} is {size}; it must be even, since rotations act on pairs of dimensions")
 
@@ -348,7 +363,10 @@ def check_positions(name: str, positions, axes: str | None = None) -> None:
 
 
 def _check_int32(name: str, x) -> None:
-    """Raises ValueError for integers that int32 does not hold: converted, they would wrap and could be equal."""
+    """Raises ValueError for integers that do not fit in int32.
+
+    When converted they would wrap around, and distinct ids could become equal.
+    """
     values = np.asarray(x)
     outside = values[(values < _INT32.min) | (values > _INT32.max)]
     if outside.size:

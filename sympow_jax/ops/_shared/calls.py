@@ -1,7 +1,7 @@
-"""Calls of an op: compiled once for a plan and shapes, on any mesh and inside `jax.shard_map`.
+"""Compiled calls of an op: one compilation per plan and shapes, on any mesh and inside `jax.shard_map`.
 
-Within a call, no axis of the mesh is Explicit and all floats vary over the same manual axes. Below it code is written
-as for one device, except that what a loop carries begins as `zeros_like` of an array that it is to hold.
+Within a call, no axis of the mesh is Explicit and all floats vary over the same manual axes. Code inside is written as
+for one device, except that a loop carry must start as `zeros_like` of an array whose values it will hold.
 """
 
 import functools
@@ -15,7 +15,7 @@ from sympow_jax.array_types import Array
 
 __all__ = ["ATTENTION", "STEP", "on_any_mesh", "op", "same_variation", "static_or_traced"]
 
-# The axes of what attention is given, over time and of one token.
+# Axes of the arguments of attention: of a sequence, and of one token.
 ATTENTION = {
     "query": "B T N D",
     "key": "B S K D",
@@ -25,7 +25,7 @@ ATTENTION = {
 }
 STEP = {name: layout.replace(" T", "").replace(" S", "") for name, layout in ATTENTION.items()}
 
-# Axes of arrays that a mesh may divide; all others are whole in what a call returns.
+# Axes that a mesh may shard; all others are unsharded in the results of a call.
 _DIVIDED = frozenset("BTSNK")
 
 
@@ -35,8 +35,8 @@ def op[**P, R](
     """Makes f(plan, **arrays) a function that is compiled once for each hashable plan and set of shapes.
 
     Args:
-        layouts: the axes of the named arguments, as in "B T N D". Others are divided as JAX decides.
-        outputs: from the plan, a tree of the axes of each array that f returns.
+        layouts: the axes of the named arguments, as in "B T N D". JAX decides the sharding of other arguments.
+        outputs: maps the plan to a tree of the axes of each array that f returns.
 
     Outputs keep the sharding that the arguments have on axes of the same letter.
     """
@@ -55,7 +55,7 @@ def op[**P, R](
 
 
 def on_any_mesh(f: Callable, arrays: dict, outputs):
-    """f(**arrays) with neither Explicit mesh axes nor floats that vary over different manual axes.
+    """Calls f(**arrays) with no Explicit mesh axes and with floats that all vary over the same manual axes.
 
     outputs: a tree of the PartitionSpec of each array that f returns.
     """
@@ -72,9 +72,9 @@ def on_any_mesh(f: Callable, arrays: dict, outputs):
 
 
 def same_variation(tree):
-    """The tree, its floats varying over all manual mesh axes that any of its arrays varies over.
+    """Returns the tree with its floats varying over all manual mesh axes that any of its arrays varies over.
 
-    Integers stay as they are: lengths and segment ids of rows are the same for all heads.
+    Integers are unchanged: lengths and segment ids of rows are the same for all heads.
     """
     axes = frozenset().union(*map(_varying, jax.tree.leaves(tree)))
     if not axes:
@@ -90,25 +90,25 @@ def same_variation(tree):
 
 
 def static_or_traced(number) -> tuple[float | None, Array | None]:
-    """A number of Python as (number, None), an array as (None, array), and None as two of them."""
+    """Returns (number, None) for a Python number, (None, array) for an array, and (None, None) for None."""
     if number is None or isinstance(number, int | float):
         return number, None
     return None, jnp.asarray(number)
 
 
 def _varying(x):
-    """The manual mesh axes that x varies over."""
+    """Returns the manual mesh axes that x varies over."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def _mesh(arrays):
-    """The mesh in the types of the arrays, if it is not empty."""
+    """Returns the mesh in the types of the arrays, or None if all are empty."""
     meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
     return next((mesh for mesh in meshes if not mesh.empty), None)
 
 
 class _Specs:
-    """The mesh axes of each letter of the layouts."""
+    """Maps a layout to the PartitionSpec that the arguments have on the same letters."""
 
     def __init__(self, layouts, arrays):
         self._axes = {}

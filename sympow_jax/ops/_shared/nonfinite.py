@@ -1,8 +1,8 @@
-"""Keeps a NaN or an infinity to the tokens that may attend to it.
+"""Containment of NaN and infinity: they reach only the tokens that may attend to them.
 
-Sums over keys hide what a query must not see behind a weight of zero, and zero times NaN is NaN: one bad key would
-reach every token whose block it shares. Ops therefore compute with finite keys and values. Afterwards they set to NaN
-the outputs and the states that a bad token reaches. Padding reaches nothing, whatever it holds.
+In sums over keys, masked keys have a weight of zero, but zero times NaN is NaN: one bad key would reach every token
+whose block it shares. Ops therefore compute with finite keys and values. Afterwards they set to NaN the outputs and the
+states that a bad token reaches. Padding reaches nothing, whatever it holds.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ __all__ = ["Finite", "remove", "restore", "restore_state", "without_padding"]
 
 
 class Finite(NamedTuple):
-    """Arguments without NaN in keys, values and decays, and what the NaN reach.
+    """Arguments without NaN in keys, values and decays, and the mask of outputs that the NaN reach.
 
-    reached: outputs that may see one, by key head.
+    reached: outputs that may attend to one, by key head.
     """
 
     query: Float[Array, "B T N D"]
@@ -32,7 +32,7 @@ class Finite(NamedTuple):
 
 
 def without_padding(segment_ids: Int[Array, "B S"] | None, *arrays: Array | None) -> list[Any]:
-    """Returns arrays [B, S, ...] or of the last tokens [B, T, ...] with zeros at padding; its gradients are zero."""
+    """Returns arrays [B, S, ...], or of the last tokens [B, T, ...], with zeros at padding; its gradients are zero."""
     if segment_ids is None:
         return list(arrays)
     valid = segment_ids >= 0
@@ -56,10 +56,10 @@ def remove(
     """Returns the arguments with zeros in place of padding and of tokens that are not finite.
 
     Args:
-        query: padding becomes zero; others stay as they are, since a query reaches its own output alone.
+        query: padding becomes zero; others are unchanged, since a query reaches only its own output.
         key: a token counts as bad for its head if any of its key, value or decay is NaN or infinite.
         value: as key.
-        log_decay: minus infinity is a decay like any other.
+        log_decay: minus infinity is a valid decay.
         segment_ids: as in the ops.
         state: a `PowerState` that precedes the tokens, or None.
         causal: a bad token reaches itself and later tokens of its document; otherwise, all of its document.
@@ -69,18 +69,25 @@ def remove(
     if log_decay is not None:
         bad_decay = ~(log_decay < jnp.inf)
         bad |= bad_decay if bad_decay.ndim == bad.ndim else bad_decay.any(-1)
-    document = _documents(segment_ids, state, bad.shape[:2])[..., None]
-    # Documents are numbered in order, so the newest one with a bad token is the largest so far.
-    reached = jax.lax.cummax(jnp.where(bad, document, -1), axis=1) == document
-    if not causal:
-        beyond = jnp.iinfo(document.dtype).max
-        reached |= jax.lax.cummin(jnp.where(bad, document, beyond), axis=1, reverse=True) == document
+    if segment_ids is None:
+        position = jnp.arange(bad.shape[1])[:, None]
+        first = jnp.where(bad, position, bad.shape[1]).min(1, keepdims=True)
+        reached = position >= first if causal else jnp.broadcast_to(bad.any(1, keepdims=True), bad.shape)
+        of_state = jnp.ones_like(bad)
+    else:
+        document = _documents(segment_ids, state)[..., None]
+        # Documents are numbered in order, so the newest one with a bad token is the largest so far.
+        reached = jax.lax.cummax(jnp.where(bad, document, -1), axis=1) == document
+        if not causal:
+            beyond = jnp.iinfo(document.dtype).max
+            reached |= jax.lax.cummin(jnp.where(bad, document, beyond), axis=1, reverse=True) == document
+        of_state = document == 0
     key, value = (jnp.where(_with_rank(bad, x.ndim), 0, x) for x in (key, value))
     if log_decay is not None:
         log_decay = jnp.where(_with_rank(bad, log_decay.ndim), 0, log_decay)
     if state is not None:
         bad_state = _is_bad(state)
-        reached |= bad_state[:, None] & (document == 0)
+        reached |= bad_state[:, None] & of_state
         state = _where_head(bad_state, 0, state)
     return Finite(query, key, value, log_decay, state, reached)
 
@@ -88,7 +95,10 @@ def remove(
 def restore(
     out: Float[Array, "B T N L"], finite: Finite, segment_ids: Int[Array, "B S"] | None
 ) -> Float[Array, "B T N L"]:
-    """Returns the output with NaN where a bad token is seen. A factor, so that gradients are NaN there as well."""
+    """Returns the output with NaN where it attends to a bad token.
+
+    The output is multiplied by a factor, so that gradients are NaN there as well.
+    """
     time, heads = out.shape[1:3]
     before = finite.reached.shape[1] - time
     reached = jnp.repeat(finite.reached[:, before:], heads // finite.reached.shape[2], axis=2)
@@ -99,23 +109,21 @@ def restore(
 
 
 def restore_state(state: Any, finite: Finite) -> Any:
-    """Returns the state after the tokens, its folded sums NaN if it holds a bad token of its document."""
+    """Returns the state after the tokens, with its sums set to NaN if they include a bad token of its document."""
     last = finite.reached[:, -1]
     folded = {name: jnp.where(_with_rank(last, x.ndim), jnp.nan, x) for name, x in _folded(state).items()}
     return dataclasses.replace(state, **folded)
 
 
-def _documents(segment_ids, state, shape) -> Int[Array, "B S"]:
-    """Numbers documents in order; 0 is the one that the state belongs to."""
-    if segment_ids is None:
-        return jnp.zeros(shape, jnp.int32)
+def _documents(segment_ids, state) -> Int[Array, "B S"]:
+    """Numbers documents in order; 0 is the document of the state."""
     nothing = jnp.full_like(segment_ids[:, 0], documents.NO_SEGMENT)
     starts, _, _ = documents.boundaries(segment_ids, nothing if state is None else state.segment)
     return jnp.cumsum(starts, axis=1, dtype=jnp.int32)
 
 
 def _is_bad(state) -> Bool[Array, "B K"]:
-    """Finds NaN of a state without reading all of it.
+    """Returns a mask of the heads whose state is not finite, without reading all of the state.
 
     A bad key makes some normalizer NaN, and a bad value its whole column of kv.
     """
@@ -134,7 +142,7 @@ def _folded(state) -> dict[str, Array]:
 
 
 def _where_head(rows: Bool[Array, "B K"], new, state):
-    """The state with new numbers in all arrays of the chosen heads."""
+    """Returns the state with new values in all arrays of the chosen heads."""
     by_head = {name: jnp.where(_with_rank(rows, x.ndim), new, x) for name, x in _folded(state).items()}
     slots = {
         name: jnp.where(_with_rank(rows[:, None], x.ndim), new, x)

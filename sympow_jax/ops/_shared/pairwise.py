@@ -9,7 +9,7 @@ __all__ = ["Plan", "prepare"]
 
 
 class Plan(NamedTuple):
-    """What is static of a call; `scale` is None where it is an array, or where the op has a default."""
+    """Static options of a call; `scale` is None if it is an array or if the op has a default."""
 
     causal: bool
     scale: float | None
@@ -35,7 +35,7 @@ def prepare(
     """Checks the arguments of an op; returns its plan and the arrays of its call by name.
 
     Raises:
-        ValueError: for shapes or options that do not fit each other.
+        ValueError: for shapes or options that do not match each other.
     """
     query, key, value, log_decay, segment_ids = arguments.to_arrays(
         query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids

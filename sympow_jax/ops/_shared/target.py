@@ -1,4 +1,4 @@
-"""What a program is compiled for."""
+"""Device that a program is compiled for, and the kernels that may run on it."""
 
 import contextlib
 import contextvars
@@ -14,7 +14,7 @@ _interpret = contextvars.ContextVar("interpret", default=None)
 
 @contextlib.contextmanager
 def interpreted(parameters):
-    """Runs kernels in the GPU interpreter, with its parameters, where they are traced within: for tests."""
+    """Runs kernels that are traced within this context in the GPU interpreter, with its parameters; for tests."""
     token = _interpret.set(parameters)
     try:
         yield
@@ -23,15 +23,15 @@ def interpreted(parameters):
 
 
 def interpret():
-    """The parameters of `interpreted`, or None."""
+    """Returns the parameters of `interpreted`, or None."""
     return _interpret.get()
 
 
 def is_hopper() -> bool:
-    """Whether the program is for GPUs of compute capability 9.x.
+    """Returns whether the program is compiled for GPUs of compute capability 9.x.
 
-    A mesh in scope says what the program is for, else the default devices. A GPU of no known kind, as programs are
-    compiled for ahead of time, is taken for one.
+    The target is the mesh in scope, else the default devices. A GPU without a device kind, as in ahead-of-time
+    compilation, counts as a Hopper GPU.
     """
     if interpret() is not None:
         return True
@@ -54,9 +54,9 @@ def require_hopper() -> None:
 
 
 def trusts_kernels(family: str) -> bool:
-    """Whether kernels may be used without being named: a check on this kind of machine found them right.
+    """Returns whether kernels may be chosen by default: a check on this kind of machine verified them.
 
-    Interpreted kernels are used wherever they are traced.
+    Interpreted kernels are always trusted.
 
     Args:
         family: one of `pallas_kernels.check.verdict.FAMILIES`.
@@ -68,6 +68,9 @@ def trusts_kernels(family: str) -> bool:
 
 
 def device():
-    """A device the program is for: one of the mesh in scope, which may be abstract, else of the default ones."""
+    """Returns a device that the program is compiled for.
+
+    It is one of the mesh in scope, which may be abstract, else the first default device.
+    """
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0] if abstract is None else abstract

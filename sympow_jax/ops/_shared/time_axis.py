@@ -1,7 +1,7 @@
-"""What devices tell each other where time is divided over a manual mesh axis, in order and equally.
+"""Collectives for context parallelism, where time is sharded over a manual mesh axis in order and equally.
 
-States, of megabytes, go through `exclusive_prefix`, in log2 P steps. What is a few bytes a row goes through `carried`,
-by one all-gather, which is one step. Attention that compares all pairs trades time for heads, in `by_heads`.
+States, of megabytes, go through `exclusive_prefix`, in log2 P steps. Summaries of a few bytes per row go through
+`carried`, with a single all-gather. Attention that compares all pairs exchanges time for heads, in `by_heads`.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ __all__ = ["by_heads", "carried", "exclusive_prefix", "from_left"]
 
 
 def from_left(tree, axis_name: str):
-    """What the device before this one holds; zeros on the first."""
+    """Returns the arrays of the device before this one; zeros on the first."""
     return _shifted(tree, axis_name, 1, reverse=False)
 
 
 def exclusive_prefix(combine: Callable, tree, axis_name: str, *, reverse: bool = False):
-    """The arrays of all devices before this one, combined; zeros on the first.
+    """Returns the combination of the arrays of all devices before this one; zeros on the first.
 
-    `combine(far, near)` is associative and zeros are its identity; `near` is of the devices closer to this one.
-    reverse: of all devices behind this one.
+    `combine(far, near)` is associative and zeros are its identity; `near` comes from the devices closer to this one.
+    reverse: combine the arrays of all devices after this one.
 
-    A shift by one and then one by 1, 2, 4, ... below P - 1: each device sends 1 + ceil(log2(P - 1)) times its arrays
-    and holds two of them. An all-gather would send P - 1 times and hold P: as much up to P = 4, 7 against 4 at P = 8
-    and 63 against 7 at P = 64.
+    The scan is a shift by one, then shifts by 1, 2, 4, ... below P - 1. Each device sends its arrays 1 + ceil(log2(P -
+    1)) times and holds two copies. An all-gather would send them P - 1 times and hold P copies: as much up to P = 4, 7
+    against 4 at P = 8 and 63 against 7 at P = 64.
     """
     devices = jax.lax.axis_size(axis_name)
     tree = _shifted(tree, axis_name, 1, reverse)
@@ -39,19 +39,30 @@ def exclusive_prefix(combine: Callable, tree, axis_name: str, *, reverse: bool =
 
 
 def carried(step: Callable, initial, summary, axis_name: str, *, reverse: bool = False):
-    """`initial` after `carry = step(carry, summary)` over the devices before this one, in order.
+    """Returns `initial` after `carry = step(carry, summary)` over the devices before this one, in order.
 
-    For summaries of a few bytes a row: one all-gather, and every device takes all of the steps.
-    reverse: over the devices behind this one, from the last.
+    For summaries of a few bytes per row: one all-gather, after which every device runs all of the steps.
+    reverse: run over the devices after this one, from the last.
     """
 
     def taken(carry, of_device):
         return step(carry, of_device), carry
 
     shares = jax.lax.all_gather(summary, axis_name)
+    # Within `shard_map` with its checks, the carry must vary over the mesh axes from the start.
+    carry_type = jax.eval_shape(step, initial, jax.tree.map(lambda x: x[0], shares))
+    initial = jax.tree.map(_as_varying, initial, carry_type)
     _, before = jax.lax.scan(taken, initial, shares, reverse=reverse, unroll=8)
     index = jax.lax.axis_index(axis_name)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), before)
+
+
+def _as_varying(x, like):
+    """Returns x varying over all manual mesh axes that the type `like` varies over."""
+    if like.manual_axis_type is None:  # without the checks
+        return x
+    missing = tuple(sorted(like.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def by_heads(
@@ -63,14 +74,17 @@ def by_heads(
     segment_ids: Int[Array, "B T"] | None,
     axis_name: str,
 ) -> Float[Array, "B T N E"]:
-    """`attend(query, key, value, log_decay, segment_ids)` of all of time, a share of the heads on each device.
+    """Computes `attend` over the whole time axis, with heads instead of time sharded over devices.
 
-    Each array is sent once, all to all, 1 / P of it to each device; segment ids are gathered. A ring of keys and
-    values would send these P - 1 times, and where attention is causal the last device has P blocks of pairs to the
-    first one's one; heads are equal work, and what computes whole sequences is used as it is.
+    `attend` is called as `attend(query, key, value, log_decay, segment_ids)`.
 
-    Where P does not divide the heads of keys, each is repeated for as few parts of its queries as make P divide them,
-    at the most for every query head; heads of zeros fill up the last device where P does not divide these either.
+    Each array is sent once, all to all, 1 / P of it to each device; segment ids are gathered. A ring of keys and values
+    would send these P - 1 times. In causal attention its last device would also have P blocks of pairs where the first
+    has one, whereas heads are equal work. Code for whole sequences is used unchanged.
+
+    If P does not divide the number of key heads, each key head is repeated for the smallest number of parts of its
+    queries that makes P divide them, at most once per query head. If P does not divide the number of query heads
+    either, heads of zeros pad the last device.
 
     Raises NotImplementedError for more keys than queries.
     """
@@ -96,7 +110,10 @@ def by_heads(
 
 
 def _repeats(heads: int, kv_heads: int, devices: int) -> int:
-    """How often a key head is repeated so that devices get as many, or as often as it has query heads."""
+    """Returns how often to repeat each key head so that all devices have equal numbers of heads.
+
+    If no such number is below the query heads per key head, it returns the latter.
+    """
     group = heads // kv_heads
     fitting = (n for n in range(1, group) if group % n == 0 and kv_heads * n % devices == 0)
     return next(fitting, group)

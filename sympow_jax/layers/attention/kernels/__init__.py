@@ -1,4 +1,4 @@
-"""Attention kernels: one class each, chosen once, from the config."""
+"""Attention kernels, one class each, selected by the config."""
 
 import pkgutil
 
@@ -34,7 +34,7 @@ def make(
 
 def from_config(config: configs.ModelConfig) -> Kernel:
     """Returns the kernel of a model's layers."""
-    assert config.kv_heads is not None  # ModelConfig derives what is not given
+    assert config.kv_heads is not None  # set by ModelConfig
     assert config.head_dim is not None
     return make(
         config.attention,

@@ -1,4 +1,4 @@
-"""Interface of attention kernels, and what all of them or all recurrent ones share."""
+"""Interface and base classes of attention kernels."""
 
 import abc
 import dataclasses
@@ -17,18 +17,18 @@ from sympow_jax.ops._recurrent import cost
 __all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel"]
 
 Memory = ops.PowerState | ops.LinearState | ops.KVCache
-"""What a kernel carries from one call to the next: a recurrent state or a KV cache."""
+"""Memory of a kernel between calls: a recurrent state or a KV cache."""
 
 
 class CachePolicy(enum.Enum):
-    """When a kernel's memory is a KV cache instead of a recurrent state."""
+    """Rule for choosing a KV cache or a recurrent state as a kernel's memory."""
 
     ALWAYS = enum.auto()
-    """There is no recurrent state, or the config asks for the attention form."""
+    """There is no recurrent state, or the config selects the attention form."""
     NEVER = enum.auto()
-    """The recurrent state is the only one."""
+    """The recurrent state is the only memory."""
     WHILE_SMALLER = enum.auto()
-    """Both exist: the cache while it is the smaller or the cheaper one."""
+    """Both are supported. The cache is used while it is smaller or cheaper."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Kernel(abc.ABC):
         attention: the options, already validated.
         num_heads: number of query heads, N.
         num_kv_heads: number of key/value heads, K.
-        head_dim: size of a head, and E, the size of its values.
+        head_dim: size of a head, and of its values, E.
         dtype: name of the dtype of queries, keys and values, and of a KV cache.
     """
 
@@ -71,7 +71,7 @@ class Kernel(abc.ABC):
 
         Args:
             query: queries, with positions applied unless `rotates_features`.
-            key: keys, likewise.
+            key: keys, also with positions applied unless `rotates_features`.
             value: values.
             rotate: rotation of features; None unless `rotates_features` and there are positions.
             log_decay: logarithm of each token's decay, per head or per value channel; None without decay.
@@ -81,12 +81,12 @@ class Kernel(abc.ABC):
 
     @property
     def cache_policy(self) -> CachePolicy:
-        """When the memory is a KV cache."""
+        """Rule for choosing the memory."""
         return CachePolicy.ALWAYS
 
     @property
     def compared_dim(self) -> int:
-        """D, the size of queries and keys as `attend` gets them."""
+        """D, the size of the queries and keys that `attend` receives."""
         return positions.encoded_dim(self.attention, self.head_dim)
 
     @property
@@ -146,7 +146,7 @@ class Kernel(abc.ABC):
         raise ValueError(f"kernel {self.attention.kernel!r} has no recurrent state; use a KV cache")
 
     def compress(self, cache: ops.KVCache) -> Memory:
-        """Returns the recurrent state of the positions in a cache; NaN in rows whose document has outgrown it.
+        """Returns the recurrent state of the positions in a cache; NaN in rows that exceeded its capacity.
 
         Raises:
             ValueError: the policy is not `CachePolicy.WHILE_SMALLER`.
@@ -156,12 +156,12 @@ class Kernel(abc.ABC):
         )
 
     def prefers_cache(self, max_length: int) -> bool:
-        """Whether attending to a cache of `max_length` positions costs less than the recurrent state, or is forced."""
+        """Returns whether a cache of `max_length` positions is cheaper than the recurrent state, or required."""
         return self.cache_policy is CachePolicy.ALWAYS
 
     @property
     def max_cache_length(self) -> int | None:
-        """Longest cache that takes no more memory than the recurrent state; 0 if none may, None if any may."""
+        """Longest cache that takes no more memory than the recurrent state; 0 if never used, None if always."""
         return None if self.cache_policy is CachePolicy.ALWAYS else 0
 
     def state_bytes(
@@ -179,7 +179,7 @@ class Kernel(abc.ABC):
     def flops_per_token(self, context_length: int) -> float:
         """Returns the FLOPs of a forward pass per token, all heads, averaged over a context.
 
-        2 (D + E) for each of T / 2 causal pairs of a query head, or of T pairs if bidirectional.
+        Counts 2 (D + E) for each of the T / 2 causal pairs per token of a query head, or T pairs if bidirectional.
         """
         return self.pairwise_flops(context_length)
 
@@ -197,9 +197,9 @@ class Kernel(abc.ABC):
         log_decay: Float[Array, "B T K ..."] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> Float[Array, "B T N T"]:
-        """Returns the factor of each value in the output of `attend`, for per-channel decays their mean over channels.
+        """Returns the weight of each value in the output of `attend`; the mean over channels for per-channel decays.
 
-        Computed as the output of one-hot values in the attention form, so exact for every kernel.
+        Computed as the output for one-hot values, in the attention form if causal, so it is exact for every kernel.
         """
         batch, time, kv_heads, _ = key.shape
         one_hot = jnp.broadcast_to(jnp.eye(time, dtype=key.dtype)[:, None], (batch, time, kv_heads, time))
@@ -207,7 +207,7 @@ class Kernel(abc.ABC):
         return kernel.attend(query, key, one_hot, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
 
     def _pairwise_options(self) -> configs.AttentionConfig:
-        """The options of `weights`, whose values are one-hot."""
+        """Returns the options with which `weights` calls `attend`."""
         return dataclasses.replace(self.attention, implementation="xla")
 
 
@@ -239,10 +239,10 @@ class RecurrentKernel(Kernel):
     @property
     @abc.abstractmethod
     def flop_shape(self) -> tuple[int, int, int]:
-        """(D, E, p) of the op by whose pairs and features FLOPs are counted."""
+        """(D, E, p) of the op whose pairs and features are counted as FLOPs."""
 
     def recur(self, query, key, value, *, rotate, log_decay, segment_ids, state):
-        """Returns the output from a recurrent state, and the state after it; a single token takes `step`."""
+        """Returns the output from a recurrent state, and the state after it; uses `step` for a single token."""
         tokens = {"log_decay": log_decay, "segment_ids": segment_ids}
         if query.shape[1] > 1:
             return self.op(rotate)(query, key, value, **tokens, initial_state=state, return_state=True)
@@ -251,7 +251,7 @@ class RecurrentKernel(Kernel):
         return out[:, None], state
 
     def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
-        """Returns the bytes of the recurrent state of one row; `feature_map` matters to powers alone."""
+        """Returns the bytes of the recurrent state of one row; only powers use `feature_map`."""
         return self._state_bytes(
             self.num_features, self.num_normalizer_elements, bytes_per_element, normalizer
         )
@@ -263,9 +263,9 @@ class RecurrentKernel(Kernel):
     def flops_per_token(self, context_length):
         """Returns the FLOPs of a forward pass per token, all heads, averaged over a context.
 
-        By features: 2 F E for every key head, which updates a state, and for every query head, which reads one, and if
-        causal 2 (D + E) for each of C / 2 + W pairs. By pairs: as every kernel. The form named in the options counts,
-        or the cheaper one.
+        A form with a state takes 2 F E for every key head, which updates a state, and for every query head, which
+        reads one. If causal, it also takes 2 (D + E) for each of C / 2 + W pairs. The attention form is counted as for
+        every kernel. If the options name no form, the cheaper one is counted.
         """
         form = self.attention.form
         if form == "attention":
@@ -290,6 +290,6 @@ class RecurrentKernel(Kernel):
         return flops
 
     def _pairwise_options(self):
-        # The attention form of a whole document is its only one.
+        # Bidirectional attention does not accept a form.
         form = "attention" if self.attention.causal else None
         return dataclasses.replace(super()._pairwise_options(), form=form)

@@ -1,4 +1,4 @@
-"""Linear attention: weights are products of features."""
+"""Linear attention, whose weights are products of features."""
 
 import dataclasses
 import functools
@@ -12,9 +12,9 @@ __all__ = ["LinearKernel"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearKernel(kernel.RecurrentKernel):
-    """`ops.linear_attention` with a feature map; positions are applied to the features, but for SPE.
+    """`ops.linear_attention` with a feature map; positions, except SPE, are applied to the features.
 
-    Rotated features are what makes weights depend on distances ("Roformer", Su et al. 2021, section 3.3).
+    Rotating the features makes weights depend on distances ("Roformer", Su et al. 2021, section 3.3).
     """
 
     rotates_features = True
@@ -96,7 +96,7 @@ class LinearKernel(kernel.RecurrentKernel):
 
     @property
     def flop_shape(self):
-        # Features that are not rotated are not formed: their products are powers of q . k.
+        # Symmetric and tensor features that are not rotated are never materialized: their products are powers of q . k.
         powers = self.attention.feature_map in ("symmetric", "tensor") and self.rotated_dim is None
         return self.rotated_dim or self.compared_dim, self.head_dim, self.attention.power if powers else 1
 

@@ -1,4 +1,4 @@
-"""Power attention: weights are even powers of q . k."""
+"""Power attention, whose weights are even powers of q . k."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ class PowerKernel(kernel.RecurrentKernel):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().compress(cache)
         batch, capacity = cache.segment_ids.shape
-        # The output of these queries is dropped, so XLA computes none of it.
+        # The output for these queries is discarded, so XLA does not compute it.
         query = jnp.zeros((batch, capacity, self.num_heads, self.compared_dim), cache.key.dtype)
         _, state = self.recur(
             query,
@@ -92,7 +92,7 @@ class PowerKernel(kernel.RecurrentKernel):
     def max_cache_length(self):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().max_cache_length
-        # The state holds kv, the normalizer, and a window of 2 W keys and values in addition.
+        # In addition to kv and the normalizer, the state holds a window of 2 W keys and values.
         elements = self.num_features * (self.head_dim + 1)
         return elements // (self.compared_dim + self.head_dim) + 2 * self.attention.exact_window
 
@@ -106,7 +106,7 @@ class PowerKernel(kernel.RecurrentKernel):
 
     @property
     def flop_shape(self):
-        # The normalizer of a decay per channel is as large as the state; else it does not count.
+        # With decays per channel, the normalizer is as large as kv. Otherwise it is not counted.
         columns = 2 * self.head_dim if self._per_channel else self.head_dim
         return self.compared_dim, columns, self.attention.power
 
@@ -126,7 +126,7 @@ class PowerKernel(kernel.RecurrentKernel):
     def weights(self, query, key, *, rotate, log_decay, segment_ids):
         if not self._per_channel:
             return super().weights(query, key, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
-        # One channel is power attention with a decay per head. All at once would take T x T elements per channel.
+        # One channel is power attention with a decay per head. All channels at once would take T x T elements each.
         per_head = dataclasses.replace(self, attention=dataclasses.replace(self.attention, decay="learned"))
 
         def add(total, channel):

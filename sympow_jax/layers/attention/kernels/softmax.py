@@ -25,7 +25,7 @@ class SoftmaxKernel(kernel.Kernel):
         )
 
     def attend_cache(self, query, cache, *, rotate, log_decay):
-        # A cache has more keys than there are queries, which `xla` alone supports.
+        # A cache has more keys than queries, which only `xla` supports.
         return self._attend(
             query,
             cache.key,
@@ -36,6 +36,6 @@ class SoftmaxKernel(kernel.Kernel):
         )
 
     def _attend(self, query, key, value, **options):
-        # By the size of the head, whatever positions make of the size of queries and keys.
+        # Scale by the size of the head, even if position encodings change the size of queries and keys.
         scale = 1 / math.sqrt(self.head_dim)
         return ops.softmax_attention(query, key, value, causal=self.attention.causal, scale=scale, **options)
