@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import numerics
+from pallas_kernels.hopper import numerics
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import forward, key_vjp, operands, query_vjp, sequence, vjp_operands
 

@@ -19,10 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import products, ring
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
-from pallas_kernels.power_state import products, ring
 
 __all__ = ["key_vjp", "sums"]
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import products
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import sequence
-from pallas_kernels.power_state import products
 
 __all__ = [
     "BLOCK",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import numerics
+from pallas_kernels.hopper import numerics
 
 __all__ = [
     "FLOOR",

@@ -14,14 +14,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import numerics
+from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import forward, quartic_vjp
-from pallas_kernels.power_state import key_vjp as key_kernel
-from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state import forward
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import prepare_vjp as preparation_vjp
-from pallas_kernels.power_state import query_vjp as query_kernel
+from pallas_kernels.power_state.quartic import backward as quartic_vjp
+from pallas_kernels.power_state.square import key_vjp as key_kernel
+from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import query_vjp as query_kernel
 
 __all__ = ["Gradients", "attend_vjp", "fold_vjp", "power_state_vjp"]
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.power_state import layout as layouts
-from pallas_kernels.power_state import quartic_layout
+from pallas_kernels.power_state.quartic import layout as quartic_layout
+from pallas_kernels.power_state.square import layout as layouts
 
 __all__ = [
     "BLOCK",

@@ -3,13 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import numerics
+from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import quartic, segments
-from pallas_kernels.power_state import query as query_kernel
-from pallas_kernels.power_state import update as update_kernel
+from pallas_kernels.power_state import segments
+from pallas_kernels.power_state.quartic import forward as quartic
+from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import query as query_kernel
+from pallas_kernels.power_state.square import update as update_kernel
 
 __all__ = [
     "attend",

@@ -11,8 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import ring
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import ring
 
 __all__ = ["copy_keys", "fold"]
 

@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import products, ring
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import products, ring
 
 __all__ = ["COPIES", "STAGES", "Columns", "Span", "copy_queries", "held_shapes", "read_queries", "scratch"]
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.power_state import near, products
+from pallas_kernels.hopper import products
+from pallas_kernels.power_state import near
 
 __all__ = ["read_keys"]
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import numerics
+from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import layout as layouts
-from pallas_kernels.power_state import query, update
+from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import query, update
 from tests.pallas_kernels import h100
 
 # Chunks of 64, 128 and 192 give a query one, two and three warpgroups.

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import key_vjp
-from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state.square import key_vjp
+from pallas_kernels.power_state.square import layout as layouts
 from tests.pallas_kernels import h100
 
 CASES = [

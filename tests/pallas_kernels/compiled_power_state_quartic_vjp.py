@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near_key_vjp, quartic_key_vjp, quartic_query_vjp
-from pallas_kernels.power_state import quartic_far_vjp as far
-from pallas_kernels.power_state import quartic_layout as layouts
+from pallas_kernels.power_state import near_key_vjp
+from pallas_kernels.power_state.quartic import far_vjp as far
+from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
+from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
 from tests.pallas_kernels import compiled_power_state_quartic as forward
 from tests.pallas_kernels import h100
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import layout as layouts
-from pallas_kernels.power_state import query_vjp
+from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import query_vjp
 from tests.pallas_kernels import compiled_power_state as forward
 from tests.pallas_kernels import h100
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.power_state import backward, forward, segments
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state.square import layout as layouts
 from tests.pallas_kernels import state_vjp
 
 __all__ = ["add_arriving", "kernels", "query_states", "query_vjp", "update"]

@@ -11,8 +11,12 @@ import jax
 import numpy as np
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near_key_vjp, quartic, quartic_key_vjp, quartic_query_vjp, quartic_vjp
-from pallas_kernels.power_state import quartic_layout as layouts
+from pallas_kernels.power_state import near_key_vjp
+from pallas_kernels.power_state.quartic import backward as quartic_vjp
+from pallas_kernels.power_state.quartic import forward as quartic
+from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
+from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
 
 __all__ = [
     "blocks_and_scalars",
@@ -245,7 +249,7 @@ def query_states(
 
 
 def _beside(state, layout):
-    """Computes `quartic_layout.beside` without JAX, which a callback must not wait for."""
+    """Computes `layout.beside` without JAX, which a callback must not wait for."""
     split = state.reshape(-1, layout.per_stack, layout.value_dim, layouts.COLUMNS)
     return np.swapaxes(split, 1, 2).reshape(-1, layout.value_dim, layout.width)
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.power_state import key_vjp as key_kernel
-from pallas_kernels.power_state import query_vjp as query_kernel
+from pallas_kernels.power_state.square import key_vjp as key_kernel
+from pallas_kernels.power_state.square import query_vjp as query_kernel
 
 __all__ = ["key_vjp", "pairs", "query_vjp", "whole"]
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import numerics
+from pallas_kernels.hopper import numerics
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

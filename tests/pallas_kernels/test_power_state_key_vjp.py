@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import numerics
+from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import key_vjp as kernels
-from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state.square import key_vjp as kernels
+from pallas_kernels.power_state.square import layout as layouts
 from tests.ops import cases
 from tests.pallas_kernels import state_vjp
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pallas_kernels.power_state import layout as layouts
+from pallas_kernels.power_state.square import layout as layouts
 from sympow_jax.ops import feature_maps
 
 SIZES = (16, 32, 48, 64, 128)

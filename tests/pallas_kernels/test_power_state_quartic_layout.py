@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pallas_kernels.power_state import quartic_layout as layouts
+from pallas_kernels.power_state.quartic import layout as layouts
 from sympow_jax.ops import feature_maps
 
 SIZES = [(16, 16), (32, 32), (16, 32), (32, 16)]

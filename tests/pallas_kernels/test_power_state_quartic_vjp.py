@@ -6,8 +6,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near_key_vjp, quartic, quartic_key_vjp, quartic_query_vjp
-from pallas_kernels.power_state import quartic_layout as layouts
+from pallas_kernels.power_state import near_key_vjp
+from pallas_kernels.power_state.quartic import forward as quartic
+from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
+from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
 from tests.ops import cases
 from tests.pallas_kernels import plain_quartic as plain
 

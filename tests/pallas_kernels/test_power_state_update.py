@@ -9,8 +9,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import layout as layouts
-from pallas_kernels.power_state import update as kernels
+from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import update as kernels
 from tests.ops import cases
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]

@@ -7,8 +7,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import layout as layouts
-from pallas_kernels.power_state import query_vjp
+from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import query_vjp
 from tests.ops import cases
 from tests.pallas_kernels import state_vjp
 

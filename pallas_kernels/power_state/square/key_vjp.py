@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import products, ring
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import layout as layouts
 from pallas_kernels.power_state import near_key_vjp as near
-from pallas_kernels.power_state import products, ring
+from pallas_kernels.power_state.square import layout as layouts
 
 __all__ = ["Columns", "Rows", "key_vjp"]
 

@@ -14,9 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import products
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near, near_vjp, products
-from pallas_kernels.power_state import quartic_far_vjp as far
+from pallas_kernels.power_state import near, near_vjp
+from pallas_kernels.power_state.quartic import far_vjp as far
 
 __all__ = ["Rows", "query_vjp"]
 

@@ -5,13 +5,13 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import numerics
+from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import quartic_layout as layouts
-from pallas_kernels.power_state import quartic_query as query_kernel
-from pallas_kernels.power_state import quartic_update as update_kernel
 from pallas_kernels.power_state import segments
+from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state.quartic import query as query_kernel
+from pallas_kernels.power_state.quartic import update as update_kernel
 
 __all__ = [
     "attend",

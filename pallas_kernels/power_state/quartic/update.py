@@ -1,6 +1,6 @@
 """The update at p = 4: states of plain monomials, carried along time in the accumulators of the tensor core.
 
-A block has one unit of stacks (quartic_layout.py) of one head and runs over the chunks of one segment of time. With Y
+A block has one unit of stacks (layout.py) of one head and runs over the chunks of one segment of time. With Y
 the unit's block of y, S of a stack, 64 rows (scalar s, value e) and 48 columns, grows by
 
     S <- S + (V~^T * s) Y,
@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import products, ring, warps
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import products, ring, warps
-from pallas_kernels.power_state import quartic_layout as layouts
+from pallas_kernels.power_state.quartic import layout as layouts
 
 __all__ = ["update"]
 

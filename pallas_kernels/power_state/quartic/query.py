@@ -1,6 +1,6 @@
 """Fused query at p = 4: the state before the window, the keys from the window on, and the division.
 
-A block has one chunk's rows in `query_blocks` warpgroups of 64. For each block of y (quartic_layout.py), row i holds
+A block has one chunk's rows in `query_blocks` warpgroups of 64. For each block of y (layout.py), row i holds
 its 48 entries y_i in registers and loops over the scalars s that need them:
 
     scale_i * sum_s (s_i * y_i) S_s^T,   S_s [E, 48] the state of one scalar and one block.
@@ -17,10 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import products, ring
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near, products, ring
-from pallas_kernels.power_state import quartic_layout as layouts
-from pallas_kernels.power_state import query as query_kernel
+from pallas_kernels.power_state import near
+from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state.square import query as query_kernel
 
 __all__ = ["query_states"]
 

@@ -6,13 +6,13 @@ The normalizer's contribution to gradients is added here, because the kernels ha
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import numerics
+from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import prepare_vjp as preparation_vjp
-from pallas_kernels.power_state import quartic
-from pallas_kernels.power_state import quartic_key_vjp as key_kernel
-from pallas_kernels.power_state import quartic_layout as layouts
-from pallas_kernels.power_state import quartic_query_vjp as query_kernel
+from pallas_kernels.power_state.quartic import forward as quartic
+from pallas_kernels.power_state.quartic import key_vjp as key_kernel
+from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state.quartic import query_vjp as query_kernel
 
 __all__ = ["attend_vjp", "fold_vjp"]
 

@@ -15,10 +15,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import products
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import near_key_vjp as near
-from pallas_kernels.power_state import products
-from pallas_kernels.power_state import quartic_far_vjp as far
+from pallas_kernels.power_state.quartic import far_vjp as far
 
 __all__ = ["Rows", "key_vjp"]
 
