@@ -3,27 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import segments
-from pallas_kernels.power_state.quartic import forward as quartic
-from pallas_kernels.power_state.square import layout as layouts
-from pallas_kernels.power_state.square import query as query_kernel
-from pallas_kernels.power_state.square import update as update_kernel
+from pallas_kernels.power_state import degrees
 
-__all__ = [
-    "attend",
-    "chosen",
-    "fold",
-    "power_state",
-    "power_state_fwd",
-    "returned",
-    "start_of",
-    "stored_start",
-    "walk",
-    "whole",
-]
+__all__ = ["attend", "fold", "power_state", "power_state_fwd"]
 
 
 def power_state(
@@ -82,18 +64,8 @@ def power_state(
     if folds is None:
         folds = jnp.broadcast_to(jnp.arange(key.shape[1]) < key.shape[1] - exact_window, key.shape[:2])
     options = {"power": power, "exact_window": exact_window, "state_dtype": state_dtype}
-    chunk = chosen(key, value, chunk=chunk, **options).chunk
-    results, _ = power_state_fwd(
-        query,
-        key,
-        value,
-        log_decay,
-        folds,
-        initial_state,
-        chunk=chunk,
-        interpret=interpret,
-        **options,
-    )
+    options |= {"chunk": chunk, "interpret": interpret}
+    results, _ = power_state_fwd(query, key, value, log_decay, folds, initial_state, **options)
     return results
 
 
@@ -103,155 +75,19 @@ def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, **o
     return (*attend(query, key, value, log_decay, folds, saved, **options), final), saved
 
 
-def fold(
-    key, value, log_decay, folds, initial_state=None, *, power, chunk, exact_window, state_dtype, interpret
-):
+def fold(key, value, log_decay, folds, initial_state=None, *, power, **options):
     """Returns the states before each chunk, and the final state, like `initial_state`.
 
     Arguments as in `power_state`.
     """
-    config = chosen(key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype)
-    if power == 4:
-        arguments = key, value, log_decay, folds, initial_state, config, chunk, exact_window, interpret
-        return quartic.fold(*arguments)
-    batch, _, kv_heads, head_dim = key.shape
-    operand, terms = configs.operands(state_dtype)
-    layout, start, start_norm = start_of(initial_state, key, value)
-    of = preparation.tokens(
-        preparation.fill(key, layout.head_dim),
-        preparation.fill(value, start.shape[2]),
-        log_decay,
-        folds,
-        chunk=chunk,
-        exact_window=exact_window,
-    )
-    carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), power)
-    states, final = walk(
-        *preparation.update_operands(of.old_key, of.old_value, carried, operand),
-        carried,
-        start,
-        layout=layout,
-        config=config,
-        chunk=chunk,
-        terms=terms,
-        interpret=interpret,
-    )
-    norm = preparation.square_norms(of.old_key, carried.strength, carried, start_norm)
-    saved = preparation.Saved.of(states, norm, carried.shift, batch)
-    sizes = batch, kv_heads, head_dim, value.shape[-1]
-    return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
+    call = degrees.call_for(key, value, power=power, **options)
+    return degrees.degree(power).forward.fold(key, value, log_decay, folds, initial_state, call)
 
 
-def attend(query, key, value, log_decay, folds, saved, *, power, chunk, exact_window, state_dtype, interpret):
+def attend(query, key, value, log_decay, folds, saved, *, power, **options):
     """Returns the output and the denominators, from the states before each chunk.
 
     Arguments as in `power_state`.
     """
-    config = chosen(key, value, power=power, chunk=chunk, exact_window=exact_window, state_dtype=state_dtype)
-    if power == 4:
-        return quartic.attend(
-            query, key, value, log_decay, folds, saved, config, chunk, exact_window, interpret
-        )
-    batch, time, *_ = query.shape
-    value_dim = value.shape[-1]
-    width, value_width = configs.filled(query.shape[-1], value_dim)
-    of = preparation.tokens(
-        preparation.fill(key, width),
-        preparation.fill(value, value_width),
-        log_decay,
-        folds,
-        chunk=chunk,
-        exact_window=exact_window,
-    )
-    unit, _ = preparation.queries(preparation.fill(query, width), chunk)
-    states, norm, shift = saved.by_head()
-    out, denominator = query_kernel.query_states(
-        unit,
-        jnp.swapaxes(unit, 1, 2).astype(states.dtype),
-        states,
-        preparation.split(norm, jnp.bfloat16, 2),
-        of.key,
-        of.value,
-        of.decay,
-        preparation.scale_of(of, shift),
-        layout=layouts.Layout(width),
-        config=config,
-        chunk=chunk,
-        exact_window=exact_window,
-        interpret=interpret,
-    )
-    out, denominator = (preparation.tokens_second(x, batch)[:, :time] for x in (out, denominator))
-    return out[..., :value_dim], denominator
-
-
-def chosen(key, value, **options):
-    """Returns `config.choose` for these arrays."""
-    batch, time, kv_heads, head_dim = key.shape
-    sizes = {"head_dim": head_dim, "value_dim": value.shape[-1], "time": time, "heads": batch * kv_heads}
-    return configs.choose(**sizes, dtype=jnp.result_type(key, value), **options)
-
-
-def returned(state, norm, shift, layout, sizes):
-    """Converts a stored state and its normalizer to canonical order: the inverse of `start_of`.
-
-    state: [H, 16, E, P] and norm: Z [H, D, D], both divided by 2^shift [H]. sizes: B, K, D and E before padding.
-    """
-    batch, kv_heads, head_dim, value_dim = sizes
-    unscale = jnp.exp2(shift.astype(jnp.float32))
-    kv = layouts.to_canonical(state[:, :, :value_dim], layout, head_dim) * unscale[:, None, None]
-    norm = layouts.norm_to_canonical(norm[:, :head_dim, :head_dim]) * unscale[:, None]
-    return kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1)
-
-
-def start_of(initial_state, key, value):
-    """Returns the layout of features, and the initial state in it: [H, 16, E, P] and Z [H, D, D], with padded sizes."""
-    batch, _, kv_heads, head_dim = key.shape
-    width, value_width = configs.filled(head_dim, value.shape[-1])
-    layout, heads = layouts.Layout(width), batch * kv_heads
-    if initial_state is None:
-        start = jnp.zeros((heads, layouts.TILE, value_width, layout.width), jnp.float32)
-        return layout, start, jnp.zeros((heads, width, width), jnp.float32)
-    kv, norm = (x.reshape(heads, *x.shape[2:]) for x in initial_state)
-    start = layouts.from_canonical(preparation.fill(kv, value_width), layout, head_dim)
-    norm = layouts.norm_from_canonical(norm, head_dim)
-    return layout, start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
-
-
-def stored_start(state, key, value, power):
-    """Converts a state (kv, norm) to the layout of stored states, but in float32 and in its own scale."""
-    if power == 4:
-        return quartic.stored_start(state, key, value)
-    return start_of(state, key, value)[1:]
-
-
-def whole(states, terms):
-    """Returns states [H, n, ..., terms E, P] in float32, as the sum of their terms."""
-    shape = *states.shape[:-2], terms, states.shape[-2] // terms, states.shape[-1]
-    return states.astype(jnp.float32).reshape(shape).sum(-3)
-
-
-def walk(key, value, carried, start, *, layout, config, chunk, terms, interpret):
-    """Returns the state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], divided by 2^shift.
-
-    key, value: operands of the update kernel, of n chunks; start: [H, 16, E, P], the state before the first.
-    """
-    count = config.segments
-    start = numerics.scaled(start, -carried.shift[:, :1, None, None])
-    start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
-    initial = jnp.zeros((len(start), count, *start.shape[1:]), jnp.float32).at[:, 0].set(start)
-    states, finals = update_kernel.update(
-        key,
-        value,
-        carried.carry,
-        initial,
-        layout=layout,
-        config=config,
-        chunk=chunk,
-        terms=terms,
-        interpret=interpret,
-    )
-    finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
-    if count == 1 or terms == 1:
-        return segments.join(states, finals, carried.log2_carry, interpret=interpret)
-    joined, final = segments.join(whole(states, terms), finals, carried.log2_carry, interpret=interpret)
-    return preparation.split(joined, states.dtype, terms), final
+    call = degrees.call_for(key, value, power=power, **options)
+    return degrees.degree(power).forward.attend(query, key, value, log_decay, folds, saved, call)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import forward
+from pallas_kernels.power_state import degrees
 from pallas_kernels.power_state import prepare as preparation
 
 __all__ = ["add_incoming"]
@@ -37,7 +37,7 @@ def add_incoming(
     over = preparation.over_chunks(log_decay, folds, chunk=chunk, exact_window=exact_window)
     over = jnp.flip(over, 1) if reverse else over
     since = jnp.cumsum(jnp.pad(over, [(0, 0), (1, 0)]), 1)
-    start, norm = forward.stored_start(incoming, key, value, power)
+    start, norm = degrees.degree(power).forward.stored_start(incoming, key, value)
     states, norms, shifts = saved.by_head()
 
     # Choose a scale for both, so that entries stay below 2^HEADROOM. The shift of an empty state is meaningless: the
@@ -50,7 +50,7 @@ def add_incoming(
     kept, added = jnp.exp2((shifts - scale).astype(jnp.float32)), jnp.exp2(since[:, :-1] - scale)
 
     operand, terms = configs.operands(state_dtype)
-    whole = forward.whole(states, terms)
+    whole = preparation.whole(states, terms)
     whole = kept[..., None, None, None] * whole + added[..., None, None, None] * start[:, None]
     norms = kept[..., None, None] * norms + added[..., None, None] * norm[:, None]
     states = preparation.split(whole, operand, terms)

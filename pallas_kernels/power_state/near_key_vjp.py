@@ -185,8 +185,8 @@ def _add_queries(dkey, dvalue, own, tiles, held, decays, shift, power):
     if shift is not None:
         between = _masked(between, shift)
     lower = scores * jnp.exp2(between) * column(_COLUMN.inverse)
-    if power == 4:
-        lower = lower * (scores * scores)
+    if power > 2:
+        lower = lower * lax.integer_pow(scores, power - 2)
     # If there are enough registers, products stay in flight; in straight-line code their operands keep their registers.
     last = 0 if sum(x.shape[1] for x in (dkey, dvalue) if x is not None) > 128 else 1
     if dvalue is not None:

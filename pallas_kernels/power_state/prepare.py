@@ -37,6 +37,7 @@ __all__ = [
     "tokens",
     "tokens_second",
     "update_operands",
+    "whole",
 ]
 
 _LOG2E = float(np.log2(np.e))
@@ -361,3 +362,9 @@ def _terms(x, dtype, count):
         parts.append(rounded.astype(dtype))
         x = x - rounded
     return [*parts, x.astype(dtype)]
+
+
+def whole(states, terms):
+    """Returns states [H, n, ..., terms E, P] in float32, as the sum of their terms."""
+    shape = *states.shape[:-2], terms, states.shape[-2] // terms, states.shape[-1]
+    return states.astype(jnp.float32).reshape(shape).sum(-3)

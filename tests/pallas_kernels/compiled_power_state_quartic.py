@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query as quartic_query
@@ -77,7 +78,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
 def parsed(case):
     kernel, *sizes = case.split("-")
     head_dim, value_dim, chunk = (int(size[1:]) for size in sizes)
-    config = configs.choose(
+    config = power_state.choose(
         power=4,
         time=65_536,
         heads=8,

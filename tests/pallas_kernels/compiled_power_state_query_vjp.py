@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import query_vjp
@@ -96,7 +97,7 @@ def _parsed(case):
 
 def _config(case):
     head_dim, value_dim, chunk, state_dtype = _parsed(case)
-    return configs.choose(
+    return power_state.choose(
         power=2,
         time=65_536,
         heads=8,

@@ -9,9 +9,10 @@ from unittest import mock
 
 import jax.numpy as jnp
 
-from pallas_kernels.power_state import backward, forward, segments
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import segments
+from pallas_kernels.power_state.square import backward, forward
 from pallas_kernels.power_state.square import layout as layouts
 from tests.pallas_kernels import state_vjp
 

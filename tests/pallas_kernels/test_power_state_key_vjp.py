@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import power_state
 from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import key_vjp as kernels
@@ -140,7 +141,7 @@ def test_gradients(sizes):
     layout = layouts.Layout(sizes.head_dim)
     arguments, decay = draw(sizes, layout)
     options = {"layout": layout, "chunk": CHUNK, "exact_window": sizes.exact_window}
-    config = configs.choose(
+    config = power_state.choose(
         power=2,
         time=65_536,
         heads=8,

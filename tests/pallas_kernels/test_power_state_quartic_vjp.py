@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.power_state import config as configs
+from pallas_kernels import power_state
 from pallas_kernels.power_state import near_key_vjp
 from pallas_kernels.power_state.quartic import forward as quartic
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
@@ -33,7 +33,7 @@ class Drawn:
     def __init__(self, head_dim, value_dim, chunk):
         self.random = np.random.default_rng(0)
         self.layout, self.chunk, self.time = layouts.Layout(head_dim, value_dim), chunk, CHUNKS * chunk
-        config = configs.choose(
+        config = power_state.choose(
             power=4,
             time=65_536,
             heads=8,

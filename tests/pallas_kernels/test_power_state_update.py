@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import update as kernels
@@ -55,7 +56,7 @@ def test_update(head_dim, value_dim, segments, dtype):
     value = random.normal(size=(1, value_dim, chunk * chunks)).astype(operand)
     carry = random.uniform(0.5, 1, size=(1, chunks)).astype("float32")
     initial = random.normal(size=(1, segments, layouts.TILE, value_dim, layout.width)).astype("float32")
-    config = configs.choose(
+    config = power_state.choose(
         power=2,
         time=65_536,
         heads=8,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import query_vjp
@@ -95,7 +96,7 @@ def drawn_arguments(layout, value_dim, state_dtype, chunk):
 def test_query(head_dim, value_dim, state_dtype):
     layout, chunk = layouts.Layout(head_dim), 128
     arguments = drawn_arguments(layout, value_dim, state_dtype, chunk)
-    config = configs.choose(
+    config = power_state.choose(
         power=2,
         time=65_536,
         heads=8,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics
+from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import prepare_vjp as preparation_vjp
 from pallas_kernels.power_state.quartic import forward as quartic
@@ -19,8 +20,8 @@ __all__ = ["attend_vjp", "fold_vjp"]
 _POWER = 4
 
 
-def fold_vjp(prepared, key, value, dfinal, config, interpret):
-    """Computes `backward.fold_vjp` at p = 4, from its prepared arrays."""
+def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
+    """Computes `power_state.fold_vjp` from its prepared arrays."""
     batch, _, kv_heads, head_dim = key.shape
     layout = layouts.layout_for(head_dim, value.shape[-1])
     end, end_norm = quartic.start_of(dfinal, batch * kv_heads, head_dim, layout)
@@ -34,10 +35,8 @@ def fold_vjp(prepared, key, value, dfinal, config, interpret):
         preparation.time_last((dual.value * strength[..., None]).astype(vector.dtype)),
         dual.carried,
         end,
-        layout,
-        config,
-        dual.query.shape[2],
-        interpret,
+        layout=layout,
+        call=call.with_chunk(dual.query.shape[2]),
     )
     norm, shift = quartic.norms(vector, strength * dual.dnorm, dual.carried, end_norm), dual.carried.shift
     sizes = batch, kv_heads, head_dim, value.shape[-1]
@@ -45,17 +44,14 @@ def fold_vjp(prepared, key, value, dfinal, config, interpret):
     return saved, quartic.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
 
 
-def attend_vjp(prepared, saved, dual, config, *, chunk, exact_window, length, interpret):
-    """Computes `backward._attend_vjp` at p = 4."""
+def attend_vjp(prepared, saved, dual, length, call: configs.Call):
+    """Returns the gradients of scaled queries [HN, X, D], keys and values [H, Y, ...], the kernels' sums, and <R, S>.
+
+    <R, S> is [H, n]. saved, dual: with heads as the first axis; length: Y.
+    """
     of, unit, _, mean = prepared
     layout = layouts.Layout(unit.shape[-1], mean.dout.shape[-1])
-    options = {
-        "layout": layout,
-        "config": config,
-        "chunk": chunk,
-        "exact_window": exact_window,
-        "interpret": interpret,
-    }
+    options = {"layout": layout, **call.kernel_options}
     dquery, of_queries = _query_vjp(of, unit, mean, saved, options)
     dkey, dvalue, of_keys = _key_vjp(of, unit, mean, dual, length, options)
     return dquery, dkey, dvalue, of_queries, of_keys, _inner(of, saved, dual, layout)
@@ -152,7 +148,7 @@ def _of_entries(slopes, x, layout):
 
 
 def _inner(of, saved, dual, layout):
-    """Computes `backward._inner` at p = 4; both states are stored times their weights."""
+    """Returns <R, S> per chunk, float32 [H, n], of states that are stored times their weights."""
     weights = layout.weights.reshape(layout.stacks, 1, layout.width)
     inverse = np.where(weights > 0, 4.0**layouts.WEIGHT_BITS / np.where(weights > 0, weights, 1), 0)
     product = saved.states.astype(jnp.float32) * jnp.flip(dual.states, 1).astype(jnp.float32)

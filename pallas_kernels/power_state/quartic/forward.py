@@ -27,33 +27,33 @@ __all__ = [
 ]
 
 
-def fold(key, value, log_decay, folds, initial_state, config, chunk, exact_window, interpret):
-    """Computes `forward.fold` at p = 4; Z is [rows, rows] of the layout."""
+def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
+    """Computes `power_state.fold`; Z is [rows, rows] of the layout."""
     batch, _, kv_heads, head_dim = key.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
     start, start_norm = start_of(initial_state, batch * kv_heads, head_dim, layout)
     key, value = preparation.fill(key, layout.head_dim), preparation.fill(value, layout.value_dim)
-    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, exact_window=exact_window)
+    of = preparation.tokens(key, value, log_decay, folds, chunk=call.chunk, exact_window=call.exact_window)
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 4)
     vector, scalars = pair_products(preparation.time_last(of.old_key), layout)
     norm = norms(vector, carried.strength, carried, start_norm)
     value = preparation.time_last((of.old_value * carried.strength[..., None]).astype(vector.dtype))
-    states, final = states_of(vector, scalars, value, carried, start, layout, config, chunk, interpret)
+    states, final = states_of(vector, scalars, value, carried, start, layout=layout, call=call)
 
     sizes = batch, kv_heads, head_dim, value_dim
     saved = preparation.Saved.of(states, norm, carried.shift, batch)
     return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
 
 
-def attend(query, key, value, log_decay, folds, saved, config, chunk, exact_window, interpret):
-    """Computes `forward.attend` at p = 4."""
+def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
+    """Computes `power_state.attend`."""
     batch, time, _, head_dim = query.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
     key, value = preparation.fill(key, layout.head_dim), preparation.fill(value, layout.value_dim)
-    of = preparation.tokens(key, value, log_decay, folds, chunk=chunk, exact_window=exact_window)
-    unit, _ = preparation.queries(preparation.fill(query, layout.head_dim), chunk)
+    of = preparation.tokens(key, value, log_decay, folds, chunk=call.chunk, exact_window=call.exact_window)
+    unit, _ = preparation.queries(preparation.fill(query, layout.head_dim), call.chunk)
     states, norm, shift = saved.by_head()
     scale = preparation.scale_of(of, shift)
     vector, scalars = pair_products(jnp.swapaxes(unit, 1, 2).astype(jnp.float32), layout)
@@ -69,10 +69,7 @@ def attend(query, key, value, log_decay, folds, saved, config, chunk, exact_wind
         of.decay,
         scale * 2.0**layouts.WEIGHT_BITS,
         layout=layout,
-        config=config,
-        chunk=chunk,
-        exact_window=exact_window,
-        interpret=interpret,
+        **call.kernel_options,
     )
     out, total = (preparation.tokens_second(x, batch)[:, :time] for x in (out, total))
     return out[..., :value_dim], total
@@ -90,7 +87,7 @@ def start_of(initial_state, heads, head_dim, layout):
 
 
 def returned(state, norm, shift, layout, sizes):
-    """Computes `forward.returned` at p = 4."""
+    """Converts a stored state and its normalizer to canonical order: the inverse of `start_of`."""
     batch, kv_heads, head_dim, value_dim = sizes
     filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
     kv = numerics.scaled(layouts.to_canonical(state, layout)[:, filled, :value_dim], shift[:, None, None])
@@ -99,7 +96,7 @@ def returned(state, norm, shift, layout, sizes):
 
 
 def stored_start(state, key, value):
-    """Computes `forward.stored_start` at p = 4."""
+    """Converts a state (kv, norm) to the layout of stored states, but in float32 and in its own scale."""
     layout = layouts.layout_for(key.shape[-1], value.shape[-1])
     start, norm = start_of(state, key.shape[0] * key.shape[2], key.shape[-1], layout)
     return layouts.beside(start * _weights(layout), layout), norm
@@ -134,9 +131,9 @@ def pair_products(x, layout):
     return vector, pairs(*layout.scalars.T, 0, layout.scalar_rows - layout.products)
 
 
-def states_of(vector, scalars, value, carried, start, layout, config, chunk, interpret):
+def states_of(vector, scalars, value, carried, start, *, layout, call: configs.Call):
     """Returns the states that chunks read, times their weights, and the plain final state; all divided by 2^shift."""
-    initial = jnp.zeros((len(start), config.segments, *start.shape[1:]), jnp.float32)
+    initial = jnp.zeros((len(start), call.config.segments, *start.shape[1:]), jnp.float32)
     initial = initial.at[:, 0].set(numerics.scaled(start, -carried.shift[:, :1, None, None]))
     weights = _weights(layout)
     states, finals = update_kernel.update(
@@ -147,16 +144,16 @@ def states_of(vector, scalars, value, carried, start, layout, config, chunk, int
         initial,
         weights,
         layout=layout,
-        config=config,
-        chunk=chunk,
+        config=call.config,
+        chunk=call.chunk,
         dtype=jnp.float16,
-        interpret=interpret,
+        interpret=call.interpret,
     )
 
     def stored(state):
         return layouts.beside(state * weights, layout)
 
-    return segments.join(states, finals, carried.log2_carry, stored, interpret=interpret)
+    return segments.join(states, finals, carried.log2_carry, stored, interpret=call.interpret)
 
 
 def norms(vector, strength, carried, start):

@@ -19,9 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import products, ring
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near
+from pallas_kernels.power_state import near, queries
 from pallas_kernels.power_state.quartic import layout as layouts
-from pallas_kernels.power_state.square import query as query_kernel
 
 __all__ = ["query_states"]
 
@@ -67,7 +66,7 @@ def query_states(
     arrays = query, vector, scalars, states, denominator, key, value, decay, scale, steps
     options = {"config": config, "chunk": chunk, "exact_window": exact_window, "interpret": interpret}
     name = "power_state_quartic_query"
-    return query_kernel.launch(body, arrays, scratch, key=key, value=value, name=name, **options)
+    return queries.launch(body, arrays, scratch, key=key, value=value, name=name, **options)
 
 
 def _scratch(query, vector, scalars, states, key, value, decay, layout, config):
@@ -144,12 +143,12 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
             scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
             acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
             total = plgpu.load(smem["denominator_smem"].at[warpgroup], layout=_ROWS)
-            total = query_kernel.read_keys(
+            total = queries.read_keys(
                 acc, own, smem, total, block, end, config, exact_window, held and held[1:], power=4
             )
             time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
             gmem["total"][place["head"], time] = total
-            query_kernel.store_mean(acc, total, own["out_smem"], gmem["out"].at[place["head"], time])
+            queries.store_mean(acc, total, own["out_smem"], gmem["out"].at[place["head"], time])
 
         products.with_accumulators(rows, [own["out_smem"].shape], held and held[:1])
 

@@ -15,7 +15,6 @@ rounding of the output does.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -23,11 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import products, ring
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near
+from pallas_kernels.power_state import near, queries
 from pallas_kernels.power_state.square import far
 from pallas_kernels.power_state.square import layout as layouts
 
-__all__ = ["launch", "query_states", "read_keys", "store_mean"]
+__all__ = ["query_states"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -82,38 +81,7 @@ def query_states(
     body = functools.partial(_body, layout=layout)
     arrays = query, scalars, states, norm, key, value, decay, scale
     options = {"config": config, "chunk": chunk, "exact_window": exact_window, "interpret": interpret}
-    return launch(body, arrays, scratch, key=key, value=value, name="power_state_query", **options)
-
-
-def launch(body, arrays, scratch, *, key, value, config, chunk, exact_window, name, interpret):
-    """Runs `body` for blocks of rows of every query; returns means of values [HN, X, E] and sums of weights [HN, X].
-
-    arrays: the kernel's inputs, the first with HN and X as leading axes; scratch: its shared memory. A block has a
-    warpgroup for each of `query_blocks` blocks of 64 rows, and one that copies.
-    """
-    heads, time = arrays[0].shape[:2]
-    value_dim, count = value.shape[-1], config.query_blocks
-    if interpret is not None:
-        shapes = ((_BLOCK, value_dim), (_BLOCK, _BLOCK))
-        scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
-    body = functools.partial(
-        body, config=config, chunk=chunk, exact_window=exact_window, groups=heads // key.shape[0]
-    )
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
-            jax.ShapeDtypeStruct((heads, time), jnp.float32),
-        ),
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(heads, time // chunk, chunk // (count * _BLOCK)),
-        grid_names=("head", "chunk", "rows"),
-        num_threads=count + 1,
-        thread_name="warpgroup",
-        kernel_name=name,
-        interpret=interpret,
-    )(*arrays)
+    return queries.launch(body, arrays, scratch, key=key, value=value, name="power_state_query", **options)
 
 
 def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
@@ -161,7 +129,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
             _read_states(acc, own, smem, terms, layout, config, held)
             acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
             end = place["block"] + config.query_blocks - 1
-            total = read_keys(
+            total = queries.read_keys(
                 acc,
                 own,
                 smem,
@@ -175,7 +143,7 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
             )
             time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
             gmem["denominator"][place["head"], time] = total
-            store_mean(acc, total, out_smem, gmem["out"].at[place["head"], time])
+            queries.store_mean(acc, total, out_smem, gmem["out"].at[place["head"], time])
 
         products.with_accumulators(rows, [out_smem.shape], held and held[:1])
 
@@ -232,32 +200,3 @@ def _read_states(acc, own, smem, terms, layout, config, interpreted):
                 plgpu.barrier_wait(smem["state_full"].at[slot])
                 products.accumulate(acc, features, smem["state_smem"].at[slot].T, interpreted)
                 plgpu.barrier_arrive(smem["state_free"].at[slot])
-
-
-def read_keys(acc, own, smem, denominator, block, end, config, exact_window, interpreted, power=2, first=0):
-    """Adds the exact part to acc; returns the denominator with the keys' weights added.
-
-    `block`, `end` and `first` as in `near.fold`. `power` is a power of two.
-    """
-
-    def step(total, key_smem, value_smem, between):
-        scores = products.scores(own["query_smem"], key_smem, interpreted)
-        for _ in range(power.bit_length() - 1):
-            scores = scores * scores
-        weights = scores * jnp.exp2(between())
-        for part in products.split(weights):
-            products.accumulate(acc, part, value_smem, interpreted)
-        return total + weights.sum(1)
-
-    return near.fold(step, denominator, smem, block, end, config, exact_window, first)
-
-
-def store_mean(acc, total, out_smem, out):
-    """Writes acc / total, or zero where the total is zero, through shared memory."""
-    total = lax.broadcast_in_dim(total, acc.shape, [0])
-    some = total > 0
-    mean = jnp.where(some, acc[...] / jnp.where(some, total, 1.0), 0.0)
-    out_smem[...] = mean.astype(out_smem.dtype)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem, out)
-    plgpu.wait_smem_to_gmem(0)

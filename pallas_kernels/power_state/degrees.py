@@ -1,0 +1,101 @@
+"""The powers that the kernels support, each with modules of its own, and the choice of tiles for a call."""
+
+import dataclasses
+from types import ModuleType
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state.quartic import backward as quartic_backward
+from pallas_kernels.power_state.quartic import forward as quartic_forward
+from pallas_kernels.power_state.quartic import tiles as quartic_tiles
+from pallas_kernels.power_state.square import backward as square_backward
+from pallas_kernels.power_state.square import forward as square_forward
+from pallas_kernels.power_state.square import tiles as square_tiles
+
+__all__ = ["call_for", "choose", "degree"]
+
+_BLOCK = configs.BLOCK
+
+
+class Degree(NamedTuple):
+    """Modules of one power, with the same functions.
+
+    Attributes:
+        forward: `fold`, `attend` and `stored_start`.
+        backward: `fold_vjp` and `attend_vjp`.
+        tiles: `choose`, `longest_chunk` and `padded`.
+    """
+
+    forward: ModuleType
+    backward: ModuleType
+    tiles: ModuleType
+
+
+_DEGREES = {
+    2: Degree(square_forward, square_backward, square_tiles),
+    4: Degree(quartic_forward, quartic_backward, quartic_tiles),
+}
+
+
+def degree(power: int) -> Degree:
+    """Returns the modules of a power; raises NotImplementedError for other powers."""
+    if power not in _DEGREES:
+        raise NotImplementedError(f"the power_state kernels need power 2 or 4, not {power}")
+    return _DEGREES[power]
+
+
+def choose(
+    *,
+    power: int,
+    head_dim: int,
+    value_dim: int,
+    time: int,
+    heads: int,
+    dtype,
+    exact_window: int = _BLOCK,
+    chunk: int | None = None,
+    state_dtype=jnp.float16,
+) -> configs.Config:
+    """Returns chunk, segments and tiles for rows of `time` positions and `heads` key heads in total over all rows.
+
+    All are chosen by predicted cost (pallas_kernels/README.md), none by measurement; `chunk` is used unchanged if
+    given. Raises NotImplementedError naming the first constraint that the shapes violate.
+    """
+    tiles = degree(power).tiles
+    chunk = chunk or max(_chunk_for(tiles, head_dim, time), exact_window)
+    config = tiles.choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype)
+    return dataclasses.replace(config, segments=_segments(heads * config.update_blocks, -(-time // chunk)))
+
+
+def call_for(key, value, *, power, chunk, exact_window, state_dtype, interpret) -> configs.Call:
+    """Returns the static options of a call on keys [B, T, K, D] and values [B, T, K, E]."""
+    batch, time, kv_heads, head_dim = key.shape
+    config = choose(
+        power=power,
+        head_dim=head_dim,
+        value_dim=value.shape[-1],
+        time=time,
+        heads=batch * kv_heads,
+        dtype=jnp.result_type(key, value),
+        exact_window=exact_window,
+        chunk=chunk,
+        state_dtype=state_dtype,
+    )
+    return configs.Call(
+        config=config, exact_window=exact_window, state_dtype=state_dtype, interpret=interpret
+    )
+
+
+def _chunk_for(tiles, head_dim, time):
+    """Returns a chunk for rows of that length, whose rows divide among all warpgroups unless they are very few."""
+    warpgroups = 1 if time <= 6 * _BLOCK else 2 if head_dim > 64 else 3
+    step = warpgroups * _BLOCK
+    return min(tiles.longest_chunk(head_dim), -(-time // step) * step)
+
+
+def _segments(blocks, chunks):
+    """Returns the number of segments that the update processes in parallel, with `blocks` blocks each."""
+    # As many as run at once. More than one segment costs an additional pass over the states.
+    return max(1, min(configs.MULTIPROCESSORS // blocks, chunks))

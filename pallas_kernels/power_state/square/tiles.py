@@ -1,0 +1,118 @@
+"""Tile sizes of the kernels at p = 2, chosen by predicted cost."""
+
+import jax.numpy as jnp
+
+from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state.square import layout as layouts
+
+__all__ = ["choose", "longest_chunk", "padded"]
+
+_BLOCK = configs.BLOCK
+# Sizes of heads and values that the kernels support; others are padded with zeros.
+_HEAD_SIZES = (32, 64, 128)
+_VALUE_SIZES = (64, 128)
+
+
+def choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype) -> configs.Config:
+    """Returns the tiles for a chunk; raises NotImplementedError for unsupported sizes and dtypes."""
+    supported = {
+        f"head_dim at most {_HEAD_SIZES[-1]}, not {head_dim}": head_dim <= _HEAD_SIZES[-1],
+        f"value_dim at most {_VALUE_SIZES[-1]}, not {value_dim}": value_dim <= _VALUE_SIZES[-1],
+        f"states of float16, bfloat16 or float32, not {jnp.dtype(state_dtype).name}": (
+            state_dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
+        ),
+    }
+    configs.require(supported | configs.needs_of_rows(dtype, chunk, exact_window))
+    head_dim, value_dim = padded(head_dim, value_dim)
+    layout = layouts.Layout(head_dim)
+    # Three warpgroups have 160 registers per thread, too few for more than 64 values or for the features of D = 128.
+    # Two have 232, too few for two terms at D = 128.
+    two_terms = state_dtype == jnp.float32
+    most = (3 if value_dim == _BLOCK else 2) if head_dim < 128 else 1 if two_terms else 2
+    # If a chunk is one block of rows, the compiler unrolls loops, and these cases lack the registers for that.
+    tight = head_dim == 128 or two_terms
+    blocks = next(
+        count
+        for count in (3, 2, 1)
+        if count <= most
+        and chunk % (count * _BLOCK) == 0
+        and not (tight and count > 1 and chunk == count * _BLOCK)
+    )
+    parts = 1 if head_dim < 128 else 3 * value_dim // _BLOCK
+    rows = blocks * _BLOCK * (2 * head_dim + (0 if head_dim == value_dim else value_dim))
+    keys = 2 * _BLOCK * (head_dim + value_dim)
+    left = configs.SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + exact_window) + blocks * _BLOCK)
+    stages = configs.stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
+    # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators. Storing in two terms needs more
+    # registers and leaves room for 2 x 288.
+    scalars = {32: 8, 64: 2 if state_dtype == jnp.float32 else 4, 128: 4}[head_dim]
+    return configs.Config(
+        chunk=chunk,
+        update_blocks=value_dim // _BLOCK * layout.sections * (layouts.TILE // scalars),
+        update_scalars=scalars,
+        update_stages=4,
+        query_blocks=blocks,
+        state_stages=stages,
+        key_stages=2,
+        parts=parts,
+        **_query_vjp(layout, value_dim, chunk, exact_window, 2 if two_terms else 1),
+        **_key_vjp(layout, value_dim, chunk),
+    )
+
+
+def _query_vjp(layout, value_dim, chunk, exact_window, terms):
+    """Returns the fields of the gradient of queries."""
+    head_dim = layout.head_dim
+    # Three warpgroups have too few registers. At the largest sizes even two have too few for two terms, and for a chunk
+    # of one block of rows, whose loop over keys the compiler unrolls.
+    largest = head_dim == value_dim == 128
+    most = 1 if largest and (terms == 2 or chunk == 2 * _BLOCK) else 2
+    blocks = next(count for count in (2, 1) if count <= most and chunk % (count * _BLOCK) == 0)
+    parts = layout.sections
+    height = _BLOCK if head_dim == 128 else value_dim
+    rows = blocks * _BLOCK * (2 * head_dim + value_dim)
+    keys = 2 * _BLOCK * (head_dim + value_dim)
+    left = configs.SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + exact_window) + 4 * blocks * _BLOCK)
+    stages = configs.stages(left // (2 * height * (layout.width // parts)), 6, chunk)
+    groups = 1 if head_dim == 128 else 4 // terms
+    if head_dim < 128:
+        # Use a number that divides the steps of a round, so that slots are known at compile time.
+        stages = next(number for number in range(stages, 1, -1) if groups * terms % number == 0)
+    return {
+        "query_vjp_blocks": blocks,
+        "query_vjp_parts": parts,
+        "query_vjp_stages": stages,
+        "query_vjp_groups": groups,
+    }
+
+
+def _key_vjp(layout, value_dim, chunk):
+    """Returns the fields of the gradient of keys."""
+    head_dim = layout.head_dim
+    blocks = 2 if chunk % (2 * _BLOCK) == 0 else 1
+    # At D = 128 parts are narrow, to save registers and so that two fit next to a second copy of the keys.
+    parts = 6 * value_dim // _BLOCK if head_dim == 128 else 1
+    tiles = blocks * _BLOCK * ((3 if head_dim == 128 else 2) * head_dim + value_dim)
+    # And two blocks of queries.
+    tiles += 2 * _BLOCK * (head_dim + value_dim)
+    left = configs.SHARED_BYTES - 2 * tiles - 4 * _BLOCK * (9 * blocks + 2 * 4)
+    return {
+        "key_vjp_blocks": blocks,
+        "key_vjp_parts": parts,
+        "key_vjp_stages": min(4, left // (2 * value_dim * (layout.width // parts))),
+        # Two warpgroups have 232 registers per thread, too few for both if either gradient has 128 columns.
+        "key_vjp_together": head_dim < 128 and value_dim == _BLOCK,
+    }
+
+
+def longest_chunk(head_dim: int) -> int:
+    """Returns the chunk of long rows, whose exact part costs about half of its state's."""
+    return next((chunk for size, chunk in ((32, 384), (64, 768)) if head_dim <= size), 1024)
+
+
+def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Returns the padded sizes that the kernels use for these sizes."""
+    return (
+        next(size for size in _HEAD_SIZES if size >= head_dim),
+        next(size for size in _VALUE_SIZES if size >= value_dim),
+    )
