@@ -53,7 +53,7 @@ FIRST = {
     ]
 }
 # Commands that read their arguments without a parser.
-UNPARSED = ("tests.pallas_kernels.h100", "tests.training.compiled")
+UNPARSED = ("tools.h100", "tests.training.compiled")
 
 
 def blocks(text: str, *languages: str) -> list[tuple[int, str]]:

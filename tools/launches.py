@@ -61,7 +61,7 @@ def report(passes: str, *, form: str, time: int, head_dim: int, power: int) -> l
     import jax.numpy as jnp
 
     from sympow_jax import ops
-    from tests.pallas_kernels import h100
+    from tools import h100
 
     def forward(query, key, value, log_decay):
         return ops.power_attention(

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax import ops
-from tests.pallas_kernels import h100
+from tools import h100
 
 # Whether there are documents, and the sizes of the mesh axes over which batch and heads are sharded.
 PROGRAMS = {"plain": (False, (1,)), "segments": (True, (1,)), "divided": (True, (4, 2))}

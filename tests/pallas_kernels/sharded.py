@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from sympow_jax import config, ops
 from sympow_jax.training import step
-from tests.pallas_kernels import h100
+from tools import h100
 
 Spec = jax.sharding.PartitionSpec
 

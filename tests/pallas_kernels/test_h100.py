@@ -7,9 +7,10 @@ import re
 import pytest
 
 from pallas_kernels.power_step import config as folding_config
-from tests.pallas_kernels import h100
+from tests.pallas_kernels import marks
+from tools import h100
 
-pytestmark = [pytest.mark.h100, h100.needs_packages]
+pytestmark = [pytest.mark.h100, marks.needs_compiler]
 # In all kernels except this one, matrix products cost more than memory traffic.
 WITHOUT_PRODUCTS = ("power_step",)
 

@@ -14,7 +14,8 @@ from sympow_jax import ops
 from sympow_jax.ops._recurrent import mosaic_step
 from sympow_jax.ops._shared import target
 from tests.ops import cases
-from tests.pallas_kernels import h100
+from tests.pallas_kernels import marks
+from tools import h100
 
 WINDOW = 4
 NAMES = ("query", "key", "value", "log_decay", "segment_ids")
@@ -152,7 +153,7 @@ def test_named_implementation_needs_a_hopper_gpu():
 
 
 @pytest.mark.h100
-@h100.needs_packages
+@marks.needs_compiler
 @pytest.mark.parametrize("segments", [False, True])
 def test_a_donated_state_is_not_copied(segments):
     """There is no copy, either at tokens where W tokens are folded or at the others."""
@@ -165,7 +166,7 @@ def test_a_donated_state_is_not_copied(segments):
 
 
 @pytest.mark.h100
-@h100.needs_packages
+@marks.needs_compiler
 def test_no_gather_around_the_kernels_on_eight_devices():
     text = h100.run("tests.pallas_kernels.donated", "divided")
     assert text.count('custom_call_target="mosaic_gpu') == 2

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.pallas_kernels import h100
-from tools import launches
+from tests.pallas_kernels import marks
+from tools import h100, launches
 
 PROGRAM = """HloModule jit_f
 
@@ -43,7 +43,7 @@ BOUNDS = [
 
 
 @pytest.mark.h100
-@h100.needs_packages
+@marks.needs_compiler
 @pytest.mark.parametrize(("form", "passes", "most_bytes", "most_launches"), BOUNDS)
 def test_little_is_moved_around_the_kernels(form, passes, most_bytes, most_launches):
     lines = h100.run("tools.launches", "--rows=0", f"--form={form}", f"--passes={passes}").splitlines()

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from sympow_jax import config
 from sympow_jax.layers import partitioning
 from sympow_jax.training import sharding, step
-from tests.pallas_kernels import h100
 from tests.training import collectives
+from tools import h100
 
 DEVICES = 8
 MEMORY = 80e9  # bytes of an H100

@@ -7,10 +7,10 @@ import pytest
 
 from sympow_jax import ops
 from sympow_jax.training import sharding, step
-from tests.pallas_kernels import h100
+from tests.pallas_kernels import marks
 from tests.training import compiled
 
-pytestmark = [pytest.mark.h100, h100.needs_packages, pytest.mark.timeout(compiled.TIMEOUT)]
+pytestmark = [pytest.mark.h100, marks.needs_compiler, pytest.mark.timeout(compiled.TIMEOUT)]
 
 FIRST = "124m-p2-4096-data8"
 # Gathers for positions and documents over `context`: one element per row, head and device, no activations.

@@ -21,9 +21,11 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
     operand, terms = configs.operands(call.state_dtype)
     layout, end, end_norm = forward.start_of(dfinal, key, value)
     dual = preparation_vjp.dual_of(of, unit, mean, preparation.size_of(end, dfinal))
-    operands = preparation.update_operands(dual.query, dual.value, dual.carried, operand)
+    query, value_operand = preparation.update_operands(dual.query, dual.value, dual.carried, operand)
     reverse = call.with_chunk(dual.query.shape[2])
-    duals, first = forward.walk(*operands, dual.carried, end, layout=layout, call=reverse, terms=terms)
+    duals, first = forward.walk(
+        query, value_operand, dual.carried, end, layout=layout, call=reverse, terms=terms
+    )
     strength = dual.carried.strength * dual.dnorm
     norm, shift = preparation.square_norms(dual.query, strength, dual.carried, end_norm), dual.carried.shift
     sizes = batch, kv_heads, head_dim, value.shape[-1]

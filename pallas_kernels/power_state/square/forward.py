@@ -28,8 +28,8 @@ def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
         exact_window=call.exact_window,
     )
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 2)
-    operands = preparation.update_operands(of.old_key, of.old_value, carried, operand)
-    states, final = walk(*operands, carried, start, layout=layout, call=call, terms=terms)
+    key_operand, value_operand = preparation.update_operands(of.old_key, of.old_value, carried, operand)
+    states, final = walk(key_operand, value_operand, carried, start, layout=layout, call=call, terms=terms)
     norm = preparation.square_norms(of.old_key, carried.strength, carried, start_norm)
     saved = preparation.Saved.of(states, norm, carried.shift, batch)
     sizes = batch, kv_heads, head_dim, value.shape[-1]

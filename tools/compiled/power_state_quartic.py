@@ -10,7 +10,7 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query as quartic_query
 from pallas_kernels.power_state.quartic import update as quartic_update
-from tests.pallas_kernels import h100
+from tools import h100
 
 # Kernel, head size, value size, chunk: multiples of 192, of 128 and of 64 give a query three, two and one warpgroups.
 CASES = [

@@ -12,8 +12,8 @@ from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import query_vjp
-from tests.pallas_kernels import compiled_power_state as forward
-from tests.pallas_kernels import h100
+from tools import h100
+from tools.compiled import power_state as forward
 
 CASES = [
     "dq-d32-e64-c384-float16",

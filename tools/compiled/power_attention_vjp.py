@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_attention import config, key_vjp, query_vjp, vjp_operands
-from tests.pallas_kernels import compiled_power_attention as forward
-from tests.pallas_kernels import h100
+from tools import h100
+from tools.compiled import power_attention as forward
 
 # Latency of the last wgmma of each product, of barriers and of sums, per step; a guess, not a measurement.
 WAITING_CYCLES = {"dq": 300, "dkv": 350, "dk": 350, "dv": 250}

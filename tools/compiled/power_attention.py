@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_attention import config, forward, operands
-from tests.pallas_kernels import h100
+from tools import h100
 
 # Latency of the last wgmma of each product, of barriers and of row sums, per step; a guess, not a measurement.
 WAITING_CYCLES = 250

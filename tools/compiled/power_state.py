@@ -13,7 +13,7 @@ from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import query, update
-from tests.pallas_kernels import h100
+from tools import h100
 
 # Chunks of 64, 128 and 192 give a query one, two and three warpgroups.
 CASES = [

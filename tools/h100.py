@@ -2,12 +2,12 @@
 
 Each compilation runs in a separate process, since LLVM may crash it:
 
-    python -m tests.pallas_kernels.h100 report power_attention p2-d64-e64-bfloat16
-    python -m tests.pallas_kernels.h100 table
+    python -m tools.h100 report power_attention p2-d64-e64-bfloat16
+    python -m tools.h100 table
 
-A module `compiled_KERNEL` has CASES, by name, and RARE ones, which the table leaves out; build(case), which returns a
-function of one kernel and the shapes it is compiled for; and predict(case, kernel), which returns its main loops and
-predicted time. Needs the packages of the dependency group `h100`.
+A module `tools.compiled.KERNEL` has CASES, by name, and RARE ones, which the table leaves out; build(case), which
+returns a function of one kernel and the shapes it is compiled for; and predict(case, kernel), which returns its main
+loops and predicted time. Needs the packages of the dependency group `h100`.
 """
 
 import dataclasses
@@ -21,14 +21,12 @@ import subprocess
 import sys
 import tempfile
 
-import pytest
-
 TARGET = pathlib.Path(__file__).with_name("h100.txtpb")
 PACKAGES = ("jax_cuda13_plugin", "nvidia.cu13", "triton.backends.nvidia")
 TIMEOUT = 200
 
 KERNELS = sorted(
-    path.stem.removeprefix("compiled_") for path in pathlib.Path(__file__).parent.glob("compiled_*.py")
+    path.stem for path in (pathlib.Path(__file__).parent / "compiled").glob("*.py") if path.stem != "__init__"
 )
 
 # For predictions: dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, given the clock under load.
@@ -73,19 +71,14 @@ def missing() -> list[str]:
     return [name for name in PACKAGES if not found(name)]
 
 
-needs_packages = pytest.mark.skipif(
-    bool(missing()), reason=f"needs {', '.join(missing())}: uv sync --group h100"
-)
-
-
 def compiled(name: str):
     """Returns the module that defines how a kernel is compiled."""
-    return importlib.import_module(f"tests.pallas_kernels.compiled_{name}")
+    return importlib.import_module(f"tools.compiled.{name}")
 
 
 def report(name: str, case: str) -> list[Kernel]:
     """Returns the kernels of a case."""
-    return [Kernel(**kernel) for kernel in json.loads(run("tests.pallas_kernels.h100", "report", name, case))]
+    return [Kernel(**kernel) for kernel in json.loads(run("tools.h100", "report", name, case))]
 
 
 def run(module: str, *arguments: str, timeout: float = TIMEOUT) -> str:
@@ -96,7 +89,7 @@ def run(module: str, *arguments: str, timeout: float = TIMEOUT) -> str:
         text=True,
         timeout=timeout,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-        cwd=pathlib.Path(__file__).parents[2],
+        cwd=pathlib.Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
@@ -156,8 +149,8 @@ def _assemble(path: pathlib.Path) -> Kernel:
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)
     code = _instructions(sass)
     return Kernel(
-        name=re.search(r"\.entry (\w+)", ptx)[1],
-        registers=int(re.search(r"Used (\d+) registers", ptxas.stderr)[1]),
+        name=re.findall(r"\.entry (\w+)", ptx)[0],
+        registers=int(re.findall(r"Used (\d+) registers", ptxas.stderr)[0]),
         spill_bytes=sum(map(int, spills)),
         shared_bytes=int(shared[1]) if shared else 0,
         serialized=bool(re.search("instructions are serialized|C75(10|11|12|15|20)", ptxas.stderr)),
@@ -207,7 +200,7 @@ def _short_dots(ptx: str) -> int:
 def _tool(name: str) -> str:
     for package in PACKAGES[1:]:
         spec = importlib.util.find_spec(package)
-        for root in spec.submodule_search_locations or []:
+        for root in (spec and spec.submodule_search_locations) or []:
             if (path := pathlib.Path(root, "bin", name)).exists():
                 return str(path)
     raise FileNotFoundError(name)
@@ -253,4 +246,7 @@ def _print_table(*names: str) -> None:
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    {"table": _print_table, "report": _print_report}[sys.argv[1]](*sys.argv[2:])
+    if sys.argv[1] == "table":
+        _print_table(*sys.argv[2:])
+    else:
+        _print_report(*sys.argv[2:])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.power_step import config as configs
 from pallas_kernels.power_step import folding, reading
-from tests.pallas_kernels import h100
+from tools import h100
 
 # Kernel, power, head size (of keys and values), batch, key heads, query heads for each.
 CASES = [
@@ -42,7 +42,7 @@ def build(case: str):
             power=power,
             dtype=jnp.float32,
         )
-        shapes = (
+        read_shapes = (
             (batch, kv_heads, group, features),
             (batch, kv_heads, features, width),
             (batch, kv_heads, features),
@@ -51,8 +51,8 @@ def build(case: str):
             (batch, 2 * exact_window, kv_heads, width),
             (batch, kv_heads, 2 * exact_window),
         )
-        call = functools.partial(reading.read, power=power, config=config)
-        return call, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        read = functools.partial(reading.read, power=power, config=config)
+        return read, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in read_shapes]
 
     def call(kv, norm, *arrays):
         held = jax.new_ref(kv), jax.new_ref(norm)

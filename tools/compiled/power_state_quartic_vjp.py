@@ -11,8 +11,8 @@ from pallas_kernels.power_state.quartic import far_vjp as far
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
-from tests.pallas_kernels import compiled_power_state_quartic as forward
-from tests.pallas_kernels import h100
+from tools import h100
+from tools.compiled import power_state_quartic as forward
 
 # Kernel, head size, value size, chunk: multiples of 192, of 128 and of 64 allow three, two and one warpgroups.
 CASES = [

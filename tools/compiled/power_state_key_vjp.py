@@ -13,7 +13,7 @@ from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import key_vjp
 from pallas_kernels.power_state.square import layout as layouts
-from tests.pallas_kernels import h100
+from tools import h100
 
 CASES = [
     "dkv-d32-e64-c384-float16",
@@ -74,8 +74,8 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     # Results of the kernel.
     key, value = "key" in kernel.name, config.key_vjp_together or "key" not in kernel.name
     loops = [loop for loop in kernel.loops if loop["HGMMA"]]
-    far = [loop for loop in loops if loop["HMUL2" if value else "FFMA"] and not loop["MUFU"]][:parts]
-    far = {kind: sum(loop[kind] for loop in far) for kind in far[0]}
+    read = [loop for loop in loops if loop["HMUL2" if value else "FFMA"] and not loop["MUFU"]][:parts]
+    far = {kind: sum(loop[kind] for loop in read) for kind in read[0]}
     tensor = (key + value) * layout.width // 16 * value_dim // 2 * terms
     waits = parts * (key + value * terms) * WAITING_CYCLES
     cached = 2 * value_dim * layout.width * terms / CACHE_BYTES
