@@ -185,7 +185,7 @@ def key_vjp(
 
 
 def update(vector, scalars, value, carry, initial, weights, *, layout, config, chunk, dtype, interpret):
-    """Computes `quartic_update.update`."""
+    """Computes `quartic.update.update`."""
     heads, chunks = carry.shape
     segments = initial.shape[1]
     stored, finals = [], np.array(initial)
@@ -220,7 +220,7 @@ def query_states(
     exact_window,
     interpret,
 ):
-    """Computes `quartic_query.query_states`."""
+    """Computes `quartic.query.query_states`."""
     heads, time, _ = query.shape
     out = np.zeros((heads, time, layout.value_dim), np.float32)
     total = single(denominator).reshape(heads, time).copy()

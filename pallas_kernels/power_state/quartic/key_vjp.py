@@ -1,7 +1,7 @@
 """Gradients of keys and values at p = 4: from the gradient of the state after them, and from in-window queries.
 
 A block has `key_vjp_blocks` warpgroups of 64 keys of one chunk. One pass over the gradient of the state after the chunk
-computes both from-state contributions (`quartic_far_vjp`), of the key and the value divided by powers of two so that
+computes both from-state contributions (`far_vjp`), of the key and the value divided by powers of two so that
 they fit in 16 bits. `near_key_vjp` adds those of in-window queries. The normalizer's contribution is added in plain
 JAX, since the kernel has no room for its matrix.
 """

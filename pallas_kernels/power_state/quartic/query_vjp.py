@@ -1,6 +1,6 @@
 """Gradient of queries at p = 4: through the state, and through the keys from the window on.
 
-A block has one chunk's rows in `query_blocks` warpgroups of 64. `quartic_far_vjp` computes the from-state contribution,
+A block has one chunk's rows in `query_blocks` warpgroups of 64. `far_vjp` computes the from-state contribution,
 of the query and its output's cotangent divided by a power of two so that they fit in 16 bits. `near_vjp` adds that of
 the in-window keys. The normalizer's contribution is added in plain JAX, since the kernel has no room for its matrix.
 """
@@ -58,7 +58,7 @@ def query_vjp(
 
     The gradient lacks the normalizer's contribution.
 
-    query, vector, scalars, states, key, value, decay: as in `quartic_query.query_states`. dout: bfloat16 [HN, X, E],
+    query, vector, scalars, states, key, value, decay: as in `query.query_states`. dout: bfloat16 [HN, X, E],
     the cotangent of the weighted mean. rows: float32 [HN, X / 64, 4, 64], in the order of `Rows`.
 
     The sums are those of the gradient with respect to the logarithms of weights: over the in-window keys, and over the
