@@ -23,7 +23,7 @@ KERNELS = {
     [
         ("sympow,context=1024", ATTENTION),
         ("sympow,context=4096", ATTENTION),
-        ("sympow,context=8192", CHUNKED),
+        ("sympow,context=16384", CHUNKED),
         ("sympow_gated,context=2048", ATTENTION),
         ("sympow_gated,context=32768", CHUNKED),
         ("conformal,context=1024", ATTENTION),
