@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--jobs", type=int, default=1, help="workers that compile at once; they take turns on the device"
     )
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}; it must be at least 1")
     started = time.monotonic()
     if options.smoke:
         comparisons = _shapes.SMOKE
@@ -79,8 +81,9 @@ class Report:
         with self._lock:
             for name in ("machine", "ceilings"):
                 self.content[name] |= event.get(name, {})
-            for row in event.get("rows", ()):
-                self.content["rows"].append(row | _rates(row, self.content["ceilings"]))
+            # Ceilings come from one worker, after the first rows of others.
+            rows = [*self.content["rows"], *event.get("rows", ())]
+            self.content["rows"] = [row | _rates(row, self.content["ceilings"]) for row in rows]
             self._file.write(self.content)
 
 
@@ -103,7 +106,9 @@ def _measure(comparisons, report, smoke, started, jobs):
             pool.submit(_supervise, "jax", part, report.add, silence, deadline, ceilings=number == 0)
             for number, part in enumerate(_deal(ours, jobs))
         ]
-        running.append(pool.submit(_supervise_peers, theirs, report, deadline))
+        running.append(
+            pool.submit(_supervise_peers, theirs, report, deadline, SILENCE["torch"] * (1 + jobs / 4))
+        )
         for future in running:
             future.result()
 
@@ -126,9 +131,9 @@ def _deal(comparisons, jobs):
     return [part for part in dealt if part]
 
 
-def _supervise_peers(comparisons, report, deadline):
+def _supervise_peers(comparisons, report, deadline, silence):
     try:
-        _supervise("torch", comparisons, report.add, SILENCE["torch"], deadline)
+        _supervise("torch", comparisons, report.add, silence, deadline)
     except _worker.NoDevice as error:
         for comparison in comparisons:
             report.add({"rows": [_row(comparison, name, str(error)) for name in comparison.contenders]})

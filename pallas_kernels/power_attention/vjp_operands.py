@@ -117,7 +117,8 @@ def prepare(
     # Convert from weights of the original queries and keys to weights of the operands, relative to the longest key.
     exponent = exponent - power * (query_exponent + _of_heads(longest, query)[:, None])
     denominator = numerics.scaled(denominator, exponent)
-    some = denominator >= np.finfo(np.float32).tiny
+    # A NaN is a weight too: its gradients are NaN, not zero.
+    some = ~(denominator < np.finfo(np.float32).tiny)
 
     value, value_unit = _large(tokens.value, kv_heads)
     dout, dout_unit = _large(jnp.where(some[..., None], dout.astype(jnp.float32), 0), kv_heads)

@@ -79,7 +79,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """Static options of one call, with its tiles, which are chosen once.
+    """Static options of a call with its tiles, which depend on shapes alone: every pass has the same.
 
     Attributes:
         config: tile sizes, with the chunk.
@@ -99,7 +99,7 @@ class Call:
         return self.config.chunk
 
     def with_chunk(self, chunk: int) -> "Call":
-        """Returns the call with another number of positions between states."""
+        """Returns the call with chunks of another length and unchanged tiles, for the update over a group's queries."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, chunk=chunk))
 
     @property

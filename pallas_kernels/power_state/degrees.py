@@ -89,7 +89,7 @@ def call_for(key, value, *, power, chunk, exact_window, state_dtype, interpret) 
 
 
 def _chunk_for(tiles, head_dim, time):
-    """Returns a chunk for rows of that length, whose rows divide among all warpgroups unless they are very few."""
+    """Returns a chunk for rows of that length, which divides among the warpgroups of the query at E = 64."""
     warpgroups = 1 if time <= 6 * _BLOCK else 2 if head_dim > 64 else 3
     step = warpgroups * _BLOCK
     return min(tiles.longest_chunk(head_dim), -(-time // step) * step)

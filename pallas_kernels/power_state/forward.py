@@ -76,9 +76,10 @@ def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, **o
 
 
 def fold(key, value, log_decay, folds, initial_state=None, *, power, **options):
-    """Returns the states before each chunk, and the final state, like `initial_state`.
+    """Returns the states before each chunk as `Saved`, and the final state (kv, norm).
 
-    Arguments as in `power_state`.
+    Arguments as in `power_state`, but log_decay and folds are arrays, and power, chunk, exact_window, state_dtype and
+    interpret are all required.
     """
     call = degrees.call_for(key, value, power=power, **options)
     return degrees.degree(power).forward.fold(key, value, log_decay, folds, initial_state, call)
@@ -87,7 +88,7 @@ def fold(key, value, log_decay, folds, initial_state=None, *, power, **options):
 def attend(query, key, value, log_decay, folds, saved, *, power, **options):
     """Returns the output and the denominators, from the states before each chunk.
 
-    Arguments as in `power_state`.
+    Arguments as in `fold`.
     """
     call = degrees.call_for(key, value, power=power, **options)
     return degrees.degree(power).forward.attend(query, key, value, log_decay, folds, saved, call)

@@ -62,7 +62,8 @@ def mean_of(out, denominator, dout, length) -> Mean:
     out, denominator, dout = (
         lengthened(preparation.heads_first(x), length) for x in (out, denominator, dout)
     )
-    some = denominator > 0
+    # A NaN is a weight too: its gradients are NaN, not zero.
+    some = ~(denominator <= 0)
     return Mean(
         dout=dout,
         inverse=jnp.where(some, 1 / jnp.where(some, denominator, 1), 0),

@@ -66,10 +66,10 @@ def read_keys(acc, own, smem, denominator, block, end, config, exact_window, int
 
 
 def store_mean(acc, total, out_smem, out):
-    """Writes acc / total, or zero where the total is zero, through shared memory."""
+    """Writes acc / total through shared memory: zero where the total is not positive, NaN where it is NaN."""
     total = lax.broadcast_in_dim(total, acc.shape, [0])
-    some = total > 0
-    mean = jnp.where(some, acc[...] / jnp.where(some, total, 1.0), 0.0)
+    none = total <= 0
+    mean = jnp.where(none, 0.0, acc[...] / jnp.where(none, 1.0, total))
     out_smem[...] = mean.astype(out_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem, out)

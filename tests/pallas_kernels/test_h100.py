@@ -13,19 +13,23 @@ from tools import h100
 pytestmark = [pytest.mark.h100, marks.needs_compiler]
 # In all kernels except this one, matrix products cost more than memory traffic.
 WITHOUT_PRODUCTS = ("power_step",)
+# Sizes of models that people train: head and value sizes of 64 at p = 2 and of 32 at p = 4.
+COMMON = re.compile(r"p2-d64-e64|p2-d64-b64|^\w+-d64-e64|d32-e32-c3072")
 
 
-def cases_of(kind, *marks):
-    """Returns every kernel with every case of a kind."""
+def every_case():
+    """Returns every kernel with every case; all but the common sizes are slow."""
     modules = {name: h100.compiled(name) for name in h100.KERNELS}
     return [
-        pytest.param(name, case, marks=marks)
+        pytest.param(
+            name, case, marks=() if COMMON.search(case) and case in module.CASES else pytest.mark.slow
+        )
         for name, module in modules.items()
-        for case in getattr(module, kind)
+        for case in (*module.CASES, *module.RARE)
     ]
 
 
-@pytest.mark.parametrize(("name", "case"), [*cases_of("CASES"), *cases_of("RARE", pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "case"), every_case())
 def test_compiled(name, case):
     """Kernels spill nothing and, except the step, run wgmma asynchronously on tiles loaded by TMA."""
     kernels = h100.report(name, case)

@@ -66,6 +66,23 @@ def test_values_and_gradients(form, case):
     check(errors("mosaic_gpu"), errors("xla"))
 
 
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_a_nan_is_not_hidden(form):
+    """One NaN in a key makes NaN of the outputs and query gradients from its position on, not zeros."""
+    drawn = cases.arrays(
+        cases.Case(head_dim=32, value_dim=32, time=150, decay="none"), batch=1, dtype="bfloat16"
+    )
+    short = suite.cast(drawn, "bfloat16")
+    short["key"] = short["key"].at[0, 100, 0, 3].set(jnp.nan)
+    chunk_size = 64 if form == "chunked" else None
+    actual = suite.outputs_and_gradients(
+        short, implementation="mosaic_gpu", form=form, power=2, chunk_size=chunk_size
+    )
+    for name in ("out", "query"):
+        found = np.isnan(np.asarray(actual[name], np.float32)[0, :, 0]).all(-1)
+        assert found[100:].all(), (name, np.flatnonzero(~found))
+
+
 def test_a_sequence_split_in_two():
     """A kernel state continues in the kernels and its gradient returns, as exactly as in one plain call."""
     case = cases.Case(head_dim=32, value_dim=32, time=260, decay="gentle", segments="padded")

@@ -57,7 +57,10 @@ def _vjp(layout, chunk, exact_window):
         left = configs.SHARED_BYTES - 2 * operands - 4 * (decays[name] + 7 * rows + 8 * _BLOCK)
         stage = layouts.SCALARS * (rows + layout.value_dim * layouts.COLUMNS)
         stage += 2 * layout.head_dim * layouts.SCALAR_COLUMNS
-        fields |= {f"{name}_vjp_blocks": blocks, f"{name}_vjp_stages": min(left // (2 * stage), 3)}
+        fields |= {
+            f"{name}_vjp_blocks": blocks,
+            f"{name}_vjp_stages": configs.stages(left // (2 * stage), 3, chunk),
+        }
     return fields
 
 

@@ -78,9 +78,9 @@ def returned(state, norm, shift, layout, sizes):
     state: [H, 16, E, P] and norm: Z [H, D, D], both divided by 2^shift [H]. sizes: B, K, D and E before padding.
     """
     batch, kv_heads, head_dim, value_dim = sizes
-    unscale = jnp.exp2(shift.astype(jnp.float32))
-    kv = layouts.to_canonical(state[:, :, :value_dim], layout, head_dim) * unscale[:, None, None]
-    norm = layouts.norm_to_canonical(norm[:, :head_dim, :head_dim]) * unscale[:, None]
+    kv = layouts.to_canonical(state[:, :, :value_dim], layout, head_dim)
+    kv = numerics.scaled(kv, shift[:, None, None])
+    norm = numerics.scaled(layouts.norm_to_canonical(norm[:, :head_dim, :head_dim]), shift[:, None])
     return kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1)
 
 

@@ -99,7 +99,7 @@ def _key_vjp(layout, value_dim, chunk):
     return {
         "key_vjp_blocks": blocks,
         "key_vjp_parts": parts,
-        "key_vjp_stages": min(4, left // (2 * value_dim * (layout.width // parts))),
+        "key_vjp_stages": configs.stages(left // (2 * value_dim * (layout.width // parts)), 4, chunk),
         # Two warpgroups have 232 registers per thread, too few for both if either gradient has 128 columns.
         "key_vjp_together": head_dim < 128 and value_dim == _BLOCK,
     }

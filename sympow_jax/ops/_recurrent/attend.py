@@ -36,7 +36,7 @@ def attend(plan, query, key, value, log_decay, segment_ids, state):
 
             out = time_axis.by_heads(of_heads, query, key, value, log_decay, segment_ids, plan.axis_name)
             return out, None
-        # A bad token may be on another device, where no query of this one is set to NaN.
+        # Not contained: the bad token may be on an earlier device, and only outputs of this one could be set to NaN.
         return _attend_without_padding(plan, query, key, value, log_decay, segment_ids, None)
 
 

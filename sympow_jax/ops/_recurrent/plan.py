@@ -161,7 +161,7 @@ def make(
             )
             for candidate in ("attention", "chunked")
         }
-        state_bytes = cost.state_bytes(power=power, per_channel=per_channel, **sizes)
+        state_bytes = cost.state_bytes(power=power, itemsize=dtype.itemsize, per_channel=per_channel, **sizes)
         if more_keys:
             form, reason = "attention", "there are more keys than queries"
         elif implementation == "reference":

@@ -120,7 +120,7 @@ def padded(rows: Rows, multiple: int) -> Rows:
 def unit_scale(query: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
     """Returns the query times the power of two that brings its largest entry into [1/2, 1)."""
     exponent = _unit_exponent(query)[..., None]
-    # Two factors, since the inverse of the smallest normal number overflows.
+    # Two factors: the inverse of a large power of two would be subnormal, that of a subnormal one would overflow.
     half = exponent // 2
     return jnp.ldexp(jnp.ldexp(query, -half), half - exponent)
 

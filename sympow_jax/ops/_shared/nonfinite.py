@@ -132,8 +132,7 @@ def _is_bad(state) -> Bool[Array, "B K"]:
     bad = ~jnp.isfinite(norm.reshape(*norm.shape[:2], -1)).all(-1)
     bad |= ~jnp.isfinite(folded["kv"][:, :, :1]).all((2, 3))
     for x in slots:
-        known = x > -jnp.inf if x is state.log_decays else True
-        bad |= ~(jnp.isfinite(x) & known).all(tuple(axis for axis in range(x.ndim) if axis not in (0, 2)))
+        bad |= ~jnp.isfinite(x).all(tuple(axis for axis in range(x.ndim) if axis not in (0, 2)))
     return bad
 
 
