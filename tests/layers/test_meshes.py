@@ -57,14 +57,14 @@ def check(cases):
         assert found.get("gradient", 0) <= GRADIENT_BOUND, found
 
 
-@pytest.mark.parametrize("cases", itertools.batched(OFTEN, 3), ids=",".join)
+@pytest.mark.parametrize("cases", list(itertools.batched(OFTEN, 3)), ids=",".join)
 def test_on_a_mesh(cases):
     check(cases)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("cases", itertools.batched(RARE, 8), ids=",".join)
+@pytest.mark.parametrize("cases", list(itertools.batched(RARE, 8)), ids=",".join)
 def test_everything_on_a_mesh(cases):
     check(cases)
 

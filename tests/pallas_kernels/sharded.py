@@ -53,7 +53,7 @@ def op(form: str, policy=None):
 
 def training(form: str):
     """Returns an update of one layer of the papers' model by the kernels of a form, sharded over eight devices."""
-    context, rows = {"attention": 4096, "chunked": 8192}[form], 8
+    context, rows = {"attention": 4096, "chunked": 16_384}[form], 8
     attention = dataclasses.replace(
         config.preset("conformal", power=2), form=form, implementation="mosaic_gpu"
     )

@@ -59,7 +59,11 @@ def bulk_stores_of(case):
     return 2 * (1 + ragged)
 
 
-@pytest.mark.parametrize("what", ["attention", "chunked", "training-attention", "training-chunked"])
+@pytest.mark.parametrize(
+    "what",
+    ["attention", "chunked"]
+    + [pytest.param(f"training-{form}", marks=pytest.mark.slow) for form in ("attention", "chunked")],
+)
 def test_nothing_is_gathered_on_eight_devices(what):
     """With batch and heads sharded over a mesh, no kernel and no backward pass needs another device's shard."""
     text = h100.run("tests.pallas_kernels.sharded", what)
@@ -71,6 +75,7 @@ def test_nothing_is_gathered_on_eight_devices(what):
     assert "all-reduce" not in text or what.startswith("training")
 
 
+@pytest.mark.slow
 def test_states_are_kept_or_computed_again():
     """Depending on the policy of a checkpoint there is one more update, and no unneeded kernel."""
     counts = {
