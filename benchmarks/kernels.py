@@ -101,14 +101,13 @@ def _measure(comparisons, report, smoke, started, jobs):
     # PyTorch contenders have a worker of their own.
     with _timing.turns(jobs + bool(theirs)), concurrent.futures.ThreadPoolExecutor(jobs + 1) as pool:
         # A worker that waits for the others emits nothing for longer.
-        silence = (BRIEF_SILENCE if brief else SILENCE["jax"]) * (1 + jobs / 4)
+        patience = 1 + jobs / 4
+        silence = (BRIEF_SILENCE if brief else SILENCE["jax"]) * patience
         running = [
             pool.submit(_supervise, "jax", part, report.add, silence, deadline, ceilings=number == 0)
             for number, part in enumerate(_deal(ours, jobs))
         ]
-        running.append(
-            pool.submit(_supervise_peers, theirs, report, deadline, SILENCE["torch"] * (1 + jobs / 4))
-        )
+        running.append(pool.submit(_supervise_peers, theirs, report, deadline, SILENCE["torch"] * patience))
         for future in running:
             future.result()
 

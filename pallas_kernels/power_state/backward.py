@@ -82,9 +82,8 @@ def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, po
 
     The largest entries of scaled queries are in [1/2, 1).
     """
-    width, value_width = degrees.degree(power).tiles.padded(key.shape[-1], value.shape[-1])
-    query, key = (preparation.fill(x, width) for x in (query, key))
-    value, out, dout = (preparation.fill(x, value_width) for x in (value, out, dout))
-    of = preparation.tokens(key, value, log_decay, folds, chunk=call.chunk, exact_window=call.exact_window)
-    unit, exponent = preparation.queries(query, call.chunk)
+    sizes = width, value_width = degrees.degree(power).tiles.padded(key.shape[-1], value.shape[-1])
+    out, dout = (preparation.fill(x, value_width) for x in (out, dout))
+    of = preparation.tokens(key, value, log_decay, folds, sizes=sizes, call=call)
+    unit, exponent = preparation.queries(preparation.fill(query, width), call.chunk)
     return of, unit, exponent, preparation_vjp.mean_of(out, denominator, dout, unit.shape[1])

@@ -163,10 +163,17 @@ def queries(query, chunk):
     return numerics.scaled(query, -exponent), exponent
 
 
-def tokens(key, value, log_decay, folds, *, chunk, exact_window) -> Tokens:
-    """Computes Tokens from key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K] and folds [B, T]."""
+def tokens(key, value, log_decay, folds, *, sizes: tuple[int, int], call: configs.Call) -> Tokens:
+    """Converts key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K] and folds [B, T].
+
+    sizes: D and E of the kernels, to which keys and values are padded with zeros.
+    """
+    chunk, exact_window = call.chunk, call.exact_window
     extra = -key.shape[1] % chunk
-    key, value = (_pad(heads_first(x), exact_window, extra) for x in (key, value))
+    key, value = (
+        _pad(heads_first(fill(x, size)), exact_window, extra)
+        for x, size in zip((key, value), sizes, strict=True)
+    )
     old_key, old_value = (_folded(x, chunk, exact_window).astype(jnp.float32) for x in (key, value))
     old_exponent = exponent_of(old_key)
     block, folded = _decays(log_decay, folds, chunk, exact_window)

@@ -33,8 +33,8 @@ def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
     start, start_norm = start_of(initial_state, batch * kv_heads, head_dim, layout)
-    key, value = preparation.fill(key, layout.head_dim), preparation.fill(value, layout.value_dim)
-    of = preparation.tokens(key, value, log_decay, folds, chunk=call.chunk, exact_window=call.exact_window)
+    padded = layout.head_dim, layout.value_dim
+    of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 4)
     vector, scalars = pair_products(preparation.time_last(of.old_key), layout)
     norm = norms(vector, carried.strength, carried, start_norm)
@@ -51,8 +51,8 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
     batch, time, _, head_dim = query.shape
     value_dim = value.shape[-1]
     layout = layouts.layout_for(head_dim, value_dim)
-    key, value = preparation.fill(key, layout.head_dim), preparation.fill(value, layout.value_dim)
-    of = preparation.tokens(key, value, log_decay, folds, chunk=call.chunk, exact_window=call.exact_window)
+    padded = layout.head_dim, layout.value_dim
+    of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
     unit, _ = preparation.queries(preparation.fill(query, layout.head_dim), call.chunk)
     states, norm, shift = saved.by_head()
     scale = preparation.scale_of(of, shift)

@@ -19,14 +19,8 @@ def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
     batch, _, kv_heads, head_dim = key.shape
     operand, terms = configs.operands(call.state_dtype)
     layout, start, start_norm = start_of(initial_state, key, value)
-    of = preparation.tokens(
-        preparation.fill(key, layout.head_dim),
-        preparation.fill(value, start.shape[2]),
-        log_decay,
-        folds,
-        chunk=call.chunk,
-        exact_window=call.exact_window,
-    )
+    padded = tiles.padded(head_dim, value.shape[-1])
+    of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 2)
     key_operand, value_operand = preparation.update_operands(of.old_key, of.old_value, carried, operand)
     states, final = walk(key_operand, value_operand, carried, start, layout=layout, call=call, terms=terms)
@@ -40,16 +34,9 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
     """Computes `power_state.attend`."""
     batch, time, *_ = query.shape
     value_dim = value.shape[-1]
-    width, value_width = tiles.padded(query.shape[-1], value_dim)
-    of = preparation.tokens(
-        preparation.fill(key, width),
-        preparation.fill(value, value_width),
-        log_decay,
-        folds,
-        chunk=call.chunk,
-        exact_window=call.exact_window,
-    )
-    unit, _ = preparation.queries(preparation.fill(query, width), call.chunk)
+    padded = tiles.padded(query.shape[-1], value_dim)
+    of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
+    unit, _ = preparation.queries(preparation.fill(query, padded[0]), call.chunk)
     states, norm, shift = saved.by_head()
     out, denominator = query_kernel.query_states(
         unit,
@@ -60,7 +47,7 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
         of.value,
         of.decay,
         preparation.scale_of(of, shift),
-        layout=layouts.Layout(width),
+        layout=layouts.Layout(padded[0]),
         **call.kernel_options,
     )
     out, denominator = (preparation.tokens_second(x, batch)[:, :time] for x in (out, denominator))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array
 
-__all__ = ["ATTENTION", "STEP", "on_any_mesh", "op", "same_variation", "static_or_traced"]
+__all__ = ["ATTENTION", "STEP", "on_any_mesh", "op", "same_variation", "static_or_traced", "varying_over"]
 
 # Axes of the arguments of attention: of a sequence, and of one token.
 ATTENTION = {
@@ -81,12 +81,15 @@ def same_variation(tree):
         return tree
 
     def cast(x):
-        missing = tuple(sorted(axes - _varying(x)))
-        if not missing or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return jax.lax.pcast(x, missing, to="varying")
+        return varying_over(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return jax.tree.map(cast, tree)
+
+
+def varying_over(x, axes: frozenset[str]):
+    """Returns x varying over these manual mesh axes in addition to its own."""
+    missing = tuple(sorted(axes - _varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def static_or_traced(number) -> tuple[float | None, Array | None]:

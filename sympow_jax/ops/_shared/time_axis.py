@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.ops._shared import calls
 
 __all__ = ["by_heads", "carried", "exclusive_prefix", "from_left"]
 
@@ -61,8 +62,7 @@ def _as_varying(x, like):
     """Returns x varying over all manual mesh axes that the type `like` varies over."""
     if like.manual_axis_type is None:  # without the checks
         return x
-    missing = tuple(sorted(like.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
+    return calls.varying_over(x, like.manual_axis_type.varying)
 
 
 def by_heads(
