@@ -5,6 +5,7 @@ import dataclasses
 import fcntl
 import functools
 import os
+import pathlib
 import statistics
 import tempfile
 import time
@@ -23,6 +24,7 @@ __all__ = [
     "medians",
     "queued",
     "spread",
+    "traced_seconds",
     "turns",
 ]
 
@@ -159,6 +161,25 @@ def kernel_seconds(call: Callable, inputs: Sequence[tuple], runs: int = 5) -> di
     for name, milliseconds in seen[runs // 2]:
         total[name] = total.get(name, 0) + milliseconds / 1e3
     return total
+
+
+def traced_seconds(call: Callable[[], None]) -> dict[str, float]:
+    """Returns the seconds of each kernel and copy that a GPU ran during one call, longest first, from a profiler trace.
+
+    Unlike `kernel_seconds`, it calls only once, so arguments may be donated. The call must wait for its results.
+    Empty on other devices.
+    """
+    total: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        for path in pathlib.Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                # Lines of a GPU are its streams; the others repeat the streams' events by op, module or step.
+                streams = [line for line in plane.lines if line.name.startswith("Stream")]
+                for event in (event for line in streams for event in line.events):
+                    total[event.name] = total.get(event.name, 0.0) + event.duration_ns / 1e9
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
 def ceilings(*, size: int, copied: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks import _contenders, _timing, _worker
 from configs import gpt2_124m
 from sympow_jax import config
-from sympow_jax.training import sharding, step
+from sympow_jax.training import flops, sharding, step
 
 __all__ = ["Run", "attention", "measure"]
 
@@ -27,6 +27,8 @@ WARMUP_STEPS = 2
 # Steps are timed for this many seconds, but at least LEAST_STEPS and at most MOST_STEPS of them.
 SECONDS = 15.0
 LEAST_STEPS, MOST_STEPS = 3, 10
+# Kernels and copies of a step whose times are in its row.
+LONGEST = 40
 _FORMS = re.compile(r"\b(attention|chunked|recurrent|softmax)_(reference|xla|mosaic_gpu|cudnn)\b")
 _KERNELS = re.compile(r"\bpower_(?:attention|state)_\w+|__cudnn\$\w+")
 # A model small enough for any device.
@@ -66,6 +68,7 @@ class Run:
 def measure(run: Run, emit: Callable[[dict], None]) -> dict:
     """Measures a run on the first device and returns its row; emits {"sign": ...} as a sign of progress.
 
+    The times of single kernels are taken last; the row is emitted before, so a profiler that fails costs only them.
     Errors from compiling and running propagate.
     """
     settings = run.settings()
@@ -100,11 +103,15 @@ def measure(run: Run, emit: Callable[[dict], None]) -> dict:
     measured = seconds[WARMUP_STEPS:]
     median = statistics.median(measured)
     stats = device.memory_stats() or {}
-    return {
+    needed = run.tokens * flops.model_flops_per_token(settings.model, run.context)
+    peak = flops.peak_flops(device)
+    row = {
         **attention(update.as_text()),
         "seconds": median,
         "spread": _timing.spread(measured),
         "tokens_per_second": run.tokens / median,
+        "model_flops_per_second": needed / median,
+        "mfu": None if peak is None else needed / median / peak,
         "steps": len(measured),
         "first_loss": losses[0],
         "last_loss": losses[-1],
@@ -112,6 +119,10 @@ def measure(run: Run, emit: Callable[[dict], None]) -> dict:
         "program_bytes": _contenders.program_bytes(update),
         "compile_seconds": compile_seconds,
     }
+    emit({"row": row})
+    with _timing.exclusive():
+        kernels = _timing.traced_seconds(lambda: jax.block_until_ready(update(state, batch)))
+    return row | {"device_seconds": sum(kernels.values()), "longest": dict(list(kernels.items())[:LONGEST])}
 
 
 def attention(program: str) -> dict:

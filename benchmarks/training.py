@@ -6,7 +6,8 @@ The step is that of train.py with `configs/gpt2_124m.py`: 124M parameters and bf
 the batch differs: it has the same number of tokens at every context. Without --context, contexts from 1,024 to 65,536
 are measured. Without --preset, softmax (which uses cuDNN's flash attention), sympow and conformal at p = 2 are.
 
-A row is the median of several steps after two warm-up steps; the host waits for each. `attention` is read from the
+A row is the median of several steps after two warm-up steps; the host waits for each. MFU is the share of the data
+sheet's peak that the model's arithmetic took (`sympow_jax.training.flops`). `attention` is read from the
 compiled program, not from the request. Peak memory is reported by the allocator, in a separate process for every row;
 `program` is what the compiler has reserved. If a row's process crashes, hangs or runs out of memory, the row has a note
 instead. Rows are written as JSON as they come, to benchmarks/results/training-<gpu>[-<choices>].json unless --out is
@@ -147,7 +148,7 @@ def _print(report: dict) -> None:
     console.print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))
     tokens = report["rows"][0]["tokens"]
     table = rich.table.Table(title=f"training, {tokens:,} tokens a step")
-    columns = ("context", "preset", "attention", "ms", "spread", "tokens/s", "/ softmax", "peak GB")
+    columns = ("context", "preset", "attention", "ms", "spread", "tokens/s", "/ softmax", "MFU", "peak GB")
     for column in (*columns, "program GB", "loss", "kernels, note"):
         text = column in ("preset", "attention", "kernels, note")
         table.add_column(column, justify="left" if text else "right", no_wrap=column != "kernels, note")
@@ -161,12 +162,13 @@ def _print(report: dict) -> None:
                 f"{row['spread']:.1%}",
                 f"{row['tokens_per_second']:,.0f}",
                 f"{row['tokens_per_second'] / reference:.2f}x" if reference else "-",
+                f"{row['mfu']:.1%}" if row["mfu"] else "-",
                 f"{row['peak_bytes'] / 1e9:.2f}" if row["peak_bytes"] else "-",
                 f"{row['program_bytes'] / 1e9:.2f}",
                 f"{row['first_loss']:.2f} to {row['last_loss']:.2f}",
             ]
         else:
-            cells += ["-"] * 7
+            cells += ["-"] * 8
         table.add_row(*cells, row.get("note") or ", ".join(row.get("kernels", ())))
     console.print(table)
 
