@@ -47,6 +47,23 @@ def test_loss_and_gradient_of_the_mean_over_targets(settings):
     assert int(state.step) == 1
 
 
+def test_gpus_draw_initial_parameters_in_a_kernel(settings, monkeypatch):
+    """Otherwise XLA computes them while it compiles for a GPU, for minutes."""
+    lowered = []
+
+    def init(settings):
+        trace = jax.jit(lambda: jax.random.normal(jax.random.key(0), (4,))).trace()
+        lowered.append(trace.lower(lowering_platforms=("cuda",)).as_text())
+        return real(settings)
+
+    real = step._init
+    monkeypatch.setattr(step, "_init", init)
+    step.init_state(settings, sharding.whole_mesh())
+    assert lowered
+    assert all("cu_threefry2x32_ffi" in text for text in lowered)
+    assert not jax.config.jax_threefry_gpu_kernel_lowering
+
+
 def test_update_norm_is_of_what_was_added(settings):
     batch = _batch(settings)
     before = step.init_state(settings, sharding.make_mesh(settings)).params
