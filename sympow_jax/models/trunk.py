@@ -161,14 +161,34 @@ def residual_stream(x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     return partitioning.constrain(x, partitioning.TOKENS)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def logits(
     hidden: Float[Array, "B T M"], embedding: Float[Array, "V M"], dtype: Any
 ) -> Float[Array, "B T V"]:
-    """Returns hidden . embedding^T, a product in `dtype` with float32 accumulation and result."""
+    """Returns hidden . embedding^T, a product in `dtype` with float32 accumulation and result.
+
+    The two products of its backward pass are in `dtype` too: the gradient of the logits is rounded to `dtype` first.
+    """
+    return _product(hidden, embedding, dtype, jnp.float32)
+
+
+@logits.defjvp
+def _logits_jvp(dtype, primals, tangents):
+    (hidden, embedding), (hidden_tangent, embedding_tangent) = primals, tangents
+    # Results of `dtype`: float32 ones would make the backward pass multiply in float32, at half of the speed on a GPU.
+    tangent = _product(hidden_tangent, embedding, dtype, dtype) + _product(
+        hidden, embedding_tangent, dtype, dtype
+    )
+    return logits(hidden, embedding, dtype), tangent.astype(jnp.float32)
+
+
+def _product(hidden, embedding, dtype, result_dtype):
     if partitioning.is_explicit(hidden, embedding):
-        return parallel.explicit_product(hidden, embedding.T, dtype=dtype, preferred_element_type=jnp.float32)
+        return parallel.explicit_product(
+            hidden, embedding.T, dtype=dtype, preferred_element_type=result_dtype
+        )
     return jnp.einsum(
-        "btm,vm->btv", hidden.astype(dtype), embedding.astype(dtype), preferred_element_type=jnp.float32
+        "btm,vm->btv", hidden.astype(dtype), embedding.astype(dtype), preferred_element_type=result_dtype
     )
 
 

@@ -198,3 +198,29 @@ def test_initial_scales_are_those_of_gpt2():
     # A new model's loss is that of guessing: tied output, normalized hidden states.
     logits = run(model, jnp.arange(512)[None])
     assert logits.std() < 0.5
+
+
+def test_logits_multiply_in_the_models_dtype_in_both_passes():
+    """A float32 product in the backward pass would take a GPU twice as long."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, embedding = jax.random.normal(keys[0], (2, 48, 32)), jax.random.normal(keys[1], (96, 32))
+    cotangent = jax.random.normal(keys[2], (2, 48, 96))
+
+    def gradients(dtype):
+        return jax.vjp(lambda *arrays: models.logits(*arrays, dtype), hidden, embedding)[1](cotangent)
+
+    jaxpr = jax.make_jaxpr(lambda: gradients(jnp.bfloat16))().jaxpr
+    products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+    assert len(products) == 2  # the forward one was evaluated
+    assert {x.aval.dtype.name for eqn in products for x in eqn.invars} == {"bfloat16"}
+    for found, exact in zip(gradients(jnp.bfloat16), gradients(jnp.float32)):
+        assert found.dtype == jnp.float32
+        assert float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)) < 4e-3
+    for found, exact in zip(
+        gradients(jnp.float32),
+        (
+            jnp.einsum("btv,vm->btm", cotangent, embedding),
+            jnp.einsum("btv,btm->vm", cotangent, hidden),
+        ),
+    ):
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
