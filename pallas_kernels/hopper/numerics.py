@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["exponent", "length_exponent", "running_sums", "scaled", "sums_behind"]
+__all__ = ["exponent", "factors", "length_exponent", "running_sums", "scaled", "sums_behind"]
 
 # The product of two factors of at most 2^126 each.
 _LARGEST_EXPONENT = 252
@@ -44,11 +44,18 @@ def scaled(x: jax.Array, exponent: jax.Array | int) -> jax.Array:
 
     Exponents beyond 252 count as 252.
     """
+    first, second = factors(exponent)
+    return (x.astype(jnp.float32) * first * second).astype(x.dtype)
+
+
+def factors(exponent: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+    """Returns two float32 with the product 2^exponent, which itself might not be a normal number.
+
+    Exponents beyond 252 count as 252.
+    """
     exponent = jnp.clip(jnp.asarray(exponent, jnp.int32), -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     half = exponent // 2
-    # A single factor might not be a normal number.
-    product = x.astype(jnp.float32) * _power_of_two(half) * _power_of_two(exponent - half)
-    return product.astype(x.dtype)
+    return _power_of_two(half), _power_of_two(exponent - half)
 
 
 def running_sums(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import degrees
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import prepare_vjp as preparation_vjp
@@ -60,21 +59,19 @@ def attend_vjp(query, key, value, log_decay, folds, out, denominator, saved, dua
     call = degrees.call_for(key, value, power=power, **options)
     batch, time, _, head_dim = query.shape
     prepared = _prepared(query, key, value, log_decay, folds, out, denominator, dout, power=power, call=call)
-    of, _, exponent, _ = prepared
+    of, *_ = prepared
     # Whole chunks that cover the window in front and all keys.
     exact_window = call.exact_window
     length = -(-(time + exact_window) // call.chunk) * call.chunk
     dquery, dkey, dvalue, *sums = degrees.degree(power).backward.attend_vjp(
-        prepared, saved.by_head(), dual.by_head(), length, call
+        prepared, saved.by_head(), dual.by_head(), (batch, time), length, call
     )
     ddecay = preparation_vjp.decay_gradient(
         of, preparation_vjp.sums_of(of, *sums, exact_window), exact_window
     )
-    own = slice(exact_window, exact_window + time)
-    dquery = numerics.scaled(dquery, -exponent)[:, :time, :head_dim]
-    dkey, dvalue = dkey[:, own, :head_dim], dvalue[:, own, : value.shape[-1]]
-    gradients = (dquery, query), (dkey, key), (dvalue, value), (ddecay[:, own], log_decay)
-    return Gradients(*(preparation.tokens_second(g, batch).astype(x.dtype) for g, x in gradients))
+    ddecay = preparation.tokens_second(ddecay[:, exact_window : exact_window + time], batch)
+    dquery, dkey, dvalue = dquery[..., :head_dim], dkey[..., :head_dim], dvalue[..., : value.shape[-1]]
+    return Gradients(dquery, dkey, dvalue, ddecay.astype(log_decay.dtype))
 
 
 def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, power, call):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products
+from pallas_kernels.hopper import products, results
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import near
 
@@ -16,11 +16,11 @@ __all__ = ["launch", "read_keys", "store_mean"]
 _BLOCK = configs.BLOCK
 
 
-def launch(body, arrays, scratch, *, key, value, config, chunk, exact_window, name, interpret):
-    """Runs `body` for blocks of rows of every query; returns means of values [HN, X, E] and sums of weights [HN, X].
+def launch(body, arrays, scratch, *, key, value, config, chunk, exact_window, batch_time, name, interpret):
+    """Runs `body` for blocks of rows of every query; returns means of values [B, T, N, E] and sums of weights [HN, X].
 
-    arrays: the kernel's inputs, the first with HN and X as leading axes; scratch: its shared memory. A block has a
-    warpgroup for each of `query_blocks` blocks of 64 rows, and one that copies.
+    arrays: the kernel's inputs, the first with HN and X as leading axes; scratch: its shared memory; batch_time: B and
+    T. A block has a warpgroup for each of `query_blocks` blocks of 64 rows, and one that copies.
     """
     heads, time = arrays[0].shape[:2]
     value_dim, count = value.shape[-1], config.query_blocks
@@ -30,10 +30,10 @@ def launch(body, arrays, scratch, *, key, value, config, chunk, exact_window, na
     body = functools.partial(
         body, config=config, chunk=chunk, exact_window=exact_window, groups=heads // key.shape[0]
     )
-    return plgpu.kernel(
+    out, denominator = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
+            results.kind(batch_time, heads, value_dim, value.dtype),
             jax.ShapeDtypeStruct((heads, time), jnp.float32),
         ),
         scratch_types=scratch,
@@ -45,6 +45,7 @@ def launch(body, arrays, scratch, *, key, value, config, chunk, exact_window, na
         kernel_name=name,
         interpret=interpret,
     )(*arrays)
+    return results.cut(out, batch_time), denominator
 
 
 def read_keys(acc, own, smem, denominator, block, end, config, exact_window, interpreted, power=2, first=0):

@@ -211,13 +211,17 @@ def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Fl
 
 
 @calls.op({"x": "B T N D", "angles": "B T K D"}, lambda _: "B T N D")
+@functools.partial(jax.checkpoint, static_argnums=0)
 def _rotate(_, x, angles):
+    """Rotates without separating even and odd entries: y = x cos + (x with its pairs swapped) (-sin, sin).
+
+    The backward pass computes sines and cosines again, which on a GPU takes less time than reading them.
+    """
     batch, time, heads, head_dim = x.shape
     pairs = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     pairs = pairs.reshape(batch, time, angles.shape[2], -1, head_dim // 2, 2)
-    cos, sin = jnp.cos(angles)[:, :, :, None], jnp.sin(angles)[:, :, :, None]
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+    cos, sin = (f(angles)[:, :, :, None, :, None] for f in (jnp.cos, jnp.sin))
+    turned = pairs * cos + jnp.flip(pairs, -1) * (sin * np.array([-1, 1], np.float32))
     return turned.reshape(batch, time, heads, head_dim).astype(x.dtype)
 
 

@@ -66,7 +66,21 @@ def add_arriving(states, arriving, factor, *, interpret):
 
 
 def query_states(
-    query, scalars, states, norm, key, value, decay, scale, *, layout, config, chunk, exact_window, interpret
+    query,
+    scalars,
+    states,
+    norm,
+    key,
+    value,
+    decay,
+    scale,
+    *,
+    layout,
+    config,
+    chunk,
+    exact_window,
+    batch_time,
+    interpret,
 ):
     """Computes `query.query_states`."""
     heads, time, head_dim = query.shape
@@ -89,7 +103,14 @@ def query_states(
             total.append(factor * ((q @ matrix) * q).sum(1) + weights.sum(1))
             out.append(jnp.where(total[-1][:, None] > 0, sums / total[-1][:, None], 0))
     shape = (heads, time)
-    return jnp.concatenate(out).reshape(*shape, -1).astype(value.dtype), jnp.concatenate(total).reshape(shape)
+    out = jnp.concatenate(out).reshape(*shape, -1).astype(value.dtype)
+    return as_arguments(out, batch_time), jnp.concatenate(total).reshape(shape)
+
+
+def as_arguments(x, batch_time, before=0):
+    """Returns [B N, X, ...] as [B, T, N, ...], without `before` positions in front."""
+    batch, time = batch_time
+    return preparation.tokens_second(x, batch)[:, before : before + time]
 
 
 def query_vjp(
@@ -107,12 +128,13 @@ def query_vjp(
     config,
     chunk,
     exact_window,
+    batch_time,
     interpret,
 ):
     """Computes `query_vjp.query_vjp`."""
     sizes = {"layout": layout, "chunk": chunk, "exact_window": exact_window}
     gradient, sums = state_vjp.query_vjp(query, dout, states, norm, key, value, decay, rows, **sizes)
-    return gradient.astype(query.dtype), sums
+    return as_arguments(gradient.astype(query.dtype), batch_time), sums
 
 
 def key_vjp(
@@ -130,6 +152,7 @@ def key_vjp(
     config,
     chunk,
     exact_window,
+    batch_time,
     interpret,
 ):
     """Computes `key_vjp.key_vjp`."""
@@ -138,7 +161,8 @@ def key_vjp(
     dkey, dvalue, sums = state_vjp.key_vjp(
         key, value, dual, dual_norm, query, dout, decay, rows, columns, **sizes
     )
-    return dkey.astype(key.dtype), dvalue.astype(value.dtype), sums
+    gradients = dkey.astype(key.dtype), dvalue.astype(value.dtype)
+    return *(as_arguments(x, batch_time, exact_window) for x in gradients), sums
 
 
 def _decay_of(rows, chunks, chunk, exact_window):

@@ -61,9 +61,9 @@ def _shapes_of_update(vector, scalars, value, carry, initial, weights, *, layout
     return ((*carry.shape, layout.stacks, layout.value_dim, layout.width), dtype), (initial.shape, np.float32)
 
 
-def _shapes_of_query(query, *arrays, layout, **options):
-    shape = query.shape[:2]
-    return ((*shape, layout.value_dim), query.dtype), (shape, np.float32)
+def _shapes_of_query(query, *arrays, layout, batch_time, **options):
+    shape = *batch_time, len(query) // batch_time[0], layout.value_dim
+    return (shape, query.dtype), (query.shape[:2], np.float32)
 
 
 def _shapes_of_query_vjp(query, *arrays, **options):
@@ -218,6 +218,7 @@ def query_states(
     config,
     chunk,
     exact_window,
+    batch_time,
     interpret,
 ):
     """Computes `quartic.query.query_states`."""
@@ -245,6 +246,8 @@ def query_states(
             total[head, rows] += weights.sum(1)
     # Rows after the last query are zero.
     mean = np.divide(out, total[..., None], out=np.zeros_like(out), where=total[..., None] > 0)
+    batch, time = batch_time
+    mean = np.swapaxes(mean.reshape(batch, -1, *mean.shape[1:]), 1, 2)[:, :time]
     return mean.astype(query.dtype), total
 
 

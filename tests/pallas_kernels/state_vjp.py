@@ -31,7 +31,8 @@ def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chu
         scores, gamma = pairs(q, k, decay, exact_window)
         dscores = 2 * gamma * scores * (do @ v.T - row.delta)
         sums = (dscores * scores).sum(1, keepdims=True), (q * far).sum(1, keepdims=True)
-        return row.inverse * (dscores @ k + far), row.inverse * jnp.concatenate(sums, 1) / 2
+        gradient = row.unit * row.unit_rest * row.inverse * (dscores @ k + far)
+        return gradient, row.inverse * jnp.concatenate(sums, 1) / 2
 
     shared = [states, norm, key[:, seen], value[:, seen], decay]
     shared = [jnp.repeat(x, group, 0) for x in shared]

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_state
+from pallas_kernels.hopper import results
 from pallas_kernels.power_state import config as configs
 from sympow_jax import ops
 from tests.ops import cases
@@ -160,13 +161,21 @@ UNSUPPORTED = {
     "head_dim": ({}, {"head_dim": 144}),
     "value_dim": ({}, {"value_dim": 136}),
     "chunk": ({"chunk": 100}, {}),
-    "shared memory": ({"chunk": 1 << 16}, {}),
+    "positions in a chunk": ({"chunk": 1 << 16}, {}),
+    "shared memory": ({"chunk": (1 << 14) - 64}, {}),
     "exact_window": ({"exact_window": 10}, {}),
     "states": ({"state_dtype": jnp.int8}, {}),
 }
 
 
-@pytest.mark.interpret
+def test_results_are_whole_tiles():
+    """TMA's tensor maps need whole tiles; the interpreter does not."""
+    shapes = [
+        results.kind(batch_time, 6, 64, jnp.bfloat16).shape for batch_time in ((2, 304), (3, 301), (1, 5))
+    ]
+    assert shapes == [(2, 304, 3, 64), (3, 304, 2, 64), (1, 64, 6, 64)]
+
+
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_what_the_kernels_cannot_do_is_named(name):
     options, sizes = UNSUPPORTED[name]

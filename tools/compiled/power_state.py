@@ -73,7 +73,7 @@ def build(case: str):
             exact(HEADS, CHUNKS),
             exact(HEADS, SEGMENTS, *state),
         ]
-    return functools.partial(query.query_states, **options, exact_window=WINDOW), [
+    return functools.partial(query.query_states, **options, exact_window=WINDOW, batch_time=(1, time)), [
         brief(HEADS * GROUP, time, head_dim),
         shape(HEADS * GROUP, head_dim, time),
         shape(HEADS, CHUNKS, layouts.TILE, terms * value_dim, layout.width),

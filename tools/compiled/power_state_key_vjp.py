@@ -49,7 +49,7 @@ def build(case: str):
     exact = functools.partial(_shape, dtype=jnp.float32)
     brief = functools.partial(_shape, dtype=jnp.bfloat16)
     options = {"layout": layout, "config": _config(case), "chunk": chunk, "exact_window": WINDOW}
-    return functools.partial(key_vjp.key_vjp, **options), [
+    return functools.partial(key_vjp.key_vjp, **options, batch_time=(1, time)), [
         brief(HEADS, padded, head_dim),
         shape(HEADS, head_dim, padded),
         brief(HEADS, padded, value_dim),

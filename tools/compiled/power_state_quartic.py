@@ -39,9 +39,8 @@ def build(case: str):
     options = {"layout": layout, "config": config, "chunk": chunk}
     if kernel == "update":
         return functools.partial(quartic_update.update, dtype=jnp.float16, **options), _update(layout, chunk)
-    return functools.partial(quartic_query.query_states, exact_window=_WINDOW, **options), _query(
-        layout, chunk
-    )
+    options |= {"exact_window": _WINDOW, "batch_time": (1, chunk * _CHUNKS)}
+    return functools.partial(quartic_query.query_states, **options), _query(layout, chunk)
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:

@@ -55,9 +55,8 @@ def build(case: str):
         ((heads, chunks, 2, (exact_window + chunk) // configs.BLOCK, configs.BLOCK), jnp.float32),
         ((queries, blocks, len(query_vjp.Rows._fields), configs.BLOCK), jnp.float32),
     ]
-    run = functools.partial(
-        query_vjp.query_vjp, layout=layout, config=_config(case), chunk=chunk, exact_window=exact_window
-    )
+    options = {"layout": layout, "config": _config(case), "chunk": chunk, "exact_window": exact_window}
+    run = functools.partial(query_vjp.query_vjp, **options, batch_time=(1, time))
     return run, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
 
 

@@ -44,17 +44,21 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
     return saved, quartic.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
 
 
-def attend_vjp(prepared, saved, dual, length, call: configs.Call):
-    """Returns the gradients of scaled queries [HN, X, D], keys and values [H, Y, ...], the kernels' sums, and <R, S>.
+def attend_vjp(prepared, saved, dual, batch_time, length, call: configs.Call):
+    """Returns the gradients of queries [B, T, N, D], keys and values [B, T, K, ...], the kernels' sums, and <R, S>.
 
-    <R, S> is [H, n]. saved, dual: with heads as the first axis; length: Y.
+    <R, S> is [H, n]. saved, dual: with heads as the first axis; batch_time: B and T; length: of padded keys.
     """
-    of, unit, _, mean = prepared
+    of, unit, exponent, mean = prepared
+    batch, time = batch_time
     layout = layouts.Layout(unit.shape[-1], mean.dout.shape[-1])
     options = {"layout": layout, **call.kernel_options}
     dquery, of_queries = _query_vjp(of, unit, mean, saved, options)
     dkey, dvalue, of_keys = _key_vjp(of, unit, mean, dual, length, options)
-    return dquery, dkey, dvalue, of_queries, of_keys, _inner(of, saved, dual, layout)
+    own = slice(call.exact_window, call.exact_window + time)
+    of_tokens = numerics.scaled(dquery, -exponent)[:, :time], dkey[:, own], dvalue[:, own]
+    gradients = [preparation.tokens_second(x, batch).astype(unit.dtype) for x in of_tokens]
+    return *gradients, of_queries, of_keys, _inner(of, saved, dual, layout)
 
 
 def _query_vjp(of, unit, mean, saved, options):

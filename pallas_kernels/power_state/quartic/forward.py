@@ -69,10 +69,10 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
         of.decay,
         scale * 2.0**layouts.WEIGHT_BITS,
         layout=layout,
+        batch_time=(batch, time),
         **call.kernel_options,
     )
-    out, total = (preparation.tokens_second(x, batch)[:, :time] for x in (out, total))
-    return out[..., :value_dim], total
+    return out[..., :value_dim], preparation.tokens_second(total, batch)[:, :time]
 
 
 def start_of(initial_state, heads, head_dim, layout):

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, ring
+from pallas_kernels.hopper import products, results, ring
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import near, queries
 from pallas_kernels.power_state.quartic import layout as layouts
@@ -45,9 +45,12 @@ def query_states(
     config,
     chunk,
     exact_window,
+    batch_time,
     interpret=None,
 ):
-    """Returns the weighted mean of values of every query, bfloat16 [HN, X, E], and its sum of weights, float32 [HN, X].
+    """Returns the weighted means of values, bfloat16 [B, T, N, E], and their sums of weights, float32 [HN, X].
+
+    batch_time: B and T; HN = B N, and X is T in whole chunks.
 
     query: bfloat16 [HN, X, D], HN a multiple of H. vector: 16-bit [HN, X, layout.rows], y of the queries with zeros in
     front. scalars: 16-bit [HN, layout.scalar_rows, X], the same products in the order of the scalars, time last.
@@ -64,7 +67,8 @@ def query_states(
     scratch = _scratch(query, vector, scalars, states, key, value, decay, layout, config)
     body = functools.partial(_body, layout=layout)
     arrays = query, vector, scalars, states, denominator, key, value, decay, scale, steps
-    options = {"config": config, "chunk": chunk, "exact_window": exact_window, "interpret": interpret}
+    options = {"config": config, "chunk": chunk, "exact_window": exact_window}
+    options |= {"batch_time": batch_time, "interpret": interpret}
     name = "power_state_quartic_query"
     return queries.launch(body, arrays, scratch, key=key, value=value, name=name, **options)
 
@@ -146,9 +150,9 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
             total = queries.read_keys(
                 acc, own, smem, total, block, end, config, exact_window, held and held[1:], power=4
             )
-            time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
-            gmem["total"][place["head"], time] = total
-            queries.store_mean(acc, total, own["out_smem"], gmem["out"].at[place["head"], time])
+            begin = place["chunk"] * chunk + block * _BLOCK
+            gmem["total"][place["head"], pl.ds(begin, _BLOCK)] = total
+            queries.store_mean(acc, total, own["out_smem"], results.block(gmem["out"], place["head"], begin))
 
         products.with_accumulators(rows, [own["out_smem"].shape], held and held[:1])
 

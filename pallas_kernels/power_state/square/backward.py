@@ -33,14 +33,15 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
     return saved, forward.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
 
 
-def attend_vjp(prepared, saved, dual, length, call: configs.Call):
-    """Returns the gradients of scaled queries [HN, X, D], keys and values [H, Y, ...], the kernels' sums, and <R, S>.
+def attend_vjp(prepared, saved, dual, batch_time, length, call: configs.Call):
+    """Returns the gradients of queries [B, T, N, D], keys and values [B, T, K, ...], the kernels' sums, and <R, S>.
 
-    <R, S> is [H, n], as `_inner` returns it. saved, dual: with heads as the first axis; length: Y.
+    <R, S> is [H, n], as `_inner` returns it. saved, dual: with heads as the first axis; batch_time: B and T; length: of
+    the sums by key.
     """
-    of, unit, _, mean = prepared
+    of, unit, exponent, mean = prepared
     layout = layouts.Layout(unit.shape[-1])
-    options = {"layout": layout, **call.kernel_options}
+    options = {"layout": layout, "batch_time": batch_time, **call.kernel_options}
     dquery, of_queries = query_kernel.query_vjp(
         unit,
         jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
@@ -50,7 +51,7 @@ def attend_vjp(prepared, saved, dual, length, call: configs.Call):
         of.key,
         of.value,
         of.decay,
-        _rows_of_queries(of, mean, saved.shifts),
+        _rows_of_queries(of, exponent, mean, saved.shifts),
         **options,
     )
     dkey, dvalue, of_keys = key_kernel.key_vjp(
@@ -68,16 +69,19 @@ def attend_vjp(prepared, saved, dual, length, call: configs.Call):
     return dquery, dkey, dvalue, of_queries, of_keys, _inner(of, saved, dual, layout)
 
 
-def _rows_of_queries(of, mean, shift):
-    """Returns the vectors of `query_vjp.Rows`, float32 [B N, X / 64, 4, 64]."""
+def _rows_of_queries(of, query_exponent, mean, shift):
+    """Returns the vectors of `query_vjp.Rows`, float32 [B N, X / 64, 6, 64]."""
     scale = preparation.scale_of(of, shift).reshape(len(shift), -1)
     scale = jnp.repeat(scale, len(mean.dout) // len(shift), 0)
     exponent = preparation.exponent_of(mean.dout)[..., 0]
+    unit, unit_rest = numerics.factors(-query_exponent[..., 0])
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -exponent),
         far=numerics.scaled(scale, exponent),
         delta=mean.delta,
         inverse=mean.inverse,
+        unit=unit,
+        unit_rest=unit_rest,
     )
     return preparation_vjp.vectors(*rows)
 

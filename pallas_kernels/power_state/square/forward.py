@@ -48,10 +48,10 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
         of.decay,
         preparation.scale_of(of, shift),
         layout=layouts.Layout(padded[0]),
+        batch_time=(batch, time),
         **call.kernel_options,
     )
-    out, denominator = (preparation.tokens_second(x, batch)[:, :time] for x in (out, denominator))
-    return out[..., :value_dim], denominator
+    return out[..., :value_dim], preparation.tokens_second(denominator, batch)[:, :time]
 
 
 def stored_start(state, key, value):

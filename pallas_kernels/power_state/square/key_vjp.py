@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, ring
+from pallas_kernels.hopper import products, results, ring
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import near_key_vjp as near
 from pallas_kernels.power_state.square import layout as layouts
@@ -71,10 +71,12 @@ def key_vjp(
     config,
     chunk,
     exact_window,
+    batch_time,
     interpret=None,
 ):
-    """Returns dk bfloat16 [H, Y, D], dv bfloat16 [H, Y, E], and sums for the gradients of decays, float32 [H, 2, Y].
+    """Returns dk bfloat16 [B, T, K, D], dv bfloat16 [B, T, K, E], and sums for the gradients of decays.
 
+    batch_time: B and T; H = B K, and position t is padded position W + t.
     key: bfloat16 [H, at least Y, D]; value: bfloat16 [H, at least Y, E]. Of the padded positions, Y = n C or (n + 1) C
     are used; keys of chunk n are in no state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
     dual: 16-bit [H, n, 16, terms E, P], the gradient of the state after chunk c at n - 1 - c, as the sum of its terms.
@@ -82,8 +84,8 @@ def key_vjp(
     query: bfloat16 [H N / K, X, D]; dout: bfloat16 [H N / K, X, E]; gradients are summed over the queries of a group.
     rows: float32 [H, Y / 64, 9, 64] in the order of Rows; columns: float32 [H N / K, X / 64, 4, 64] in that of Columns.
 
-    The window is at most a chunk. Sums: over queries, of weights times (dout . v - delta); and k . dk / 2 for the part
-    of dk from the state. Accumulates in float32.
+    The window is at most a chunk. Sums, float32 [H, 2, Y]: over queries, of weights times (dout . v - delta); and
+    k . dk / 2 for the part of dk from the state. Accumulates in float32.
     """
     arrays = key, scalars, value, dual, dual_norm, query, dout, rows, columns
     options = {
@@ -91,16 +93,17 @@ def key_vjp(
         "config": config,
         "chunk": chunk,
         "exact_window": exact_window,
+        "batch_time": batch_time,
         "interpret": interpret,
     }
     launches = (_GRADIENTS,) if config.key_vjp_together else ((name,) for name in _GRADIENTS)
-    results = {}
+    found = {}
     for wanted in launches:
-        results |= _launch(arrays, wanted, **options)
-    return results["dkey"], results["dvalue"], results["sums"]
+        found |= _launch(arrays, wanted, **options)
+    return *(results.cut(found[name], batch_time) for name in _GRADIENTS), found["sums"]
 
 
-def _launch(arrays, wanted, *, layout, config, chunk, exact_window, interpret):
+def _launch(arrays, wanted, *, layout, config, chunk, exact_window, batch_time, interpret):
     """Runs the kernel for the requested gradients; returns its results by name."""
     key, scalars, value, dual, _, query, *_ = arrays
     heads, _, head_dim = key.shape
@@ -135,12 +138,12 @@ def _launch(arrays, wanted, *, layout, config, chunk, exact_window, interpret):
     options = {"layout": layout, "config": config, "chunk": chunk, "exact_window": exact_window}
     body = functools.partial(_body, wanted=wanted, groups=query.shape[0] // heads, **options)
     shapes = {
-        "dkey": jax.ShapeDtypeStruct((heads, time, head_dim), key.dtype),
-        "dvalue": jax.ShapeDtypeStruct((heads, time, value_dim), value.dtype),
+        "dkey": results.kind(batch_time, heads, head_dim, key.dtype),
+        "dvalue": results.kind(batch_time, heads, value_dim, value.dtype),
         "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
     }
     names = _results(wanted)
-    results = plgpu.kernel(
+    found = plgpu.kernel(
         body,
         out_type=tuple(shapes[name] for name in names),
         scratch_types=scratch,
@@ -152,7 +155,7 @@ def _launch(arrays, wanted, *, layout, config, chunk, exact_window, interpret):
         kernel_name="power_state_key_vjp" if "dkey" in wanted else "power_state_value_vjp",
         interpret=interpret,
     )(*arrays)
-    return dict(zip(names, results, strict=True))
+    return dict(zip(names, found, strict=True))
 
 
 def _reads_tiles(wanted, layout):
@@ -238,9 +241,15 @@ def _body(*refs, wanted, layout, config, chunk, exact_window, groups, interprete
                 if dvalue is not None:
                     own["value_smem"][...] = dvalue[...].astype(own["value_smem"].dtype)
                 plgpu.commit_smem()
-                for name in wanted:
-                    plgpu.copy_smem_to_gmem(own[f"{name[1:]}_smem"], gmem[name].at[place["head"], time])
-                plgpu.wait_smem_to_gmem(0)
+                # No token is in front of the first, where the window is.
+                begin = (place["block"] + warpgroup) * _BLOCK - exact_window
+
+                @pl.when(begin >= 0)
+                def _store():
+                    for name in wanted:
+                        block = results.block(gmem[name], place["head"], begin)
+                        plgpu.copy_smem_to_gmem(own[f"{name[1:]}_smem"], block)
+                    plgpu.wait_smem_to_gmem(0)
 
             _accumulating(with_key, "dkey", wanted, own["key_smem"], held and held["key"])
 

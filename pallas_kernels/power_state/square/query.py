@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, ring
+from pallas_kernels.hopper import products, results, ring
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import near, queries
 from pallas_kernels.power_state.square import far
@@ -46,9 +46,12 @@ def query_states(
     config,
     chunk,
     exact_window,
+    batch_time,
     interpret=None,
 ):
-    """Returns the weighted mean of values of every query, bfloat16 [HN, X, E], and its sum of weights, float32 [HN, X].
+    """Returns the weighted means of values, bfloat16 [B, T, N, E], and their sums of weights, float32 [HN, X].
+
+    batch_time: B and T; HN = B N, and X is T in whole chunks.
 
     query: bfloat16 [HN, X, D]; scalars: 16-bit [HN, D, X], the same, time last; HN a multiple of H.
     states: 16-bit [H, n, 16, terms E, P], the state that chunk c's queries read at c, as the sum of its terms. norm:
@@ -80,7 +83,8 @@ def query_states(
         scratch["out_smem"] = products.operand((count,), _BLOCK, value_dim, value.dtype)
     body = functools.partial(_body, layout=layout)
     arrays = query, scalars, states, norm, key, value, decay, scale
-    options = {"config": config, "chunk": chunk, "exact_window": exact_window, "interpret": interpret}
+    options = {"config": config, "chunk": chunk, "exact_window": exact_window}
+    options |= {"batch_time": batch_time, "interpret": interpret}
     return queries.launch(body, arrays, scratch, key=key, value=value, name="power_state_query", **options)
 
 
@@ -141,9 +145,9 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
                 held and held[1:],
                 first=far.norm_blocks(layout),
             )
-            time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
-            gmem["denominator"][place["head"], time] = total
-            queries.store_mean(acc, total, out_smem, gmem["out"].at[place["head"], time])
+            begin = place["chunk"] * chunk + block * _BLOCK
+            gmem["denominator"][place["head"], pl.ds(begin, _BLOCK)] = total
+            queries.store_mean(acc, total, out_smem, results.block(gmem["out"], place["head"], begin))
 
         products.with_accumulators(rows, [out_smem.shape], held and held[:1])
 

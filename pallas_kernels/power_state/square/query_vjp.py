@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, ring
+from pallas_kernels.hopper import products, results, ring
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import near, near_vjp
 from pallas_kernels.power_state.square import far
@@ -44,6 +44,9 @@ class Rows(NamedTuple):
     far: jax.Array  # 2^a times the factor from the state to the query
     delta: jax.Array  # dO . o
     inverse: jax.Array  # 1 / den, 0 where den is 0
+    # The power of two that the query was multiplied by, as the product of two.
+    unit: jax.Array
+    unit_rest: jax.Array
 
 
 def query_vjp(
@@ -61,15 +64,18 @@ def query_vjp(
     config,
     chunk,
     exact_window,
+    batch_time,
     interpret=None,
 ):
-    """Returns the gradient of every query, bfloat16 [HN, X, D], and float32 sums [HN, 2, X].
+    """Returns the gradient of every query as it was before it was scaled, bfloat16 [B, T, N, D], and float32 sums.
+
+    batch_time: B and T; HN = B N, and X is T in whole chunks.
 
     query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [HN, X, E], the
-    cotangent of the weighted mean. rows: float32 [HN, X / 64, 4, 64], in the order of `Rows`.
+    cotangent of the weighted mean. rows: float32 [HN, X / 64, 6, 64], in the order of `Rows`.
 
-    The sums are those of the gradient with respect to the logarithms of decays, over the in-window keys, and over the
-    keys in the state. Accumulates in float32.
+    The sums [HN, 2, X] are those of the gradient with respect to the logarithms of decays, over the in-window keys, and
+    over the keys in the state. Accumulates in float32.
     """
     heads, time, head_dim = query.shape
     config = config.for_query_vjp()
@@ -111,10 +117,10 @@ def query_vjp(
         exact_window=exact_window,
         groups=heads // key.shape[0],
     )
-    return plgpu.kernel(
+    gradient, sums = plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            results.kind(batch_time, heads, head_dim, query.dtype),
             jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
         ),
         scratch_types=scratch,
@@ -126,6 +132,7 @@ def query_vjp(
         kernel_name="power_state_query_vjp",
         interpret=interpret,
     )(query, scalars, dout, states, norm, key, value, decay, rows)
+    return results.cut(gradient, batch_time), sums
 
 
 def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
@@ -162,7 +169,8 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
         held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
         block = place["block"] + warpgroup
         end = place["block"] + config.query_blocks - 1
-        time = pl.ds(place["chunk"] * chunk + block * _BLOCK, _BLOCK)
+        begin = place["chunk"] * chunk + block * _BLOCK
+        time = pl.ds(begin, _BLOCK)
         dout = _rows_of(own["dout_smem"] if "dout_smem" in own else gmem["dout"].at[place["head"], time])
         terms = gmem["states"].shape[3] // smem["state_smem"].shape[1]
         plgpu.barrier_wait(smem["ready"])
@@ -199,7 +207,9 @@ def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, 
             )
             inverse = plgpu.load(row.inverse, layout=_ROWS)
             gmem["sums"][place["head"], 0, time] = inverse * total
-            _store(acc, _POWER * inverse, own["query_smem"], gmem["out"].at[place["head"], time])
+            unit = (plgpu.load(ref, layout=_ROWS) for ref in (row.unit, row.unit_rest))
+            factors = (_POWER * inverse, *unit)
+            _store(acc, factors, own["query_smem"], results.block(gmem["out"], place["head"], begin))
 
         products.with_accumulators(rows, [own["query_smem"].shape], held and held[:1])
 
@@ -381,9 +391,12 @@ def _read_norm(query, smem, layout, config, interpreted):
     return jnp.concatenate(list(total.values()), 1)
 
 
-def _store(acc, factor, out_smem, out):
-    """Writes factor times acc through shared memory."""
-    out_smem[...] = (acc[...] * lax.broadcast_in_dim(factor, acc.shape, [0])).astype(out_smem.dtype)
+def _store(acc, factors, out_smem, out):
+    """Writes acc times the factors of its rows, one after another, through shared memory."""
+    product = acc[...]
+    for factor in factors:
+        product = product * lax.broadcast_in_dim(factor, acc.shape, [0])
+    out_smem[...] = product.astype(out_smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(out_smem, out)
     plgpu.wait_smem_to_gmem(0)
