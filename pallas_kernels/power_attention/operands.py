@@ -40,7 +40,8 @@ _NOTHING = -300
 class Operands(NamedTuple):
     """Inputs of the kernel; T and S are whole blocks, n = S / C, D and E as in `Config`.
 
-    query, key: of length at most 2^h and 1, h of `weight_bits`; 16 bits.
+    query, key: of length at most 2^h and 1, h of `weight_bits`; float16, as in the backward pass, whose scores must be
+    the same to the bit: a weight that is alone in its sum is 1 in both passes, however small its score.
     far_value: values times their key's factor, in the scale of their block; equal to `near_value` if weights are scaled
     by row, since these then include the factor; float16.
     near_value: values without decay; float16.
@@ -88,7 +89,7 @@ def prepare(
     query, key, value, *, power: int, log_decay, segment_ids, config: configs.Config
 ) -> tuple[Operands, Exponents]:
     """Converts queries, keys, values and decays to the kernel's operands; arguments as in `power_attention`."""
-    time, dtype, block = query.shape[1], query.dtype, config.block
+    time, block = query.shape[1], config.block
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
     query, key, value, log_decay, *_ = sequence.whole_blocks(
         query, key, value, **arrays, block=block, config=config
@@ -124,8 +125,8 @@ def prepare(
     rows = jnp.stack([numerics.scaled(from_start, previous[..., None] - VALUE_BITS), from_start], 2)
     bits = weight_bits(power)
     operands = Operands(
-        query=numerics.scaled(query, bits).astype(dtype),
-        key=key.astype(dtype),
+        query=numerics.scaled(query, bits).astype(jnp.float16),
+        key=key.astype(jnp.float16),
         far_value=far_value.astype(jnp.float16),
         near_value=numerics.scaled(value, VALUE_BITS).astype(jnp.float16),
         columns=columns,

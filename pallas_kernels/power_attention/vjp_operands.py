@@ -20,6 +20,7 @@ import numpy as np
 
 from pallas_kernels.hopper import numerics
 from pallas_kernels.power_attention import config as configs
+from pallas_kernels.power_attention import operands as forward_inputs
 from pallas_kernels.power_attention import sequence
 
 __all__ = [
@@ -56,8 +57,8 @@ _WEIGHT_BITS = 14
 _OPERAND_BITS = 15
 # Largest exponent of g, so that it stays finite.
 _LARGEST_EXPONENT = 120
-# From this power on queries are scaled up, so that scores far below 1 have weights that are normal numbers. Weights are
-# then at most 2^64, so that their products with gradients of weights stay finite.
+# Queries are scaled up as in the forward pass, so that scores are the same to the bit. From this power on, weights are
+# at most 2^64, so that their products with gradients of weights stay finite.
 _LONG_POWER = 8
 _LONG_WEIGHT_BITS = 64
 # Cotangents further below the largest are zero in float16.
@@ -69,8 +70,8 @@ _NO_UNIT = 1000
 class VjpOperands(NamedTuple):
     """Inputs of the kernels; S is whole blocks of 128, n = S / 64, and queries are padded in front to S.
 
-    query, key: of unit length; queries of high powers are scaled up. unit_query: Q', a query divided by its scale. All
-    matrix operands are float16.
+    query, key: of unit length, but queries are scaled up. unit_query: Q', a query divided by its scale. All matrix
+    operands are float16.
     rows, columns: per block of queries and of keys, vectors in the order of their names.
     first, last: for two blocks of queries, the first visible block of keys; for two blocks of keys, the last block of
     queries that attends to them.
@@ -110,7 +111,7 @@ def prepare(
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
     tokens = sequence.whole_blocks(query, key, value, **arrays, block=pair, config=config)
     query, query_exponent = sequence.unit_length(tokens.query[:, :time])
-    bits = _LONG_WEIGHT_BITS // power if power >= _LONG_POWER else 0
+    bits = _LONG_WEIGHT_BITS // power if power >= _LONG_POWER else forward_inputs.weight_bits(power)
     query, query_exponent = numerics.scaled(query, bits), query_exponent - bits
     key, key_exponent = sequence.unit_length(tokens.key)
     length_factor, longest = sequence.length_factors(key, key_exponent, power)

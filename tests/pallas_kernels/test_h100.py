@@ -86,3 +86,8 @@ def test_states_are_kept_or_computed_again():
     once = {"power_state_query": 1, "power_state_query_vjp": 1, "power_state_key_vjp": 1}
     assert counts["chunked"] == once | {"power_state_update": 2}
     assert counts["again"] == once | {"power_state_update": 3}
+
+
+def test_xla_keeps_the_rounding_of_arguments():
+    """Queries, keys and values that a program rounds to bfloat16 are written as such before any kernel reads them."""
+    assert int(h100.run("tests.pallas_kernels.narrowed").splitlines()[-1]) == 3

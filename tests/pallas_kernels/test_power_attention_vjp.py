@@ -103,3 +103,22 @@ def test_nothing_weighs_anything():
     )
     assert not actual["key"][:, :3].any()
     assert actual["key"].any()
+
+
+def test_a_first_token_whose_score_is_almost_zero():
+    """It attends to itself alone: its weight is 1, and its value's gradient the cotangent, however small the score."""
+    shape = 1, 64, 8, 64
+    keys = jax.random.split(jax.random.key(0), 4)
+    query, key, value, dout = (jax.random.normal(x, shape) for x in keys)
+    along = (query * key).sum(-1, keepdims=True) / (key * key).sum(-1, keepdims=True)
+    query = query.at[:, 0].set((query - along * key)[:, 0])
+    query, key, value, dout = (x.astype(jnp.bfloat16) for x in (query, key, value, dout))
+    score = (query[:, 0].astype(jnp.float32) * key[:, 0].astype(jnp.float32)).sum(-1)
+    lengths = jnp.linalg.norm(query[:, 0].astype(jnp.float32), axis=-1) * jnp.linalg.norm(
+        key[:, 0].astype(jnp.float32), axis=-1
+    )
+    assert float(jnp.abs(score / lengths).max()) < 1e-3
+    arrays = {"query": query, "key": key, "value": value, "log_decay": jnp.full(shape[:3], -200.0)}
+    gradients = _gradients(arrays, dout, 2, plgpu.InterpretGPUParams())
+    assert all(bool(jnp.isfinite(x).all()) for x in gradients.values())
+    np.testing.assert_array_equal(gradients["value"], dout)

@@ -9,6 +9,7 @@ from sympow_jax.ops._recurrent import channels, reference, rows, xla
 from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._recurrent import step as xla_step
 from sympow_jax.ops._shared import calls, nonfinite, time_axis
+from sympow_jax.ops._shared.precision import rounded
 
 __all__ = ["attend", "attend_step"]
 
@@ -27,6 +28,7 @@ def attend(plan, query, key, value, log_decay, segment_ids, state):
     """
     # The scope names form and implementation in profiles and compiled programs.
     with jax.named_scope(f"{plan.form}_{plan.implementation}"):
+        query, key, value = rounded((query, key, value))
         if plan.axis_name is None:
             return _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, state)
         if plan.form == "attention":

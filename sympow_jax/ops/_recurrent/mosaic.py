@@ -17,6 +17,7 @@ from sympow_jax.ops._recurrent import context
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import rows as rows_of
 from sympow_jax.ops._shared import time_axis
+from sympow_jax.ops._shared.precision import rounded
 
 __all__ = ["attention", "chunked", "family", "per_device", "require_supported"]
 
@@ -96,6 +97,7 @@ def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
 
 def _attention_bwd(power, interpret, residuals, dout):
     arrays, results = residuals
+    dout = rounded(dout)
 
     def compute(arrays):
         gradients = attention_kernel.power_attention_vjp(**arrays, power=power, interpret=interpret)
@@ -183,7 +185,7 @@ def _chunked_bwd(plan, residuals, cotangents):
         gradients = gradients._asdict() | dict(zip(("kv", "norm"), initial))
         return {name: gradients[name] for name in wanted}
 
-    arrays = rows._asdict() | saved | dict(zip(("dout", "final_kv", "final_norm"), cotangents))
+    arrays = rows._asdict() | saved | dict(zip(("dout", "final_kv", "final_norm"), rounded(cotangents)))
     wanted = tuple(name for name, x in rows._asdict().items() if x is not None and name != "folds")
     return (rows_of.Rows(**dict.fromkeys(rows_of.Rows._fields) | per_device(compute, arrays, wanted)),)
 
