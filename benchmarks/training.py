@@ -117,6 +117,8 @@ def _measure(runs, file, deadline, silence, jobs) -> dict:
 
     with _timing.turns(jobs), concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         for done in concurrent.futures.as_completed([pool.submit(measured, run) for run in runs]):
+            if done.exception() is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
             machine, row = done.result()
             report["machine"] |= machine
             report["rows"] = sorted(

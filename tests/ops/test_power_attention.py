@@ -126,7 +126,8 @@ def test_attention_and_chunked_forms(case):
     expected = expected_for(cases.arrays(case), case)
     # Short sequences in short chunks, so that they also read the state.
     options = {} if case.time > 128 else {"chunk_size": 24, "exact_window": 16}
-    check_float64(case, FORMS[:2], expected, **options)
+    # Features of high powers take most of the compilation: in float64 in the full grid alone.
+    check_float64(case, FORMS[: 2 if case.power == 2 else 1], expected, **options)
     check_float32(case, FORMS[:2], expected, **options)
 
 
