@@ -1,1 +1,1 @@
-"""Parts of every Hopper kernel: matrix products, rings of copies, warps, and exact powers of two."""
+"""Parts of every Hopper kernel: its launch, matrix products, rings of copies, results, and exact powers of two."""

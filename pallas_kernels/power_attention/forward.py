@@ -6,27 +6,24 @@ other in registers. Blocks before the diagonal need p - 1 multiplications, one c
 and no exponential. From p = 8 on, two multiplications, a maximum and an addition replace the multiply-add.
 """
 
-import functools
-import math
-
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import operands as inputs
-from pallas_kernels.power_attention import sequence
+from pallas_kernels.power_attention import pairs, sequence
 
 __all__ = ["sums"]
 
 _ROWS = configs.WARPGROUP_ROWS
 _LAYOUT = plgpu.Layout.WGMMA
 _PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
-# The widest swizzle, in bytes of a row, that both wgmma and TMA support; rows of 96 elements use half of it.
-_SWIZZLE_BYTES = 128
 # Weights of the diagonal block, and all weights of high powers, are scaled per row so that the largest is 2^15.
-_NEAR_BITS = 15
+_WEIGHT_BITS = 15
 # Lower bound on a row's largest weight, so that its inverse stays finite.
 _SMALLEST = 2.0**-100
 
@@ -36,199 +33,142 @@ def sums(operands: inputs.Operands, *, power: int, config: configs.Config, inter
 
     They are in the operands' scales.
 
-    interpret: `plgpu.InterpretGPUParams` to run on a CPU. Weights then pass through shared memory, since the
-    interpreter does not support wgmma operands in registers.
+    interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    batch, time, heads, _ = operands.query.shape
-    blocks = time // config.block
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, power=power, config=config, interpreted=interpret is not None),
-        out_type=(
-            jax.ShapeDtypeStruct((batch, time, heads, config.value_dim), jnp.float32),
-            jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
-        ),
-        scratch_types=_scratch(operands, config, interpret is not None),
-        grid=(heads, blocks, batch),
-        grid_names=("head", "block", "batch"),
-        num_threads=config.compute_warpgroups + 1,
-        thread_name="warpgroup",
-        kernel_name="power_attention_forward",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        **({} if interpret is None else {"interpret": interpret}),
+    batch, time, heads, head_dim = operands.query.shape
+    block, count, stages = config.block, config.compute_warpgroups, config.stages
+    blocks, key_blocks = time // block, operands.key.shape[1] // block
+    group = heads // operands.key.shape[2]
+
+    def body(gmem, smem):
+        batch_row, head = lax.axis_index("batch"), lax.axis_index("head")
+        kv_head = lax.div(head, jnp.int32(group))
+        # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
+        query_block = jnp.int32(blocks - 1) - lax.axis_index("block")
+        diagonal = query_block + jnp.int32(key_blocks - blocks)
+        begin = gmem["first"][batch_row, kv_head, query_block]
+        earlier_steps = diagonal - begin
+
+        def copy():
+            _copy_blocks(gmem, smem, batch_row, kv_head, begin, earlier_steps, config)
+
+        def compute(warpgroup, core):
+            start = warpgroup * _ROWS
+            rows = pl.ds(query_block * block + start, _ROWS)
+            tile, ready = smem["query_smem"].at[warpgroup], smem["query_ready"].at[warpgroup]
+            plgpu.copy_gmem_to_smem(gmem["query"].at[batch_row, rows, head], tile, ready)
+            plgpu.barrier_wait(ready)
+
+            # Earlier blocks in order of time, then the diagonal one.
+            queries = _Queries(core, tile, smem, power, config)
+            earlier_sum, earlier_weight = queries.all_earlier(earlier_steps)
+            diagonal_sum, diagonal_weight = queries.diagonal(
+                earlier_steps, start, gmem["diagonal"].at[batch_row, kv_head], pl.ds(diagonal * block, block)
+            )
+
+            # Join both in the scales of the rows.
+            factors = gmem["rows"].at[batch_row, kv_head]
+            sum_factor, weight_factor = (
+                plgpu.load(factors.at[n, rows], layout=_PER_ROW, optimized=False) for n in range(2)
+            )
+            total = earlier_sum * _by_row(sum_factor, earlier_sum) + diagonal_sum
+            pairs.store(gmem["numerator"].at[batch_row, rows, head], total)
+            weight = earlier_weight * weight_factor + diagonal_weight
+            pairs.store(gmem["denominator"].at[batch_row, head, rows], weight)
+
+        return copy, compute
+
+    output = launch.launch(
+        body,
+        operands._asdict(),
+        {
+            "numerator": jax.ShapeDtypeStruct((batch, time, heads, config.value_dim), jnp.float32),
+            "denominator": jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
+        },
+        {
+            "query_smem": tensor_core.operand((count,), _ROWS, head_dim, operands.query.dtype),
+            "key_smem": tensor_core.operand((stages,), block, head_dim, operands.key.dtype),
+            "value_smem": tensor_core.operand((stages,), block, config.value_dim, jnp.float16),
+            "column_smem": plgpu.SMEM((stages, configs.column_length(block)), jnp.float32),
+            "query_ready": plgpu.Barrier(num_barriers=count),
+            "key_full": plgpu.Barrier(num_barriers=stages),
+            "value_full": plgpu.Barrier(num_barriers=stages),
+            "column_full": plgpu.Barrier(num_barriers=stages),
+            "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
+            "value_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
+        },
+        grid={"head": heads, "block": blocks, "batch": batch},
+        computing=count,
+        registers=config.registers,
+        name="power_attention_forward",
+        interpret=interpret,
     )
-    return kernel(*operands)
+    return output["numerator"], output["denominator"]
 
 
-def _scratch(operands, config, interpreted):
-    block, stages, dtype = config.block, config.stages, operands.query.dtype
-    scratch = {
-        "query_tile": _tile((config.compute_warpgroups, _ROWS, config.head_dim), dtype),
-        "key_ring": _tile((stages, block, config.head_dim), dtype),
-        "value_ring": _tile((stages, block, config.value_dim), jnp.float16),
-        "column_ring": plgpu.SMEM((stages, configs.column_length(block)), jnp.float32),
-        "query_ready": plgpu.Barrier(num_barriers=config.compute_warpgroups),
-        "key_ready": plgpu.Barrier(num_barriers=stages),
-        "value_ready": plgpu.Barrier(num_barriers=stages),
-        "column_ready": plgpu.Barrier(num_barriers=stages),
-        "key_free": plgpu.Barrier(num_arrivals=config.compute_warpgroups, num_barriers=stages),
-        "value_free": plgpu.Barrier(num_arrivals=config.compute_warpgroups, num_barriers=stages),
-    }
-    if interpreted:
-        scratch["weight_tile"] = plgpu.SMEM((config.compute_warpgroups, _ROWS, block), jnp.float16)
-    return scratch
-
-
-def _tile(shape, dtype):
-    swizzle = math.gcd(_SWIZZLE_BYTES, shape[-1] * 2)
-    return plgpu.SMEM(
-        shape,
-        dtype,
-        transforms=(plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)),
-    )
-
-
-def _kernel(
-    query,
-    key,
-    far_value,
-    near_value,
-    columns,
-    near,
-    rows,
-    first,
-    numerator,
-    denominator,
-    *,
-    power,
-    config,
-    interpreted,
-    **scratch,
-):
-    batch, head = jax.lax.axis_index("batch"), jax.lax.axis_index("head")
-    group = query.shape[2] // key.shape[2]
-    kv_head = jax.lax.div(head, jnp.int32(group))
-    blocks = query.shape[1] // config.block
-    # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
-    block = jnp.int32(blocks - 1) - jax.lax.axis_index("block")
-    diagonal = block + jnp.int32(key.shape[1] // config.block - blocks)
-    begin = first[batch, kv_head, block]
-    far_steps = diagonal - begin
-    warpgroup = jax.lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup == config.compute_warpgroups)
-    def _load():
-        plgpu.set_max_registers(config.load_registers, action="decrease")
-        sources = key, far_value, near_value, columns
-        _load_blocks(*sources, batch, kv_head, begin, far_steps, config, scratch)
-
-    @pl.when(warpgroup < config.compute_warpgroups)
-    def _compute():
-        plgpu.set_max_registers(config.compute_registers, action="increase")
-        own = _Rows(block, warpgroup, config)
-        tile = scratch["query_tile"].at[warpgroup]
-        plgpu.copy_gmem_to_smem(query.at[batch, own.slice, head], tile, scratch["query_ready"].at[warpgroup])
-        plgpu.barrier_wait(scratch["query_ready"].at[warpgroup])
-
-        blocks_of_keys = _Blocks(tile, warpgroup, power, config, interpreted, scratch)
-        far_sum, far_weight = blocks_of_keys.all_far(far_steps)
-        near_sum, near_weight = blocks_of_keys.diagonal(
-            far_steps, own, near.at[batch, kv_head], pl.ds(diagonal * config.block, config.block)
-        )
-
-        row_factors = rows.at[batch, kv_head]
-        sum_factor = plgpu.load(row_factors.at[0, own.slice], layout=_PER_ROW, optimized=False)
-        weight_factor = plgpu.load(row_factors.at[1, own.slice], layout=_PER_ROW, optimized=False)
-        _store(numerator.at[batch, own.slice, head], far_sum * _by_row(sum_factor, far_sum) + near_sum)
-        _store(denominator.at[batch, head, own.slice], far_weight * weight_factor + near_weight)
-
-
-class _Rows:
-    """Queries of one warpgroup: `start` within their block, `slice` within the sequence."""
-
-    def __init__(self, block, warpgroup, config):
-        self.start = warpgroup * _ROWS
-        self.slice = pl.ds(block * config.block + self.start, _ROWS)
-
-
-def _load_blocks(key, far_value, near_value, columns, batch, kv_head, begin, far_steps, config, scratch):
+def _copy_blocks(gmem, smem, batch_row, kv_head, begin, earlier_steps, config):
     """Fills the ring: earlier blocks in order of time, then the diagonal block with its undecayed values."""
 
-    def load(step, _):
-        slot = jax.lax.rem(step, jnp.int32(config.stages))
-        tokens = batch, pl.ds((begin + step) * config.block, config.block), kv_head
+    @pl.loop(jnp.int32(0), earlier_steps + 1)
+    def _block(step):
+        slot = ring.slot_of(step, config.stages)
+        tokens = batch_row, pl.ds((begin + step) * config.block, config.block), kv_head
+        reused = step >= config.stages
+        pl.when(reused)(lambda: plgpu.barrier_wait(smem["key_free"].at[slot]))
+        plgpu.copy_gmem_to_smem(gmem["key"].at[tokens], smem["key_smem"].at[slot], smem["key_full"].at[slot])
+        pl.when(reused)(lambda: plgpu.barrier_wait(smem["value_free"].at[slot]))
 
-        @pl.when(step >= config.stages)
-        def _():
-            plgpu.barrier_wait(scratch["key_free"].at[slot])
+        def copy_value(name):
+            target, full = smem["value_smem"].at[slot], smem["value_full"].at[slot]
+            plgpu.copy_gmem_to_smem(gmem[name].at[tokens], target, full)
 
-        plgpu.copy_gmem_to_smem(key.at[tokens], scratch["key_ring"].at[slot], scratch["key_ready"].at[slot])
+        @pl.when(step < earlier_steps)
+        def _earlier():
+            columns = gmem["columns"].at[batch_row, kv_head, begin + step]
+            plgpu.copy_gmem_to_smem(columns, smem["column_smem"].at[slot], smem["column_full"].at[slot])
+            copy_value("decayed_value")
 
-        @pl.when(step >= config.stages)
-        def _():
-            plgpu.barrier_wait(scratch["value_free"].at[slot])
-
-        def load_value(source):
-            plgpu.copy_gmem_to_smem(
-                source.at[tokens], scratch["value_ring"].at[slot], scratch["value_ready"].at[slot]
-            )
-
-        @pl.when(step < far_steps)
-        def _():
-            plgpu.copy_gmem_to_smem(
-                columns.at[batch, kv_head, begin + step],
-                scratch["column_ring"].at[slot],
-                scratch["column_ready"].at[slot],
-            )
-            load_value(far_value)
-
-        @pl.when(step == far_steps)
-        def _():
-            load_value(near_value)
-
-        return ()
-
-    jax.lax.fori_loop(jnp.int32(0), far_steps + 1, load, ())
+        pl.when(step == earlier_steps)(lambda: copy_value("plain_value"))
 
 
-class _Blocks:
-    """Computation of one warpgroup on each block of keys in the ring."""
+class _Queries:
+    """The 64 queries of one warpgroup, and their products with each block of keys in the ring."""
 
-    def __init__(self, query_tile, warpgroup, power, config, interpreted, scratch):
-        self.query_tile, self.warpgroup, self.power = query_tile, warpgroup, power
-        self.config, self.interpreted = config, interpreted
-        self.scratch = scratch
+    def __init__(self, core, query_smem, smem, power, config):
+        self.core, self.query_smem, self.smem = core, query_smem, smem
+        self.power, self.config = power, config
 
-    def all_far(self, steps):
+    def all_earlier(self, steps):
         """Returns the sums over all blocks before the diagonal one."""
         total = plgpu.layout_cast(jnp.zeros((_ROWS, self.config.value_dim), jnp.float32), _LAYOUT)
         weight = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW)
         if not inputs.scaled_by_row(self.power):
-            return jax.lax.fori_loop(jnp.int32(0), steps, self._far, (total, weight))
+            return lax.fori_loop(jnp.int32(0), steps, self._earlier, (total, weight))
         largest = plgpu.layout_cast(jnp.full((_ROWS,), _SMALLEST, jnp.float32), _PER_ROW)
         carry = total, weight, largest
-        total, weight, largest = jax.lax.fori_loop(jnp.int32(0), steps, self._far_by_row, carry)
-        return total * _by_row(largest * 2.0**-_NEAR_BITS, total), weight
+        total, weight, largest = lax.fori_loop(jnp.int32(0), steps, self._earlier_by_row, carry)
+        return total * _by_row(largest * 2.0**-_WEIGHT_BITS, total), weight
 
-    def _far(self, step, carry):
+    def _earlier(self, step, carry):
         """Adds one block before the diagonal."""
         total, weight = carry
         slot = self._slot(step)
         weights = self._weights(slot)
-        plgpu.barrier_wait(self.scratch["column_ready"].at[slot])
-        columns = self.scratch["column_ring"].at[slot]
+        plgpu.barrier_wait(self.smem["column_full"].at[slot])
+        columns = self.smem["column_smem"].at[slot]
         factors = plgpu.load(columns.at[pl.ds(0, self.config.block)], layout=_PER_COLUMN, optimized=False)
         sum_decay, weight_decay = columns[self.config.block], columns[self.config.block + 1]
         weight = weight * weight_decay + (weights * _by_column(factors, weights)).sum(1)
         total = self._add_product(total * sum_decay, weights.astype(jnp.float16), slot)
         return total, weight
 
-    def _far_by_row(self, step, carry):
+    def _earlier_by_row(self, step, carry):
         """Adds one block before the diagonal, scaling each row of weights by its largest one so far."""
         total, weight, largest = carry
         slot = self._slot(step)
         weights = self._weights(slot)
-        plgpu.barrier_wait(self.scratch["column_ready"].at[slot])
-        columns = self.scratch["column_ring"].at[slot]
+        plgpu.barrier_wait(self.smem["column_full"].at[slot])
+        columns = self.smem["column_smem"].at[slot]
         factors = plgpu.load(columns.at[pl.ds(0, self.config.block)], layout=_PER_COLUMN, optimized=False)
         decay = columns[self.config.block + 1]
         weights *= _by_column(factors, weights)
@@ -236,83 +176,58 @@ class _Blocks:
         largest = jnp.maximum(jnp.maximum(before, weights.max(1)), _SMALLEST)
         # Exactly 1 where the scale does not change, since errors of many blocks would accumulate.
         kept = jnp.where(before < largest, before / largest, 1.0)
-        scaled = weights * _by_row(2.0**_NEAR_BITS / largest, weights)
+        scaled = weights * _by_row(2.0**_WEIGHT_BITS / largest, weights)
         weight = weight * decay + weights.sum(1)
         total = self._add_product(total * _by_row(kept, total), scaled.astype(jnp.float16), slot)
         return total, weight, largest
 
-    def diagonal(self, step, own, near, tokens):
+    def diagonal(self, step, start, vectors, tokens):
         """Returns the sums over the queries' own block, whose weights need the mask and an exponential per pair."""
         slot = self._slot(step)
         weights = self._weights(slot)
 
         def per_row(index):
-            part = near.at[index, pl.ds(tokens.start + own.start, _ROWS)]
+            part = vectors.at[index, pl.ds(tokens.start + start, _ROWS)]
             return _by_row(plgpu.load(part, layout=_PER_ROW, optimized=False), weights)
 
         def per_column(index):
-            part = near.at[index, tokens]
+            part = vectors.at[index, tokens]
             return _by_column(plgpu.load(part, layout=_PER_COLUMN, optimized=False), weights)
 
         decay = (per_row(0) - per_column(0)) + (per_row(1) - per_column(1))
         row, column = (
             plgpu.broadcasted_iota(jnp.int32, weights.shape, axis, layout=_LAYOUT) for axis in (0, 1)
         )
-        seen = (row + own.start >= column) & (decay >= sequence.FLOOR)
+        seen = (row + start >= column) & (decay >= sequence.FLOOR)
         weights = jnp.where(seen, weights * per_column(2) * jnp.exp(decay), 0.0)
         largest = jnp.maximum(weights.max(1), _SMALLEST)
-        scaled = weights * _by_row(2.0**_NEAR_BITS / largest, weights)
+        scaled = weights * _by_row(2.0**_WEIGHT_BITS / largest, weights)
         zeros = plgpu.layout_cast(jnp.zeros((_ROWS, self.config.value_dim), jnp.float32), _LAYOUT)
         total = self._add_product(zeros, scaled.astype(jnp.float16), slot)
-        unit = largest * 2.0 ** -(_NEAR_BITS + inputs.VALUE_BITS)
+        unit = largest * 2.0 ** -(_WEIGHT_BITS + inputs.VALUE_BITS)
         return total * _by_row(unit, total), weights.sum(1)
 
     def _slot(self, step):
-        return jax.lax.rem(step, jnp.int32(self.config.stages))
+        return ring.slot_of(step, self.config.stages)
 
     def _weights(self, slot):
         """Returns (q . k)^p for the warpgroup's queries and the block's keys."""
-        plgpu.barrier_wait(self.scratch["key_ready"].at[slot])
-
-        def product(scores):
-            plgpu.wgmma(scores, self.query_tile, self.scratch["key_ring"].at[slot].transpose((1, 0)))
-            return scores[...]
-
-        scores = pl.run_scoped(product, plgpu.ACC((_ROWS, self.config.block), jnp.float32))
-        plgpu.barrier_arrive(self.scratch["key_free"].at[slot])
-        return jax.lax.integer_pow(scores, self.power)
+        plgpu.barrier_wait(self.smem["key_full"].at[slot])
+        scores = self.core.product(self.query_smem, self.smem["key_smem"].at[slot])
+        plgpu.barrier_arrive(self.smem["key_free"].at[slot])
+        return lax.integer_pow(scores, self.power)
 
     def _add_product(self, total, weights, slot):
         """Returns total + weights @ values, and frees the slot."""
-        plgpu.barrier_wait(self.scratch["value_ready"].at[slot])
-        values = self.scratch["value_ring"].at[slot]
-        if self.interpreted:
-            tile = self.scratch["weight_tile"].at[self.warpgroup]
-            tile[...] = weights
-            plgpu.commit_smem()
-
-            def product(sums):
-                plgpu.wgmma(sums, tile, values)
-                return sums[...]
-
-            total += pl.run_scoped(product, plgpu.ACC(total.shape, jnp.float32))
-        else:
-            total = pl.run_state(lambda sums: plgpu.wgmma(sums, weights, values))(plgpu.ACC.init(total))
-        plgpu.barrier_arrive(self.scratch["value_free"].at[slot])
+        plgpu.barrier_wait(self.smem["value_full"].at[slot])
+        total = self.core.sum(total, weights, self.smem["value_smem"].at[slot])
+        plgpu.barrier_arrive(self.smem["value_free"].at[slot])
         return total
 
 
-def _store(destination, value):
-    """Stores to global memory, also if rows of 16 values do not fill cache lines."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(destination, value, optimized=False)
-    else:  # before jax 0.12, which has no `plgpu.store`
-        destination[...] = value
-
-
 def _by_row(x, like):
-    return jax.lax.broadcast_in_dim(x, like.shape, [0])
+    return lax.broadcast_in_dim(x, like.shape, [0])
 
 
 def _by_column(x, like):
-    return jax.lax.broadcast_in_dim(x, like.shape, [1])
+    return lax.broadcast_in_dim(x, like.shape, [1])

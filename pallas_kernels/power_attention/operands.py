@@ -42,22 +42,22 @@ class Operands(NamedTuple):
 
     query, key: of length at most 2^h and 1, h of `weight_bits`; float16, as in the backward pass, whose scores must be
     the same to the bit: a weight that is alone in its sum is 1 in both passes, however small its score.
-    far_value: values times their key's factor, in the scale of their block; equal to `near_value` if weights are scaled
-    by row, since these then include the factor; float16.
-    near_value: values without decay; float16.
+    decayed_value: values times their key's factor, in the scale of their block; float16. Equal to `plain_value` if
+    weights are scaled by row, since these then include the factor.
+    plain_value: values without decay; float16.
     columns: per block of keys, a factor for each key's weight in the denominator, then two factors for the sums before
     it.
-    near: for each key of the diagonal block, the two parts of its cumulative decay and the factor for its length.
+    diagonal: for each key of the diagonal block, the two parts of its cumulative decay and the factor for its length.
     rows: for each query, the factors of the sums over earlier blocks: numerator, denominator.
     first: the first block of keys that is visible to any query of a block.
     """
 
     query: jax.Array  # [B, T, N, D]
     key: jax.Array  # [B, S, K, D]
-    far_value: jax.Array  # [B, S, K, E]
-    near_value: jax.Array  # [B, S, K, E]
+    decayed_value: jax.Array  # [B, S, K, E]
+    plain_value: jax.Array  # [B, S, K, E]
     columns: jax.Array  # [B, K, n, C + 32]
-    near: jax.Array  # [B, K, 3, S]
+    diagonal: jax.Array  # [B, K, 3, S]
     rows: jax.Array  # [B, K, 2, T]
     first: jax.Array  # [B, K, T / C]
 
@@ -105,13 +105,13 @@ def prepare(
     decay = sequence.Decay(log_decay.reshape(*log_decay.shape[:2], -1, block))
     columns = length_factor.reshape(decay.after.shape) * sequence.exp(decay.after)
     if scaled_by_row(power):
-        far_value, unit = value, jnp.zeros(decay.total.shape, jnp.int32)
+        decayed_value, unit = value, jnp.zeros(decay.total.shape, jnp.int32)
     else:
-        far_value = value * jnp.moveaxis(columns.reshape(length_factor.shape), 2, 1)[..., None]
-        unit = _units(far_value, decay, block)
+        decayed_value = value * jnp.moveaxis(columns.reshape(length_factor.shape), 2, 1)[..., None]
+        unit = _units(decayed_value, decay, block)
     previous = jnp.concatenate([unit[..., :1], unit[..., :-1]], -1)
-    far_value = numerics.scaled(
-        far_value, VALUE_BITS - jnp.moveaxis(jnp.repeat(unit, block, -1), 2, 1)[..., None]
+    decayed_value = numerics.scaled(
+        decayed_value, VALUE_BITS - jnp.moveaxis(jnp.repeat(unit, block, -1), 2, 1)[..., None]
     )
 
     between = sequence.exp(decay.total)
@@ -127,10 +127,10 @@ def prepare(
     operands = Operands(
         query=numerics.scaled(query, bits).astype(jnp.float16),
         key=key.astype(jnp.float16),
-        far_value=far_value.astype(jnp.float16),
-        near_value=numerics.scaled(value, VALUE_BITS).astype(jnp.float16),
+        decayed_value=decayed_value.astype(jnp.float16),
+        plain_value=numerics.scaled(value, VALUE_BITS).astype(jnp.float16),
         columns=columns,
-        near=jnp.stack([decay.coarse, decay.fine, length_factor.reshape(decay.fine.shape)], 2).reshape(
+        diagonal=jnp.stack([decay.coarse, decay.fine, length_factor.reshape(decay.fine.shape)], 2).reshape(
             *log_decay.shape[:2], 3, -1
         ),
         rows=rows[..., offset:, :].reshape(*log_decay.shape[:2], 2, -1),
@@ -141,12 +141,14 @@ def prepare(
     return operands, Exponents(power * exponent, value_exponent)
 
 
-def _units(far_value, decay, block):
+def _units(decayed_value, decay, block):
     """Returns the exponents, [B, K, n], of the scales of each block's values and of the sums up to it.
 
     It is the exponent of the block's largest value, unless the earlier sums are larger by more than the slack.
     """
-    largest = jnp.abs(far_value).reshape(len(far_value), -1, block, *far_value.shape[2:]).max((2, 4))
+    largest = (
+        jnp.abs(decayed_value).reshape(len(decayed_value), -1, block, *decayed_value.shape[2:]).max((2, 4))
+    )
     largest = jnp.moveaxis(largest, 1, 2)
     own = jnp.where(largest > 0, numerics.exponent(largest), _NOTHING)
     decayed = jnp.cumsum(decay.total, -1) / np.float32(np.log(2))

@@ -1,10 +1,9 @@
-"""Operations on a block of 64 queries and one of 64 keys, shared by both gradient kernels."""
+"""Elementwise operations on a block of 64 queries and one of 64 keys, shared by both gradient kernels."""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import sequence
 
@@ -15,12 +14,10 @@ __all__ = [
     "PER_ROW",
     "by_column",
     "by_row",
+    "diagonal_factor",
     "left_operand",
-    "near_factor",
-    "product",
     "slopes",
     "store",
-    "two_products",
 ]
 
 BLOCK = configs.WARPGROUP_ROWS
@@ -43,28 +40,6 @@ def left_operand(ref, config):
     return plgpu.load(ref, layout=LAYOUT) if config.operands_in_registers else ref
 
 
-def product(a, b, interpreted):
-    """Returns a b^T in float32; `interpreted` as in `two_products`."""
-
-    def compute(acc):
-        products.accumulate(acc, a, b.T, interpreted)
-        return plgpu.layout_cast(acc[...], LAYOUT)
-
-    return products.with_accumulators(compute, [(BLOCK, BLOCK)], interpreted and interpreted[:1])
-
-
-def two_products(a, b, c, d, interpreted):
-    """Returns a b^T and c d^T in float32, computed concurrently; `interpreted` is shared memory for both, or None."""
-
-    def compute(first, second):
-        # Straight-line code, so that no operand is overwritten while products are in flight.
-        products.accumulate(first, a, b.T, interpreted, wait=1)
-        products.accumulate(second, c, d.T, interpreted)
-        return tuple(plgpu.layout_cast(acc[...], LAYOUT) for acc in (first, second))
-
-    return products.with_accumulators(compute, [(BLOCK, BLOCK)] * 2, interpreted)
-
-
 def slopes(scores, power):
     """Returns scores^(power - 1), for an even power."""
     result, square, left = scores, scores * scores, power // 2 - 1
@@ -74,7 +49,7 @@ def slopes(scores, power):
     return result
 
 
-def near_factor(rows, columns, position, length, *, sign):
+def diagonal_factor(rows, columns, position, length, *, sign):
     """Returns the decay of each pair within a block times its key's factor; zero for later keys and below FLOOR.
 
     rows, columns: the two parts of the decay at each. position: position of each column in the block. sign: 1 if rows

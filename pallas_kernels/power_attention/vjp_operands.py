@@ -12,6 +12,7 @@ This bound gives every query a power-of-two scale that brings its pairs close to
 queries undoes the scale at the end. The pass over keys multiplies with queries Q' in which it is already undone.
 """
 
+import enum
 from typing import NamedTuple
 
 import jax
@@ -23,35 +24,39 @@ from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import operands as forward_inputs
 from pallas_kernels.power_attention import sequence
 
-__all__ = [
-    "DELTA",
-    "FAR_FACTOR",
-    "FAR_SLOPE",
-    "FAR_WEIGHT",
-    "KEY_BETWEEN",
-    "KEY_COARSE",
-    "KEY_FINE",
-    "KEY_POSITION",
-    "NEAR_FACTOR",
-    "NEAR_SLOPE",
-    "NEAR_WEIGHT",
-    "QUERY_BETWEEN",
-    "QUERY_COARSE",
-    "QUERY_FINE",
-    "QUERY_POSITION",
-    "Units",
-    "VjpOperands",
-    "corrected",
-    "gradients",
-    "prepare",
-]
+__all__ = ["KeyVector", "QueryVector", "Units", "VjpOperands", "corrected", "gradients", "prepare"]
 
-# Vectors of a block of queries: f and g for keys of earlier blocks, f and g for keys of the same block, delta, the two
-# parts of the decay from the block's start, the decay over the block, repeated, and the position in the block.
-FAR_WEIGHT, FAR_SLOPE, NEAR_WEIGHT, NEAR_SLOPE, DELTA = range(5)
-QUERY_COARSE, QUERY_FINE, QUERY_BETWEEN, QUERY_POSITION = range(5, 9)
-# Vectors of a block of keys: c for queries of later blocks, c for queries of the same block, and the same decays.
-FAR_FACTOR, NEAR_FACTOR, KEY_COARSE, KEY_FINE, KEY_BETWEEN, KEY_POSITION = range(6)
+
+class QueryVector(enum.IntEnum):
+    """Vectors of a block of queries, in the order of `VjpOperands.rows`."""
+
+    # f and g for keys of earlier blocks, and for keys of the same block.
+    EARLIER_WEIGHT = 0
+    EARLIER_SLOPE = 1
+    DIAGONAL_WEIGHT = 2
+    DIAGONAL_SLOPE = 3
+    DELTA = 4
+    # The two parts of the decay from the block's start, and the decay over the block, repeated.
+    COARSE = 5
+    FINE = 6
+    BETWEEN = 7
+    # Position in the block.
+    POSITION = 8
+
+
+class KeyVector(enum.IntEnum):
+    """Vectors of a block of keys, in the order of `VjpOperands.columns`."""
+
+    # c for queries of later blocks, and for queries of the same block.
+    LATER_FACTOR = 0
+    DIAGONAL_FACTOR = 1
+    # As for queries.
+    COARSE = 2
+    FINE = 3
+    BETWEEN = 4
+    POSITION = 5
+
+
 # Fractions of the mean are scaled to 2^14, values, cotangents and slopes to 2^15 at most: float16 ends below 2^16.
 _WEIGHT_BITS = 14
 _OPERAND_BITS = 15
@@ -72,7 +77,7 @@ class VjpOperands(NamedTuple):
 
     query, key: of unit length, but queries are scaled up. unit_query: Q', a query divided by its scale. All matrix
     operands are float16.
-    rows, columns: per block of queries and of keys, vectors in the order of their names.
+    rows, columns: per block of queries and of keys, vectors in the order of QueryVector and KeyVector.
     first, last: for two blocks of queries, the first visible block of keys; for two blocks of keys, the last block of
     queries that attends to them.
     """
@@ -170,10 +175,10 @@ def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
     batch, time, heads = excess.shape
     back = -time % (2 * configs.WARPGROUP_ROWS)
     excess = jnp.pad(excess, [(0, 0), (operands.query.shape[1] - time - back, back), (0, 0)])
-    delta = operands.rows[..., DELTA, :] + jnp.moveaxis(excess, 1, 2).reshape(
+    delta = operands.rows[..., QueryVector.DELTA, :] + jnp.moveaxis(excess, 1, 2).reshape(
         batch, heads, -1, configs.WARPGROUP_ROWS
     )
-    return operands._replace(rows=operands.rows.at[..., DELTA, :].set(delta))
+    return operands._replace(rows=operands.rows.at[..., QueryVector.DELTA, :].set(delta))
 
 
 def gradients(dquery, by_key, units: Units, *, power: int) -> tuple:

@@ -67,15 +67,6 @@ class Config:
     key_vjp_stages: int = 2
     key_vjp_together: bool = True
 
-    def for_query_vjp(self) -> "Config":
-        """Returns the config with the sizes of the gradient of queries in place of the query's."""
-        return dataclasses.replace(
-            self,
-            query_blocks=self.query_vjp_blocks,
-            parts=self.query_vjp_parts,
-            state_stages=self.query_vjp_stages,
-        )
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:

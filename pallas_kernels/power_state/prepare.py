@@ -32,7 +32,6 @@ __all__ = [
     "scaled_decay",
     "size_of",
     "split",
-    "square_norms",
     "time_last",
     "tokens",
     "tokens_second",
@@ -112,22 +111,6 @@ def update_operands(key, value, carried, dtype):
     """
     value = value * carried.strength[..., None]
     return time_last(key.astype(dtype)), time_last(value.astype(dtype))
-
-
-def square_norms(key, strength, carried, start):
-    """Returns Z before each chunk and after the last, of keys [H, n, C, D] with weights `strength` [H, n, C].
-
-    Keys have 8 bits, which float16 can hold, and their products with weights are float16 in two terms. The tensor cores
-    multiply them, and no float32 operand is written.
-    """
-    peak = jnp.abs(strength).max(-1, keepdims=True)
-    relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
-    # Concatenate the terms, so that one product reads the keys once.
-    weighted = jnp.concatenate(_terms(relative[..., None] * key, jnp.float16, 2), -1)
-    new = jnp.einsum("hnxd,hnxe->hnde", key.astype(jnp.float16), weighted, preferred_element_type=jnp.float32)
-    new = sum(jnp.split(new, 2, -1))
-    start = numerics.scaled(start, -carried.shift[:, :1, None])
-    return norms(carried.log2_carry, new * peak[..., None], start)
 
 
 def carried_keys(of: Tokens, start_size, power) -> Carried:

@@ -50,10 +50,10 @@ class Dual(NamedTuple):
 class Sums(NamedTuple):
     """Sums of the gradients with respect to log w, float32, by query and by key."""
 
-    near_query: jax.Array  # [H, X], over in-window keys
-    far_query: jax.Array  # [H, X], over keys in the state
-    near_key: jax.Array  # [H, W + X]
-    far_key: jax.Array  # [H, n, C]
+    window_query: jax.Array  # [H, X], over in-window keys
+    state_query: jax.Array  # [H, X], over keys in the state
+    window_key: jax.Array  # [H, W + X]
+    state_key: jax.Array  # [H, n, C]
     inner: jax.Array  # [H, n], inner product of the state before each chunk with its gradient
 
 
@@ -134,13 +134,15 @@ def vectors(*rows):
 def sums_of(of, of_queries, of_keys, inner, exact_window) -> Sums:
     """Computes Sums from the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], in-window and from the state."""
     heads, chunks, chunk, _ = of.old_key.shape
-    near_query, far_query = jnp.swapaxes(of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1), 0, 1)
-    near_key, far_key = jnp.swapaxes(of_keys, 0, 1)
+    window_query, state_query = jnp.swapaxes(
+        of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1), 0, 1
+    )
+    window_key, state_key = jnp.swapaxes(of_keys, 0, 1)
     return Sums(
-        near_query,
-        far_query,
-        lengthened(near_key, exact_window + chunks * chunk),
-        lengthened(far_key, chunks * chunk).reshape(heads, chunks, chunk),
+        window_query,
+        state_query,
+        lengthened(window_key, exact_window + chunks * chunk),
+        lengthened(state_key, chunks * chunk).reshape(heads, chunks, chunk),
         inner,
     )
 
@@ -153,16 +155,16 @@ def decay_gradient(of: preparation.Tokens, sums: Sums, exact_window) -> jax.Arra
     the state, the sum over keys before t.
     """
     heads, chunks, chunk, _ = of.old_key.shape
-    near = jnp.pad(sums.near_query, [(0, 0), (exact_window, 0)]) - sums.near_key
-    reads = jnp.pad(sums.far_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (exact_window, 0)])
-    before = jnp.cumsum(sums.far_key, -1) - sums.far_key + sums.inner[..., None]
+    window = jnp.pad(sums.window_query, [(0, 0), (exact_window, 0)]) - sums.window_key
+    reads = jnp.pad(sums.state_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (exact_window, 0)])
+    before = jnp.cumsum(sums.state_key, -1) - sums.state_key + sums.inner[..., None]
     folded = jnp.where(of.folded, before, 0)
     seen = numerics.sums_behind(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, exact_window)])
     # The last positions of a chunk and its window are the first of the next chunk.
     own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - exact_window)])
     own, next_one = own.reshape(heads, -1), next_one.reshape(heads, -1)
     total = jnp.pad(own, [(0, 0), (0, chunk)]) + jnp.pad(next_one, [(0, 0), (chunk, 0)])
-    return numerics.sums_behind(near) + total[:, : near.shape[1]]
+    return numerics.sums_behind(window) + total[:, : window.shape[1]]
 
 
 def _frames(of):

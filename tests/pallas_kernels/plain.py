@@ -16,7 +16,7 @@ from pallas_kernels.power_state.square import backward, forward
 from pallas_kernels.power_state.square import layout as layouts
 from tests.pallas_kernels import state_vjp
 
-__all__ = ["add_arriving", "kernels", "query_states", "query_vjp", "update"]
+__all__ = ["add_arriving", "kernels", "norms", "query_states", "query_vjp", "update"]
 
 
 @contextlib.contextmanager
@@ -25,6 +25,7 @@ def kernels(multiprocessors=20):
     with contextlib.ExitStack() as stack:
         for module, name, plain in (
             (forward.update_kernel, "update", update),
+            (forward.norm_kernel, "norms", norms),
             (forward.query_kernel, "query_states", query_states),
             (backward.query_kernel, "query_vjp", query_vjp),
             (backward.key_kernel, "key_vjp", key_vjp),
@@ -55,6 +56,13 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms, interpre
         finals.append(state)
     finals = jnp.stack(finals, 1).reshape(*initial.shape[:4], layout.sections, -1)
     return jnp.stack(states, 1), jnp.swapaxes(finals, 3, 4)
+
+
+def norms(key, weights, *, interpret):
+    """Computes `norms.norms`."""
+    heads, head_dim, _ = key.shape
+    keys = key.reshape(heads, head_dim, *weights.shape[1:]).astype(jnp.float32)
+    return jnp.einsum("hincx,hncx,hjncx->hnij", keys, weights, keys, precision="highest")
 
 
 def add_arriving(states, arriving, factor, *, interpret):

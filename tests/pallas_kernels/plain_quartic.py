@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near_key_vjp
+from pallas_kernels.power_state import window_queries
 from pallas_kernels.power_state.quartic import backward as quartic_vjp
 from pallas_kernels.power_state.quartic import forward as quartic
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
@@ -119,7 +119,7 @@ def query_vjp(
             q, do = single(query[head, own]), single(dout[head, own])
             y = single(vector[head, own]).T, single(scalars[head, :, own])
             far, _ = _far(q, do * row.narrow, *y, single(states[held, c]), layout)
-            far = row.far * far
+            far = row.state * far
             k, v = single(key[held, seen]), single(value[held, seen])
             scores, gamma = _near(q, k, single(decay[held, c]), exact_window)
             slopes = gamma * scores**3 * (do @ v.T - row.delta)
@@ -157,10 +157,10 @@ def key_vjp(
             row = quartic_key_vjp.Rows(*rows[head, :, old, None])
             k, v = single(key[head, old]), single(value[head, old])
             y = single(vector[head, old]).T, single(scalars[head, :, old])
-            far, far_value = _far(k, v * row.narrow_value, *y, single(dual[head, chunks - 1 - c]), layout)
-            dkey[head, old] += row.far_key * far
-            dvalue[head, old] += row.far_value * far_value
-            sums[head, 1, old] += (k * row.far_key * far).sum(1) / 4
+            far, state_value = _far(k, v * row.narrow_value, *y, single(dual[head, chunks - 1 - c]), layout)
+            dkey[head, old] += row.state_key * far
+            dvalue[head, old] += row.state_value * state_value
+            sums[head, 1, old] += (k * row.state_key * far).sum(1) / 4
             # Queries of this chunk and all keys visible to them; keys of the next chunk use their `before` frame.
             seen = slice(c * chunk, min((c + 1) * chunk + exact_window, time))
             row = quartic_key_vjp.Rows(*rows[head, :, seen])
@@ -173,7 +173,7 @@ def key_vjp(
             )
             k, v = single(key[head, seen]), single(value[head, seen])
             for member in range(head * group, (head + 1) * group):
-                column = near_key_vjp.Columns(*columns[member, :, old, None])
+                column = window_queries.Columns(*columns[member, :, old, None])
                 q, do = single(query[member, old]), single(dout[member, old])
                 own = np.concatenate([column.coarse, column.fine], 1).T
                 scores, gamma = _near(q, k, decays, exact_window, own)

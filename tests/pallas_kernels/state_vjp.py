@@ -25,9 +25,9 @@ def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chu
 
     def one(q, do, state, matrix, k, v, decay, row):
         row = query_kernel.Rows(*row[..., None])
-        far = row.far * _far(q, do * row.narrow, state, layout)
+        far = row.state * _far(q, do * row.narrow, state, layout)
         # The factor from the state to the query, without the power of two that divides dout.
-        far -= 2 * row.far * row.narrow * row.delta * (q @ matrix)
+        far -= 2 * row.state * row.narrow * row.delta * (q @ matrix)
         scores, gamma = pairs(q, k, decay, exact_window)
         dscores = 2 * gamma * scores * (do @ v.T - row.delta)
         sums = (dscores * scores).sum(1, keepdims=True), (q * far).sum(1, keepdims=True)
@@ -56,13 +56,13 @@ def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, l
     def far(k, v, state, matrix, row):
         row = key_kernel.Rows(*row[..., None])
         narrow = k * row.narrow_key
-        gradient = row.far_key * _far(narrow, v * row.narrow_value, state, layout)
-        gradient += row.far_norm * (k @ matrix)
+        gradient = row.state_key * _far(narrow, v * row.narrow_value, state, layout)
+        gradient += row.state_norm * (k @ matrix)
         features = _features(narrow, layout) * layout.weights
         if dual_type.itemsize == 2:
             # Operands of a product are rounded to its type.
             features = features.astype(dual_type).astype(jnp.float32)
-        dvalue = row.far_value * jnp.einsum("xjp,jep->xe", features, state)
+        dvalue = row.state_value * jnp.einsum("xjp,jep->xe", features, state)
         return gradient, dvalue, jnp.stack([jnp.zeros(chunk), (k * gradient).sum(1) / 2])
 
     def near(q, do, k, v, decay, column):

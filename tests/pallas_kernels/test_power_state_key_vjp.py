@@ -91,9 +91,9 @@ def draw(sizes, layout):
     rows = kernels.Rows(
         narrow_key=2.0**-key_exponent,
         narrow_value=2.0**-value_exponent,
-        far_key=kappa * 2.0 ** (key_exponent + value_exponent),
-        far_norm=2 * kappa,
-        far_value=kappa * 2.0 ** (2 * key_exponent),
+        state_key=kappa * 2.0 ** (key_exponent + value_exponent),
+        state_norm=2 * kappa,
+        state_value=kappa * 2.0 ** (2 * key_exponent),
         coarse=own[:, :padded, 0],
         fine=own[:, :padded, 1],
         coarse_before=before[:, :padded, 0],

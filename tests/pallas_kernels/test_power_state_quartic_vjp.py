@@ -6,7 +6,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_state
-from pallas_kernels.power_state import near_key_vjp
+from pallas_kernels.power_state import window_queries
 from pallas_kernels.power_state.quartic import forward as quartic
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
 from pallas_kernels.power_state.quartic import layout as layouts
@@ -94,7 +94,7 @@ def test_queries(head_dim, value_dim, chunk):
     decay = np.stack(drawn.decays(1, CHUNKS, WINDOW + chunk), 2).reshape(1, CHUNKS, 2, -1, 64)
     rows = quartic_query_vjp.Rows(
         narrow=np.exp2(drawn.random.integers(-2, 1, (GROUP, time))),
-        far=drawn.factor(GROUP, time),
+        state=drawn.factor(GROUP, time),
         delta=drawn.random.normal(size=(GROUP, time)),
         inverse=drawn.factor(GROUP, time),
     )
@@ -125,7 +125,7 @@ def test_keys(head_dim, value_dim, chunk):
         *own,
         *before,
     )
-    columns = near_key_vjp.Columns(
+    columns = window_queries.Columns(
         drawn.factor(GROUP, time),
         drawn.random.normal(size=(GROUP, time)),
         *(x[:, :time].repeat(GROUP, 0) for x in own),

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
-from pallas_kernels.power_state.square import query, update
+from pallas_kernels.power_state.square import norms, query, update
 from tools import h100
 
 # Chunks of 64, 128 and 192 give a query one, two and three warpgroups.
@@ -25,6 +25,9 @@ CASES = [
     "update-d128-e64-float16",
     "update-d128-e128-float16",
     "update-d128-e128-float32",
+    "norms-d32-e64-float16",
+    "norms-d64-e64-float16",
+    "norms-d128-e64-float16",
     "query-d32-e64-c384-float16",
     "query-d32-e128-c384-float16",
     "query-d64-e64-c64-float16",
@@ -73,6 +76,11 @@ def build(case: str):
             exact(HEADS, CHUNKS),
             exact(HEADS, SEGMENTS, *state),
         ]
+    if kernel == "norms":
+        return norms.norms, [
+            shape(HEADS, head_dim, time),
+            exact(HEADS, CHUNKS, chunk // configs.BLOCK, configs.BLOCK),
+        ]
     return functools.partial(query.query_states, **options, exact_window=WINDOW, batch_time=(1, time)), [
         brief(HEADS * GROUP, time, head_dim),
         shape(HEADS * GROUP, head_dim, time),
@@ -93,7 +101,8 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     takes N / 2 cycles.
     """
     found = [loop for loop in kernel.loops if loop["HGMMA"]]
-    loops, cycles = (_predict_update if case.startswith("update") else _predict_query)(case, found)
+    predictions = {"update": _predict_update, "norms": _predict_norms, "query": _predict_query}
+    loops, cycles = predictions[case.split("-")[0]](case, found)
     return loops, f"{1e3 * cycles / h100.SUSTAINED_HERTZ:.2f} ms"
 
 
@@ -115,6 +124,15 @@ def _predict_update(case, loops):
     rounds = -(-PREDICTED_HEADS * config.update_blocks * config.segments // h100.MULTIPROCESSORS)
     cycles = rounds * PREDICTED_TIME / config.segments / configs.BLOCK * step
     return [h100.Loop("tokens", counts, tensor)], cycles
+
+
+def _predict_norms(case, loops):
+    _, layout, *_ = _parsed(case)
+    # 64 tokens: a product for each term, and the keys and weights that fill the ring.
+    tensor = max(layout.head_dim, configs.BLOCK) // configs.BLOCK * 2 * 4 * layout.head_dim // 2
+    filled = 2 * configs.BLOCK * layout.head_dim + 4 * configs.BLOCK
+    rounds = PREDICTED_HEADS * PREDICTED_TIME / configs.BLOCK / h100.MULTIPROCESSORS
+    return [h100.Loop("tokens", loops[0], tensor)], rounds * max(tensor, filled / CACHE_BYTES)
 
 
 def _predict_query(case, loops):

@@ -57,8 +57,8 @@ def build(case: str):
         brief(HEADS, CHUNKS, 2 * head_dim, head_dim),
         brief(HEADS * GROUP, time, head_dim),
         brief(HEADS * GROUP, time, value_dim),
-        exact(HEADS, padded // configs.BLOCK, len(key_vjp.Rows()), configs.BLOCK),
-        exact(HEADS * GROUP, time // configs.BLOCK, len(key_vjp.Columns()), configs.BLOCK),
+        exact(HEADS, padded // configs.BLOCK, len(key_vjp.Rows._fields), configs.BLOCK),
+        exact(HEADS * GROUP, time // configs.BLOCK, len(key_vjp.Columns._fields), configs.BLOCK),
     ]
 
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near_key_vjp
-from pallas_kernels.power_state.quartic import far_vjp as far
+from pallas_kernels.power_state import window_queries
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
+from pallas_kernels.power_state.quartic import state_vjp
 from tools import h100
 from tools.compiled import power_state_quartic as forward
 
@@ -60,7 +60,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     contracted = head_dim * layouts.SCALAR_COLUMNS * 3 // 16
     states = next(loop for loop in found if loop["HMUL2"])
     loops = [h100.Loop("states", states, layouts.SCALARS * scalar + contracted)]
-    steps = [far.steps(layout)[:, 1].sum()]
+    steps = [state_vjp.steps(layout)[:, 1].sum()]
     if chunk > configs.BLOCK:  # a single in-window block has no loop of its own
         # Scores and slopes, then two products each for the gradients.
         operands = 2 * (head_dim + value_dim) + 4 * head_dim + (4 * value_dim if kind == "key" else 0)
@@ -89,7 +89,7 @@ def _query(layout, chunk):
         _brain(_HEADS, _WINDOW + time, layout.head_dim),
         _brain(_HEADS, _WINDOW + time, layout.value_dim),
         forward.single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
-        forward.single(heads, time // configs.BLOCK, len(quartic_query_vjp.Rows()), configs.BLOCK),
+        forward.single(heads, time // configs.BLOCK, len(quartic_query_vjp.Rows._fields), configs.BLOCK),
     ]
 
 
@@ -104,6 +104,6 @@ def _key(layout, chunk):
         forward.half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
         _brain(heads, time, layout.head_dim),
         _brain(heads, time, layout.value_dim),
-        forward.single(_HEADS, padded // configs.BLOCK, len(quartic_key_vjp.Rows()), configs.BLOCK),
-        forward.single(heads, blocks, len(near_key_vjp.Columns()), configs.BLOCK),
+        forward.single(_HEADS, padded // configs.BLOCK, len(quartic_key_vjp.Rows._fields), configs.BLOCK),
+        forward.single(heads, blocks, len(window_queries.Columns._fields), configs.BLOCK),
     ]

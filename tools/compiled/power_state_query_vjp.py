@@ -66,8 +66,8 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     The prediction is that of the query, except that warpgroups also share issue slots.
     """
     head_dim, value_dim, chunk, state_dtype = _parsed(case)
-    config, terms = _config(case).for_query_vjp(), configs.operands(state_dtype)[1]
-    layout, count, groups = layouts.Layout(head_dim), config.query_blocks, config.query_vjp_groups
+    config, terms = _config(case), configs.operands(state_dtype)[1]
+    layout, count, groups = layouts.Layout(head_dim), config.query_vjp_blocks, config.query_vjp_groups
     width = layout.width
     loops = [loop for loop in kernel.loops if loop["HGMMA"]]
     state = next(loop for loop in loops if loop["FFMA"] and not loop["MUFU"])
@@ -75,7 +75,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
         width // 2 * value_dim // 16 * terms,
         state["instructions"] * layout.sections / groups,
     )
-    waits = config.parts * forward.WAITING_CYCLES
+    waits = config.query_vjp_parts * forward.WAITING_CYCLES
     cached = 2 * value_dim * width * terms / forward.CACHE_BYTES
     group = max(count * tensor, count * instructions, tensor + instructions + waits, cached)
     found, row = [h100.Loop("states", state, tensor * groups // layout.sections)], layouts.TILE * group

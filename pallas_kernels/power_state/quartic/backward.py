@@ -71,7 +71,7 @@ def _query_vjp(of, unit, mean, saved, options):
     exponent = preparation.exponent_of(mean.dout)[..., 0]
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -exponent),
-        far=numerics.scaled(scale, exponent + layouts.WEIGHT_BITS),
+        state=numerics.scaled(scale, exponent + layouts.WEIGHT_BITS),
         delta=mean.delta,
         inverse=mean.inverse,
     )
@@ -105,11 +105,11 @@ def _key_vjp(of, unit, mean, dual, length, options):
     # Factors from keys with largest entries in [1/2, 1) to the gradients of the states.
     met = of.to_state, jnp.flip(dual.shifts, 1)[..., None] + _POWER * of.old_exponent[..., 0]
     met = preparation_vjp.lengthened(preparation.scaled_decay(*met).reshape(heads, -1), length)
-    far = numerics.scaled(met, jnp.int32(layouts.WEIGHT_BITS))
+    factor = numerics.scaled(met, jnp.int32(layouts.WEIGHT_BITS))
     rows = key_kernel.Rows(
-        numerics.scaled(jnp.ones_like(far), -value_exponent),
-        numerics.scaled(far, value_exponent - 2 * exponent),
-        far,
+        numerics.scaled(jnp.ones_like(factor), -value_exponent),
+        numerics.scaled(factor, value_exponent - 2 * exponent),
+        factor,
         *preparation_vjp.decays_of_keys(of, length // chunk),
     )
     gradient, dvalue, sums = key_kernel.key_vjp(

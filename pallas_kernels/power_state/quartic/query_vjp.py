@@ -1,11 +1,11 @@
 """Gradient of queries at p = 4: through the state, and through the keys from the window on.
 
-A block has one chunk's rows in `query_blocks` warpgroups of 64. `far_vjp` computes the from-state contribution,
-of the query and its output's cotangent divided by a power of two so that they fit in 16 bits. `near_vjp` adds that of
-the in-window keys. The normalizer's contribution is added in plain JAX, since the kernel has no room for its matrix.
+A block has one chunk's rows in `query_blocks` warpgroups of 64. `state_vjp` computes the from-state contribution,
+of the query and its output's cotangent divided by a power of two so that they fit in 16 bits. `window_keys_vjp` adds
+that of the in-window keys. The normalizer's contribution is added in plain JAX, since the kernel has no room for its
+matrix.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -14,10 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products
+from pallas_kernels.hopper import launch, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near, near_vjp
-from pallas_kernels.power_state.quartic import far_vjp as far
+from pallas_kernels.power_state import window_keys, window_keys_vjp
+from pallas_kernels.power_state.quartic import state_vjp
 
 __all__ = ["Rows", "query_vjp"]
 
@@ -26,15 +26,17 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 4
 # Number of scalars of a state per step.
 _TOGETHER = 3
+# Registers per thread, by the number of warpgroups that compute.
+_REGISTERS = {1: None, 2: launch.Registers(40, 232), 3: launch.Registers(32, 160)}
 
 
 class Rows(NamedTuple):
-    """Index of each factor of queries. The largest entry of a row of dout times 2^-a is in [1/2, 1)."""
+    """Factors of each query, in the order in which the kernel takes them."""
 
-    narrow: int = 0  # 2^-a
-    far: int = 1  # 2^a times the factor from the stored state to the query
-    delta: int = 2  # dout . out
-    inverse: int = 3  # 1 / the sum of weights, 0 where that is 0
+    narrow: jax.Array  # 2^-a, scales the largest entry of its dout into [1/2, 1)
+    state: jax.Array  # 2^a times the factor from the stored state to the query
+    delta: jax.Array  # dout . out
+    inverse: jax.Array  # 1 / the sum of weights, 0 where that is 0
 
 
 def query_vjp(
@@ -65,174 +67,115 @@ def query_vjp(
     keys in the state, without the normalizer's contribution. Accumulates in float32.
     """
     heads, time, head_dim = query.shape
-    config = config.for_query_vjp()
-    value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
-    states = states.reshape(*states.shape[:2], -1, layout.width)
-    scratch = {
-        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype),
-        "dout_smem": products.operand((count,), _BLOCK, value_dim, dout.dtype),
-        "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
-        "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
-        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
-        "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
-        "ready": plgpu.Barrier(num_arrivals=2 * count + 2),
-        "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
-        "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
-        **far.scratch(layout, count, stages, vector, scalars, states),
-    }
-    if interpret is not None:
-        shapes = far.held_shapes(layout, _TOGETHER) | {
-            "near": [(_BLOCK, _BLOCK)] * 2,
-            "gradient": [(_BLOCK, head_dim)],
-        }
-        scratch["interpreted"] = far.interpreted(count, shapes)
-    body = functools.partial(
-        _body,
-        layout=layout,
-        config=config,
-        chunk=chunk,
-        exact_window=exact_window,
-        groups=heads // key.shape[0],
-    )
-    arrays = query, vector, scalars, dout, states, key, value, decay, rows, *far.tables(layout).values()
-    return plgpu.kernel(
+    value_dim, count = value.shape[-1], config.query_vjp_blocks
+
+    def body(gmem, smem):
+        def tiles():
+            # In each branch, to save registers.
+            tile = window_keys.QueryTile.of_thread_block(heads // len(key), chunk, count)
+            vectors = state_vjp.Vectors(
+                tile.head, tile.token, tile.key_head, tile.chunk, jnp.int32(layout.blocks)
+            )
+            keys = window_keys.Keys(gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window)
+            return tile, vectors, keys
+
+        def copy():
+            tile, vectors, keys = tiles()
+            # Inputs that every warpgroup needs from the start.
+            ready = smem["ready"]
+            for n in range(count):
+                for name in ("query", "dout"):
+                    source = gmem[name].at[tile.head, tile.rows(n)]
+                    plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
+            decays = gmem["decay"].at[tile.key_head, tile.chunk]
+            plgpu.copy_gmem_to_smem(decays, smem["decay_smem"], ready)
+            blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
+            plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)
+            state_vjp.copy(gmem, smem, vectors, layout, count)
+            # Keys are copied while the last states are still being read.
+            keys.copy()
+            state_vjp.drain(smem, vectors, layout)
+
+        def compute(warpgroup, core):
+            tile, vectors, keys = tiles()
+            query_smem, dout_smem = (smem[name].at[warpgroup] for name in ("query_smem", "dout_smem"))
+            rows_smem = smem["rows_smem"].at[warpgroup]
+            row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))
+
+            def rows(gradient):
+                plgpu.barrier_wait(smem["ready"])
+                # The state before the window.
+                dout = _along(row.narrow, dout_smem.shape) * _load(dout_smem)
+                state_vjp.read(
+                    core,
+                    gradient,
+                    None,
+                    query_smem,
+                    dout,
+                    gmem["steps"],
+                    smem,
+                    warpgroup,
+                    vectors.blocks,
+                    layout=layout,
+                    together=_TOGETHER,
+                )
+                gradient[...] = gradient[...] * _along(row.state, gradient.shape) / _POWER
+                state_sum = (_load(query_smem) * gradient[...]).sum(1)
+                # The keys from the window on.
+                delta = plgpu.load(row.delta, layout=_ROWS)
+                window_sum = window_keys_vjp.read_keys(
+                    core, gradient, lambda: query_smem, dout_smem, keys, delta, warpgroup, _POWER
+                )
+                # The division.
+                tokens, inverse = tile.rows(warpgroup), plgpu.load(row.inverse, layout=_ROWS)
+                for n, total in enumerate((window_sum, state_sum)):
+                    gmem["sums"][tile.head, n, tokens] = inverse * total
+                factor = lax.broadcast_in_dim(_POWER * inverse, gradient.shape, [0])
+                gmem["dquery"][tile.head, tokens] = gradient[...] * factor
+
+            core.accumulators(rows, head_dim)
+
+        return copy, compute
+
+    output = launch.launch(
         body,
-        out_type=(
-            jax.ShapeDtypeStruct(query.shape, jnp.float32),
-            jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
-        ),
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(heads, time // chunk, chunk // (count * _BLOCK)),
-        grid_names=("head", "chunk", "rows"),
-        num_threads=count + 1,
-        thread_name="warpgroup",
-        kernel_name="power_state_quartic_query_vjp",
+        {
+            "query": query,
+            "vector": vector,
+            "scalars": scalars,
+            "dout": dout,
+            "states": states.reshape(*states.shape[:2], -1, layout.width),
+            "key": key,
+            "value": value,
+            "decay": decay,
+            "rows": rows,
+            **state_vjp.tables(layout),
+        },
+        {
+            "dquery": jax.ShapeDtypeStruct(query.shape, jnp.float32),
+            "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
+        },
+        {
+            "query_smem": tensor_core.operand((count,), _BLOCK, head_dim, query.dtype),
+            "dout_smem": tensor_core.operand((count,), _BLOCK, value_dim, dout.dtype),
+            "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
+            "ready": plgpu.Barrier(num_arrivals=2 * count + 2),
+            **window_keys.scratch(key, value, decay, count, config.key_stages),
+            **state_vjp.scratch(layout, count, config.query_vjp_stages, vector, scalars, states),
+        },
+        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        computing=count,
+        registers=_REGISTERS[count],
+        name="power_state_quartic_query_vjp",
         interpret=interpret,
-    )(*arrays)
-
-
-_INPUTS = (
-    "query",
-    "vector",
-    "scalars",
-    "dout",
-    "states",
-    "key",
-    "value",
-    "decay",
-    "rows",
-    "steps",
-    "block_pairs",
-    "scalar_pairs",
-)
-
-
-def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
-    gmem = dict(zip((*_INPUTS, "dquery", "sums"), refs, strict=True))
-    count, stages = config.query_blocks, config.state_stages
-    warpgroup = lax.axis_index("warpgroup")
-    placed = functools.partial(_placed, layout, count, chunk, groups)
-
-    @pl.when(warpgroup == count)
-    def _produce():
-        if count > 1:
-            plgpu.set_max_registers({2: 40, 3: 32}[count], action="decrease")
-        place = placed()
-        _copy_inputs(gmem, smem, place, config, chunk)
-        far.copy(gmem, smem, place, layout, count, stages)
-        # Keys are copied while the last states are still being read.
-        near.copy_keys(gmem, smem, place, config, chunk, exact_window)
-        far.drain(smem, place, layout, stages)
-
-    @pl.when(warpgroup < count)
-    def _consume():
-        if count > 1:
-            plgpu.set_max_registers({2: 232, 3: 160}[count], action="increase")
-        own = {name: smem[name].at[warpgroup] for name in ("query_smem", "dout_smem", "rows_smem")}
-        held = far.of_warpgroup(interpreted, warpgroup)
-        place = placed()
-
-        def with_gradient(gradient):
-            plgpu.barrier_wait(smem["ready"])
-            value = _along(own, Rows().narrow, own["dout_smem"].shape) * _load(own["dout_smem"])
-            far.read(
-                gradient,
-                None,
-                own["query_smem"],
-                value,
-                gmem["steps"],
-                smem,
-                warpgroup,
-                place["blocks"],
-                layout=layout,
-                stages=stages,
-                together=_TOGETHER,
-                held=held,
-            )
-            gradient[...] = gradient[...] * _along(own, Rows().far, gradient.shape) / _POWER
-            time = pl.ds(place["begin"] + warpgroup * _BLOCK, _BLOCK)
-            far_sum = (_load(own["query_smem"]) * gradient[...]).sum(1)
-            near_sum = near_vjp.read_keys(
-                gradient,
-                lambda: own["query_smem"],
-                own["dout_smem"],
-                smem,
-                _row(own, Rows().delta),
-                place["block"] + warpgroup,
-                place["block"] + count - 1,
-                config,
-                exact_window,
-                held and held["near"],
-                power=_POWER,
-            )
-            inverse = _row(own, Rows().inverse)
-            for n, total in enumerate((near_sum, far_sum)):
-                gmem["sums"][place["head"], n, time] = inverse * total
-            factor = lax.broadcast_in_dim(_POWER * inverse, gradient.shape, [0])
-            gmem["dquery"][place["head"], time] = gradient[...] * factor
-
-        products.with_accumulators(with_gradient, [own["query_smem"].shape], held and held["gradient"])
-
-
-def _placed(layout, count, chunk, groups):
-    """Returns the indices of a block's rows, keys and state in the arrays."""
-    key_head = lax.div(lax.axis_index("head"), jnp.int32(groups))
-    # The block of 64 rows of the first warpgroup, counted in the chunk.
-    block = lax.axis_index("rows") * count
-    return {
-        "head": lax.axis_index("head"),
-        "key_head": key_head,
-        "chunk": lax.axis_index("chunk"),
-        "block": block,
-        "state_head": key_head,
-        "state": lax.axis_index("chunk"),
-        "begin": lax.axis_index("chunk") * chunk + block * _BLOCK,
-        "blocks": jnp.int32(layout.blocks),
-    }
+    )
+    return output["dquery"], output["sums"]
 
 
 def _load(x_smem):
     return plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def _row(own, index):
-    """Loads a vector of the warpgroup's queries."""
-    return plgpu.load(own["rows_smem"].at[index], layout=_ROWS)
-
-
-def _along(own, index, shape):
-    """Broadcasts a vector of the warpgroup's queries along the columns of that shape."""
-    return lax.broadcast_in_dim(_row(own, index), shape, [0])
-
-
-def _copy_inputs(gmem, smem, place, config, chunk):
-    """Copies the inputs that every warpgroup needs from the start."""
-    head, ready = place["head"], smem["ready"]
-    for n in range(config.query_blocks):
-        time = pl.ds(place["begin"] + n * _BLOCK, _BLOCK)
-        for name in ("query", "dout"):
-            plgpu.copy_gmem_to_smem(gmem[name].at[head, time], smem[f"{name}_smem"].at[n], ready)
-    plgpu.copy_gmem_to_smem(gmem["decay"].at[place["key_head"], place["chunk"]], smem["decay_smem"], ready)
-    blocks = pl.ds(place["chunk"] * (chunk // _BLOCK) + place["block"], config.query_blocks)
-    plgpu.copy_gmem_to_smem(gmem["rows"].at[head, blocks], smem["rows_smem"], ready)
+def _along(vector, shape):
+    """Broadcasts a vector of the warpgroup's queries, in shared memory, along the columns of that shape."""
+    return lax.broadcast_in_dim(plgpu.load(vector, layout=_ROWS), shape, [0])

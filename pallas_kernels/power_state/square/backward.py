@@ -27,7 +27,8 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
         query, value_operand, dual.carried, end, layout=layout, call=reverse, terms=terms
     )
     strength = dual.carried.strength * dual.dnorm
-    norm, shift = preparation.square_norms(dual.query, strength, dual.carried, end_norm), dual.carried.shift
+    norm = forward.norms(query, strength, dual.carried, end_norm, call.interpret)
+    shift = dual.carried.shift
     sizes = batch, kv_heads, head_dim, value.shape[-1]
     saved = preparation.Saved.of(duals, norm, shift, batch)
     return saved, forward.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
@@ -77,7 +78,7 @@ def _rows_of_queries(of, query_exponent, mean, shift):
     unit, unit_rest = numerics.factors(-query_exponent[..., 0])
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -exponent),
-        far=numerics.scaled(scale, exponent),
+        state=numerics.scaled(scale, exponent),
         delta=mean.delta,
         inverse=mean.inverse,
         unit=unit,

@@ -7,11 +7,12 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import segments
 from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import norms as norm_kernel
 from pallas_kernels.power_state.square import query as query_kernel
 from pallas_kernels.power_state.square import tiles
 from pallas_kernels.power_state.square import update as update_kernel
 
-__all__ = ["attend", "fold", "returned", "start_of", "stored_start", "walk"]
+__all__ = ["attend", "fold", "norms", "returned", "start_of", "stored_start", "walk"]
 
 
 def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
@@ -24,7 +25,7 @@ def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 2)
     key_operand, value_operand = preparation.update_operands(of.old_key, of.old_value, carried, operand)
     states, final = walk(key_operand, value_operand, carried, start, layout=layout, call=call, terms=terms)
-    norm = preparation.square_norms(of.old_key, carried.strength, carried, start_norm)
+    norm = norms(key_operand, carried.strength, carried, start_norm, call.interpret)
     saved = preparation.Saved.of(states, norm, carried.shift, batch)
     sizes = batch, kv_heads, head_dim, value.shape[-1]
     return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
@@ -52,6 +53,21 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
         **call.kernel_options,
     )
     return out[..., :value_dim], preparation.tokens_second(denominator, batch)[:, :time]
+
+
+def norms(key, strength, carried, start, interpret):
+    """Returns Z before each chunk and after the last, float32 [H, n + 1, D, D], scaled like the states.
+
+    key: operand of the update, 16-bit [H, D, X]; strength: float32 [H, n, C], weights of either sign; start: float32
+    [H, D, D].
+    """
+    # Divided by the largest of their chunk, weights are in the range of float16.
+    peak = jnp.abs(strength).max(-1, keepdims=True)
+    relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
+    relative = relative.reshape(*strength.shape[:2], -1, configs.BLOCK)
+    new = norm_kernel.norms(key.astype(jnp.float16), relative, interpret=interpret)
+    start = numerics.scaled(start, -carried.shift[:, :1, None])
+    return preparation.norms(carried.log2_carry, new * peak[..., None], start)
 
 
 def stored_start(state, key, value):

@@ -4,11 +4,12 @@ R is the gradient of the state after a chunk. A block has `key_vjp_blocks` warpg
 chunk. With k^ and v^ the key and the value divided by powers of two, w the weights of features and M = v^ R for one
 group of features at a time, a warpgroup sums
 
-    dv = far_value (w phi(k^)) R^T + near part,
-    dk = far_key sum of w (x_i M_b for index b of a feature x_i x_b, x_b M_b for index i) + far_norm k Rz + near part,
+    dv = state_value (w phi(k^)) R^T + window part,
+    dk = state_key sum of w (x_i M_b for index b of a feature x_i x_b, x_b M_b for index i) + state_norm k Rz
+         + window part,
 
-with the near (in-window) part as in `near_key_vjp`. Both products of the far (from-state) part read the same tile of R.
-If there are too few registers for two sums, each has a launch of its own.
+with the window part as in `window_queries`. Both products with R read the same tile of it. If there are too few
+registers for two sums, each has a launch of its own.
 """
 
 import functools
@@ -20,20 +21,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, results, ring
+from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near_key_vjp as near
+from pallas_kernels.power_state import window_queries
 from pallas_kernels.power_state.square import layout as layouts
 
 __all__ = ["Columns", "Rows", "key_vjp"]
 
-Columns = near.Columns
+Columns = window_queries.Columns
 
 _BLOCK = configs.BLOCK
 _TILE = layouts.TILE
 _POWER = 2
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-_INPUTS = ("key", "scalars", "value", "dual", "norm", "query", "dout", "rows", "columns")
+_REGISTERS = launch.Registers(40, 232)
 _GRADIENTS = ("dkey", "dvalue")
 # Rows of the norm in each copy: the number of copies must be equal to that of a block of queries.
 _NORM_COPIES = ((0, 32), (32, 16), (48, 16))
@@ -42,18 +43,21 @@ _NARROW, _SLICE = 96, 64
 
 
 class Rows(NamedTuple):
-    """Index of each vector of keys. kappa is the decay to the state after the chunk, 0 for tokens not in the state."""
+    """Vectors of keys, in the order in which the kernel takes them.
 
-    narrow_key: int = 0  # 2^-b, brings the largest entry of the key into [1/2, 1)
-    narrow_value: int = 1  # 2^-a, the same for the value
-    far_key: int = 2  # kappa 2^(a + b) times the power of two of the state's gradient
-    far_norm: int = 3  # 2 kappa
-    far_value: int = 4  # kappa 2^(2 b), times the power of two of the state's gradient
+    kappa is the decay to the state after the chunk, 0 for tokens that are not in the state.
+    """
+
+    narrow_key: jax.Array  # 2^-b, brings the largest entry of the key into [1/2, 1)
+    narrow_value: jax.Array  # 2^-a, the same for the value
+    state_key: jax.Array  # kappa 2^(a + b) times the power of two of the state's gradient
+    state_norm: jax.Array  # 2 kappa
+    state_value: jax.Array  # kappa 2^(2 b), times the power of two of the state's gradient
     # Running sums of base-2 logarithms of decays in the frame of the key's own chunk, and of the chunk before.
-    coarse: int = 5
-    fine: int = 6
-    coarse_before: int = 7
-    fine_before: int = 8
+    coarse: jax.Array
+    fine: jax.Array
+    coarse_before: jax.Array
+    fine_before: jax.Array
 
 
 def key_vjp(
@@ -87,251 +91,226 @@ def key_vjp(
     The window is at most a chunk. Sums, float32 [H, 2, Y]: over queries, of weights times (dout . v - delta); and
     k . dk / 2 for the part of dk from the state. Accumulates in float32.
     """
-    arrays = key, scalars, value, dual, dual_norm, query, dout, rows, columns
-    options = {
-        "layout": layout,
-        "config": config,
-        "chunk": chunk,
-        "exact_window": exact_window,
-        "batch_time": batch_time,
-        "interpret": interpret,
+    inputs = {
+        "key": key,
+        "scalars": scalars,
+        "value": value,
+        "dual": dual,
+        "norm": dual_norm,
+        "query": query,
+        "dout": dout,
+        "rows": rows,
+        "columns": columns,
     }
-    launches = (_GRADIENTS,) if config.key_vjp_together else ((name,) for name in _GRADIENTS)
-    found = {}
-    for wanted in launches:
-        found |= _launch(arrays, wanted, **options)
-    return *(results.cut(found[name], batch_time) for name in _GRADIENTS), found["sums"]
-
-
-def _launch(arrays, wanted, *, layout, config, chunk, exact_window, batch_time, interpret):
-    """Runs the kernel for the requested gradients; returns its results by name."""
-    key, scalars, value, dual, _, query, *_ = arrays
-    heads, _, head_dim = key.shape
-    time = scalars.shape[2]
-    value_dim, count = value.shape[-1], config.key_vjp_blocks
-    slices = _BLOCK // 2 if _reads_tiles(wanted, layout) else None
-    columns_of_part = layout.width // config.key_vjp_parts
-    scratch = {
-        "key_smem": products.operand((count,), _BLOCK, head_dim, key.dtype, slices),
-        "value_smem": products.operand((count,), _BLOCK, value_dim, value.dtype),
-        "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
-        "row_smem": plgpu.SMEM((count, len(Rows()), _BLOCK), jnp.float32),
-        "dual_smem": products.operand((config.key_vjp_stages,), value_dim, columns_of_part, dual.dtype),
-        "ready": plgpu.Barrier(num_arrivals=(1 + len(_operands(wanted))) * count + 1),
-        "dual_full": plgpu.Barrier(num_barriers=config.key_vjp_stages),
-        "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_vjp_stages),
-        **near.scratch(head_dim, value_dim, query.dtype, count, slices),
-    }
-    if _reads_tiles(wanted, layout):
-        scratch["narrow_smem"] = products.operand((count,), _BLOCK, head_dim, dual.dtype, _TILE)
-    if interpret is not None:
-        shapes = {
-            "near": near.held_shapes(),
-            "key": [(_BLOCK, head_dim)],
-            "value": [(_BLOCK, value_dim)],
-            "slopes": [(_BLOCK, columns_of_part)],
-        }
-        scratch["interpreted"] = {
-            name: [plgpu.SMEM((count, *shape), jnp.float32) for shape in group]
-            for name, group in shapes.items()
-        }
-    options = {"layout": layout, "config": config, "chunk": chunk, "exact_window": exact_window}
-    body = functools.partial(_body, wanted=wanted, groups=query.shape[0] // heads, **options)
-    shapes = {
-        "dkey": results.kind(batch_time, heads, head_dim, key.dtype),
+    heads, value_dim = len(key), value.shape[-1]
+    types = {
+        "dkey": results.kind(batch_time, heads, key.shape[-1], key.dtype),
         "dvalue": results.kind(batch_time, heads, value_dim, value.dtype),
-        "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
+        "sums": jax.ShapeDtypeStruct((heads, 2, scalars.shape[2]), jnp.float32),
     }
-    names = _results(wanted)
-    found = plgpu.kernel(
-        body,
-        out_type=tuple(shapes[name] for name in names),
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(heads, time // chunk, chunk // (count * _BLOCK)),
-        grid_names=("head", "chunk", "rows"),
-        num_threads=count + 1,
-        thread_name="warpgroup",
-        kernel_name="power_state_key_vjp" if "dkey" in wanted else "power_state_value_vjp",
-        interpret=interpret,
-    )(*arrays)
-    return dict(zip(names, found, strict=True))
+    # The sums are computed with the gradient of keys.
+    launches = [("dkey", "dvalue", "sums")] if config.key_vjp_together else [("dkey", "sums"), ("dvalue",)]
+    output = {}
+    for wanted in launches:
+        output |= _launch(
+            inputs,
+            {name: types[name] for name in wanted},
+            layout=layout,
+            config=config,
+            chunk=chunk,
+            exact_window=exact_window,
+            interpret=interpret,
+        )
+    return *(results.cut(output[name], batch_time) for name in _GRADIENTS), output["sums"]
 
 
-def _reads_tiles(wanted, layout):
-    """Returns True if there are too few registers for the keys.
+def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
+    """Runs the kernel for the requested gradients; returns its results by name."""
+    key, value, dual = (inputs[name] for name in ("key", "value", "dual"))
+    heads, _, head_dim = key.shape
+    time, value_dim = inputs["scalars"].shape[2], value.shape[-1]
+    count, stages, parts = config.key_vjp_blocks, config.key_vjp_stages, config.key_vjp_parts
+    chunks, terms = dual.shape[1], dual.shape[3] // value_dim
+    queries_time, groups = inputs["query"].shape[1], len(inputs["query"]) // heads
+    gradients = [name for name in _GRADIENTS if name in outputs]
+    with_key, with_value = "dkey" in outputs, "dvalue" in outputs
+    # Tiles of its own keys that the kernel multiplies.
+    operands = ("key", "value") if with_key else ("key",)
+    # At D = 128 there are too few registers for the keys: tiles of 16 indices are read when they are needed.
+    slices = _BLOCK // 2 if with_key and head_dim == 128 else None
 
-    Tiles of 16 indices are then read when they are needed.
-    """
-    return "dkey" in wanted and layout.head_dim == 128
-
-
-def _results(wanted):
-    """Returns the names of a launch's results; the sums are computed with the gradient of keys."""
-    return (*wanted, "sums") if "dkey" in wanted else wanted
-
-
-def _operands(wanted):
-    """Returns the names of the tiles of its own keys that a launch multiplies."""
-    return ("key", "value") if "dkey" in wanted else ("key",)
-
-
-def _body(*refs, wanted, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
-    gmem = dict(zip((*_INPUTS, *_results(wanted)), refs, strict=True))
-    count, warpgroup = config.key_vjp_blocks, lax.axis_index("warpgroup")
-    chunks = gmem["dual"].shape[1]
-    place = {
-        "head": lax.axis_index("head"),
-        "dual": jnp.maximum(chunks - 1 - lax.axis_index("chunk"), 0),
+    def body(gmem, smem):
+        head, index = lax.axis_index("head"), lax.axis_index("chunk")
         # The block of 64 padded positions of the first warpgroup.
-        "block": lax.axis_index("chunk") * (chunk // _BLOCK) + lax.axis_index("rows") * count,
+        block = index * (chunk // _BLOCK) + lax.axis_index("rows") * count
+        state = jnp.maximum(chunks - 1 - index, 0)
         # Keys after the last query's chunk are in no state.
-        "folded": lax.axis_index("chunk") < chunks,
+        in_state = index < chunks
+        span = functools.partial(
+            window_queries.Span.of_keys, block, chunk=chunk, exact_window=exact_window, time=queries_time
+        )
+
+        def copy():
+            # Inputs that every warpgroup needs from the start.
+            ready = smem["ready"]
+            for n in range(count):
+                tokens = pl.ds((block + n) * _BLOCK, _BLOCK)
+                for name in operands:
+                    plgpu.copy_gmem_to_smem(gmem[name].at[head, tokens], smem[f"{name}_smem"].at[n], ready)
+                scalars = gmem["scalars"].at[head, :, tokens]
+                plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
+            plgpu.copy_gmem_to_smem(gmem["rows"].at[head, pl.ds(block, count)], smem["row_smem"], ready)
+            # The gradient of the state, then that of its normalizer.
+            steps = _copy_dual(gmem["dual"].at[head, state], smem, in_state, parts)
+            norms = _copy_norms(gmem["norm"].at[head, state], smem, in_state) if with_key else 0
+            # Queries are copied while the last of these are still being read.
+            window_queries.copy_queries(gmem, smem, head, span(0), groups=groups, first=norms)
+            ring.drain(steps, stages, smem["dual_free"])
+
+        def compute(warpgroup, core):
+            names = ("key_smem", "value_smem", "scalar_smem", "row_smem", "narrow_smem")
+            own = {name: smem[name].at[warpgroup] for name in names if name in smem}
+            own["row"] = Rows(*(own["row_smem"].at[n] for n in range(len(Rows._fields))))
+            own["decay_smem"] = own["row_smem"].at[pl.ds(Rows._fields.index("coarse"), 4)]
+            tokens = pl.ds((block + warpgroup) * _BLOCK, _BLOCK)
+            plgpu.barrier_wait(smem["ready"])
+
+            def with_dvalue(dvalue):
+                # The state's gradient, for both results.
+                tiles = _read_dual(core, dvalue, own, smem, in_state, terms, with_key, layout, parts)
+                if with_value:
+                    dvalue[...] = dvalue[...] * _along(own["row"].state_value, dvalue.shape)
+
+                def with_dkey(dkey):
+                    first, sums = 0, ()
+                    if with_key:
+                        first, *sums = _finish_state(core, dkey, tiles, own, smem, in_state)
+                    # The queries that attend to the keys in their window.
+                    window_sum = window_queries.read_queries(
+                        core,
+                        dkey,
+                        dvalue,
+                        own,
+                        smem,
+                        span(warpgroup),
+                        groups=groups,
+                        power=_POWER,
+                        first=first,
+                    )
+                    # Store what was requested.
+                    if with_key:
+                        for n, total in enumerate((window_sum, *sums)):
+                            gmem["sums"][head, n, tokens] = total
+                        own["key_smem"][...] = (dkey[...] * _POWER).astype(own["key_smem"].dtype)
+                    if with_value:
+                        own["value_smem"][...] = dvalue[...].astype(own["value_smem"].dtype)
+                    plgpu.commit_smem()
+                    # No token is in front of the first, where the window is.
+                    begin = (block + warpgroup) * _BLOCK - exact_window
+
+                    @pl.when(begin >= 0)
+                    def _store():
+                        for name in gradients:
+                            target = results.block(gmem[name], head, begin)
+                            plgpu.copy_smem_to_gmem(own[f"{name[1:]}_smem"], target)
+                        plgpu.wait_smem_to_gmem(0)
+
+                _with_accumulator(core, with_dkey, head_dim if with_key else None)
+
+            _with_accumulator(core, with_dvalue, value_dim if with_value else None)
+
+        return copy, compute
+
+    scratch = {
+        "key_smem": tensor_core.operand((count,), _BLOCK, head_dim, key.dtype, slices),
+        "value_smem": tensor_core.operand((count,), _BLOCK, value_dim, value.dtype),
+        "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), inputs["scalars"].dtype),
+        "row_smem": plgpu.SMEM((count, len(Rows._fields), _BLOCK), jnp.float32),
+        "dual_smem": tensor_core.operand((stages,), value_dim, layout.width // parts, dual.dtype),
+        "ready": plgpu.Barrier(num_arrivals=(1 + len(operands)) * count + 1),
+        "dual_full": plgpu.Barrier(num_barriers=stages),
+        "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
+        **window_queries.scratch(head_dim, value_dim, inputs["query"].dtype, count, slices),
     }
-    span = functools.partial(
-        near.Span.of_keys, place["block"], chunk=chunk, exact_window=exact_window, time=gmem["query"].shape[1]
+    if slices:
+        scratch["narrow_smem"] = tensor_core.operand((count,), _BLOCK, head_dim, dual.dtype, _TILE)
+    return launch.launch(
+        body,
+        inputs,
+        outputs,
+        scratch,
+        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        computing=count,
+        registers=_REGISTERS if count > 1 else None,
+        name="power_state_key_vjp" if with_key else "power_state_value_vjp",
+        interpret=interpret,
     )
 
-    @pl.when(warpgroup == count)
-    def _produce():
-        if count > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        _copy_keys(gmem, smem, place, count, _operands(wanted))
-        steps = _copy_dual(gmem, smem, place, config)
-        norms = _copy_norms(gmem, smem, place) if "dkey" in wanted else 0
-        near.copy_queries(gmem, smem, place["head"], span(0), groups=groups, first=norms)
-        ring.drain(steps, config.key_vjp_stages, smem["dual_free"])
 
-    @pl.when(warpgroup < count)
-    def _consume():
-        if count > 1:
-            plgpu.set_max_registers(232, action="increase")
-        names = ("key_smem", "value_smem", "scalar_smem", "row_smem", "narrow_smem")
-        own = {name: smem[name].at[warpgroup] for name in names if name in smem}
-        own["decay_smem"] = own["row_smem"].at[pl.ds(Rows().coarse, 4)]
-        held = None if interpreted is None else _of_warpgroup(interpreted, warpgroup)
-        terms = gmem["dual"].shape[3] // gmem["value"].shape[-1]
-        time = pl.ds((place["block"] + warpgroup) * _BLOCK, _BLOCK)
-        plgpu.barrier_wait(smem["ready"])
-
-        def with_value(dvalue):
-            tiles = _read_dual(dvalue, own, smem, place["folded"], terms, wanted, layout, config, held)
-            if dvalue is not None:
-                dvalue[...] = dvalue[...] * _of_rows(own, Rows().far_value, dvalue.shape)
-
-            def with_key(dkey):
-                first, sums = 0, ()
-                if dkey is not None:
-                    first, *sums = _finish_far(dkey, tiles, own, smem, place["folded"], held)
-                near_sum = near.read_queries(
-                    dkey,
-                    dvalue,
-                    own,
-                    smem,
-                    span(warpgroup),
-                    held and held["near"],
-                    groups=groups,
-                    power=_POWER,
-                    first=first,
-                )
-                if dkey is not None:
-                    for n, total in enumerate((near_sum, *sums)):
-                        gmem["sums"][place["head"], n, time] = total
-                    own["key_smem"][...] = (dkey[...] * _POWER).astype(own["key_smem"].dtype)
-                if dvalue is not None:
-                    own["value_smem"][...] = dvalue[...].astype(own["value_smem"].dtype)
-                plgpu.commit_smem()
-                # No token is in front of the first, where the window is.
-                begin = (place["block"] + warpgroup) * _BLOCK - exact_window
-
-                @pl.when(begin >= 0)
-                def _store():
-                    for name in wanted:
-                        block = results.block(gmem[name], place["head"], begin)
-                        plgpu.copy_smem_to_gmem(own[f"{name[1:]}_smem"], block)
-                    plgpu.wait_smem_to_gmem(0)
-
-            _accumulating(with_key, "dkey", wanted, own["key_smem"], held and held["key"])
-
-        _accumulating(with_value, "dvalue", wanted, own["value_smem"], held and held["value"])
-
-
-def _accumulating(body, name, wanted, like, held):
-    """Calls `body` with an accumulator like `like` if that gradient is requested, otherwise with None."""
-    if name in wanted:
-        products.with_accumulators(body, [like.shape], held)
-    else:
+def _with_accumulator(core, body, columns):
+    """Calls `body` with an accumulator of that number of columns, or with None."""
+    if columns is None:
         body(None)
+    else:
+        core.accumulators(body, columns)
 
 
-def _of_warpgroup(interpreted, warpgroup):
-    return {name: [ref.at[warpgroup] for ref in group] for name, group in interpreted.items()}
+def _along(vector, shape):
+    """Broadcasts a vector of the warpgroup's keys, in shared memory, along the columns of that shape."""
+    return lax.broadcast_in_dim(plgpu.load(vector, layout=_ROWS), shape, [0])
 
 
-def _of_rows(own, index, shape):
-    """Broadcasts a vector of the warpgroup's keys along the columns of that shape."""
-    return lax.broadcast_in_dim(plgpu.load(own["row_smem"].at[index], layout=_ROWS), shape, [0])
+def _copy_dual(dual, smem, in_state, parts):
+    """Copies the gradient of the state [16, terms E, P], by parts.
 
-
-def _copy_keys(gmem, smem, place, count, operands):
-    """Copies the inputs that every warpgroup needs from the start."""
-    head, ready = place["head"], smem["ready"]
-    for n in range(count):
-        time = pl.ds((place["block"] + n) * _BLOCK, _BLOCK)
-        for name in operands:
-            plgpu.copy_gmem_to_smem(gmem[name].at[head, time], smem[f"{name}_smem"].at[n], ready)
-        plgpu.copy_gmem_to_smem(gmem["scalars"].at[head, :, time], smem["scalar_smem"].at[n], ready)
-    plgpu.copy_gmem_to_smem(gmem["rows"].at[head, pl.ds(place["block"], count)], smem["row_smem"], ready)
-
-
-def _copy_dual(gmem, smem, place, config):
-    """Copies the gradient of the state; returns the number of steps, the last of which may not have been read yet."""
-    value_dim, columns = smem["dual_smem"].shape[1:]
-    parts, terms = config.key_vjp_parts, gmem["dual"].shape[3] // value_dim
+    Returns the number of steps, the last of which may not have been read yet.
+    """
+    stages, value_dim, columns = smem["dual_smem"].shape
+    terms = dual.shape[1] // value_dim
 
     def copy(step, slot):
         term, group = lax.rem(step, terms), lax.rem(lax.div(step, terms), _TILE)
         part = lax.div(step, terms * _TILE)
         rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
-        dual = gmem["dual"].at[place["head"], place["dual"], group, rows, columns_of]
-        plgpu.copy_gmem_to_smem(dual, smem["dual_smem"].at[slot], smem["dual_full"].at[slot])
+        source = dual.at[group, rows, columns_of]
+        plgpu.copy_gmem_to_smem(source, smem["dual_smem"].at[slot], smem["dual_full"].at[slot])
 
-    count = jnp.where(place["folded"], _TILE * parts * terms, 0)
-    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, config.key_vjp_stages, smem["dual_free"], copy))
+    count = jnp.where(in_state, _TILE * parts * terms, 0)
+    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, stages, smem["dual_free"], copy))
     return count
 
 
-def _copy_norms(gmem, smem, place):
+def _copy_norms(norm, smem, in_state):
     """Copies both terms of each 64 rows of Rz into the ring, before the queries.
 
     Returns the number of steps.
     """
-    rows, head_dim = gmem["norm"].shape[2:]
+    rows, head_dim = norm.shape
     halves = max(1, head_dim // _BLOCK)
 
     def copy(step, slot):
         # At D = 128 a term has two blocks: step 2 h + t brings half h of term t.
         block = lax.rem(step, 2) * halves + lax.div(step, 2)
         for begin, size in _NORM_COPIES:
-            source = gmem["norm"].at[place["head"], place["dual"], pl.ds(block * _BLOCK + begin, size)]
             target = smem["query_smem"].at[slot, pl.ds(begin, size)]
+            source = norm.at[pl.ds(block * _BLOCK + begin, size)]
             plgpu.copy_gmem_to_smem(source, target, smem["query_full"].at[slot])
 
-    count = jnp.where(place["folded"], rows // _BLOCK, 0)
-    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, near.STAGES, smem["query_free"], copy))
+    count = jnp.where(in_state, rows // _BLOCK, 0)
+    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, window_queries.STAGES, smem["query_free"], copy))
     return count
 
 
-def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
+def _read_dual(core, dvalue, own, smem, in_state, terms, with_key, layout, parts):
     """Adds (w phi(k^)) R^T to dvalue unless it is None.
 
     If the gradient of keys is requested, returns the gradient of k^ through its features, float32 [64, 16] per tile of
     D.
     """
-    dtype, columns = smem["dual_smem"].dtype, layout.width // config.key_vjp_parts
-    with_key, with_value = "dkey" in wanted, dvalue is not None
-    value = _narrow(own["value_smem"], own, Rows().narrow_value, dtype) if with_key else None
-    narrow = _narrow(own["key_smem"], own, Rows().narrow_key, dtype)
+    (stages, _, columns), dtype = smem["dual_smem"].shape, smem["dual_smem"].dtype
+    with_value = dvalue is not None
+    value = _narrow(own["value_smem"], own["row"].narrow_value, dtype) if with_key else None
+    narrow = _narrow(own["key_smem"], own["row"].narrow_key, dtype)
     if "narrow_smem" in own:
         own["narrow_smem"][...] = narrow
         plgpu.commit_smem()
@@ -342,7 +321,7 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
     def read(part, group, tiles):
         gradient = _Gradient(group, tiles, narrow) if with_key else None
         step = (part * _TILE + group) * terms
-        slots = [ring.slot_of(step + term, config.key_vjp_stages) for term in range(terms)]
+        slots = [ring.slot_of(step + term, stages) for term in range(terms)]
         # Wait before any accumulator exists, so that its zeros do not occupy registers meanwhile.
         for slot in slots:
             plgpu.barrier_wait(smem["dual_full"].at[slot])
@@ -358,11 +337,11 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
                 features = _features(narrow, pieces, scalars)
                 for dual in duals:
                     # Stays in flight while the next product is issued; straight-line code waits for both.
-                    products.accumulate(dvalue, features, dual.T, held, wait=1)
+                    core.add(dvalue, features, dual.T, wait=1)
             if with_key:
-                gradient.add(_product(value, duals, width, held), pieces, scalars)
-        if with_value and not with_key and held is None:
-            plgpu.wgmma_wait(0)
+                gradient.add(_product(core, value, duals), pieces, scalars)
+        if with_value and not with_key:
+            core.wait()
         for slot in slots:
             plgpu.barrier_arrive(smem["dual_free"].at[slot])
         if not with_key:
@@ -372,9 +351,9 @@ def _read_dual(dvalue, own, smem, folded, terms, wanted, layout, config, held):
 
     zeros = plgpu.layout_cast(jnp.zeros((_BLOCK, _TILE), jnp.float32), plgpu.Layout.WGMMA)
     tiles = (zeros,) * (layout.head_dim // _TILE if with_key else 0)
-    for part in range(config.key_vjp_parts):
+    for part in range(parts):
         # One loop per part: products of several parts at once would need too many registers.
-        groups = jnp.where(folded, _TILE, 0)
+        groups = jnp.where(in_state, _TILE, 0)
         tiles = lax.fori_loop(jnp.int32(0), groups, functools.partial(read, part), tiles)
     return tiles
 
@@ -399,7 +378,7 @@ class _Gradient:
             if piece.scalar != self._scalar:
                 self.give()
                 self._scalar = piece.scalar
-            scalar = _along(scalars[piece.scalar].astype(jnp.float32) * piece.weight, _TILE)
+            scalar = _broadcast(scalars[piece.scalar].astype(jnp.float32) * piece.weight)
             for start in range(piece.vector, piece.vector + piece.width, _TILE):
                 slope = slopes[:, offset : offset + _TILE]
                 tile = start // _TILE % len(self.tiles)
@@ -414,7 +393,7 @@ class _Gradient:
         total, double = self._single, self._double
         if double is not None:
             total = 2 * double if total is None else total + 2 * double
-        total = _along(total.sum(1), _TILE)
+        total = _broadcast(total.sum(1))
         tile = self._scalar // _TILE
         self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + total, self.tiles[tile])
         self._scalar = self._single = self._double = None
@@ -433,10 +412,10 @@ class _Gradient:
             self._double = products_of_tile if self._double is None else self._double + products_of_tile
 
 
-def _narrow(x_smem, own, index, dtype):
+def _narrow(x_smem, factor, dtype):
     """Returns the warpgroup's keys or values divided by powers of two, 16-bit."""
     whole = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    return (whole * _of_rows(own, index, whole.shape)).astype(dtype)
+    return (whole * _along(factor, whole.shape)).astype(dtype)
 
 
 def _features(narrow, pieces, scalars):
@@ -445,30 +424,30 @@ def _features(narrow, pieces, scalars):
     for piece in pieces:
         scalar = scalars[piece.scalar]
         # Pairs across tiles represent both orders.
-        scalar = _along(scalar + scalar if piece.weight == 2 else scalar, _TILE)
+        scalar = _broadcast(scalar + scalar if piece.weight == 2 else scalar)
         for start in range(piece.vector, piece.vector + piece.width, _TILE):
             begin = start % narrow.shape[1]
             tiles.append(narrow[:, begin : begin + _TILE] * scalar)
     return jnp.concatenate(tiles, 1)
 
 
-def _along(scalar, width):
-    return lax.broadcast_in_dim(scalar, (_BLOCK, width), [0])
+def _broadcast(scalar):
+    """Broadcasts a vector of rows along the columns of a tile."""
+    return lax.broadcast_in_dim(scalar, (_BLOCK, _TILE), [0])
 
 
-def _product(value, duals, width, held):
-    """Returns value @ the sum of duals, float32 [64, width]."""
+def _product(core, value, duals):
+    """Returns value @ the sum of duals, float32."""
 
     def multiply(slopes):
         for dual in duals:
-            products.accumulate(slopes, value, dual, held)
+            core.add(slopes, value, dual)
         return slopes[...]
 
-    refs = held and [held["slopes"][0].at[:, pl.ds(0, width)]]
-    return products.with_accumulators(multiply, [(_BLOCK, width)], refs)
+    return core.accumulators(multiply, duals[0].shape[1])
 
 
-def _finish_far(dkey, tiles, own, smem, folded, held):
+def _finish_state(core, dkey, tiles, own, smem, in_state):
     """Sets dkey to 1 / power of the from-state part.
 
     Returns the number of steps of the ring that it used, and k . dk / 2.
@@ -479,17 +458,17 @@ def _finish_far(dkey, tiles, own, smem, folded, held):
     for half in range(halves):
         columns = pl.ds(half * _BLOCK, min(head_dim, _BLOCK))
 
-        @pl.loop(jnp.int32(0), jnp.where(folded, steps, 0))
+        @pl.loop(jnp.int32(0), jnp.where(in_state, steps, 0))
         def _term(term, half=half, columns=columns):
-            slot = ring.slot_of(half * 2 + term, near.STAGES)
+            slot = ring.slot_of(half * 2 + term, window_queries.STAGES)
             plgpu.barrier_wait(smem["query_full"].at[slot])
             # Rz is symmetric, so its rows serve as columns. At D = 32 a block has both terms.
             for begin in range(0, _BLOCK, min(head_dim, _BLOCK)):
                 norm = smem["query_smem"].at[slot, pl.ds(begin, min(head_dim, _BLOCK))]
-                products.accumulate(dkey.at[:, columns], own["key_smem"], norm.T, held)
+                core.add(dkey.at[:, columns], own["key_smem"], norm.T)
             plgpu.barrier_arrive(smem["query_free"].at[slot])
 
-    far, norm = (_of_rows(own, index, dkey.shape) for index in (Rows().far_key, Rows().far_norm))
-    dkey[...] = (far * jnp.concatenate(tiles, 1) + norm * dkey[...]) / _POWER
+    factor, norm = (_along(x, dkey.shape) for x in (own["row"].state_key, own["row"].state_norm))
+    dkey[...] = (factor * jnp.concatenate(tiles, 1) + norm * dkey[...]) / _POWER
     key = plgpu.load(own["key_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    return jnp.where(folded, halves * steps, 0), (key * dkey[...]).sum(1) * (_POWER / 2)
+    return jnp.where(in_state, halves * steps, 0), (key * dkey[...]).sum(1) * (_POWER / 2)

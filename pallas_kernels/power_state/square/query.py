@@ -13,23 +13,24 @@ Weights of keys are split into two bfloat16 operands, whose sum has 16 bits: a s
 rounding of the output does.
 """
 
-import functools
-
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, results, ring
+from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near, queries
-from pallas_kernels.power_state.square import far
+from pallas_kernels.power_state import queries, window_keys
 from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import state_copies
 
 __all__ = ["query_states"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
+# Registers per thread, by the number of warpgroups that compute.
+_REGISTERS = {1: None, 2: launch.Registers(40, 232), 3: launch.Registers(32, 160)}
 
 
 def query_states(
@@ -62,145 +63,133 @@ def query_states(
 
     If all weights of a row are zero, its output is zero. Accumulates in float32.
     """
-    head_dim, value_dim, count = query.shape[-1], value.shape[-1], config.query_blocks
+    heads, time, head_dim = query.shape
+    value_dim, count = value.shape[-1], config.query_blocks
+    terms, norms = states.shape[3] // value_dim, state_copies.norm_blocks(layout)
+
+    def body(gmem, smem):
+        tile = window_keys.QueryTile.of_thread_block(heads // len(key), chunk, count)
+        keys = window_keys.Keys(
+            gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norms
+        )
+
+        def copy():
+            # Inputs that every warpgroup needs from the start.
+            ready = smem["ready"]
+            for n in range(count):
+                rows = tile.rows(n)
+                plgpu.copy_gmem_to_smem(gmem["query"].at[tile.head, rows], smem["query_smem"].at[n], ready)
+                scalars = gmem["scalars"].at[tile.head, :, rows]
+                plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
+            decays = gmem["decay"].at[tile.key_head, tile.chunk]
+            plgpu.copy_gmem_to_smem(decays, smem["decay_smem"], ready)
+            blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
+            plgpu.copy_gmem_to_smem(gmem["scale"].at[tile.key_head, blocks], smem["scale_smem"], ready)
+            # The normalizer, then the states.
+            state_copies.copy_norms(gmem, smem, tile)
+            steps = state_copies.copy_states(gmem, smem, tile, config.parts)
+            # Keys are copied while the last states are still being read.
+            keys.copy()
+            ring.drain(steps, config.state_stages, smem["state_free"])
+
+        def compute(warpgroup, core):
+            query_smem, scalar_smem = (smem[name].at[warpgroup] for name in ("query_smem", "scalar_smem"))
+            out_smem = smem.get("out_smem", smem["query_smem"]).at[warpgroup]
+            plgpu.barrier_wait(smem["ready"])
+            scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
+            denominator = scale * _norm_of_queries(core, query_smem, smem, layout)
+
+            def rows(acc):
+                # The state before the window.
+                _read_states(core, acc, query_smem, scalar_smem, smem, terms, layout, config.parts)
+                acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
+                # The keys from the window on.
+                total = queries.read_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
+                # The division.
+                gmem["denominator"][tile.head, tile.rows(warpgroup)] = total
+                begin = tile.token + warpgroup * _BLOCK
+                queries.store_mean(acc, total, out_smem, results.block(gmem["out"], tile.head, begin))
+
+            core.accumulators(rows, value_dim)
+
+        return copy, compute
+
     scratch = {
-        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype),
+        "query_smem": tensor_core.operand((count,), _BLOCK, head_dim, query.dtype),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
-        "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
         "scale_smem": plgpu.SMEM((count, _BLOCK), jnp.float32),
-        "state_smem": products.operand(
+        "state_smem": tensor_core.operand(
             (config.state_stages,), value_dim, layout.width // config.parts, states.dtype
         ),
-        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
-        "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
         "ready": plgpu.Barrier(num_arrivals=2 * count + 2),
         "state_full": plgpu.Barrier(num_barriers=config.state_stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.state_stages),
-        "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
-        "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
+        **window_keys.scratch(key, value, decay, count, config.key_stages),
     }
     if value_dim != head_dim:  # else the output takes the memory of the query
-        scratch["out_smem"] = products.operand((count,), _BLOCK, value_dim, value.dtype)
-    body = functools.partial(_body, layout=layout)
-    arrays = query, scalars, states, norm, key, value, decay, scale
-    options = {"config": config, "chunk": chunk, "exact_window": exact_window}
-    options |= {"batch_time": batch_time, "interpret": interpret}
-    return queries.launch(body, arrays, scratch, key=key, value=value, name="power_state_query", **options)
-
-
-def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
-    gmem = dict(
-        zip(
-            ("query", "scalars", "states", "norm", "key", "value", "decay", "scale", "out", "denominator"),
-            refs,
-            strict=True,
-        )
+        scratch["out_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, value.dtype)
+    output = launch.launch(
+        body,
+        {
+            "query": query,
+            "scalars": scalars,
+            "states": states,
+            "norm": norm,
+            "key": key,
+            "value": value,
+            "decay": decay,
+            "scale": scale,
+        },
+        {
+            "out": results.kind(batch_time, heads, value_dim, value.dtype),
+            "denominator": jax.ShapeDtypeStruct((heads, time), jnp.float32),
+        },
+        scratch,
+        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        computing=count,
+        registers=_REGISTERS[count],
+        name="power_state_query",
+        interpret=interpret,
     )
-    warpgroup = lax.axis_index("warpgroup")
-    place = {
-        "head": lax.axis_index("head"),
-        "key_head": lax.div(lax.axis_index("head"), jnp.int32(groups)),
-        "chunk": lax.axis_index("chunk"),
-        # The block of 64 rows of the first warpgroup, counted in the chunk.
-        "block": lax.axis_index("rows") * config.query_blocks,
-    }
-
-    @pl.when(warpgroup == config.query_blocks)
-    def _produce():
-        if config.query_blocks > 1:
-            plgpu.set_max_registers({2: 40, 3: 32}[config.query_blocks], action="decrease")
-        _copy_inputs(gmem, smem, place, config, chunk)
-        far.copy_norms(gmem, smem, place, config)
-        steps = far.copy_states(gmem, smem, place, config)
-        # Keys are copied while the last states are still being read.
-        near.copy_keys(gmem, smem, place, config, chunk, exact_window, far.norm_blocks(layout))
-        ring.drain(steps, config.state_stages, smem["state_free"])
-
-    @pl.when(warpgroup < config.query_blocks)
-    def _consume():
-        if config.query_blocks > 1:
-            plgpu.set_max_registers({2: 232, 3: 160}[config.query_blocks], action="increase")
-        own = {name: smem[name].at[warpgroup] for name in ("query_smem", "scalar_smem")}
-        out_smem = smem.get("out_smem", smem["query_smem"]).at[warpgroup]
-        held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
-        block = place["block"] + warpgroup
-        terms = gmem["states"].shape[3] // gmem["value"].shape[-1]
-        plgpu.barrier_wait(smem["ready"])
-        scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
-        denominator = scale * _norm_of_queries(own["query_smem"], smem, layout, config, held and held[1:])
-
-        def rows(acc):
-            _read_states(acc, own, smem, terms, layout, config, held)
-            acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
-            end = place["block"] + config.query_blocks - 1
-            total = queries.read_keys(
-                acc,
-                own,
-                smem,
-                denominator,
-                block,
-                end,
-                config,
-                exact_window,
-                held and held[1:],
-                first=far.norm_blocks(layout),
-            )
-            begin = place["chunk"] * chunk + block * _BLOCK
-            gmem["denominator"][place["head"], pl.ds(begin, _BLOCK)] = total
-            queries.store_mean(acc, total, out_smem, results.block(gmem["out"], place["head"], begin))
-
-        products.with_accumulators(rows, [out_smem.shape], held and held[:1])
+    return results.cut(output["out"], batch_time), output["denominator"]
 
 
-def _copy_inputs(gmem, smem, place, config, chunk):
-    """Copies the inputs that every warpgroup needs from the start."""
-    head, key_head, ready = place["head"], place["key_head"], smem["ready"]
-    begin = place["chunk"] * chunk + place["block"] * _BLOCK
-    for n in range(config.query_blocks):
-        time = pl.ds(begin + n * _BLOCK, _BLOCK)
-        plgpu.copy_gmem_to_smem(gmem["query"].at[head, time], smem["query_smem"].at[n], ready)
-        plgpu.copy_gmem_to_smem(gmem["scalars"].at[head, :, time], smem["scalar_smem"].at[n], ready)
-    plgpu.copy_gmem_to_smem(gmem["decay"].at[key_head, place["chunk"]], smem["decay_smem"], ready)
-    rows = pl.ds(place["chunk"] * (chunk // _BLOCK) + place["block"], config.query_blocks)
-    plgpu.copy_gmem_to_smem(gmem["scale"].at[key_head, rows], smem["scale_smem"], ready)
-
-
-def _norm_of_queries(query_smem, smem, layout, config, interpreted):
+def _norm_of_queries(core, query_smem, smem, layout):
     """Returns q^T Z q for 64 rows; Z is symmetric, so its rows can be loaded like keys."""
     query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
     if layout.head_dim < _BLOCK:
         query = jnp.concatenate([query] * (_BLOCK // layout.head_dim), 1)
     total = 0.0
-    for step in range(far.norm_blocks(layout)):
-        slot = step % config.key_stages
+    for step in range(state_copies.norm_blocks(layout)):
+        slot = step % smem["key_smem"].shape[0]
         plgpu.barrier_wait(smem["key_full"].at[slot])
-        product = products.scores(query_smem, smem["key_smem"].at[slot], interpreted)
+        product = core.product(query_smem, smem["key_smem"].at[slot])
         plgpu.barrier_arrive(smem["key_free"].at[slot])
         begin = step * _BLOCK % query.shape[1]
         total += (product * query[:, begin : begin + _BLOCK].astype(jnp.float32)).sum(1)
     return total
 
 
-def _read_states(acc, own, smem, terms, layout, config, interpreted):
+def _read_states(core, acc, query_smem, scalar_smem, smem, terms, layout, parts):
     """Adds phi(q) S^T to acc, one part of a group of features at a time."""
-    dtype = smem["state_smem"].dtype
-    columns = layout.width // config.parts
-    query = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(dtype)
+    dtype, stages = smem["state_smem"].dtype, smem["state_smem"].shape[0]
+    columns = layout.width // parts
+    query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(dtype)
     wrapped = jnp.concatenate([query, query], 1)
 
     @pl.loop(jnp.int32(0), jnp.int32(layouts.TILE))
     def _group(group):
-        for part in range(config.parts):
+        for part in range(parts):
             tiles = []
             for piece in layout.pieces(part * columns, (part + 1) * columns):
-                scalar = plgpu.load(own["scalar_smem"].at[piece.scalar + group], layout=_ROWS)
+                scalar = plgpu.load(scalar_smem.at[piece.scalar + group], layout=_ROWS)
                 # Pairs across tiles represent both orders.
                 scalar = scalar + scalar if piece.weight == 2 else scalar
                 vector = wrapped[:, piece.vector : piece.vector + piece.width]
                 tiles.append(vector * lax.broadcast_in_dim(scalar, vector.shape, [0]))
             features = jnp.concatenate(tiles, 1)
             for term in range(terms):
-                slot = ring.slot_of((group * config.parts + part) * terms + term, config.state_stages)
+                slot = ring.slot_of((group * parts + part) * terms + term, stages)
                 plgpu.barrier_wait(smem["state_full"].at[slot])
-                products.accumulate(acc, features, smem["state_smem"].at[slot].T, interpreted)
+                core.add(acc, features, smem["state_smem"].at[slot].T)
                 plgpu.barrier_arrive(smem["state_free"].at[slot])

@@ -10,7 +10,7 @@ which is half the gradient of x^T S x: pairs across tiles count twice. A pair wi
 orders, each of which would contribute once as the scalar; as the state is symmetric, contributing twice as the vector
 is the same. dO is multiplied by a power of two so that it fits in float16.
 
-The normalizer's contribution is subtracted, and the keys' contribution is added in the same accumulator (`near_vjp`).
+The normalizer's contribution is subtracted, and that of the keys is added in the same accumulator (`window_keys_vjp`).
 """
 
 import functools
@@ -22,11 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, results, ring
+from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import near, near_vjp
-from pallas_kernels.power_state.square import far
+from pallas_kernels.power_state import window_keys, window_keys_vjp
 from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import state_copies
 
 __all__ = ["Rows", "query_vjp"]
 
@@ -35,13 +35,15 @@ _BLOCK = configs.BLOCK
 _HALF = layouts.TILE // 2
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 2
+# Registers per thread, by the number of warpgroups that compute.
+_REGISTERS = {1: None, 2: launch.Registers(40, 232), 3: launch.Registers(40, 232)}
 
 
 class Rows(NamedTuple):
     """Factors of each query, in the order in which the kernel takes them."""
 
     narrow: jax.Array  # 2^-a, scales the largest entry of its dO into [1/2, 1)
-    far: jax.Array  # 2^a times the factor from the state to the query
+    state: jax.Array  # 2^a times the factor from the state to the query
     delta: jax.Array  # dO . o
     inverse: jax.Array  # 1 / den, 0 where den is 0
     # The power of two that the query was multiplied by, as the product of two.
@@ -78,167 +80,149 @@ def query_vjp(
     over the keys in the state. Accumulates in float32.
     """
     heads, time, head_dim = query.shape
-    config = config.for_query_vjp()
-    value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
-    width = layout.width // config.parts
-    # At D = 128 shared memory cannot hold all values of a part.
-    # At E = 128 there are too few registers for dO.
+    value_dim, count, stages = value.shape[-1], config.query_vjp_blocks, config.query_vjp_stages
+    parts, norms = config.query_vjp_parts, state_copies.norm_blocks(layout)
+    width = layout.width // parts
+    # At E = 128 there are too few registers for dO: while states are read, it is an operand in their dtype.
     narrows = value_dim == 128
-    held_values = _BLOCK if head_dim == 128 else value_dim
+    # At D = 128 shared memory cannot hold all values of a part.
+    state_values = _BLOCK if head_dim == 128 else value_dim
+    terms = states.shape[3] // state_values
     # At D = 128 there are too few registers for queries: tiles are read as they are needed.
-    tile = layouts.TILE if head_dim == 128 else None
+    slices = layouts.TILE if head_dim == 128 else None
+
+    def body(gmem, smem):
+        tile = window_keys.QueryTile.of_thread_block(heads // len(key), chunk, count)
+        keys = window_keys.Keys(
+            gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norms
+        )
+
+        def copy():
+            # Inputs that every warpgroup needs from the start.
+            ready = smem["ready"]
+            for n in range(count):
+                for name in ("query", "dout"):
+                    if f"{name}_smem" in smem:
+                        source = gmem[name].at[tile.head, tile.rows(n)]
+                        plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
+                scalars = gmem["scalars"].at[tile.head, :, tile.rows(n)]
+                plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
+            decays = gmem["decay"].at[tile.key_head, tile.chunk]
+            plgpu.copy_gmem_to_smem(decays, smem["decay_smem"], ready)
+            blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
+            plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)
+            # The normalizer, then the states.
+            state_copies.copy_norms(gmem, smem, tile)
+            piece_of = functools.partial(_piece, layout=layout, parts=parts, groups=config.query_vjp_groups)
+            steps = state_copies.copy_states(gmem, smem, tile, parts, piece_of)
+            # Keys are copied while the last states are still being read.
+            keys.copy()
+            ring.drain(steps, stages, smem["state_free"])
+
+        def compute(warpgroup, core):
+            names = ("query_smem", "dout_smem", "narrow_smem", "scalar_smem")
+            own = {name: smem[name].at[warpgroup] for name in names if name in smem}
+            tokens = tile.rows(warpgroup)
+            dout = _rows_of(own["dout_smem"] if "dout_smem" in own else gmem["dout"].at[tile.head, tokens])
+            plgpu.barrier_wait(smem["ready"])
+            rows_smem = smem["rows_smem"].at[warpgroup]
+            row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))
+
+            # The normalizer.
+            narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
+            # Registers are short for large queries, two terms, and a chunk whose loop over keys is unrolled.
+            short = head_dim == 128 or terms == 2 or chunk == count * _BLOCK
+            query = _query_of(own["query_smem"], short)
+            start = _read_norm(core, query(), smem, layout)
+            start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
+
+            # The state before the window.
+            narrowed = _narrowed(dout(), narrow, own, states.dtype)
+            both = _read_states(
+                core, start, narrowed, own, smem, terms, layout, parts, config.query_vjp_groups
+            )
+            scale = plgpu.load(row.state, layout=_ROWS)
+            gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
+            exact = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+            inverse = plgpu.load(row.inverse, layout=_ROWS)
+            gmem["sums"][tile.head, 1, tokens] = inverse * (exact * gradient).sum(1)
+
+            def rows(acc):
+                # The keys from the window on.
+                acc[...] = gradient
+                total = window_keys_vjp.read_keys(
+                    core,
+                    acc,
+                    query,
+                    own["dout_smem"] if "dout_smem" in own else dout(),
+                    keys,
+                    plgpu.load(row.delta, layout=_ROWS),
+                    warpgroup,
+                    _POWER,
+                )
+                # The division.
+                inverse = plgpu.load(row.inverse, layout=_ROWS)
+                gmem["sums"][tile.head, 0, tokens] = inverse * total
+                unit = (plgpu.load(ref, layout=_ROWS) for ref in (row.unit, row.unit_rest))
+                factors = (_POWER * inverse, *unit)
+                block = results.block(gmem["dquery"], tile.head, tile.token + warpgroup * _BLOCK)
+                _store(acc, factors, own["query_smem"], block)
+
+            core.accumulators(rows, head_dim)
+
+        return copy, compute
+
     scratch = {
-        "query_smem": products.operand((count,), _BLOCK, head_dim, query.dtype, tile),
+        "query_smem": tensor_core.operand((count,), _BLOCK, head_dim, query.dtype, slices),
         "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), scalars.dtype),
-        "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
         "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
-        "state_smem": products.operand((stages,), held_values, width, states.dtype),
-        "key_smem": products.operand((config.key_stages,), _BLOCK, head_dim, key.dtype),
-        "value_smem": products.operand((config.key_stages,), _BLOCK, value_dim, value.dtype),
+        "state_smem": tensor_core.operand((stages,), state_values, width, states.dtype),
         "ready": plgpu.Barrier(num_arrivals=(2 if narrows else 3) * count + 2),
         "state_full": plgpu.Barrier(num_barriers=stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
-        "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=config.key_stages),
-        "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.key_stages),
+        **window_keys.scratch(key, value, decay, count, config.key_stages),
     }
     if narrows:
-        # While states are read, dO is an operand in their dtype.
-        scratch["narrow_smem"] = products.operand((count,), _BLOCK, value_dim, states.dtype, width)
+        scratch["narrow_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, states.dtype, width)
     else:
-        scratch["dout_smem"] = products.operand((count,), _BLOCK, value_dim, dout.dtype)
-    if interpret is not None:
-        shapes = ((_BLOCK, head_dim), (_BLOCK, width), (_BLOCK, _BLOCK), (_BLOCK, _BLOCK))
-        scratch["interpreted"] = [plgpu.SMEM((count, *shape), jnp.float32) for shape in shapes]
-    body = functools.partial(
-        _body,
-        layout=layout,
-        config=config,
-        chunk=chunk,
-        exact_window=exact_window,
-        groups=heads // key.shape[0],
-    )
-    gradient, sums = plgpu.kernel(
+        scratch["dout_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, dout.dtype)
+    output = launch.launch(
         body,
-        out_type=(
-            results.kind(batch_time, heads, head_dim, query.dtype),
-            jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
-        ),
-        scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        grid=(heads, time // chunk, chunk // (count * _BLOCK)),
-        grid_names=("head", "chunk", "rows"),
-        num_threads=count + 1,
-        thread_name="warpgroup",
-        kernel_name="power_state_query_vjp",
+        {
+            "query": query,
+            "scalars": scalars,
+            "dout": dout,
+            "states": states,
+            "norm": norm,
+            "key": key,
+            "value": value,
+            "decay": decay,
+            "rows": rows,
+        },
+        {
+            "dquery": results.kind(batch_time, heads, head_dim, query.dtype),
+            "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
+        },
+        scratch,
+        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        computing=count,
+        registers=_REGISTERS[count],
+        name="power_state_query_vjp",
         interpret=interpret,
-    )(query, scalars, dout, states, norm, key, value, decay, rows)
-    return results.cut(gradient, batch_time), sums
+    )
+    return results.cut(output["dquery"], batch_time), output["sums"]
 
 
-def _body(*refs, layout, config, chunk, exact_window, groups, interpreted=None, **smem):
-    inputs = ("query", "scalars", "dout", "states", "norm", "key", "value", "decay", "rows")
-    gmem = dict(zip((*inputs, "out", "sums"), refs, strict=True))
-    warpgroup = lax.axis_index("warpgroup")
-    place = {
-        "head": lax.axis_index("head"),
-        "key_head": lax.div(lax.axis_index("head"), jnp.int32(groups)),
-        "chunk": lax.axis_index("chunk"),
-        # The block of 64 rows of the first warpgroup, counted in the chunk.
-        "block": lax.axis_index("rows") * config.query_blocks,
-    }
-
-    @pl.when(warpgroup == config.query_blocks)
-    def _produce():
-        if config.query_blocks > 1:
-            plgpu.set_max_registers(40, action="decrease")
-        _copy_inputs(gmem, smem, place, config, chunk)
-        far.copy_norms(gmem, smem, place, config)
-        steps = far.copy_states(
-            gmem, smem, place, config, functools.partial(_piece, layout=layout, config=config)
-        )
-        # Keys are copied while the last states are still being read.
-        near.copy_keys(gmem, smem, place, config, chunk, exact_window, far.norm_blocks(layout))
-        ring.drain(steps, config.state_stages, smem["state_free"])
-
-    @pl.when(warpgroup < config.query_blocks)
-    def _consume():
-        if config.query_blocks > 1:
-            plgpu.set_max_registers(232, action="increase")
-        names = ("query_smem", "dout_smem", "narrow_smem", "scalar_smem")
-        own = {name: smem[name].at[warpgroup] for name in names if name in smem}
-        held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
-        block = place["block"] + warpgroup
-        end = place["block"] + config.query_blocks - 1
-        begin = place["chunk"] * chunk + block * _BLOCK
-        time = pl.ds(begin, _BLOCK)
-        dout = _rows_of(own["dout_smem"] if "dout_smem" in own else gmem["dout"].at[place["head"], time])
-        terms = gmem["states"].shape[3] // smem["state_smem"].shape[1]
-        plgpu.barrier_wait(smem["ready"])
-        row = Rows(*(smem["rows_smem"].at[warpgroup, n] for n in range(len(Rows._fields))))
-
-        narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
-        # Registers are short for large queries, two terms, and a chunk whose loop over keys is unrolled.
-        short = layout.head_dim == 128 or terms == 2 or chunk == config.query_blocks * _BLOCK
-        query = _query_of(own["query_smem"], short)
-        start = _read_norm(query(), smem, layout, config, held and held[2:3])
-        start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
-        narrowed = _narrowed(dout(), narrow, own, gmem["states"].dtype)
-        both = _read_states(start, narrowed, own, smem, terms, layout, config, held and held[1:2])
-        scale = plgpu.load(row.far, layout=_ROWS)
-        gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
-        exact = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-        inverse = plgpu.load(row.inverse, layout=_ROWS)
-        gmem["sums"][place["head"], 1, time] = inverse * (exact * gradient).sum(1)
-
-        def rows(acc):
-            acc[...] = gradient
-            total = near_vjp.read_keys(
-                acc,
-                query,
-                own["dout_smem"] if "dout_smem" in own else dout(),
-                smem,
-                plgpu.load(row.delta, layout=_ROWS),
-                block,
-                end,
-                config,
-                exact_window,
-                held and held[2:],
-                first=far.norm_blocks(layout),
-            )
-            inverse = plgpu.load(row.inverse, layout=_ROWS)
-            gmem["sums"][place["head"], 0, time] = inverse * total
-            unit = (plgpu.load(ref, layout=_ROWS) for ref in (row.unit, row.unit_rest))
-            factors = (_POWER * inverse, *unit)
-            _store(acc, factors, own["query_smem"], results.block(gmem["out"], place["head"], begin))
-
-        products.with_accumulators(rows, [own["query_smem"].shape], held and held[:1])
-
-
-def _copy_inputs(gmem, smem, place, config, chunk):
-    """Copies the inputs that every warpgroup needs from the start."""
-    head, ready = place["head"], smem["ready"]
-    begin = place["chunk"] * chunk + place["block"] * _BLOCK
-    for n in range(config.query_blocks):
-        time = pl.ds(begin + n * _BLOCK, _BLOCK)
-        for name in ("query", "dout"):
-            if f"{name}_smem" in smem:
-                plgpu.copy_gmem_to_smem(gmem[name].at[head, time], smem[f"{name}_smem"].at[n], ready)
-        plgpu.copy_gmem_to_smem(gmem["scalars"].at[head, :, time], smem["scalar_smem"].at[n], ready)
-    plgpu.copy_gmem_to_smem(gmem["decay"].at[place["key_head"], place["chunk"]], smem["decay_smem"], ready)
-    blocks = pl.ds(place["chunk"] * (chunk // _BLOCK) + place["block"], config.query_blocks)
-    plgpu.copy_gmem_to_smem(gmem["rows"].at[head, blocks], smem["rows_smem"], ready)
-
-
-def _piece(index, layout, config):
+def _piece(index, layout, parts, groups):
     """Returns the group and part to read at a step: by section, round, group of a round, and part of a section.
 
     In a round of more than one group, the first half are neighbors, and the second half are the same plus 8.
     """
-    parts, groups = config.parts // layout.sections, config.query_vjp_groups
+    parts = parts // layout.sections
     step, part = lax.div(index, parts), lax.rem(index, parts)
     section, step = lax.div(step, layouts.TILE), lax.rem(step, layouts.TILE)
-    turn, place, half = lax.div(step, groups), lax.rem(step, groups), groups // 2
-    group = turn if groups == 1 else turn * half + lax.div(place, half) * _HALF + lax.rem(place, half)
+    turn, position, half = lax.div(step, groups), lax.rem(step, groups), groups // 2
+    group = turn if groups == 1 else turn * half + lax.div(position, half) * _HALF + lax.rem(position, half)
     return group, section * parts + part
 
 
@@ -257,55 +241,54 @@ def _narrowed(dout, narrow, own, dtype):
     return own["narrow_smem"]
 
 
-def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
+def _read_states(core, start, dout, own, smem, terms, layout, parts, round_groups):
     """Returns `start` plus half the gradient of q^T S q, float32 [64, D].
 
     dout: the operand that states are multiplied by. Sections differ only in where they begin: each counts tiles of
     queries and of their gradient from its own first tile.
     """
-    parts, columns = config.parts // layout.sections, layout.width // config.parts
+    parts, columns = parts // layout.sections, layout.width // parts
     vector_of = _vector_of(own["query_smem"])
-    height = smem["state_smem"].shape[1]
+    stages, height, _ = smem["state_smem"].shape
     douts = [dout]
     if dout.shape[1] > height:
         douts = [dout.at[:, pl.ds(begin, height)] for begin in range(0, dout.shape[1], height)]
     douts = douts * (terms // len(douts))
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    ends = {exact_window.begin: exact_window.begin + exact_window.width for exact_window in layout.section}
-    round_groups = config.query_vjp_groups
+    ends = {window.begin: window.begin + window.width for window in layout.section}
     half_round = round_groups // 2
 
     def product(rounds, step):
         slots = range(step * terms, (step + 1) * terms)
         steps = round_groups * parts * terms
-        if steps % config.state_stages:
-            slots = [ring.slot_of(rounds * steps + slot, config.state_stages) for slot in slots]
+        if steps % stages:
+            slots = [ring.slot_of(rounds * steps + slot, stages) for slot in slots]
         else:
             # Known at compile time.
-            slots = [slot % config.state_stages for slot in slots]
+            slots = [slot % stages for slot in slots]
         # Wait before the accumulator exists, so that its zeros do not occupy registers meanwhile.
         for slot in slots:
             plgpu.barrier_wait(smem["state_full"].at[slot])
 
         def add(acc):
             for slot, values in zip(slots, douts):
-                products.accumulate(acc, values, smem["state_smem"].at[slot], interpreted)
+                core.add(acc, values, smem["state_smem"].at[slot])
             return acc[...]
 
-        weights = products.with_accumulators(add, [(_BLOCK, columns)], interpreted)
+        weights = core.accumulators(add, columns)
         for slot in slots:
             plgpu.barrier_arrive(smem["state_free"].at[slot])
         return weights
 
-    def group(first, turn, place, gradients):
+    def group(first, turn, position, gradients):
         # The halves of its tile that may contain the group's index, and the index within the half.
         shares, halves, index = 0.0, (0, 1), turn
         if round_groups > 1:
-            halves, index = (place // half_round,), turn * half_round + place % half_round
+            halves, index = (position // half_round,), turn * half_round + position % half_round
         for part in range(parts):
             rounds = turn + lax.div(jnp.int32(first), jnp.int32(round_groups))
-            weights = product(rounds, place * parts + part)
+            weights = product(rounds, position * parts + part)
             begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
                 scalar = own["scalar_smem"].at[piece.scalar + first + halves[0] * _HALF + index]
@@ -332,8 +315,8 @@ def _read_states(start, dout, own, smem, terms, layout, config, interpreted):
     def groups(turn, gradients, first):
         gradients = list(gradients)
         # Unrolled, so that each group has its column in registers of its own.
-        for place in range(round_groups):
-            gradients = group(first, turn, place, gradients)
+        for position in range(round_groups):
+            gradients = group(first, turn, position, gradients)
         return tuple(gradients)
 
     def section(index, gradients):
@@ -376,13 +359,13 @@ def _vector_of(query_smem):
     return lambda start, first: query[:, (start + first) % head_dim :][:, : layouts.TILE]
 
 
-def _read_norm(query, smem, layout, config, interpreted):
+def _read_norm(core, query, smem, layout):
     """Returns q Z for 64 rows, float32 [64, D]; Z is symmetric, so its rows can be loaded like keys."""
     total = {}
-    for step in range(far.norm_blocks(layout)):
-        slot = step % config.key_stages
+    for step in range(state_copies.norm_blocks(layout)):
+        slot = step % smem["key_smem"].shape[0]
         plgpu.barrier_wait(smem["key_full"].at[slot])
-        product = products.scores(query, smem["key_smem"].at[slot], interpreted)
+        product = core.product(query, smem["key_smem"].at[slot])
         plgpu.barrier_arrive(smem["key_free"].at[slot])
         for begin in range(0, _BLOCK, layout.head_dim):
             column = (step * _BLOCK + begin) % layout.head_dim

@@ -9,23 +9,22 @@ a product over 64 tokens whose first operand is scaled in registers along the to
 the current state, which the chunk's queries read; then the state decays over the chunk.
 """
 
-import functools
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, ring
+from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 
 __all__ = ["update"]
 
 _BLOCK = configs.BLOCK
-_CONSUMERS = 2
+# Warpgroups that compute; each is launched with 168 registers per thread. With fewer than 40 the copies would spill.
+_WARPGROUPS = 2
+_REGISTERS = launch.Registers(40, 232)
 
 
 def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interpret=None):
@@ -42,142 +41,117 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interp
     states like `initial`. Accumulates in float32; products of a key and a value are rounded to the 16 bits of the
     operands.
     """
-    heads, _, time = key.shape
+    heads, head_dim, time = key.shape
     dtype, value_dim, chunks = key.dtype, value.shape[1], time // chunk
-    segments, scalars = initial.shape[1], config.update_scalars
-    grid = (heads, segments, value_dim // _BLOCK, layout.sections, layouts.TILE // scalars)
-    tiles = len(layout.section)
-    lead = (config.update_stages,)
-    copies = 1 + len(_key_pieces(layout)) + tiles
-    mine = scalars // _CONSUMERS
-    accumulators = [(_BLOCK, layout.section_width)] * mine
-    scratch = {
-        "key_smem": products.operand(lead, layout.section_rows, _BLOCK, dtype),
-        "value_smem": products.operand(lead, _BLOCK, _BLOCK, dtype),
-        "scalar_smem": plgpu.SMEM((*lead, tiles, scalars, _BLOCK), dtype),
-        "store_smem": products.operand((_CONSUMERS, terms), _BLOCK, layout.section_width, dtype),
-        "full": plgpu.Barrier(num_arrivals=copies, num_barriers=config.update_stages),
-        "free": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=config.update_stages),
-    }
-    if interpret is not None:
-        scratch["interpreted"] = [plgpu.SMEM((_CONSUMERS, *shape), jnp.float32) for shape in accumulators]
-    body = functools.partial(
-        _body, layout=layout, config=config, chunk=chunk, chunks=chunks, segments=segments, terms=terms
-    )
-    return plgpu.kernel(
-        body,
-        out_type=(
-            jax.ShapeDtypeStruct((heads, chunks, layouts.TILE, terms * value_dim, layout.width), dtype),
-            jax.ShapeDtypeStruct(initial.shape, jnp.float32),
-        ),
-        scratch_types=scratch,
-        grid=grid,
-        grid_names=("head", "segment", "values", "section", "group"),
-        num_threads=_CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="power_state_update",
-        interpret=interpret,
-    )(key, value, carry, initial)
+    segments, scalars, stages = initial.shape[1], config.update_scalars, config.update_stages
+    blocks, chunks_of_segment = chunk // _BLOCK, -(-chunks // segments)
+    groups_of_warpgroup = scalars // _WARPGROUPS
+    pieces = _key_pieces(layout)
 
+    def body(gmem, smem):
+        head, segment = lax.axis_index("head"), lax.axis_index("segment")
+        section, first_group = lax.axis_index("section"), lax.axis_index("group") * scalars
+        first_row = section * layouts.TILE
+        values = pl.ds(lax.axis_index("values") * _BLOCK, _BLOCK)
+        first_chunk = segment * chunks_of_segment
+        count = jnp.minimum(chunks - first_chunk, chunks_of_segment)
 
-class _Place(NamedTuple):
-    """Part of the work of one block: groups from `group` on of a section of features, and 64 of the values, of a head.
+        def copy():
+            def copy_tokens(step, slot):
+                # Keys of the section, values, and the scalars of every tile, for 64 tokens.
+                tokens, full = pl.ds(first_chunk * chunk + step * _BLOCK, _BLOCK), smem["full"].at[slot]
+                for begin, size in pieces:
+                    rows = pl.ds(lax.rem(first_row + begin, head_dim), size)
+                    piece = smem["key_smem"].at[slot, pl.ds(begin, size)]
+                    plgpu.copy_gmem_to_smem(gmem["key"].at[head, rows, tokens], piece, full)
+                plgpu.copy_gmem_to_smem(
+                    gmem["value"].at[head, values, tokens], smem["value_smem"].at[slot], full
+                )
+                for n, tile in enumerate(layout.section):
+                    rows = pl.ds(first_row + tile.begin + first_group, scalars)
+                    scalar_smem = smem["scalar_smem"].at[slot, n]
+                    plgpu.copy_gmem_to_smem(gmem["key"].at[head, rows, tokens], scalar_smem, full)
 
-    chunk, chunk_count: first chunk and number of chunks that the block processes.
-    """
+            ring.fill(count * blocks, stages, smem["free"], copy_tokens)
 
-    head: jax.Array
-    segment: jax.Array
-    values: jax.Array
-    section: jax.Array
-    group: jax.Array
-    chunk: jax.Array
-    chunk_count: jax.Array
+        def compute(warpgroup, core):
+            first = warpgroup * groups_of_warpgroup
+            groups = [first_group + first + n for n in range(groups_of_warpgroup)]
+            store_smem = smem["store_smem"].at[warpgroup]
 
-    @classmethod
-    def of_block(cls, config, chunks, segments):
-        """Returns the place of the block that runs this."""
-        segment, each = lax.axis_index("segment"), -(-chunks // segments)
-        return cls(
-            head=lax.axis_index("head"),
-            segment=segment,
-            values=lax.axis_index("values"),
-            section=lax.axis_index("section"),
-            group=lax.axis_index("group") * config.update_scalars,
-            chunk=segment * each,
-            chunk_count=jnp.minimum(chunks - segment * each, each),
-        )
-
-
-def _body(
-    key,
-    value,
-    carry,
-    initial,
-    states,
-    final,
-    *,
-    layout,
-    config,
-    chunk,
-    chunks,
-    segments,
-    terms,
-    interpreted=None,
-    **smem,
-):
-    place = _Place.of_block(config, chunks, segments)
-    warpgroup, blocks = lax.axis_index("warpgroup"), chunk // _BLOCK
-
-    @pl.when(warpgroup == _CONSUMERS)
-    def _produce():
-        # Each warpgroup has 168 registers per thread at launch; with fewer than 40 the copies of pieces would spill.
-        plgpu.set_max_registers(40, action="decrease")
-        copy = functools.partial(_copy_tokens, key, value, smem, place, place.chunk * chunk, layout, config)
-        ring.fill(place.chunk_count * blocks, config.update_stages, smem["free"], copy)
-
-    @pl.when(warpgroup < _CONSUMERS)
-    def _consume():
-        plgpu.set_max_registers(232, action="increase")
-        mine = config.update_scalars // _CONSUMERS
-        groups = [place.group + warpgroup * mine + n for n in range(mine)]
-        held = None if interpreted is None else [ref.at[warpgroup] for ref in interpreted]
-        of_values = pl.ds(place.values * _BLOCK, _BLOCK)
-        store = functools.partial(_store, smem["store_smem"].at[warpgroup], states, place, layout, terms)
-
-        def walk(*accumulators):
-            for group, acc in zip(groups, accumulators):
-                start = initial.at[place.head, place.segment, group, place.section, of_values]
-                acc[...] = plgpu.load(start, layout=plgpu.Layout.WGMMA, optimized=False)
-
-            @pl.loop(jnp.int32(0), place.chunk_count)
-            def _chunk(index):
+            def update_states(*accumulators):
+                # The state before the segment.
                 for group, acc in zip(groups, accumulators):
-                    store(acc, place.chunk + index, group)
+                    start = gmem["initial"].at[head, segment, group, section, values]
+                    acc[...] = plgpu.load(start, layout=plgpu.Layout.WGMMA, optimized=False)
 
-                decay = carry[place.head, place.chunk + index]
-                for acc in accumulators:
-                    acc[...] = acc[...] * decay
+                @pl.loop(jnp.int32(0), count)
+                def _chunk(index):
+                    # Store the state that the chunk's queries read.
+                    for group, acc in zip(groups, accumulators):
+                        _store(acc, store_smem, gmem["states"].at[head, first_chunk + index, group], layout)
 
-                @pl.loop(jnp.int32(0), jnp.int32(blocks))
-                def _block(block):
-                    slot = ring.slot_of(index * blocks + block, config.update_stages)
-                    plgpu.barrier_wait(smem["full"].at[slot])
-                    _accumulate_block(
-                        accumulators,
-                        smem["key_smem"].at[slot],
-                        smem["value_smem"].at[slot],
-                        smem["scalar_smem"].at[slot, :, pl.ds(warpgroup * mine, mine)],
-                        layout,
-                        held,
-                    )
-                    plgpu.barrier_arrive(smem["free"].at[slot])
+                    # Decay it over the chunk.
+                    decay = gmem["carry"][head, first_chunk + index]
+                    for acc in accumulators:
+                        acc[...] = acc[...] * decay
 
-            for group, acc in zip(groups, accumulators):
-                final[place.head, place.segment, group, place.section, of_values] = acc[...]
-            plgpu.wait_smem_to_gmem(0)
+                    # Add the chunk's tokens.
+                    @pl.loop(jnp.int32(0), jnp.int32(blocks))
+                    def _block(block):
+                        slot = ring.slot_of(index * blocks + block, stages)
+                        plgpu.barrier_wait(smem["full"].at[slot])
+                        _add_tokens(
+                            core,
+                            accumulators,
+                            smem["key_smem"].at[slot],
+                            smem["value_smem"].at[slot],
+                            smem["scalar_smem"].at[slot, :, pl.ds(first, groups_of_warpgroup)],
+                            layout,
+                        )
+                        plgpu.barrier_arrive(smem["free"].at[slot])
 
-        products.with_accumulators(walk, [(_BLOCK, layout.section_width)] * mine, held)
+                # The state after the segment.
+                for group, acc in zip(groups, accumulators):
+                    gmem["final"][head, segment, group, section, values] = acc[...]
+                plgpu.wait_smem_to_gmem(0)
+
+            core.accumulators(update_states, *[layout.section_width] * groups_of_warpgroup)
+
+        return copy, compute
+
+    tiles = len(layout.section)
+    output = launch.launch(
+        body,
+        {"key": key, "value": value, "carry": carry, "initial": initial},
+        {
+            "states": jax.ShapeDtypeStruct(
+                (heads, chunks, layouts.TILE, terms * value_dim, layout.width), dtype
+            ),
+            "final": jax.ShapeDtypeStruct(initial.shape, jnp.float32),
+        },
+        {
+            "key_smem": tensor_core.operand((stages,), layout.section_rows, _BLOCK, dtype),
+            "value_smem": tensor_core.operand((stages,), _BLOCK, _BLOCK, dtype),
+            "scalar_smem": plgpu.SMEM((stages, tiles, scalars, _BLOCK), dtype),
+            "store_smem": tensor_core.operand((_WARPGROUPS, terms), _BLOCK, layout.section_width, dtype),
+            "full": plgpu.Barrier(num_arrivals=1 + len(pieces) + tiles, num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+        },
+        grid={
+            "head": heads,
+            "segment": segments,
+            "values": value_dim // _BLOCK,
+            "section": layout.sections,
+            "group": layouts.TILE // scalars,
+        },
+        computing=_WARPGROUPS,
+        registers=_REGISTERS,
+        name="power_state_update",
+        interpret=interpret,
+        approximate=False,
+    )
+    return output["states"], output["final"]
 
 
 def _key_pieces(layout):
@@ -192,31 +166,17 @@ def _key_pieces(layout):
     return tuple((begin, layouts.TILE) for begin in range(0, layout.section_rows, layouts.TILE))
 
 
-def _copy_tokens(key, value, smem, place, first_token, layout, config, step, slot):
-    """Copies keys of the section, values, and the scalars of every tile, for 64 tokens."""
-    tokens, full = pl.ds(first_token + step * _BLOCK, _BLOCK), smem["full"].at[slot]
-    first_row = place.section * layouts.TILE
-    for begin, count in _key_pieces(layout):
-        rows = pl.ds(lax.rem(first_row + begin, layout.head_dim), count)
-        piece = smem["key_smem"].at[slot, pl.ds(begin, count)]
-        plgpu.copy_gmem_to_smem(key.at[place.head, rows, tokens], piece, full)
-    rows = pl.ds(place.values * _BLOCK, _BLOCK)
-    plgpu.copy_gmem_to_smem(value.at[place.head, rows, tokens], smem["value_smem"].at[slot], full)
-    for tile, exact_window in enumerate(layout.section):
-        rows = pl.ds(first_row + exact_window.begin + place.group, config.update_scalars)
-        plgpu.copy_gmem_to_smem(key.at[place.head, rows, tokens], smem["scalar_smem"].at[slot, tile], full)
-
-
-def _store(store_smem, states, place, layout, terms, acc, chunk, group):
-    """Writes an accumulator where the queries of a chunk read it."""
+def _store(acc, store_smem, states, layout):
+    """Writes the block's part of an accumulator to the states [terms E, P] of a chunk and a group."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     _store_terms(acc, store_smem)
     plgpu.commit_smem()
-    columns = pl.ds(place.section * layout.section_width, layout.section_width)
-    value_blocks = states.shape[3] // (terms * _BLOCK)
+    columns = pl.ds(lax.axis_index("section") * layout.section_width, layout.section_width)
+    terms = store_smem.shape[0]
+    value_blocks = states.shape[0] // (terms * _BLOCK)
     for term in range(terms):
-        rows = pl.ds((term * value_blocks + place.values) * _BLOCK, _BLOCK)
-        plgpu.copy_smem_to_gmem(store_smem.at[term], states.at[place.head, chunk, group, rows, columns])
+        rows = pl.ds((term * value_blocks + lax.axis_index("values")) * _BLOCK, _BLOCK)
+        plgpu.copy_smem_to_gmem(store_smem.at[term], states.at[rows, columns])
 
 
 def _store_terms(acc, store_smem):
@@ -234,16 +194,15 @@ def _store_terms(acc, store_smem):
         store_smem[1, :, begin : begin + step] = (part - rounded.astype(jnp.float32)).astype(store_smem.dtype)
 
 
-def _accumulate_block(accumulators, key_smem, value_smem, scalar_smem, layout, interpreted):
+def _add_tokens(core, accumulators, key_smem, value_smem, scalar_smem, layout):
     """Adds 64 tokens to the groups of one warpgroup."""
     value = plgpu.load(value_smem, layout=plgpu.Layout.WGMMA)
     for n, acc in enumerate(accumulators):
-        for tile, exact_window in enumerate(layout.section):
-            scalar = plgpu.load(scalar_smem.at[tile, n], layout=plgpu.Layout.WGMMA.reduce(0))
+        for index, tile in enumerate(layout.section):
+            scalar = plgpu.load(scalar_smem.at[index, n], layout=plgpu.Layout.WGMMA.reduce(0))
             scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
-            columns = acc.at[:, exact_window.offset : exact_window.offset + exact_window.width]
-            keys = key_smem.at[exact_window.begin : exact_window.begin + exact_window.width].T
+            columns = acc.at[:, tile.offset : tile.offset + tile.width]
+            keys = key_smem.at[tile.begin : tile.begin + tile.width].T
             # One product in flight while the next operand is made: straight-line code, so each has its own registers.
-            products.accumulate(columns, scaled, keys, interpreted, wait=1)
-    if interpreted is None:
-        plgpu.wgmma_wait(0)
+            core.add(columns, scaled, keys, wait=1)
+    core.wait()

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products
-from pallas_kernels.power_state import near
+from pallas_kernels.hopper import tensor_core
+from pallas_kernels.power_state import window_keys
 
 __all__ = ["read_keys"]
 
@@ -21,52 +21,33 @@ _COLUMNS = 16
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
-def read_keys(acc, query, dout, smem, delta, block, end, config, exact_window, interpreted, power=2, first=0):
+def read_keys(core, acc, query, dout, keys: window_keys.Keys, delta, warpgroup, power):
     """Adds sum_j x_ij k_j to acc [64, D]; returns sum_j x_ij s_ij, float32 [64].
 
     x_ij = gamma_ij s_ij^(power-1) (dO_i . v_j - delta_i). acc is thus dq den / power, and the result is the sum over j
     of the gradient with respect to the logarithm of gamma_ij, times den. `power` is at least 2.
 
-    query() [64, D] and dout [64, E]: bfloat16 operands, in shared memory or registers. smem: `key_smem` and
-    `value_smem`, operands of `config.key_stages` blocks of 64, `key_full`, `key_free` and `decay_smem`, as in `query`.
-    delta: float32 [64], in the layout of sums over columns. `block`, `end` and `first` as in `near.fold`. interpreted:
-    two float32 [64, 64] in shared memory, or None.
+    query() [64, D] and dout [64, E]: bfloat16 operands, in shared memory or registers. delta: float32 [64], in the
+    layout of sums over columns.
     """
 
     def step(total, key_smem, value_smem, between):
-        rows = query()
-
-        def pairs(scores, dweights):
-            products.accumulate(scores, rows, key_smem.T, interpreted, wait=1)
-            products.accumulate(dweights, dout, value_smem.T, interpreted)
-            return scores[...], dweights[...]
-
-        shape = rows.shape[0], key_smem.shape[0]
-        scores, dweights = products.with_accumulators(pairs, [shape] * 2, interpreted)
+        scores, dweights = core.products((query(), key_smem), (dout, value_smem))
         # A few columns at a time, to save registers.
         highs, lows, sums = [], [], 0.0
-        for begin in range(0, shape[1], _COLUMNS):
+        for begin in range(0, key_smem.shape[0], _COLUMNS):
             s, slope = (x[:, begin : begin + _COLUMNS] for x in (scores, dweights))
             factor = jnp.exp2(between(begin, _COLUMNS)) * s
             for _ in range(power - 2):
                 factor = factor * s
             factor = factor * (slope - lax.broadcast_in_dim(delta, s.shape, [0]))
-            high, low = products.split(factor)
+            high, low = tensor_core.split(factor)
             highs.append(high)
             lows.append(low)
             sums += factor * s
         # Straight-line code, so that each operand has its own registers until both products are done.
-        products.accumulate(acc, jnp.concatenate(highs, 1), key_smem, interpreted, wait=1)
-        products.accumulate(acc, jnp.concatenate(lows, 1), key_smem, interpreted)
+        core.add(acc, jnp.concatenate(highs, 1), key_smem, wait=1)
+        core.add(acc, jnp.concatenate(lows, 1), key_smem)
         return total + sums.sum(1)
 
-    return near.fold(
-        step,
-        plgpu.layout_cast(jnp.zeros(delta.shape, jnp.float32), _ROWS),
-        smem,
-        block,
-        end,
-        config,
-        exact_window,
-        first,
-    )
+    return keys.fold(step, plgpu.layout_cast(jnp.zeros(delta.shape, jnp.float32), _ROWS), warpgroup)

@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, ring
+from pallas_kernels.hopper import ring, tensor_core
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["COPIES", "STAGES", "Columns", "Span", "copy_queries", "held_shapes", "read_queries", "scratch"]
+__all__ = ["COPIES", "STAGES", "Columns", "Span", "copy_queries", "read_queries", "scratch"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -37,16 +37,13 @@ COPIES = 3
 
 
 class Columns(NamedTuple):
-    """Index of each vector of queries. inverse is 1 over the sum of weights, delta the product of dout and output."""
+    """Vectors of queries, in the order in which the kernels take them."""
 
-    inverse: int = 0
-    delta: int = 1
+    inverse: jax.Array  # 1 / the sum of weights, 0 where that is 0
+    delta: jax.Array  # product of dout and output
     # Running sums of base-2 logarithms of decays in the query's chunk.
-    coarse: int = 2
-    fine: int = 3
-
-
-_COLUMN = Columns()
+    coarse: jax.Array
+    fine: jax.Array
 
 
 class Span(NamedTuple):
@@ -81,20 +78,15 @@ class Span(NamedTuple):
 def scratch(head_dim, value_dim, dtype, count, slices=None):
     """Returns the shared memory of the ring by name, for `count` warpgroups.
 
-    `slices` of queries as in `products.operand`.
+    `slices` of queries as in `tensor_core.operand`.
     """
     return {
-        "query_smem": products.operand((STAGES,), _BLOCK, head_dim, dtype, slices),
-        "dout_smem": products.operand((STAGES,), _BLOCK, value_dim, dtype),
-        "column_smem": plgpu.SMEM((STAGES, len(Columns()), _BLOCK), jnp.float32),
+        "query_smem": tensor_core.operand((STAGES,), _BLOCK, head_dim, dtype, slices),
+        "dout_smem": tensor_core.operand((STAGES,), _BLOCK, value_dim, dtype),
+        "column_smem": plgpu.SMEM((STAGES, len(Columns._fields), _BLOCK), jnp.float32),
         "query_full": plgpu.Barrier(num_arrivals=COPIES, num_barriers=STAGES),
         "query_free": plgpu.Barrier(num_arrivals=count, num_barriers=STAGES),
     }
-
-
-def held_shapes():
-    """Returns the shapes of the accumulators that `read_queries` makes, for interpretation."""
-    return [(_BLOCK, _BLOCK)]
 
 
 def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
@@ -116,15 +108,14 @@ def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
     ring.fill(first + groups * span.count, STAGES, smem["query_free"], copy, first)
 
 
-def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0):
+def read_queries(core, dkey, dvalue, own, smem, span, *, groups, power, first=0):
     """Adds to the accumulators dkey [64, D] and dvalue [64, E]; returns sum p (dout . v - delta), float32 [64].
 
     Either accumulator may be None. Without dkey the sum is zero, and "value_smem" is not read.
     own: the warpgroup's "key_smem" and "value_smem", bfloat16 [64, D] and [64, E], and "decay_smem", float32 [4, 64],
     the keys' decays as running sums of logarithms, coarse and fine, first in the frame of their own chunk and then of
     the previous chunk.
-    held: shared memory in the shapes of `held_shapes` if interpreted, or None. `power` is 2 or 4; `first` steps of the
-    ring came before.
+    `power` is 2 or 4; `first` steps of the ring came before.
     """
 
     def head(index, total):
@@ -138,7 +129,7 @@ def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0)
             plgpu.barrier_arrive(smem["query_free"].at[slot])
 
         step = functools.partial(
-            _read_block, dkey, dvalue, own, smem, held, before=before, span=span, power=power
+            _read_block, core, dkey, dvalue, own, smem, before=before, span=span, power=power
         )
         # At most one diagonal block.
         total = lax.fori_loop(span.own, span.inner, functools.partial(step, diagonal=True), total)
@@ -148,7 +139,7 @@ def read_queries(dkey, dvalue, own, smem, span, held, *, groups, power, first=0)
     return lax.fori_loop(jnp.int32(0), jnp.int32(groups), head, zeros)
 
 
-def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, power, diagonal):
+def _read_block(core, dkey, dvalue, own, smem, block, total, *, before, span, power, diagonal):
     """Adds one block of 64 queries."""
     slot = ring.slot_of(before + block, STAGES)
     # Running sums of queries of the previous chunk start at another position.
@@ -159,48 +150,49 @@ def _read_block(dkey, dvalue, own, smem, held, block, total, *, before, span, po
     plgpu.barrier_wait(smem["query_full"].at[slot])
     # With gradients as large as that of keys of 128, registers suffice for half a block at a time.
     width = _BLOCK // 2 if dkey is not None and dkey.shape[1] == 128 else _BLOCK
-    held = held and [held[0].at[:, pl.ds(0, width)]]
     for begin in range(0, _BLOCK, width):
         seen = pl.ds(begin, width)
         tiles = {name: smem[f"{name}_smem"].at[slot, seen] for name in ("query", "dout")}
-        tiles["column"] = smem["column_smem"].at[slot, :, seen]
+        columns = Columns(*(smem["column_smem"].at[slot, n, seen] for n in range(len(Columns._fields))))
         part = None if shift is None else shift - begin
-        total = total + _add_queries(dkey, dvalue, own, tiles, held, decays, part, power)
+        total = total + _add_queries(core, dkey, dvalue, own, tiles, columns, decays, part, power)
     plgpu.barrier_arrive(smem["query_free"].at[slot])
     return total
 
 
-def _add_queries(dkey, dvalue, own, tiles, held, decays, shift, power):
+def _add_queries(core, dkey, dvalue, own, tiles, columns, decays, shift, power):
     """Accumulates one tile of queries.
 
     Query j is visible to key row i when j >= i + shift, or always if shift is None.
     """
     queries, douts = tiles["query"], tiles["dout"]
     shape = (_BLOCK, queries.shape[0])
-    scores = products.scores(own["key_smem"], queries, held)
-    column = functools.partial(_column, tiles["column"], shape)
+    scores = core.product(own["key_smem"], queries)
+
+    def along_rows(column):
+        return lax.broadcast_in_dim(plgpu.load(column, layout=_COLUMNS), shape, [1])
+
     coarse, fine = (lax.broadcast_in_dim(decay, shape, [0]) for decay in decays)
-    between = column(_COLUMN.coarse) - coarse
-    between += column(_COLUMN.fine) - fine
+    between = along_rows(columns.coarse) - coarse
+    between += along_rows(columns.fine) - fine
     if shift is not None:
         between = _masked(between, shift)
-    lower = scores * jnp.exp2(between) * column(_COLUMN.inverse)
+    lower = scores * jnp.exp2(between) * along_rows(columns.inverse)
     if power > 2:
         lower = lower * lax.integer_pow(scores, power - 2)
     # If there are enough registers, products stay in flight; in straight-line code their operands keep their registers.
     last = 0 if sum(x.shape[1] for x in (dkey, dvalue) if x is not None) > 128 else 1
     if dvalue is not None:
-        for part in products.split(lower * scores):
-            products.accumulate(dvalue, part, douts, held, wait=last)
+        for part in tensor_core.split(lower * scores):
+            core.add(dvalue, part, douts, wait=last)
     total = 0.0
     if dkey is not None:
-        slopes = products.scores(own["value_smem"], douts, held)
-        lower = lower * (slopes - column(_COLUMN.delta))
+        slopes = core.product(own["value_smem"], douts)
+        lower = lower * (slopes - along_rows(columns.delta))
         total = (lower * scores).sum(1)
-        for part in products.split(lower):
-            products.accumulate(dkey, part, queries, held, wait=1)
-    if held is None:
-        plgpu.wgmma_wait(0)
+        for part in tensor_core.split(lower):
+            core.add(dkey, part, queries, wait=1)
+    core.wait()
     return total
 
 
@@ -220,8 +212,3 @@ def _masked(between, shift):
         for begin in range(0, between.shape[1], _EIGHT)
     ]
     return jnp.concatenate(tiles, 1)
-
-
-def _column(column_smem, shape, index):
-    """Broadcasts a vector of queries along the rows of that shape."""
-    return lax.broadcast_in_dim(plgpu.load(column_smem.at[index], layout=_COLUMNS), shape, [1])

@@ -1,8 +1,4 @@
-"""Copies by the loading warpgroup for blocks of rows that read states: the states, and their normalizer Z.
-
-Arrays in global and in shared memory are in dictionaries by name. `place` holds the block's key head and chunk, among
-others.
-"""
+"""From-state contributions to a block of query rows: the copies of states, and of their normalizer Z."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import ring
 from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import window_keys
 from pallas_kernels.power_state.square import layout as layouts
 
 __all__ = ["copy_norms", "copy_states", "norm_blocks"]
@@ -18,25 +15,23 @@ __all__ = ["copy_norms", "copy_states", "norm_blocks"]
 _BLOCK = configs.BLOCK
 
 
-def copy_states(gmem, smem, place, config, piece_of=None):
-    """Copies states by groups, parts and terms, or in the order of `piece_of`; returns the number of steps.
+def copy_states(gmem, smem, tile: window_keys.QueryTile, parts, piece_of=None):
+    """Copies states by groups, `parts` of a group and terms, or in the order of `piece_of`.
 
-    piece_of(index): the index-th group and part. The last steps may not have been read yet.
+    piece_of(index): the index-th group and part. Returns the number of steps, the last of which may not have been read.
     """
-    value_dim, columns = smem["state_smem"].shape[1:]
+    stages, value_dim, columns = smem["state_smem"].shape
     terms = gmem["states"].shape[3] // value_dim
 
     def copy(step, slot):
         term, index = lax.rem(step, terms), lax.div(step, terms)
-        group, part = (
-            piece_of(index) if piece_of else (lax.div(index, config.parts), lax.rem(index, config.parts))
-        )
+        group, part = piece_of(index) if piece_of else (lax.div(index, parts), lax.rem(index, parts))
         rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
-        state = gmem["states"].at[place["key_head"], place["chunk"], group, rows, columns_of]
+        state = gmem["states"].at[tile.key_head, tile.chunk, group, rows, columns_of]
         plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])
 
-    count = jnp.int32(layouts.TILE * config.parts * terms)
-    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, config.state_stages, smem["state_free"], copy))
+    count = jnp.int32(layouts.TILE * parts * terms)
+    pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, stages, smem["state_free"], copy))
     return count
 
 
@@ -45,17 +40,17 @@ def norm_blocks(layout):
     return 2 * layout.head_dim // _BLOCK
 
 
-def copy_norms(gmem, smem, place, config):
+def copy_norms(gmem, smem, tile: window_keys.QueryTile):
     """Copies both parts of Z into the ring of keys."""
 
     def copy(step, slot):
         # Use two copies, since barriers of keys wait for two.
         for half in range(2):
             rows = pl.ds(step * _BLOCK + half * _BLOCK // 2, _BLOCK // 2)
-            source = gmem["norm"].at[place["key_head"], place["chunk"], rows]
+            source = gmem["norm"].at[tile.key_head, tile.chunk, rows]
             target = smem["key_smem"].at[slot, pl.ds(half * _BLOCK // 2, _BLOCK // 2)]
             plgpu.copy_gmem_to_smem(source, target, smem["key_full"].at[slot])
 
     @pl.loop(jnp.int32(0), jnp.int32(gmem["norm"].shape[2] // _BLOCK))
     def _step(step):
-        ring.put(step, config.key_stages, smem["key_free"], copy)
+        ring.put(step, smem["key_smem"].shape[0], smem["key_free"], copy)

@@ -13,24 +13,23 @@ at a time; P is the matrix of ones that selects entries. The selections of x are
 bfloat16. Neither dy nor any other array of the size of y is therefore written.
 """
 
-import functools
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import products, ring
+from pallas_kernels.hopper import ring, tensor_core
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.quartic import layout as layouts
 
 __all__ = [
+    "Vectors",
     "copy",
     "drain",
-    "held_shapes",
-    "interpreted",
-    "of_warpgroup",
     "read",
     "scratch",
     "stacks",
@@ -91,13 +90,13 @@ def _selections(low, high, front, behind, layout):
 def scratch(layout, count, stages, vector, scalars, states):
     """Returns the shared memory by name, for `count` warpgroups and `stages` steps in flight."""
     return {
-        "vector_smem": products.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, vector.dtype),
-        "block_pairs_smem": products.operand(
+        "vector_smem": tensor_core.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, vector.dtype),
+        "block_pairs_smem": tensor_core.operand(
             (_VECTOR_STAGES,), 2 * layout.head_dim, layouts.COLUMNS, jnp.bfloat16
         ),
         "scalar_smem": plgpu.SMEM((stages, _SCALARS, count * _BLOCK), scalars.dtype),
-        "scalar_pairs_smem": products.operand((stages,), 2 * layout.head_dim, _COLUMNS, jnp.bfloat16),
-        "state_smem": products.operand(
+        "scalar_pairs_smem": tensor_core.operand((stages,), 2 * layout.head_dim, _COLUMNS, jnp.bfloat16),
+        "state_smem": tensor_core.operand(
             (stages, layout.per_stack), stacks(layout) * layout.value_dim, layouts.COLUMNS, states.dtype
         ),
         "vector_full": plgpu.Barrier(num_arrivals=count + 1, num_barriers=_VECTOR_STAGES),
@@ -107,86 +106,73 @@ def scratch(layout, count, stages, vector, scalars, states):
     }
 
 
-def held_shapes(layout, together):
-    """Returns the shapes of the accumulators that `read` makes, by name, for interpretation."""
-    return {
-        "slopes": [(_BLOCK, layouts.COLUMNS)],
-        "means": [(_BLOCK, together * layout.value_dim)],
-        "scalars": [(_BLOCK, _COLUMNS)] * 2,
-        "columns": [(_BLOCK, layouts.COLUMNS)] * 2,
-    }
+class Vectors(NamedTuple):
+    """Position of a thread block's vectors and of the state that they read."""
+
+    head: jax.Array
+    token: jax.Array  # of the first vector
+    state_head: jax.Array
+    state: jax.Array
+    blocks: jax.Array  # number of blocks of y to read
+
+    def rows(self, warpgroup):
+        """Returns the tokens of a warpgroup."""
+        return pl.ds(self.token + warpgroup * _BLOCK, _BLOCK)
 
 
-def interpreted(count, shapes):
-    """Returns the shared memory for interpreted accumulators of `count` warpgroups, in groups by name."""
-    return {
-        name: [plgpu.SMEM((count, *shape), jnp.float32) for shape in group] for name, group in shapes.items()
-    }
-
-
-def of_warpgroup(held, warpgroup):
-    """Returns the accumulators of one warpgroup, or None if nothing is interpreted."""
-    if held is None:
-        return None
-    return {name: [ref.at[warpgroup] for ref in group] for name, group in held.items()}
-
-
-def copy(gmem, smem, place, layout, count, stages):
+def copy(gmem, smem, vectors: Vectors, layout, count):
     """Copies each block of y, then the stacks that need it, their scalars and the matrices that select entries.
 
-    gmem: "vector" [.., X, rows], "scalars" [.., scalar_rows, X], "states" [.., .., U E, P], and `tables`. place: "head"
-    of the vectors, "state_head" and "state" of the states, "begin", the first of the block's rows, and "blocks", the
-    number of blocks of y to read. The last steps may not have been read yet when it returns; `drain` waits for them.
+    gmem: "vector" [.., X, rows], "scalars" [.., scalar_rows, X], "states" [.., .., U E, P], and `tables`. The
+    last steps may not have been read yet when it returns; `drain` waits for them.
     """
-    tall, head, begin = stacks(layout) * layout.value_dim, place["head"], place["begin"]
+    tall, stages = stacks(layout) * layout.value_dim, smem["state_smem"].shape[0]
 
     def copy_block(block, slot):
         full = smem["vector_full"].at[slot]
         columns = pl.ds(block * layouts.COLUMNS, layouts.COLUMNS)
         for n in range(count):
-            source = gmem["vector"].at[head, pl.ds(begin + n * _BLOCK, _BLOCK), columns]
+            source = gmem["vector"].at[vectors.head, vectors.rows(n), columns]
             plgpu.copy_gmem_to_smem(source, smem["vector_smem"].at[slot, n], full)
         plgpu.copy_gmem_to_smem(gmem["block_pairs"].at[block], smem["block_pairs_smem"].at[slot], full)
-        stack, found, before = (gmem["steps"][3 * block + n] for n in range(3))
+        stack, steps, before = (gmem["steps"][3 * block + n] for n in range(3))
 
         def copy_step(step, slot):
             index, full = step - before, smem["state_full"].at[slot]
             rows = pl.ds(stack * layout.value_dim + index * tall, tall)
-            states = gmem["states"].at[place["state_head"], place["state"], rows]
+            states = gmem["states"].at[vectors.state_head, vectors.state, rows]
             for n in range(layout.per_stack):
                 source = states.at[:, pl.ds(n * layouts.COLUMNS, layouts.COLUMNS)]
                 plgpu.copy_gmem_to_smem(source, smem["state_smem"].at[slot, n], full)
-            source = gmem["scalars"].at[head, pl.ds(index * _SCALARS, _SCALARS), pl.ds(begin, count * _BLOCK)]
+            tokens = pl.ds(vectors.token, count * _BLOCK)
+            source = gmem["scalars"].at[vectors.head, pl.ds(index * _SCALARS, _SCALARS), tokens]
             plgpu.copy_gmem_to_smem(source, smem["scalar_smem"].at[slot], full)
             plgpu.copy_gmem_to_smem(gmem["scalar_pairs"].at[index], smem["scalar_pairs_smem"].at[slot], full)
 
-        @pl.loop(before, before + found)
+        @pl.loop(before, before + steps)
         def _step(step):
             ring.put(step, stages, smem["state_free"], copy_step)
 
-    @pl.loop(jnp.int32(0), place["blocks"])
+    @pl.loop(jnp.int32(0), vectors.blocks)
     def _block(block):
         ring.put(block, _VECTOR_STAGES, smem["vector_free"], copy_block)
 
 
-def drain(smem, place, layout, stages):
+def drain(smem, vectors: Vectors, layout):
     """Waits until everything that `copy` copied has been read."""
     total = int(steps(layout)[:, 1].sum())
-    ring.drain(place["blocks"], _VECTOR_STAGES, smem["vector_free"])
-    ring.drain(jnp.where(place["blocks"] > 0, total, 0), stages, smem["state_free"])
+    ring.drain(vectors.blocks, _VECTOR_STAGES, smem["vector_free"])
+    ring.drain(jnp.where(vectors.blocks > 0, total, 0), smem["state_smem"].shape[0], smem["state_free"])
 
 
-def read(
-    gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks, *, layout, stages, together, held
-):
+def read(core, gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks, *, layout, together):
     """Adds dx to gradient [64, D], and du to value_gradient [64, E] unless it is None.
 
     x_smem: bfloat16 [64, D], an operand; dx is proportional to it. value: float32 [64, E], u, scaled to fit the 16 bits
     of states. table: "steps" in global memory. blocks: number of blocks of y to read. together: number of scalars whose
-    T is in registers at a time, each from another stack. held: shared memory in the shapes of `held_shapes` if
-    interpreted, or None.
+    T is in registers at a time, each from another stack.
     """
-    held = held or dict.fromkeys(held_shapes(layout, together))
+    stages = smem["state_smem"].shape[0]
     own_rows = pl.ds(warpgroup * _BLOCK, _BLOCK)
 
     @pl.loop(jnp.int32(0), blocks)
@@ -195,7 +181,7 @@ def read(
         plgpu.barrier_wait(smem["vector_full"].at[block_slot])
         before = table[3 * block + 2]
 
-        def walk(slopes):
+        def read_block(slopes):
             vector = smem["vector_smem"].at[block_slot, warpgroup]
             if layout.value_dim == 16 or (layout.head_dim == 32 and together < 3):
                 # With few values, products are too short to read it from shared memory each time. If two scalars at a
@@ -208,21 +194,20 @@ def read(
                 plgpu.barrier_wait(smem["state_full"].at[slot])
                 scalars = smem["scalar_smem"].at[slot, :, own_rows]
                 states = smem["state_smem"].at[slot]
-                found = _read_step(
-                    slopes, value_gradient, vector, value, scalars, states, layout, together, held
+                scalar_slopes = _read_step(
+                    core, slopes, value_gradient, vector, value, scalars, states, layout, together
                 )
-                pairs = smem["scalar_pairs_smem"].at[slot]
-                _contract(gradient, found, x_smem, pairs, held["scalars"])
+                _contract(core, gradient, scalar_slopes, x_smem, smem["scalar_pairs_smem"].at[slot])
                 plgpu.barrier_arrive(smem["state_free"].at[slot])
 
             return slopes[...]
 
-        slopes = products.with_accumulators(walk, [(_BLOCK, layouts.COLUMNS)], held["slopes"])
-        _contract(gradient, slopes, x_smem, smem["block_pairs_smem"].at[block_slot], held["columns"])
+        slopes = core.accumulators(read_block, layouts.COLUMNS)
+        _contract(core, gradient, slopes, x_smem, smem["block_pairs_smem"].at[block_slot])
         plgpu.barrier_arrive(smem["vector_free"].at[block_slot])
 
 
-def _read_step(slopes, value_gradient, vector, value, scalars, states, layout, together, held):
+def _read_step(core, slopes, value_gradient, vector, value, scalars, states, layout, together):
     """Adds the contribution of a step's scalars to slopes [64, 48].
 
     Returns the gradients of the scalars, float32 [64, 16].
@@ -231,7 +216,7 @@ def _read_step(slopes, value_gradient, vector, value, scalars, states, layout, t
     narrow = value.astype(vector.dtype)
     shape = (_BLOCK, _COLUMNS)
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    found = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    scalar_slopes = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
     for position in range(layout.per_stack):
         for first in range(0, stacks(layout), together):
             state = states.at[position, first * width : (first + together) * width]
@@ -239,29 +224,19 @@ def _read_step(slopes, value_gradient, vector, value, scalars, states, layout, t
             factors = [plgpu.load(scalars.at[index], layout=_ROWS) for index in indices]
             operands = [narrow * lax.broadcast_in_dim(factor, narrow.shape, [0]) for factor in factors]
             # Straight-line code: the operand of the product in flight keeps its registers.
-            products.accumulate(slopes, jnp.concatenate(operands, 1), state, held["slopes"], wait=1)
-            means = products.with_accumulators(
-                functools.partial(_product, vector, state, held["means"]),
-                [(_BLOCK, together * width)],
-                held["means"],
-            )
+            core.add(slopes, jnp.concatenate(operands, 1), state, wait=1)
+            means = core.product(vector, state)
             for n, (index, factor) in enumerate(zip(indices, factors, strict=True)):
                 mean = means[:, n * width : (n + 1) * width]
                 total = lax.broadcast_in_dim((mean * value).sum(1), shape, [0])
-                found = jnp.where(column == index, total, found)
+                scalar_slopes = jnp.where(column == index, total, scalar_slopes)
                 if value_gradient is not None:
                     factor = lax.broadcast_in_dim(factor.astype(jnp.float32), mean.shape, [0])
                     value_gradient[...] = value_gradient[...] + factor * mean
-    return found
+    return scalar_slopes
 
 
-def _product(a, b, held, acc):
-    """Returns a @ b^T."""
-    products.accumulate(acc, a, b.T, held)
-    return acc[...]
-
-
-def _contract(gradient, slopes, x_smem, pairs_smem, held):
+def _contract(core, gradient, slopes, x_smem, pairs_smem):
     """Adds the gradient of x to `gradient`, given that of its products of two entries, float32 [64, columns]."""
     head_dim = x_smem.shape[1]
     # In registers, since the two operands differ in swizzle.
@@ -269,11 +244,11 @@ def _contract(gradient, slopes, x_smem, pairs_smem, held):
     low, high = (pairs_smem.at[n * head_dim : (n + 1) * head_dim] for n in range(2))
 
     def select(first, second):
-        products.accumulate(first, x, low, held, wait=1)
-        products.accumulate(second, x, high, held)
+        core.add(first, x, low, wait=1)
+        core.add(second, x, high)
         return first[...], second[...]
 
-    first, second = products.with_accumulators(select, [slopes.shape] * 2, held)
+    first, second = core.accumulators(select, slopes.shape[1], slopes.shape[1])
     for factor, selection in ((second, low), (first, high)):
-        for part in products.split(slopes * factor):
-            products.accumulate(gradient, part, selection.T, held)
+        for part in tensor_core.split(slopes * factor):
+            core.add(gradient, part, selection.T)
