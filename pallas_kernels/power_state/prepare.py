@@ -25,6 +25,7 @@ __all__ = [
     "exponent_of",
     "fill",
     "heads_first",
+    "key_decays",
     "norms",
     "over_chunks",
     "queries",
@@ -88,7 +89,9 @@ class Tokens(NamedTuple):
     old_key: jax.Array  # float32 [H, n, C, D], keys folded in chunk c, largest entries in [1/2, 1)
     old_exponent: jax.Array  # int32 [H, n, C, 1], exponent of its divisor
     old_value: jax.Array  # float32 [H, n, C, E]
-    decay: jax.Array  # float32 [H, n, 2, (W + C) / 64, 64], running sums over a chunk's keys, in two parts
+    # float32 [H, n, 3, (W + C) / 64, 64]: running sums over a chunk's keys, in two parts, and the decay from each key
+    # to the last one of its block of 64.
+    decay: jax.Array
     from_state: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
     to_state: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
     over_chunk: jax.Array  # float32 [H, n], from one state to the next
@@ -170,12 +173,19 @@ def tokens(key, value, log_decay, folds, *, sizes: tuple[int, int], call: config
         old_key=numerics.scaled(old_key, -old_exponent),
         old_exponent=old_exponent,
         old_value=old_value,
-        decay=jnp.stack([coarse, fine], 2).reshape(*coarse.shape[:2], 2, -1, configs.BLOCK),
+        decay=key_decays(coarse, fine),
         from_state=_log2((coarse + fine)[..., exact_window:]),
         to_state=jnp.where(folded, _log2(to_state), _NOTHING),
         over_chunk=_log2(block.sum(-1)),
         folded=folded,
     )
+
+
+def key_decays(coarse, fine):
+    """Returns `Tokens.decay` from running sums [H, n, W + C]."""
+    coarse, fine = (x.reshape(*x.shape[:2], -1, configs.BLOCK) for x in (coarse, fine))
+    to_last = jnp.exp2((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))
+    return jnp.stack([coarse, fine, to_last], 2)
 
 
 def over_chunks(log_decay, folds, *, chunk, exact_window):

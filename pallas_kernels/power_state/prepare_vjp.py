@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import window_queries
 
 __all__ = [
     "Dual",
@@ -95,13 +96,10 @@ def dual_of(of: preparation.Tokens, query, mean: Mean, start_size) -> Dual:
 
 
 def columns(of: preparation.Tokens, mean: Mean, exact_window):
-    """Returns vectors of queries, float32 [B N, X / 64, 4, 64].
-
-    They are inverse, delta, and the decay in the frame of their chunk.
-    """
+    """Returns vectors of queries in the order of `window_queries.Columns`, float32 [B N, X / 64, 5, 64]."""
     group = len(mean.dout) // len(of.decay)
     coarse, fine = (jnp.repeat(x[..., exact_window:].reshape(len(x), -1), group, 0) for x in _frames(of))
-    return vectors(mean.inverse, mean.delta, coarse, fine)
+    return vectors(*window_queries.Columns.of(mean.inverse, mean.delta, coarse, fine))
 
 
 def decays_of_keys(of: preparation.Tokens, chunks):

@@ -16,11 +16,11 @@ def read_keys(core, acc, query_smem, keys: window_keys.Keys, denominator, warpgr
     `power` is a power of two.
     """
 
-    def step(total, key_smem, value_smem, between):
+    def step(total, key_smem, value_smem, decays):
         scores = core.product(query_smem, key_smem)
         for _ in range(power.bit_length() - 1):
             scores = scores * scores
-        weights = scores * jnp.exp2(between())
+        weights = decays.of_rows(scores) * decays.of_pairs(0, scores.shape[1])
         for part in tensor_core.split(weights):
             core.add(acc, part, value_smem)
         return total + weights.sum(1)

@@ -39,13 +39,17 @@ class QueryTile(NamedTuple):
         return pl.ds(self.token + warpgroup * _BLOCK, _BLOCK)
 
 
-def scratch(key, value, decay, count, stages):
+def scratch(key, value, decay, count, stages, chunk):
     """Returns the shared memory of the ring of keys by name, for `count` warpgroups."""
-    return {
-        "decay_smem": plgpu.SMEM(decay.shape[2:], jnp.float32),
+    # Registers do not suffice for factors of decays where keys are large, whose products take longer than exponentials,
+    # and in the unrolled loop of a chunk of one block.
+    factored = key.shape[-1] <= _BLOCK and chunk > count * _BLOCK
+    to_last = {"to_last_smem": plgpu.SMEM((stages, _BLOCK), jnp.float32)} if factored else {}
+    return to_last | {
+        "decay_smem": plgpu.SMEM((2, *decay.shape[3:]), jnp.float32),
         "key_smem": tensor_core.operand((stages,), _BLOCK, key.shape[-1], key.dtype),
         "value_smem": tensor_core.operand((stages,), _BLOCK, value.shape[-1], value.dtype),
-        "key_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "key_full": plgpu.Barrier(num_arrivals=2 + factored, num_barriers=stages),
         "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
     }
 
@@ -53,60 +57,60 @@ def scratch(key, value, decay, count, stages):
 class Keys:
     """Ring of the blocks of 64 keys that are visible to the rows of a thread block.
 
-    gmem: "key" [H, W + X, D] and "value" [H, W + X, E]. smem: as `scratch` returns it; "decay_smem" is copied by the
-    caller. first: number of other steps that precede the keys in their ring.
+    gmem: "key" [H, W + X, D], "value" [H, W + X, E] and "decay", as in `prepare.Tokens`. smem: as `scratch` returns it.
+    first: number of other steps that precede the keys in their ring.
     """
 
     def __init__(self, gmem, smem, tile, *, count, chunk, exact_window, first=0):
         self._gmem, self._smem, self._tile = gmem, smem, tile
         self._count, self._chunk, self._window, self._first = count, chunk, exact_window, first
         self._stages = smem["key_smem"].shape[0]
+        self._to_last = smem.get("to_last_smem")
+
+    @property
+    def copies(self):
+        """Number of copies that fill a slot of the ring."""
+        return 2 if self._to_last is None else 3
+
+    def copy_decays(self, ready):
+        """Copies the running sums of decays."""
+        decays = self._gmem["decay"].at[self._tile.key_head, self._tile.chunk, pl.ds(0, 2)]
+        plgpu.copy_gmem_to_smem(decays, self._smem["decay_smem"], ready)
 
     def copy(self):
         """Copies the keys and values that are visible to any row; returns when all have been read."""
         tile, smem = self._tile, self._smem
 
         def copy(step, slot):
-            tokens = pl.ds(tile.chunk * self._chunk + (step - self._first) * _BLOCK, _BLOCK)
+            block, full = step - self._first, smem["key_full"].at[slot]
+            tokens = pl.ds(tile.chunk * self._chunk + block * _BLOCK, _BLOCK)
             for name in ("key", "value"):
                 source = self._gmem[name].at[tile.key_head, tokens]
-                plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], smem["key_full"].at[slot])
+                plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], full)
+            if self._to_last is not None:
+                source = self._gmem["decay"].at[tile.key_head, tile.chunk, 2, block]
+                plgpu.copy_gmem_to_smem(source, self._to_last.at[slot], full)
 
         count = self._visible(self._count - 1) + self._first
         ring.fill(count, self._stages, smem["key_free"], copy, self._first)
 
     def fold(self, step, carry, warpgroup):
-        """Runs carry = step(carry, key_smem, value_smem, between) for each block that is visible to a warpgroup's rows.
+        """Runs carry = step(carry, key_smem, value_smem, decays) for each block that is visible to a warpgroup's rows.
 
-        between: float32 [64, 64], base-2 logarithms of the decays from keys to rows, very low where a key is later than
-        the row.
+        decays: `Decays` from the keys of the block to the rows.
         """
         smem, last = self._smem, self._visible(warpgroup) - 1
-        coarse, fine = (plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2))
+        rows = [plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2)]
 
         def step_of(index, carry, diagonal):
             slot = ring.slot_of(index + self._first, self._stages)
             plgpu.barrier_wait(smem["key_full"].at[slot])
-
-            def between(begin=0, width=_BLOCK):
-                # Computed where it is used, to keep it in registers as briefly as possible.
-                shape = _BLOCK, width
-                columns = pl.ds(begin, width)
-                key_coarse, key_fine = (
-                    plgpu.load(smem["decay_smem"].at[part, index, columns], layout=_COLUMNS)
-                    for part in range(2)
-                )
-                x = lax.broadcast_in_dim(coarse, shape, [0]) - lax.broadcast_in_dim(key_coarse, shape, [1])
-                x += lax.broadcast_in_dim(fine, shape, [0]) - lax.broadcast_in_dim(key_fine, shape, [1])
-                if not diagonal:
-                    return x
-                row, column = (
-                    plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
-                    for axis in (0, 1)
-                )
-                return jnp.where(row >= column + begin, x, -1e4)
-
-            carry = step(carry, smem["key_smem"].at[slot], smem["value_smem"].at[slot], between)
+            sums = smem["decay_smem"].at[:, index]
+            if diagonal or self._to_last is None:
+                decays = _Exponentials(rows, sums, diagonal)
+            else:
+                decays = _Factors(rows, sums, self._to_last.at[slot])
+            carry = step(carry, smem["key_smem"].at[slot], smem["value_smem"].at[slot], decays)
             plgpu.barrier_arrive(smem["key_free"].at[slot])
             return carry
 
@@ -125,3 +129,57 @@ class Keys:
     def _visible(self, warpgroup):
         """Returns the number of blocks visible to a warpgroup: of the window, of earlier rows, and its own."""
         return self._tile.block + warpgroup + self._window // _BLOCK + 1
+
+
+class Decays:
+    """Decays from 64 keys to 64 rows, as a factor of each row times one of each pair."""
+
+    def of_rows(self, x):
+        """Multiplies x float32 [64], or [64, n], by the factors of rows."""
+        raise NotImplementedError
+
+    def of_pairs(self, begin, width):
+        """Returns the other factor for `width` keys from `begin` on, float32 [64, width]."""
+        raise NotImplementedError
+
+
+class _Exponentials(Decays):
+    """Decays with an exponential for each pair; in the diagonal block, zero where a key is later than the row."""
+
+    def __init__(self, rows, sums, diagonal):
+        self._rows, self._sums, self._diagonal = rows, sums, diagonal
+
+    def of_rows(self, x):
+        return x
+
+    def of_pairs(self, begin, width):
+        shape, columns = (_BLOCK, width), pl.ds(begin, width)
+        coarse, fine = (
+            lax.broadcast_in_dim(row, shape, [0])
+            - lax.broadcast_in_dim(plgpu.load(self._sums.at[part, columns], layout=_COLUMNS), shape, [1])
+            for part, row in enumerate(self._rows)
+        )
+        if not self._diagonal:
+            return jnp.exp2(coarse + fine)
+        row, column = (
+            plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA) for axis in (0, 1)
+        )
+        return jnp.exp2(jnp.where(row >= column + begin, coarse + fine, -1e4))
+
+
+class _Factors(Decays):
+    """Decays from an earlier block, without an exponential for each pair.
+
+    A decay is that from the key to the last one of its block, times that from there to the row.
+    """
+
+    def __init__(self, rows, sums, to_last):
+        coarse, fine = (row - sums[part, _BLOCK - 1] for part, row in enumerate(rows))
+        self._from_last, self._to_last = jnp.exp2(coarse + fine), to_last
+
+    def of_rows(self, x):
+        return x * lax.broadcast_in_dim(self._from_last, x.shape, [0])
+
+    def of_pairs(self, begin, width):
+        to_last = plgpu.load(self._to_last.at[pl.ds(begin, width)], layout=_COLUMNS)
+        return lax.broadcast_in_dim(to_last, (_BLOCK, width), [1])

@@ -31,16 +31,17 @@ def read_keys(core, acc, query, dout, keys: window_keys.Keys, delta, warpgroup, 
     layout of sums over columns.
     """
 
-    def step(total, key_smem, value_smem, between):
+    def step(total, key_smem, value_smem, decays):
         scores, dweights = core.products((query(), key_smem), (dout, value_smem))
+        shift = decays.of_rows(delta)
         # A few columns at a time, to save registers.
         highs, lows, sums = [], [], 0.0
         for begin in range(0, key_smem.shape[0], _COLUMNS):
             s, slope = (x[:, begin : begin + _COLUMNS] for x in (scores, dweights))
-            factor = jnp.exp2(between(begin, _COLUMNS)) * s
+            factor = decays.of_pairs(begin, _COLUMNS) * s
             for _ in range(power - 2):
                 factor = factor * s
-            factor = factor * (slope - lax.broadcast_in_dim(delta, s.shape, [0]))
+            factor = factor * (decays.of_rows(slope) - lax.broadcast_in_dim(shift, s.shape, [0]))
             high, low = tensor_core.split(factor)
             highs.append(high)
             lows.append(low)

@@ -44,6 +44,15 @@ class Columns(NamedTuple):
     # Running sums of base-2 logarithms of decays in the query's chunk.
     coarse: jax.Array
     fine: jax.Array
+    # Decay from the first query of the block of 64, over the sum of weights.
+    from_first: jax.Array
+
+    @classmethod
+    def of(cls, inverse, delta, coarse, fine):
+        """Returns the vectors [..., X] of queries, given all but the last."""
+        blocks = *inverse.shape[:-1], -1, _BLOCK
+        from_first = (x.reshape(blocks) - x.reshape(blocks)[..., :1] for x in (coarse, fine))
+        return cls(inverse, delta, coarse, fine, inverse * jnp.exp2(sum(from_first)).reshape(inverse.shape))
 
 
 class Span(NamedTuple):
@@ -93,7 +102,7 @@ def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
     """Fills the ring with the queries that attend to the block's keys, after `first` other steps.
 
     Returns when all is read. gmem: "query" bfloat16 [H groups, X, D], "dout" bfloat16 [H groups, X, E] and "columns"
-    float32 [H groups, X / 64, 4, 64] in the order of Columns.
+    float32 [H groups, X / 64, 5, 64] in the order of Columns.
     """
 
     def copy(step, slot):
@@ -148,6 +157,12 @@ def _read_block(core, dkey, dvalue, own, smem, block, total, *, before, span, po
     # Always zero, but computed: with a constant the compiler would keep the mask's indices in registers throughout.
     shift = (block - span.own) * _BLOCK if diagonal else None
     plgpu.barrier_wait(smem["query_full"].at[slot])
+    if not diagonal:
+        # Only the diagonal block needs an exponential for each pair: elsewhere, a decay is that from the key to the
+        # first query of the block, times that from there to the query.
+        indices = Columns._fields.index("coarse"), Columns._fields.index("fine")
+        coarse, fine = (smem["column_smem"][slot, n, 0] - x for n, x in zip(indices, decays, strict=True))
+        decays = jnp.exp2(coarse + fine)
     # With gradients as large as that of keys of 128, registers suffice for half a block at a time.
     width = _BLOCK // 2 if dkey is not None and dkey.shape[1] == 128 else _BLOCK
     for begin in range(0, _BLOCK, width):
@@ -163,7 +178,8 @@ def _read_block(core, dkey, dvalue, own, smem, block, total, *, before, span, po
 def _add_queries(core, dkey, dvalue, own, tiles, columns, decays, shift, power):
     """Accumulates one tile of queries.
 
-    Query j is visible to key row i when j >= i + shift, or always if shift is None.
+    Query j is visible to key row i when j >= i + shift, or always if shift is None. decays: of key rows, the two parts
+    of running sums, or, if shift is None, the decay to the first query of the block.
     """
     queries, douts = tiles["query"], tiles["dout"]
     shape = (_BLOCK, queries.shape[0])
@@ -172,12 +188,13 @@ def _add_queries(core, dkey, dvalue, own, tiles, columns, decays, shift, power):
     def along_rows(column):
         return lax.broadcast_in_dim(plgpu.load(column, layout=_COLUMNS), shape, [1])
 
-    coarse, fine = (lax.broadcast_in_dim(decay, shape, [0]) for decay in decays)
-    between = along_rows(columns.coarse) - coarse
-    between += along_rows(columns.fine) - fine
-    if shift is not None:
-        between = _masked(between, shift)
-    lower = scores * jnp.exp2(between) * along_rows(columns.inverse)
+    if shift is None:
+        lower = scores * (lax.broadcast_in_dim(decays, shape, [0]) * along_rows(columns.from_first))
+    else:
+        coarse, fine = (lax.broadcast_in_dim(decay, shape, [0]) for decay in decays)
+        between = along_rows(columns.coarse) - coarse
+        between += along_rows(columns.fine) - fine
+        lower = scores * jnp.exp2(_masked(between, shift)) * along_rows(columns.inverse)
     if power > 2:
         lower = lower * lax.integer_pow(scores, power - 2)
     # If there are enough registers, products stay in flight; in straight-line code their operands keep their registers.

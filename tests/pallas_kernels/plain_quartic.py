@@ -236,7 +236,7 @@ def query_states(
             features = features.reshape(len(read), layout.width, chunk)
             old = np.einsum("upt,uep->te", features, single(stored[held, index])[read])
             seen = slice(index * chunk, (index + 1) * chunk + exact_window)
-            sums = single(decay[held, index]).reshape(2, -1).sum(0)
+            sums = single(decay[held, index, :2]).reshape(2, -1).sum(0)
             between = np.where(
                 np.tri(chunk, exact_window + chunk, exact_window), sums[exact_window:, None] - sums, -1e4
             )
@@ -295,7 +295,7 @@ def _far(x, value, vector, scalars, states, layout):
 
 def _near(query, key, decay, exact_window, own=None):
     """Returns scores and decays of a chunk's queries and the keys visible to them."""
-    decay = decay.reshape(2, -1)
+    decay = decay[:2].reshape(2, -1)
     own = decay[:, exact_window:] if own is None else own
     between = (own[:, :, None] - decay[:, None]).sum(0)
     seen = np.tri(*between.shape, exact_window, dtype=bool)

@@ -44,7 +44,7 @@ def query_vjp(query, dout, states, norm, key, value, decay, rows, *, layout, chu
 def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, layout, chunk, exact_window):
     """Returns dk [H, Y, D], dv [H, Y, E] and sums [H, 2, Y].
 
-    `decay` [H, n, 2, (W + C) / 64, 64] is as in the forward pass.
+    `decay` [H, n, 2 or 3, (W + C) / 64, 64] is as in the forward pass.
     """
     heads, length, head_dim = key.shape
     chunks, value_dim, group = dual.shape[1], value.shape[-1], len(query) // heads
@@ -94,7 +94,7 @@ def key_vjp(key, value, dual, dual_norm, query, dout, decay, rows, columns, *, l
 
 def pairs(query, key, decay, exact_window):
     """Returns scores and decays of a chunk's queries [C, D] and the keys [W + C, D] visible to them."""
-    coarse, fine = decay.reshape(2, -1)
+    coarse, fine = decay[:2].reshape(2, -1)
     between = coarse[exact_window:, None] - coarse + (fine[exact_window:, None] - fine)
     seen = np.arange(len(query))[:, None] + exact_window >= np.arange(len(key))
     return query @ key.T, jnp.where(seen, jnp.exp2(between), 0)

@@ -101,7 +101,7 @@ def draw(sizes, layout):
     )
     inverse = random.uniform(0, 2e-3, (heads, time)) * (random.uniform(size=(heads, time)) < 0.9)
     of_queries = decay[:, :, sizes.exact_window :].reshape(HEADS, time, 2).repeat(GROUP, 0)
-    columns = kernels.Columns(
+    columns = kernels.Columns.of(
         inverse=inverse,
         delta=random.normal(size=(heads, time)),
         coarse=of_queries[..., 0],

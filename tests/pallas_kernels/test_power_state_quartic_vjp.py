@@ -6,6 +6,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_state
+from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import window_queries
 from pallas_kernels.power_state.quartic import forward as quartic
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
@@ -91,7 +92,7 @@ def test_queries(head_dim, value_dim, chunk):
     drawn = Drawn(head_dim, value_dim, chunk)
     time = drawn.time
     query, dout = drawn.rows(GROUP, time, head_dim), drawn.rows(GROUP, time, value_dim)
-    decay = np.stack(drawn.decays(1, CHUNKS, WINDOW + chunk), 2).reshape(1, CHUNKS, 2, -1, 64)
+    decay = preparation.key_decays(*map(jnp.float32, drawn.decays(1, CHUNKS, WINDOW + chunk)))
     rows = quartic_query_vjp.Rows(
         narrow=np.exp2(drawn.random.integers(-2, 1, (GROUP, time))),
         state=drawn.factor(GROUP, time),
@@ -106,7 +107,7 @@ def test_queries(head_dim, value_dim, chunk):
         drawn.states(),
         drawn.rows(1, WINDOW + time, head_dim),
         drawn.rows(1, WINDOW + time, value_dim),
-        jnp.asarray(decay, jnp.float32),
+        decay,
         drawn.vectors(*rows),
     )
     compare(quartic_query_vjp.query_vjp, plain.query_vjp, arguments, drawn.options, drawn.interpret)
@@ -125,10 +126,10 @@ def test_keys(head_dim, value_dim, chunk):
         *own,
         *before,
     )
-    columns = window_queries.Columns(
+    columns = window_queries.Columns.of(
         drawn.factor(GROUP, time),
         drawn.random.normal(size=(GROUP, time)),
-        *(x[:, :time].repeat(GROUP, 0) for x in own),
+        *(jnp.asarray(x[:, :time].repeat(GROUP, 0)) for x in own),
     )
     arguments = (
         key,

@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import query_vjp
 from tests.ops import cases
@@ -39,14 +40,11 @@ def split(x, dtype, terms):
 
 
 def drawn_decays(random, chunk):
-    """Returns running sums of base-2 logarithms over each chunk and its window, coarse and fine.
-
-    They are [H, n, 2, (W + C) / 64, 64].
-    """
+    """Returns `prepare.Tokens.decay`."""
     steps = -random.exponential(0.02, (HEADS, CHUNKS, WINDOW + chunk))
     coarse = np.round(steps * 2**12) / 2**12
-    parts = np.stack([np.cumsum(coarse, -1), np.cumsum(steps - coarse, -1)], 2)
-    return jnp.asarray(parts.reshape(HEADS, CHUNKS, 2, -1, configs.BLOCK), jnp.float32)
+    sums = (jnp.asarray(np.cumsum(x, -1), jnp.float32) for x in (coarse, steps - coarse))
+    return preparation.key_decays(*sums)
 
 
 def drawn_arguments(layout, value_dim, state_dtype, chunk):

@@ -33,7 +33,7 @@ def test_launches_and_their_bytes():
     assert found[0].source == "jit(f)/first"
 
 
-# Current counts are 1.79 GB in 47 launches and 3.45 GB in 90, and for the attention form 1.09 GB in 41 and 2.33 GB in
+# Current counts are 1.33 GB in 46 launches and 2.54 GB in 88, and for the attention form 1.09 GB in 41 and 2.33 GB in
 # 66.
 BOUNDS = [
     pytest.param("chunked", "forward", 1.85e9, 48),

@@ -88,7 +88,7 @@ def build(case: str):
         brief(HEADS, CHUNKS, 2 * head_dim, head_dim),
         brief(HEADS, WINDOW + time, head_dim),
         brief(HEADS, WINDOW + time, value_dim),
-        exact(HEADS, CHUNKS, 2, (WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
+        exact(HEADS, CHUNKS, 3, (WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
         exact(HEADS, time // configs.BLOCK, configs.BLOCK),
     ]
 

@@ -121,6 +121,6 @@ def _query(layout, chunk):
         single(heads, time // configs.BLOCK, configs.BLOCK),
         jax.ShapeDtypeStruct((_HEADS, _WINDOW + time, layout.head_dim), jnp.bfloat16),
         jax.ShapeDtypeStruct((_HEADS, _WINDOW + time, layout.value_dim), jnp.bfloat16),
-        single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
+        single(_HEADS, _CHUNKS, 3, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
         single(_HEADS, time // configs.BLOCK, configs.BLOCK),
     ]

@@ -88,7 +88,7 @@ def _query(layout, chunk):
         forward.half(_HEADS, _CHUNKS, layout.stacks, layout.value_dim, layout.width),
         _brain(_HEADS, _WINDOW + time, layout.head_dim),
         _brain(_HEADS, _WINDOW + time, layout.value_dim),
-        forward.single(_HEADS, _CHUNKS, 2, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
+        forward.single(_HEADS, _CHUNKS, 3, (_WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
         forward.single(heads, time // configs.BLOCK, len(quartic_query_vjp.Rows._fields), configs.BLOCK),
     ]
 

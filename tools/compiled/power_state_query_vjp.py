@@ -52,7 +52,7 @@ def build(case: str):
         ((heads, chunks, 2 * head_dim, head_dim), brief),
         ((heads, exact_window + time, head_dim), brief),
         ((heads, exact_window + time, value_dim), brief),
-        ((heads, chunks, 2, (exact_window + chunk) // configs.BLOCK, configs.BLOCK), jnp.float32),
+        ((heads, chunks, 3, (exact_window + chunk) // configs.BLOCK, configs.BLOCK), jnp.float32),
         ((queries, blocks, len(query_vjp.Rows._fields), configs.BLOCK), jnp.float32),
     ]
     options = {"layout": layout, "config": _config(case), "chunk": chunk, "exact_window": exact_window}

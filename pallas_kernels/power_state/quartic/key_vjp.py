@@ -73,7 +73,7 @@ def key_vjp(
     layout.scalar_rows, Y], the same products in the order of the scalars, time last.
     dual: 16-bit [H, n, U, E, P], the gradient of the state for the keys of chunk c at n - 1 - c, times its weights.
     query: bfloat16 [HN, X, D]; dout: bfloat16 [HN, X, E]; HN a multiple of H.
-    rows: float32 [H, Y / 64, 7, 64], in the order of `Rows`; columns: float32 [HN, X / 64, 4, 64], in that of
+    rows: float32 [H, Y / 64, 7, 64], in the order of `Rows`; columns: float32 [HN, X / 64, 5, 64], in that of
     `window_queries.Columns`.
 
     The window is at most a chunk. The sums are those of the gradient with respect to the logarithms of weights: over

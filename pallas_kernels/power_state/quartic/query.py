@@ -58,8 +58,8 @@ def query_states(
     states: 16-bit [H, n, U, E, P], the state that chunk c's queries read at c, times its weights.
     denominator: float32 [HN, X / 64, 64], the state's contribution to the sum of weights.
     key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
-    decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over a chunk and its window, coarse
-    and fine. scale: float32 [H, X / 64, 64], from the state to each query.
+    decay: float32 [H, n, 3, (W + C) / 64, 64], as in `prepare.Tokens`. scale: float32 [H, X / 64,
+    64], from the state to each query.
 
     If all weights of a row are zero, its output is zero. Accumulates in float32.
     """
@@ -76,8 +76,7 @@ def query_states(
             for n in range(count):
                 source = gmem["query"].at[tile.head, tile.rows(n)]
                 plgpu.copy_gmem_to_smem(source, smem["query_smem"].at[n], ready)
-            decays = gmem["decay"].at[tile.key_head, tile.chunk]
-            plgpu.copy_gmem_to_smem(decays, smem["decay_smem"], ready)
+            keys.copy_decays(ready)
             blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
             plgpu.copy_gmem_to_smem(gmem["scale"].at[tile.key_head, blocks], smem["scale_smem"], ready)
             denominators = gmem["denominator"].at[tile.head, blocks]
@@ -146,7 +145,7 @@ def query_states(
             "vector_free": plgpu.Barrier(num_arrivals=count, num_barriers=_VECTOR_STAGES),
             "state_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
-            **window_keys.scratch(key, value, decay, count, config.key_stages),
+            **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
         },
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
         computing=count,

@@ -87,8 +87,7 @@ def query_vjp(
                 for name in ("query", "dout"):
                     source = gmem[name].at[tile.head, tile.rows(n)]
                     plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
-            decays = gmem["decay"].at[tile.key_head, tile.chunk]
-            plgpu.copy_gmem_to_smem(decays, smem["decay_smem"], ready)
+            keys.copy_decays(ready)
             blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
             plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)
             state_vjp.copy(gmem, smem, vectors, layout, count)
@@ -160,7 +159,7 @@ def query_vjp(
             "dout_smem": tensor_core.operand((count,), _BLOCK, value_dim, dout.dtype),
             "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
             "ready": plgpu.Barrier(num_arrivals=2 * count + 2),
-            **window_keys.scratch(key, value, decay, count, config.key_stages),
+            **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
             **state_vjp.scratch(layout, count, config.query_vjp_stages, vector, scalars, states),
         },
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},

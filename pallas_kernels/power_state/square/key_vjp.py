@@ -25,6 +25,7 @@ from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import window_queries
 from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state.square import state_copies
 
 __all__ = ["Columns", "Rows", "key_vjp"]
 
@@ -36,8 +37,6 @@ _POWER = 2
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _REGISTERS = launch.Registers(40, 232)
 _GRADIENTS = ("dkey", "dvalue")
-# Rows of the norm in each copy: the number of copies must be equal to that of a block of queries.
-_NORM_COPIES = ((0, 32), (32, 16), (48, 16))
 # Columns of a tile of R that are multiplied at a time, limited by registers: all of a narrow tile, or slices.
 _NARROW, _SLICE = 96, 64
 
@@ -86,7 +85,7 @@ def key_vjp(
     dual: 16-bit [H, n, 16, terms E, P], the gradient of the state after chunk c at n - 1 - c, as the sum of its terms.
     dual_norm: bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two.
     query: bfloat16 [H N / K, X, D]; dout: bfloat16 [H N / K, X, E]; gradients are summed over the queries of a group.
-    rows: float32 [H, Y / 64, 9, 64] in the order of Rows; columns: float32 [H N / K, X / 64, 4, 64] in that of Columns.
+    rows: float32 [H, Y / 64, 9, 64] in the order of Rows; columns: float32 [H N / K, X / 64, 5, 64] in that of Columns.
 
     The window is at most a chunk. Sums, float32 [H, 2, Y]: over queries, of weights times (dout . v - delta); and
     k . dk / 2 for the part of dk from the state. Accumulates in float32.
@@ -291,7 +290,7 @@ def _copy_norms(norm, smem, in_state):
     def copy(step, slot):
         # At D = 128 a term has two blocks: step 2 h + t brings half h of term t.
         block = lax.rem(step, 2) * halves + lax.div(step, 2)
-        for begin, size in _NORM_COPIES:
+        for begin, size in state_copies.NORM_COPIES[window_queries.COPIES]:
             target = smem["query_smem"].at[slot, pl.ds(begin, size)]
             source = norm.at[pl.ds(block * _BLOCK + begin, size)]
             plgpu.copy_gmem_to_smem(source, target, smem["query_full"].at[slot])

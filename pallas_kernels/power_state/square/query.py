@@ -58,8 +58,8 @@ def query_states(
     states: 16-bit [H, n, 16, terms E, P], the state that chunk c's queries read at c, as the sum of its terms. norm:
     bfloat16 [H, n, 2 D, D], Z as the sum of two.
     key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
-    decay: float32 [H, n, 2, (W + C) / 64, 64], running sums of base-2 logarithms over a chunk and its window, coarse
-    and fine. scale: float32 [H, X / 64, 64], from the state to each query.
+    decay: float32 [H, n, 3, (W + C) / 64, 64], as in `prepare.Tokens`. scale: float32 [H, X / 64,
+    64], from the state to each query.
 
     If all weights of a row are zero, its output is zero. Accumulates in float32.
     """
@@ -81,12 +81,11 @@ def query_states(
                 plgpu.copy_gmem_to_smem(gmem["query"].at[tile.head, rows], smem["query_smem"].at[n], ready)
                 scalars = gmem["scalars"].at[tile.head, :, rows]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
-            decays = gmem["decay"].at[tile.key_head, tile.chunk]
-            plgpu.copy_gmem_to_smem(decays, smem["decay_smem"], ready)
+            keys.copy_decays(ready)
             blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
             plgpu.copy_gmem_to_smem(gmem["scale"].at[tile.key_head, blocks], smem["scale_smem"], ready)
             # The normalizer, then the states.
-            state_copies.copy_norms(gmem, smem, tile)
+            state_copies.copy_norms(gmem, smem, tile, keys.copies)
             steps = state_copies.copy_states(gmem, smem, tile, config.parts)
             # Keys are copied while the last states are still being read.
             keys.copy()
@@ -124,7 +123,7 @@ def query_states(
         "ready": plgpu.Barrier(num_arrivals=2 * count + 2),
         "state_full": plgpu.Barrier(num_barriers=config.state_stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.state_stages),
-        **window_keys.scratch(key, value, decay, count, config.key_stages),
+        **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
     }
     if value_dim != head_dim:  # else the output takes the memory of the query
         scratch["out_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, value.dtype)

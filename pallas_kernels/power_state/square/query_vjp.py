@@ -107,12 +107,11 @@ def query_vjp(
                         plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
                 scalars = gmem["scalars"].at[tile.head, :, tile.rows(n)]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
-            decays = gmem["decay"].at[tile.key_head, tile.chunk]
-            plgpu.copy_gmem_to_smem(decays, smem["decay_smem"], ready)
+            keys.copy_decays(ready)
             blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
             plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)
             # The normalizer, then the states.
-            state_copies.copy_norms(gmem, smem, tile)
+            state_copies.copy_norms(gmem, smem, tile, keys.copies)
             piece_of = functools.partial(_piece, layout=layout, parts=parts, groups=config.query_vjp_groups)
             steps = state_copies.copy_states(gmem, smem, tile, parts, piece_of)
             # Keys are copied while the last states are still being read.
@@ -180,7 +179,7 @@ def query_vjp(
         "ready": plgpu.Barrier(num_arrivals=(2 if narrows else 3) * count + 2),
         "state_full": plgpu.Barrier(num_barriers=stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
-        **window_keys.scratch(key, value, decay, count, config.key_stages),
+        **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
     }
     if narrows:
         scratch["narrow_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, states.dtype, width)

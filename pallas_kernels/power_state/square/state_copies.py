@@ -10,9 +10,12 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import window_keys
 from pallas_kernels.power_state.square import layout as layouts
 
-__all__ = ["copy_norms", "copy_states", "norm_blocks"]
+__all__ = ["NORM_COPIES", "copy_norms", "copy_states", "norm_blocks"]
 
 _BLOCK = configs.BLOCK
+# First row and number of rows of each copy of a block of Z, by the number of copies: Z passes through rings of tokens,
+# whose slots wait for two or three.
+NORM_COPIES = {2: ((0, 32), (32, 32)), 3: ((0, 32), (32, 16), (48, 16))}
 
 
 def copy_states(gmem, smem, tile: window_keys.QueryTile, parts, piece_of=None):
@@ -40,15 +43,13 @@ def norm_blocks(layout):
     return 2 * layout.head_dim // _BLOCK
 
 
-def copy_norms(gmem, smem, tile: window_keys.QueryTile):
-    """Copies both parts of Z into the ring of keys."""
+def copy_norms(gmem, smem, tile: window_keys.QueryTile, copies):
+    """Copies both parts of Z into the ring of keys, whose slots wait for that number of copies."""
 
     def copy(step, slot):
-        # Use two copies, since barriers of keys wait for two.
-        for half in range(2):
-            rows = pl.ds(step * _BLOCK + half * _BLOCK // 2, _BLOCK // 2)
-            source = gmem["norm"].at[tile.key_head, tile.chunk, rows]
-            target = smem["key_smem"].at[slot, pl.ds(half * _BLOCK // 2, _BLOCK // 2)]
+        for begin, size in NORM_COPIES[copies]:
+            source = gmem["norm"].at[tile.key_head, tile.chunk, pl.ds(step * _BLOCK + begin, size)]
+            target = smem["key_smem"].at[slot, pl.ds(begin, size)]
             plgpu.copy_gmem_to_smem(source, target, smem["key_full"].at[slot])
 
     @pl.loop(jnp.int32(0), jnp.int32(gmem["norm"].shape[2] // _BLOCK))
