@@ -116,10 +116,10 @@ class Trunk(nnx.Module, abc.ABC):
                 f"there are {x.shape[1]} tokens, but learned positions end at model.attention.max_document_length, "
                 f"{longest}; use shorter documents or another position"
             )
+        state = state or documents.PositionState.zeros(len(x))
         if segment_ids is None:
-            segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
-        segment_ids = partitioning.gather_time(segment_ids)
-        places, state = documents.positions(segment_ids, state or documents.PositionState.zeros(len(x)))
+            segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], x.shape[:2])
+        places, state = documents.positions(partitioning.gather_time(segment_ids), state)
         # Positions are added after the norm, so that they have the same scale as tokens.
         if longest is None:
             return x + rotary.sinusoidal(places, x.shape[-1]), state

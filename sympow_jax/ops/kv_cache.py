@@ -62,7 +62,10 @@ class KVCache:
         log_decay: Float[Array, "B T K"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple["KVCache", Bool[Array, "B T"]]:
-        """Returns the S + T positions that the new ones attend to, and a mask of the new ones that miss keys."""
+        """Returns the S + T positions that the new ones attend to, and a mask of the new ones that miss keys.
+
+        Without segment ids, the new positions continue the document of the last one.
+        """
         key, value, log_decay, segment_ids = arguments.to_arrays(
             key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
         )
@@ -86,7 +89,7 @@ def _appended(_, state, key, value, log_decay, segment_ids):
     if log_decay is None:
         log_decay = jnp.zeros((batch, time, kv_heads))
     if segment_ids is None:
-        segment_ids = jnp.zeros((batch, time), jnp.int32)
+        segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], (batch, time))
     starts, valid, last = documents.boundaries(segment_ids, state.segment)
     continues = valid & (jnp.cumsum(starts, axis=1) == 0)
     old_and_new = {"key": key, "value": value, "log_decay": log_decay}

@@ -128,7 +128,7 @@ def learned_angles(
     1. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through the
     state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it, `state`
     is the state before the first device's tokens, and the returned position is the one after this device's tokens.
-    Raises ValueError for an odd head size and for shapes that do not match.
+    Without segment ids, the tokens continue the document of the state. Raises ValueError for an odd head size and for shapes that do not match.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -165,7 +165,7 @@ def _learned_angles(plan, rate, segment_ids, state):
     if state is None:
         state = RotaryState.zeros(batch, *heads)
     if segment_ids is None:
-        segment_ids = jnp.zeros((batch, time), jnp.int32)
+        segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], (batch, time))
     valid = (segment_ids >= 0).reshape(batch, time, *[1] * len(heads))
     rate = jnp.where(valid, rate.astype(jnp.float32), 0)
     steps = _flat(jax.lax.stop_gradient(rate), 2)

@@ -130,7 +130,7 @@ class Sequence:
             exact_window = {name: getattr(state, name) for name in ("keys", "values", "log_decays")}
             length, previous = state.length, state.segment
         if segment_ids is None:
-            segment = jnp.where(previous == documents.NO_SEGMENT, 0, previous)
+            segment = documents.continued(previous)
             valid, start = jnp.ones((batch, time), bool), jnp.zeros((batch, time), bool)
         else:
             if plan.axis_name is not None:

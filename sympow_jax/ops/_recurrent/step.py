@@ -73,7 +73,7 @@ def _enter_document(state, segment_ids):
     The state is reset in rows where the token starts a document.
     """
     if segment_ids is None:
-        segment = jnp.where(state.segment == documents.NO_SEGMENT, 0, state.segment)
+        segment = documents.continued(state.segment)
         return jnp.ones_like(segment, bool), _replaced(state, True, segment=segment)
     valid = segment_ids >= 0
     start = valid & (segment_ids != state.segment)
