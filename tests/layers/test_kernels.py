@@ -181,8 +181,10 @@ def test_power_keeps_a_cache_while_it_is_smaller():
     assert kernel.cache_policy is kernels.CachePolicy.WHILE_SMALLER
     # 36 features by 8 values and a normalizer, and a window of 8, against 16 elements per key.
     assert kernel.max_cache_length == 36 * 9 // 16 + 8
-    assert kernel.prefers_cache(36)
-    assert not kernel.prefers_cache(37)
+    # A token takes 2 F E for each of 6 heads and 2 (D + E) for each of W + 1 / 2 pairs, against S pairs of a cache.
+    assert 2 * 36 * 8 * 6 + 4 * 32 * 4.5 == 31.5 * 4 * 32
+    assert kernel.prefers_cache(31)
+    assert not kernel.prefers_cache(32)
     assert KERNELS["power"].kernel("power", form="attention").cache_policy is kernels.CachePolicy.ALWAYS
 
 

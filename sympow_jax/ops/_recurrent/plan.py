@@ -145,21 +145,25 @@ def make(
 
     flops: dict[str, float] = {}
     if form is None:
-        time = query.shape[1] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+        shards = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+        time = shards * query.shape[1]
         flops = {
             candidate: sizes["batch"]
-            * query.shape[2]
             * time
             * cost.flops_per_token(
                 candidate,
                 time=time,
+                key_time=shards * key.shape[1],
+                heads=query.shape[2],
+                kv_heads=sizes["kv_heads"],
                 head_dim=sizes["head_dim"],
-                value_dim=sizes["value_dim"],
+                # Decays per value channel have a normalizer as large as the values.
+                value_dim=sizes["value_dim"] * (2 if per_channel else 1),
                 power=power,
                 chunk=chunk_size or cost.default_chunk("chunked"),
                 exact_window=exact_window,
             )
-            for candidate in ("attention", "chunked")
+            for candidate in (("attention",) if more_keys else ("attention", "chunked"))
         }
         state_bytes = cost.state_bytes(power=power, itemsize=dtype.itemsize, per_channel=per_channel, **sizes)
         if more_keys:

@@ -185,8 +185,16 @@ class Kernel(abc.ABC):
 
     def pairwise_flops(self, context_length: int) -> float:
         """Returns the FLOPs per token of the attention form."""
-        pairs = context_length / 2 if self.attention.causal else context_length
-        return self.num_heads * 2 * (self.compared_dim + self.head_dim) * pairs
+        return cost.pair_flops(
+            self._pairs(context_length),
+            heads=self.num_heads,
+            head_dim=self.compared_dim,
+            value_dim=self.head_dim,
+        )
+
+    def _pairs(self, context_length: int) -> float:
+        """Returns the mean number of keys that a query attends to in a context."""
+        return context_length / 2 if self.attention.causal else context_length
 
     def weights(
         self,
@@ -276,17 +284,18 @@ class RecurrentKernel(Kernel):
     def pairwise_flops(self, context_length):
         """Returns the FLOPs per token of the attention form."""
         compared, columns, _ = self.flop_shape
-        pairs = context_length / 2 if self.attention.causal else context_length
-        return self.num_heads * 2 * (compared + columns) * pairs
+        pairs = self._pairs(context_length)
+        return cost.pair_flops(pairs, heads=self.num_heads, head_dim=compared, value_dim=columns)
 
     def feature_flops(self, form: str) -> float:
         """Returns the FLOPs per token of a form with a state, "chunked" or "recurrent"."""
         compared, columns, power = self.flop_shape
-        update = 2 * ops.symmetric_power_dim(compared, power) * columns
-        flops = (self.num_heads + self.num_kv_heads) * update
+        sizes = {"heads": self.num_heads, "head_dim": compared, "value_dim": columns}
+        flops: float = cost.feature_flops(kv_heads=self.num_kv_heads, power=power, **sizes)
         if self.attention.causal:
-            chunk = self.attention.chunk_size or cost.default_chunk(form)
-            flops += self.num_heads * (compared + columns) * (chunk + 2 * self.attention.exact_window)
+            # The recurrent form has no chunk size of its own.
+            chunk = (form == "chunked" and self.attention.chunk_size) or cost.default_chunk(form)
+            flops += cost.pair_flops(chunk / 2 + self.attention.exact_window, **sizes)
         return flops
 
     def _pairwise_options(self):

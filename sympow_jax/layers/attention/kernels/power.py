@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from sympow_jax import ops
 from sympow_jax.layers.attention.kernels import kernel
+from sympow_jax.ops._recurrent import cost
 
 __all__ = ["PowerKernel"]
 
@@ -85,8 +86,9 @@ class PowerKernel(kernel.RecurrentKernel):
     def prefers_cache(self, max_length):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().prefers_cache(max_length)
-        # FLOPs per token and head: 2 (D + E) S to attend to a cache, 4 F E to update and read a state.
-        return 2 * (self.compared_dim + self.head_dim) * max_length <= 4 * self.num_features * self.head_dim
+        # A decoded token attends to the whole cache, not to half of it.
+        sizes = {"heads": self.num_heads, "head_dim": self.compared_dim, "value_dim": self.head_dim}
+        return cost.pair_flops(max_length, **sizes) <= self.feature_flops("recurrent")
 
     @property
     def max_cache_length(self):
