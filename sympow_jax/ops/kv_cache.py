@@ -55,6 +55,11 @@ class KVCache:
         """Returns the axes of each array."""
         return cls("B S K D", "B S K E", "B S K", "B S", "B", "B")  # type: ignore[arg-type]
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes stored."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
     def append(
         self,
         key: Float[Array, "B T K D"],

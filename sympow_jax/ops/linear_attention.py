@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import _linear_bidirectional, feature_maps
 from sympow_jax.ops._recurrent import attend as recurrent
+from sympow_jax.ops._recurrent import cost
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import plan as plans
 from sympow_jax.ops._recurrent import rows
@@ -68,9 +69,13 @@ class LinearState:
         """
         kernel = _Kernel.named(feature_map, power)
         arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
-        zeros = functools.partial(
-            power_state.PowerState.zeros, batch, kv_heads, exact_window=exact_window, dtype=dtype
-        )
+        exact_window = arguments.check_integer("exact_window", exact_window, 0)
+
+        def zeros(head_dim, value_dim, *, power):
+            sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+            cost.require_memory(**sizes, power=power, itemsize=jnp.dtype(dtype).itemsize)
+            return power_state.zeros(**sizes, power=power, exact_window=exact_window, dtype=dtype)
+
         if turned_dim is None:
             return cls(zeros(head_dim, value_dim, power=kernel.power), None)
         numerator = zeros(turned_dim, value_dim, power=1)

@@ -109,6 +109,14 @@ POWER = {
         "initial_state": STATE,
         "power": 4,
     },
+    # Both have 15 features.
+    "the state's keys have shape (1, 6, 1, 2); these inputs need (1, 6, 1, 5); make it with PowerState.zeros(1, 1, 5, "
+    "4, power=2, exact_window=3)": {
+        "query": jnp.ones((1, 4, 1, 5)),
+        "key": jnp.ones((1, 4, 1, 5)),
+        "initial_state": ops.PowerState.zeros(1, 1, 2, 4, power=14, exact_window=3),
+        "exact_window": 3,
+    },
     "the state has dtype bfloat16; it must be float32": {
         "initial_state": jax.tree.map(lambda x: x.astype("bfloat16"), STATE)
     },
@@ -126,6 +134,13 @@ def test_power_attention_refuses(message, wrong):
 def test_a_traced_option_is_one_line(name):
     call = jax.jit(lambda option: ops.power_attention(X, X, X, **{name: option}))
     raises_one_line(f"{name} is traced; it must be", call, jnp.int32(2))
+
+
+def test_a_state_refuses_odd_powers_and_windows():
+    sizes = (1, 1, 4, 4)
+    raises_one_line("power is 3; it must be positive and even", ops.PowerState.zeros, *sizes, power=3)
+    for state in (functools.partial(ops.PowerState.zeros, power=2), ops.LinearState.zeros):
+        raises_one_line("exact_window is -1; it must be at least 0", state, *sizes, exact_window=-1)
 
 
 def test_a_step_names_its_own_axes():

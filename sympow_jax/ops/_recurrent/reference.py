@@ -102,7 +102,7 @@ def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
         *(jnp.moveaxis(x, 1, 0) for x in (tokens.key, tokens.value, tokens.log_decay, tokens.document)),
     )
     sizes = query.shape[0], *key.shape[2:], value.shape[-1]
-    empty = power_state.PowerState.zeros(
+    empty = power_state.zeros(
         *sizes, power=plan.power, exact_window=plan.exact_window, dtype=plan.dtype
     )
     start = empty if state is None else state

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, feature_maps
 from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._shared import arguments
 
-__all__ = ["PowerState", "Sequence", "window_of"]
+__all__ = ["PowerState", "Sequence", "window_of", "zeros"]
 
 
 @jax.tree_util.register_dataclass
@@ -20,6 +21,9 @@ class PowerState:
     Old tokens are in the feature state, updated as S <- gamma S + phi(k) v^T. The most recent tokens are stored
     exactly, because a sum in feature space cancels if few keys carry weight. Running a, then b from a's state, equals
     running a and b in one call, wherever the sequence is split.
+
+    Ops raise an error for a state of another power, which has another number of features. D = 1 is the exception: every
+    power has one feature, and the power is not stored.
 
     Attributes:
         kv: S, decayed up to and including the last token in it. The F features are those of
@@ -53,24 +57,20 @@ class PowerState:
         per_channel: bool = False,
         dtype=jnp.float32,
     ) -> "PowerState":
-        """Returns the state before any token. Raises ValueError if it would exceed the device's memory.
+        """Returns the state before any token.
 
-        per_channel: decays are one per value, [B, T, K, E], instead of one per key head; the state is twice as large.
+        per_channel: decays are one per value channel, [B, T, K, E], instead of one per key head; the state is twice as
+            large.
+
+        Raises:
+            ValueError: the power is not positive and even, the window is negative, or the state would exceed the
+                device's memory.
         """
+        power = arguments.check_power(power)
+        exact_window = arguments.check_integer("exact_window", exact_window, 0)
         sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         cost.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, per_channel=per_channel, **sizes)
-        features = feature_maps.symmetric_power_dim(head_dim, power)
-        slots = 2 * exact_window
-        channels = (value_dim,) if per_channel else ()
-        return cls(
-            kv=jnp.zeros((batch, kv_heads, features, value_dim), dtype),
-            norm=jnp.zeros((batch, kv_heads, features, *channels), dtype),
-            keys=jnp.zeros((batch, slots, kv_heads, head_dim), dtype),
-            values=jnp.zeros((batch, slots, kv_heads, value_dim), dtype),
-            log_decays=jnp.zeros((batch, slots, kv_heads, *channels), dtype),
-            length=jnp.zeros(batch, jnp.int32),
-            segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
-        )
+        return zeros(**sizes, power=power, exact_window=exact_window, per_channel=per_channel, dtype=dtype)
 
     @classmethod
     def layout(cls, *, per_channel: bool = False) -> "PowerState":
@@ -93,6 +93,35 @@ class PowerState:
     def nbytes(self) -> int:
         """Number of bytes stored, window included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def zeros(
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    *,
+    power: int,
+    exact_window: int,
+    per_channel: bool = False,
+    dtype=jnp.float32,
+) -> PowerState:
+    """Returns the state before any token, of any power and size.
+
+    Linear attention has states of odd powers, and shapes alone need no memory.
+    """
+    features = feature_maps.symmetric_power_dim(head_dim, power)
+    slots = 2 * exact_window
+    channels = (value_dim,) if per_channel else ()
+    return PowerState(
+        kv=jnp.zeros((batch, kv_heads, features, value_dim), dtype),
+        norm=jnp.zeros((batch, kv_heads, features, *channels), dtype),
+        keys=jnp.zeros((batch, slots, kv_heads, head_dim), dtype),
+        values=jnp.zeros((batch, slots, kv_heads, value_dim), dtype),
+        log_decays=jnp.zeros((batch, slots, kv_heads, *channels), dtype),
+        length=jnp.zeros(batch, jnp.int32),
+        segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
+    )
 
 
 @jax.tree_util.register_dataclass

@@ -203,6 +203,13 @@ def check_state(
             f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}; make it with "
             f"{made}"
         )
+    # States of two head sizes may have the same number of features: D = 2 at p = 14, and D = 5 at p = 2.
+    batch_kv_heads_dim = state.keys.shape[0], *state.keys.shape[2:]
+    if batch_kv_heads_dim != (batch, kv_heads, head_dim):
+        raise ValueError(
+            f"the state's keys have shape {state.keys.shape}; these inputs need "
+            f"{(batch, 2 * state.exact_window, kv_heads, head_dim)}; make it with {made}"
+        )
     if state.kv.dtype != dtype:
         raise ValueError(
             f"the state has dtype {state.kv.dtype}; it must be {dtype}, in which inputs of this dtype accumulate; make "

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from sympow_jax import ops
 from sympow_jax.layers.attention.kernels import kernel
 from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._recurrent import state as power_state
 
 __all__ = ["PowerKernel"]
 
@@ -60,10 +62,7 @@ class PowerKernel(kernel.RecurrentKernel):
         )
 
     def init_state(self, batch):
-        attention, sizes = self.attention, (batch, self.num_kv_heads, self.compared_dim, self.head_dim)
-        return ops.PowerState.zeros(
-            *sizes, power=attention.power, exact_window=attention.exact_window, per_channel=self._per_channel
-        )
+        return ops.PowerState.zeros(batch, *self._state_sizes, **self._state_options)
 
     def compress(self, cache):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
@@ -94,9 +93,10 @@ class PowerKernel(kernel.RecurrentKernel):
     def max_cache_length(self):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().max_cache_length
-        # In addition to kv and the normalizer, the state holds a window of 2 W keys and values.
-        elements = self.num_features * (self.head_dim + 1)
-        return elements // (self.compared_dim + self.head_dim) + 2 * self.attention.exact_window
+        # Only shapes are made: neither memory needs to fit.
+        state = jax.eval_shape(lambda: power_state.zeros(1, *self._state_sizes, **self._state_options))
+        empty, one = (jax.eval_shape(functools.partial(self.init_cache, 1, n)).nbytes for n in (0, 1))
+        return (state.nbytes - empty) // (one - empty)
 
     @property
     def num_features(self):
@@ -139,6 +139,19 @@ class PowerKernel(kernel.RecurrentKernel):
         zeros = jnp.zeros((batch, time, num_heads, time), key.dtype)
         channels = jnp.moveaxis(log_decay, -1, 0)
         return jax.lax.scan(add, zeros, channels)[0] / len(channels)
+
+    @property
+    def _state_sizes(self) -> tuple[int, int, int]:
+        return self.num_kv_heads, self.compared_dim, self.head_dim
+
+    @property
+    def _state_options(self) -> dict[str, Any]:
+        attention = self.attention
+        return {
+            "power": attention.power,
+            "exact_window": attention.exact_window,
+            "per_channel": self._per_channel,
+        }
 
     @property
     def _per_channel(self) -> bool:
