@@ -86,8 +86,9 @@ def _chunked_bwd(plan, residuals, cotangents):
 
     blocks = _Blocks(plan, query, key, value, log_decay, folds, state[0].dtype)
     dquery_far, reads = _read_states(plan, blocks, dsums, state)
+    dlog_final = sum(jnp.vdot(d, s, precision=plan.precision) for d, s in zip(dfinal, final))
     dquery_near, (dkey, dvalue, ddecay), dstate = _write_states(
-        plan, blocks, dsums, reads, dfinal, sum(map(jnp.vdot, dfinal, final))
+        plan, blocks, dsums, reads, dfinal, dlog_final
     )
     return (
         _joined(dquery_far + dquery_near).astype(query.dtype),

@@ -250,9 +250,10 @@ class RecurrentKernel(Kernel):
         """(D, E, p) of the op whose pairs and features are counted as FLOPs."""
 
     def recur(self, query, key, value, *, rotate, log_decay, segment_ids, state):
-        """Returns the output from a recurrent state, and the state after it; uses `step` for a single token."""
+        """Returns the output from a recurrent state, and the state after it; uses `step` for one token if there is one."""
         tokens = {"log_decay": log_decay, "segment_ids": segment_ids}
-        if query.shape[1] > 1:
+        # The reference has no step.
+        if query.shape[1] > 1 or self.attention.implementation == "reference":
             return self.op(rotate)(query, key, value, **tokens, initial_state=state, return_state=True)
         token = {name: None if x is None else x[:, 0] for name, x in tokens.items()}
         out, state = self.step(rotate)(query[:, 0], key[:, 0], value[:, 0], state=state, **token)
