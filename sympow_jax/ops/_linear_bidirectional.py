@@ -28,7 +28,7 @@ def require_supported(query, key, implementation, absent: dict) -> None:
     """
     for name, x in absent.items():
         if x is not None:
-            raise NotImplementedError(f"causal is False, which goes without {name}; leave it out")
+            raise NotImplementedError(f"causal is False, which does not support {name}; leave it out")
     if implementation not in (None, "reference", "xla"):
         raise NotImplementedError(
             f"causal is False, which has the implementations 'reference' and 'xla', not {implementation!r}"

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import _linear_bidirectional, feature_maps
 from sympow_jax.ops._recurrent import attend as recurrent
-from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._recurrent import cost, rows
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import plan as plans
-from sympow_jax.ops._recurrent import rows
 from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import arguments, calls, nonfinite
 
@@ -144,7 +143,7 @@ def linear_attention(
         segment_ids: a document starts where the id changes; negative ids are padding.
         form: `attention`, `chunked` or `recurrent`; None chooses. All agree to rounding.
         implementation: `reference`, `xla`, or None, which chooses; `mosaic_gpu` for even powers without `turn`.
-        chunk_size: tokens per chunk; None chooses. Changes only speed.
+        chunk_size: tokens per chunk; None chooses. Changes only speed. Must be None in the recurrent form.
         exact_window: every query attends exactly to at least this many of its last keys.
         initial_state: made by `LinearState.zeros` or returned by an earlier call.
         return_state: return (output, state after the last token).

@@ -128,7 +128,8 @@ def learned_angles(
     1. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through the
     state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it, `state`
     is the state before the first device's tokens, and the returned position is the one after this device's tokens.
-    Without segment ids, the tokens continue the document of the state. Raises ValueError for an odd head size and for shapes that do not match.
+    Without segment ids, the tokens continue the document of the state. Raises ValueError for an odd head size and for
+    shapes that do not match.
 
     Examples:
         >>> import jax.numpy as jnp

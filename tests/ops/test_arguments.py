@@ -71,8 +71,17 @@ EVERY_OP = {
     "log_decay is a float; it must be an array": {"log_decay": -0.1},
     "implementation is 'cuda'; it must be one of None, ": {"implementation": "cuda"},
     "implementation is 3; it must be one of None, ": {"implementation": 3},
+    "axis_name is 'nope', which is not a manual mesh axis here; it must name an axis of the jax.shard_map in which the "
+    "op is called, or be left out": {"axis_name": "nope"},
+    "axis_name is 3; it must name an axis of the jax.shard_map in which the op is called": {"axis_name": 3},
 }
-CASES = [(name, message) for name in WHOLE for message in EVERY_OP]
+# Per-channel gates do not support axis_name, whatever its value.
+CASES = [
+    (name, message)
+    for name in WHOLE
+    for message, wrong in EVERY_OP.items()
+    if (name, *wrong) != ("channel_gated", "axis_name")
+]
 
 
 @pytest.mark.parametrize(("name", "message"), CASES, ids=map("-".join, CASES))
@@ -94,6 +103,10 @@ POWER = {
     "exact_window is None; it must be an integer of at least 0": {"exact_window": None},
     "chunk_size is 0; it must be at least 1": {"chunk_size": 0},
     "chunk_size is 16.0; it must be an integer of at least 1": {"chunk_size": 16.0},
+    "chunk_size is 64 and form 'recurrent', which updates the state one token at a time; leave out chunk_size": {
+        "chunk_size": 64,
+        "form": "recurrent",
+    },
     "form is 'chunk'; it must be one of None, 'attention', 'chunked', 'recurrent'": {"form": "chunk"},
     "form is an array of shape () and dtype int32; it must be one of None": {"form": jnp.int32(1)},
     "return_state is 2; it must be True or False": {"return_state": 2},
@@ -123,9 +136,10 @@ POWER = {
 }
 
 
+@pytest.mark.parametrize("call", [ops.power_attention, ops.explain])
 @pytest.mark.parametrize(("message", "wrong"), POWER.items(), ids=POWER)
-def test_power_attention_refuses(message, wrong):
-    raises_one_line(message, ops.power_attention, **{"query": X, "key": X, "value": X} | wrong)
+def test_power_attention_refuses(message, wrong, call):
+    raises_one_line(message, call, **{"query": X, "key": X, "value": X} | wrong)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +183,22 @@ def test_numpy_arguments_are_as_good_as_those_of_jax():
     )
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_explain_converts_arguments_as_the_op_does():
+    arrays = (np.asarray(X, "float64"),) * 3
+    options = {"segment_ids": np.zeros((1, 4), "int64"), "initial_state": STATE, "exact_window": 3}
+    assert ops.power_attention(*arrays, **options).dtype == jnp.float32
+    plan = ops.explain(*arrays, **options)
+    assert plan.dtype == jnp.float32
+    abstract = ops.explain(
+        *(jax.ShapeDtypeStruct(X.shape, "float64"),) * 3, initial_state=STATE, exact_window=3
+    )
+    assert plan == abstract
+    raises_one_line("query is a list; it must be an array", ops.explain, [[1.0]], X, X)
+    raises_one_line(
+        "got an unexpected keyword argument 'windows'", ops.explain, X, X, X, windows=3, error=TypeError
+    )
 
 
 LARGE_IDS = np.repeat(

@@ -36,7 +36,7 @@ class _Tokens(NamedTuple):
 
 
 def chunked(plan, rows: rows_of.Rows):
-    """Computes the chunked form with decays per value; returns (out [B, X, N, E], kv, norm).
+    """Computes the chunked form with decays per value channel; returns (out [B, X, N, E], kv, norm).
 
     Chunks are rounded up to whole blocks.
     """

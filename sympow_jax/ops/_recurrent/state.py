@@ -28,7 +28,7 @@ class PowerState:
     Attributes:
         kv: S, decayed up to and including the last token in it. The F features are those of
             `feature_maps.symmetric_power`: non-decreasing indices in lexicographic order, for every implementation.
-        norm: the same sum without the values. With one decay per value it has one sum per value.
+        norm: the same sum without the values. With one decay per value channel it has one sum per value channel.
         keys: keys of the exact window, in order of time, in 2W slots of which the first `length` are in use.
         values: values of the window, in the same slots.
         log_decays: log decays of the window, in the same slots.
@@ -86,7 +86,7 @@ class PowerState:
 
     @property
     def per_channel(self) -> bool:
-        """True if decays are one per value."""
+        """True if decays are one per value channel."""
         return self.norm.ndim == self.kv.ndim
 
     @property

@@ -139,7 +139,7 @@ def _read(plan, query, state):
 
 
 def _read_channels(plan, query, state):
-    """Computes `_read` with decays per value."""
+    """Computes `_read` with decays per value channel."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 3)
     decay = decays.exp(decays.suffix_sums(log_decay))
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
@@ -184,7 +184,7 @@ def _fold(plan, state, tokens, rows):
 
 
 def _fold_channels(plan, state, tokens, rows):
-    """Computes `_fold` with decays per value."""
+    """Computes `_fold` with decays per value channel."""
     keys, values, log_decay = (jnp.moveaxis(tokens[name], 1, 3) for name in ("keys", "values", "log_decays"))
     decay = decays.exp(decays.suffix_sums(log_decay))
     fold = functools.partial(features.fold, power=plan.power, precision=plan.precision)

@@ -1,6 +1,7 @@
 """Checks of the arguments of every op, made before anything is traced, with one-line error messages.
 
-Arrays may be abstract (`jax.ShapeDtypeStruct`) in every check; `to_arrays` comes first where values are needed.
+Arrays may be abstract (`jax.ShapeDtypeStruct`) in every check. `to_arrays` comes first where values are needed, and
+`to_shapes` where they are not.
 """
 
 import math
@@ -19,6 +20,7 @@ __all__ = [
     "Sizes",
     "check_attention",
     "check_axes",
+    "check_axis_name",
     "check_choice",
     "check_even",
     "check_flag",
@@ -32,6 +34,7 @@ __all__ = [
     "check_state",
     "to_array",
     "to_arrays",
+    "to_shapes",
 ]
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -62,6 +65,18 @@ def to_arrays(**arguments) -> list[Any]:
     Raises ValueError for arguments that are not arrays, and for segment ids that do not fit in int32.
     """
     return [None if x is None else to_array(name, x) for name, x in arguments.items()]
+
+
+def to_shapes(**arguments) -> list[Any]:
+    """Returns the shapes and dtypes of `to_arrays`, also for abstract arrays; raises the same errors."""
+
+    def shape(name, x):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        array = to_array(name, x)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    return [None if x is None else shape(name, x) for name, x in arguments.items()]
 
 
 def to_array(name: str, x) -> jax.Array:
@@ -96,7 +111,7 @@ def check_attention(
         query: [B, T, N, D], or [B, N, D] of a step.
         key: [B, S, K, D] with S >= T, or [B, K, D].
         value: [B, S, K, E], or [B, K, E].
-        log_decay: [B, S, K] or [B, K], or None.
+        log_decay: [B, S, K] or [B, K], per value channel [B, S, K, E] or [B, K, E], or None.
         segment_ids: [B, S] or [B], or None.
         step: the arrays are those of one token.
         per_channel: log_decay has value's shape; None accepts either shape.
@@ -144,7 +159,7 @@ def _check_decay(log_decay, per_head, per_value, per_channel: bool | None) -> No
     expected = {per_head: per_channel is not True, per_value: per_channel is not False}
     if not expected.get(log_decay.shape):
         by_head = f"{per_head}, one per token and key head"
-        by_channel = f"{per_value}, one per value"
+        by_channel = f"{per_value}, one per value channel"
         wanted = {False: by_head, True: by_channel, None: f"{by_head}, or {by_channel}"}[per_channel]
         raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {wanted}")
     check_floating("log_decay", log_decay)
@@ -288,7 +303,10 @@ def check_segment_ids(segment_ids, shape: tuple[int, ...]) -> None:
 def check_same_length(query, key) -> None:
     """Raises ValueError unless there is one key for each query."""
     if key.shape[1] != query.shape[1]:
-        raise ValueError(f"key has {key.shape[1]} tokens and query {query.shape[1]}; they must be equal")
+        raise ValueError(
+            f"key has {key.shape[1]} tokens and query {query.shape[1]}; they must be equal if causal is False; pass a "
+            f"query for each key"
+        )
 
 
 def check_power(power, *, even: bool = True) -> int:
@@ -351,6 +369,19 @@ def check_axes(name: str, array, axes: str) -> None:
     missing = axes.startswith("[B, ") and array.ndim == rank - 1
     remedy = f"; add the batch axis with {name}[None] if that is what is missing" if missing else ""
     raise ValueError(f"{name} has shape {array.shape}; it must be {axes}{remedy}")
+
+
+def check_axis_name(axis_name) -> None:
+    """Raises ValueError unless a mesh axis of this name is manual in the current context."""
+    remedy = "it must name an axis of the jax.shard_map in which the op is called, or be left out"
+    if not isinstance(axis_name, str):
+        raise ValueError(f"axis_name is {axis_name!r}; {remedy}")
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name is {axis_name!r}, which is not a manual mesh axis here; {remedy}"
+        ) from None
 
 
 def check_floating(name: str, array) -> None:

@@ -250,7 +250,7 @@ class RecurrentKernel(Kernel):
         """(D, E, p) of the op whose pairs and features are counted as FLOPs."""
 
     def recur(self, query, key, value, *, rotate, log_decay, segment_ids, state):
-        """Returns the output from a recurrent state, and the state after it; uses `step` for one token if there is one."""
+        """Returns the output from a recurrent state, and the state after it; uses `step` for a single token."""
         tokens = {"log_decay": log_decay, "segment_ids": segment_ids}
         # The reference has no step.
         if query.shape[1] > 1 or self.attention.implementation == "reference":
