@@ -148,10 +148,10 @@ def explain(query, key, value, **options) -> Plan:
     arrays = {
         name: call.arguments.pop(name) for name in ("query", "key", "value", "log_decay", "segment_ids")
     }
-    shapes = arguments.to_shapes(**arrays)
+    query, key, value, log_decay, segment_ids = arguments.to_shapes(**arrays)
     state = call.arguments.pop("initial_state")
     call.arguments["power"] = arguments.check_power(call.arguments["power"])
-    return plan.make(*shapes, state, **call.arguments)
+    return plan.make(query, key, value, log_decay, segment_ids, state, **call.arguments)
 
 
 def power_attention_step(

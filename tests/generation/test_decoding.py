@@ -126,8 +126,8 @@ def test_mistakes():
             small.model("conformal", exact_window=8), state, tokens[:, 0]
         ),
         "another model: .layers[0].position": lambda: generation.fold(small.model("sympow"), state),
-        "no recurrent state to fold": lambda: generation.fold(
-            softmax, generation.init_state(softmax, 1, max_length=8)
+        "no recurrent state for its KV cache; keep the cache, with a larger max_length": lambda: (
+            generation.fold(softmax, generation.init_state(softmax, 1, max_length=8))
         ),
         "make it with generation.prefill": lambda: generation.decode(model, (), tokens[:, 0]),
     }.items():

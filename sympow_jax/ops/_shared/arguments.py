@@ -34,6 +34,7 @@ __all__ = [
     "check_state",
     "to_array",
     "to_arrays",
+    "to_segment_ids",
     "to_shapes",
 ]
 
@@ -91,6 +92,15 @@ def to_array(name: str, x) -> jax.Array:
         return jnp.asarray(x, jnp.int32)
     # Calling asarray on a JAX array takes as long as all checks together.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def to_segment_ids(segment_ids, shape: tuple[int, ...]) -> jax.Array | None:
+    """Returns the segment ids of a layer or model as a JAX array; raises ValueError unless they have this shape."""
+    if segment_ids is None:
+        return None
+    segment_ids = to_array("segment_ids", segment_ids)
+    check_segment_ids(segment_ids, shape)
+    return segment_ids
 
 
 def check_attention(

@@ -67,7 +67,7 @@ class Kernel(abc.ABC):
         segment_ids: Int[Array, "B S"] | None,
         axis_name: str | None = None,
     ) -> Float[Array, "B T N E"]:
-        """Returns the output of a whole sequence, S = T.
+        """Returns the output of the last T of S tokens; S = T except with a KV cache.
 
         Args:
             query: queries, with positions applied unless `rotates_features`.
@@ -75,7 +75,7 @@ class Kernel(abc.ABC):
             value: values.
             rotate: rotation of features; None unless `rotates_features` and there are positions.
             log_decay: logarithm of each token's decay, per head or per value channel; None without decay.
-            segment_ids: document of each token, negative for padding; None for one document.
+            segment_ids: document of each of the S tokens, negative for padding; None for one document.
             axis_name: mesh axis that time is sharded over; None if time is whole.
         """
 
@@ -83,6 +83,10 @@ class Kernel(abc.ABC):
     def cache_policy(self) -> CachePolicy:
         """Rule for choosing the memory."""
         return CachePolicy.ALWAYS
+
+    def supports_memory(self, *, kv_cache: bool) -> bool:
+        """Returns whether the policy allows a KV cache or, without `kv_cache`, a recurrent state."""
+        return self.cache_policy is not (CachePolicy.NEVER if kv_cache else CachePolicy.ALWAYS)
 
     @property
     def compared_dim(self) -> int:
@@ -152,7 +156,8 @@ class Kernel(abc.ABC):
             ValueError: the policy is not `CachePolicy.WHILE_SMALLER`.
         """
         raise ValueError(
-            f"this attention of kernel {self.attention.kernel!r} has no recurrent state to fold its keys into"
+            f"this attention of kernel {self.attention.kernel!r} has no recurrent state for its KV cache; keep the "
+            f"cache, with a larger max_length"
         )
 
     def prefers_cache(self, max_length: int) -> bool:

@@ -35,16 +35,6 @@ class PowerKernel(kernel.RecurrentKernel):
             query, key, value, log_decay=log_decay, segment_ids=segment_ids, axis_name=axis_name
         )
 
-    def attend_cache(self, query, cache, *, rotate, log_decay):
-        return self.op(rotate)(
-            query,
-            cache.key,
-            cache.value,
-            log_decay=log_decay,
-            segment_ids=cache.segment_ids,
-            form="attention",
-        )
-
     def op(self, rotate):
         attention = self.attention
         options = {
@@ -68,7 +58,7 @@ class PowerKernel(kernel.RecurrentKernel):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().compress(cache)
         batch, capacity = cache.segment_ids.shape
-        # The output for these queries is discarded, so XLA does not compute it.
+        # The output for these queries is discarded. Under `jax.jit`, XLA does not compute it.
         query = jnp.zeros((batch, capacity, self.num_heads, self.compared_dim), cache.key.dtype)
         _, state = self.recur(
             query,
