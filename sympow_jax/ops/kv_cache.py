@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared import arguments, calls, layout
 
 __all__ = ["KVCache"]
 
@@ -113,7 +113,7 @@ def _without_gaps(_, state, key, segment_ids):
     order = jnp.argsort(segment_ids >= 0, axis=1, stable=True)
 
     def in_order(x):
-        return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+        return jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
 
     return KVCache(
         key=in_order(key),

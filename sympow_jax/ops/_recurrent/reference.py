@@ -15,7 +15,7 @@ from sympow_jax.ops import feature_maps
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import state as power_state
 
-__all__ = ["LEAVES"]
+__all__ = ["FORMS"]
 
 
 class _Tokens(NamedTuple):
@@ -114,7 +114,7 @@ def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
     return out, power_state.PowerState(kv=kv, norm=norm, segment=tokens.last[1], **kept)
 
 
-LEAVES = {"attention": _attention, "recurrent": _recurrent}
+FORMS = {"attention": _attention, "recurrent": _recurrent}
 
 
 def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:

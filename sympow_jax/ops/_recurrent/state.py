@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, feature_maps
 from sympow_jax.ops._recurrent import cost
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops._shared import arguments, layout
 
 __all__ = ["PowerState", "Sequence", "window_of", "zeros"]
 
@@ -153,10 +153,10 @@ class Sequence:
             log_decay = jnp.zeros_like(key, plan.dtype, shape=(batch, time, kv_heads, *channels))
         log_decay = log_decay.astype(plan.dtype)
         if state is None:
-            exact_window = {"keys": key[:, :0], "values": value[:, :0], "log_decays": log_decay[:, :0]}
+            window = {"keys": key[:, :0], "values": value[:, :0], "log_decays": log_decay[:, :0]}
             length, previous = jnp.zeros(batch, jnp.int32), jnp.full(batch, documents.NO_SEGMENT, jnp.int32)
         else:
-            exact_window = {name: getattr(state, name) for name in ("keys", "values", "log_decays")}
+            window = {name: getattr(state, name) for name in ("keys", "values", "log_decays")}
             length, previous = state.length, state.segment
         if segment_ids is None:
             segment = documents.continued(previous)
@@ -165,18 +165,18 @@ class Sequence:
             if plan.axis_name is not None:
                 previous = documents.segment_before(segment_ids, plan.axis_name)
             start, valid, segment = documents.boundaries(segment_ids, previous)
-        held = jnp.arange(exact_window["keys"].shape[1]) < length[:, None]
+        held = jnp.arange(window["keys"].shape[1]) < length[:, None]
         valid = jnp.concatenate([held, valid], 1)
         start = jnp.concatenate([jnp.zeros_like(held), start], 1)
 
-        def joined(exact_window, new):
-            both = jnp.concatenate([exact_window.astype(jnp.result_type(exact_window, new)), new], 1)
-            return jnp.where(valid.reshape(valid.shape + (1,) * (new.ndim - 2)), both, 0)
+        def joined(window, new):
+            both = jnp.concatenate([window.astype(jnp.result_type(window, new)), new], 1)
+            return jnp.where(layout.with_rank(valid, new.ndim), both, 0)
 
         return cls(
-            key=joined(exact_window["keys"], key),
-            value=joined(exact_window["values"], value),
-            log_decay=joined(exact_window["log_decays"], log_decay),
+            key=joined(window["keys"], key),
+            value=joined(window["values"], value),
+            log_decay=joined(window["log_decays"], log_decay),
             valid=valid,
             start=start,
             segment=segment,
@@ -205,9 +205,9 @@ def window_of(sequence: Sequence, exact_window: int, dtype) -> dict[str, Array]:
     in_use = jnp.arange(2 * exact_window) < length[:, None]
 
     def slots(x):
-        taken = jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+        taken = jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
         taken = jnp.pad(taken, [(0, 0), (0, 2 * exact_window - taken.shape[1])] + [(0, 0)] * (x.ndim - 2))
-        return jnp.where(in_use.reshape(in_use.shape + (1,) * (x.ndim - 2)), taken, 0).astype(dtype)
+        return jnp.where(layout.with_rank(in_use, x.ndim), taken, 0).astype(dtype)
 
     return {
         "keys": slots(sequence.key),

@@ -217,28 +217,28 @@ def check_state(
     Segment ids, if given, must fit in the dtype of the state's segment ids.
     """
     of_exact_window = "" if exact_window is None else f", exact_window={exact_window}"
-    made = (
+    constructor = (
         f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_exact_window})"
     )
     if not isinstance(state, kind):
-        raise ValueError(f"the state is a {type(state).__name__}; make it with {made}")
+        raise ValueError(f"the state is a {type(state).__name__}; make it with {constructor}")
     expected = (batch, kv_heads, math.comb(head_dim + power - 1, power), value_dim)
     if state.kv.shape != expected:
         raise ValueError(
             f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}; make it with "
-            f"{made}"
+            f"{constructor}"
         )
     # States of two head sizes may have the same number of features: D = 2 at p = 14, and D = 5 at p = 2.
     batch_kv_heads_dim = state.keys.shape[0], *state.keys.shape[2:]
     if batch_kv_heads_dim != (batch, kv_heads, head_dim):
         raise ValueError(
             f"the state's keys have shape {state.keys.shape}; these inputs need "
-            f"{(batch, 2 * state.exact_window, kv_heads, head_dim)}; make it with {made}"
+            f"{(batch, 2 * state.exact_window, kv_heads, head_dim)}; make it with {constructor}"
         )
     if state.kv.dtype != dtype:
         raise ValueError(
             f"the state has dtype {state.kv.dtype}; it must be {dtype}, in which inputs of this dtype accumulate; make "
-            f"it with {made[:-1]}, dtype={jnp.dtype(dtype).name!r})"
+            f"it with {constructor[:-1]}, dtype={jnp.dtype(dtype).name!r})"
         )
     if exact_window is not None and state.exact_window != exact_window:
         raise ValueError(
@@ -275,13 +275,14 @@ def check_linear_state(
         separate: the denominator has a state of its own.
     """
     batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
-    made = f"make it with LinearState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, turned_dim={turned_dim}, ...)"
+    sizes = f"{batch}, {kv_heads}, {head_dim}, {value_dim}"
+    remedy = f"make it with LinearState.zeros({sizes}, turned_dim={turned_dim}, ...)"
     if not isinstance(state, kind):
-        raise ValueError(f"the state is a {type(state).__name__}; {made}")
+        raise ValueError(f"the state is a {type(state).__name__}; {remedy}")
     if separate != (state.denominator is not None):
         has = "no" if separate else "a"
         raise ValueError(
-            f"the state has {has} denominator of its own, unlike this turn and normalizer; {made}"
+            f"the state has {has} denominator of its own, unlike this turn and normalizer; {remedy}"
         )
     features = math.comb(head_dim + power - 1, power)
     expected = {"numerator": (batch, kv_heads, turned_dim or features, value_dim)}
@@ -290,12 +291,14 @@ def check_linear_state(
     for name, shape in expected.items():
         kv = getattr(state, name).kv
         if kv.shape != shape:
-            raise ValueError(f"the state's {name}.kv has shape {kv.shape}; these inputs need {shape}; {made}")
+            raise ValueError(
+                f"the state's {name}.kv has shape {kv.shape}; these inputs need {shape}; {remedy}"
+            )
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     if state.numerator.kv.dtype != dtype:
         raise ValueError(
             f"the state has dtype {state.numerator.kv.dtype}; it must be {dtype}, in which inputs of this dtype "
-            f"accumulate; {made}"
+            f"accumulate; {remedy}"
         )
 
 

@@ -89,7 +89,7 @@ class Kernel(abc.ABC):
         return self.cache_policy is not (CachePolicy.NEVER if kv_cache else CachePolicy.ALWAYS)
 
     @property
-    def compared_dim(self) -> int:
+    def encoded_dim(self) -> int:
         """D, the size of the queries and keys that `attend` receives."""
         return positions.encoded_dim(self.attention, self.head_dim)
 
@@ -122,7 +122,7 @@ class Kernel(abc.ABC):
             batch,
             capacity,
             self.num_kv_heads,
-            self.compared_dim,
+            self.encoded_dim,
             self.head_dim,
             dtype=jnp.dtype(self.dtype),
         )
@@ -193,7 +193,7 @@ class Kernel(abc.ABC):
         return cost.pair_flops(
             self._pairs(context_length),
             heads=self.num_heads,
-            head_dim=self.compared_dim,
+            head_dim=self.encoded_dim,
             value_dim=self.head_dim,
         )
 

@@ -59,7 +59,7 @@ class PowerKernel(kernel.RecurrentKernel):
             return super().compress(cache)
         batch, capacity = cache.segment_ids.shape
         # The output for these queries is discarded. Under `jax.jit`, XLA does not compute it.
-        query = jnp.zeros((batch, capacity, self.num_heads, self.compared_dim), cache.key.dtype)
+        query = jnp.zeros((batch, capacity, self.num_heads, self.encoded_dim), cache.key.dtype)
         _, state = self.recur(
             query,
             cache.key,
@@ -76,7 +76,7 @@ class PowerKernel(kernel.RecurrentKernel):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().prefers_cache(max_length)
         # A decoded token attends to the whole cache, not to half of it.
-        sizes = {"heads": self.num_heads, "head_dim": self.compared_dim, "value_dim": self.head_dim}
+        sizes = {"heads": self.num_heads, "head_dim": self.encoded_dim, "value_dim": self.head_dim}
         return cost.pair_flops(max_length, **sizes) <= self.feature_flops("recurrent")
 
     @property
@@ -90,7 +90,7 @@ class PowerKernel(kernel.RecurrentKernel):
 
     @property
     def num_features(self):
-        return ops.symmetric_power_dim(self.compared_dim, self.attention.power)
+        return ops.symmetric_power_dim(self.encoded_dim, self.attention.power)
 
     @property
     def num_normalizer_elements(self):
@@ -100,12 +100,10 @@ class PowerKernel(kernel.RecurrentKernel):
     def flop_shape(self):
         # With decays per channel, the normalizer is as large as kv. Otherwise it is not counted.
         columns = 2 * self.head_dim if self._per_channel else self.head_dim
-        return self.compared_dim, columns, self.attention.power
+        return self.encoded_dim, columns, self.attention.power
 
     def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
-        features = (
-            self.num_features if feature_map == "symmetric" else self.compared_dim**self.attention.power
-        )
+        features = self.num_features if feature_map == "symmetric" else self.encoded_dim**self.attention.power
         normalizers = features * self._decays_per_head
         return self._state_bytes(features, normalizers, bytes_per_element, normalizer)
 
@@ -132,7 +130,7 @@ class PowerKernel(kernel.RecurrentKernel):
 
     @property
     def _state_sizes(self) -> tuple[int, int, int]:
-        return self.num_kv_heads, self.compared_dim, self.head_dim
+        return self.num_kv_heads, self.encoded_dim, self.head_dim
 
     @property
     def _state_options(self) -> dict[str, Any]:
