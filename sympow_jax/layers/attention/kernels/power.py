@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ class PowerKernel(kernel.RecurrentKernel):
         )
 
     def init_state(self, batch):
-        return ops.PowerState.zeros(batch, *self._state_sizes, **self._state_options)
+        return self._zeros(ops.PowerState.zeros, batch)
 
     def compress(self, cache):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
@@ -84,7 +84,7 @@ class PowerKernel(kernel.RecurrentKernel):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().max_cache_length
         # Only shapes are made: neither memory needs to fit.
-        state = jax.eval_shape(lambda: power_state.zeros(1, *self._state_sizes, **self._state_options))
+        state = jax.eval_shape(lambda: self._zeros(power_state.zeros, 1))
         empty, one = (jax.eval_shape(functools.partial(self.init_cache, 1, n)).nbytes for n in (0, 1))
         return (state.nbytes - empty) // (one - empty)
 
@@ -128,18 +128,17 @@ class PowerKernel(kernel.RecurrentKernel):
         channels = jnp.moveaxis(log_decay, -1, 0)
         return jax.lax.scan(add, zeros, channels)[0] / len(channels)
 
-    @property
-    def _state_sizes(self) -> tuple[int, int, int]:
-        return self.num_kv_heads, self.encoded_dim, self.head_dim
-
-    @property
-    def _state_options(self) -> dict[str, Any]:
-        attention = self.attention
-        return {
-            "power": attention.power,
-            "exact_window": attention.exact_window,
-            "per_channel": self._per_channel,
-        }
+    def _zeros(self, zeros: Callable[..., ops.PowerState], batch: int) -> ops.PowerState:
+        """Calls a constructor of states with the sizes of this kernel."""
+        return zeros(
+            batch,
+            self.num_kv_heads,
+            self.encoded_dim,
+            self.head_dim,
+            power=self.attention.power,
+            exact_window=self.attention.exact_window,
+            per_channel=self._per_channel,
+        )
 
     @property
     def _per_channel(self) -> bool:
