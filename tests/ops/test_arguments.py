@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
-from sympow_jax.ops import feature_maps, lrpe, rotary
+from sympow_jax.ops import documents, feature_maps, lrpe, rotary
 
 X = jnp.ones((1, 4, 1, 4))
 STATE = ops.PowerState.zeros(1, 1, 4, 4, power=2, exact_window=3)
@@ -345,6 +345,14 @@ def test_other_functions_refuse_odd_arguments():
         ("power is 1.5; it must be an integer", lambda: feature_maps.tensor_power(X, 1.5)),
         ("x has dtype int32", lambda: feature_maps.symmetric_power(X.astype("int32"), 2)),
         ("x has shape (4, 1, 4); it must be [B, T, N, D]", lambda: rotary.rope(X[0], positions)),
+        (
+            "axis_name is 'nope', which is not a manual mesh axis here",
+            lambda: rotary.learned_angles(X[..., 0], 4, axis_name="nope"),
+        ),
+        (
+            "axis_name is 'nope', which is not a manual mesh axis here",
+            lambda: documents.positions(positions, documents.PositionState.zeros(1), axis_name="nope"),
+        ),
         ("positions has dtype float32", lambda: rotary.rope(X, positions.astype("float32"))),
         ("positions has shape (4,); it must be [B, T]", lambda: rotary.rope(X, positions[0])),
         (
