@@ -280,6 +280,11 @@ class AttentionConfig:
                 f"attention.decay is {self.decay!r}, which has the chunked form alone, and attention.form "
                 f"{self.form!r}; leave form out"
             )
+        if self.form == "recurrent" and self.chunk_size is not None:
+            raise ValueError(
+                f"attention.chunk_size is {self.chunk_size} and attention.form 'recurrent', which updates the state "
+                f"one token at a time; leave chunk_size out, or use form 'chunked'"
+            )
         if not self.causal and not kernel.bidirectional:
             raise ValueError(
                 f"attention.causal is False, which the kernel {self.kernel!r} has not; use kernel 'linear' with "

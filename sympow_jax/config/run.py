@@ -148,6 +148,7 @@ class Config:
         self._check_images()
         self._check_tensor()
         self._check_context()
+        self._check_documents()
 
     def _check_task(self):
         task, model = self.task.name, self.model
@@ -231,4 +232,14 @@ class Config:
             raise ValueError(
                 "attention.implementation 'reference' cannot divide the sequence over devices; "
                 "leave it unset or set sharding.context=1"
+            )
+
+    def _check_documents(self):
+        length, longest = self.data.context_length, self.model.attention.longest_document
+        # A document may fill its row, and a traced model cannot check documents: beyond the table its outputs are NaN.
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"data.context_length is {length} and model.attention.max_document_length {longest}; a document of a "
+                f"row may not be longer than the learned positions: set max_document_length={length}, or use another "
+                f"position"
             )

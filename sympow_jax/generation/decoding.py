@@ -116,7 +116,7 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
         raise ValueError(
             f"the state is of another model: it has {len(state.layers)} layers, this one {len(model.blocks)}"
         )
-    if (not kept) if model.kv_cache_length is None else (kept and not model.kv_cache_length):
+    if not model.blocks[0].attention.kernel.supports_memory(kv_cache=kept):
         kind = "keeps keys" if kept else "is recurrent"
         kernel = model.config.attention.kernel
         raise ValueError(

@@ -1,7 +1,7 @@
 """Decoder-only language model with GPT-2's architecture and the attention of this package."""
 
 import dataclasses
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 
@@ -9,6 +9,7 @@ from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.models import trunk
 from sympow_jax.ops import documents
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["DecoderLM", "DecoderState"]
 
@@ -70,8 +71,9 @@ class DecoderLM(trunk.TokenTrunk):
         NaN.
 
         Raises:
-            ValueError: there are more tokens than learned absolute positions, or `return_state` is set without a
-                state and the attention needs a KV cache (start from `init_state`).
+            ValueError: a document has more tokens than there are learned absolute positions (`stem`), the state is of
+                a model with another number of layers, or `return_state` is set without a state and the attention needs
+                a KV cache (start from `init_state`).
         """
         if not return_state:
             return self.unembed(self.hidden(tokens, segment_ids=segment_ids, state=state))
@@ -110,14 +112,19 @@ class DecoderLM(trunk.TokenTrunk):
         x = self.embed(tokens)
         if state is None and not return_state:
             return self.encode(x, segment_ids)
+        if state is not None and len(state.layers) != len(self.blocks):
+            raise ValueError(
+                f"the state has {len(state.layers)} layers and the model {len(self.blocks)}; make it with this model's "
+                f"init_state"
+            )
+        segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, position = self.stem(x, segment_ids, None if state is None else state.position)
         x = trunk.residual_stream(x)
-        layer_states = []
+        layer_states: list[Any] = []
         for index, block in enumerate(self.blocks):
             layer_state = None if state is None else state.layers[index]
             x, layer_state = block(x, segment_ids=segment_ids, state=layer_state, return_state=return_state)
-            if layer_state is not None:
-                layer_states.append(layer_state)
+            layer_states.append(layer_state)
         x = layers.normalize(self.final_norm, x, segment_ids)
         return (x, DecoderState(layers=tuple(layer_states), position=position)) if return_state else x
 
@@ -126,7 +133,8 @@ class DecoderLM(trunk.TokenTrunk):
 
         Args:
             batch: number of rows.
-            max_length: capacity of a KV cache, in tokens of a document over all calls. Outputs beyond are NaN.
+            max_length: capacity of a KV cache, in tokens of a document over all calls; at least 1. Outputs beyond are
+                NaN.
             kv_cache: whether layers use a KV cache instead of the recurrent state. None chooses the cheaper one.
 
         Raises:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from sympow_jax import config as configs
@@ -13,6 +14,7 @@ from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, parallel, partitioning
 from sympow_jax.ops import documents, rotary
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["Block", "TokenTrunk", "Trunk", "logits"]
 
@@ -85,6 +87,7 @@ class Trunk(nnx.Module, abc.ABC):
 
         `config.remat` selects the values that the backward pass recomputes.
         """
+        segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, _ = self.stem(x, segment_ids)
         x = residual_stream(x)
         for block in self.blocks:
@@ -103,7 +106,8 @@ class Trunk(nnx.Module, abc.ABC):
         are NaN.
 
         Raises:
-            ValueError: there are more tokens than learned absolute positions.
+            ValueError: a document has more tokens than there are learned absolute positions. Not raised where segment
+                ids are traced or a state precedes the tokens.
         """
         attention = self.config.attention
         if self.config.embedding_norm:
@@ -111,15 +115,12 @@ class Trunk(nnx.Module, abc.ABC):
         if not attention.adds_position:
             return x, None
         longest = attention.longest_document
-        if longest is not None and x.shape[1] > longest:
-            raise ValueError(
-                f"there are {x.shape[1]} tokens, but learned positions end at model.attention.max_document_length, "
-                f"{longest}; use shorter documents or another position"
-            )
+        if longest is not None:
+            _check_documents(x.shape[1], segment_ids, longest)
+        state = state or documents.PositionState.zeros(len(x))
         if segment_ids is None:
-            segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
-        segment_ids = partitioning.gather_time(segment_ids)
-        places, state = documents.positions(segment_ids, state or documents.PositionState.zeros(len(x)))
+            segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], x.shape[:2])
+        places, state = documents.positions(partitioning.gather_time(segment_ids), state)
         # Positions are added after the norm, so that they have the same scale as tokens.
         if longest is None:
             return x + rotary.sinusoidal(places, x.shape[-1]), state
@@ -141,6 +142,7 @@ class TokenTrunk(Trunk):
         Raises:
             ValueError: tokens are not integers of shape [B, T].
         """
+        tokens = arguments.to_array("tokens", tokens)
         if tokens.ndim != 2:
             raise ValueError(
                 f"tokens has shape {tokens.shape}; it must be [B, T]; add the batch axis to one row with tokens[None]"
@@ -154,6 +156,22 @@ class TokenTrunk(Trunk):
     def unembed(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Returns logits in float32: hidden states times the embedding's transpose."""
         return logits(hidden, self.embedding[...], jnp.dtype(self.config.dtype))
+
+
+def _check_documents(time: int, segment_ids: Int[Array, "B T"] | None, longest: int) -> None:
+    """Raises ValueError for a document of more than `longest` tokens, unless segment ids are traced."""
+    if time <= longest or isinstance(segment_ids, jax.core.Tracer):
+        return
+    lengths = [time]
+    if segment_ids is not None:
+        rows = (row[row >= 0] for row in np.asarray(segment_ids))
+        starts = ((np.flatnonzero(np.diff(row, prepend=-1)), len(row)) for row in rows)
+        lengths = [length for begins, end in starts for length in np.diff(begins, append=end)]
+    if max(lengths, default=0) > longest:
+        raise ValueError(
+            f"a document has {max(lengths)} tokens, but learned positions end at "
+            f"model.attention.max_document_length, {longest}; use shorter documents or another position"
+        )
 
 
 def residual_stream(x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:

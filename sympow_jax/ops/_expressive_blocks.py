@@ -140,7 +140,7 @@ def _attend_bwd(settings, residuals, dout):
         dsums = jnp.pad(drows, [(some, 0) for some in missing]) - dcolumns
         totals = dsums.sum(-1)
         behind = jnp.cumsum(totals[::-1], 0)[::-1] - totals
-        dhalf = 2 * (decays.suffix_sums(dsums) + dsums + behind[..., None])
+        dhalf = 2 * (decays.sums_from(dsums) + behind[..., None])
     return (Blocks(dquery, dkey, dvalue, dhalf, None, None, None),)
 
 
@@ -170,7 +170,7 @@ class _Pairs:
         self._earlier = np.triu(np.ones((length, length), bool))[:, None, self._places]
         if (half := blocks.half_decay) is not None:
             self._coarse, self._fine = decays.split(half)
-            self._after, self._totals = decays.suffix_sums(half), half.sum(-1)
+            self._after, self._totals = decays.sums_after(half), half.sum(-1)
 
     def key(self, j):
         return self._blocks.key[j]

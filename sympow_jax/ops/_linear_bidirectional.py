@@ -16,7 +16,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import documents
 from sympow_jax.ops._recurrent import context, cost, features, rows, xla
 from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._shared import arguments, calls, nonfinite
+from sympow_jax.ops._shared import arguments, calls, layout, nonfinite
 
 __all__ = ["attend", "require_supported"]
 
@@ -28,7 +28,7 @@ def require_supported(query, key, implementation, absent: dict) -> None:
     """
     for name, x in absent.items():
         if x is not None:
-            raise NotImplementedError(f"causal is False, which goes without {name}; leave it out")
+            raise NotImplementedError(f"causal is False, which does not support {name}; leave it out")
     if implementation not in (None, "reference", "xla"):
         raise NotImplementedError(
             f"causal is False, which has the implementations 'reference' and 'xla', not {implementation!r}"
@@ -81,7 +81,7 @@ def _attend(plan, query, key, value, segment_ids):
         document = jnp.cumsum(starts, 1, dtype=jnp.int32)
         weighed = jnp.where(valid[..., None, None], weighed, 0)
     arrays = (
-        xla.time_last(query, kv_heads).astype(dtype),
+        layout.time_last(query, kv_heads).astype(dtype),
         jnp.moveaxis(key, 1, 3).astype(dtype),
         jnp.moveaxis(weighed, 1, 3).astype(dtype),
     )
@@ -96,7 +96,7 @@ def _attend(plan, query, key, value, segment_ids):
     compute = functools.partial(compute, power=power, precision=cost.precision_of(value.dtype))
     by_head = jax.vmap(compute, in_axes=(0, 0, 0, None))
     sums = jax.vmap(by_head, in_axes=(0, 0, 0, None if document is None else 0))(*arrays, document)
-    out = means.of_sums(xla.time_second(sums), -1, division)
+    out = means.of_sums(layout.time_second(sums), -1, division)
     out = out if division is means.Division.NONE else out.astype(value.dtype)
     return nonfinite.restore(out, finite, segment_ids)
 
@@ -113,7 +113,7 @@ def _whole(query, key, value, document, *, power, precision):
     """Computes `_all_pairs` through features; every token attends to every other."""
     del document
     state = xla.fold_all(value, key, power=power, precision=precision)
-    return context.arriving_sums(power, precision, state, query, None)
+    return context.sums_from_earlier_state(power, precision, state, query, None)
 
 
 def _by_document(query, key, value, document, *, power, precision, chunk):
@@ -124,9 +124,7 @@ def _by_document(query, key, value, document, *, power, precision, chunk):
     time, head_dim, dtype = query.shape[-1], len(key), query.dtype
     weights = features.weights(head_dim, power, dtype)
     missing = -time % chunk
-    arrays = [
-        _chunks(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]), chunk) for x in (query, key, value)
-    ]
+    arrays = [_chunks(layout.pad_last(x, 0, missing), chunk) for x in (query, key, value)]
     arrays.append(_chunks(jnp.pad(document, (0, missing), mode="edge"), chunk))
 
     @jax.checkpoint
@@ -143,7 +141,7 @@ def _by_document(query, key, value, document, *, power, precision, chunk):
         def step(carry, arrays):
             state, held = carry
             q, k, v, document = arrays
-            weighted = tuple(s * w for s, w in zip(state, weights, strict=True))
+            weighted = features.weighted(state, weights)
             read = jax.vmap(lambda q: features.query(weighted, q, power, precision))(q)
             own = features.fold(jnp.where(document == document[edge], v, 0), k, power, precision)
             continues = document[edge] == held
@@ -157,7 +155,7 @@ def _by_document(query, key, value, document, *, power, precision, chunk):
         return jax.lax.scan(step, nothing, tuple(arrays), reverse=edge == 0)[1]
 
     sums = jax.lax.map(near, tuple(arrays)) + carried(-1) + carried(0)
-    return jnp.moveaxis(sums, 0, -2).reshape(*sums.shape[1:-1], -1)[..., :time]
+    return layout.join_chunks(sums)[..., :time]
 
 
 def _chunks(x: Array, chunk: int) -> Array:

@@ -20,6 +20,7 @@ __all__ = [
     "PositionState",
     "before_document",
     "boundaries",
+    "continued",
     "numbered",
     "positions",
     "segment_before",
@@ -59,6 +60,14 @@ def numbered(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     nothing = jnp.full(segment_ids.shape[0], NO_SEGMENT, segment_ids.dtype)
     starts, valid, _ = boundaries(segment_ids, nothing)
     return jnp.where(valid, jnp.cumsum(starts, axis=1, dtype=jnp.int32), -1)
+
+
+def continued(previous: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Returns the segment id of tokens without ids after a token of segment `previous`, whose document they continue.
+
+    It is 0 before the first token. All states of a layer use this rule, so that they agree on where documents start.
+    """
+    return jnp.where(previous == NO_SEGMENT, 0, previous)
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +113,8 @@ def positions(
     segment_ids = arguments.to_array("segment_ids", segment_ids)
     arguments.check_axes("segment_ids", segment_ids, "[B, T]")
     arguments.check_segment_ids(segment_ids, (len(state.segment), segment_ids.shape[1]))
+    if axis_name is not None:
+        arguments.check_axis_name(axis_name)
     return _positions(axis_name, segment_ids=segment_ids, state=state)
 
 

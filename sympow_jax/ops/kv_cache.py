@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared import arguments, calls, layout
 
 __all__ = ["KVCache"]
 
@@ -55,6 +55,11 @@ class KVCache:
         """Returns the axes of each array."""
         return cls("B S K D", "B S K E", "B S K", "B S", "B", "B")  # type: ignore[arg-type]
 
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes stored."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
     def append(
         self,
         key: Float[Array, "B T K D"],
@@ -62,7 +67,10 @@ class KVCache:
         log_decay: Float[Array, "B T K"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple["KVCache", Bool[Array, "B T"]]:
-        """Returns the S + T positions that the new ones attend to, and a mask of the new ones that miss keys."""
+        """Returns the S + T positions that the new ones attend to, and a mask of the new ones that miss keys.
+
+        Without segment ids, the new positions continue the document of the last one.
+        """
         key, value, log_decay, segment_ids = arguments.to_arrays(
             key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
         )
@@ -86,7 +94,7 @@ def _appended(_, state, key, value, log_decay, segment_ids):
     if log_decay is None:
         log_decay = jnp.zeros((batch, time, kv_heads))
     if segment_ids is None:
-        segment_ids = jnp.zeros((batch, time), jnp.int32)
+        segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], (batch, time))
     starts, valid, last = documents.boundaries(segment_ids, state.segment)
     continues = valid & (jnp.cumsum(starts, axis=1) == 0)
     old_and_new = {"key": key, "value": value, "log_decay": log_decay}
@@ -105,7 +113,7 @@ def _without_gaps(_, state, key, segment_ids):
     order = jnp.argsort(segment_ids >= 0, axis=1, stable=True)
 
     def in_order(x):
-        return jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+        return jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
 
     return KVCache(
         key=in_order(key),

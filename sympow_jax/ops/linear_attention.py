@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import _linear_bidirectional, feature_maps
 from sympow_jax.ops._recurrent import attend as recurrent
+from sympow_jax.ops._recurrent import cost, rows
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import plan as plans
-from sympow_jax.ops._recurrent import rows
 from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import arguments, calls, nonfinite
 
@@ -68,9 +68,13 @@ class LinearState:
         """
         kernel = _Kernel.named(feature_map, power)
         arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
-        zeros = functools.partial(
-            power_state.PowerState.zeros, batch, kv_heads, exact_window=exact_window, dtype=dtype
-        )
+        exact_window = arguments.check_integer("exact_window", exact_window, 0)
+
+        def zeros(head_dim, value_dim, *, power):
+            sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+            cost.require_memory(**sizes, power=power, itemsize=jnp.dtype(dtype).itemsize)
+            return power_state.zeros(**sizes, power=power, exact_window=exact_window, dtype=dtype)
+
         if turned_dim is None:
             return cls(zeros(head_dim, value_dim, power=kernel.power), None)
         numerator = zeros(turned_dim, value_dim, power=1)
@@ -139,7 +143,7 @@ def linear_attention(
         segment_ids: a document starts where the id changes; negative ids are padding.
         form: `attention`, `chunked` or `recurrent`; None chooses. All agree to rounding.
         implementation: `reference`, `xla`, or None, which chooses; `mosaic_gpu` for even powers without `turn`.
-        chunk_size: tokens per chunk; None chooses. Changes only speed.
+        chunk_size: tokens per chunk; None chooses. Changes only speed. Must be None in the recurrent form.
         exact_window: every query attends exactly to at least this many of its last keys.
         initial_state: made by `LinearState.zeros` or returned by an earlier call.
         return_state: return (output, state after the last token).

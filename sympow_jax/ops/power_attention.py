@@ -4,6 +4,8 @@
 Transformations for Symmetric Power Transformers" (Kumar et al. 2025).
 """
 
+import inspect
+
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops._recurrent import attend, plan
 from sympow_jax.ops._recurrent import state as power_state
@@ -21,7 +23,7 @@ def power_attention(
     value: Float[Array, "B S K E"],
     *,
     power: int = 2,
-    log_decay: Float[Array, "B S K *E"] | None = None,
+    log_decay: Float[Array, "B S K"] | Float[Array, "B S K E"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     form: str | None = None,
     implementation: str | None = None,
@@ -48,10 +50,10 @@ def power_attention(
         value: E may differ from D. Query, key and value have one dtype. Sums and states are float32 (float64 for
             float64), and products of float32 are computed at full precision on every device.
         power: p, positive and even.
-        log_decay: natural logarithm of the gate, at most 0 (not checked), one per key head [B, S, K] or one per value
-            [B, S, K, E]. A token's decay discounts earlier tokens, not its own key. Per-channel gates give each channel
-            weights of its own. They support the chunked form by `xla`, the attention form by `reference` and a step,
-            and cost about three times as much on a CPU. The state must be of the same kind.
+        log_decay: natural logarithm of the gate, at most 0 (not checked), one per key head [B, S, K] or one per
+            value channel [B, S, K, E]. A token's decay discounts earlier tokens, not its own key. Per-channel gates
+            give each channel weights of its own. They support the chunked form by `xla`, the attention form by
+            `reference` and a step, and cost about three times as much on a CPU. The state must be of the same kind.
         segment_ids: a document starts where the id changes; ids may recur. Negative ids are padding: their output is
             zero, and they leave state and decay unchanged. None continues the document of `initial_state`.
         form: `attention` costs O(T^2) and holds a few blocks of scores. `chunked` costs O(T F E) and, with its backward
@@ -59,12 +61,14 @@ def power_attention(
             None chooses the one with fewer FLOPs, or the faster kernel; `explain` returns the choice and reasons.
         implementation: `reference` is the unoptimized formula. `xla` runs on any device. `mosaic_gpu` are the kernels
             for Hopper GPUs, for inputs of 16 bits, with further limits in the README's table; under a mesh, batch and
-            heads are sharded. None uses a kernel on a Hopper GPU if one supports the request, and `xla` otherwise; it
-            never fails. In the chunked form the kernels save their states for the backward pass, unless a policy of
-            `jax.checkpoint` saves `power_attention_out` without `power_attention_states`; then the states are
+            heads are sharded. None uses a kernel on a Hopper GPU if one supports the request, and `xla` otherwise. It
+            fails only for requests that `xla` does not support: per-channel gates in another form, and `axis_name` with
+            what is named there. In the chunked form the kernels save their states for the backward pass, unless a
+            policy of `jax.checkpoint` saves `power_attention_out` without `power_attention_states`; then the states are
             recomputed. The backward pass of the step is `xla`'s. Outputs and denominators have the first of these names
             in every form, and the final state of the plain chunked form the second.
-        chunk_size: tokens per chunk, or per block of the attention form; None chooses. Changes only speed.
+        chunk_size: tokens per chunk, or per block of the attention form; None chooses. Changes only speed. Must be None
+            in the recurrent form.
         exact_window: every query attends exactly to at least this many of its last keys, and only to older ones through
             features, whose sum cancels if few keys carry weight. 0 is the papers' pure recurrence. Must be equal to
             that of the state.
@@ -73,14 +77,14 @@ def power_attention(
         return_state: return (output, state after the last token).
         axis_name: a manual mesh axis of a `jax.shard_map` over which time is sharded in order. Arguments and output are
             this device's shard, of equal length on all devices, and documents and windows continue from one shard to
-            the next. In the chunked and recurrent forms, devices send each other the tokens of a window, and one state
-            per head 1 + ceil(log2(P - 1)) times; shards must be at least as long as the window. In the attention form,
-            each device computes a part of the heads over the whole time axis. Not supported with states, more keys than
-            queries, or `reference`.
+            the next. In the chunked and recurrent forms, P > 1 devices send each other the tokens of a window, and one
+            state per head 1 + ceil(log2(P - 1)) times. Shards must be at least as long as the window. In the attention
+            form, each device computes a part of the heads over the whole time axis. Not supported with states, more
+            keys than queries, per-channel gates, or `reference`.
 
     Raises:
         ValueError: for sizes, dtypes or names that do not match, and for a state larger than memory.
-        NotImplementedError: if a named implementation does not support the request.
+        NotImplementedError: if a named implementation, per-channel gates or `axis_name` do not support the request.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -98,7 +102,7 @@ def power_attention(
     query, key, value, log_decay, segment_ids = arguments.to_arrays(
         query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
     )
-    made = plan.make(
+    call_plan = plan.make(
         query,
         key,
         value,
@@ -114,7 +118,7 @@ def power_attention(
         axis_name=axis_name,
     )
     out, state = attend.attend(
-        made,
+        call_plan,
         query=query,
         key=key,
         value=value,
@@ -125,25 +129,11 @@ def power_attention(
     return (out, state) if return_state else out
 
 
-def explain(
-    query,
-    key,
-    value,
-    *,
-    power: int = 2,
-    log_decay=None,
-    segment_ids=None,
-    form: str | None = None,
-    implementation: str | None = None,
-    chunk_size: int | None = None,
-    exact_window: int = 64,
-    initial_state: PowerState | None = None,
-    return_state: bool = False,
-    axis_name: str | None = None,
-) -> Plan:
+def explain(query, key, value, **options) -> Plan:
     """Returns the plan of `power_attention` for these arguments, with the reasons for it; computes nothing.
 
-    Arrays may be abstract (`jax.ShapeDtypeStruct`). Arguments and errors are those of `power_attention`.
+    Options are those of `power_attention`, with the same defaults and errors. Arrays may be abstract
+    (`jax.ShapeDtypeStruct`).
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -153,21 +143,15 @@ def explain(
         >>> plan.form, plan.chunk
         ('chunked', 128)
     """
-    return plan.make(
-        query,
-        key,
-        value,
-        log_decay,
-        segment_ids,
-        initial_state,
-        power=arguments.check_power(power),
-        form=form,
-        implementation=implementation,
-        chunk_size=chunk_size,
-        exact_window=exact_window,
-        return_state=return_state,
-        axis_name=axis_name,
-    )
+    call = inspect.signature(power_attention).bind(query, key, value, **options)
+    call.apply_defaults()
+    arrays = {
+        name: call.arguments.pop(name) for name in ("query", "key", "value", "log_decay", "segment_ids")
+    }
+    query, key, value, log_decay, segment_ids = arguments.to_shapes(**arrays)
+    state = call.arguments.pop("initial_state")
+    call.arguments["power"] = arguments.check_power(call.arguments["power"])
+    return plan.make(query, key, value, log_decay, segment_ids, state, **call.arguments)
 
 
 def power_attention_step(
@@ -177,15 +161,16 @@ def power_attention_step(
     state: PowerState,
     *,
     power: int = 2,
-    log_decay: Float[Array, "B K *E"] | None = None,
+    log_decay: Float[Array, "B K"] | Float[Array, "B K E"] | None = None,
     segment_ids: Int[Array, " B"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B N E"], PowerState]:
     """Computes `power_attention` for the next token of each row; returns its output and the state after it.
 
-    The window holds between W and 2W tokens. When it is full, the state is updated with its oldest W tokens. All but
-    one in W steps thus cost only a product with the state. `mosaic_gpu` takes inputs of float32 or shorter and updates
-    in place a state that is donated to `jax.jit`. Arguments and errors are those of `power_attention`.
+    The window grows from the start of a document to 2W tokens. Then the state is updated with its oldest W tokens, so
+    that W remain. All but one in W steps thus cost only a product with the state. `mosaic_gpu` takes inputs of float32
+    or shorter and updates in place a state that is donated to `jax.jit`. Arguments and errors are those of
+    `power_attention`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -199,7 +184,7 @@ def power_attention_step(
     query, key, value, log_decay, segment_ids = arguments.to_arrays(
         query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
     )
-    made = plan.make_step(
+    call_plan = plan.make_step(
         query,
         key,
         value,
@@ -210,5 +195,11 @@ def power_attention_step(
         implementation=implementation,
     )
     return attend.attend_step(
-        made, query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids, state=state
+        call_plan,
+        query=query,
+        key=key,
+        value=value,
+        log_decay=log_decay,
+        segment_ids=segment_ids,
+        state=state,
     )

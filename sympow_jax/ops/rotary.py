@@ -128,7 +128,8 @@ def learned_angles(
     1. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through the
     state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it, `state`
     is the state before the first device's tokens, and the returned position is the one after this device's tokens.
-    Raises ValueError for an odd head size and for shapes that do not match.
+    Without segment ids, the tokens continue the document of the state. Raises ValueError for an odd head size and for
+    shapes that do not match.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -144,6 +145,8 @@ def learned_angles(
     arguments.check_floating("rate", rate)
     if segment_ids is not None:
         arguments.check_segment_ids(segment_ids, rate.shape[:2])
+    if axis_name is not None:
+        arguments.check_axis_name(axis_name)
     plan = _Angles(tuple(rates.tolist()), rate.ndim == 4, axis_name)
     return _learned_angles(plan, rate=rate, segment_ids=segment_ids, state=state)
 
@@ -165,7 +168,7 @@ def _learned_angles(plan, rate, segment_ids, state):
     if state is None:
         state = RotaryState.zeros(batch, *heads)
     if segment_ids is None:
-        segment_ids = jnp.zeros((batch, time), jnp.int32)
+        segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], (batch, time))
     valid = (segment_ids >= 0).reshape(batch, time, *[1] * len(heads))
     rate = jnp.where(valid, rate.astype(jnp.float32), 0)
     steps = _flat(jax.lax.stop_gradient(rate), 2)

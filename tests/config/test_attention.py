@@ -32,6 +32,10 @@ from sympow_jax import config
             {"kernel": "linear", "decay": "none", "feature_map": "symmetric", "power": 0},
             "attention.power is 0; it must be at least 1",
         ),
+        (
+            {"form": "recurrent", "chunk_size": 64},
+            "attention.chunk_size is 64 and attention.form 'recurrent', which updates the state one token at a time",
+        ),
         ({"feature_map": "exp"}, "attention.feature_map is 'exp'; it must be one of elu, relu"),
         ({"normalizer": "none"}, "attention.normalizer is 'none'; it must be one of unrotated, rotated"),
     ],

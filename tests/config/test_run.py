@@ -62,6 +62,11 @@ def test_what_fits():
             {"data": IMAGES | {"image_mode": "gray"}, "model": {"patch_size": 4}, "task": CLASSES},
             "model.channels is 3, but images of data.image_mode 'gray' have 1",
         ),
+        (
+            {"model": {"attention": config.preset("gpt2", causal=False, max_document_length=8)}},
+            "data.context_length is 16 and model.attention.max_document_length 8; a document of a row may not be "
+            "longer than the learned positions: set max_document_length=16, or use another position",
+        ),
         ({"model": {"vocab_size": 0}}, "model.vocab_size is 0; it must be at least 1"),
         ({"model": {"norm": "group"}}, "model.norm is 'group'; it must be one of layer, batch"),
         ({"model": {"activation": "tanh"}}, "model.activation is 'tanh'; it must be one of gelu, relu"),

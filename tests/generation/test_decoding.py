@@ -65,12 +65,12 @@ def test_padding_takes_no_room():
 
 
 def test_a_kv_cache_is_folded():
-    """36 features of 9 elements each against 16 elements per position, and a window of 8."""
     model = small.model("conformal")
-    assert model.kv_cache_length == 28
-    lengths = np.array([20, 11, 24])
+    # Two key heads, each with 36 features of 9 elements and 8 slots of 17, against 17 elements per position and its id.
+    assert model.kv_cache_length == 4 * 2 * (36 * 9 + 8 * 17) // (4 * 2 * 17 + 4)
+    lengths = np.array([20, 11, 21])
     tokens = small.tokens(small.ROWS, small.TIME)
-    logits, state = generation.prefill(model, tokens[:, :24], lengths, max_length=28)
+    logits, state = generation.prefill(model, tokens[:, :21], lengths, max_length=25)
     assert keeps(state)
     folded = generation.fold(model, state)
     assert not keeps(folded)
@@ -86,7 +86,7 @@ def test_a_kv_cache_is_folded():
 def test_what_is_lost_is_not_folded():
     model = small.model("conformal")
     logits, state = generation.prefill(
-        model, small.tokens(small.ROWS, 24), np.array([24, 11, 24]), max_length=28
+        model, small.tokens(small.ROWS, 21), np.array([21, 11, 21]), max_length=25
     )
     for token in small.tokens(5, small.ROWS):  # rows 0 and 2 have room for 4
         _, state = generation.decode(model, state, token)
@@ -126,8 +126,8 @@ def test_mistakes():
             small.model("conformal", exact_window=8), state, tokens[:, 0]
         ),
         "another model: .layers[0].position": lambda: generation.fold(small.model("sympow"), state),
-        "no recurrent state to fold": lambda: generation.fold(
-            softmax, generation.init_state(softmax, 1, max_length=8)
+        "no recurrent state for its KV cache; keep the cache, with a larger max_length": lambda: (
+            generation.fold(softmax, generation.init_state(softmax, 1, max_length=8))
         ),
         "make it with generation.prefill": lambda: generation.decode(model, (), tokens[:, 0]),
     }.items():

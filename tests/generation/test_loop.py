@@ -30,12 +30,12 @@ def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
 
 
 def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch):
-    """The first 28 positions stay in the KV cache (`test_decoding`); then the recurrent state is updated with them."""
+    """The first 25 positions stay in the KV cache (`test_decoding`); then the recurrent state is updated with them."""
     folds = []
     fold = decoding.fold
     monkeypatch.setattr(decoding, "fold", lambda *arguments: folds.append(1) or fold(*arguments))
     # Shapes are those of `test_decoding`, whose programs these are.
-    model, rows = small.model("conformal"), prompts(24, 3, 11)
+    model, rows = small.model("conformal"), prompts(21, 3, 11)
     found = generated(model, rows, max_tokens=30, sampling=GREEDY, block=4)
     assert found.shape == (3, 30)
     assert len(folds) == 1

@@ -151,6 +151,15 @@ def test_outgrowing_the_kv_cache_is_not_silent():
     assert np.isfinite(out).all()
 
 
+@pytest.mark.parametrize("preset", ["conformal", "linear"])
+def test_the_reference_takes_one_token_from_a_state(preset):
+    layer = make(preset, implementation="reference", exact_window=4)
+    x = inputs()
+    _, state = run_on(layer, x[:, :-1], layer.init_state(1, max_length=1, kv_cache=False))
+    last, _ = run_on(layer, x[:, -1:], state)
+    np.testing.assert_allclose(last, run(layer, x)[:, -1:], atol=1e-5)
+
+
 def test_a_state_out_of_nothing():
     x = inputs()
     layer = make("sympow")

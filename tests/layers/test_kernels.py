@@ -11,6 +11,7 @@ from flax import nnx
 from sympow_jax import config, layers, models, ops
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers.attention import kernels
+from sympow_jax.ops._recurrent import cost
 
 BATCH, TIME, HEADS, KV_HEADS, SIZE = 2, 21, 4, 2, 8
 SEGMENT_IDS = np.array([[0] * 9 + [-1] * 2 + [1] * 10, [3] * TIME], np.int32)
@@ -179,11 +180,23 @@ def test_flops_grow_with_the_context_only_without_a_state(name):
 def test_power_keeps_a_cache_while_it_is_smaller():
     kernel = KERNELS["power"].kernel("power", form=None)
     assert kernel.cache_policy is kernels.CachePolicy.WHILE_SMALLER
-    # 36 features by 8 values and a normalizer, and a window of 8, against 16 elements per key.
-    assert kernel.max_cache_length == 36 * 9 // 16 + 8
-    assert kernel.prefers_cache(36)
-    assert not kernel.prefers_cache(37)
+    # A token takes 2 F E for each of 6 heads and 2 (D + E) for each of W + 1 / 2 pairs, against S pairs of a cache.
+    assert 2 * 36 * 8 * 6 + 4 * 32 * 4.5 == 31.5 * 4 * 32
+    assert kernel.prefers_cache(31)
+    assert not kernel.prefers_cache(32)
     assert KERNELS["power"].kernel("power", form="attention").cache_policy is kernels.CachePolicy.ALWAYS
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_longest_cache_takes_no_more_bytes_than_the_state(dtype):
+    kernel = dataclasses.replace(KERNELS["power"].kernel("power", form=None), dtype=dtype)
+    longest, state = kernel.max_cache_length, kernel.init_state(1).nbytes
+    assert kernel.init_cache(1, longest).nbytes <= state < kernel.init_cache(1, longest + 1).nbytes
+
+
+def test_a_state_beyond_memory_has_a_longest_cache(monkeypatch):
+    monkeypatch.setattr(cost, "memory_bytes", lambda: 2**10)
+    assert KERNELS["power"].kernel("power", form=None).max_cache_length == 26
 
 
 def test_a_row_added_at_run_time(monkeypatch):

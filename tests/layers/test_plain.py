@@ -117,7 +117,7 @@ def test_channel_options():
     lrpe = config.LrpeConfig(core="unitary", learned_rates=True)
     layer = layers.PowerAttention(WIDTH, HEADS, decay="channel_learned", position="lrpe", lrpe=lrpe, rngs=0)
     assert layer.decay.kernel.shape == (WIDTH, WIDTH)
-    assert layer.kernel.compared_dim == 16
+    assert layer.kernel.encoded_dim == 16
     assert layer.positions.rates.shape == (HEADS, 8)
 
 

@@ -131,7 +131,7 @@ def test_what_positions_make_of_sizes():
         kernel = make(variant).kernel
         linear = kernel.attention.kernel == "linear"
         sizes[variant] = (
-            kernel.compared_dim,
+            kernel.encoded_dim,
             kernel.mapped_dim if linear else None,
             kernel.rotated_dim if linear else None,
         )

@@ -1,5 +1,6 @@
 """Tests that mistakes in the arguments of a model give one clear line."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ def model():
             "tokens has shape (5,); it must be [B, T]; add the batch axis to one row with tokens[None]",
         ),
         (jnp.zeros((1, 5, 16), jnp.int32), "tokens has shape (1, 5, 16); it must be [B, T]"),
+        ([[1, 2]], "tokens is a list; it must be an array; pass jnp.asarray(tokens)"),
         (jnp.zeros((1, 5)), "tokens has dtype float32; it must be an integer dtype; pass token ids"),
     ],
 )
@@ -44,10 +46,45 @@ def test_segment_ids(model):
     with pytest.raises(ValueError, match=r"segment_ids has shape \(5,\); it must be \(1, 5\)"):
         model(tokens, segment_ids=tokens[0])
 
+    for call in (model, model.hidden, layers.PowerAttention(8, 2, rngs=0)):
+        x = tokens if call is model or call == model.hidden else jnp.ones((1, 5, 8))
+        with pytest.raises(ValueError, match="segment_ids is a list; it must be an array"):
+            call(x, segment_ids=[[0] * 5])
 
-def test_a_layer_takes_rows():
+
+def test_states(model):
+    for length in (-3, 0):
+        with pytest.raises(ValueError, match=f"max_length is {length}; it must be at least 1"):
+            model.init_state(1, max_length=length)
+    with pytest.raises(ValueError, match=r"max_length is 2\.5; it must be an integer of at least 1"):
+        model.init_state(1, max_length=2.5)
+    softmax = models.DecoderLM(
+        config.ModelConfig(vocab_size=8, attention=config.preset("softmax"), **SIZES), rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(ValueError, match="kernel 'softmax' does not support; pass kv_cache=True"):
+        softmax.init_state(1, max_length=4, kv_cache=False)
+    state = model.init_state(1, max_length=4)
+    with pytest.raises(ValueError, match="the state has 0 layers and the model 1; make it with this model's"):
+        model(jnp.zeros((1, 2), jnp.int32), state=dataclasses.replace(state, layers=()))
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (
+            jnp.ones((5, 16)),
+            "x has shape (5, 16); it must be [B, T, M]; add the batch axis to one row with x[None]",
+        ),
+        (
+            jnp.ones((1, 5, 8)),
+            "x has shape (1, 5, 8); its last axis must be the layer's width 16; make the layer with width=8",
+        ),
+        (jnp.ones((1, 5, 16), jnp.int32), "x has dtype int32; it must be one of float16"),
+        ([[1.0]], "x is a list; it must be an array"),
+    ],
+)
+def test_a_layer_takes_rows_of_its_width(x, message):
     layer = layers.PowerAttention(16, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(
-        ValueError, match=r"x has shape \(5, 16\); it must be \[B, T, M\]; add the batch axis"
-    ):
-        layer(jnp.ones((5, 16)))
+    for call in (layer, layer.maps):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call(x)

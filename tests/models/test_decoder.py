@@ -150,6 +150,21 @@ def test_streaming_equals_one_call(preset, changes):
     assert np.std(whole) > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("preset", "changes"),
+    [("conformal", {"form": "chunked"}), ("conformal", {"form": "attention"}), ("linear", {}), ("gpt2", {})],
+)
+def test_tokens_without_ids_continue_the_document_of_the_state(preset, changes):
+    model, ids = small(preset, **changes), np.full((2, TIME), 5, np.int32)
+    whole = run(model, tokens(), ids)
+    state = model.init_state(2, max_length=TIME)
+    first, state = run_on(model, tokens()[:, :15], ids[:, :15], state)
+    second, state = run_on(model, tokens()[:, 15:29], None, state)
+    last, _ = run_on(model, tokens()[:, 29:], None, state)
+    parts = jnp.concatenate([first, second, last], axis=1)
+    assert np.abs(parts - whole).max() < 1e-5 * np.abs(whole).max()
+
+
 @pytest.mark.parametrize("preset", ["conformal", "linear", "gpt2"])
 def test_a_document_is_the_same_wherever_it_stands(preset):
     model = small(preset)

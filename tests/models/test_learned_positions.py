@@ -65,7 +65,7 @@ def test_a_model_without_a_norm_behind_the_embedding_has_none():
 def test_beyond_the_table():
     model = make()
     with pytest.raises(
-        ValueError, match=r"there are 9 tokens, but learned positions end at .*max_document_length, 8"
+        ValueError, match=r"a document has 9 tokens, but learned positions end at .*max_document_length, 8"
     ):
         jax.eval_shape(model, tokens(9))
     with pytest.raises(
@@ -82,12 +82,26 @@ def test_beyond_the_table():
         generation.generate(model, [[1] * 6], max_tokens=3, sampling=generation.Sampling(temperature=0))
 
 
+def test_rows_may_be_longer_than_the_table():
+    """Documents may not; where ids are traced, those that are end in NaN."""
+    model = make()
+    ids = np.array([[0] * 8 + [1] * 8, [-1] + [3] * 6 + [-1] * 2 + [3] * 2 + [4] * 5])
+    packed = model(tokens(16), segment_ids=ids)
+    np.testing.assert_allclose(packed[0, 8:], model(tokens(16)[:1, 8:])[0], atol=1e-5)
+    assert np.isfinite(packed).all()
+    ids[1, 11] = 3
+    with pytest.raises(ValueError, match="a document has 9 tokens, but learned positions end"):
+        model(tokens(16), segment_ids=ids)
+    traced = nnx.jit(lambda model, ids: model(tokens(16), segment_ids=ids))(model, ids)
+    np.testing.assert_array_equal(np.isnan(traced).any((0, 2)), np.arange(16) == 11)
+
+
 def test_encoders_have_them_too():
     images = make("classification", patch_size=2, channels=1, vocab_size=0)
     assert jax.eval_shape(images.classify, jnp.zeros((2, 8, 4, 1))).shape == (2, 2)
-    with pytest.raises(ValueError, match="there are 16 tokens, but learned positions end"):
+    with pytest.raises(ValueError, match="a document has 16 tokens, but learned positions end"):
         jax.eval_shape(images.classify, jnp.zeros((2, 8, 8, 1)))
     encoder = make("masked_token")
     assert jax.eval_shape(encoder.hidden, tokens()).shape == (2, LENGTH, WIDTH)
-    with pytest.raises(ValueError, match="there are 9 tokens, but learned positions end"):
+    with pytest.raises(ValueError, match="a document has 9 tokens, but learned positions end"):
         jax.eval_shape(encoder.hidden, tokens(9))

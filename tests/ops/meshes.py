@@ -55,7 +55,8 @@ def last(arrays):
 
 def power(form, **options):
     """Returns the op from a state to a state."""
-    call = functools.partial(ops.power_attention, form=form, exact_window=WINDOW, chunk_size=8, **options)
+    options |= {} if form == "recurrent" else {"chunk_size": 8}
+    call = functools.partial(ops.power_attention, form=form, exact_window=WINDOW, **options)
     state = call(**drawn(11, seed=1), return_state=True)[1]
     layouts = LAYOUTS | {"initial_state": ops.PowerState.layout()}
     return (

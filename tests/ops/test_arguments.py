@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
-from sympow_jax.ops import feature_maps, lrpe, rotary
+from sympow_jax.ops import documents, feature_maps, lrpe, rotary
 
 X = jnp.ones((1, 4, 1, 4))
 STATE = ops.PowerState.zeros(1, 1, 4, 4, power=2, exact_window=3)
@@ -71,8 +71,17 @@ EVERY_OP = {
     "log_decay is a float; it must be an array": {"log_decay": -0.1},
     "implementation is 'cuda'; it must be one of None, ": {"implementation": "cuda"},
     "implementation is 3; it must be one of None, ": {"implementation": 3},
+    "axis_name is 'nope', which is not a manual mesh axis here; it must name an axis of the jax.shard_map in which the "
+    "op is called, or be left out": {"axis_name": "nope"},
+    "axis_name is 3; it must name an axis of the jax.shard_map in which the op is called": {"axis_name": 3},
 }
-CASES = [(name, message) for name in WHOLE for message in EVERY_OP]
+# Per-channel gates do not support axis_name, whatever its value.
+CASES = [
+    (name, message)
+    for name in WHOLE
+    for message, wrong in EVERY_OP.items()
+    if (name, *wrong) != ("channel_gated", "axis_name")
+]
 
 
 @pytest.mark.parametrize(("name", "message"), CASES, ids=map("-".join, CASES))
@@ -94,6 +103,10 @@ POWER = {
     "exact_window is None; it must be an integer of at least 0": {"exact_window": None},
     "chunk_size is 0; it must be at least 1": {"chunk_size": 0},
     "chunk_size is 16.0; it must be an integer of at least 1": {"chunk_size": 16.0},
+    "chunk_size is 64 and form 'recurrent', which updates the state one token at a time; leave out chunk_size": {
+        "chunk_size": 64,
+        "form": "recurrent",
+    },
     "form is 'chunk'; it must be one of None, 'attention', 'chunked', 'recurrent'": {"form": "chunk"},
     "form is an array of shape () and dtype int32; it must be one of None": {"form": jnp.int32(1)},
     "return_state is 2; it must be True or False": {"return_state": 2},
@@ -109,15 +122,24 @@ POWER = {
         "initial_state": STATE,
         "power": 4,
     },
+    # Both have 15 features.
+    "the state's keys have shape (1, 6, 1, 2); these inputs need (1, 6, 1, 5); make it with PowerState.zeros(1, 1, 5, "
+    "4, power=2, exact_window=3)": {
+        "query": jnp.ones((1, 4, 1, 5)),
+        "key": jnp.ones((1, 4, 1, 5)),
+        "initial_state": ops.PowerState.zeros(1, 1, 2, 4, power=14, exact_window=3),
+        "exact_window": 3,
+    },
     "the state has dtype bfloat16; it must be float32": {
         "initial_state": jax.tree.map(lambda x: x.astype("bfloat16"), STATE)
     },
 }
 
 
+@pytest.mark.parametrize("call", [ops.power_attention, ops.explain])
 @pytest.mark.parametrize(("message", "wrong"), POWER.items(), ids=POWER)
-def test_power_attention_refuses(message, wrong):
-    raises_one_line(message, ops.power_attention, **{"query": X, "key": X, "value": X} | wrong)
+def test_power_attention_refuses(message, wrong, call):
+    raises_one_line(message, call, **{"query": X, "key": X, "value": X} | wrong)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +148,13 @@ def test_power_attention_refuses(message, wrong):
 def test_a_traced_option_is_one_line(name):
     call = jax.jit(lambda option: ops.power_attention(X, X, X, **{name: option}))
     raises_one_line(f"{name} is traced; it must be", call, jnp.int32(2))
+
+
+def test_a_state_refuses_odd_powers_and_windows():
+    sizes = (1, 1, 4, 4)
+    raises_one_line("power is 3; it must be positive and even", ops.PowerState.zeros, *sizes, power=3)
+    for state in (functools.partial(ops.PowerState.zeros, power=2), ops.LinearState.zeros):
+        raises_one_line("exact_window is -1; it must be at least 0", state, *sizes, exact_window=-1)
 
 
 def test_a_step_names_its_own_axes():
@@ -154,6 +183,22 @@ def test_numpy_arguments_are_as_good_as_those_of_jax():
     )
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_explain_converts_arguments_as_the_op_does():
+    arrays = (np.asarray(X, "float64"),) * 3
+    options = {"segment_ids": np.zeros((1, 4), "int64"), "initial_state": STATE, "exact_window": 3}
+    assert ops.power_attention(*arrays, **options).dtype == jnp.float32
+    plan = ops.explain(*arrays, **options)
+    assert plan.dtype == jnp.float32
+    abstract = ops.explain(
+        *(jax.ShapeDtypeStruct(X.shape, "float64"),) * 3, initial_state=STATE, exact_window=3
+    )
+    assert plan == abstract
+    raises_one_line("query is a list; it must be an array", ops.explain, [[1.0]], X, X)
+    raises_one_line(
+        "got an unexpected keyword argument 'windows'", ops.explain, X, X, X, windows=3, error=TypeError
+    )
 
 
 LARGE_IDS = np.repeat(
@@ -300,6 +345,14 @@ def test_other_functions_refuse_odd_arguments():
         ("power is 1.5; it must be an integer", lambda: feature_maps.tensor_power(X, 1.5)),
         ("x has dtype int32", lambda: feature_maps.symmetric_power(X.astype("int32"), 2)),
         ("x has shape (4, 1, 4); it must be [B, T, N, D]", lambda: rotary.rope(X[0], positions)),
+        (
+            "axis_name is 'nope', which is not a manual mesh axis here",
+            lambda: rotary.learned_angles(X[..., 0], 4, axis_name="nope"),
+        ),
+        (
+            "axis_name is 'nope', which is not a manual mesh axis here",
+            lambda: documents.positions(positions, documents.PositionState.zeros(1), axis_name="nope"),
+        ),
         ("positions has dtype float32", lambda: rotary.rope(X, positions.astype("float32"))),
         ("positions has shape (4,); it must be [B, T]", lambda: rotary.rope(X, positions[0])),
         (

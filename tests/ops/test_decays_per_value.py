@@ -244,8 +244,9 @@ def test_errors_name_the_numbers_and_the_remedy():
         ValueError, match=r"\(1, 2, 35, 4\); make it with PowerState.zeros\(1, 2, 4, 4, power=4"
     ):
         call(power=4, initial_state=state)
-    with pytest.raises(NotImplementedError, match="form 'attention' has one decay per key head"):
+    with pytest.raises(NotImplementedError, match="only implementation='reference' supports both"):
         ops.power_attention(x[:, 1:], x, x, log_decay=x)
+    assert ops.power_attention(x[:, 1:], x, x, log_decay=x, implementation="reference").shape == (1, 7, 2, 4)
 
 
 def test_the_state_of_the_reference():

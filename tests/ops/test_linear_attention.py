@@ -327,16 +327,19 @@ BAD = {
         "initial_state": STATE,
         "turn": lambda x: x,
     },
-    "causal is False, which goes without log_decay": {"causal": False, "log_decay": X[..., 0]},
-    "causal is False, which goes without initial_state": {"causal": False, "initial_state": STATE},
-    "causal is False, which goes without return_state": {"causal": False, "return_state": True},
-    "causal is False, which goes without axis_name": {"causal": False, "axis_name": "context"},
-    "causal is False, which goes without form": {"causal": False, "form": "chunked"},
+    "causal is False, which does not support log_decay": {"causal": False, "log_decay": X[..., 0]},
+    "causal is False, which does not support initial_state": {"causal": False, "initial_state": STATE},
+    "causal is False, which does not support return_state": {"causal": False, "return_state": True},
+    "causal is False, which does not support axis_name": {"causal": False, "axis_name": "context"},
+    "causal is False, which does not support form": {"causal": False, "form": "chunked"},
     "has the implementations 'reference' and 'xla', not 'mosaic_gpu'": {
         "causal": False,
         "implementation": "mosaic_gpu",
     },
-    "key has 4 tokens and query 3; they must be equal": {"causal": False, "query": X[:, 1:]},
+    "key has 4 tokens and query 3; they must be equal if causal is False; pass a query for each key": {
+        "causal": False,
+        "query": X[:, 1:],
+    },
 }
 
 

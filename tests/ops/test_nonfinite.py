@@ -14,7 +14,11 @@ TIME, DOCUMENT, BAD = 48, 12, 17
 SEGMENTS = np.repeat(np.arange(TIME // DOCUMENT, dtype=np.int32), DOCUMENT)[None].repeat(2, 0)
 POWER = {
     f"power {implementation} {form}": functools.partial(
-        ops.power_attention, implementation=implementation, form=form, exact_window=4, chunk_size=8
+        ops.power_attention,
+        implementation=implementation,
+        form=form,
+        exact_window=4,
+        chunk_size=None if form == "recurrent" else 8,
     )
     for implementation, form in (
         ("reference", "attention"),

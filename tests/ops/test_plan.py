@@ -43,6 +43,22 @@ def test_the_faster_kernels_are_taken():
     assert {faster(*shape) for shape in chunked} == {"chunked"}
 
 
+def test_flops_count_shared_key_heads_and_all_keys():
+    """A state is updated per key head and read per query head; one query attends to all S keys."""
+
+    def flops(heads, kv_heads, time, key_time):
+        query, key = (
+            jax.ShapeDtypeStruct((1, length, count, 8), jnp.float32)
+            for length, count in ((time, heads), (key_time, kv_heads))
+        )
+        return dict(ops.explain(query, key, key).flops)
+
+    full, shared = flops(8, 8, 64, 64), flops(8, 1, 64, 64)
+    assert full["attention"] == shared["attention"]
+    assert full["chunked"] - shared["chunked"] == 64 * 7 * 2 * 36 * 8
+    assert flops(1, 1, 1, 4096) == {"attention": 2 * 16 * 4095.5}
+
+
 def test_power_4_at_head_size_64_keeps_pairs_to_a_million_tokens():
     assert explain(power=4, time=2**20).form == "attention"
 

@@ -222,6 +222,22 @@ def _weight_sums(drawn, power):
     return (np.tri(time)[None, :, :, None] * np.exp(between) * scores**power).sum(2)
 
 
+@pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
+def test_every_product_of_float32_is_at_full_precision(form):
+    drawn = cast(cases.arrays(cases.Case(time=40)), "float32")
+
+    def loss(dout, **arguments):
+        out, state = ops.power_attention(**arguments, form=form, return_state=True)
+        return (out * dout).sum() + state.kv.sum()
+
+    arguments = [name for name in drawn if drawn[name] is not None and name not in ("segment_ids", "dout")]
+    gradient = jax.grad(lambda given: loss(drawn["dout"], **given))
+    program = jax.jit(gradient).lower({name: drawn[name] for name in arguments}).as_text()
+    products = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 5
+    assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)
+
+
 @pytest.mark.parametrize("form", ["attention", "chunked"])
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_zero_queries_give_zero_and_finite_gradients(implementation, form):

@@ -35,8 +35,14 @@ def check_ops(found):
 
 def check_refused(messages):
     expected = {
-        "states": ("NotImplementedError: ", "without states; leave out initial_state and return_state"),
-        "state": ("NotImplementedError: ", "without states; leave out initial_state and return_state"),
+        "states": (
+            "NotImplementedError: ",
+            "does not support states; leave out initial_state and return_state",
+        ),
+        "state": (
+            "NotImplementedError: ",
+            "does not support states; leave out initial_state and return_state",
+        ),
         "reference": ("NotImplementedError: ", "'reference' cannot; use implementation='xla'"),
         "kept": ("NotImplementedError: ", "as many keys as queries"),
         "kept by softmax": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),

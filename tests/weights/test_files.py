@@ -19,7 +19,8 @@ DECODER = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 4, "kv_heads": 2
 def decoder(name="conformal", *, layers=2, biases=False, **attention) -> config.Config:
     chosen = config.preset(name, **{"exact_window": 4, **attention})
     return config.Config(
-        model=config.ModelConfig(**DECODER | {"layers": layers, "biases": biases}, attention=chosen)
+        model=config.ModelConfig(**DECODER | {"layers": layers, "biases": biases}, attention=chosen),
+        data=config.DataConfig(context_length=8, batch_tokens=8),
     )
 
 

@@ -14,6 +14,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers import initializers, partitioning
 from sympow_jax.layers.attention import kernels, positions
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["Attention", "AttentionMaps", "AttentionState", "make_attention"]
 
@@ -125,7 +126,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs | int,
     ):
         rngs = initializers.as_rngs(rngs)
-        self.kernel = kernel
+        self.width, self.kernel = width, kernel
         self.num_heads, self.kv_heads, self.head_dim = kernel.num_heads, kernel.num_kv_heads, kernel.head_dim
         self.decay_kind = kernel.attention.decay_kind
 
@@ -135,11 +136,11 @@ class Attention(nnx.Module):
             options = {"dtype": dtype, "use_bias": use_bias} | options
             return initializers.linear(size_in, size_out, names=names, rngs=rngs, **options)
 
-        heads, kv_heads = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
-        self.query = project(width, heads, ("embed", "heads"))
-        self.key = project(width, kv_heads, ("embed", "kv_heads"))
-        self.value = project(width, kv_heads, ("embed", "kv_heads"))
-        self.out = project(heads, width, ("heads", "embed"), scale=out_scale)
+        query_width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
+        self.query = project(width, query_width, ("embed", "heads"))
+        self.key = project(width, kv_width, ("embed", "kv_heads"))
+        self.value = project(width, kv_width, ("embed", "kv_heads"))
+        self.out = project(query_width, width, ("heads", "embed"), scale=out_scale)
         self.positions = positions.make(
             kernel.attention,
             num_kv_heads=self.kv_heads,
@@ -149,11 +150,11 @@ class Attention(nnx.Module):
         )
         # Decays and rates are computed exactly: in float32, whatever the dtype, and without a bias.
         if self.decay_kind.source is attention_lib.DecaySource.DATA:
-            decays = kv_heads if self.decay_kind.per_channel else self.kv_heads
+            decays = kv_width if self.decay_kind.per_channel else self.kv_heads
             self.decay = project(width, decays, ("embed", "gates"), exact=True)
         if self.decay_kind.source is attention_lib.DecaySource.PARAMETER:
-            fixed = jnp.exp(self._fixed_decays())
-            self.decay_logits = nnx.Param(jnp.log(fixed) - jnp.log1p(-fixed))
+            initial = jnp.exp(self._fixed_decays())
+            self.decay_logits = nnx.Param(jnp.log(initial) - jnp.log1p(-initial))
         self.has_rate = bool(rates := positions.num_rates(kernel.attention, kernel.position_dim))
         if self.has_rate:
             self.rate = project(width, self.kv_heads * rates, ("embed", "gates"), exact=True)
@@ -194,10 +195,7 @@ class Attention(nnx.Module):
             ValueError: `return_state` is set without a state, but the kernel needs a KV cache, whose capacity only
                 `init_state` can set; or attention is not causal and a state is given or requested.
         """
-        if x.ndim != 3:
-            raise ValueError(
-                f"x has shape {x.shape}; it must be [B, T, M]; add the batch axis to one row with x[None]"
-            )
+        x, segment_ids = self._checked(x, segment_ids)
         if (return_state or state is not None) and not self.kernel.attention.causal:
             raise ValueError("attention that is not causal has no state; leave out state and return_state")
         if return_state and state is None:
@@ -211,12 +209,16 @@ class Attention(nnx.Module):
         else:
             mixed, state = self._mix(heads, learned, segment_ids, state)
         (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
-        return out if state is None or not return_state else (out, state)
+        if not return_state:
+            return out
+        assert state is not None  # given, or made by `_first_state`
+        return out, state
 
     def maps(
         self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
     ) -> AttentionMaps:
         """Returns the attention weights, decays and rates for x; takes T x T elements per head."""
+        x, segment_ids = self._checked(x, segment_ids)
         heads = self._project(x)
         query, key, rotate, _ = self.positions(
             heads.query,
@@ -237,18 +239,22 @@ class Attention(nnx.Module):
 
         Args:
             batch: number of rows.
-            max_length: capacity of a KV cache, in positions.
+            max_length: capacity of a KV cache, in positions; at least 1.
             kv_cache: whether to use a KV cache. None uses one if attending to it costs less than the recurrent state,
                 or if the kernel or its form requires it.
 
         Raises:
             ValueError: the recurrent state would exceed memory, or the kernel does not support `kv_cache`.
         """
+        max_length = arguments.check_integer("max_length", max_length, 1)
         if kv_cache is None:
             kv_cache = self.kernel.prefers_cache(max_length)
-        elif (not kv_cache) if self.kv_cache_length is None else (kv_cache and not self.kv_cache_length):
+        elif not self.kernel.supports_memory(kv_cache=kv_cache):
             name = self.kernel.attention.kernel
-            raise ValueError(f"kv_cache is {kv_cache}, which this attention of kernel {name!r} cannot do")
+            raise ValueError(
+                f"kv_cache is {kv_cache}, which this attention of kernel {name!r} does not support; pass "
+                f"kv_cache={not kv_cache}"
+            )
         if not kv_cache:
             return self._recurrent_state(batch)
         memory = self.kernel.init_cache(batch, max_length)
@@ -273,6 +279,25 @@ class Attention(nnx.Module):
         if not isinstance(state.memory, ops.KVCache):
             return state
         return dataclasses.replace(state, memory=self.kernel.compress(state.memory))
+
+    def _checked(self, x, segment_ids):
+        """Returns the arguments of a call as arrays.
+
+        Raises:
+            ValueError: they do not fit each other or the layer.
+        """
+        x = arguments.to_array("x", x)
+        if x.ndim != 3:
+            raise ValueError(
+                f"x has shape {x.shape}; it must be [B, T, M]; add the batch axis to one row with x[None]"
+            )
+        if x.shape[-1] != self.width:
+            raise ValueError(
+                f"x has shape {x.shape}; its last axis must be the layer's width {self.width}; make the layer with "
+                f"width={x.shape[-1]}"
+            )
+        arguments.check_floating("x", x)
+        return x, arguments.to_segment_ids(segment_ids, x.shape[:2])
 
     def _first_state(self, batch: int) -> AttentionState:
         if self.kernel.cache_policy is kernels.CachePolicy.ALWAYS:
@@ -380,10 +405,10 @@ class Attention(nnx.Module):
             case attention_lib.DecaySource.DATA:
                 return jax.nn.log_sigmoid(projected.reshape(*x.shape[:2], *shape))
             case attention_lib.DecaySource.PARAMETER:
-                fixed = jax.nn.log_sigmoid(self.decay_logits[...])
+                constant = jax.nn.log_sigmoid(self.decay_logits[...])
             case attention_lib.DecaySource.FIXED:
-                fixed = self._fixed_decays()
-        return jnp.broadcast_to(fixed, (*x.shape[:2], *shape))
+                constant = self._fixed_decays()
+        return jnp.broadcast_to(constant, (*x.shape[:2], *shape))
 
     def _fixed_decays(self) -> Float[Array, "K ..."]:
         """Returns ALiBi's slopes as logarithms of decays, per head or per value channel."""

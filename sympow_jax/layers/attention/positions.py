@@ -121,7 +121,8 @@ class Positions(nnx.Module):
             key: keys.
             rate: result of `rate`.
             learned: result of `learned`, for the heads in `key`.
-            segment_ids: document of each token, negative for padding; positions restart at each document.
+            segment_ids: document of each token, negative for padding; positions restart at each document. None
+                continues the document of the state.
             state: position before the first token; None for none.
             axis_name: mesh axis that time is sharded over; None if time is whole.
         """
@@ -143,7 +144,7 @@ class _Rotating(Positions, abc.ABC):
         """Returns the rotation of each token's vectors, and the new state."""
 
     def __call__(self, query, key, *, rate, learned, segment_ids, state, axis_name):
-        segment_ids = _one_document(query) if segment_ids is None else segment_ids
+        segment_ids = _continued(query, state) if segment_ids is None else segment_ids
         rotation, state = self.rotation(rate, learned, segment_ids, state, axis_name)
         if self.of_features:
             return query, key, rotation, state
@@ -286,7 +287,7 @@ class Spe(Positions):
         return documents.PositionState.zeros(batch)
 
     def __call__(self, query, key, *, rate, learned, segment_ids, state, axis_name):
-        segment_ids = _one_document(query) if segment_ids is None else segment_ids
+        segment_ids = _continued(query, state) if segment_ids is None else segment_ids
         places, state = _places(segment_ids, state, axis_name)
         kv_heads, head_dim, sines = learned["phases"].shape
         shape = (kv_heads, head_dim, 2 * sines, self.attention.spe.realizations)
@@ -314,8 +315,11 @@ _CLASSES: Mapping[str, type[Positions]] = {
 }
 
 
-def _one_document(query: Float[Array, "B T N D"]) -> Int[Array, "B T"]:
-    return jnp.zeros(query.shape[:2], jnp.int32)
+def _continued(query: Float[Array, "B T N D"], state: PositionState | None) -> Int[Array, "B T"]:
+    """Returns segment ids of tokens that continue the document of the state."""
+    if state is None:
+        return jnp.zeros(query.shape[:2], jnp.int32)
+    return jnp.broadcast_to(documents.continued(state.segment)[:, None], query.shape[:2])
 
 
 def _places(

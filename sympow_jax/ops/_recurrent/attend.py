@@ -1,4 +1,4 @@
-"""Recurrent attention by its plan: prepare, leaf, finish, compiled once per plan and shapes."""
+"""Recurrent attention by its plan: prepare, backend, finish, compiled once per plan and shapes."""
 
 import dataclasses
 import importlib
@@ -60,37 +60,37 @@ def _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, state):
 
 
 def _attend(plan, query, key, value, log_decay, segment_ids, state):
-    """Runs prepare, leaf and finish."""
+    """Runs prepare, the backend and finish."""
     if plan.implementation == "reference":
-        return reference.LEAVES[plan.form](plan, query, key, value, log_decay, segment_ids, state)
-    leaves = _mosaic() if plan.implementation == "mosaic_gpu" else xla
+        return reference.FORMS[plan.form](plan, query, key, value, log_decay, segment_ids, state)
+    backend = _mosaic() if plan.implementation == "mosaic_gpu" else xla
     if plan.form == "attention":
-        return leaves.attention(plan, query, key, value, log_decay, segment_ids, state)
+        return backend.attention(plan, query, key, value, log_decay, segment_ids, state)
     prepared = rows.prepare(plan, query, key, value, log_decay, segment_ids, state)
     if plan.per_channel:
-        leaf = channels.chunked
-    elif plan.axis_name is not None and leaves is xla:
-        leaf = xla.chunked_over_devices
+        chunked = channels.chunked
+    elif plan.axis_name is not None and backend is xla:
+        chunked = xla.chunked_over_devices
     else:
-        leaf = leaves.chunked
+        chunked = backend.chunked
     if plan.axis_name is None:
-        # Limit the window to the number of positions: only `folds` determines which tokens enter the state. Over
+        # Limit the window to the number of positions: only `enters_state` determines which tokens enter the state. Over
         # devices the window is the length of a halo.
         seen = min(plan.exact_window, prepared.rows.query.shape[1])
-        results = leaf(dataclasses.replace(plan, exact_window=seen), prepared.rows)
+        results = chunked(dataclasses.replace(plan, exact_window=seen), prepared.rows)
     else:
-        results = leaf(plan, prepared.rows)
+        results = chunked(plan, prepared.rows)
     return rows.finish(plan, prepared, *results, query, value.dtype)
 
 
 @calls.op(calls.STEP, lambda plan: ("B N E", power_state.PowerState.layout(per_channel=plan.per_channel)))
 def attend_step(plan, query, key, value, log_decay, segment_ids, state):
     """Returns the output of one token by `plan.make_step`'s plan, and the state after it."""
-    leaf = xla_step.step
+    step = xla_step.step
     if plan.implementation == "mosaic_gpu":
-        leaf = importlib.import_module("sympow_jax.ops._recurrent.mosaic_step").step
+        step = importlib.import_module("sympow_jax.ops._recurrent.mosaic_step").step
     with jax.named_scope(f"step_{plan.implementation}"):
-        return leaf(plan, query, key, value, log_decay, segment_ids, state)
+        return step(plan, query, key, value, log_decay, segment_ids, state)
 
 
 def _mosaic():

@@ -32,11 +32,11 @@ class _Tokens(NamedTuple):
     key: Float[Array, "X D"]
     value: Float[Array, "X E"]
     log_decay: Float[Array, "X E"]
-    folds: Bool[Array, " X"]
+    enters_state: Bool[Array, " X"]
 
 
 def chunked(plan, rows: rows_of.Rows):
-    """Computes the chunked form with decays per value; returns (out [B, X, N, E], kv, norm).
+    """Computes the chunked form with decays per value channel; returns (out [B, X, N, E], kv, norm).
 
     Chunks are rounded up to whole blocks.
     """
@@ -55,14 +55,14 @@ def chunked(plan, rows: rows_of.Rows):
         state = features.from_canonical(both, head_dim, plan.power)
     query = rows.query.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim)
 
-    def row(folds, *by_head):
+    def row(enters_state, *by_head):
         def head(query, key, value, log_decay, state):
-            return _head(plan, query, _Tokens(key, value, log_decay, folds), state)
+            return _head(plan, query, _Tokens(key, value, log_decay, enters_state), state)
 
         return jax.vmap(head)(*by_head)
 
     by_head = (jnp.moveaxis(x, 2, 1) for x in (rows.key, rows.value, log_decay))
-    out, final = jax.vmap(row)(rows.folds, jnp.moveaxis(query, 1, 3), *by_head, state)
+    out, final = jax.vmap(row)(rows.enters_state, jnp.moveaxis(query, 1, 3), *by_head, state)
     out = jnp.moveaxis(out, 3, 1).reshape(batch, -1, heads, out.shape[-1])[:, :length]
     if not plan.return_state:
         return out, None, None
@@ -89,9 +89,9 @@ def _head(plan, query: Float[Array, "G X D"], tokens: _Tokens, state: features.G
 
 def _step(plan, carry, inputs):
     """Processes one chunk: returns the updated state, the last W tokens, and the outputs [G, C, E]."""
-    state, exact_window = carry
+    state, window_tokens = carry
     query, new = inputs
-    tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts), exact_window, new)
+    tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts), window_tokens, new)
     dtype = state[0].dtype
     exact = tokens._replace(key=tokens.key.astype(dtype), value=tokens.value.astype(dtype))
     query = query.astype(dtype)
@@ -102,7 +102,7 @@ def _step(plan, carry, inputs):
     numerator, denominator = jnp.split(sums, 2, axis=-1)
     out = means.mean(numerator[..., None], denominator[..., None], -1)[..., 0]
     kept = jax.tree.map(lambda x: x[plan.chunk :], tokens)
-    return (_folded(plan, state, exact), kept), out
+    return (_updated_state(plan, state, exact), kept), out
 
 
 def _before_block(plan, query, tokens, prefix):
@@ -136,7 +136,7 @@ def _own_block(plan, query, tokens, prefix):
 def _from_state(plan, query, state, prefix):
     """Returns sums over the tokens in the state, [G, C, 2E]."""
     weights = features.weights(query.shape[-1], plan.power, query.dtype)
-    weighted = tuple(s * w for s, w in zip(state, weights))
+    weighted = features.weighted(state, weights)
     columns = query.reshape(-1, query.shape[-1]).T
     sums = features.query(weighted, columns, plan.power, plan.precision).T
     coarse, fine = prefix
@@ -144,12 +144,12 @@ def _from_state(plan, query, state, prefix):
     return sums.reshape(*query.shape[:2], -1) * _twice(to_query)
 
 
-def _folded(plan, state, tokens):
+def _updated_state(plan, state, tokens):
     """Returns the state updated with the oldest C tokens."""
     old = jax.tree.map(lambda x: x[: plan.chunk], tokens)
-    log_decay = jnp.where(old.folds[:, None], old.log_decay, 0)
-    to_state = decays.exp(decays.suffix_sums(log_decay.T).T)
-    to_state = jnp.where(old.folds[:, None], to_state, 0)
+    log_decay = jnp.where(old.enters_state[:, None], old.log_decay, 0)
+    to_state = decays.exp(decays.sums_after(log_decay.T).T)
+    to_state = jnp.where(old.enters_state[:, None], to_state, 0)
     columns = jnp.concatenate([to_state * old.value, to_state], -1)
     new = features.fold(columns.T, old.key.T, plan.power, plan.precision)
     carry = _twice(decays.exp(log_decay.sum(0)))

@@ -17,6 +17,7 @@ from sympow_jax.ops._recurrent import features
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import plan as plans
 from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops._shared import layout
 
 __all__ = ["chunked"]
 
@@ -28,7 +29,7 @@ def chunked(
     key: Float[Array, "D X"],
     value: Float[Array, "E X"],
     log_decay: Float[Array, " X"] | None,
-    folds: Bool[Array, " X"],
+    enters_state: Bool[Array, " X"],
     state: features.Groups,
 ) -> tuple[Float[Array, "G E X"], features.Groups]:
     """Returns the weighted mean of values for the G query heads of one key head, and the state after its last update.
@@ -36,27 +37,32 @@ def chunked(
     With `Division.NONE` the result is sums [G, E + 1, X] in place of the mean, to which other sums may be added.
 
     X is a multiple of the chunk. `log_decay` comes from `decay.bounded`; None means no decay and no document boundary.
-    Positions where `folds` is False never enter the state. `state` has the layout of `features`; the last column is the
-    normalizer.
+    Positions where `enters_state` is False never enter the state. `state` has the layout of `features`; the last column
+    is the normalizer.
 
     Differentiable in query, key, value, log_decay and state. Saved for the backward pass: the arguments, the output,
     one denominator per query and the final state. Intermediate states and features are recomputed. With
     `Division.NONE` the output and the denominator are not saved.
     """
-    results, final = _forward(plan, query, key, value, log_decay, folds, state)
+    results, final = _forward(plan, query, key, value, log_decay, enters_state, state)
     return results[0], final
 
 
-def _forward(plan, query, key, value, log_decay, folds, state):
-    blocks = _Blocks(plan, query, key, value, log_decay, folds, state[0].dtype)
+def _forward(plan, query, key, value, log_decay, enters_state, state):
+    blocks = _Blocks(plan, query, key, value, log_decay, enters_state, state[0].dtype)
 
     def step(state, index):
         block = blocks[index]
         weights, _ = _near_weights(plan, block)
         sums = jnp.einsum("ek,gqk->geq", block.value, weights, precision=plan.precision)
-        far = features.query(blocks.weighted(state), _columns(block.query), plan.power, plan.precision)
-        sums += block.to_query * _groups(far, len(query))
-        state = _folded(plan, state, block)
+        far = features.query(
+            features.weighted(state, blocks.weights),
+            layout.merge_heads(block.query),
+            plan.power,
+            plan.precision,
+        )
+        sums += block.to_query * layout.split_heads(far, len(query))
+        state = _updated_state(plan, state, block)
         if plan.division is means.Division.NONE:
             return state, (sums,)
         denominator = sums[:, -1:]
@@ -64,36 +70,37 @@ def _forward(plan, query, key, value, log_decay, folds, state):
         return state, (out.astype(value.dtype), denominator)
 
     final, results = jax.lax.scan(step, state, blocks.indices)
-    return tuple(map(_joined, results)), final
+    return tuple(map(layout.join_chunks, results)), final
 
 
-def _chunked_fwd(plan, query, key, value, log_decay, folds, state):
-    results, final = _forward(plan, query, key, value, log_decay, folds, state)
+def _chunked_fwd(plan, query, key, value, log_decay, enters_state, state):
+    results, final = _forward(plan, query, key, value, log_decay, enters_state, state)
     final = tuple(ad_checkpoint.checkpoint_name(x, means.STATES_SAVED_AS) for x in final)
     divided = None
     if plan.division is not means.Division.NONE:
         divided = results = tuple(ad_checkpoint.checkpoint_name(x, means.SAVED_AS) for x in results)
-    return (results[0], final), (query, key, value, log_decay, folds, state, divided, final)
+    return (results[0], final), (query, key, value, log_decay, enters_state, state, divided, final)
 
 
 def _chunked_bwd(plan, residuals, cotangents):
-    query, key, value, log_decay, folds, state, divided, final = residuals
+    query, key, value, log_decay, enters_state, state, divided, final = residuals
     dsums, dfinal = cotangents
     if divided is not None:
         out, denominator = divided
         dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 1, plan.division)
         dsums = jnp.concatenate(dsums, 1)
 
-    blocks = _Blocks(plan, query, key, value, log_decay, folds, state[0].dtype)
+    blocks = _Blocks(plan, query, key, value, log_decay, enters_state, state[0].dtype)
     dquery_far, reads = _read_states(plan, blocks, dsums, state)
+    dlog_final = sum(jnp.vdot(d, s, precision=plan.precision) for d, s in zip(dfinal, final))
     dquery_near, (dkey, dvalue, ddecay), dstate = _write_states(
-        plan, blocks, dsums, reads, dfinal, sum(map(jnp.vdot, dfinal, final))
+        plan, blocks, dsums, reads, dfinal, dlog_final
     )
     return (
-        _joined(dquery_far + dquery_near).astype(query.dtype),
-        _joined(dkey).astype(key.dtype),
-        _joined(dvalue).astype(value.dtype),
-        None if log_decay is None else _joined(ddecay),
+        layout.join_chunks(dquery_far + dquery_near).astype(query.dtype),
+        layout.join_chunks(dkey).astype(key.dtype),
+        layout.join_chunks(dvalue).astype(value.dtype),
+        None if log_decay is None else layout.join_chunks(ddecay),
         None,
         dstate,
     )
@@ -109,14 +116,14 @@ def _read_states(plan, blocks, dsums, state):
         block = blocks[index]
         cotangent = block.to_query * blocks.of_queries(dsums, index)
         dquery = features.query_vjp(
-            blocks.weighted(state),
-            _columns(block.query),
-            _columns(cotangent),
+            features.weighted(state, blocks.weights),
+            layout.merge_heads(block.query),
+            layout.merge_heads(cotangent),
             plan.power,
             plan.precision,
         )
-        dquery = _groups(dquery, len(block.query))
-        return _folded(plan, state, block), (dquery, (block.query * dquery).sum((0, 1)) / plan.power)
+        dquery = layout.split_heads(dquery, len(block.query))
+        return _updated_state(plan, state, block), (dquery, (block.query * dquery).sum((0, 1)) / plan.power)
 
     _, (dquery, reads) = jax.lax.scan(step, state, blocks.indices)
     return dquery, reads
@@ -127,9 +134,11 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
 
     Gradients of log decays need no products of their own. A weight has degree p in query and key, so q_i . dq_i / p
     sums the gradients with respect to the logarithms of i's weights, and k_j . dk_j / p those of j's. The log decay at
-    t contributes to every pair with a query at or after t and a key before t. Its gradient for position t of a block is
-    the sum over the block's queries from t on minus the sum over its keys from t on. If token t updates a state S in
-    this step, <R, S> is added.
+    t contributes to every pair with a query at or after t and a key before t:
+
+        dlog[t] = sum_{i >= t} dlog_query[i] - sum_{j >= t} dlog_key[j]
+
+    over the queries i and keys j of the block. If token t updates a state S in this step, <R, S> is added.
     """
     chunk, exact_window, power, precision = plan.chunk, plan.exact_window, plan.power, plan.precision
 
@@ -145,19 +154,22 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
         dkey_far = features.query_vjp(dstate, old, value, power, precision)
         dvalue_far = features.query(dstate, old, power, precision)[:-1] * block.to_state
         dlog_far = (old * dkey_far).sum(0) / power
-        ddecay_far = blocks.folds_at(index) * (dlog_state - _sums_from(dlog_far))
+        ddecay_far = blocks.enters_state_at(index) * (dlog_state - decays.sums_from(dlog_far))
         gradients = (
             dkey.at[:, :chunk].add(dkey_far),
             dvalue.at[:, :chunk].add(dvalue_far),
-            _sums_from(dlog_near).at[:chunk].add(ddecay_far),
+            decays.sums_from(dlog_near).at[:chunk].add(ddecay_far),
         )
         # Queries of later chunks attend to the last W keys of this block too.
         gradients = [g.at[..., chunk:].add(later) for g, later in zip(gradients, tail)]
         cotangent = features.fold(
-            _columns(block.to_query * dsums_block), _columns(block.query), power, precision
+            layout.merge_heads(block.to_query * dsums_block),
+            layout.merge_heads(block.query),
+            power,
+            precision,
         )
         carry = (
-            tuple(block.carry * r + d for r, d in zip(dstate, blocks.weighted(cotangent))),
+            tuple(block.carry * r + d for r, d in zip(dstate, features.weighted(cotangent, blocks.weights))),
             [g[..., :exact_window] for g in gradients],
             dlog_state - dlog_far.sum() + read.sum(),
         )
@@ -188,41 +200,45 @@ class _Block(NamedTuple):
 class _Blocks:
     """Blocks of a sequence, indexed and sliced on demand."""
 
-    def __init__(self, plan, query, key, value, log_decay, folds, dtype):
+    def __init__(self, plan, query, key, value, log_decay, enters_state, dtype):
         chunk, exact_window = plan.chunk, plan.exact_window
         count = query.shape[-1] // chunk
         self.plan, self.dtype = plan, dtype
         self.indices = jnp.arange(count)
         self.query = query
         front = [(0, 0), (exact_window, 0)]
-        self.key, self.value, self.folds = (
+        self.key, self.value, self.enters_state = (
             jnp.pad(key, front),
             jnp.pad(value, front),
-            jnp.pad(folds, front[1:]),
+            jnp.pad(enters_state, front[1:]),
         )
         self.weights = features.weights(query.shape[1], plan.power, dtype)
         self.has_decay = log_decay is not None
         if self.has_decay:
-            cut = self.indices[:, None] * chunk + jnp.arange(chunk + exact_window)
-            block = jnp.pad(log_decay, front[1:])[cut]
-            folded = jnp.where(self.folds[cut[:, :chunk]], block[:, :chunk], 0)
-            self.coarse, self.fine = decays.split(block)
+            positions = self.indices[:, None] * chunk + jnp.arange(chunk + exact_window)
+            block_log_decay = jnp.pad(log_decay, front[1:])[positions]
+            folded = jnp.where(self.enters_state[positions[:, :chunk]], block_log_decay[:, :chunk], 0)
+            self.coarse, self.fine = decays.split(block_log_decay)
             self.to_query = decays.exp((self.coarse + self.fine)[:, exact_window:])
-            self.to_state = decays.exp(decays.suffix_sums(folded))
+            self.to_state = decays.exp(decays.sums_after(folded))
             self.carry = decays.exp(folded.sum(-1))
 
     def __getitem__(self, index) -> _Block:
         chunk, exact_window = self.plan.chunk, self.plan.exact_window
         seen = jnp.tri(chunk, chunk + exact_window, exact_window, bool)
-        folds = self.folds_at(index).astype(self.dtype)
+        enters_state = self.enters_state_at(index).astype(self.dtype)
         if self.has_decay:
             coarse, fine = jax.lax.optimization_barrier((self.coarse[index], self.fine[index]))
             between = (coarse[exact_window:, None] - coarse) + (fine[exact_window:, None] - fine)
             near = jnp.where(seen, decays.exp(between), 0)
-            to_query, to_state, carry = self.to_query[index], self.to_state[index] * folds, self.carry[index]
+            to_query, to_state, carry = (
+                self.to_query[index],
+                self.to_state[index] * enters_state,
+                self.carry[index],
+            )
         else:
             near = seen.astype(self.dtype)
-            to_query, to_state, carry = jnp.ones(chunk, self.dtype), folds, jnp.ones((), self.dtype)
+            to_query, to_state, carry = jnp.ones(chunk, self.dtype), enters_state, jnp.ones((), self.dtype)
         value = self._cut(self.value, index, chunk + exact_window)
         return _Block(
             query=self.of_queries(self.query, index),
@@ -234,17 +250,13 @@ class _Blocks:
             carry=carry,
         )
 
-    def weighted(self, state):
-        """Returns the state times the weights of its features."""
-        return tuple(s * w for s, w in zip(state, self.weights))
-
     def of_queries(self, x, index):
         """Returns the chunk's slice of an array over queries."""
         return self._cut(x, index, self.plan.chunk)
 
-    def folds_at(self, index):
+    def enters_state_at(self, index):
         """Returns which of the first C positions of the block update the state."""
-        return jax.lax.dynamic_slice_in_dim(self.folds, index * self.plan.chunk, self.plan.chunk)
+        return jax.lax.dynamic_slice_in_dim(self.enters_state, index * self.plan.chunk, self.plan.chunk)
 
     def _cut(self, x, index, length):
         part = jax.lax.dynamic_slice_in_dim(x, index * self.plan.chunk, length, -1)
@@ -271,31 +283,8 @@ def _near_vjp(plan, block, dsums):
     return dquery, dkey, dvalue, dlog.sum((0, 2)), dlog.sum((0, 1))
 
 
-def _folded(plan, state, block):
+def _updated_state(plan, state, block):
     value = block.value[:, : plan.chunk] * block.to_state
     key = block.key[:, : plan.chunk]
     new = features.fold(value, key, plan.power, plan.precision)
     return tuple(block.carry * s + n for s, n in zip(state, new))
-
-
-def _sums_from(x):
-    """Returns, for each position, the sum over itself and all later ones."""
-    return decays.suffix_sums(x) + x
-
-
-def _columns(x):
-    """Reshapes [G, A, C] to [A, G * C]: concatenates the query heads of a group."""
-    return x[0] if len(x) == 1 else jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
-
-
-def _groups(x, count):
-    """Reshapes [A, G * C] to [G, A, C]."""
-    return x[None] if count == 1 else jnp.moveaxis(x.reshape(x.shape[0], count, -1), 1, 0)
-
-
-def _joined(chunks):
-    """Reshapes [n, ..., C] to [..., n * C]."""
-    joined = jnp.moveaxis(chunks, 0, -2)
-    return joined.reshape(
-        *joined.shape[:-2], joined.shape[-2] * joined.shape[-1]
-    )  # -1 fails for empty arrays

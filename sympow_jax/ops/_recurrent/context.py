@@ -1,7 +1,7 @@
 """The chunked form under context parallelism: state and tokens passed between time shards.
 
-A device's rows are its left neighbor's last W tokens, whose queries it does not compute, and its own. It updates its
-state with all of them except its own last W, which the next device uses. All devices together thus use every token
+A device's positions are its left neighbor's last W tokens, whose queries it does not compute, and its own. It updates
+its state with all of them except its own last W, which the next device uses. All devices together thus use every token
 once, each starting from an empty state, at the same time. The resulting states are combined over the preceding devices.
 The incoming state is then added to the sums of the queries, or by the kernels to the states before its chunks.
 """
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops._recurrent import features
 from sympow_jax.ops._shared import decay as decays
-from sympow_jax.ops._shared import time_axis
+from sympow_jax.ops._shared import layout, time_axis
 
-__all__ = ["arriving_sums", "combined", "log_decay_over", "with_halo"]
+__all__ = ["combined", "log_decay_over", "sums_from_earlier_state", "with_halo"]
 
 # Number of positions per product with the state.
 _CHUNK = 128
@@ -43,20 +43,20 @@ def with_halo(
         )
     tokens = {name: x for name, x in arrays.items() if name in ("key", "value", "log_decay")}
     if ragged:
-        halo, held = _tokens_before(tokens, valid, exact_window, axis_name)
-        valid = jnp.concatenate([held, valid], 1)
+        halo, halo_valid = _tokens_before(tokens, valid, exact_window, axis_name)
+        valid = jnp.concatenate([halo_valid, valid], 1)
         behind = jnp.cumsum(valid[:, ::-1], 1)[:, ::-1] - valid
-        folds = behind >= exact_window
+        enters_state = behind >= exact_window
     else:
         # The first device receives zeros, whose weight is zero.
         halo = time_axis.from_left(
             {name: x[:, time - exact_window :] for name, x in tokens.items()}, axis_name
         )
         valid = jnp.ones((batch, exact_window + time), bool)
-        folds = jnp.broadcast_to(jnp.arange(exact_window + time) < time, valid.shape)
+        enters_state = jnp.broadcast_to(jnp.arange(exact_window + time) < time, valid.shape)
     nothing = jnp.zeros_like(arrays["query"], shape=(batch, exact_window, *arrays["query"].shape[2:]))
     joined = {name: jnp.concatenate([x, arrays[name]], 1) for name, x in ({"query": nothing} | halo).items()}
-    return joined | {"folds": folds}, valid
+    return joined | {"enters_state": enters_state}, valid
 
 
 def _tokens_before(tokens, valid, exact_window, axis_name):
@@ -68,30 +68,30 @@ def _tokens_before(tokens, valid, exact_window, axis_name):
     newest = jnp.argsort(valid, axis=1, stable=True)[:, valid.shape[1] - exact_window :]
 
     def at(x, index):
-        return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - 2)), axis=1)
+        return jnp.take_along_axis(x, layout.with_rank(index, x.ndim), axis=1)
 
     def last_of_both(far, near):
         """Keeps the last W tokens of two right-aligned runs: tokens of `far` move up to those of `near`."""
-        count = near["held"].sum(1, dtype=jnp.int32)[:, None]
+        count = near["valid"].sum(1, dtype=jnp.int32)[:, None]
         steps = jnp.arange(exact_window, dtype=jnp.int32)
         kept = steps >= exact_window - count
         moved = jnp.minimum(steps + count, exact_window - 1)
         return {
-            name: jnp.where(kept.reshape(kept.shape + (1,) * (x.ndim - 2)), x, at(far[name], moved))
+            name: jnp.where(layout.with_rank(kept, x.ndim), x, at(far[name], moved))
             for name, x in near.items()
         }
 
-    own = {name: at(x, newest) for name, x in (tokens | {"held": valid}).items()}
+    own = {name: at(x, newest) for name, x in (tokens | {"valid": valid}).items()}
     halo = time_axis.exclusive_prefix(last_of_both, own, axis_name)
-    held = halo.pop("held")
-    return halo, held
+    halo_valid = halo.pop("valid")
+    return halo, halo_valid
 
 
-def log_decay_over(log_decay: Float[Array, "B X K"] | None, folds, kv_heads: int):
+def log_decay_over(log_decay: Float[Array, "B X K"] | None, enters_state, kv_heads: int):
     """Returns the sum of the log decays of the tokens that update the state, [B, K]."""
     if log_decay is None:
-        return jnp.zeros_like(folds, jnp.float32, shape=(len(folds), kv_heads))
-    return jnp.where(folds[..., None], log_decay, 0).sum(1)
+        return jnp.zeros_like(enters_state, jnp.float32, shape=(len(enters_state), kv_heads))
+    return jnp.where(enters_state[..., None], log_decay, 0).sum(1)
 
 
 def combined(far, near):
@@ -102,14 +102,12 @@ def combined(far, near):
     """
     (far_decay, far_state), (near_decay, near_state) = far, near
     decay = decays.exp(near_decay)
-    state = jax.tree.map(
-        lambda x, y: decay.reshape(decay.shape + (1,) * (x.ndim - 2)) * x + y, far_state, near_state
-    )
+    state = jax.tree.map(lambda x, y: layout.with_rank(decay, x.ndim) * x + y, far_state, near_state)
     return far_decay + near_decay, state
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def arriving_sums(
+def sums_from_earlier_state(
     power: int,
     precision: jax.lax.Precision,
     state: features.Groups,
@@ -124,20 +122,21 @@ def arriving_sums(
 
     Differentiable in all three arrays. Only the arguments are saved, and neither pass computes a product twice.
     """
-    weighted = _weighted(state, query, power)
+    weighted = features.weighted(state, _weights(state, query, power))
     parts = _in_chunks(query.astype(state[0].dtype))
     sums = jax.lax.map(lambda q: features.query(weighted, q, power, precision), parts)
     return _since_start(log_decay, query) * _joined(sums, query.shape)
 
 
-def _arriving_fwd(power, precision, state, query, log_decay):
-    return arriving_sums(power, precision, state, query, log_decay), (state, query, log_decay)
+def _sums_from_earlier_state_fwd(power, precision, state, query, log_decay):
+    return sums_from_earlier_state(power, precision, state, query, log_decay), (state, query, log_decay)
 
 
-def _arriving_bwd(power, precision, residuals, dsums):
+def _sums_from_earlier_state_bwd(power, precision, residuals, dsums):
     """Computes the gradients; as in `chunked`, q . dq / p sums the gradients of the log weights of a query."""
     state, query, log_decay = residuals
-    weighted = _weighted(state, query, power)
+    weights = _weights(state, query, power)
+    weighted = features.weighted(state, weights)
     wide = query.astype(state[0].dtype)
 
     def step(dstate, inputs):
@@ -152,22 +151,20 @@ def _arriving_bwd(power, precision, residuals, dsums):
     dlog = None
     if log_decay is not None:
         at_queries = (wide * dquery).sum((0, 1)) / power
-        at_rows = jnp.pad(at_queries, (len(log_decay) - len(at_queries), 0))
-        dlog = jax.lax.cumsum(at_rows, reverse=True)
-    return _weighted(dstate, query, power), dquery.astype(query.dtype), dlog
+        at_positions = jnp.pad(at_queries, (len(log_decay) - len(at_queries), 0))
+        dlog = jax.lax.cumsum(at_positions, reverse=True)
+    return features.weighted(dstate, weights), dquery.astype(query.dtype), dlog
 
 
-arriving_sums.defvjp(_arriving_fwd, _arriving_bwd)
+sums_from_earlier_state.defvjp(_sums_from_earlier_state_fwd, _sums_from_earlier_state_bwd)
 
 
-def _weighted(state, query, power):
-    """Returns the state times the weights of its features."""
-    weights = features.weights(query.shape[1], power, state[0].dtype)
-    return tuple(s * w for s, w in zip(state, weights, strict=True))
+def _weights(state, query, power):
+    return features.weights(query.shape[1], power, state[0].dtype)
 
 
 def _since_start(log_decay, query):
-    """Returns the decay from before the rows to each query."""
+    """Returns the decay from before the positions to each query."""
     if log_decay is None:
         return 1
     return decays.exp(jnp.cumsum(log_decay))[len(log_decay) - query.shape[-1] :]
@@ -175,13 +172,10 @@ def _since_start(log_decay, query):
 
 def _in_chunks(x):
     """Reshapes [G, A, X] to [n, A, C]: positions of all heads are concatenated and zero-padded."""
-    x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % _CHUNK)])
-    return jnp.moveaxis(x.reshape(len(x), -1, _CHUNK), 1, 0)
+    return layout.split_chunks(layout.merge_heads(x), _CHUNK)
 
 
 def _joined(chunks, shape):
     """Inverts `_in_chunks`; `shape` gives the number of heads (first) and positions (last)."""
     groups, time = shape[0], shape[-1]
-    x = jnp.moveaxis(chunks, 0, 1).reshape(chunks.shape[1], -1)[:, : groups * time]
-    return jnp.moveaxis(x.reshape(-1, groups, time), 1, 0)
+    return layout.split_heads(layout.join_chunks(chunks)[:, : groups * time], groups)

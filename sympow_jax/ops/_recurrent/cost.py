@@ -11,8 +11,10 @@ from sympow_jax.ops import feature_maps
 __all__ = [
     "default_chunk",
     "faster_kernel",
+    "feature_flops",
     "flops_per_token",
     "memory_bytes",
+    "pair_flops",
     "precision_of",
     "require_memory",
     "state_bytes",
@@ -27,6 +29,9 @@ def flops_per_token(
     form: str,
     *,
     time: int,
+    key_time: int | None = None,
+    heads: int = 1,
+    kv_heads: int = 1,
     head_dim: int,
     value_dim: int,
     power: int,
@@ -34,18 +39,31 @@ def flops_per_token(
     exact_window: int,
     backward: bool = False,
 ) -> float:
-    """Returns the FLOPs per token and head of the forward pass or, with `backward`, of both passes.
+    """Returns the FLOPs per query token of the forward pass or, with `backward`, of both passes.
 
-    attention: 2 (D + E) T / 2 with T = `time`, since half of the pairs are causal. chunked: 4 F E + 2 (D + E) (C / 2 +
-    W). The backward pass has five products over pairs against two in the forward pass, and four over features against
-    two.
+    The attention form has S - T / 2 causal pairs per query, the mean over T queries at the end of S = `key_time` keys
+    (by default T = `time`). The other forms have C / 2 + W pairs, and products with the state. The backward pass has
+    five products over pairs against two in the forward pass, and four over features against two.
     """
     over_pairs, over_features = (3.5, 3) if backward else (1, 1)
+    sizes = {"heads": heads, "head_dim": head_dim, "value_dim": value_dim}
     if form == "attention":
-        return over_pairs * (head_dim + value_dim) * time
-    features = feature_maps.symmetric_power_dim(head_dim, power)
-    pairs = (head_dim + value_dim) * (chunk + 2 * exact_window)
-    return over_features * 4 * features * value_dim + over_pairs * pairs
+        return over_pairs * pair_flops((key_time or time) - time / 2, **sizes)
+    by_features = feature_flops(kv_heads=kv_heads, power=power, **sizes)
+    return over_features * by_features + over_pairs * pair_flops(chunk / 2 + exact_window, **sizes)
+
+
+def pair_flops(pairs: float, *, heads: int, head_dim: int, value_dim: int) -> float:
+    """Returns the FLOPs of a number of pairs per query head: 2 (D + E) for each."""
+    return 2 * heads * (head_dim + value_dim) * pairs
+
+
+def feature_flops(*, heads: int, kv_heads: int, head_dim: int, value_dim: int, power: int) -> int:
+    """Returns the FLOPs per token of products with a state.
+
+    Every key head updates one, and every query head reads one, for 2 F E each.
+    """
+    return 2 * feature_maps.symmetric_power_dim(head_dim, power) * value_dim * (heads + kv_heads)
 
 
 def faster_kernel(flops: Mapping[str, float], time: int) -> str:

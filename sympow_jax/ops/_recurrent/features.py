@@ -21,7 +21,7 @@ import numpy as np
 from sympow_jax.array_types import Array, Float
 from sympow_jax.ops import feature_maps
 
-__all__ = ["fold", "from_canonical", "query", "query_vjp", "to_canonical", "weights", "zeros"]
+__all__ = ["fold", "from_canonical", "query", "query_vjp", "to_canonical", "weighted", "weights", "zeros"]
 
 Groups = tuple[Array, ...]
 
@@ -53,6 +53,11 @@ def weights(head_dim: int, power: int, dtype) -> Groups:
     canonical, occurrences, _ = _table(head_dim, power)
     weight = (feature_maps.multiplicities(head_dim, power) / occurrences)[canonical]
     return tuple(jnp.asarray(w[:, None], dtype) for w in np.split(weight, _splits(head_dim, power)))
+
+
+def weighted(state: Groups, weights: Groups) -> Groups:
+    """Returns the state times the weights of its features."""
+    return tuple(s * w for s, w in zip(state, weights, strict=True))
 
 
 def zeros(

@@ -34,7 +34,7 @@ _DIFFERENTIABLE = ("query", "key", "value", "log_decay")
 _LAYOUTS = (
     dict.fromkeys(("query", "key", "value", "log_decay", "out", "dout", "denominator", "exponent"), "BTH")
     | dict.fromkeys(("kv", "norm", "final_kv", "final_norm", *state_kernel.Saved._fields), "BH")
-    | dict.fromkeys(("segment_ids", "folds", "rows"), "B")
+    | dict.fromkeys(("segment_ids", "enters_state", "active"), "B")
 )
 
 
@@ -186,7 +186,7 @@ def _chunked_bwd(plan, residuals, cotangents):
         return {name: gradients[name] for name in wanted}
 
     arrays = rows._asdict() | saved | dict(zip(("dout", "final_kv", "final_norm"), rounded(cotangents)))
-    wanted = tuple(name for name, x in rows._asdict().items() if x is not None and name != "folds")
+    wanted = tuple(name for name, x in rows._asdict().items() if x is not None and name != "enters_state")
     return (rows_of.Rows(**dict.fromkeys(rows_of.Rows._fields) | per_device(compute, arrays, wanted)),)
 
 
@@ -198,8 +198,8 @@ def _met(saved, final, arguments, options, axis_name, reverse=False):
 
     reverse: adds gradients of states, which arrive from later devices.
     """
-    key, _, log_decay, folds = arguments
-    decay = context.log_decay_over(log_decay, folds, key.shape[2])
+    key, _, log_decay, enters_state = arguments
+    decay = context.log_decay_over(log_decay, enters_state, key.shape[2])
     _, incoming = time_axis.exclusive_prefix(context.combined, (decay, final), axis_name, reverse=reverse)
     options = {name: x for name, x in options.items() if name != "interpret"}
     return state_kernel.add_incoming(saved, final, incoming, *arguments, **options, reverse=reverse)
@@ -210,7 +210,7 @@ def _arguments(arrays):
     decay = arrays.get("log_decay")
     if decay is None:
         decay = jnp.zeros(arrays["key"].shape[:3], jnp.float32)
-    return *(arrays[name] for name in ("query", "key", "value")), decay, arrays["folds"]
+    return *(arrays[name] for name in ("query", "key", "value")), decay, arrays["enters_state"]
 
 
 def _options(plan):

@@ -47,8 +47,8 @@ def step(plan, query, key, value, log_decay, segment_ids, state):
 
     Only the arguments are saved for the backward pass, which is that of the `xla` step.
     """
-    leaf = xla_step.Leaf(_read, _fold)
-    return xla_step.step_by(leaf, plan, query, key, value, log_decay, segment_ids, state)
+    state_ops = xla_step.StateOps(_read, _fold)
+    return xla_step.step_by(state_ops, plan, query, key, value, log_decay, segment_ids, state)
 
 
 def _step_fwd(plan, *arrays):
@@ -92,14 +92,14 @@ def _read_share(arrays, *, power, interpret):
         query,
         arrays["key"],
         arrays["value"],
-        decays.exp(decays.suffix_sums(log_decay)),
+        decays.exp(decays.sums_after(log_decay)),
         power=power,
         interpret=interpret,
     )
     return {"out": means.mean(numerator, denominator[..., None], -1)[:, None]}
 
 
-def _fold(plan, state, tokens, rows):
+def _fold(plan, state, tokens, active):
     """Computes `xla_step._fold` in place."""
     arrays = {
         "query": tokens["keys"],
@@ -108,7 +108,7 @@ def _fold(plan, state, tokens, rows):
         "log_decay": tokens["log_decays"],
         "kv": state.kv,
         "norm": state.norm,
-        "rows": rows,
+        "active": active,
     }
     compute = functools.partial(_fold_share, power=plan.power, interpret=plan.interpret)
     return mosaic.per_device(compute, arrays, ("kv", "norm"))
@@ -117,12 +117,12 @@ def _fold(plan, state, tokens, rows):
 def _fold_share(arrays, *, power, interpret):
     key, value, log_decay = arrays["key"], arrays["value"], jnp.moveaxis(arrays["log_decay"], 1, 2)
     carry = decays.exp(log_decay.sum(-1))
-    decay = decays.exp(decays.suffix_sums(log_decay))[..., None]
-    rows = arrays["rows"]
+    decay = decays.exp(decays.sums_after(log_decay))[..., None]
+    active = arrays["active"]
     # Rows per call, limited so that their features fit into the cache.
-    size = max(1, min(len(rows), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
-    count = rows.sum(dtype=jnp.int32)
-    chosen_first = jnp.pad(jnp.argsort(~rows, stable=True), (0, -len(rows) % size))
+    size = max(1, min(len(active), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
+    count = active.sum(dtype=jnp.int32)
+    chosen_first = jnp.pad(jnp.argsort(~active, stable=True), (0, -len(active) % size))
 
     def fold(block, held):
         chosen = jax.lax.dynamic_slice_in_dim(chosen_first, block * size, size).astype(jnp.int32)

@@ -26,10 +26,10 @@ class Plan:
         form: `attention`, `chunked` or `recurrent`; `step` for one token.
         implementation: `reference`, `xla` or `mosaic_gpu`.
         power: the degree p of the weights.
-        chunk: tokens per chunk, or per block of the attention form; None if the kernels choose.
+        chunk: tokens per chunk, or per block of the attention form; None for a step, or if the kernels choose.
         exact_window: number of recent tokens that every query attends to exactly.
         division: rule for dividing sums of weighted values by sums of weights.
-        per_channel: whether decays are one per value instead of one per key head.
+        per_channel: whether decays are one per value channel instead of one per key head.
         return_state: whether the state after the last token is computed.
         axis_name: the manual mesh axis over which time is sharded, or None.
         dtype: the dtype of sums and states.
@@ -96,6 +96,11 @@ def make(
     exact_window = arguments.check_integer("exact_window", exact_window, 0)
     if chunk_size is not None:
         chunk_size = arguments.check_integer("chunk_size", chunk_size, 1)
+        if form == "recurrent":
+            raise ValueError(
+                f"chunk_size is {chunk_size} and form 'recurrent', which updates the state one token at a time; leave "
+                f"out chunk_size, or use form='chunked'"
+            )
     return_state = arguments.check_flag("return_state", return_state)
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     per_channel = _per_channel(log_decay, value, state)
@@ -117,9 +122,11 @@ def make(
         )
     stateless = state is None and not return_state
     if axis_name is not None:
-        _require_divisible(axis_name, implementation, more_keys=more_keys, stateless=stateless)
+        _check_sharded_time(axis_name, implementation, more_keys=more_keys, stateless=stateless)
     if per_channel:
-        _require_channels(form, implementation, axis_name, more_keys=more_keys)
+        _check_per_channel(form, implementation, axis_name, more_keys=more_keys)
+    if axis_name is not None:
+        arguments.check_axis_name(axis_name)
 
     # Check kernel support before choosing a form, because it may limit the choice.
     not_taken: dict[str, str] = {}
@@ -145,21 +152,25 @@ def make(
 
     flops: dict[str, float] = {}
     if form is None:
-        time = query.shape[1] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
+        shards = 1 if axis_name is None else jax.lax.axis_size(axis_name)
+        time = shards * query.shape[1]
         flops = {
             candidate: sizes["batch"]
-            * query.shape[2]
             * time
             * cost.flops_per_token(
                 candidate,
                 time=time,
+                key_time=shards * key.shape[1],
+                heads=query.shape[2],
+                kv_heads=sizes["kv_heads"],
                 head_dim=sizes["head_dim"],
-                value_dim=sizes["value_dim"],
+                # Decays per value channel have a normalizer as large as the values.
+                value_dim=sizes["value_dim"] * (2 if per_channel else 1),
                 power=power,
                 chunk=chunk_size or cost.default_chunk("chunked"),
                 exact_window=exact_window,
             )
-            for candidate in ("attention", "chunked")
+            for candidate in (("attention",) if more_keys else ("attention", "chunked"))
         }
         state_bytes = cost.state_bytes(power=power, itemsize=dtype.itemsize, per_channel=per_channel, **sizes)
         if more_keys:
@@ -269,12 +280,12 @@ def make_step(
 
 
 _ONE_DECAY_PER_HEAD = (
-    "implementation 'mosaic_gpu' has one decay per key head; use implementation='xla' for one per value"
+    "'mosaic_gpu' has one decay per key head; use implementation='xla' for one per value channel"
 )
 
 
 def _per_channel(log_decay, value, state) -> bool:
-    """Returns True if decays are one per value; raises ValueError if the state is of the other kind."""
+    """Returns True if decays are one per value channel; raises ValueError if the state is of the other kind."""
     if log_decay is None:
         return isinstance(state, power_state.PowerState) and state.per_channel
     per_channel = log_decay.ndim == value.ndim
@@ -286,23 +297,29 @@ def _per_channel(log_decay, value, state) -> bool:
     return per_channel
 
 
-def _require_channels(form, implementation, axis_name, *, more_keys) -> None:
+def _check_per_channel(form, implementation, axis_name, *, more_keys) -> None:
     """Raises NotImplementedError, naming the constraint, for requests that support only one decay per key head."""
     if implementation == "mosaic_gpu":
         raise NotImplementedError(_ONE_DECAY_PER_HEAD)
     if axis_name is not None:
         raise NotImplementedError(
-            f"time is divided over the mesh axis {axis_name!r}, which needs one decay per key head, not one per value; "
-            f"leave out axis_name"
+            f"time is divided over the mesh axis {axis_name!r}, which needs one decay per key head, not one per value "
+            f"channel; leave out axis_name"
         )
     if implementation == "reference":
         if form == "recurrent":
             raise NotImplementedError(
-                "form 'recurrent' of the reference has one decay per key head; use form='attention' for one per value"
+                "form 'recurrent' of the reference has one decay per key head; use form='attention' for one per value "
+                "channel"
             )
-    elif form in ("attention", "recurrent") or more_keys:
+    elif more_keys:
         raise NotImplementedError(
-            f"form {form or 'attention'!r} has one decay per key head; use form='chunked' for one per value"
+            "log_decay is one per value channel and there are more keys than queries; only implementation='reference' "
+            "supports both"
+        )
+    elif form in ("attention", "recurrent"):
+        raise NotImplementedError(
+            f"form {form!r} has one decay per key head; use form='chunked' for one per value channel"
         )
 
 
@@ -315,8 +332,8 @@ def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
         target.require_hopper()
         if division is not means.Division.POSITIVE:
             raise NotImplementedError(
-                "implementation 'mosaic_gpu' has even powers of queries and keys, and no other denominator; use "
-                "implementation='xla'"
+                "implementation 'mosaic_gpu' has even powers without turn as its only weights; use "
+                "implementation='xla' for others"
             )
         # Pallas takes a second to import, so import it only if a kernel may run.
         kernels = importlib.import_module(f"sympow_jax.ops._recurrent.{module}")
@@ -328,12 +345,12 @@ def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
     return None
 
 
-def _require_divisible(axis_name, implementation, *, more_keys, stateless) -> None:
+def _check_sharded_time(axis_name, implementation, *, more_keys, stateless) -> None:
     """Raises NotImplementedError, naming the constraint, for requests that need all of the time on one device."""
     divided = f"time is divided over the mesh axis {axis_name!r}, which"
     if not stateless:
         raise NotImplementedError(
-            f"{divided} goes without states; leave out initial_state and return_state, or axis_name"
+            f"{divided} does not support states; leave out initial_state and return_state, or axis_name"
         )
     if more_keys:
         raise NotImplementedError(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops._recurrent import plan as plans
 from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops._shared import layout
 
 __all__ = ["sums"]
 
@@ -61,7 +62,7 @@ def _sums(plan, query, key, value, log_decay, first):
         return None, near + pairs.from_start[i] * far
 
     _, out = jax.lax.scan(row, None, jnp.arange(query.shape[-1] // plan.chunk, dtype=jnp.int32))
-    return _joined(out)
+    return layout.join_chunks(out)
 
 
 def _sums_fwd(plan, query, key, value, log_decay, first):
@@ -81,7 +82,7 @@ def _sums_bwd(plan, residuals, dsums):
             q, d, diagonal, pairs.value(diagonal), pairs.near(i)
         )
         dkeys, dvalues = _add(carry[0], dkey, diagonal, block), _add(carry[1], dvalue, diagonal, block)
-        near = decays.suffix_sums(dlog_row) + dlog_row - decays.suffix_sums(dlog_column) - dlog_column
+        near = decays.sums_from(dlog_row) - decays.sums_from(dlog_column)
 
         def column(n, carry):
             dquery_far, dkeys, dvalues, dlog_rows, dlog_columns, between = carry
@@ -118,7 +119,7 @@ def _sums_bwd(plan, residuals, dsums):
             + jnp.where(jnp.arange(len(by_column)) < diagonal, jnp.cumsum(by_column) - by_column, 0)[:, None]
         )
         crossing += decays.prefix_sums(dlog_columns) - dlog_columns
-        crossing = crossing.at[diagonal].add(near + decays.suffix_sums(dlog_rows) + dlog_rows)
+        crossing = crossing.at[diagonal].add(near + decays.sums_from(dlog_rows))
         return (dkeys, dvalues, crossing), dquery + dquery_far
 
     start = (
@@ -128,7 +129,7 @@ def _sums_bwd(plan, residuals, dsums):
     )
     (dkey, dvalue, ddecay), dquery = jax.lax.scan(row, start, jnp.arange(rows, dtype=jnp.int32))
     return (
-        _joined(dquery).astype(query.dtype),
+        layout.join_chunks(dquery).astype(query.dtype),
         dkey.astype(key.dtype),
         dvalue.astype(value.dtype),
         ddecay.reshape(-1),
@@ -150,7 +151,7 @@ class _Pairs:
         by_block = log_decay.reshape(-1, block)
         self.coarse, self.fine = decays.split(by_block)
         self.total = by_block.sum(-1)
-        self.after = decays.suffix_sums(by_block)
+        self.after = decays.sums_after(by_block)
         self.from_start = decays.exp(self.coarse + self.fine)[self.offset :]
 
     def cut(self, x, index):
@@ -204,11 +205,3 @@ def _add(total, part, index, block):
     begin = index * block
     sliced = jax.lax.dynamic_slice_in_dim(total, begin, block, -1)
     return jax.lax.dynamic_update_slice_in_dim(total, sliced + part, begin, -1)
-
-
-def _joined(blocks):
-    """Reshapes [n, ..., C] to [..., n * C]."""
-    joined = jnp.moveaxis(blocks, 0, -2)
-    return joined.reshape(
-        *joined.shape[:-2], joined.shape[-2] * joined.shape[-1]
-    )  # -1 fails for empty arrays

@@ -15,7 +15,7 @@ from sympow_jax.ops import feature_maps
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import state as power_state
 
-__all__ = ["LEAVES"]
+__all__ = ["FORMS"]
 
 
 class _Tokens(NamedTuple):
@@ -40,8 +40,8 @@ def _attention(plan, query, key, value, log_decay, segment_ids, state):
     """Computes Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p and b_ij = prod_{j < m <= i} gamma_m.
 
     This is the attention formulation of section 3.1. Keys already in `state` contribute through their features. `key`
-    may be longer than `query`; the queries are its last tokens. With decays per value, b_ij differs per channel, which
-    the paper leaves to future work.
+    may be longer than `query`; the queries are its last tokens. With decays per value channel, b_ij differs per
+    channel, which the paper leaves to future work.
     """
     time = query.shape[1]
     tokens = _tokens(plan, key, value, log_decay, segment_ids, state)
@@ -102,9 +102,7 @@ def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
         *(jnp.moveaxis(x, 1, 0) for x in (tokens.key, tokens.value, tokens.log_decay, tokens.document)),
     )
     sizes = query.shape[0], *key.shape[2:], value.shape[-1]
-    empty = power_state.PowerState.zeros(
-        *sizes, power=plan.power, exact_window=plan.exact_window, dtype=plan.dtype
-    )
+    empty = power_state.zeros(*sizes, power=plan.power, exact_window=plan.exact_window, dtype=plan.dtype)
     start = empty if state is None else state
     # A loop carry must vary over the same mesh axes as the tokens.
     first = tuple(x + jnp.zeros_like(query, x.dtype, shape=x.shape) for x in (start.kv, start.norm))
@@ -116,7 +114,7 @@ def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
     return out, power_state.PowerState(kv=kv, norm=norm, segment=tokens.last[1], **kept)
 
 
-LEAVES = {"attention": _attention, "recurrent": _recurrent}
+FORMS = {"attention": _attention, "recurrent": _recurrent}
 
 
 def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:

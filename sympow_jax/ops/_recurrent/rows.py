@@ -1,4 +1,4 @@
-"""Rows of tokens before and after a leaf of the chunked form: `prepare`, then the leaf, then `finish`.
+"""Rows of tokens before and after a backend of the chunked form: `prepare`, then the backend, then `finish`.
 
 Queries are scaled by a power of two, which cancels exactly in the mean, so that no power of a query overflows.
 """
@@ -13,6 +13,7 @@ from sympow_jax.ops._recurrent import context
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops._shared import layout
 
 __all__ = ["Prepared", "Rows", "finish", "masked_queries", "padded", "prepare", "state_after", "unit_scale"]
 
@@ -24,13 +25,14 @@ class Rows(NamedTuple):
     key: Float[Array, "B X K D"]
     value: Float[Array, "B X K E"]
     log_decay: Float[Array, "B X K *channels"] | None  # from `decay.bounded`; None: no decay, no boundary
-    folds: Bool[Array, "B X"] | None  # False where a position never enters the state; None among gradients
+    # False where a position never enters the state; None among gradients.
+    enters_state: Bool[Array, "B X"] | None
     kv: Float[Array, "B K F E"] | None  # the state before the first position, or None
     norm: Float[Array, "B K F *channels"] | None
 
 
 class Prepared(NamedTuple):
-    """Rows for a leaf, and further inputs of `finish`.
+    """Rows for a backend, and further inputs of `finish`.
 
     order: the position in `sequence` of each position of the rows, and its inverse; None if they are the same.
     """
@@ -44,15 +46,18 @@ def prepare(plan, query, key, value, log_decay, segment_ids, state) -> Prepared:
     """Prepends the window of the state to the tokens, and moves positions without a token to the end."""
     sequence = power_state.Sequence.join(plan, key, value, log_decay, segment_ids, state)
     ragged = state is not None or segment_ids is not None
-    folds = (sequence.after >= plan.exact_window) if plan.return_state else jnp.ones_like(sequence.valid)
+    # Without a state to return, positions may enter it as soon as chunks allow.
+    enters_state = jnp.ones_like(sequence.valid)
+    if plan.return_state:
+        enters_state = sequence.after >= plan.exact_window
     arrays = {
         "query": masked_queries(plan, query, sequence),
         "key": sequence.key,
         "value": sequence.value,
-        "folds": folds,
+        "enters_state": enters_state,
     }
     if ragged or log_decay is not None:
-        start = _with_rank(sequence.start, sequence.log_decay.ndim)
+        start = layout.with_rank(sequence.start, sequence.log_decay.ndim)
         arrays["log_decay"] = decays.bounded(sequence.log_decay, start)
     valid = sequence.valid
     if plan.axis_name is not None:
@@ -88,8 +93,8 @@ def state_after(plan, sequence, kv, norm) -> power_state.PowerState:
     last = sequence.after < jnp.iinfo(jnp.int32).max
     keeps = (sequence.document[:, -1] == 0) | (last.sum(1) > plan.exact_window)
     return power_state.PowerState(
-        kv=jnp.where(_with_rank(keeps, kv.ndim), kv, 0),
-        norm=jnp.where(_with_rank(keeps, norm.ndim), norm, 0),
+        kv=jnp.where(layout.with_rank(keeps, kv.ndim), kv, 0),
+        norm=jnp.where(layout.with_rank(keeps, norm.ndim), norm, 0),
         **power_state.window_of(sequence, plan.exact_window, plan.dtype),
     )
 
@@ -133,18 +138,13 @@ def _unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
 @jax.custom_vjp
 def _permuted(x: Float[Array, "B X *rest"], order: Int[Array, "B X"], back: Int[Array, "B X"]):
     """Returns x in the given order of positions; its gradient is also a gather, not a scatter."""
-    return jnp.take_along_axis(x, _with_rank(order, x.ndim), axis=1)
+    return jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
 
 
 _permuted.defvjp(
     lambda x, order, back: (_permuted(x, order, back), (order, back)),
     lambda orders, dx: (_permuted(dx, *reversed(orders)), None, None),
 )
-
-
-def _with_rank(x, rank):
-    """Appends axes of size 1 to x."""
-    return x.reshape(x.shape + (1,) * (rank - x.ndim))
 
 
 def _pad_end(x, multiple):

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, feature_maps
 from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._shared import arguments, layout
 
-__all__ = ["PowerState", "Sequence", "window_of"]
+__all__ = ["PowerState", "Sequence", "window_of", "zeros"]
 
 
 @jax.tree_util.register_dataclass
@@ -21,10 +22,13 @@ class PowerState:
     exactly, because a sum in feature space cancels if few keys carry weight. Running a, then b from a's state, equals
     running a and b in one call, wherever the sequence is split.
 
+    Ops raise an error for a state of another power, which has another number of features. D = 1 is the exception: every
+    power has one feature, and the power is not stored.
+
     Attributes:
         kv: S, decayed up to and including the last token in it. The F features are those of
             `feature_maps.symmetric_power`: non-decreasing indices in lexicographic order, for every implementation.
-        norm: the same sum without the values. With one decay per value it has one sum per value.
+        norm: the same sum without the values. With one decay per value channel it has one sum per value channel.
         keys: keys of the exact window, in order of time, in 2W slots of which the first `length` are in use.
         values: values of the window, in the same slots.
         log_decays: log decays of the window, in the same slots.
@@ -53,24 +57,20 @@ class PowerState:
         per_channel: bool = False,
         dtype=jnp.float32,
     ) -> "PowerState":
-        """Returns the state before any token. Raises ValueError if it would exceed the device's memory.
+        """Returns the state before any token.
 
-        per_channel: decays are one per value, [B, T, K, E], instead of one per key head; the state is twice as large.
+        per_channel: decays are one per value channel, [B, T, K, E], instead of one per key head; the state is twice as
+            large.
+
+        Raises:
+            ValueError: the power is not positive and even, the window is negative, or the state would exceed the
+                device's memory.
         """
+        power = arguments.check_power(power)
+        exact_window = arguments.check_integer("exact_window", exact_window, 0)
         sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         cost.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, per_channel=per_channel, **sizes)
-        features = feature_maps.symmetric_power_dim(head_dim, power)
-        slots = 2 * exact_window
-        channels = (value_dim,) if per_channel else ()
-        return cls(
-            kv=jnp.zeros((batch, kv_heads, features, value_dim), dtype),
-            norm=jnp.zeros((batch, kv_heads, features, *channels), dtype),
-            keys=jnp.zeros((batch, slots, kv_heads, head_dim), dtype),
-            values=jnp.zeros((batch, slots, kv_heads, value_dim), dtype),
-            log_decays=jnp.zeros((batch, slots, kv_heads, *channels), dtype),
-            length=jnp.zeros(batch, jnp.int32),
-            segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
-        )
+        return zeros(**sizes, power=power, exact_window=exact_window, per_channel=per_channel, dtype=dtype)
 
     @classmethod
     def layout(cls, *, per_channel: bool = False) -> "PowerState":
@@ -86,13 +86,42 @@ class PowerState:
 
     @property
     def per_channel(self) -> bool:
-        """True if decays are one per value."""
+        """True if decays are one per value channel."""
         return self.norm.ndim == self.kv.ndim
 
     @property
     def nbytes(self) -> int:
         """Number of bytes stored, window included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def zeros(
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    *,
+    power: int,
+    exact_window: int,
+    per_channel: bool = False,
+    dtype=jnp.float32,
+) -> PowerState:
+    """Returns the state before any token, of any power and size.
+
+    Linear attention has states of odd powers, and shapes alone need no memory.
+    """
+    features = feature_maps.symmetric_power_dim(head_dim, power)
+    slots = 2 * exact_window
+    channels = (value_dim,) if per_channel else ()
+    return PowerState(
+        kv=jnp.zeros((batch, kv_heads, features, value_dim), dtype),
+        norm=jnp.zeros((batch, kv_heads, features, *channels), dtype),
+        keys=jnp.zeros((batch, slots, kv_heads, head_dim), dtype),
+        values=jnp.zeros((batch, slots, kv_heads, value_dim), dtype),
+        log_decays=jnp.zeros((batch, slots, kv_heads, *channels), dtype),
+        length=jnp.zeros(batch, jnp.int32),
+        segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -124,30 +153,30 @@ class Sequence:
             log_decay = jnp.zeros_like(key, plan.dtype, shape=(batch, time, kv_heads, *channels))
         log_decay = log_decay.astype(plan.dtype)
         if state is None:
-            exact_window = {"keys": key[:, :0], "values": value[:, :0], "log_decays": log_decay[:, :0]}
+            window = {"keys": key[:, :0], "values": value[:, :0], "log_decays": log_decay[:, :0]}
             length, previous = jnp.zeros(batch, jnp.int32), jnp.full(batch, documents.NO_SEGMENT, jnp.int32)
         else:
-            exact_window = {name: getattr(state, name) for name in ("keys", "values", "log_decays")}
+            window = {name: getattr(state, name) for name in ("keys", "values", "log_decays")}
             length, previous = state.length, state.segment
         if segment_ids is None:
-            segment = jnp.where(previous == documents.NO_SEGMENT, 0, previous)
+            segment = documents.continued(previous)
             valid, start = jnp.ones((batch, time), bool), jnp.zeros((batch, time), bool)
         else:
             if plan.axis_name is not None:
                 previous = documents.segment_before(segment_ids, plan.axis_name)
             start, valid, segment = documents.boundaries(segment_ids, previous)
-        held = jnp.arange(exact_window["keys"].shape[1]) < length[:, None]
+        held = jnp.arange(window["keys"].shape[1]) < length[:, None]
         valid = jnp.concatenate([held, valid], 1)
         start = jnp.concatenate([jnp.zeros_like(held), start], 1)
 
-        def joined(exact_window, new):
-            both = jnp.concatenate([exact_window.astype(jnp.result_type(exact_window, new)), new], 1)
-            return jnp.where(valid.reshape(valid.shape + (1,) * (new.ndim - 2)), both, 0)
+        def joined(window, new):
+            both = jnp.concatenate([window.astype(jnp.result_type(window, new)), new], 1)
+            return jnp.where(layout.with_rank(valid, new.ndim), both, 0)
 
         return cls(
-            key=joined(exact_window["keys"], key),
-            value=joined(exact_window["values"], value),
-            log_decay=joined(exact_window["log_decays"], log_decay),
+            key=joined(window["keys"], key),
+            value=joined(window["values"], value),
+            log_decay=joined(window["log_decays"], log_decay),
             valid=valid,
             start=start,
             segment=segment,
@@ -176,9 +205,9 @@ def window_of(sequence: Sequence, exact_window: int, dtype) -> dict[str, Array]:
     in_use = jnp.arange(2 * exact_window) < length[:, None]
 
     def slots(x):
-        taken = jnp.take_along_axis(x, order.reshape(order.shape + (1,) * (x.ndim - 2)), axis=1)
+        taken = jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
         taken = jnp.pad(taken, [(0, 0), (0, 2 * exact_window - taken.shape[1])] + [(0, 0)] * (x.ndim - 2))
-        return jnp.where(in_use.reshape(in_use.shape + (1,) * (x.ndim - 2)), taken, 0).astype(dtype)
+        return jnp.where(layout.with_rank(in_use, x.ndim), taken, 0).astype(dtype)
 
     return {
         "keys": slots(sequence.key),

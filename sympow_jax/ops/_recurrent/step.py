@@ -13,16 +13,18 @@ from sympow_jax.ops._recurrent import features, xla
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import rows as rows_of
 from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops._shared import layout
 
-__all__ = ["Leaf", "step", "step_by"]
+__all__ = ["StateOps", "step", "step_by"]
 
 
-class Leaf(NamedTuple):
+class StateOps(NamedTuple):
     """Operations of a step on the recurrent state; the rest of a step is the same for every implementation.
 
     Attributes:
         read: (plan, query [B, K, G, D], state) -> outputs [B, K, G, E], of the window and the recurrent state.
-        fold: (plan, state, tokens, rows) -> `kv` and `norm`, updated with the tokens of a window in the chosen rows.
+        fold: (plan, state, tokens, active) -> `kv` and `norm`, updated with the tokens of a window in the active
+            rows of the batch.
     """
 
     read: Callable
@@ -31,11 +33,11 @@ class Leaf(NamedTuple):
 
 def step(plan, query, key, value, log_decay, segment_ids, state):
     """Runs `step_by` in plain JAX."""
-    leaf = Leaf(_read_channels, _fold_channels) if plan.per_channel else Leaf(_read, _fold)
-    return step_by(leaf, plan, query, key, value, log_decay, segment_ids, state)
+    state_ops = StateOps(_read_channels, _fold_channels) if plan.per_channel else StateOps(_read, _fold)
+    return step_by(state_ops, plan, query, key, value, log_decay, segment_ids, state)
 
 
-def step_by(leaf: Leaf, plan, query, key, value, log_decay, segment_ids, state):
+def step_by(state_ops: StateOps, plan, query, key, value, log_decay, segment_ids, state):
     """Appends a token to the window and attends.
 
     Whenever the window holds 2W tokens, the state is updated with its oldest W.
@@ -49,19 +51,19 @@ def step_by(leaf: Leaf, plan, query, key, value, log_decay, segment_ids, state):
     token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay.astype(dtype), False)}
     token = {name: x[:, None].astype(dtype) for name, x in token.items()}
     if exact_window == 0:
-        state = dataclasses.replace(state, **leaf.fold(plan, state, token, valid))
+        state = dataclasses.replace(state, **state_ops.fold(plan, state, token, valid))
     else:
         state = _appended(state, token, valid)
 
     query = query.reshape(batch, kv_heads, -1, head_dim).astype(dtype)
     if plan.division is not means.Division.NONE:
         query = rows_of.unit_scale(query)
-    out = jnp.where(valid[:, None, None, None], leaf.read(plan, query, state), 0)
+    out = jnp.where(valid[:, None, None, None], state_ops.read(plan, query, state), 0)
     if exact_window:
         # Read the state before it is updated: otherwise XLA keeps a copy to read from.
         out, state = jax.lax.optimization_barrier((out, state))
         state = _in_place(
-            functools.partial(_fold_window, plan, leaf.fold), state.length == 2 * exact_window, state
+            functools.partial(_fold_window, plan, state_ops.fold), state.length == 2 * exact_window, state
         )
     out = out.reshape(batch, -1, out.shape[-1])
     return out if plan.division is means.Division.NONE else out.astype(value.dtype), state
@@ -73,7 +75,7 @@ def _enter_document(state, segment_ids):
     The state is reset in rows where the token starts a document.
     """
     if segment_ids is None:
-        segment = jnp.where(state.segment == documents.NO_SEGMENT, 0, state.segment)
+        segment = documents.continued(state.segment)
         return jnp.ones_like(segment, bool), _replaced(state, True, segment=segment)
     valid = segment_ids >= 0
     start = valid & (segment_ids != state.segment)
@@ -82,38 +84,38 @@ def _enter_document(state, segment_ids):
     return valid, _replaced(state, valid, segment=segment_ids)
 
 
-def _appended(state, token, rows):
-    """Returns the state with a token in the next slot of the window, in the chosen rows."""
+def _appended(state, token, active):
+    """Returns the state with a token in the next slot of the window, in the active rows."""
     # Written in place if the state is donated; writes to a slot beyond the window are dropped.
-    slot = jnp.where(rows, state.length, 2 * state.exact_window)
+    slot = jnp.where(active, state.length, 2 * state.exact_window)
     put = jax.vmap(lambda held, i, x: held.at[i].set(x[0], mode="drop"))
     fields = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
-    return dataclasses.replace(state, **fields, length=state.length + rows)
+    return dataclasses.replace(state, **fields, length=state.length + active)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_place(f, rows, state):
-    """Returns f(rows, state) if any row is chosen, otherwise the state.
+def _in_place(f, active, state):
+    """Returns f(active, state) if any row is active, otherwise the state.
 
     This is a loop of at most one iteration, since XLA updates a loop's carry in place. A conditional would copy the
     state, whichever branch is taken. A loop has no reverse-mode gradient, so the gradient is that of the conditional.
     """
 
     def once(carried):
-        return jnp.zeros_like(carried[0]), f(rows, carried[1])
+        return jnp.zeros_like(carried[0]), f(active, carried[1])
 
-    return jax.lax.while_loop(lambda carried: carried[0], once, (rows.any(), state))[1]
+    return jax.lax.while_loop(lambda carried: carried[0], once, (active.any(), state))[1]
 
 
-def _in_place_fwd(f, rows, state):
-    return _in_place(f, rows, state), (rows, state)
+def _in_place_fwd(f, active, state):
+    return _in_place(f, active, state), (active, state)
 
 
 def _in_place_bwd(f, residuals, cotangent):
-    rows, state = residuals
+    active, state = residuals
 
     def conditional(state):
-        return jax.lax.cond(rows.any(), functools.partial(f, rows), lambda held: held, state)
+        return jax.lax.cond(active.any(), functools.partial(f, active), lambda held: held, state)
 
     return None, *jax.vjp(conditional, state)[1](cotangent)
 
@@ -121,35 +123,37 @@ def _in_place_bwd(f, residuals, cotangent):
 _in_place.defvjp(_in_place_fwd, _in_place_bwd)
 
 
-def _emptied(rows, state):
-    """Returns the state with the chosen rows reset to before any token."""
-    return jax.tree.map(lambda x: _where(rows, jnp.zeros_like(x), x), state)
+def _emptied(active, state):
+    """Returns the state with the active rows reset to before any token."""
+    return jax.tree.map(lambda x: _where(active, jnp.zeros_like(x), x), state)
 
 
 def _read(plan, query, state):
     """Attends with one query per head, [B, K, G, D] -> [B, K, G, E], to the window and the recurrent state."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 2)
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
-    weights = jax.lax.integer_pow(scores, plan.power) * decays.exp(decays.suffix_sums(log_decay))[:, :, None]
+    weights = jax.lax.integer_pow(scores, plan.power) * decays.exp(decays.sums_after(log_decay))[:, :, None]
     phi = feature_maps.symmetric_power(query, plan.power) * decays.exp(log_decay.sum(-1))[..., None, None]
     numerator = jnp.einsum("bkgw,bwke->bkge", weights, state.values, precision=plan.precision)
     numerator += jnp.einsum("bkgf,bkfe->bkge", phi, state.kv, precision=plan.precision)
     denominator = weights.sum(-1) + jnp.einsum("bkgf,bkf->bkg", phi, state.norm, precision=plan.precision)
-    return means.of_sums(jnp.concatenate([numerator, denominator[..., None]], -1), -1, plan.division)
+    if plan.division is means.Division.NONE:
+        return jnp.concatenate([numerator, denominator[..., None]], -1)
+    return means.mean(numerator, denominator[..., None], -1, plan.division)
 
 
 def _read_channels(plan, query, state):
-    """Computes `_read` with decays per value."""
+    """Computes `_read` with decays per value channel."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 3)
-    decay = decays.exp(decays.suffix_sums(log_decay))
+    decay = decays.exp(decays.sums_after(log_decay))
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
     scores = jax.lax.integer_pow(scores, plan.power)
     phi = feature_maps.symmetric_power(query, plan.power)
     to_query = decays.exp(log_decay.sum(-1))[:, :, None]
 
-    def sums(exact_window, folded):
-        near = jnp.einsum("bkgw,bkew->bkge", scores, exact_window, precision=plan.precision)
-        return near + to_query * jnp.einsum("bkgf,bkfe->bkge", phi, folded, precision=plan.precision)
+    def sums(window, state_sums):
+        near = jnp.einsum("bkgw,bkew->bkge", scores, window, precision=plan.precision)
+        return near + to_query * jnp.einsum("bkgf,bkfe->bkge", phi, state_sums, precision=plan.precision)
 
     numerator = sums(decay * jnp.moveaxis(state.values, 1, 3), state.kv)
     return means.mean(numerator[..., None], sums(decay, state.norm)[..., None], -1)[..., 0]
@@ -162,48 +166,48 @@ def _fold_window(plan, fold, full, state):
     oldest = {name: getattr(state, name)[:, :exact_window] for name in names}
     newest = {name: getattr(state, name)[:, exact_window:] for name in names}
     shifted = {name: jnp.concatenate([x, jnp.zeros_like(x)], 1) for name, x in newest.items()}
-    folded = fold(plan, state, oldest, full)
+    updated = fold(plan, state, oldest, full)
     state = _replaced(state, full, **shifted, length=state.length - exact_window)
-    return dataclasses.replace(state, **folded)
+    return dataclasses.replace(state, **updated)
 
 
-def _fold(plan, state, tokens, rows):
-    """Returns kv and norm after S <- gamma S + phi(k) v^T for each of `tokens`, in the chosen rows.
+def _fold(plan, state, tokens, active):
+    """Returns kv and norm after S <- gamma S + phi(k) v^T for each of `tokens`, in the active rows.
 
     tokens: fields of a window.
     """
     log_decay = jnp.moveaxis(tokens["log_decays"], 1, 2)
     keys, values = jnp.moveaxis(tokens["keys"], 1, 3), jnp.moveaxis(tokens["values"], 1, 3)
     values = jnp.pad(values, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
-    values *= decays.exp(decays.suffix_sums(log_decay))[:, :, None]
+    values *= decays.exp(decays.sums_after(log_decay))[:, :, None]
     fold = functools.partial(features.fold, power=plan.power, precision=plan.precision)
     new = xla.kv_and_norm(jax.vmap(jax.vmap(fold))(values, keys), keys.shape[2], plan.power)
     carry = decays.exp(log_decay.sum(-1))[..., None]
     kv, norm = carry[..., None] * state.kv + new["kv"], carry * state.norm + new["norm"]
-    return {"kv": _where(rows, kv, state.kv), "norm": _where(rows, norm, state.norm)}
+    return {"kv": _where(active, kv, state.kv), "norm": _where(active, norm, state.norm)}
 
 
-def _fold_channels(plan, state, tokens, rows):
-    """Computes `_fold` with decays per value."""
+def _fold_channels(plan, state, tokens, active):
+    """Computes `_fold` with decays per value channel."""
     keys, values, log_decay = (jnp.moveaxis(tokens[name], 1, 3) for name in ("keys", "values", "log_decays"))
-    decay = decays.exp(decays.suffix_sums(log_decay))
+    decay = decays.exp(decays.sums_after(log_decay))
     fold = functools.partial(features.fold, power=plan.power, precision=plan.precision)
     new = jax.vmap(jax.vmap(fold))(jnp.concatenate([decay * values, decay], 2), keys)
     new = jnp.split(features.to_canonical(new, keys.shape[2], plan.power), 2, axis=-1)
     carry = decays.exp(log_decay.sum(-1))[:, :, None]
     return {
-        name: _where(rows, carry * getattr(state, name) + added, getattr(state, name))
+        name: _where(active, carry * getattr(state, name) + added, getattr(state, name))
         for name, added in zip(("kv", "norm"), new)
     }
 
 
-def _replaced(state, rows, **fields):
-    """Returns the state with new fields in the chosen rows."""
-    return dataclasses.replace(state, **{n: _where(rows, x, getattr(state, n)) for n, x in fields.items()})
+def _replaced(state, active, **fields):
+    """Returns the state with new fields in the active rows."""
+    return dataclasses.replace(state, **{n: _where(active, x, getattr(state, n)) for n, x in fields.items()})
 
 
 def _where(chosen, new, old):
     """Selects between new and old by a mask of leading axes."""
     if chosen is True:
         return new
-    return jnp.where(chosen.reshape(chosen.shape + (1,) * (old.ndim - chosen.ndim)), new, old)
+    return jnp.where(layout.with_rank(chosen, old.ndim), new, old)

@@ -17,7 +17,7 @@ from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import rows as rows_of
 from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import decay as decays
-from sympow_jax.ops._shared import time_axis
+from sympow_jax.ops._shared import layout, time_axis
 
 __all__ = [
     "attention",
@@ -25,8 +25,6 @@ __all__ = [
     "chunked_over_devices",
     "fold_all",
     "kv_and_norm",
-    "time_last",
-    "time_second",
 ]
 
 # Number of positions per update when the attention form returns a state.
@@ -41,7 +39,7 @@ def chunked(plan, rows: rows_of.Rows):
     length = rows.query.shape[1]
     plan, rows = _in_whole_chunks(plan, rows)
     out, final = _over_heads(chunked_core.chunked, plan, rows)(*_by_head(rows, plan.power))
-    out = time_second(out)[:, :length]
+    out = layout.time_second(out)[:, :length]
     if not plan.return_state:
         return out, None, None
     return out, *kv_and_norm(final, rows.key.shape[-1], plan.power).values()
@@ -50,7 +48,7 @@ def chunked(plan, rows: rows_of.Rows):
 def chunked_over_devices(plan, rows: rows_of.Rows):
     """Computes the chunked form of a time shard with a halo; returns as `chunked` does, without a state."""
     length, kv_heads = rows.query.shape[1], rows.key.shape[2]
-    decay = context.log_decay_over(rows.log_decay, rows.folds, kv_heads)
+    decay = context.log_decay_over(rows.log_decay, rows.enters_state, kv_heads)
     undivided = dataclasses.replace(plan, division=means.Division.NONE)
     undivided, rows = _in_whole_chunks(undivided, rows)
     arguments = _by_head(rows, plan.power)
@@ -58,11 +56,11 @@ def chunked_over_devices(plan, rows: rows_of.Rows):
     _, before = time_axis.exclusive_prefix(
         context.combined, (decay.astype(sums.dtype), final), plan.axis_name
     )
-    add = functools.partial(context.arriving_sums, plan.power, plan.precision)
+    add = functools.partial(context.sums_from_earlier_state, plan.power, plan.precision)
     axes = (0, 0, None if rows.log_decay is None else 0)
     query, log_decay = arguments[0], arguments[3]
     sums += jax.vmap(jax.vmap(add, in_axes=axes), in_axes=axes)(before, query, log_decay)
-    return time_second(means.of_sums(sums, -2, plan.division))[:, :length], None, None
+    return layout.time_second(means.of_sums(sums, -2, plan.division))[:, :length], None, None
 
 
 def attention(plan, query, key, value, log_decay, segment_ids, state):
@@ -72,12 +70,12 @@ def attention(plan, query, key, value, log_decay, segment_ids, state):
     """
     sequence = power_state.Sequence.join(plan, key, value, log_decay, segment_ids, state)
     query = rows_of.masked_queries(plan, query, sequence)[:, -query.shape[1] :]
-    out = time_second(means.of_sums(_sums(plan, query, sequence, state), -2, plan.division))
+    out = layout.time_second(means.of_sums(_sums(plan, query, sequence, state), -2, plan.division))
     if plan.division is not means.Division.NONE:
         out = out.astype(value.dtype)
     if not plan.return_state:
         return out, None
-    return out, rows_of.state_after(plan, sequence, *_folded(plan, sequence, state))
+    return out, rows_of.state_after(plan, sequence, *_updated_state(plan, sequence, state))
 
 
 def _in_whole_chunks(plan, rows):
@@ -97,11 +95,11 @@ def _by_head(rows, power):
     else:
         state = _groups_of(rows.kv, rows.norm, head_dim, power)
     return (
-        time_last(rows.query, kv_heads),
+        layout.time_last(rows.query, kv_heads),
         jnp.moveaxis(rows.key, 1, 3),
         jnp.moveaxis(rows.value, 1, 3),
         None if rows.log_decay is None else jnp.moveaxis(rows.log_decay, 1, 2),
-        rows.folds,
+        rows.enters_state,
         state,
     )
 
@@ -117,7 +115,7 @@ def _sums(plan, query, sequence, state):
     """Returns weighted sums of values and, last, of weights for every query, [B, K, G, E+1, T]."""
     time, power, precision = query.shape[1], plan.power, plan.precision
     key, value, decay = _keys_time_last(sequence)
-    query = time_last(query, key.shape[1])
+    query = layout.time_last(query, key.shape[1])
     if time == 1:
         sums = _sums_of_last(query[..., 0], sequence, decay, power, precision)
     else:
@@ -127,15 +125,15 @@ def _sums(plan, query, sequence, state):
         first = (jnp.argmax(sequence.valid, axis=1).min() + front) // block
         core = functools.partial(quadratic.sums, dataclasses.replace(plan, chunk=block))
         sums = jax.vmap(jax.vmap(core, in_axes=(0, 0, 0, 0, None)), in_axes=(0, 0, 0, 0, None))(
-            _pad_last(query, 0, back),
-            _pad_last(key, front, back),
-            _pad_last(value, front, back),
-            _pad_last(decay, front, back),
+            layout.pad_last(query, 0, back),
+            layout.pad_last(key, front, back),
+            layout.pad_last(value, front, back),
+            layout.pad_last(decay, front, back),
             first.astype(jnp.int32),
         )[..., :time]
     if state is None:
         return sums
-    far = functools.partial(context.arriving_sums, power, precision)
+    far = functools.partial(context.sums_from_earlier_state, power, precision)
     groups = _groups_of(state.kv, state.norm, key.shape[2], power)
     return sums + jax.vmap(jax.vmap(far))(groups, query, decay)
 
@@ -147,19 +145,19 @@ def _sums_of_last(query, sequence, decay, power, precision):
     """
     query, key, value = (x.astype(decay.dtype) for x in (query, sequence.key, sequence.value))
     scores = jnp.einsum("bkgd,bxkd->bkgx", query, key, precision=precision)
-    weights = decays.exp(_sums_from(decay)[..., 1:])[:, :, None] * jax.lax.integer_pow(scores, power)
+    weights = decays.exp(_sums_from_edges(decay)[..., 1:])[:, :, None] * jax.lax.integer_pow(scores, power)
     values = jnp.einsum("bkgx,bxke->bkge", weights, value, precision=precision)
     return jnp.concatenate([values, weights.sum(-1, keepdims=True)], -1)[..., None]
 
 
-def _folded(plan, sequence, state):
+def _updated_state(plan, sequence, state):
     """Returns kv and norm after all tokens of the sequence except its window."""
     power, precision = plan.power, plan.precision
     key, value, decay = _keys_time_last(sequence)
-    folds = (sequence.after >= plan.exact_window)[:, None]
-    folded_decay = jnp.where(folds, decay, 0)
-    sums = _sums_from(folded_decay)
-    weight = jnp.where(folds, decays.exp(sums[..., 1:]), 0)
+    enters_state = (sequence.after >= plan.exact_window)[:, None]
+    folded_decay = jnp.where(enters_state, decay, 0)
+    sums = _sums_from_edges(folded_decay)
+    weight = jnp.where(enters_state, decays.exp(sums[..., 1:]), 0)
     fold = functools.partial(fold_all, power=power, precision=precision)
     final = jax.vmap(jax.vmap(fold))(value * weight[:, :, None], key)
     if state is not None:
@@ -169,8 +167,8 @@ def _folded(plan, sequence, state):
     return kv_and_norm(final, key.shape[2], power).values()
 
 
-def _sums_from(decay):
-    """Returns the sum over each position and all later ones, and a final zero: [B, K, X] -> [B, K, X + 1]."""
+def _sums_from_edges(decay):
+    """Returns sums over the positions after each of the X + 1 edges of positions: [B, K, X] -> [B, K, X + 1]."""
     return jnp.pad(jnp.cumsum(decay[..., ::-1], -1)[..., ::-1], [(0, 0), (0, 0), (0, 1)])
 
 
@@ -192,7 +190,7 @@ def fold_all(value, key, *, power, precision):
     def step(state, inputs):
         return tuple(s + n for s, n in zip(state, chunk(*inputs))), None
 
-    inputs = (_in_chunks(value), _in_chunks(key).astype(value.dtype))
+    inputs = tuple(layout.split_chunks(x, _STATE_CHUNK) for x in (value, key.astype(value.dtype)))
     start = features.zeros(value, (), len(key), len(value), power, value.dtype)
     return jax.lax.scan(step, start, inputs)[0]
 
@@ -209,25 +207,3 @@ def kv_and_norm(sums: features.Groups, head_dim: int, power: int) -> dict[str, A
     """Inverts `_groups_of`."""
     both = features.to_canonical(sums, head_dim, power)
     return {"kv": both[..., :-1], "norm": both[..., -1]}
-
-
-def time_last(query, kv_heads):
-    """Reshapes [B, X, N, D] to [B, K, G, D, X]."""
-    batch, time, heads, head_dim = query.shape
-    return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 4)
-
-
-def time_second(out):
-    """Reshapes [B, K, G, E, X] to [B, X, N, E]."""
-    batch, kv_heads, group, value_dim, time = out.shape
-    return jnp.moveaxis(out, 4, 1).reshape(batch, time, kv_heads * group, value_dim)
-
-
-def _pad_last(x, front, back):
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(front, back)])
-
-
-def _in_chunks(x):
-    """Reshapes [A, X] to [n, A, C], padding the last chunk with zeros."""
-    x = _pad_last(x, 0, -x.shape[-1] % _STATE_CHUNK)
-    return jnp.moveaxis(x.reshape(len(x), -1, _STATE_CHUNK), 1, 0)

@@ -1,6 +1,7 @@
 """Checks of the arguments of every op, made before anything is traced, with one-line error messages.
 
-Arrays may be abstract (`jax.ShapeDtypeStruct`) in every check; `to_arrays` comes first where values are needed.
+Arrays may be abstract (`jax.ShapeDtypeStruct`) in every check. `to_arrays` comes first where values are needed, and
+`to_shapes` where they are not.
 """
 
 import math
@@ -19,6 +20,7 @@ __all__ = [
     "Sizes",
     "check_attention",
     "check_axes",
+    "check_axis_name",
     "check_choice",
     "check_even",
     "check_flag",
@@ -32,6 +34,8 @@ __all__ = [
     "check_state",
     "to_array",
     "to_arrays",
+    "to_segment_ids",
+    "to_shapes",
 ]
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -64,6 +68,18 @@ def to_arrays(**arguments) -> list[Any]:
     return [None if x is None else to_array(name, x) for name, x in arguments.items()]
 
 
+def to_shapes(**arguments) -> list[Any]:
+    """Returns the shapes and dtypes of `to_arrays`, also for abstract arrays; raises the same errors."""
+
+    def shape(name, x):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+        array = to_array(name, x)
+        return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+    return [None if x is None else shape(name, x) for name, x in arguments.items()]
+
+
 def to_array(name: str, x) -> jax.Array:
     """Returns a JAX or NumPy array as a JAX array.
 
@@ -76,6 +92,15 @@ def to_array(name: str, x) -> jax.Array:
         return jnp.asarray(x, jnp.int32)
     # Calling asarray on a JAX array takes as long as all checks together.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def to_segment_ids(segment_ids, shape: tuple[int, ...]) -> jax.Array | None:
+    """Returns the segment ids of a layer or model as a JAX array; raises ValueError unless they have this shape."""
+    if segment_ids is None:
+        return None
+    segment_ids = to_array("segment_ids", segment_ids)
+    check_segment_ids(segment_ids, shape)
+    return segment_ids
 
 
 def check_attention(
@@ -96,7 +121,7 @@ def check_attention(
         query: [B, T, N, D], or [B, N, D] of a step.
         key: [B, S, K, D] with S >= T, or [B, K, D].
         value: [B, S, K, E], or [B, K, E].
-        log_decay: [B, S, K] or [B, K], or None.
+        log_decay: [B, S, K] or [B, K], per value channel [B, S, K, E] or [B, K, E], or None.
         segment_ids: [B, S] or [B], or None.
         step: the arrays are those of one token.
         per_channel: log_decay has value's shape; None accepts either shape.
@@ -144,7 +169,7 @@ def _check_decay(log_decay, per_head, per_value, per_channel: bool | None) -> No
     expected = {per_head: per_channel is not True, per_value: per_channel is not False}
     if not expected.get(log_decay.shape):
         by_head = f"{per_head}, one per token and key head"
-        by_channel = f"{per_value}, one per value"
+        by_channel = f"{per_value}, one per value channel"
         wanted = {False: by_head, True: by_channel, None: f"{by_head}, or {by_channel}"}[per_channel]
         raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {wanted}")
     check_floating("log_decay", log_decay)
@@ -192,21 +217,28 @@ def check_state(
     Segment ids, if given, must fit in the dtype of the state's segment ids.
     """
     of_exact_window = "" if exact_window is None else f", exact_window={exact_window}"
-    made = (
+    constructor = (
         f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_exact_window})"
     )
     if not isinstance(state, kind):
-        raise ValueError(f"the state is a {type(state).__name__}; make it with {made}")
+        raise ValueError(f"the state is a {type(state).__name__}; make it with {constructor}")
     expected = (batch, kv_heads, math.comb(head_dim + power - 1, power), value_dim)
     if state.kv.shape != expected:
         raise ValueError(
             f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}; make it with "
-            f"{made}"
+            f"{constructor}"
+        )
+    # States of two head sizes may have the same number of features: D = 2 at p = 14, and D = 5 at p = 2.
+    batch_kv_heads_dim = state.keys.shape[0], *state.keys.shape[2:]
+    if batch_kv_heads_dim != (batch, kv_heads, head_dim):
+        raise ValueError(
+            f"the state's keys have shape {state.keys.shape}; these inputs need "
+            f"{(batch, 2 * state.exact_window, kv_heads, head_dim)}; make it with {constructor}"
         )
     if state.kv.dtype != dtype:
         raise ValueError(
             f"the state has dtype {state.kv.dtype}; it must be {dtype}, in which inputs of this dtype accumulate; make "
-            f"it with {made[:-1]}, dtype={jnp.dtype(dtype).name!r})"
+            f"it with {constructor[:-1]}, dtype={jnp.dtype(dtype).name!r})"
         )
     if exact_window is not None and state.exact_window != exact_window:
         raise ValueError(
@@ -243,13 +275,14 @@ def check_linear_state(
         separate: the denominator has a state of its own.
     """
     batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
-    made = f"make it with LinearState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, turned_dim={turned_dim}, ...)"
+    sizes = f"{batch}, {kv_heads}, {head_dim}, {value_dim}"
+    remedy = f"make it with LinearState.zeros({sizes}, turned_dim={turned_dim}, ...)"
     if not isinstance(state, kind):
-        raise ValueError(f"the state is a {type(state).__name__}; {made}")
+        raise ValueError(f"the state is a {type(state).__name__}; {remedy}")
     if separate != (state.denominator is not None):
         has = "no" if separate else "a"
         raise ValueError(
-            f"the state has {has} denominator of its own, unlike this turn and normalizer; {made}"
+            f"the state has {has} denominator of its own, unlike this turn and normalizer; {remedy}"
         )
     features = math.comb(head_dim + power - 1, power)
     expected = {"numerator": (batch, kv_heads, turned_dim or features, value_dim)}
@@ -258,12 +291,14 @@ def check_linear_state(
     for name, shape in expected.items():
         kv = getattr(state, name).kv
         if kv.shape != shape:
-            raise ValueError(f"the state's {name}.kv has shape {kv.shape}; these inputs need {shape}; {made}")
+            raise ValueError(
+                f"the state's {name}.kv has shape {kv.shape}; these inputs need {shape}; {remedy}"
+            )
     dtype = jnp.promote_types(query.dtype, jnp.float32)
     if state.numerator.kv.dtype != dtype:
         raise ValueError(
             f"the state has dtype {state.numerator.kv.dtype}; it must be {dtype}, in which inputs of this dtype "
-            f"accumulate; {made}"
+            f"accumulate; {remedy}"
         )
 
 
@@ -281,7 +316,10 @@ def check_segment_ids(segment_ids, shape: tuple[int, ...]) -> None:
 def check_same_length(query, key) -> None:
     """Raises ValueError unless there is one key for each query."""
     if key.shape[1] != query.shape[1]:
-        raise ValueError(f"key has {key.shape[1]} tokens and query {query.shape[1]}; they must be equal")
+        raise ValueError(
+            f"key has {key.shape[1]} tokens and query {query.shape[1]}; they must be equal if causal is False; pass a "
+            f"query for each key"
+        )
 
 
 def check_power(power, *, even: bool = True) -> int:
@@ -344,6 +382,19 @@ def check_axes(name: str, array, axes: str) -> None:
     missing = axes.startswith("[B, ") and array.ndim == rank - 1
     remedy = f"; add the batch axis with {name}[None] if that is what is missing" if missing else ""
     raise ValueError(f"{name} has shape {array.shape}; it must be {axes}{remedy}")
+
+
+def check_axis_name(axis_name) -> None:
+    """Raises ValueError unless a mesh axis of this name is manual in the current context."""
+    remedy = "it must name an axis of the jax.shard_map in which the op is called, or be left out"
+    if not isinstance(axis_name, str):
+        raise ValueError(f"axis_name is {axis_name!r}; {remedy}")
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(
+            f"axis_name is {axis_name!r}, which is not a manual mesh axis here; {remedy}"
+        ) from None
 
 
 def check_floating(name: str, array) -> None:

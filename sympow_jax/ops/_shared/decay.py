@@ -9,7 +9,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float
 
-__all__ = ["bounded", "exp", "prefix_sums", "split", "suffix_sums"]
+__all__ = ["bounded", "exp", "prefix_sums", "split", "sums_after", "sums_from"]
 
 
 def _floor(dtype) -> int:
@@ -40,9 +40,14 @@ def prefix_sums(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
     return _matmul(log_decay, _tri(log_decay).T)
 
 
-def suffix_sums(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
+def sums_after(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
     """Returns sums over the positions after each position, excluding itself, along the last axis."""
     return _matmul(log_decay, _tri(log_decay, -1))
+
+
+def sums_from(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
+    """Returns sums over each position and the positions after it, along the last axis."""
+    return sums_after(log_decay) + log_decay
 
 
 def split(log_decay: Float[Array, "*rest X"]) -> tuple[Float[Array, "*rest X"], Float[Array, "*rest X"]]:

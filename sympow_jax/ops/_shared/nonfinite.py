@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents
+from sympow_jax.ops._shared import layout
 
 __all__ = ["Finite", "remove", "restore", "restore_state", "without_padding"]
 
@@ -38,7 +39,7 @@ def without_padding(segment_ids: Int[Array, "B S"] | None, *arrays: Array | None
     valid = segment_ids >= 0
 
     def masked(x):
-        return jnp.where(_with_rank(valid[:, valid.shape[1] - x.shape[1] :], x.ndim), x, 0)
+        return jnp.where(layout.with_rank(valid[:, valid.shape[1] - x.shape[1] :], x.ndim), x, 0)
 
     return [None if x is None else masked(x) for x in arrays]
 
@@ -82,9 +83,9 @@ def remove(
             beyond = jnp.iinfo(document.dtype).max
             reached |= jax.lax.cummin(jnp.where(bad, document, beyond), axis=1, reverse=True) == document
         of_state = document == 0
-    key, value = (jnp.where(_with_rank(bad, x.ndim), 0, x) for x in (key, value))
+    key, value = (jnp.where(layout.with_rank(bad, x.ndim), 0, x) for x in (key, value))
     if log_decay is not None:
-        log_decay = jnp.where(_with_rank(bad, log_decay.ndim), 0, log_decay)
+        log_decay = jnp.where(layout.with_rank(bad, log_decay.ndim), 0, log_decay)
     if state is not None:
         bad_state = _is_bad(state)
         reached |= bad_state[:, None] & of_state
@@ -111,8 +112,11 @@ def restore(
 def restore_state(state: Any, finite: Finite) -> Any:
     """Returns the state after the tokens, with its sums set to NaN if they include a bad token of its document."""
     last = finite.reached[:, -1]
-    folded = {name: jnp.where(_with_rank(last, x.ndim), jnp.nan, x) for name, x in _folded(state).items()}
-    return dataclasses.replace(state, **folded)
+    sums = {
+        name: jnp.where(layout.with_rank(last, x.ndim), jnp.nan, x)
+        for name, x in _feature_sums(state).items()
+    }
+    return dataclasses.replace(state, **sums)
 
 
 def _documents(segment_ids, state) -> Int[Array, "B S"]:
@@ -127,29 +131,26 @@ def _is_bad(state) -> Bool[Array, "B K"]:
 
     A bad key makes some normalizer NaN, and a bad value its whole column of kv.
     """
-    folded, slots = _folded(state), (state.keys, state.values, state.log_decays)
-    norm = folded["norm"]
+    sums, slots = _feature_sums(state), (state.keys, state.values, state.log_decays)
+    norm = sums["norm"]
     bad = ~jnp.isfinite(norm.reshape(*norm.shape[:2], -1)).all(-1)
-    bad |= ~jnp.isfinite(folded["kv"][:, :, :1]).all((2, 3))
+    bad |= ~jnp.isfinite(sums["kv"][:, :, :1]).all((2, 3))
     for x in slots:
         bad |= ~jnp.isfinite(x).all(tuple(axis for axis in range(x.ndim) if axis not in (0, 2)))
     return bad
 
 
-def _folded(state) -> dict[str, Array]:
+def _feature_sums(state) -> dict[str, Array]:
     return {"kv": state.kv, "norm": state.norm}
 
 
 def _where_head(rows: Bool[Array, "B K"], new, state):
     """Returns the state with new values in all arrays of the chosen heads."""
-    by_head = {name: jnp.where(_with_rank(rows, x.ndim), new, x) for name, x in _folded(state).items()}
+    by_head = {
+        name: jnp.where(layout.with_rank(rows, x.ndim), new, x) for name, x in _feature_sums(state).items()
+    }
     slots = {
-        name: jnp.where(_with_rank(rows[:, None], x.ndim), new, x)
+        name: jnp.where(layout.with_rank(rows[:, None], x.ndim), new, x)
         for name, x in (("keys", state.keys), ("values", state.values), ("log_decays", state.log_decays))
     }
     return dataclasses.replace(state, **by_head, **slots)
-
-
-def _with_rank(x, rank: int):
-    """Adds axes of size 1 after the last."""
-    return x.reshape(x.shape + (1,) * (rank - x.ndim))

@@ -44,6 +44,8 @@ def prepare(
     arguments.check_attention(query, key, value, log_decay, segment_ids, causal=causal)
     arguments.check_choice("implementation", implementation, (None, *implementations))
     block_size = arguments.check_integer("block_size", block_size, 1)
+    if axis_name is not None:
+        arguments.check_axis_name(axis_name)
     fixed, traced = calls.static_or_traced(scale)
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
     return Plan(causal, fixed, implementation, block_size, axis_name), arrays | {"scale": traced}

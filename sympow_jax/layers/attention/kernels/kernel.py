@@ -67,7 +67,7 @@ class Kernel(abc.ABC):
         segment_ids: Int[Array, "B S"] | None,
         axis_name: str | None = None,
     ) -> Float[Array, "B T N E"]:
-        """Returns the output of a whole sequence, S = T.
+        """Returns the output of the last T of S tokens; S = T except with a KV cache.
 
         Args:
             query: queries, with positions applied unless `rotates_features`.
@@ -75,7 +75,7 @@ class Kernel(abc.ABC):
             value: values.
             rotate: rotation of features; None unless `rotates_features` and there are positions.
             log_decay: logarithm of each token's decay, per head or per value channel; None without decay.
-            segment_ids: document of each token, negative for padding; None for one document.
+            segment_ids: document of each of the S tokens, negative for padding; None for one document.
             axis_name: mesh axis that time is sharded over; None if time is whole.
         """
 
@@ -84,8 +84,12 @@ class Kernel(abc.ABC):
         """Rule for choosing the memory."""
         return CachePolicy.ALWAYS
 
+    def supports_memory(self, *, kv_cache: bool) -> bool:
+        """Returns whether the policy allows a KV cache or, without `kv_cache`, a recurrent state."""
+        return self.cache_policy is not (CachePolicy.NEVER if kv_cache else CachePolicy.ALWAYS)
+
     @property
-    def compared_dim(self) -> int:
+    def encoded_dim(self) -> int:
         """D, the size of the queries and keys that `attend` receives."""
         return positions.encoded_dim(self.attention, self.head_dim)
 
@@ -118,7 +122,7 @@ class Kernel(abc.ABC):
             batch,
             capacity,
             self.num_kv_heads,
-            self.compared_dim,
+            self.encoded_dim,
             self.head_dim,
             dtype=jnp.dtype(self.dtype),
         )
@@ -152,7 +156,8 @@ class Kernel(abc.ABC):
             ValueError: the policy is not `CachePolicy.WHILE_SMALLER`.
         """
         raise ValueError(
-            f"this attention of kernel {self.attention.kernel!r} has no recurrent state to fold its keys into"
+            f"this attention of kernel {self.attention.kernel!r} has no recurrent state for its KV cache; keep the "
+            f"cache, with a larger max_length"
         )
 
     def prefers_cache(self, max_length: int) -> bool:
@@ -185,8 +190,16 @@ class Kernel(abc.ABC):
 
     def pairwise_flops(self, context_length: int) -> float:
         """Returns the FLOPs per token of the attention form."""
-        pairs = context_length / 2 if self.attention.causal else context_length
-        return self.num_heads * 2 * (self.compared_dim + self.head_dim) * pairs
+        return cost.pair_flops(
+            self._pairs(context_length),
+            heads=self.num_heads,
+            head_dim=self.encoded_dim,
+            value_dim=self.head_dim,
+        )
+
+    def _pairs(self, context_length: int) -> float:
+        """Returns the mean number of keys that a query attends to in a context."""
+        return context_length / 2 if self.attention.causal else context_length
 
     def weights(
         self,
@@ -244,7 +257,8 @@ class RecurrentKernel(Kernel):
     def recur(self, query, key, value, *, rotate, log_decay, segment_ids, state):
         """Returns the output from a recurrent state, and the state after it; uses `step` for a single token."""
         tokens = {"log_decay": log_decay, "segment_ids": segment_ids}
-        if query.shape[1] > 1:
+        # The reference has no step.
+        if query.shape[1] > 1 or self.attention.implementation == "reference":
             return self.op(rotate)(query, key, value, **tokens, initial_state=state, return_state=True)
         token = {name: None if x is None else x[:, 0] for name, x in tokens.items()}
         out, state = self.step(rotate)(query[:, 0], key[:, 0], value[:, 0], state=state, **token)
@@ -276,17 +290,18 @@ class RecurrentKernel(Kernel):
     def pairwise_flops(self, context_length):
         """Returns the FLOPs per token of the attention form."""
         compared, columns, _ = self.flop_shape
-        pairs = context_length / 2 if self.attention.causal else context_length
-        return self.num_heads * 2 * (compared + columns) * pairs
+        pairs = self._pairs(context_length)
+        return cost.pair_flops(pairs, heads=self.num_heads, head_dim=compared, value_dim=columns)
 
     def feature_flops(self, form: str) -> float:
         """Returns the FLOPs per token of a form with a state, "chunked" or "recurrent"."""
         compared, columns, power = self.flop_shape
-        update = 2 * ops.symmetric_power_dim(compared, power) * columns
-        flops = (self.num_heads + self.num_kv_heads) * update
+        sizes = {"heads": self.num_heads, "head_dim": compared, "value_dim": columns}
+        flops: float = cost.feature_flops(kv_heads=self.num_kv_heads, power=power, **sizes)
         if self.attention.causal:
-            chunk = self.attention.chunk_size or cost.default_chunk(form)
-            flops += self.num_heads * (compared + columns) * (chunk + 2 * self.attention.exact_window)
+            # The recurrent form has no chunk size of its own.
+            chunk = (form == "chunked" and self.attention.chunk_size) or cost.default_chunk(form)
+            flops += cost.pair_flops(chunk / 2 + self.attention.exact_window, **sizes)
         return flops
 
     def _pairwise_options(self):

@@ -52,7 +52,7 @@ class LinearKernel(kernel.RecurrentKernel):
         return ops.LinearState.zeros(
             batch,
             self.num_kv_heads,
-            self.compared_dim,
+            self.encoded_dim,
             self.head_dim,
             feature_map=attention.feature_map,
             power=attention.power,
@@ -62,8 +62,8 @@ class LinearKernel(kernel.RecurrentKernel):
         )
 
     @property
-    def compared_dim(self):
-        return self.head_dim if positions.rotates(self.attention) else super().compared_dim
+    def encoded_dim(self):
+        return self.head_dim if positions.rotates(self.attention) else super().encoded_dim
 
     @property
     def position_dim(self):
@@ -74,10 +74,10 @@ class LinearKernel(kernel.RecurrentKernel):
         """Number of features before they are rotated."""
         match self.attention.feature_map:
             case "symmetric":
-                return ops.symmetric_power_dim(self.compared_dim, self.attention.power)
+                return ops.symmetric_power_dim(self.encoded_dim, self.attention.power)
             case "tensor":
-                return self.compared_dim**self.attention.power
-        return self.compared_dim
+                return self.encoded_dim**self.attention.power
+        return self.encoded_dim
 
     @property
     def rotated_dim(self) -> int | None:
@@ -98,7 +98,7 @@ class LinearKernel(kernel.RecurrentKernel):
     def flop_shape(self):
         # Symmetric and tensor features that are not rotated are never materialized: their products are powers of q . k.
         powers = self.attention.feature_map in ("symmetric", "tensor") and self.rotated_dim is None
-        return self.rotated_dim or self.compared_dim, self.head_dim, self.attention.power if powers else 1
+        return self.rotated_dim or self.encoded_dim, self.head_dim, self.attention.power if powers else 1
 
     def _features(self, rotate):
         attention = self.attention

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from sympow_jax import ops
 from sympow_jax.layers.attention.kernels import kernel
+from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._recurrent import state as power_state
 
 __all__ = ["PowerKernel"]
 
@@ -32,16 +35,6 @@ class PowerKernel(kernel.RecurrentKernel):
             query, key, value, log_decay=log_decay, segment_ids=segment_ids, axis_name=axis_name
         )
 
-    def attend_cache(self, query, cache, *, rotate, log_decay):
-        return self.op(rotate)(
-            query,
-            cache.key,
-            cache.value,
-            log_decay=log_decay,
-            segment_ids=cache.segment_ids,
-            form="attention",
-        )
-
     def op(self, rotate):
         attention = self.attention
         options = {
@@ -59,17 +52,14 @@ class PowerKernel(kernel.RecurrentKernel):
         )
 
     def init_state(self, batch):
-        attention, sizes = self.attention, (batch, self.num_kv_heads, self.compared_dim, self.head_dim)
-        return ops.PowerState.zeros(
-            *sizes, power=attention.power, exact_window=attention.exact_window, per_channel=self._per_channel
-        )
+        return self._zeros(ops.PowerState.zeros, batch)
 
     def compress(self, cache):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().compress(cache)
         batch, capacity = cache.segment_ids.shape
-        # The output for these queries is discarded, so XLA does not compute it.
-        query = jnp.zeros((batch, capacity, self.num_heads, self.compared_dim), cache.key.dtype)
+        # The output for these queries is discarded. Under `jax.jit`, XLA does not compute it.
+        query = jnp.zeros((batch, capacity, self.num_heads, self.encoded_dim), cache.key.dtype)
         _, state = self.recur(
             query,
             cache.key,
@@ -85,20 +75,22 @@ class PowerKernel(kernel.RecurrentKernel):
     def prefers_cache(self, max_length):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().prefers_cache(max_length)
-        # FLOPs per token and head: 2 (D + E) S to attend to a cache, 4 F E to update and read a state.
-        return 2 * (self.compared_dim + self.head_dim) * max_length <= 4 * self.num_features * self.head_dim
+        # A decoded token attends to the whole cache, not to half of it.
+        sizes = {"heads": self.num_heads, "head_dim": self.encoded_dim, "value_dim": self.head_dim}
+        return cost.pair_flops(max_length, **sizes) <= self.feature_flops("recurrent")
 
     @property
     def max_cache_length(self):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().max_cache_length
-        # In addition to kv and the normalizer, the state holds a window of 2 W keys and values.
-        elements = self.num_features * (self.head_dim + 1)
-        return elements // (self.compared_dim + self.head_dim) + 2 * self.attention.exact_window
+        # Only shapes are made: neither memory needs to fit.
+        state = jax.eval_shape(lambda: self._zeros(power_state.zeros, 1))
+        empty, one = (jax.eval_shape(functools.partial(self.init_cache, 1, n)).nbytes for n in (0, 1))
+        return (state.nbytes - empty) // (one - empty)
 
     @property
     def num_features(self):
-        return ops.symmetric_power_dim(self.compared_dim, self.attention.power)
+        return ops.symmetric_power_dim(self.encoded_dim, self.attention.power)
 
     @property
     def num_normalizer_elements(self):
@@ -108,12 +100,10 @@ class PowerKernel(kernel.RecurrentKernel):
     def flop_shape(self):
         # With decays per channel, the normalizer is as large as kv. Otherwise it is not counted.
         columns = 2 * self.head_dim if self._per_channel else self.head_dim
-        return self.compared_dim, columns, self.attention.power
+        return self.encoded_dim, columns, self.attention.power
 
     def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
-        features = (
-            self.num_features if feature_map == "symmetric" else self.compared_dim**self.attention.power
-        )
+        features = self.num_features if feature_map == "symmetric" else self.encoded_dim**self.attention.power
         normalizers = features * self._decays_per_head
         return self._state_bytes(features, normalizers, bytes_per_element, normalizer)
 
@@ -137,6 +127,18 @@ class PowerKernel(kernel.RecurrentKernel):
         zeros = jnp.zeros((batch, time, num_heads, time), key.dtype)
         channels = jnp.moveaxis(log_decay, -1, 0)
         return jax.lax.scan(add, zeros, channels)[0] / len(channels)
+
+    def _zeros(self, zeros: Callable[..., ops.PowerState], batch: int) -> ops.PowerState:
+        """Calls a constructor of states with the sizes of this kernel."""
+        return zeros(
+            batch,
+            self.num_kv_heads,
+            self.encoded_dim,
+            self.head_dim,
+            power=self.attention.power,
+            exact_window=self.attention.exact_window,
+            per_channel=self._per_channel,
+        )
 
     @property
     def _per_channel(self) -> bool:
