@@ -7,6 +7,8 @@ store. The batch fits on eight devices of 80 GB; with n times fewer devices, set
 as high.
 """
 
+import dataclasses
+
 from sympow_jax import config
 
 # Powers of two up to the length of a LongCrawl64 document; the papers train at each.
@@ -24,10 +26,12 @@ def get_config(choice: str = "conformal") -> config.Config:
         values[key] = int(text)
     if values["context"] not in CONTEXTS:
         raise ValueError(f"context is {values['context']}; it must be one of {', '.join(map(str, CONTEXTS))}")
+    attention = config.preset(name, power=values["p"])
+    if attention.longest_document is not None:
+        # Learned positions need a table as long as the context.
+        attention = dataclasses.replace(attention, max_document_length=values["context"])
     return config.Config(
-        model=config.ModelConfig(
-            **config.MODEL_SIZES["gpt2_124m"], attention=config.preset(name, power=values["p"])
-        ),
+        model=config.ModelConfig(**config.MODEL_SIZES["gpt2_124m"], attention=attention),
         data=config.DataConfig(
             source="longcrawl64",
             paths=("data/longcrawl64/train.zarr",),

@@ -1,7 +1,7 @@
 """Skeleton of the kernels that multiply matrices: one warpgroup copies, the others compute."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -10,14 +10,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["Registers", "launch"]
+__all__ = ["launch"]
 
 
-class Registers(NamedTuple):
-    """Registers per thread of the warpgroup that copies, which releases some of its own, and of the others."""
-
-    copying: int
-    computing: int
+# Registers of a multiprocessor, and the unit in which warpgroups exchange them.
+_REGISTERS, _UNIT = 65_536, 8
+_THREADS = 128
+# Registers per thread of the warpgroup that copies, by the number of the others. With fewer, it would spill.
+_COPYING = {2: 40, 3: 32}
 
 
 def launch(
@@ -27,49 +27,54 @@ def launch(
     scratch: Mapping[str, Any],
     *,
     grid: Mapping[str, int],
-    computing: int,
-    registers: Registers | None,
+    warpgroups: int,
     name: str,
     interpret: Any,
     approximate: bool = True,
+    copying_registers: int | None = None,
 ) -> dict[str, jax.Array]:
     """Runs a kernel and returns its results by name.
 
     Args:
-        body: body(gmem, smem) returns copy() and compute(warpgroup, core), which run in their own warpgroups. gmem has
-            the inputs and outputs by name, smem the scratch; core is a `tensor_core.TensorCore`.
+        body: body(gmem, smem) returns copy(), for the last warpgroup, and compute(warpgroup, core), for the others.
+            What it computes before, all of them do. gmem has the inputs and outputs by name, smem the scratch; core is
+            a `tensor_core.TensorCore`.
         inputs: arrays in global memory.
         outputs: types of the results.
         scratch: types of shared memory and barriers.
         grid: numbers of thread blocks along each named axis.
-        computing: number of warpgroups that compute, with indices from 0 on.
-        registers: registers per thread, or None if every warpgroup keeps those of the launch.
+        warpgroups: number of warpgroups that compute, with indices from 0 on.
         name: name of the kernel in profiles.
         interpret: parameters of the GPU interpreter, or None.
         approximate: whether exponentials and divisions may be approximate.
+        copying_registers: registers per thread of the warpgroup that copies, if not the usual number. The others share
+            the rest.
     """
     names = (*inputs, *outputs)
+    assert len({*names}) == len(names)
+    # A single warpgroup that computes has all that a thread can use.
+    copying = copying_registers or _COPYING.get(warpgroups) if warpgroups > 1 else None
 
     def kernel(*refs, accumulators=None, **smem):
         copy, compute = body(dict(zip(names, refs, strict=True)), smem)
         warpgroup = lax.axis_index("warpgroup")
 
-        @pl.when(warpgroup == computing)
+        @pl.when(warpgroup == warpgroups)
         def _copy():
-            if registers:
-                plgpu.set_max_registers(registers.copying, action="decrease")
+            if copying:
+                plgpu.set_max_registers(copying, action="decrease")
             copy()
 
-        @pl.when(warpgroup < computing)
+        @pl.when(warpgroup < warpgroups)
         def _compute():
-            if registers:
-                plgpu.set_max_registers(registers.computing, action="increase")
+            if copying:
+                plgpu.set_max_registers(_computing_registers(warpgroups, copying), action="increase")
             memory = None if accumulators is None else accumulators.at[warpgroup]
             compute(warpgroup, tensor_core.TensorCore(memory))
 
     options: dict[str, Any] = {}
     if interpret is not None:
-        scratch = {**scratch, "accumulators": tensor_core.TensorCore.interpreted_memory(computing)}
+        scratch = {**scratch, "accumulators": tensor_core.TensorCore.interpreted_memory(warpgroups)}
         options["interpret"] = interpret
     if approximate:
         options["compiler_params"] = plgpu.CompilerParams(approx_math=True)
@@ -79,9 +84,15 @@ def launch(
         scratch_types=scratch,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        num_threads=computing + 1,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name=name,
         **options,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
+
+
+def _computing_registers(warpgroups, copying):
+    """Returns the registers per thread of each computing warpgroup: an equal share of what the copying one leaves."""
+    launched = _REGISTERS // (_THREADS * (warpgroups + 1)) // _UNIT * _UNIT
+    return ((warpgroups + 1) * launched - copying) // warpgroups // _UNIT * _UNIT

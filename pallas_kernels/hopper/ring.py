@@ -13,13 +13,13 @@ def slot_of(step, stages):
     return lax.rem(step, jnp.int32(stages))
 
 
-def fill(count, stages, free, copy, first=0):
-    """Calls copy(step, slot) for each step from `first` to `count` - 1, once its slot is free.
+def fill(end, stages, free, copy, first=0):
+    """Calls copy(step, slot) for each step from `first` to `end` - 1, once its slot is free.
 
-    Returns when all slots are free.
+    Steps before `first` have been put in the same ring. Returns when all slots are free.
     """
-    pl.loop(jnp.int32(first), count)(lambda step: put(step, stages, free, copy))
-    drain(count, stages, free)
+    pl.loop(jnp.int32(first), end)(lambda step: put(step, stages, free, copy))
+    drain(end, stages, free)
 
 
 def put(step, stages, free, copy):
@@ -31,7 +31,7 @@ def put(step, stages, free, copy):
 
 def drain(count, stages, free):
     """Waits until the slots of the last of `count` steps are free."""
-    # Before the memory of a barrier is released, it must have been waited for as often as it was completed.
+    # So that every barrier is at rest when the block ends.
     pl.loop(jnp.maximum(count - stages, 0), count)(
         lambda step: plgpu.barrier_wait(free.at[slot_of(step, stages)])
     )

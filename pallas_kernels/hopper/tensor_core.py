@@ -15,7 +15,7 @@ __all__ = ["ROWS", "TensorCore", "operand", "split"]
 ROWS = 64
 _WARPS = 4
 # Columns of shared memory for the interpreted accumulators of a warpgroup.
-_COLUMNS = 1024
+_INTERPRETED_COLUMNS = 1024
 
 
 class TensorCore:
@@ -33,7 +33,7 @@ class TensorCore:
     @staticmethod
     def interpreted_memory(warpgroups: int) -> Any:
         """Returns the type of the memory of interpreted accumulators, for that number of warpgroups."""
-        return plgpu.SMEM((warpgroups, ROWS, _COLUMNS), jnp.float32)
+        return plgpu.SMEM((warpgroups, ROWS, _INTERPRETED_COLUMNS), jnp.float32)
 
     def accumulators(self, body: Callable[..., Any], *columns: int):
         """Returns body(*accumulators), where accumulators hold zeros and exist until `body` returns."""
@@ -44,7 +44,7 @@ class TensorCore:
         for count in columns:
             refs.append(self._memory.at[:, pl.ds(self._used, count)])
             self._used += count
-        assert self._used <= self._memory.shape[1]
+        assert self._used <= _INTERPRETED_COLUMNS, f"{self._used} columns of accumulators at once"
         for ref in refs:
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
         result = body(*refs)
@@ -116,7 +116,7 @@ def operand(lead, rows, columns, dtype, slices=None):
 
 
 def split(x):
-    """Returns two bfloat16 arrays whose sum is x, with an error of 2^-17 of each entry."""
+    """Returns two bfloat16 arrays whose sum is x, with an error of at most 2^-16 of each entry."""
     # Truncate instead of rounding: converting to bfloat16 and back would take as long as the exponential.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
     high = lax.bitcast_convert_type(bits, jnp.float32)

@@ -4,8 +4,6 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import launch
-
 __all__ = ["BLOCK", "WARPGROUP_ROWS", "Config", "VjpConfig", "choose", "choose_vjp", "column_length"]
 
 # Rows of one wgmma accumulator.
@@ -17,8 +15,6 @@ BLOCK = 2 * WARPGROUP_ROWS
 _SHARED_BYTES = 227 * 1024 - 4096
 # Rows of 32, 64 or 128 bytes, or several tiles of those, for which wgmma and TMA have a conflict-free swizzle.
 _WIDTHS = (16, 32, 64, 96, 128)
-# Each thread is launched with 168 registers.
-_REGISTERS = launch.Registers(40, 232)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +30,6 @@ class Config:
     stages: int
     block: int = BLOCK
     compute_warpgroups: int = 2
-    registers: launch.Registers = _REGISTERS
 
     @property
     def shared_bytes(self) -> int:
@@ -67,7 +62,6 @@ class VjpConfig:
     # Rows that one warpgroup processes, and rows that all of them multiply with in one step.
     block: int = WARPGROUP_ROWS
     compute_warpgroups: int = 2
-    registers: launch.Registers = _REGISTERS
 
     @property
     def operands_in_registers(self) -> bool:

@@ -98,8 +98,7 @@ def sums(operands: inputs.Operands, *, power: int, config: configs.Config, inter
             "value_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         },
         grid={"head": heads, "block": blocks, "batch": batch},
-        computing=count,
-        registers=config.registers,
+        warpgroups=count,
         name="power_attention_forward",
         interpret=interpret,
     )

@@ -144,9 +144,8 @@ def sums(
             "free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         },
         grid={"head": heads, "block": length // (count * _BLOCK), "batch": batch},
-        computing=count,
-        registers=config.registers,
-        name="power_attention_key_vjp",
+        warpgroups=count,
+        name="power_attention_key_vjp" if "dkey" in results else "power_attention_value_vjp",
         interpret=interpret,
     )
 

@@ -104,8 +104,7 @@ def query_vjp(
             "free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         },
         grid={"head": heads, "block": blocks, "batch": batch},
-        computing=count,
-        registers=config.registers,
+        warpgroups=count,
         name="power_attention_query_vjp",
         interpret=interpret,
     )

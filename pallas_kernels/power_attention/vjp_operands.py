@@ -78,8 +78,8 @@ class VjpOperands(NamedTuple):
     query, key: of unit length, but queries are scaled up. unit_query: Q', a query divided by its scale. All matrix
     operands are float16.
     rows, columns: per block of queries and of keys, vectors in the order of QueryVector and KeyVector.
-    first, last: for two blocks of queries, the first visible block of keys; for two blocks of keys, the last block of
-    queries that attends to them.
+    first, last: for two blocks of 64 queries, the first visible pair of blocks of keys; for two blocks of keys, the
+    last pair of blocks of queries that attends to them.
     """
 
     query: jax.Array  # [B, S, N, D]

@@ -14,7 +14,7 @@ from pallas_kernels.power_state.square import backward as square_backward
 from pallas_kernels.power_state.square import forward as square_forward
 from pallas_kernels.power_state.square import tiles as square_tiles
 
-__all__ = ["call_for", "choose", "degree"]
+__all__ = ["call_for", "choose", "degree", "require_queries"]
 
 _BLOCK = configs.BLOCK
 
@@ -67,6 +67,16 @@ def choose(
     chunk = chunk or max(_chunk_for(tiles, head_dim, time), exact_window)
     config = tiles.choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype)
     return dataclasses.replace(config, segments=_segments(heads * config.update_blocks, -(-time // chunk)))
+
+
+def require_queries(query, key) -> None:
+    """Raises ValueError unless query [B, T, N, D] fits key [B, T, K, D]."""
+    (batch, time, heads, head_dim), expected = query.shape, (*key.shape[:2], key.shape[3])
+    if (batch, time, head_dim) != expected or query.dtype != key.dtype or heads % key.shape[2]:
+        raise ValueError(
+            f"query is {query.dtype}{list(query.shape)} and key {key.dtype}{list(key.shape)}; they must have the same "
+            "dtype and shape, except that the number of query heads may be a multiple of that of key heads"
+        )
 
 
 def call_for(key, value, *, power, chunk, exact_window, state_dtype, interpret) -> configs.Call:

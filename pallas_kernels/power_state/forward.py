@@ -90,5 +90,6 @@ def attend(query, key, value, log_decay, folds, saved, *, power, **options):
 
     Arguments as in `fold`.
     """
+    degrees.require_queries(query, key)
     call = degrees.call_for(key, value, power=power, **options)
     return degrees.degree(power).forward.attend(query, key, value, log_decay, folds, saved, call)

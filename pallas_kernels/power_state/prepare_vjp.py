@@ -64,7 +64,7 @@ def mean_of(out, denominator, dout, length) -> Mean:
         lengthened(preparation.heads_first(x), length) for x in (out, denominator, dout)
     )
     # A NaN is a weight too: its gradients are NaN, not zero.
-    some = ~(denominator <= 0)
+    some = ~(denominator < jnp.finfo(jnp.float32).tiny)
     return Mean(
         dout=dout,
         inverse=jnp.where(some, 1 / jnp.where(some, denominator, 1), 0),

@@ -1,9 +1,7 @@
 """In-window keys of a block of query rows: those of the window, and those of its chunk up to each row."""
 
 import functools
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -12,37 +10,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import ring, tensor_core
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["Keys", "QueryTile", "scratch"]
+__all__ = ["Decays", "Keys", "scratch"]
 
 _BLOCK = configs.BLOCK
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-
-
-class QueryTile(NamedTuple):
-    """Position of a thread block's rows of queries."""
-
-    head: jax.Array
-    key_head: jax.Array
-    chunk: jax.Array
-    block: jax.Array  # of 64 rows in the chunk, of the first warpgroup
-    token: jax.Array  # of the first row
-
-    @classmethod
-    def of_thread_block(cls, groups, chunk, count):
-        """Returns the tile, for `groups` query heads per key head and `count` warpgroups per thread block."""
-        head, index, block = lax.axis_index("head"), lax.axis_index("chunk"), lax.axis_index("rows") * count
-        return cls(head, lax.div(head, jnp.int32(groups)), index, block, index * chunk + block * _BLOCK)
-
-    def rows(self, warpgroup):
-        """Returns the tokens of a warpgroup."""
-        return pl.ds(self.token + warpgroup * _BLOCK, _BLOCK)
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def scratch(key, value, decay, count, stages, chunk):
     """Returns the shared memory of the ring of keys by name, for `count` warpgroups."""
-    # Registers do not suffice for factors of decays where keys are large, whose products take longer than exponentials,
-    # and in the unrolled loop of a chunk of one block.
+    # Not at D = 128, where products take longer than exponentials, nor in the unrolled loop of a chunk of one block:
+    # registers would spill.
     factored = key.shape[-1] <= _BLOCK and chunk > count * _BLOCK
     to_last = {"to_last_smem": plgpu.SMEM((stages, _BLOCK), jnp.float32)} if factored else {}
     return to_last | {
@@ -100,7 +78,7 @@ class Keys:
         decays: `Decays` from the keys of the block to the rows.
         """
         smem, last = self._smem, self._visible(warpgroup) - 1
-        rows = [plgpu.load(smem["decay_smem"].at[part, last], layout=_ROWS) for part in range(2)]
+        rows = [plgpu.load(smem["decay_smem"].at[part, last], layout=_PER_ROW) for part in range(2)]
 
         def step_of(index, carry, diagonal):
             slot = ring.slot_of(index + self._first, self._stages)
@@ -156,7 +134,7 @@ class _Exponentials(Decays):
         shape, columns = (_BLOCK, width), pl.ds(begin, width)
         coarse, fine = (
             lax.broadcast_in_dim(row, shape, [0])
-            - lax.broadcast_in_dim(plgpu.load(self._sums.at[part, columns], layout=_COLUMNS), shape, [1])
+            - lax.broadcast_in_dim(plgpu.load(self._sums.at[part, columns], layout=_PER_COLUMN), shape, [1])
             for part, row in enumerate(self._rows)
         )
         if not self._diagonal:
@@ -181,5 +159,5 @@ class _Factors(Decays):
         return x * lax.broadcast_in_dim(self._from_last, x.shape, [0])
 
     def of_pairs(self, begin, width):
-        to_last = plgpu.load(self._to_last.at[pl.ds(begin, width)], layout=_COLUMNS)
+        to_last = plgpu.load(self._to_last.at[pl.ds(begin, width)], layout=_PER_COLUMN)
         return lax.broadcast_in_dim(to_last, (_BLOCK, width), [1])

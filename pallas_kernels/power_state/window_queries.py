@@ -26,8 +26,8 @@ from pallas_kernels.power_state import config as configs
 __all__ = ["COPIES", "STAGES", "Columns", "Span", "copy_queries", "read_queries", "scratch"]
 
 _BLOCK = configs.BLOCK
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
+_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 # Columns of an accumulator of which each thread has two next to each other.
 _EIGHT = 8
 # Blocks of 64 queries in flight.
@@ -144,7 +144,7 @@ def read_queries(core, dkey, dvalue, own, smem, span, *, groups, power, first=0)
         total = lax.fori_loop(span.own, span.inner, functools.partial(step, diagonal=True), total)
         return lax.fori_loop(span.inner, span.end, functools.partial(step, diagonal=False), total)
 
-    zeros = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), _ROWS)
+    zeros = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), _PER_ROW)
     return lax.fori_loop(jnp.int32(0), jnp.int32(groups), head, zeros)
 
 
@@ -153,7 +153,7 @@ def _read_block(core, dkey, dvalue, own, smem, block, total, *, before, span, po
     slot = ring.slot_of(before + block, STAGES)
     # Running sums of queries of the previous chunk start at another position.
     frame = jnp.where(block < span.chunk, 2, 0)
-    decays = [plgpu.load(own["decay_smem"].at[frame + n], layout=_ROWS) for n in range(2)]
+    decays = [plgpu.load(own["decay_smem"].at[frame + n], layout=_PER_ROW) for n in range(2)]
     # Always zero, but computed: with a constant the compiler would keep the mask's indices in registers throughout.
     shift = (block - span.own) * _BLOCK if diagonal else None
     plgpu.barrier_wait(smem["query_full"].at[slot])
@@ -186,7 +186,7 @@ def _add_queries(core, dkey, dvalue, own, tiles, columns, decays, shift, power):
     scores = core.product(own["key_smem"], queries)
 
     def along_rows(column):
-        return lax.broadcast_in_dim(plgpu.load(column, layout=_COLUMNS), shape, [1])
+        return lax.broadcast_in_dim(plgpu.load(column, layout=_PER_COLUMN), shape, [1])
 
     if shift is None:
         lower = scores * (lax.broadcast_in_dim(decays, shape, [0]) * along_rows(columns.from_first))

@@ -14,7 +14,13 @@ ATTENTION, CHUNKED = "attention_mosaic_gpu", "chunked_mosaic_gpu"
 # Kernels of both passes.
 KERNELS = {
     ATTENTION: {"power_attention_forward", "power_attention_query_vjp", "power_attention_key_vjp"},
-    CHUNKED: {"power_state_update", "power_state_query", "power_state_query_vjp", "power_state_key_vjp"},
+    CHUNKED: {
+        "power_state_update",
+        "power_state_norms",
+        "power_state_query",
+        "power_state_query_vjp",
+        "power_state_key_vjp",
+    },
 }
 
 

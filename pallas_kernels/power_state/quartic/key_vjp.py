@@ -24,7 +24,6 @@ __all__ = ["Rows", "key_vjp"]
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 4
-_REGISTERS = launch.Registers(24, 240)
 
 
 class Rows(NamedTuple):
@@ -107,7 +106,7 @@ def key_vjp(
             ready = smem["ready"]
             for n in range(count):
                 for name in ("key", "value"):
-                    source = gmem[name].at[vectors.head, vectors.rows(n)]
+                    source = gmem[name].at[vectors.head, vectors.tokens_of(n)]
                     plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
             source = gmem["rows"].at[vectors.head, pl.ds(block, count)]
             plgpu.copy_gmem_to_smem(source, smem["rows_smem"], ready)
@@ -123,7 +122,7 @@ def key_vjp(
             row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))
             block, vectors = indices()
 
-            def rows(dkey, dvalue):
+            def sums(dkey, dvalue):
                 plgpu.barrier_wait(smem["ready"])
                 # The gradient of the state after the chunk.
                 narrow = _along(row.narrow_value, dvalue.shape) * _load(own["value_smem"])
@@ -147,14 +146,14 @@ def key_vjp(
                 window_sum = window_queries.read_queries(
                     core, dkey, dvalue, own, smem, span(block, warpgroup), groups=groups, power=_POWER
                 )
-                tokens = vectors.rows(warpgroup)
+                tokens = vectors.tokens_of(warpgroup)
                 for n, total in enumerate((window_sum, state_sum)):
                     gmem["sums"][vectors.head, n, tokens] = total
                 gmem["dkey"][vectors.head, tokens] = dkey[...] * _POWER
                 # Not through shared memory: there is no register left for the address of the value there.
                 gmem["dvalue"][vectors.head, tokens] = dvalue[...]
 
-            core.accumulators(rows, head_dim, value_dim)
+            core.accumulators(sums, head_dim, value_dim)
 
         return copy, compute
 
@@ -186,8 +185,8 @@ def key_vjp(
             **state_vjp.scratch(layout, count, config.key_vjp_stages, vector, scalars, dual),
         },
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
-        computing=count,
-        registers=_REGISTERS if count > 1 else None,
+        warpgroups=count,
+        copying_registers=24,
         name="power_state_quartic_key_vjp",
         interpret=interpret,
     )

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import queries, window_keys
+from pallas_kernels.power_state import query_tile, window_keys
 from pallas_kernels.power_state.quartic import layout as layouts
 
 __all__ = ["query_states"]
@@ -27,8 +27,6 @@ _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Blocks of y in flight: each is used until all its scalars are processed.
 _VECTOR_STAGES = 2
-# Registers per thread, by the number of warpgroups that compute.
-_REGISTERS = {1: None, 2: launch.Registers(24, 232), 3: launch.Registers(24, 160)}
 
 
 def query_states(
@@ -67,14 +65,14 @@ def query_states(
     value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
 
     def body(gmem, smem):
-        tile = window_keys.QueryTile.of_thread_block(heads // len(key), chunk, count)
+        tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
         keys = window_keys.Keys(gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window)
 
         def copy():
             # Inputs that every warpgroup needs from the start.
             ready = smem["ready"]
             for n in range(count):
-                source = gmem["query"].at[tile.head, tile.rows(n)]
+                source = gmem["query"].at[tile.head, tile.tokens_of(n)]
                 plgpu.copy_gmem_to_smem(source, smem["query_smem"].at[n], ready)
             keys.copy_decays(ready)
             blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
@@ -90,7 +88,7 @@ def query_states(
         def compute(warpgroup, core):
             query_smem, out_smem = (smem[name].at[warpgroup] for name in ("query_smem", "out_smem"))
 
-            def rows(acc):
+            def attend(acc):
                 plgpu.barrier_wait(smem["ready"])
                 # The state before the window.
                 _read_states(core, acc, gmem["steps"], smem, warpgroup, layout)
@@ -98,13 +96,13 @@ def query_states(
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on.
                 total = plgpu.load(smem["denominator_smem"].at[warpgroup], layout=_ROWS)
-                total = queries.read_keys(core, acc, query_smem, keys, total, warpgroup, power=4)
+                total = query_tile.add_keys(core, acc, query_smem, keys, total, warpgroup, power=4)
                 # The division.
-                gmem["total"][tile.head, tile.rows(warpgroup)] = total
+                gmem["total"][tile.head, tile.tokens_of(warpgroup)] = total
                 begin = tile.token + warpgroup * _BLOCK
-                queries.store_mean(acc, total, out_smem, results.block(gmem["out"], tile.head, begin))
+                query_tile.store_mean(acc, total, out_smem, results.block(gmem["out"], tile.head, begin))
 
-            core.accumulators(rows, value_dim)
+            core.accumulators(attend, value_dim)
 
         return copy, compute
 
@@ -148,8 +146,7 @@ def query_states(
             **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
         },
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
-        computing=count,
-        registers=_REGISTERS[count],
+        warpgroups=count,
         name="power_state_quartic_query",
         interpret=interpret,
     )
@@ -166,7 +163,7 @@ def _copy_states(gmem, smem, tile, layout, count):
     def copy_block(block, slot):
         columns = pl.ds(block * layouts.COLUMNS, layouts.COLUMNS)
         for n in range(count):
-            source = gmem["vector"].at[tile.head, tile.rows(n), columns]
+            source = gmem["vector"].at[tile.head, tile.tokens_of(n), columns]
             plgpu.copy_gmem_to_smem(source, smem["vector_smem"].at[slot, n], smem["vector_full"].at[slot])
         stack, steps, before = (gmem["steps"][3 * block + n] for n in range(3))
 

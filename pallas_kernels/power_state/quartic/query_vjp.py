@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import window_keys, window_keys_vjp
+from pallas_kernels.power_state import query_tile, window_keys, window_keys_vjp
 from pallas_kernels.power_state.quartic import state_vjp
 
 __all__ = ["Rows", "query_vjp"]
@@ -26,8 +26,6 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 4
 # Number of scalars of a state per step.
 _TOGETHER = 3
-# Registers per thread, by the number of warpgroups that compute.
-_REGISTERS = {1: None, 2: launch.Registers(40, 232), 3: launch.Registers(32, 160)}
 
 
 class Rows(NamedTuple):
@@ -72,7 +70,7 @@ def query_vjp(
     def body(gmem, smem):
         def tiles():
             # In each branch, to save registers.
-            tile = window_keys.QueryTile.of_thread_block(heads // len(key), chunk, count)
+            tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
             vectors = state_vjp.Vectors(
                 tile.head, tile.token, tile.key_head, tile.chunk, jnp.int32(layout.blocks)
             )
@@ -85,7 +83,7 @@ def query_vjp(
             ready = smem["ready"]
             for n in range(count):
                 for name in ("query", "dout"):
-                    source = gmem[name].at[tile.head, tile.rows(n)]
+                    source = gmem[name].at[tile.head, tile.tokens_of(n)]
                     plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
             keys.copy_decays(ready)
             blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
@@ -101,7 +99,7 @@ def query_vjp(
             rows_smem = smem["rows_smem"].at[warpgroup]
             row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))
 
-            def rows(gradient):
+            def attend(gradient):
                 plgpu.barrier_wait(smem["ready"])
                 # The state before the window.
                 dout = _along(row.narrow, dout_smem.shape) * _load(dout_smem)
@@ -122,17 +120,17 @@ def query_vjp(
                 state_sum = (_load(query_smem) * gradient[...]).sum(1)
                 # The keys from the window on.
                 delta = plgpu.load(row.delta, layout=_ROWS)
-                window_sum = window_keys_vjp.read_keys(
+                window_sum = window_keys_vjp.add_keys(
                     core, gradient, lambda: query_smem, dout_smem, keys, delta, warpgroup, _POWER
                 )
                 # The division.
-                tokens, inverse = tile.rows(warpgroup), plgpu.load(row.inverse, layout=_ROWS)
+                tokens, inverse = tile.tokens_of(warpgroup), plgpu.load(row.inverse, layout=_ROWS)
                 for n, total in enumerate((window_sum, state_sum)):
                     gmem["sums"][tile.head, n, tokens] = inverse * total
                 factor = lax.broadcast_in_dim(_POWER * inverse, gradient.shape, [0])
                 gmem["dquery"][tile.head, tokens] = gradient[...] * factor
 
-            core.accumulators(rows, head_dim)
+            core.accumulators(attend, head_dim)
 
         return copy, compute
 
@@ -163,8 +161,7 @@ def query_vjp(
             **state_vjp.scratch(layout, count, config.query_vjp_stages, vector, scalars, states),
         },
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
-        computing=count,
-        registers=_REGISTERS[count],
+        warpgroups=count,
         name="power_state_quartic_query_vjp",
         interpret=interpret,
     )

@@ -115,7 +115,7 @@ class Vectors(NamedTuple):
     state: jax.Array
     blocks: jax.Array  # number of blocks of y to read
 
-    def rows(self, warpgroup):
+    def tokens_of(self, warpgroup):
         """Returns the tokens of a warpgroup."""
         return pl.ds(self.token + warpgroup * _BLOCK, _BLOCK)
 
@@ -132,7 +132,7 @@ def copy(gmem, smem, vectors: Vectors, layout, count):
         full = smem["vector_full"].at[slot]
         columns = pl.ds(block * layouts.COLUMNS, layouts.COLUMNS)
         for n in range(count):
-            source = gmem["vector"].at[vectors.head, vectors.rows(n), columns]
+            source = gmem["vector"].at[vectors.head, vectors.tokens_of(n), columns]
             plgpu.copy_gmem_to_smem(source, smem["vector_smem"].at[slot, n], full)
         plgpu.copy_gmem_to_smem(gmem["block_pairs"].at[block], smem["block_pairs_smem"].at[slot], full)
         stack, steps, before = (gmem["steps"][3 * block + n] for n in range(3))

@@ -23,9 +23,8 @@ from pallas_kernels.power_state.quartic import layout as layouts
 __all__ = ["update"]
 
 _BLOCK = configs.BLOCK
-# Warpgroups that compute; each is launched with 168 registers per thread.
+# Warpgroups that compute.
 _WARPGROUPS = 2
-_REGISTERS = launch.Registers(40, 232)
 # Stacks in the accumulators of one warpgroup.
 _STACKS = layouts.UNIT // _WARPGROUPS
 
@@ -154,8 +153,7 @@ def update(vector, scalars, value, carry, initial, weights, *, layout, config, c
             "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
         },
         grid={"head": heads, "segment": segments, "unit": len(layout.units)},
-        computing=_WARPGROUPS,
-        registers=_REGISTERS,
+        warpgroups=_WARPGROUPS,
         name="power_state_quartic_update",
         interpret=interpret,
         approximate=False,

@@ -35,7 +35,6 @@ _BLOCK = configs.BLOCK
 _TILE = layouts.TILE
 _POWER = 2
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-_REGISTERS = launch.Registers(40, 232)
 _GRADIENTS = ("dkey", "dvalue")
 # Columns of a tile of R that are multiplied at a time, limited by registers: all of a narrow tile, or slices.
 _NARROW, _SLICE = 96, 64
@@ -239,8 +238,7 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
         outputs,
         scratch,
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
-        computing=count,
-        registers=_REGISTERS if count > 1 else None,
+        warpgroups=count,
         name="power_state_key_vjp" if with_key else "power_state_value_vjp",
         interpret=interpret,
     )

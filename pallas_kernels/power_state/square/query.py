@@ -1,9 +1,10 @@
 """Fused query: the state before the window, the keys from the window on, and the division.
 
-A block has one chunk's rows in `query_blocks` warpgroups of 64. Row i of a warpgroup sums, in one accumulator,
+A thread block has `query_blocks` times 64 consecutive rows of one chunk, 64 in each warpgroup. Row i of a warpgroup
+sums, in one accumulator,
 
-    scale_i * sum_j (q_ij * q_i[windows]) S_j^T    over the 16 groups j of the state, by parts,
-    (q_i . k)^2 * 2^(g_i - g_k) v                  over the keys k from the window's first one to i itself,
+    scale_i * sum_j (q_i[16 a + j] * q_i[windows]) S_j^T    over the 16 groups j of the state, for every tile a,
+    (q_i . k)^2 * 2^(g_i - g_k) v                           over the keys k from the window's first one to i itself,
 
 and divides by the same sums without states and values: q_i^T Z q_i for the state, plain sums for the keys.
 
@@ -21,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import queries, window_keys
+from pallas_kernels.power_state import query_tile, window_keys
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import state_copies
 
@@ -29,8 +30,6 @@ __all__ = ["query_states"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-# Registers per thread, by the number of warpgroups that compute.
-_REGISTERS = {1: None, 2: launch.Registers(40, 232), 3: launch.Registers(32, 160)}
 
 
 def query_states(
@@ -65,19 +64,20 @@ def query_states(
     """
     heads, time, head_dim = query.shape
     value_dim, count = value.shape[-1], config.query_blocks
-    terms, norms = states.shape[3] // value_dim, state_copies.norm_blocks(layout)
+    terms, norm_steps = states.shape[3] // value_dim, state_copies.norm_blocks(layout)
 
     def body(gmem, smem):
-        tile = window_keys.QueryTile.of_thread_block(heads // len(key), chunk, count)
+        tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
+        # The blocks of Z pass through the ring of keys first.
         keys = window_keys.Keys(
-            gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norms
+            gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norm_steps
         )
 
         def copy():
             # Inputs that every warpgroup needs from the start.
             ready = smem["ready"]
             for n in range(count):
-                rows = tile.rows(n)
+                rows = tile.tokens_of(n)
                 plgpu.copy_gmem_to_smem(gmem["query"].at[tile.head, rows], smem["query_smem"].at[n], ready)
                 scalars = gmem["scalars"].at[tile.head, :, rows]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
@@ -98,18 +98,18 @@ def query_states(
             scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
             denominator = scale * _norm_of_queries(core, query_smem, smem, layout)
 
-            def rows(acc):
+            def attend(acc):
                 # The state before the window.
                 _read_states(core, acc, query_smem, scalar_smem, smem, terms, layout, config.parts)
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on.
-                total = queries.read_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
+                total = query_tile.add_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
                 # The division.
-                gmem["denominator"][tile.head, tile.rows(warpgroup)] = total
+                gmem["denominator"][tile.head, tile.tokens_of(warpgroup)] = total
                 begin = tile.token + warpgroup * _BLOCK
-                queries.store_mean(acc, total, out_smem, results.block(gmem["out"], tile.head, begin))
+                query_tile.store_mean(acc, total, out_smem, results.block(gmem["out"], tile.head, begin))
 
-            core.accumulators(rows, value_dim)
+            core.accumulators(attend, value_dim)
 
         return copy, compute
 
@@ -145,8 +145,7 @@ def query_states(
         },
         scratch,
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
-        computing=count,
-        registers=_REGISTERS[count],
+        warpgroups=count,
         name="power_state_query",
         interpret=interpret,
     )

@@ -1,7 +1,7 @@
 """Gradient of queries: through the state before the window, and through the keys from the window on.
 
 A block has one chunk's rows in `query_vjp_blocks` warpgroups of 64. For each group j of the state and each index i = 16
-a + j, with M_b = (dO narrow) S[i, b]^T for the window of tiles b that i multiplies,
+a + j, with M_b = (dO narrow) S[i, b] for the window of tiles b that i multiplies,
 
     dx_b += x_i M_b                 as the features' vector,
     dx_i += sum over b of x_b M_b   as their scalar,
@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import window_keys, window_keys_vjp
+from pallas_kernels.power_state import query_tile, window_keys, window_keys_vjp
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import state_copies
 
@@ -35,8 +35,6 @@ _BLOCK = configs.BLOCK
 _HALF = layouts.TILE // 2
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 2
-# Registers per thread, by the number of warpgroups that compute.
-_REGISTERS = {1: None, 2: launch.Registers(40, 232), 3: launch.Registers(40, 232)}
 
 
 class Rows(NamedTuple):
@@ -81,20 +79,21 @@ def query_vjp(
     """
     heads, time, head_dim = query.shape
     value_dim, count, stages = value.shape[-1], config.query_vjp_blocks, config.query_vjp_stages
-    parts, norms = config.query_vjp_parts, state_copies.norm_blocks(layout)
+    parts, norm_steps = config.query_vjp_parts, state_copies.norm_blocks(layout)
     width = layout.width // parts
     # At E = 128 there are too few registers for dO: while states are read, it is an operand in their dtype.
     narrows = value_dim == 128
     # At D = 128 shared memory cannot hold all values of a part.
     state_values = _BLOCK if head_dim == 128 else value_dim
-    terms = states.shape[3] // state_values
+    # Blocks of values and terms of a state, which are read one after the other.
+    row_blocks = states.shape[3] // state_values
     # At D = 128 there are too few registers for queries: tiles are read as they are needed.
     slices = layouts.TILE if head_dim == 128 else None
 
     def body(gmem, smem):
-        tile = window_keys.QueryTile.of_thread_block(heads // len(key), chunk, count)
+        tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
         keys = window_keys.Keys(
-            gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norms
+            gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norm_steps
         )
 
         def copy():
@@ -103,9 +102,9 @@ def query_vjp(
             for n in range(count):
                 for name in ("query", "dout"):
                     if f"{name}_smem" in smem:
-                        source = gmem[name].at[tile.head, tile.rows(n)]
+                        source = gmem[name].at[tile.head, tile.tokens_of(n)]
                         plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
-                scalars = gmem["scalars"].at[tile.head, :, tile.rows(n)]
+                scalars = gmem["scalars"].at[tile.head, :, tile.tokens_of(n)]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
             keys.copy_decays(ready)
             blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
@@ -121,7 +120,7 @@ def query_vjp(
         def compute(warpgroup, core):
             names = ("query_smem", "dout_smem", "narrow_smem", "scalar_smem")
             own = {name: smem[name].at[warpgroup] for name in names if name in smem}
-            tokens = tile.rows(warpgroup)
+            tokens = tile.tokens_of(warpgroup)
             dout = _rows_of(own["dout_smem"] if "dout_smem" in own else gmem["dout"].at[tile.head, tokens])
             plgpu.barrier_wait(smem["ready"])
             rows_smem = smem["rows_smem"].at[warpgroup]
@@ -130,15 +129,15 @@ def query_vjp(
             # The normalizer.
             narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
             # Registers are short for large queries, two terms, and a chunk whose loop over keys is unrolled.
-            short = head_dim == 128 or terms == 2 or chunk == count * _BLOCK
-            query = _query_of(own["query_smem"], short)
+            reload_query = head_dim == 128 or row_blocks == 2 or chunk == count * _BLOCK
+            query = _query_of(own["query_smem"], reload_query)
             start = _read_norm(core, query(), smem, layout)
             start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
 
             # The state before the window.
             narrowed = _narrowed(dout(), narrow, own, states.dtype)
             both = _read_states(
-                core, start, narrowed, own, smem, terms, layout, parts, config.query_vjp_groups
+                core, start, narrowed, own, smem, row_blocks, layout, parts, config.query_vjp_groups
             )
             scale = plgpu.load(row.state, layout=_ROWS)
             gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
@@ -146,10 +145,10 @@ def query_vjp(
             inverse = plgpu.load(row.inverse, layout=_ROWS)
             gmem["sums"][tile.head, 1, tokens] = inverse * (exact * gradient).sum(1)
 
-            def rows(acc):
+            def attend(acc):
                 # The keys from the window on.
                 acc[...] = gradient
-                total = window_keys_vjp.read_keys(
+                total = window_keys_vjp.add_keys(
                     core,
                     acc,
                     query,
@@ -167,7 +166,7 @@ def query_vjp(
                 block = results.block(gmem["dquery"], tile.head, tile.token + warpgroup * _BLOCK)
                 _store(acc, factors, own["query_smem"], block)
 
-            core.accumulators(rows, head_dim)
+            core.accumulators(attend, head_dim)
 
         return copy, compute
 
@@ -204,8 +203,7 @@ def query_vjp(
         },
         scratch,
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
-        computing=count,
-        registers=_REGISTERS[count],
+        warpgroups=count,
         name="power_state_query_vjp",
         interpret=interpret,
     )
@@ -240,7 +238,7 @@ def _narrowed(dout, narrow, own, dtype):
     return own["narrow_smem"]
 
 
-def _read_states(core, start, dout, own, smem, terms, layout, parts, round_groups):
+def _read_states(core, start, dout, own, smem, row_blocks, layout, parts, round_groups):
     """Returns `start` plus half the gradient of q^T S q, float32 [64, D].
 
     dout: the operand that states are multiplied by. Sections differ only in where they begin: each counts tiles of
@@ -252,15 +250,15 @@ def _read_states(core, start, dout, own, smem, terms, layout, parts, round_group
     douts = [dout]
     if dout.shape[1] > height:
         douts = [dout.at[:, pl.ds(begin, height)] for begin in range(0, dout.shape[1], height)]
-    douts = douts * (terms // len(douts))
+    douts = douts * (row_blocks // len(douts))
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     ends = {window.begin: window.begin + window.width for window in layout.section}
     half_round = round_groups // 2
 
     def product(rounds, step):
-        slots = range(step * terms, (step + 1) * terms)
-        steps = round_groups * parts * terms
+        slots = range(step * row_blocks, (step + 1) * row_blocks)
+        steps = round_groups * parts * row_blocks
         if steps % stages:
             slots = [ring.slot_of(rounds * steps + slot, stages) for slot in slots]
         else:
@@ -275,10 +273,10 @@ def _read_states(core, start, dout, own, smem, terms, layout, parts, round_group
                 core.add(acc, values, smem["state_smem"].at[slot])
             return acc[...]
 
-        weights = core.accumulators(add, columns)
+        slopes = core.accumulators(add, columns)
         for slot in slots:
             plgpu.barrier_arrive(smem["state_free"].at[slot])
-        return weights
+        return slopes
 
     def group(first, turn, position, gradients):
         # The halves of its tile that may contain the group's index, and the index within the half.
@@ -287,7 +285,7 @@ def _read_states(core, start, dout, own, smem, terms, layout, parts, round_group
             halves, index = (position // half_round,), turn * half_round + position % half_round
         for part in range(parts):
             rounds = turn + lax.div(jnp.int32(first), jnp.int32(round_groups))
-            weights = product(rounds, position * parts + part)
+            slopes = product(rounds, position * parts + part)
             begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
                 scalar = own["scalar_smem"].at[piece.scalar + first + halves[0] * _HALF + index]
@@ -296,7 +294,7 @@ def _read_states(core, start, dout, own, smem, terms, layout, parts, round_group
                 for start in range(piece.vector, piece.vector + piece.width, layouts.TILE):
                     vector = vector_of(start, first) if piece.weight == 2 else None
                     for side in range(2):
-                        tile, begin = weights[:, begin : begin + _HALF], begin + _HALF
+                        tile, begin = slopes[:, begin : begin + _HALF], begin + _HALF
                         gradients[start % layout.head_dim // _HALF + side] += scalar * tile
                         if piece.weight == 2:
                             shares = shares + vector[:, side * _HALF : (side + 1) * _HALF] * tile
@@ -330,12 +328,12 @@ def _read_states(core, start, dout, own, smem, terms, layout, parts, round_group
     return jnp.concatenate(gradients[-2 * layout.sections :] + gradients[: -2 * layout.sections], 1)
 
 
-def _query_of(query_smem, in_registers):
+def _query_of(query_smem, reload):
     """Returns a function that returns the query as an operand.
 
-    For a query in shared memory, the compiler keeps the descriptors between uses.
+    It is loaded for each use, or stays in shared memory, where its descriptors take registers between uses.
     """
-    if in_registers:
+    if reload:
         return lambda: plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
     return lambda: query_smem
 

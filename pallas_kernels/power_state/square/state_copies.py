@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import ring
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import window_keys
+from pallas_kernels.power_state import query_tile
 from pallas_kernels.power_state.square import layout as layouts
 
 __all__ = ["NORM_COPIES", "copy_norms", "copy_states", "norm_blocks"]
@@ -18,18 +18,18 @@ _BLOCK = configs.BLOCK
 NORM_COPIES = {2: ((0, 32), (32, 32)), 3: ((0, 32), (32, 16), (48, 16))}
 
 
-def copy_states(gmem, smem, tile: window_keys.QueryTile, parts, piece_of=None):
+def copy_states(gmem, smem, tile: query_tile.QueryTile, parts, piece_of=None):
     """Copies states by groups, `parts` of a group and terms, or in the order of `piece_of`.
 
     piece_of(index): the index-th group and part. Returns the number of steps, the last of which may not have been read.
     """
-    stages, value_dim, columns = smem["state_smem"].shape
-    terms = gmem["states"].shape[3] // value_dim
+    stages, height, columns = smem["state_smem"].shape
+    terms = gmem["states"].shape[3] // height
 
     def copy(step, slot):
         term, index = lax.rem(step, terms), lax.div(step, terms)
         group, part = piece_of(index) if piece_of else (lax.div(index, parts), lax.rem(index, parts))
-        rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
+        rows, columns_of = pl.ds(term * height, height), pl.ds(part * columns, columns)
         state = gmem["states"].at[tile.key_head, tile.chunk, group, rows, columns_of]
         plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])
 
@@ -43,7 +43,7 @@ def norm_blocks(layout):
     return 2 * layout.head_dim // _BLOCK
 
 
-def copy_norms(gmem, smem, tile: window_keys.QueryTile, copies):
+def copy_norms(gmem, smem, tile: query_tile.QueryTile, copies):
     """Copies both parts of Z into the ring of keys, whose slots wait for that number of copies."""
 
     def copy(step, slot):

@@ -8,6 +8,8 @@ from pallas_kernels.power_state.square import layout as layouts
 __all__ = ["choose", "longest_chunk", "padded"]
 
 _BLOCK = configs.BLOCK
+# Blocks of keys in flight, and vectors of a block of rows in the gradient of queries.
+_KEY_STAGES, _ROW_VECTORS = 2, 6
 # Sizes of heads and values that the kernels support; others are padded with zeros.
 _HEAD_SIZES = (32, 64, 128)
 _VALUE_SIZES = (64, 128)
@@ -40,8 +42,9 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype) -> conf
     )
     parts = 1 if head_dim < 128 else 3 * value_dim // _BLOCK
     rows = blocks * _BLOCK * (2 * head_dim + (0 if head_dim == value_dim else value_dim))
-    keys = 2 * _BLOCK * (head_dim + value_dim)
-    left = configs.SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + exact_window) + blocks * _BLOCK)
+    keys = _KEY_STAGES * _BLOCK * (head_dim + value_dim)
+    vectors = 2 * (chunk + exact_window) + (blocks + _KEY_STAGES) * _BLOCK
+    left = configs.SHARED_BYTES - 2 * (rows + keys) - 4 * vectors
     stages = configs.stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
     # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators. Storing in two terms needs more
     # registers and leaves room for 2 x 288.
@@ -53,7 +56,7 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype) -> conf
         update_stages=4,
         query_blocks=blocks,
         state_stages=stages,
-        key_stages=2,
+        key_stages=_KEY_STAGES,
         parts=parts,
         **_query_vjp(layout, value_dim, chunk, exact_window, 2 if two_terms else 1),
         **_key_vjp(layout, value_dim, chunk),
@@ -71,8 +74,9 @@ def _query_vjp(layout, value_dim, chunk, exact_window, terms):
     parts = layout.sections
     height = _BLOCK if head_dim == 128 else value_dim
     rows = blocks * _BLOCK * (2 * head_dim + value_dim)
-    keys = 2 * _BLOCK * (head_dim + value_dim)
-    left = configs.SHARED_BYTES - 2 * (rows + keys) - 4 * (2 * (chunk + exact_window) + 4 * blocks * _BLOCK)
+    keys = _KEY_STAGES * _BLOCK * (head_dim + value_dim)
+    vectors = 2 * (chunk + exact_window) + (_ROW_VECTORS * blocks + _KEY_STAGES) * _BLOCK
+    left = configs.SHARED_BYTES - 2 * (rows + keys) - 4 * vectors
     stages = configs.stages(left // (2 * height * (layout.width // parts)), 6, chunk)
     groups = 1 if head_dim == 128 else 4 // terms
     if head_dim < 128:
@@ -95,7 +99,7 @@ def _key_vjp(layout, value_dim, chunk):
     tiles = blocks * _BLOCK * ((3 if head_dim == 128 else 2) * head_dim + value_dim)
     # And two blocks of queries.
     tiles += 2 * _BLOCK * (head_dim + value_dim)
-    left = configs.SHARED_BYTES - 2 * tiles - 4 * _BLOCK * (9 * blocks + 2 * 4)
+    left = configs.SHARED_BYTES - 2 * tiles - 4 * _BLOCK * (9 * blocks + 2 * 5)
     return {
         "key_vjp_blocks": blocks,
         "key_vjp_parts": parts,

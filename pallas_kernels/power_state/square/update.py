@@ -22,9 +22,8 @@ from pallas_kernels.power_state.square import layout as layouts
 __all__ = ["update"]
 
 _BLOCK = configs.BLOCK
-# Warpgroups that compute; each is launched with 168 registers per thread. With fewer than 40 the copies would spill.
+# Warpgroups that compute.
 _WARPGROUPS = 2
-_REGISTERS = launch.Registers(40, 232)
 
 
 def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interpret=None):
@@ -145,8 +144,7 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interp
             "section": layout.sections,
             "group": layouts.TILE // scalars,
         },
-        computing=_WARPGROUPS,
-        registers=_REGISTERS,
+        warpgroups=_WARPGROUPS,
         name="power_state_update",
         interpret=interpret,
         approximate=False,

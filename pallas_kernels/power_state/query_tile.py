@@ -1,0 +1,67 @@
+"""Tile of query rows that a thread block processes: its position, its sums over in-window keys, and its final store."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper import tensor_core
+from pallas_kernels.power_state import config as configs
+
+__all__ = ["QueryTile", "add_keys", "store_mean"]
+
+_BLOCK = configs.BLOCK
+
+
+class QueryTile(NamedTuple):
+    """Position of a thread block's rows of queries."""
+
+    head: jax.Array
+    key_head: jax.Array
+    chunk: jax.Array
+    block: jax.Array  # the first warpgroup's block of 64 rows, counted in the chunk
+    token: jax.Array  # the first row
+
+    @classmethod
+    def of_thread_block(cls, heads_per_key, chunk, count):
+        """Returns the tile, of a grid of heads, chunks and rows, for `count` warpgroups."""
+        head, index, block = lax.axis_index("head"), lax.axis_index("chunk"), lax.axis_index("rows") * count
+        return cls(
+            head, lax.div(head, jnp.int32(heads_per_key)), index, block, index * chunk + block * _BLOCK
+        )
+
+    def tokens_of(self, warpgroup):
+        """Returns the tokens of a warpgroup."""
+        return pl.ds(self.token + warpgroup * _BLOCK, _BLOCK)
+
+
+def add_keys(core, acc, query_smem, keys, denominator, warpgroup, power):
+    """Adds the weighted values of in-window keys to acc; returns the denominator with the keys' weights added.
+
+    keys: a `window_keys.Keys`. `power` is a power of two.
+    """
+
+    def step(total, key_smem, value_smem, decays):
+        scores = core.product(query_smem, key_smem)
+        for _ in range(power.bit_length() - 1):
+            scores = scores * scores
+        weights = decays.of_rows(scores) * decays.of_pairs(0, scores.shape[1])
+        for part in tensor_core.split(weights):
+            core.add(acc, part, value_smem)
+        return total + weights.sum(1)
+
+    return keys.fold(step, denominator, warpgroup)
+
+
+def store_mean(acc, total, out_smem, out):
+    """Writes acc / total through shared memory: zero where the total is not positive, NaN where it is NaN."""
+    total = lax.broadcast_in_dim(total, acc.shape, [0])
+    none = total <= 0
+    mean = jnp.where(none, 0.0, acc[...] / jnp.where(none, 1.0, total))
+    out_smem[...] = mean.astype(out_smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(out_smem, out)
+    plgpu.wait_smem_to_gmem(0)
