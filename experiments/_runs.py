@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-import train
 from experiments import _command
 from sympow_jax import config, models
+from sympow_jax.commands import train
 from sympow_jax.training import flags, workdir
 
 __all__ = [

@@ -32,8 +32,14 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see --help")
 
 
-def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
+def parse(
+    arguments: Sequence[str], *, program: str = "sympow train"
+) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
     """Parses the arguments after the program's name.
+
+    Args:
+        arguments: arguments of a training run.
+        program: name of the program in its help.
 
     Returns:
         The settings, the workdir, and the launch that connects this process with others. Without flags about
@@ -44,6 +50,7 @@ def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path, hosts.
             settings contradict each other.
     """
     parser = _Parser(
+        prog=program,
         description="Train a model; the same command again resumes the run in --workdir.",
         epilog=_describe_settings(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
