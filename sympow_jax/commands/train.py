@@ -1,4 +1,4 @@
-"""Trains a model: `sympow train --config=configs/quickstart.py --workdir=runs/quickstart`.
+"""Trains a model: `sympow train --config=quickstart --workdir=runs/quickstart`.
 
 Running the same command again resumes the run in the workdir, bit for bit.
 """

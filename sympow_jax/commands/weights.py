@@ -53,15 +53,16 @@ def _parser(program: str) -> cli.Parser:
     importing.add_argument("--workdir", required=True, metavar="DIR", help="the new workdir")
     importing.add_argument(
         "--config",
-        metavar="FILE",
-        help="the settings: the JSON that export wrote, GPT-2's config.json, or a FILE.py[:ARGUMENT] as for training "
-        "(default: the JSON beside the weights)",
+        metavar="FILE.json|CONFIG[:ARGUMENT]",
+        help="the settings: the JSON that export wrote, GPT-2's config.json, or a config as for training, NAME or "
+        "FILE.py (default: the JSON beside the weights)",
     )
     return parser
 
 
 def _settings(given: str | None, weights: str, overrides: Sequence[str]) -> config.Config:
-    if given is not None and pathlib.Path(given.partition(":")[0]).suffix == ".py":
+    # A JSON file has a suffix, which the names of configs do not have.
+    if given is not None and pathlib.Path(given.partition(":")[0]).suffix in ("", ".py"):
         settings = flags.load_config(given)
     else:
         settings = files.read_settings(files.settings_path(weights) if given is None else given)

@@ -154,6 +154,11 @@ def test_evaluation(gpt2, tmp_path, capsys):
             ["import", "--weights={gpt2}", "--config=configs/text.py:x", "--workdir={out}/run"],
             "it lacks blocks.0.",
         ),
+        (["import", "--weights={gpt2}", "--config=text:x", "--workdir={out}/run"], "it lacks blocks.0."),
+        (
+            ["import", "--weights={gpt2}", "--config=txet", "--workdir={out}/run"],
+            "the nearest names are text,",
+        ),
         (
             ["import", "--weights={gpt2}", "--workdir={out}/run", "--config.model.layer=1"],
             "--config.model.layer",
