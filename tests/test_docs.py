@@ -30,7 +30,9 @@ from sympow_jax.training import flags
 ROOT = pathlib.Path(__file__).parents[1]
 PATTERNS = (
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "examples/README.md",
     "docs/**/*.md",
     "experiments/README.md",
@@ -333,6 +335,12 @@ def test_everything_in_the_reference_has_a_docstring():
         if not has_docstring(importlib.import_module(module), name)
     ]
     assert missing == []
+
+
+def test_one_version():
+    version = PROJECT["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^## (\S+)", PAGES["CHANGELOG.md"], re.MULTILINE)[1] == version
 
 
 def test_the_site_has_what_the_tests_read():
