@@ -137,6 +137,27 @@ def cache(tmp_path, monkeypatch):
     verdict._load.cache_clear()
 
 
+def test_the_command_stores_a_verdict_unless_only_some_cases_ran(cache, monkeypatch, capfd):
+    def run_all(names, command, **_):
+        assert names == [] or command(names[0])[1:4] == ["-m", "pallas_kernels.check.case_process", names[0]]
+        return (supervisor.Outcome(case=name, status=Status.OK) for name in names)
+
+    monkeypatch.setattr(run, "_gpu", lambda: (KIND, ""))
+    monkeypatch.setattr(supervisor, "run_all", run_all)
+    assert commands.main(["check", "--brief", "--only", "power_step", f"--out={cache}/outcomes.json"]) == 0
+    outcomes = json.loads((cache / "outcomes.json").read_text())
+    assert outcomes["brief"]
+    assert {case["case"] for case in outcomes["cases"]} == {
+        case.name for case in cases.CASES if case.brief and "power_step" in case.name
+    }
+    assert not verdict.trusted("power_step", KIND)
+    assert commands.main(["check"]) == 0
+    assert "power_step: right" in capfd.readouterr().out
+    assert all(verdict.trusted(family, KIND) for family in verdict.FAMILIES)
+    # A text that no case has is a mistake, not a success.
+    assert commands.main(["check", "--only", "nothing"]) == 1
+
+
 def test_a_verdict_is_of_one_kind_of_machine(cache, monkeypatch):
     file = verdict.store(KIND, {"power_step": True, "power_attention": False}, {"cases": []})
     assert file.is_relative_to(cache)
