@@ -1,66 +1,11 @@
-"""Evaluates trained runs on held-out data.
-
-Decoders: loss on held-out documents by position, within and beyond the training context. Encoders and image
-classifiers: the metrics of their task on held-out rows.
+"""Evaluates trained runs on held-out data, by context length or with the metrics of their task.
 
 uv run eval.py --workdir=runs/a,runs/b --context_lengths=64,...,65536 --out=runs/comparison
 """
 
-import argparse
 import sys
-from collections.abc import Sequence
 
-from sympow_jax import extras
-
-with extras.required("train", __name__):
-    from sympow_jax import evaluation
-    from sympow_jax.training import cli
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = cli.Parser(
-        prog="eval.py",
-        description="Mean loss over held-out documents by position: for each context length, the loss of "
-        "predicting the positions in (previous length, this length], of the same documents throughout. "
-        "Writes context_loss.csv, context_loss.json and context_loss.png. Of runs of other tasks than the next token, "
-        "loss and metrics of the held-out rows: writes heldout.json.",
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--workdir",
-        required=True,
-        metavar="A[,B,...]",
-        help="the workdirs of one or more runs of train.py, overlaid in the plot",
-    )
-    parser.add_argument(
-        "--context_lengths",
-        metavar="64,128,...",
-        help="increasing lengths in tokens; `64,...,65536` doubles in between (default: those in the first "
-        "run's config)",
-    )
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
-    parser.add_argument(
-        "--documents",
-        type=int,
-        metavar="N",
-        help="at most so many documents of at least the longest length (default: evaluation.documents in the "
-        "first run's config)",
-    )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
-        flags = _parse(arguments)
-        evaluation.evaluate(
-            flags.workdir.split(","),
-            None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths),
-            out=flags.out,
-            documents=flags.documents,
-        )
-        return 0
-
+from sympow_jax import commands
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(commands.run("eval", sys.argv[1:], program="eval.py"))

@@ -1,12 +1,12 @@
 """GPT-2 (Radford et al. 2019), to continue training from its published weights: `--config=configs/gpt2.py[:SIZE]`.
 
 SIZE is `gpt2`, `gpt2-medium`, `gpt2-large` or `gpt2-xl`. `task.initial_run` is a workdir created by
-`python -m sympow_jax.weights import`. The attention may differ from the one that the weights were trained with:
+`sympow weights import`. The attention may differ from the one that the weights were trained with:
 
     uv run train.py --config=configs/gpt2.py --workdir=runs/power --config.task.initial_run=runs/gpt2 \
         --config.model.attention.kernel=power
 
-See docs/weights.md. `data.paths` are token files created by `python -m sympow_jax.data.prepare --tokenizer=gpt2`.
+See docs/weights.md. `data.paths` are token files created by `sympow prepare --tokenizer=gpt2`.
 """
 
 from sympow_jax import config

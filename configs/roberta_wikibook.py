@@ -1,7 +1,7 @@
 """Masked tokens in RoBERTa's shape (Qin et al. 2023, Table 8, BLM): `--config=configs/roberta_wikibook.py:type2`.
 
 The argument names a method of the paper's tables; see `sympow_jax.config.LRPE_METHODS`. `data.paths` are token files
-created by `python -m sympow_jax.data.prepare` with RoBERTa's tokenizer, whose last id, 50,264, is the mask. The table
+created by `sympow prepare` with RoBERTa's tokenizer, whose last id, 50,264, is the mask. The table
 prints a sequence length of 51, read here as 512. Weight decay is decoupled and applies to matrices only.
 """
 

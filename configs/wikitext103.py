@@ -1,7 +1,7 @@
 """A language model of WikiText-103 (Qin et al. 2023, Table 8, ALM): `--config=configs/wikitext103.py:type1`.
 
 The argument names a method of the paper's tables; see `sympow_jax.config.LRPE_METHODS`. `data.paths` are token files
-over the corpus's vocabulary of 267,744 words, created by `python -m sympow_jax.data.prepare` with a word-level
+over the corpus's vocabulary of 267,744 words, created by `sympow prepare` with a word-level
 tokenizer. Books has 50,265 tokens: `--config.model.vocab_size=50304`. Weight decay is decoupled and applies to matrices
 only.
 """

@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-import train
 from experiments import _command
 from sympow_jax import config, models
+from sympow_jax.commands import train
 from sympow_jax.training import flags, workdir
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "train_all",
 ]
 
-_CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # Tokens per update; small, so that many updates fit into fifteen minutes.
 _TOY_TOKENS = 2048
 _POINTS = 25
@@ -63,12 +62,12 @@ def settings(
     context: int,
     seed: int,
     evaluated: bool = False,
-    paper: str = "gpt2_124m.py:softmax",
+    paper: str = "gpt2_124m:softmax",
 ) -> config.Config:
     """Returns the config of a run with this attention at a training context.
 
     If `evaluated` is set, the run ends with an evaluation at the plan's lengths. The toy scale uses the byte model and
-    the optimizer of `configs/quickstart.py`; `paper` names the file in configs/ for the paper's scale. The seed
+    the optimizer of `configs/quickstart.py`; `paper` names the config for the paper's scale. The seed
     determines parameters and the order of the data in the same way for every attention.
 
     Raises:
@@ -76,7 +75,7 @@ def settings(
     """
     plan = options.plan
     toy = options.scale != "paper"
-    base = flags.load_config(f"{_CONFIGS}/{'quickstart.py:softmax' if toy else paper}")
+    base = flags.load_config("quickstart:softmax" if toy else paper)
     training = base.training
     tokens = base.data.batch_tokens
     if toy:

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 def _settings(options: _command.Options, name: str, seed: int) -> config.Config:
     (context,) = options.plan.contexts
     return _runs.settings(
-        options, attentions()[name], context=context, seed=seed, evaluated=True, paper="wikitext103.py:base"
+        options, attentions()[name], context=context, seed=seed, evaluated=True, paper="wikitext103:base"
     )
 
 

@@ -9,8 +9,8 @@ import PIL.Image
 import pytest
 from flax import nnx
 
-import train
 from sympow_jax import config, models
+from sympow_jax.commands import train
 from sympow_jax.training import flags
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -23,14 +23,16 @@ import typing
 
 import pytest
 
-import train
-from sympow_jax import config, models
+from sympow_jax import commands, config, models
+from sympow_jax.commands import train
 from sympow_jax.training import flags
 
 ROOT = pathlib.Path(__file__).parents[1]
 PATTERNS = (
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
     "examples/README.md",
     "docs/**/*.md",
     "experiments/README.md",
@@ -48,9 +50,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("ops", "layers", "models", "generation", "weights", "config", "data", "evaluation")
 # Commands of a page that make the files which its code reads.
 FIRST = {
-    "docs/weights.md": [
-        "uv run python -m sympow_jax.weights export --workdir=runs/quickstart --out=quickstart.safetensors"
-    ]
+    "docs/weights.md": ["uv run sympow weights export --workdir=runs/quickstart --out=quickstart.safetensors"]
 }
 # Commands that read their arguments without a parser.
 UNPARSED = ("tools.h100", "tests.training.compiled")
@@ -94,10 +94,7 @@ def test_code_of_a_page_runs(page, folder, monkeypatch):
     monkeypatch.chdir(folder)
     for line in FIRST.get(page, ()):
         assert line in PAGES[page]
-        program, *arguments = line.removeprefix("uv run python -m ").split()
-        monkeypatch.setattr(sys, "argv", [program, *arguments])
-        with pytest.raises(SystemExit, match="0"):
-            runpy.run_module(program, run_name="__main__")
+        assert commands.main(line.removeprefix("uv run sympow ").split()) == 0
     namespace: dict = {"__name__": "page"}
     for line, block in blocks(PAGES[page], "python"):
         # Lines of a traceback are those of the page.
@@ -110,7 +107,7 @@ class Parsed(BaseException):
 
 def command_lines(text: str) -> list[str]:
     """Returns shell commands that start programs of this repository."""
-    found = re.findall(r"`((?:uv run|python3?) [^`\n]+)`", text)
+    found = re.findall(r"`((?:uv run|python3?|sympow) [^`\n]+)`", text)
     for _, block in blocks(text, "", "sh", "bash"):
         for line in block.replace("\\\n", " ").splitlines():
             loop = re.fullmatch(r"for (\w+) in ([^;]+); do (.*); done", line)
@@ -120,7 +117,7 @@ def command_lines(text: str) -> list[str]:
         if "train.py" in block:
             given = re.findall(r"- (--\S+)", block.replace("$(JOB_COMPLETION_INDEX)", "0"))
             found.append(shlex.join(["python", "train.py", *given]))
-    return [line for line in found if re.search(r"\buv run\b|\bpython3? ", line)]
+    return [line for line in found if re.search(r"\buv run\b|\bpython3? |^\s*sympow ", line)]
 
 
 COMMANDS = {page: lines for page, text in PAGES.items() if (lines := command_lines(text))}
@@ -152,9 +149,11 @@ def check_command_line(line: str, monkeypatch) -> None:
         if program == "pytest":
             check_pytest(arguments)
         return
-    else:
+    elif program != "sympow":
         assert (ROOT / program).is_file(), line
-    if program == "train.py":
+    if program == "sympow":
+        check_sympow(arguments, monkeypatch)
+    elif program == "train.py":
         check_training(arguments)
     elif program == "docs/figures.py":
         assert all((ROOT / "docs" / "figures" / f"{name}.png").is_file() for name in arguments), line
@@ -195,6 +194,20 @@ def check_training(arguments: list[str]) -> None:
         assert stopped.value.code == 0
     elif arguments:
         flags.parse(arguments)
+
+
+def check_sympow(arguments: list[str], monkeypatch) -> None:
+    if arguments in ([], ["--help"]):
+        return
+    name, *rest = arguments
+    assert name in commands.COMMANDS
+    if name == "train":
+        check_training(rest)
+    elif rest:
+        with monkeypatch.context() as patch:
+            patch.setattr(argparse.ArgumentParser, "parse_known_args", stop_when_parsed)
+            with pytest.raises(Parsed):
+                commands.main(arguments)
 
 
 def check_pytest(arguments: list[str]) -> None:
@@ -322,6 +335,12 @@ def test_everything_in_the_reference_has_a_docstring():
         if not has_docstring(importlib.import_module(module), name)
     ]
     assert missing == []
+
+
+def test_one_version():
+    version = PROJECT["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^## (\S+)", PAGES["CHANGELOG.md"], re.MULTILINE)[1] == version
 
 
 def test_the_site_has_what_the_tests_read():

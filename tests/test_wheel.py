@@ -1,4 +1,4 @@
-"""Tests of the wheel, installed in an otherwise empty environment."""
+"""Tests of the wheel, installed in otherwise empty environments."""
 
 import json
 import os
@@ -10,6 +10,8 @@ import sys
 import zipfile
 
 import pytest
+
+from sympow_jax import commands
 
 ROOT = pathlib.Path(__file__).parents[1]
 UV = os.environ.get("UV") or shutil.which("uv")
@@ -44,6 +46,19 @@ print(time.process_time() - start)
 """
 
 
+# A run of seconds in place of the quickstart's minutes.
+TINY = {
+    "model.layers": 1,
+    "model.width": 16,
+    "model.heads": 2,
+    "data.context_length": 32,
+    "data.batch_tokens": 128,
+    "training.steps": 3,
+    "evaluation.context_lengths": "16,32,64",
+    "evaluation.documents": 2,
+}
+
+
 def call(*arguments, **options):
     return subprocess.run([*map(str, arguments)], capture_output=True, text=True, timeout=600, **options)
 
@@ -57,24 +72,36 @@ def wheel(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
-    """Returns the interpreter of an environment with the wheel and its dependencies."""
-    environment = tmp_path_factory.mktemp("empty") / "venv"
-    made = call(UV, "venv", "--python", sys.executable, environment)
+def install(requirement: str, folder: pathlib.Path) -> pathlib.Path:
+    """Returns the interpreter of a new environment with only this requirement."""
+    made = call(UV, "venv", "--python", sys.executable, folder / "venv")
     assert made.returncode == 0, made.stderr
-    python = environment / "bin" / "python"
-    installed = call(UV, "pip", "install", "--python", python, wheel)
+    python = folder / "venv" / "bin" / "python"
+    installed = call(UV, "pip", "install", "--python", python, requirement)
     assert installed.returncode == 0, installed.stderr
     return python
 
 
-def test_the_wheel_holds_two_packages(wheel):
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """Returns the interpreter of an environment with the wheel and its dependencies."""
+    return install(f"{wheel}", tmp_path_factory.mktemp("empty"))
+
+
+@pytest.fixture(scope="module")
+def trainer(wheel, tmp_path_factory):
+    """Returns the command of an environment with the wheel and its extra `train`."""
+    return install(f"{wheel}[train]", tmp_path_factory.mktemp("train")).with_name("sympow")
+
+
+def test_the_wheel_holds_two_packages_and_the_configs(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.partition("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == {"sympow_jax", "pallas_kernels"}
     assert len(top) == 3
     assert {"sympow_jax/py.typed", "pallas_kernels/py.typed"} <= set(names)
+    configs = {f"sympow_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
+    assert {name for name in names if "configs" in name} == configs
 
 
 def test_ops_layers_and_models_need_no_training(python, tmp_path):
@@ -96,23 +123,66 @@ def test_imports_take_little_more_than_that_of_jax(python, tmp_path, names, most
     assert statistics.median(seconds) < most, seconds
 
 
+def test_the_command_explains_itself_without_the_extra(python, tmp_path):
+    done = call(python.with_name("sympow"), "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(f"\n  {name} " in done.stdout for name in commands.COMMANDS)
+    done = call(python.with_name("sympow"), "evl", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: sympow has no command 'evl'; did you mean eval?\n"
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("program", "arguments"),
     [
-        ["train.py", "--config=x", "--workdir=y"],
-        ["eval.py", "--workdir=x", "--out=y"],
-        ["generate.py", "--workdir=x", "--prompt=y"],
-        ["-m", "sympow_jax.data.prepare", "--format=bin", "--out=x", "y"],
-        ["-m", "sympow_jax.evaluation.inspect", "--workdir=x", "--text=y"],
-        ["-m", "sympow_jax.weights", "export", "--workdir=x", "--out=y"],
+        ("train.py", ["--config=x", "--workdir=y"]),
+        ("eval.py", ["--workdir=x", "--out=y"]),
+        ("generate.py", ["--workdir=x", "--prompt=y"]),
+        *((f"sympow {name}", ["--help"]) for name in commands.COMMANDS if name != "check"),
     ],
 )
-def test_a_program_without_the_extra_says_so_in_one_line(python, tmp_path, command):
-    if command[0] != "-m":
-        shutil.copy(ROOT / command[0], tmp_path)
-    done = call(python, *command, cwd=tmp_path)
+def test_a_program_without_the_extra_says_so_in_one_line(python, tmp_path, program, arguments):
+    name, *subcommand = program.split()
+    if subcommand:
+        started = [python.with_name(name), *subcommand]
+    else:
+        shutil.copy(ROOT / name, tmp_path)
+        started = [python, name]
+    done = call(*started, *arguments, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
+    assert done.stderr.startswith(f"error: {program} needs ")
     assert done.stderr.endswith("which is not installed: pip install 'sympow-jax[train]'\n")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_check_of_the_kernels_needs_no_extra(python, tmp_path):
+    done = call(python.with_name("sympow"), "check", "--help", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_works_without_a_clone(trainer, tmp_path):
+    """The extra `train` has every package that the commands import, except tokenizers."""
+
+    def sympow(*arguments):
+        done = call(trainer, *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    settings = [f"--config.{name}={value}" for name, value in TINY.items()]
+    sympow("train", "--config=quickstart:sympow", "--workdir=run", *settings)
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "run" / "context_loss.png").is_file()
+    assert (
+        json.loads((tmp_path / "run" / "config.json").read_text())["model"]["attention"]["kernel"] == "power"
+    )
+    sympow("eval", "--workdir=run", "--out=again", "--documents=2")
+    assert (tmp_path / "again" / "context_loss.csv").is_file()
+    assert sympow("generate", "--workdir=run", "--prompt=def ", "--max_tokens=4").startswith("def ")
+    sympow("inspect", "--workdir=run", "--text=def main():")
+    assert (tmp_path / "run" / "inspect" / "attention.png").is_file()
+    sympow("weights", "export", "--workdir=run", "--out=run.safetensors")
+    sympow("weights", "import", "--weights=run.safetensors", "--workdir=copy")
+    (tmp_path / "text").write_text("some text")
+    sympow("prepare", "--format=bin", "--out=text.bin", "text")
+    assert (tmp_path / "text.bin").stat().st_size == 2 * len("some text\0")

@@ -1,1 +1,1 @@
-"""Checks of the kernels on the local GPU: `python -m pallas_kernels.check`."""
+"""Checks of the kernels on the local GPU: `sympow check`."""

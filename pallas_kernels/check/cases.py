@@ -1,4 +1,4 @@
-"""Cases of `python -m pallas_kernels.check`: a kernel, a shape, and its expected results."""
+"""Cases of `sympow check`: a kernel, a shape, and its expected results."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Verdicts of `python -m pallas_kernels.check`, stored per GPU kind, driver, jax version and kernel sources."""
+"""Verdicts of `sympow check`, stored per GPU kind, driver, jax version and kernel sources."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 __all__ = ["COMMAND", "FAMILIES", "advice", "agree", "driver_version", "machine", "path", "store", "trusted"]
 
-COMMAND = "python -m pallas_kernels.check"
+COMMAND = "sympow check"
 # Families of kernels, each with its own verdict: trusted if every case that ran its kernels was right.
 FAMILIES = ("power_attention", "power_state_square", "power_state_quartic", "power_step")
 

@@ -1,6 +1,6 @@
 """Every setting of a run as frozen dataclasses, validated on construction.
 
-A file in `configs/` returns a `Config`; `train.py` overrides fields of it with `--config.a.b=value`. The presets
+A file in `configs/` returns a `Config`; the command line overrides fields of it with `--config.a.b=value`. The presets
 are named as in the papers; each sets a kernel, a decay and a position encoding.
 """
 

@@ -1,6 +1,7 @@
 """Settings of a model."""
 
 import dataclasses
+from typing import Any
 
 from sympow_jax.config import _checks as checks
 from sympow_jax.config import attention as attention_lib
@@ -86,7 +87,7 @@ class ModelConfig:
 
 
 # The shapes of GPT-2 and GPT-3 XL, with the 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes.
-MODEL_SIZES = {
+MODEL_SIZES: dict[str, dict[str, Any]] = {
     "quickstart": {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"},
     "gpt2_124m": {"vocab_size": 50_304, "layers": 12, "width": 768, "heads": 12},
     "gpt2_335m": {"vocab_size": 50_304, "layers": 24, "width": 1024, "heads": 16},

@@ -1,18 +1,16 @@
-"""Turns text into token files: `python -m sympow_jax.data.prepare --format=bin --out=train.bin FILES...`.
+"""Turns text into token files.
 
 Every file is a document. `bin` writes the tokens of all documents, each followed by the separator. Next to
 it, it writes a JSON file with the tokenizer, the size of its vocabulary, the separator and the dtype.
 
 `longcrawl64` writes the same tokens as a Zarr v2 array in LongCrawl64's layout: documents and separators are
-concatenated and cut into rows of `--row_tokens`. A long document continues in the next row, short documents
+concatenated and cut into rows of `row_tokens`. A long document continues in the next row, short documents
 share a row, and nothing is padded. The rest at the end, less than a row, is dropped, and its size is printed.
 (LongCrawl64 itself has one document per row: it has only long documents, without their ends.)
 """
 
-import argparse
 import json
 import pathlib
-import sys
 import tempfile
 from typing import Any
 
@@ -23,7 +21,7 @@ from jaxtyping import Integer
 from sympow_jax.data import files, longcrawl64, tokens
 from sympow_jax.data import tokenizer as tokenizer_lib
 
-__all__ = ["main", "write_bin", "write_longcrawl64"]
+__all__ = ["write_bin", "write_longcrawl64"]
 
 
 def _encoded(
@@ -145,56 +143,3 @@ def write_longcrawl64(
         (partial / ".zattrs").write_text(json.dumps(about, indent=2) + "\n")
         partial.rename(path)
     return about
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sympow_jax.data.prepare", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--format", choices=("bin", "longcrawl64"), required=True)
-    parser.add_argument("--out", required=True, help="the .bin file or the .zarr folder to write")
-    parser.add_argument(
-        "--tokenizer",
-        default="byte",
-        help="byte, a tokenizers .json, a .tiktoken file or a tiktoken encoding",
-    )
-    parser.add_argument(
-        "--separator", type=int, help="the id that ends a document (default: the tokenizer's)"
-    )
-    parser.add_argument("--row_tokens", type=int, default=longcrawl64.ROW_TOKENS, help="longcrawl64 only")
-    parser.add_argument("files", nargs="+", help="files, folders or globs")
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the program: writes the token files and prints the settings that read them.
-
-    On a user error, exits with one line and exit code 1.
-    """
-    options = _parser().parse_args(arguments)
-    try:
-        if options.row_tokens < 1:
-            raise ValueError(f"--row_tokens is {options.row_tokens}; it must be at least 1")
-        if options.separator is not None and not 0 <= options.separator < 1 << 32:
-            raise ValueError(
-                f"--separator is {options.separator}; it must be an id from 0 to {(1 << 32) - 1}"
-            )
-        tokenizer = tokenizer_lib.load(options.tokenizer)
-        found = files.find("files", options.files)
-        if options.format == "bin":
-            about = write_bin(options.out, found, tokenizer, separator=options.separator)
-        else:
-            about = write_longcrawl64(
-                options.out, found, tokenizer, separator=options.separator, row_tokens=options.row_tokens
-            )
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    source = "tokens" if options.format == "bin" else "longcrawl64"
-    print(
-        f"read it with data.source={source} data.paths={options.out} data.token_dtype={about['token_dtype']} "
-        f"data.document_separator={about['separator']} and model.vocab_size at least {about['vocab_size']}"
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,9 @@
-"""Draws attention maps, half-lives and rotation rates of a trained model for a text.
+"""Draws attention maps, half-lives and rotation rates of a trained model for a text."""
 
-Usage: python -m sympow_jax.evaluation.inspect --workdir=runs/quickstart --text="def main():"
-"""
-
-import argparse
 import json
 import math
 import os
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +12,9 @@ import numpy as np
 from sympow_jax import config as config_lib
 from sympow_jax import data, models
 from sympow_jax.evaluation import attention_figures, attention_maps, workdirs
-from sympow_jax.training import checkpoint, cli, workdir
+from sympow_jax.training import checkpoint, workdir
 
-__all__ = ["inspect", "main"]
+__all__ = ["MAX_TOKENS", "inspect"]
 
 # Limits of a text, so that maps are legible, and of all maps together, so that the JSON file has tens of megabytes.
 MAX_TOKENS = 1024
@@ -170,39 +165,3 @@ def _numbers(values: np.ndarray | None) -> Any:
     numbers = values.astype(object)
     numbers[~np.isfinite(values)] = None
     return numbers.tolist()
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = cli.Parser(
-        prog="python -m sympow_jax.evaluation.inspect",
-        description="Draws what a trained model does with a text: attention maps (attention.png), half-lives of decays "
-        "(half_life.png) and rotation rates (rotation.png), and writes the numbers to inspect.json.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="the workdir of a run of train.py")
-    texts = parser.add_mutually_exclusive_group(required=True)
-    texts.add_argument("--text", metavar="TEXT", help=f"of at most {MAX_TOKENS} tokens")
-    texts.add_argument("--text_file", metavar="FILE", help="a file that holds the text")
-    parser.add_argument("--layer", type=int, metavar="L", help="one layer, from 0 (default: all)")
-    parser.add_argument("--out", metavar="DIR", help="the folder to write to (default: WORKDIR/inspect)")
-    parser.add_tokenizer()
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
-        flags = _parse(arguments)
-        # The bytes that the shell passed, whether UTF-8 or not.
-        given = flags.text_file is None
-        text = os.fsencode(flags.text) if given else pathlib.Path(flags.text_file).read_bytes()
-        name = "--text" if given else f"--text_file={flags.text_file}"
-        for line in inspect(
-            flags.workdir, text, name=name, layer=flags.layer, out=flags.out, tokenizer=flags.tokenizer
-        ):
-            print(line)
-        return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,12 +1,14 @@
 """The command line of a run: a config file, overrides of its fields and a workdir.
 
-`--config=FILE.py[:ARGUMENT]` names a file whose `get_config` returns a `config.Config`. Because it is frozen,
+`--config=NAME[:ARGUMENT]` names a config of the package, and `--config=FILE.py[:ARGUMENT]` any file, whose
+`get_config` returns a `config.Config`. Because it is frozen,
 `--config.a.b=value` sets a field of a ConfigDict with the same fields, from which the settings are built and validated
 again.
 """
 
 import argparse
 import dataclasses
+import difflib
 import os
 import pathlib
 import runpy
@@ -32,8 +34,14 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see --help")
 
 
-def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
+def parse(
+    arguments: Sequence[str], *, program: str = "sympow train"
+) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
     """Parses the arguments after the program's name.
+
+    Args:
+        arguments: arguments of a training run.
+        program: name of the program in its help.
 
     Returns:
         The settings, the workdir, and the launch that connects this process with others. Without flags about
@@ -44,6 +52,7 @@ def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path, hosts.
             settings contradict each other.
     """
     parser = _Parser(
+        prog=program,
         description="Train a model; the same command again resumes the run in --workdir.",
         epilog=_describe_settings(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -52,8 +61,9 @@ def parse(arguments: Sequence[str]) -> tuple[config.Config, pathlib.Path, hosts.
     parser.add_argument(
         "--config",
         required=True,
-        metavar="FILE.py[:ARGUMENT]",
-        help="a file in configs/; ARGUMENT goes to its get_config, e.g. configs/quickstart.py:sympow",
+        metavar="CONFIG[:ARGUMENT]",
+        help=f"a FILE.py, or one of {', '.join(_package_configs())}; ARGUMENT goes to its get_config, "
+        "e.g. quickstart:sympow",
     )
     parser.add_argument(
         "--workdir",
@@ -97,16 +107,17 @@ def _read_launch(known: argparse.Namespace) -> hosts.Launch | None:
 
 
 def load_config(spec: str) -> config.Config:
-    """Runs `get_config` of the file in `spec`, "FILE.py" or "FILE.py:ARGUMENT".
+    """Loads a config by running its `get_config`.
+
+    Args:
+        spec: path of a Python file or name of a config of the package, and optionally ":" and an argument of
+            `get_config`.
 
     Raises:
-        ValueError: the file does not exist, fails, or does not return a `Config`.
+        ValueError: there is no such config, or it fails, or it does not return a `Config`.
     """
     name, colon, argument = spec.partition(":")
-    path = pathlib.Path(name)
-    if not path.is_file():
-        found = ", ".join(map(str, sorted(pathlib.Path("configs").glob("*.py")))) or "no file in configs/"
-        raise ValueError(f"--config names {name!r}, which is not a file; there is {found}")
+    path = _config_path(name)
     try:
         loaded = runpy.run_path(str(path))["get_config"](*([argument] if colon else []))
     except ValueError:
@@ -116,6 +127,27 @@ def load_config(spec: str) -> config.Config:
     if not isinstance(loaded, config.Config):
         raise ValueError(f"get_config of {name!r} returned {type(loaded).__name__}; it must return a Config")
     return loaded
+
+
+def _config_path(name: str) -> pathlib.Path:
+    path, configs = pathlib.Path(name), _package_configs()
+    if path.is_file():
+        return path
+    if name in configs:
+        return configs[name]
+    near = difflib.get_close_matches(path.stem, configs, n=3, cutoff=0)
+    raise ValueError(
+        f"--config names {name!r}, which is neither a file nor a config of the package; "
+        f"the nearest names are {', '.join(near)}"
+    )
+
+
+def _package_configs() -> dict[str, pathlib.Path]:
+    """Returns the files of the configs that come with the package, by name."""
+    package = pathlib.Path(config.__file__).parents[1]
+    # A wheel has the folder inside the package, a checkout next to it.
+    folder = next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
+    return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
 def override(base: config.Config, texts: Mapping[str, str]) -> config.Config:

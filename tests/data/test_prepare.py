@@ -11,7 +11,9 @@ import pytest
 import tokenizers
 
 from sympow_jax import data
-from sympow_jax.data import prepare, tokenizer, tokens
+from sympow_jax.commands import prepare
+from sympow_jax.data import tokenizer, tokens
+from tests import mistakes
 from tests.data import builders
 
 TEXTS = {"a.txt": b"the first document", "b.txt": "naïve second\n".encode(), "c.txt": b"", "d.txt": b"x"}
@@ -143,16 +145,7 @@ def test_tiktoken_file(folder):
     assert np.fromfile("a.bin", "<u2")[0] == 257
 
 
-def failure(*arguments) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        prepare.main(list(arguments))
-    message = str(stopped.value)
-    assert message.startswith("error: ")
-    assert "\n" not in message
-    return message
-
-
-def test_errors_are_one_line_and_leave_nothing(folder, word_tokenizer):
+def test_errors_are_one_line_and_leave_nothing(folder, word_tokenizer, capsys):
     builders.write_files(
         folder,
         {
@@ -181,12 +174,13 @@ def test_errors_are_one_line_and_leave_nothing(folder, word_tokenizer):
         (("--out=a.bin", "--separator=-1", "texts"), "--separator is -1; it must be an id from 0"),
     ]
     for arguments, message in cases:
-        assert message in failure("--format=bin", *arguments)
-    zarr = ("--format=longcrawl64", "--out=a.zarr")
-    assert "fewer than one row of 65536; name more files or set a smaller --row_tokens" in failure(
-        *zarr, "texts"
-    )
-    assert "--row_tokens is 0; it must be at least 1" in failure(*zarr, "--row_tokens=0", "texts")
+        assert message in mistakes.line(prepare.main, ["--format=bin", *arguments], capsys)
+    zarr = ["--format=longcrawl64", "--out=a.zarr", "texts"]
+    line = mistakes.line(prepare.main, zarr, capsys)
+    assert "fewer than one row of 65536; name more files or set a smaller --row_tokens" in line
+    line = mistakes.line(prepare.main, [*zarr, "--row_tokens=0"], capsys)
+    assert "--row_tokens is 0; it must be at least 1" in line
+    assert "required: --format" in mistakes.line(prepare.main, ["--out=a.bin", "texts"], capsys)
     assert sorted(os.listdir(".")) == before
 
 
@@ -199,11 +193,12 @@ def test_missing_library(folder, word_tokenizer, monkeypatch, name, library):
         tokenizer.load(name)
 
 
-def test_tokenizer_without_an_end_of_text(folder):
+def test_tokenizer_without_an_end_of_text(folder, capsys):
     built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "x": 1}, unk_token="[UNK]"))
     built.save("plain.json")
-    common = ("--format=bin", "--out=a.bin", "--tokenizer=plain.json", "texts/d.txt")
-    assert "names no end of text; set --separator to an id" in failure(*common)
+    common = ["--format=bin", "--out=a.bin", "--tokenizer=plain.json", "texts/d.txt"]
+    line = mistakes.line(prepare.main, common, capsys)
+    assert "names no end of text; set --separator to an id" in line
     prepare.main([*common, "--separator=2"])
     assert np.fromfile("a.bin", "<u2").tolist() == [1, 2]
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-import eval as eval_program
-import train
+from sympow_jax.commands import evaluate as eval_program
+from sympow_jax.commands import train
 from tests import mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -90,7 +90,7 @@ def test_training_ends_with_the_evaluation_of_its_config(trained, tmp_path):
         (["--context_lengths=8,136", "--workdir={runs}/a"], "context length 136 is longer than any held-out"),
         (["--context_lengths=8", "--workdir={runs}/a", "--out={runs}/00.txt"], "cannot write the results"),
         (["--context_lengths=8", "--workdir={runs}/a", "--documents=0"], "number of documents is 0"),
-        (["--context_lengths=8", "--workdir={runs}/a", "--documents=many"], "see eval.py --help"),
+        (["--context_lengths=8", "--workdir={runs}/a", "--documents=many"], "see sympow eval --help"),
         (["--context_lengths=8"], "--workdir"),
         (["--workdir={runs}/a", "--context_length=8"], "unrecognized arguments: --context_length=8"),
     ],

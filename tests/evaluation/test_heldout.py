@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import eval as eval_program
-import train
 from sympow_jax import config, evaluation, models
+from sympow_jax.commands import evaluate as eval_program
+from sympow_jax.commands import train
 from sympow_jax.training import flags, workdir
 
 MODEL = {"layers": 1, "width": 16, "heads": 2, "dtype": "float32"}

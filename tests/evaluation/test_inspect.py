@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, models
+from sympow_jax.commands import inspect as command
 from sympow_jax.evaluation import attention_figures, attention_maps, inspect
 from sympow_jax.training import checkpoint, sharding, step, workdir
 from tests import mistakes
@@ -66,7 +67,7 @@ def runs(tmp_path_factory):
 def written(runs):
     """Runs inspect on `TEXT`; returns the content of its JSON."""
     out = runs / "out"
-    assert inspect.main([f"--workdir={runs}/a", f"--text_file={runs}/text", f"--out={out}"]) == 0
+    assert command.main([f"--workdir={runs}/a", f"--text_file={runs}/text", f"--out={out}"]) == 0
     return json.loads((out / "inspect.json").read_text())
 
 
@@ -165,7 +166,7 @@ def test_the_pictures(runs, written):
 
 
 def test_one_layer(runs, capsys):
-    assert inspect.main([f"--workdir={runs}/a", f"--text={TEXT}", "--layer=1"]) == 0
+    assert command.main([f"--workdir={runs}/a", f"--text={TEXT}", "--layer=1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[1].rpartition("/")[2].rstrip(":") for line in printed] == [
         "inspect.json",
@@ -276,7 +277,7 @@ def test_labels_of_tokens():
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message):
-    error = mistakes.line(inspect.main, [argument.format(runs=runs) for argument in arguments], capsys)
+    error = mistakes.line(command.main, [argument.format(runs=runs) for argument in arguments], capsys)
     assert message.format(runs=runs) in error
 
 

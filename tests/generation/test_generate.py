@@ -9,9 +9,8 @@ import sys
 
 import pytest
 
-import generate
-import train
 from sympow_jax import config, generation
+from sympow_jax.commands import generate, train
 from tests import mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -93,7 +92,7 @@ def test_a_prompt_alone_and_in_a_file(runs, capsys):
         (["--workdir={runs}/a", "--prompts={runs}/latin"], "is not UTF-8 (byte 4)"),
         (["--workdir={runs}/a", "--prompts={runs}/nothing"], "No such file"),
         (["--workdir={runs}/a", "--prompt=a", "--max_tokens=0"], "max_tokens is 0"),
-        (["--workdir={runs}/a", "--prompt=a", "--max_tokens=many"], "see generate.py --help"),
+        (["--workdir={runs}/a", "--prompt=a", "--max_tokens=many"], "see sympow generate --help"),
         (["--workdir={runs}/a", "--prompt=a", "--temperature=-1"], "temperature is -1"),
         (["--workdir={runs}/a", "--prompt=a", "--top_k=0"], "top_k is 0"),
         (["--workdir={runs}/a", "--prompt=a", "--top_p=0"], "top_p is 0"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import train
 from sympow_jax import generation, models
+from sympow_jax.commands import train
 from sympow_jax.training import checkpoint
 from tests.generation import small
 from tests.ops import cases

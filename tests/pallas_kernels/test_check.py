@@ -1,11 +1,10 @@
-"""Tests of `python -m pallas_kernels.check`: isolation of cases, identity of a verdict, and its consumers."""
+"""Tests of `sympow check`: isolation of cases, identity of a verdict, and its consumers."""
 
 import dataclasses
 import functools
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 import types
@@ -15,13 +14,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.check import __main__ as command
-from pallas_kernels.check import cases, supervisor, verdict
+from pallas_kernels.check import cases, run, supervisor, verdict
 from pallas_kernels.check.supervisor import Status
-from sympow_jax import ops
+from sympow_jax import commands, ops
 from sympow_jax.ops._shared import target
+from tests import mistakes
 
-ROOT = pathlib.Path(__file__).parents[2]
 KIND = "NVIDIA H100 80GB HBM3"
 
 
@@ -112,7 +110,7 @@ def test_families_need_their_cases_and_the_toolchain():
 
     def families(**status):
         outcomes = [supervisor.Outcome(case=case, status=found) for case, found in status.items()]
-        return {name for name, right in command._families(outcomes, family_of).items() if right}
+        return {name for name, right in run._families(outcomes, family_of).items() if right}
 
     assert families(copy=Status.OK, a=Status.OK, b=Status.OK, c=Status.OK) == {
         "power_step",
@@ -123,19 +121,10 @@ def test_families_need_their_cases_and_the_toolchain():
     assert families(copy=Status.OK) == set()
 
 
-def test_without_a_gpu_the_command_says_so():
-    done = subprocess.run(
-        [sys.executable, "-m", "pallas_kernels.check", "--brief"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.strip().splitlines() == [
-        "pallas_kernels.check needs an NVIDIA Hopper GPU that JAX sees; there is none here"
-    ]
+def test_without_a_gpu_the_command_says_so(monkeypatch, capfd):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    line = mistakes.line(commands.main, ["check", "--brief"], capfd)
+    assert line == "error: sympow check needs an NVIDIA Hopper GPU that JAX sees; there is none here\n"
 
 
 @pytest.fixture
@@ -146,6 +135,27 @@ def cache(tmp_path, monkeypatch):
     verdict._load.cache_clear()
     yield tmp_path
     verdict._load.cache_clear()
+
+
+def test_the_command_stores_a_verdict_unless_only_some_cases_ran(cache, monkeypatch, capfd):
+    def run_all(names, command, **_):
+        assert names == [] or command(names[0])[1:4] == ["-m", "pallas_kernels.check.case_process", names[0]]
+        return (supervisor.Outcome(case=name, status=Status.OK) for name in names)
+
+    monkeypatch.setattr(run, "_gpu", lambda: (KIND, ""))
+    monkeypatch.setattr(supervisor, "run_all", run_all)
+    assert commands.main(["check", "--brief", "--only", "power_step", f"--out={cache}/outcomes.json"]) == 0
+    outcomes = json.loads((cache / "outcomes.json").read_text())
+    assert outcomes["brief"]
+    assert {case["case"] for case in outcomes["cases"]} == {
+        case.name for case in cases.CASES if case.brief and "power_step" in case.name
+    }
+    assert not verdict.trusted("power_step", KIND)
+    assert commands.main(["check"]) == 0
+    assert "power_step: right" in capfd.readouterr().out
+    assert all(verdict.trusted(family, KIND) for family in verdict.FAMILIES)
+    # A text that no case has is a mistake, not a success.
+    assert commands.main(["check", "--only", "nothing"]) == 1
 
 
 def test_a_verdict_is_of_one_kind_of_machine(cache, monkeypatch):
@@ -263,7 +273,7 @@ def test_kernels_are_a_default_only_where_they_were_found_right(cache, monkeypat
 
 def test_a_user_of_a_hopper_gpu_is_told_of_the_check_once_it_would_help(cache):
     said = verdict.advice(HOPPER)
-    assert "python -m pallas_kernels.check --brief" in said
+    assert "sympow check --brief" in said
     assert "power_step" in said
     assert "\n" not in said
     verdict.store(KIND, dict.fromkeys(verdict.FAMILIES, True) | {"power_state_quartic": False}, {})

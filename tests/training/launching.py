@@ -1,6 +1,6 @@
-"""Runs of train.py in separate processes that start within a second.
+"""Training runs in separate processes that start within a second.
 
-A server that has imported train.py forks them.
+A server that has imported the program forks them.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-import train
+from sympow_jax.commands import train
 
 # Leftovers of a killed process are removed at the end, and need no warning.
 sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 _SERVER = multiprocessing.get_context("forkserver")
 # Imported here too, but not by the server: it preloads by name, in the folder of the repository.
-_SERVER.set_forkserver_preload(["train"])
+_SERVER.set_forkserver_preload([train.__name__])
 # The smallest run of configs/text.py: a layer of width 16 on 4 rows of 16 bytes.
 SMALLEST = (
     "--config.model.layers=1",

@@ -115,7 +115,7 @@ def test_mistakes_in_overrides(arguments, message):
         ([QUICKSTART], "required: --workdir"),
         (
             ["--config=configs/quick.py", "--workdir=x"],
-            "there is configs/deit_small.py, configs/glue.py, configs/gpt2.py, configs/gpt2_124m.py",
+            "is neither a file nor a config of the package; the nearest names are quickstart, ",
         ),
         ([f"{QUICKSTART}:conformist", "--workdir=x"], "preset is 'conformist'; it must be one of softmax,"),
         (["--config=configs/text.py", "--workdir=x"], "needs files"),
@@ -129,6 +129,29 @@ def test_mistakes_in_overrides(arguments, message):
 def test_mistakes_in_files(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         flags.parse(arguments)
+
+
+def test_a_config_of_the_package_is_found_by_name_from_anywhere(tmp_path, monkeypatch):
+    expected = {name: flags.load_config(f"configs/quickstart.py{name}") for name in ("", ":sympow")}
+    monkeypatch.chdir(tmp_path)
+    assert {name: flags.load_config(f"quickstart{name}") for name in expected} == expected
+    # A file of that name is the user's own.
+    (tmp_path / "quickstart").write_text("def get_config(): return {}")
+    with pytest.raises(ValueError, match="returned dict"):
+        flags.load_config("quickstart")
+
+
+def test_a_wheel_has_its_configs_inside_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "__file__", str(tmp_path / "sympow_jax" / "config" / "__init__.py"))
+    (tmp_path / "sympow_jax" / "configs").mkdir(parents=True)
+    (tmp_path / "sympow_jax" / "configs" / "only.py").write_text("def get_config(): return {}")
+    # The folder of another package in site-packages.
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "other.py").touch()
+    with pytest.raises(ValueError, match="get_config of 'only' returned dict"):
+        flags.load_config("only")
+    with pytest.raises(ValueError, match=r"the nearest names are only$"):
+        flags.load_config("other")
 
 
 @pytest.mark.parametrize(

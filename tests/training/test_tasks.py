@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import train
 from sympow_jax import config, layers
+from sympow_jax.commands import train
 from sympow_jax.training import checkpoint, initial, sharding, step
 
 ROWS, TIME, CLASSES = 4, 8, 3

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-import train
 from sympow_jax import config
+from sympow_jax.commands import train
 from sympow_jax.training import checkpoint, cli, metrics, sharding
 from tests.training import launching
 

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-import train
+from sympow_jax.commands import train
 from sympow_jax.training import checkpoint, metrics, writers
 
 

@@ -1,4 +1,4 @@
-"""Tests of `python -m sympow_jax.weights`: runs from files and files from runs, which the other programs accept."""
+"""Tests of `sympow weights`: runs from files and files from runs, which the other programs accept."""
 
 import dataclasses
 import json
@@ -9,11 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-import eval as evaluate
-import generate
-import train
+from sympow_jax.commands import evaluate, generate, train
+from sympow_jax.commands import weights as command
 from sympow_jax.training import checkpoint, sharding, step, workdir
-from sympow_jax.weights import __main__ as command
 from tests import mistakes
 from tests.weights import published
 
@@ -155,6 +153,11 @@ def test_evaluation(gpt2, tmp_path, capsys):
         (
             ["import", "--weights={gpt2}", "--config=configs/text.py:x", "--workdir={out}/run"],
             "it lacks blocks.0.",
+        ),
+        (["import", "--weights={gpt2}", "--config=text:x", "--workdir={out}/run"], "it lacks blocks.0."),
+        (
+            ["import", "--weights={gpt2}", "--config=txet", "--workdir={out}/run"],
+            "the nearest names are text,",
         ),
         (
             ["import", "--weights={gpt2}", "--workdir={out}/run", "--config.model.layer=1"],

@@ -339,7 +339,7 @@ def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
         kernels = importlib.import_module(f"sympow_jax.ops._recurrent.{module}")
         kernels.require_supported(*arrays, **needs)
         if not named and not target.trusts_kernels(kernels.family(**needs)):
-            return "no check has found the kernels right on this machine; run python -m pallas_kernels.check"
+            return "no check has found the kernels right on this machine; run sympow check"
     except NotImplementedError as error:
         return str(error)
     return None

@@ -1,34 +1,31 @@
-"""Exports weights of runs and imports weights as runs: `python -m sympow_jax.weights export` and `import`.
+"""Exports weights of runs and imports weights as runs.
 
-    python -m sympow_jax.weights export --workdir=runs/quickstart --out=quickstart.safetensors
-    python -m sympow_jax.weights import --weights=gpt2/model.safetensors --workdir=runs/gpt2
+    sympow weights export --workdir=runs/quickstart --out=quickstart.safetensors
+    sympow weights import --weights=gpt2/model.safetensors --workdir=runs/gpt2
 
-An import is a run at step 0. eval.py and generate.py can read it, train.py can resume it, and other runs can start
-from it with task.initial_run.
+An import is a run at step 0. `sympow eval` and `sympow generate` can read it, `sympow train` can resume it, and other
+runs can start from it with task.initial_run.
 """
 
 import argparse
 import pathlib
-import sys
 from collections.abc import Sequence
 
-from sympow_jax import config, extras
-
-with extras.required("train", __name__):
-    from sympow_jax.training import cli, flags
-    from sympow_jax.weights import files, runs
+from sympow_jax import config
+from sympow_jax.training import cli, flags
+from sympow_jax.weights import files, runs
 
 __all__ = ["main"]
 
 
-def _parser() -> cli.Parser:
-    parser = cli.Parser(prog="python -m sympow_jax.weights", description=__doc__, allow_abbrev=False)
+def _parser(program: str) -> cli.Parser:
+    parser = cli.Parser(prog=program, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True, metavar="export|import")
     exporting = commands.add_parser(
         "export", help="a run's newest checkpoint as safetensors", allow_abbrev=False
     )
-    exporting.add_argument("--workdir", required=True, metavar="DIR", help="the workdir of a run of train.py")
+    exporting.add_argument("--workdir", required=True, metavar="DIR", help="the workdir of a training run")
     exporting.add_argument(
         "--out",
         required=True,
@@ -44,7 +41,7 @@ def _parser() -> cli.Parser:
     importing = commands.add_parser(
         "import",
         help="a new workdir from safetensors",
-        epilog="Settings are changed with --config.a.b=value, as in train.py.",
+        epilog="Settings are changed with --config.a.b=value, as in training.",
         allow_abbrev=False,
     )
     importing.add_argument(
@@ -56,25 +53,26 @@ def _parser() -> cli.Parser:
     importing.add_argument("--workdir", required=True, metavar="DIR", help="the new workdir")
     importing.add_argument(
         "--config",
-        metavar="FILE",
-        help="the settings: the JSON that export wrote, GPT-2's config.json, or a FILE.py[:ARGUMENT] as for train.py "
-        "(default: the JSON beside the weights)",
+        metavar="FILE.json|CONFIG[:ARGUMENT]",
+        help="the settings: the JSON that export wrote, GPT-2's config.json, or a config as for training, NAME or "
+        "FILE.py (default: the JSON beside the weights)",
     )
     return parser
 
 
 def _settings(given: str | None, weights: str, overrides: Sequence[str]) -> config.Config:
-    if given is not None and pathlib.Path(given.partition(":")[0]).suffix == ".py":
+    # A JSON file has a suffix, which the names of configs do not have.
+    if given is not None and pathlib.Path(given.partition(":")[0]).suffix in ("", ".py"):
         settings = flags.load_config(given)
     else:
         settings = files.read_settings(files.settings_path(weights) if given is None else given)
     return flags.override(settings, flags.read_overrides(overrides))
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with cli.user_errors():
-        known, rest = _parser().parse_known_args(arguments)
+        known, rest = _parser(program).parse_known_args(arguments)
         if known.command == "export":
             if rest:
                 raise ValueError(f"unexpected argument {rest[0]!r}; see --help")
@@ -85,7 +83,3 @@ def main(arguments: Sequence[str]) -> int:
             count = runs.import_run(known.weights, settings, known.workdir)
             print(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {known.weights}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

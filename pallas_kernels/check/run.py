@@ -1,14 +1,11 @@
 """Checks every kernel on the GPU of this machine, each case in a process of its own.
 
-    python -m pallas_kernels.check [--brief] [--only TEXT]... [--jobs N] [--out FILE]
-
 Small shapes come first, beginning with a copy that tells a broken toolchain apart. Shapes of real models follow; they
 are timed. A case is right if its results match plain float32 JAX within their rounding error. Three runs on the same
 arrays must also agree bit for bit. The verdict is kept in the user's cache directory: `implementation=None` uses the
 kernels of a family only after all its cases that ran were right. Exits with status 0 if every case was right.
 """
 
-import argparse
 import functools
 import json
 import os
@@ -19,6 +16,8 @@ import time
 from collections.abc import Sequence
 
 from pallas_kernels.check import supervisor, verdict
+
+__all__ = ["SMALL_JOBS", "run_check"]
 
 CASE_SECONDS = 75.0
 # Small cases run concurrently, since most of their time is compilation. Real ones are timed, one by one.
@@ -32,51 +31,45 @@ print(device.device_kind, getattr(device, "compute_capability", "") if device.pl
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints a line for every case, stores the verdict, and returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--brief", action="store_true", help="end within 8 minutes, with fewer real shapes")
-    parser.add_argument(
-        "--only",
-        action="append",
-        metavar="TEXT",
-        help="run only cases whose name contains TEXT; repeat to require several texts; stores no verdict",
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=min(SMALL_JOBS, os.cpu_count() or 1), help="small cases at once"
-    )
-    parser.add_argument("--out", type=pathlib.Path, help="write the outcomes as JSON to this file too")
-    options = parser.parse_args(arguments)
+def run_check(
+    *, brief: bool = False, only: Sequence[str] = (), jobs: int = SMALL_JOBS, out: pathlib.Path | None = None
+) -> int:
+    """Prints a line for every case, stores the verdict, and returns the exit status.
+
+    Args:
+        brief: end within 8 minutes, with fewer real shapes.
+        only: texts that the name of every case must contain. If there are any, no verdict is stored.
+        jobs: number of small cases that run at once.
+        out: file for the outcomes as JSON, or None.
+
+    Raises:
+        ValueError: JAX sees no NVIDIA Hopper GPU.
+    """
     begin = time.monotonic()
     device_kind, problem = _gpu()
     if problem:
-        print(f"pallas_kernels.check needs an NVIDIA Hopper GPU that JAX sees; {problem}", file=sys.stderr)
-        return 1
+        raise ValueError(f"{verdict.COMMAND} needs an NVIDIA Hopper GPU that JAX sees; {problem}")
     # Imported late, since the cases import Pallas.
     from pallas_kernels.check import cases
 
     chosen = [
-        case
-        for case in cases.CASES
-        if (case.brief or not options.brief) and all(text in case.name for text in options.only or ())
+        case for case in cases.CASES if (case.brief or not brief) and all(text in case.name for text in only)
     ]
     print(f"{device_kind}, driver {verdict.driver_version()}: {len(chosen)} cases", flush=True)
-    deadline = begin + (BRIEF_SECONDS if options.brief else float("inf"))
+    deadline = begin + (BRIEF_SECONDS if brief else float("inf"))
     outcomes = []
-    for real, jobs in ((False, options.jobs), (True, 1)):
+    for real, at_once in ((False, jobs), (True, 1)):
         names = [case.name for case in chosen if case.real == real]
         command = functools.partial(_command, options=() if real else ("--untuned",))
-        for outcome in supervisor.run_all(names, command, seconds=CASE_SECONDS, deadline=deadline, jobs=jobs):
+        for outcome in supervisor.run_all(
+            names, command, seconds=CASE_SECONDS, deadline=deadline, jobs=at_once
+        ):
             outcomes.append(outcome)
             print(outcome.line(), flush=True)
-    details = {"brief": options.brief, "cases": [vars(outcome) for outcome in outcomes]}
-    if options.out:
-        options.out.write_text(json.dumps(verdict.machine(device_kind) | details, indent=1) + "\n")
-    if not options.only:
+    details = {"brief": brief, "cases": [vars(outcome) for outcome in outcomes]}
+    if out:
+        out.write_text(json.dumps(verdict.machine(device_kind) | details, indent=1) + "\n")
+    if not only:
         families = _families(outcomes, {case.name: case.family for case in chosen})
         for family in verdict.FAMILIES:
             print(f"{family}: {_WORDS[families.get(family)]}")
@@ -128,10 +121,3 @@ def _gpu() -> tuple[str, str]:
     if not capability.startswith("9."):
         return "", f"{kind} has compute capability {capability}, not 9.x"
     return kind, ""
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit("stopped; nothing was stored")

@@ -1,0 +1,36 @@
+"""Checks the GPU kernels on this machine: `sympow check --brief`."""
+
+import argparse
+import os
+import pathlib
+from collections.abc import Sequence
+
+from pallas_kernels.check import run
+from sympow_jax.training import cli
+
+__all__ = ["main"]
+
+
+def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
+    parser = cli.Parser(prog=program, description=run.__doc__, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--brief", action="store_true", help="end within 8 minutes, with fewer real shapes")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="run only cases whose name contains TEXT; repeat to require several texts; stores no verdict",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=min(run.SMALL_JOBS, os.cpu_count() or 1), help="small cases at once"
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="write the outcomes as JSON to this file too")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str], program: str = "sympow check") -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
+    with cli.user_errors():
+        flags = _parse(arguments, program)
+        return run.run_check(brief=flags.brief, only=flags.only, jobs=flags.jobs, out=flags.out)

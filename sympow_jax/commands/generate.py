@@ -1,0 +1,152 @@
+"""Continues prompts with a trained model: `sympow generate --workdir=runs/quickstart --prompt="def "`.
+
+Prompts are processed in one pass. Then tokens are decoded one at a time from a fixed-size state.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+import jax
+
+from sympow_jax import config, data, generation, models
+from sympow_jax.training import checkpoint, cli, workdir
+
+__all__ = ["generate", "main"]
+
+
+def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
+    parser = cli.Parser(
+        prog=program,
+        description="Prints prompts and what a trained model makes follow them. The same prompt, seed and settings "
+        "give the same text, whatever other prompts there are.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="the workdir of a training run")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", metavar="TEXT")
+    prompts.add_argument("--prompts", metavar="FILE", help="prompts in UTF-8, one a line, done as one batch")
+    parser.add_argument(
+        "--max_tokens", type=int, default=256, metavar="N", help="tokens after each prompt (256)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (0.8)"
+    )
+    parser.add_argument("--top_k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the fewest likeliest tokens that together have probability P (1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws (0)")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+    parser.add_tokenizer()
+    return parser.parse_args(arguments)
+
+
+def _read_prompts(flags: argparse.Namespace) -> list[tuple[str, bytes]]:
+    """Returns the prompts, each with a name for error messages."""
+    if flags.prompt is not None:
+        # The bytes exactly as the shell passed them, whether they are UTF-8 or not.
+        return [("--prompt", os.fsencode(flags.prompt))]
+    try:
+        text = pathlib.Path(flags.prompts).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts={flags.prompts} is not UTF-8 (byte {error.start + 1})") from error
+    lines = text.removesuffix("\n").split("\n")
+    if lines == [""]:
+        raise ValueError(f"--prompts={flags.prompts} is empty; it needs a prompt a line")
+    return [
+        (f"line {number} of {flags.prompts}", line.removesuffix("\r").encode())
+        for number, line in enumerate(lines, 1)
+    ]
+
+
+def _require_decoder(settings: config.Config, folder: pathlib.Path) -> None:
+    if settings.task.name != "next_token" or settings.model.patch_size is not None:
+        raise ValueError(
+            f"{folder} holds a run of task {settings.task.name!r}; only models of the next token make text"
+        )
+
+
+class _Printer:
+    """Prints the texts one below the other; a text is streamed once those above it are done."""
+
+    def __init__(self, prompts: Sequence[str]):
+        self._prompts = prompts
+        self._held = ["" for _ in prompts]
+        self._current = 0
+        self._begin()
+
+    def add(self, new: Sequence[str], transcripts: Sequence[generation.Transcript]) -> None:
+        self._held = [before + text for before, text in zip(self._held, new)]
+        while self._current < len(self._prompts):
+            self._write(self._held[self._current])
+            self._held[self._current] = ""
+            if not transcripts[self._current].done:
+                return
+            self._write("\n")
+            self._current += 1
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._current < len(self._prompts):
+            if len(self._prompts) > 1:
+                self._write(f"--- {self._current + 1} of {len(self._prompts)} ---\n")
+            self._write(self._prompts[self._current])
+
+    def _write(self, text: str) -> None:
+        if sys.stdout.isatty():
+            text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)
+        # Characters that the terminal's encoding does not have are replaced, not an error.
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+        sys.stdout.flush()
+
+
+def generate(flags: argparse.Namespace) -> int:
+    """Prints prompts and their continuations; returns the exit code.
+
+    Raises:
+      ValueError: Flags, prompts and run do not fit each other.
+    """
+    # Checks that need no model come first, so that their errors do not wait for the model to load.
+    folder = pathlib.Path(flags.workdir)
+    settings = workdir.read_config(folder)
+    _require_decoder(settings, folder)
+    checkpoint.require_checkpoint(folder)
+    codec = data.codec_of_run(settings, flags.tokenizer)
+    sampling = generation.Sampling(
+        temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, vocab_size=codec.drawn
+    )
+    prompts = _read_prompts(flags)
+    tokens = [codec.encode(prompt, name) for name, prompt in prompts]
+    transcripts = [
+        generation.Transcript(codec, row, max_tokens=flags.max_tokens, stops=flags.stop) for row in tokens
+    ]
+
+    model = cast(models.DecoderLM, checkpoint.restore_exact(folder)[1])
+    # By default, GPUs would round the factors of float32 products.
+    with jax.default_matmul_precision("highest"):
+        blocks = generation.generate(
+            model, tokens, max_tokens=flags.max_tokens, sampling=sampling, seed=flags.seed
+        )
+        printer = _Printer([prompt.decode(errors="replace") for _, prompt in prompts])
+        for block in blocks:
+            printer.add([row.add(new.tolist()) for row, new in zip(transcripts, block)], transcripts)
+            if all(row.done for row in transcripts):
+                break
+    return 0
+
+
+def main(arguments: Sequence[str], program: str = "sympow generate") -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
+    with cli.user_errors():
+        return generate(_parse(arguments, program))

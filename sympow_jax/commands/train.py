@@ -1,0 +1,99 @@
+"""Trains a model: `sympow train --config=quickstart --workdir=runs/quickstart`.
+
+Running the same command again resumes the run in the workdir, bit for bit.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+import grain
+
+from pallas_kernels.check import verdict
+from sympow_jax import config, data, evaluation
+from sympow_jax.training import checkpoint, cli, flags, hosts, initial, metrics, sharding, step, workdir
+
+__all__ = ["main", "train"]
+
+# Number of batches that are read ahead of the current step.
+PREFETCH = 4
+
+
+def train(settings: config.Config, folder: pathlib.Path) -> int:
+    """Starts or resumes the run in `folder`; returns the exit code.
+
+    Raises:
+      ValueError: Settings, data or folder do not fit each other, or the loss is not finite.
+      NotImplementedError: A named implementation does not support the request on these devices.
+    """
+    # Check data, model and workdir first, so that their errors do not wait for compilation or the end of training.
+    with hosts.all_or_none():
+        rows = data.train_dataset(settings.data, task=settings.task, vocab_size=settings.model.vocab_size)
+        evaluation.check_settings(settings)
+        metrics.check_settings(settings)
+        mesh = sharding.make_mesh(settings)
+        share, shares = sharding.batch_share(mesh)
+        step.check_model(settings, mesh, rows[0])
+        description = data.describe(settings.data)
+    workdir.open_run(folder, settings, description)
+    read = data.batches(rows, settings.data.batch_size, share=share, shares=shares)
+    batches = iter(read.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)))
+
+    abstract = step.abstract_state(settings, mesh)
+    update = step.make_update(settings, mesh)
+    steps, every = settings.training.steps, settings.training.checkpoint_every
+
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        restored = checkpoints.restore(abstract)
+        if restored is None:
+            state = initial.begin(settings, mesh)
+        else:
+            state, position = restored
+            if position is not None:  # it is None in checkpoints of imported weights
+                batches.set_state(position)
+        start = int(state.step)
+        if start > steps:
+            raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
+        hosts.say(sharding.describe(mesh, abstract))
+        attention, advice = settings.model.attention, verdict.advice(mesh.devices.flat[0])
+        if advice and attention.kernel == "power" and attention.implementation is None:
+            hosts.say(advice)
+        hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps} in {folder}")
+
+        with (
+            metrics.Reporter(
+                folder, settings, start=start, devices=mesh.devices.flat, writes=hosts.is_first()
+            ) as reporter,
+            cli.StopSignals() as signals,
+        ):
+            stop, votes = 0, hosts.Vote()
+            pending = None  # the update whose metrics are not on the host yet
+            for number in range(start + 1, steps + 1):
+                with reporter.reading(number):
+                    batch = sharding.place_batch(next(batches), mesh)
+                state, scalars = update(state, batch)
+                if pending:
+                    reporter.report(*pending)
+                pending = (number, scalars)
+                checkpoints.check()
+                stop = votes.cast(signals.received or 0, now=number == steps)
+                if number % every == 0 or number == steps or stop:
+                    # A state is saved only once its update is known to be finite.
+                    reporter.report(*pending)
+                    pending = None
+                    checkpoints.save(number, state, batches.get_state())
+                if stop:
+                    break
+
+    if stop:
+        hosts.say(f"stopped after step {number}, which is saved; the same command again goes on")
+        return 128 + stop  # as a shell reports a signal
+    evaluation.finish(settings, folder)
+    return 0
+
+
+def main(arguments: Sequence[str], program: str = "sympow train") -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
+    with hosts.ending(), cli.user_errors():
+        settings, folder, launch = flags.parse(arguments, program=program)
+        hosts.join(launch)
+        return train(settings, folder)
