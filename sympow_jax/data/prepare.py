@@ -10,6 +10,7 @@ share a row, and nothing is padded. The rest at the end, less than a row, is dro
 """
 
 import json
+import os
 import pathlib
 import tempfile
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import tensorstore
 from jaxtyping import Integer
 
+from sympow_jax import atomic
 from sympow_jax.data import files, longcrawl64, tokens
 from sympow_jax.data import tokenizer as tokenizer_lib
 
@@ -43,10 +45,10 @@ def _encoded(
     return found
 
 
-def _new(out: str) -> pathlib.Path:
+def _new(out: str | pathlib.Path) -> pathlib.Path:
     path = pathlib.Path(out).expanduser()
-    if path.exists():
-        raise ValueError(f"--out={out} exists; remove it or choose another path")
+    if os.path.lexists(path):
+        raise ValueError(f"{out} exists; remove it or choose another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -89,13 +91,11 @@ def write_bin(
             nothing to write.
     """
     path = _new(out)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        about = _write_tokens(partial, found, tokenizer, separator)
-        tokens.sidecar(path).write_text(json.dumps(about, indent=2) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    sidecar = _new(tokens.sidecar(path))
+    with atomic.replace(path) as draft:
+        about = _write_tokens(draft, found, tokenizer, separator)
+        with atomic.replace(sidecar) as description:
+            description.write_text(json.dumps(about, indent=2) + "\n")
     return about
 
 

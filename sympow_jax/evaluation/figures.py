@@ -11,6 +11,8 @@ import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 
+from sympow_jax import atomic
+
 __all__ = [
     "COLORS",
     "GRAY",
@@ -52,7 +54,8 @@ def make(
 
 def save(figure: matplotlib.figure.Figure, path: pathlib.Path) -> None:
     """Writes the figure in the format of the path's suffix."""
-    figure.savefig(path)
+    with atomic.replace(path) as draft:
+        figure.savefig(draft)
 
 
 def style(

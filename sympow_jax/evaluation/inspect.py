@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from sympow_jax import atomic, data, models
 from sympow_jax import config as config_lib
-from sympow_jax import data, models
 from sympow_jax.evaluation import attention_figures, attention_maps, workdirs
 from sympow_jax.training import checkpoint, workdir
 
@@ -155,7 +155,8 @@ def _write_json(
             }
         )
     content = about | {"theta": _numbers(found[0].theta), "layers": records}
-    path.write_text(json.dumps(content, allow_nan=False) + "\n")
+    with atomic.replace(path) as draft:
+        draft.write_text(json.dumps(content, allow_nan=False) + "\n")
 
 
 def _numbers(values: np.ndarray | None) -> Any:

@@ -14,6 +14,7 @@ import rich.console
 import rich.table
 import rich.text
 
+from sympow_jax import atomic
 from sympow_jax.evaluation import buckets
 
 __all__ = ["COLUMNS", "Row", "make_console", "make_rows", "print_table", "write_csv", "write_json"]
@@ -86,7 +87,7 @@ def make_rows(run: str, means: Sequence[buckets.Bucket], *, train_context: int) 
 
 def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """Writes `COLUMNS` of every row, floats in full precision."""
-    with path.open("w", newline="") as file:
+    with atomic.replace(path) as draft, draft.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
         writer.writerows([getattr(row, name) for name in COLUMNS] for row in rows)
@@ -97,7 +98,8 @@ def write_json(path: pathlib.Path, rows: Sequence[Row], **about: Any) -> None:
     records = [
         {name: _finite_or_none(value) for name, value in dataclasses.asdict(row).items()} for row in rows
     ]
-    path.write_text(json.dumps({**about, "rows": records}, indent=2, allow_nan=False) + "\n")
+    with atomic.replace(path) as draft:
+        draft.write_text(json.dumps({**about, "rows": records}, indent=2, allow_nan=False) + "\n")
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sympow_jax import models, ops
+from sympow_jax import atomic, models, ops
 from sympow_jax.generation import decoding
 
 __all__ = ["restore_state", "save_state"]
@@ -46,11 +46,8 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
         for name, leaf in jax.tree_util.tree_leaves_with_path(state)
     }
     arrays[_HEADER] = np.array(json.dumps(header))
-    target = pathlib.Path(path)
-    partial = target.with_name(f"{target.name}.partial")
-    with partial.open("wb") as file:
+    with atomic.replace(pathlib.Path(path)) as draft, draft.open("wb") as file:
         np.savez(file, **arrays)
-    partial.replace(target)
 
 
 def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> models.DecoderState:

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import jax
 
-from sympow_jax import config
+from sympow_jax import atomic, config
 from sympow_jax.training import hosts
 
 __all__ = [
@@ -167,10 +167,19 @@ def _has_no_default(field: dataclasses.Field) -> bool:
 
 
 def _hold(workdir: pathlib.Path) -> None:
-    path = (workdir / _LOCK).resolve()
+    path = workdir.resolve() / _LOCK
     if path in _held:
         return
-    file = path.open("a+")
+    try:
+        # Not through a link, whose target would be emptied below. The lock cannot be replaced as other files are,
+        # because the process that holds it would not notice.
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+")
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(
+            f"{path} is a symbolic link; a run locks a file of its own: remove the link"
+        ) from None
     try:
         # The operating system releases the lock however the process ends.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -263,6 +272,5 @@ def _git(*arguments: str) -> str | None:
 
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes the value as JSON, atomically: a run killed here leaves the old file unchanged."""
-    draft = path.with_suffix(".json.tmp")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
-    draft.replace(path)
+    with atomic.replace(path) as draft:
+        draft.write_text(json.dumps(value, indent=2) + "\n")

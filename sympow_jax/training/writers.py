@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import tensorboardX
 
+from sympow_jax import atomic
 from sympow_jax.training import workdir as workdir_lib
 
 __all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "require_wandb"]
@@ -120,12 +121,10 @@ def require_wandb() -> None:
 
 
 def _cut(path: pathlib.Path, last_step: int) -> None:
-    if not path.exists():
-        return
-    kept = [line for line in path.read_text().splitlines() if _step(line) <= last_step]
-    draft = path.with_suffix(".jsonl.tmp")
-    draft.write_text("".join(f"{line}\n" for line in kept))
-    draft.replace(path)
+    lines = path.read_text().splitlines() if path.exists() else []
+    # Written in any case, so that the file that is appended to later is never the target of a link.
+    with atomic.replace(path) as draft:
+        draft.write_text("".join(f"{line}\n" for line in lines if _step(line) <= last_step))
 
 
 def _step(line: str) -> float:

@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from sympow_jax import config, models
+from sympow_jax import atomic, config, models
 from sympow_jax.array_types import Array, Float
 from sympow_jax.training import workdir
 from sympow_jax.weights import gpt2
@@ -54,7 +54,7 @@ def save(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     for taken in (path, beside):
-        if taken.exists():
+        if os.path.lexists(taken):
             raise ValueError(f"{taken} exists; remove it or choose another name")
     tensors = {
         # Contiguous, because the library writes the raw buffer.
@@ -63,15 +63,12 @@ def save(
         for name, leaf in _named(nnx.to_pure_dict(tree)).items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        safetensors.numpy.save_file(tensors, partial, metadata={"format": "sympow_jax"})
-        workdir.write_json(beside, dataclasses.asdict(settings))
-        partial.replace(path)
+        with atomic.replace(path) as draft:
+            safetensors.numpy.save_file(tensors, draft, metadata={"format": "sympow_jax"})
+            workdir.write_json(beside, dataclasses.asdict(settings))
     except safetensors.SafetensorError as error:  # such as a full disk
         raise OSError(f"cannot write {path}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return sum(tensor.size for tensor in tensors.values())
 
 

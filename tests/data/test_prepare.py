@@ -155,6 +155,7 @@ def test_errors_are_one_line_and_leave_nothing(folder, word_tokenizer, capsys):
             "x.tiktoken": b"YQ== 0",
             "bad.json": b"{}",
             "there.bin": b"",
+            "described.bin.json": b"the user's",
         },
     )
     before = sorted(os.listdir("."))
@@ -162,7 +163,8 @@ def test_errors_are_one_line_and_leave_nothing(folder, word_tokenizer, capsys):
         (("--out=a.bin", "none.txt"), "there is no file or folder 'none.txt'"),
         (("--out=a.bin", "zero.txt"), "zero.txt holds id 0, which separates documents"),
         (("--out=a.bin", "empty.txt"), "every file is empty (1 found)"),
-        (("--out=there.bin", "texts"), "--out=there.bin exists; remove it"),
+        (("--out=there.bin", "texts"), "there.bin exists; remove it"),
+        (("--out=described.bin", "texts"), "described.bin.json exists; remove it"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
         (("--out=a.bin", "--tokenizer=gone.json", "texts"), "--tokenizer=gone.json: there is no such file"),
         (("--out=a.bin", "--tokenizer=bad.json", "texts"), "bad.json is not a `tokenizers` file"),

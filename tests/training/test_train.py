@@ -56,6 +56,24 @@ def _leaves(model) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
 
 
+def test_no_file_of_a_run_is_written_through_a_link(tmp_path, with_training):
+    target, plain, linked = (tmp_path / name for name in ("thesis.txt", "plain", "linked"))
+    target.write_text("the user's")
+    settings = dataclasses.replace(
+        with_training(steps=2), evaluation=config.EvaluationConfig(context_lengths=(8, 16))
+    )
+    assert train.train(settings, plain) == 0
+    names = {path.name for path in plain.iterdir() if path.is_file()} - {"lock"}
+    assert {"metrics.jsonl", "data.json", "context_loss.csv", "context_loss.png"} < names
+    linked.mkdir()
+    for name in names | {"config.json.tmp", "metrics.jsonl.tmp"}:
+        (linked / name).symlink_to(target)
+    assert train.train(settings, linked) == 0
+    assert target.read_text() == "the user's"
+    assert _losses(linked) == _losses(plain)
+    assert not any(path.name.startswith(".") for path in linked.iterdir())
+
+
 def test_ten_steps_equal_five_and_five(tmp_path, with_training, batches):
     assert train.train(with_training(steps=10), tmp_path / "whole") == 0
     whole = list(batches)

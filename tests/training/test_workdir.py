@@ -112,3 +112,29 @@ def test_not_a_workdir(tmp_path):
     (tmp_path / "config.json").write_text('{"model": {"depth": 3}}')
     with pytest.raises(ValueError, match="ModelConfig has no depth"):
         workdir.read_config(tmp_path)
+
+
+def test_files_of_the_user_are_not_overwritten_through_links(tmp_path):
+    target, folder = tmp_path / "thesis.txt", tmp_path / "run"
+    target.write_text("the user's")
+    folder.mkdir()
+    for name in ("config.json", "config.json.tmp", "environment.json", "data.json"):
+        (folder / name).symlink_to(target)
+    workdir.open_workdir(folder, _settings())
+    workdir.record_data(folder, {"digest": "a"})
+    assert target.read_text() == "the user's"
+    assert (folder / "config.json.tmp").is_symlink()
+    assert workdir.read_config(folder) == _settings()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_lock_that_is_a_link_is_refused(tmp_path, exists):
+    target, folder = tmp_path / "thesis.txt", tmp_path / "run"
+    if exists:
+        target.write_text("the user's")
+    folder.mkdir()
+    (folder / "lock").symlink_to(target)
+    with pytest.raises(ValueError, match=r"run/lock is a symbolic link; .*: remove the link"):
+        workdir.open_workdir(folder, _settings())
+    assert target.exists() == exists
+    assert not exists or target.read_text() == "the user's"
