@@ -95,7 +95,7 @@ class Checkpoints:
             return step.TrainState(step=at, **loaded), metadata["data"]
 
         # Process 0 lists the steps for all, because on a network file system they become visible at different times.
-        numbers = json.loads(hosts.gather(json.dumps(_steps(self._folder)))[0])
+        numbers = json.loads(hosts.gather(json.dumps(workdir.checkpoint_steps(self._folder.parent)))[0])
         found, damaged = _newest_good(self._folder, numbers, load)
         for number in damaged:
             with hosts.all_or_none():
@@ -223,20 +223,15 @@ def restore_arrays(
         _check(loaded, metadata)
         return workdir.from_dict(config.Config, metadata["config"]), loaded, number
 
-    found, _ = _newest_good(checkpoints, _steps(checkpoints), load)
+    found, _ = _newest_good(checkpoints, workdir.checkpoint_steps(folder), load)
     assert found is not None  # there is a checkpoint, and _newest_good raises if all are damaged
     return found
 
 
 def require_checkpoint(folder: str | pathlib.Path) -> None:
     """Raises ValueError if a workdir has no checkpoint, good or damaged; loads nothing."""
-    if not _steps(pathlib.Path(folder) / workdir.CHECKPOINTS):
+    if not workdir.checkpoint_steps(pathlib.Path(folder)):
         raise ValueError(f"{pathlib.Path(folder).absolute()} has no checkpoint yet")
-
-
-def _steps(folder: pathlib.Path) -> list[int]:
-    # Orbax gives a step its final name only after writing all of it.
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
 
 
 def _newest_good[T](

@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import shlex
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from sympow_jax.training import hosts
 
 __all__ = [
     "CHECKPOINTS",
+    "checkpoint_steps",
     "differences",
     "flatten",
     "from_dict",
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 CHECKPOINTS = "checkpoints"
+# Name of the folder of a step. `str.isdigit` would also accept digits that `int` does not.
+_STEP = re.compile("0|[1-9][0-9]*")
 # Settings that may change when a run is resumed, as prefixes of dotted paths.
 _FREE = (
     "training.steps",
@@ -206,7 +210,25 @@ def _hold(workdir: pathlib.Path) -> None:
 
 def holds_run(workdir: pathlib.Path) -> bool:
     """Returns whether there is a checkpoint in the folder, good or damaged."""
-    return any(path.name.isdigit() for path in (workdir / CHECKPOINTS).glob("*"))
+    return bool(checkpoint_steps(workdir))
+
+
+def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
+    """Returns the steps of the checkpoints in the folder, good or damaged, in increasing order.
+
+    Ignores files, and folders that a run does not make, such as `007` or `²`.
+
+    Raises:
+        OSError: the folder of checkpoints cannot be listed.
+    """
+    try:
+        # Not `glob`, for which a folder that must not be read is empty, as if the run had yet to begin.
+        paths = list((workdir / CHECKPOINTS).iterdir())
+    except FileNotFoundError:
+        return []
+    # Orbax gives a step its final name only after writing all of it. A link to nowhere counts, because the checkpoint
+    # may be on a disk that is not mounted.
+    return sorted(int(path.name) for path in paths if _STEP.fullmatch(path.name) and not path.is_file())
 
 
 def _check_same_run(workdir: pathlib.Path, settings: config.Config) -> None:

@@ -127,6 +127,31 @@ def test_a_damaged_step_falls_back(tmp_path, settings, capfd, damage, pattern):
     assert (tmp_path / "damaged_checkpoints" / "2").is_dir()
 
 
+def test_folders_that_are_no_checkpoints_are_ignored_and_kept(tmp_path, settings, capfd):
+    copies = _save(tmp_path, settings)
+    for name in ("²", "٣", "007", "notes"):
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / "notes.txt").write_text("the user's")
+    (tmp_path / "checkpoints" / "7").write_text("the user's")
+    capfd.readouterr()
+    _assert_same(_restore(tmp_path, settings)[0], copies[2])
+    assert capfd.readouterr().err == ""
+    _save(tmp_path, settings, numbers=(8, 9, 10))
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"²", "٣", "007", "notes", "7", "9", "10"}
+    for name in ("007/notes.txt", "7"):
+        assert (tmp_path / "checkpoints" / name).read_text() == "the user's"
+
+
+def test_a_run_whose_checkpoints_cannot_be_listed_does_not_begin_again(tmp_path, settings):
+    _save(tmp_path, settings)
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.rename(tmp_path / "elsewhere")
+    checkpoints.symlink_to(checkpoints.name)
+    with pytest.raises(ValueError, match="Too many levels of symbolic links"):
+        workdir.open_workdir(tmp_path, settings)
+
+
 def test_a_step_can_be_damaged_again(tmp_path, settings):
     """A quarantined step does not prevent the run from saving the same step again."""
     copies = _save(tmp_path, settings)
