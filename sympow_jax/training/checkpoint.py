@@ -2,7 +2,12 @@
 
 A step `checkpoints/N` holds the state after N updates. It is written atomically, so a run that is killed at any time
 loses at most the updates since the last save. Orbax does not detect a flipped bit, so each step also has a fingerprint
-of its arrays and a digest of its metadata. Imported weights are a step 0 without optimizer state and without a position
+of its arrays and a digest of its metadata, which include N.
+
+Damage is proven by content that was read and is not what was saved. Only then does a run resume from an older step. Any
+other failure, such as a file that cannot be opened or too little memory, ends the run and leaves all steps as they are.
+
+Imported weights are a step 0 without optimizer state and without a position
 in the data; training initializes both.
 
 With several processes, each saves the shards of its devices, and Orbax synchronizes them. Each process loads on its
@@ -17,7 +22,9 @@ import hashlib
 import json
 import logging
 import math
+import os
 import pathlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +43,13 @@ __all__ = ["Checkpoints", "require_checkpoint", "restore_arrays", "restore_exact
 
 _DAMAGED = "damaged_checkpoints"
 _OPTIMIZER = "opt_state"
+# Errors of Orbax and TensorStore for files with other content than was saved, or without some of the files, as found by
+# flipping bits and cutting files. The base class stands for itself only: Orbax wraps others in it.
+_MALFORMED = (ValueError, LookupError, AttributeError, TypeError, FileNotFoundError, StopIteration)
+# Beginning of TensorStore's errors, and the statuses among them that are about content. Most have none.
+_STATUS = re.compile("([A-Z]+(?:_[A-Z]+)*): ")
+_MALFORMED_STATUSES = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
+_READ_BYTES = 1 << 20
 
 
 class Checkpoints:
@@ -74,20 +88,26 @@ class Checkpoints:
     def restore(self, abstract: step.TrainState) -> tuple[step.TrainState, Any] | None:
         """Restores the newest good state, with the shardings of `abstract`, and the position in the data.
 
-        If no optimizer state was saved, it is initialized. Damaged steps are moved to `damaged_checkpoints`, with a
-        message on stderr.
+        If no optimizer state was saved, it is initialized. Steps whose damage is proven are moved to
+        `damaged_checkpoints`, with a message on stderr.
 
         Returns:
             The state and the position, which is None at the beginning of the data; or None without checkpoints.
 
         Raises:
-            ValueError: there are checkpoints, but all of them are damaged.
+            ValueError: there are checkpoints, but all of them are damaged; or one cannot be read for another reason.
         """
 
         def load(number: int) -> tuple[step.TrainState, Any]:
-            arrays = _arrays(abstract)
+            arrays, damage = _arrays(abstract), ""
             with hosts.all_or_none():
-                loaded, metadata = _load(self._folder / str(number), arrays)
+                try:
+                    loaded, metadata = _load(self._folder, number, arrays)
+                except _DamagedError as error:
+                    damage = str(error)
+            # Every process must go to the step before if one cannot read its shards.
+            if found := [reason for reason in hosts.gather(damage) if reason]:
+                raise _DamagedError(found[0])
             _check(loaded, metadata)
             if _OPTIMIZER not in loaded:
                 loaded[_OPTIMIZER] = step.init_optimizer(self._settings, abstract, loaded["params"])
@@ -95,8 +115,10 @@ class Checkpoints:
             return step.TrainState(step=at, **loaded), metadata["data"]
 
         # Process 0 lists the steps for all, because on a network file system they become visible at different times.
-        numbers = json.loads(hosts.gather(json.dumps(workdir.checkpoint_steps(self._folder.parent)))[0])
-        found, damaged = _newest_good(self._folder, numbers, load)
+        with hosts.all_or_none():
+            listed = json.dumps(workdir.checkpoint_steps(self._folder.parent))
+        numbers = json.loads(hosts.gather(listed)[0])
+        found, damaged = _newest_good(self._folder, lambda: numbers, load)
         for number in damaged:
             with hosts.all_or_none():
                 if hosts.is_first():
@@ -122,6 +144,7 @@ class Checkpoints:
             "config": dataclasses.asdict(self._settings),
             "data": position,
             "fingerprints": _fingerprints(arrays),
+            "step": number,
         }
         metadata["digest"] = _digest(metadata)
         self.check(wait=True)
@@ -183,7 +206,7 @@ def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Mod
     Each process gets the whole model on its own devices.
 
     Raises:
-        ValueError: the folder holds no run, or a run without a good checkpoint.
+        ValueError: the folder holds no run, or a run without a good checkpoint, or its newest cannot be read.
     """
     saved, arrays, number = restore_arrays(folder, sharding.whole_mesh(jax.local_devices()))
     return saved, step.merge(saved, **arrays), number
@@ -213,36 +236,70 @@ def restore_arrays(
     """
     folder = pathlib.Path(folder).absolute()
     settings = workdir.read_config(folder)
-    require_checkpoint(folder)
     wanted = _arrays(step.abstract_state(settings, mesh))
     del wanted[_OPTIMIZER]
     checkpoints = folder / workdir.CHECKPOINTS
 
     def load(number: int) -> tuple[config.Config, dict[str, step.Params], int]:
-        loaded, metadata = _load(checkpoints / str(number), wanted)
+        loaded, metadata = _load(checkpoints, number, wanted)
         _check(loaded, metadata)
         return workdir.from_dict(config.Config, metadata["config"]), loaded, number
 
-    found, _ = _newest_good(checkpoints, workdir.checkpoint_steps(folder), load)
-    assert found is not None  # there is a checkpoint, and _newest_good raises if all are damaged
+    found, _ = _newest_good(checkpoints, lambda: workdir.checkpoint_steps(folder), load)
+    if found is None:
+        raise _none_yet(folder)
     return found
 
 
 def require_checkpoint(folder: str | pathlib.Path) -> None:
     """Raises ValueError if a workdir has no checkpoint, good or damaged; loads nothing."""
     if not workdir.checkpoint_steps(pathlib.Path(folder)):
-        raise ValueError(f"{pathlib.Path(folder).absolute()} has no checkpoint yet")
+        raise _none_yet(pathlib.Path(folder).absolute())
+
+
+def _none_yet(folder: pathlib.Path) -> ValueError:
+    return ValueError(f"{folder} has no checkpoint yet")
+
+
+class _DamagedError(ValueError):
+    """Error of a checkpoint whose files can be read, but are not what was saved."""
 
 
 def _newest_good[T](
-    folder: pathlib.Path, numbers: Sequence[int], load: Callable[[int], T]
+    folder: pathlib.Path, list_steps: Callable[[], Sequence[int]], load: Callable[[int], T]
 ) -> tuple[T | None, list[int]]:
+    """Loads the newest step that is not damaged.
+
+    Training may save steps in this folder and delete older ones meanwhile, in another process. A step that it deletes
+    while it is loaded is not damaged: the steps are listed again, and the newest is loaded.
+
+    Args:
+        folder: folder of the steps.
+        list_steps: returns the steps in increasing order.
+        load: loads a step; raises _DamagedError if it is damaged.
+
+    Returns:
+        What `load` returned, or None if there are no steps; and the damaged steps.
+
+    Raises:
+        ValueError: all steps are damaged, or one could not be loaded for another reason.
+    """
     damaged: list[int] = []
-    for number in reversed(numbers):
+    listed = list_steps()
+    while left := [number for number in listed if number not in damaged]:
+        before, number = listed, left[-1]
         try:
             with _quiet():
                 return load(number), damaged
-        except Exception as error:  # Orbax raises many kinds of errors for a damaged file
+        except Exception as error:  # Orbax raises many kinds of errors
+            listed = list_steps()
+            if number not in listed or listed[-1] > before[-1]:
+                continue
+            if not isinstance(error, _DamagedError):
+                raise ValueError(
+                    f"the checkpoint of step {number} in {folder} cannot be read, and stays where it is: "
+                    f"{_reason(error)}; remove the cause, and the same command goes on"
+                ) from error
             hosts.say(
                 f"the checkpoint of step {number} in {folder} is damaged, trying the one before it: {_reason(error)}",
                 error=True,
@@ -260,19 +317,29 @@ def _arrays(state: step.TrainState) -> dict[str, Any]:
     return {name: tree for name, tree in arrays.items() if tree}
 
 
-def _load(path: pathlib.Path, abstract: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _load(
+    folder: pathlib.Path, number: int, abstract: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the arrays of a step, with the shardings of `abstract`, and its metadata, in this process only.
 
     The optimizer state is included only if it was saved.
+
+    Raises:
+        _DamagedError: the files can be read, but are not what was saved as this step.
+        ValueError: the step cannot be read for another reason.
+        OSError: a file cannot be read.
     """
+    path = folder / str(number)
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    with ocp.Context(multiprocessing_options=alone):
+    with _proving_damage(path), ocp.Context(multiprocessing_options=alone):
         metadata = ocp.checkpointables_metadata(path).custom_metadata
-        if missing := {"config", "data", "fingerprints"} - set(metadata):
-            raise ValueError(f"its metadata lacks {', '.join(sorted(missing))}")
-        if "digest" in metadata and metadata["digest"] != _digest(metadata):
-            raise ValueError("its metadata is not what was saved")
+        if missing := {"config", "data", "digest", "fingerprints", "step"} - set(metadata):
+            raise _DamagedError(f"its metadata lacks {', '.join(sorted(missing))}")
+        if metadata["digest"] != _digest(metadata):
+            raise _DamagedError("its metadata is not what was saved")
+        if metadata["step"] != number:
+            raise _DamagedError(f"it was saved as step {metadata['step']}, and renamed or linked")
         if _OPTIMIZER not in metadata["fingerprints"]:
             abstract = {name: tree for name, tree in abstract.items() if name != _OPTIMIZER}
         return ocp.load_checkpointables(path, abstract), metadata
@@ -281,7 +348,58 @@ def _load(path: pathlib.Path, abstract: dict[str, Any]) -> tuple[dict[str, Any],
 def _check(loaded: dict[str, Any], metadata: dict[str, Any]) -> None:
     for name, value in _fingerprints(loaded).items():
         if value != metadata["fingerprints"][name]:
-            raise ValueError(f"its {name} are not what was saved")
+            raise _DamagedError(f"its {name} are not what was saved")
+
+
+@contextlib.contextmanager
+def _proving_damage(path: pathlib.Path) -> Iterator[None]:
+    """Turns an error into _DamagedError if it is about content, and all files can be read.
+
+    Otherwise, raises the OSError of a file that cannot be read, which names it, or a ValueError that quotes the error
+    that Orbax wrapped.
+    """
+    try:
+        yield
+    except Exception as error:
+        # First, because Orbax takes metadata that it cannot open for absent.
+        _read_files(path)
+        errors = _chain(error)
+        # Orbax raises an error of its own that has the cause as context.
+        cause = errors[min(1, len(errors) - 1)]
+        if all(map(_is_malformed, errors)):
+            raise _DamagedError(_reason(cause)) from error
+        raise ValueError(_reason(cause)) from error
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    return chain
+
+
+def _is_malformed(error: BaseException) -> bool:
+    status = _STATUS.match(str(error))
+    return (isinstance(error, _MALFORMED) or type(error) is Exception) and (
+        status is None or status[1] in _MALFORMED_STATUSES
+    )
+
+
+def _read_files(path: pathlib.Path) -> None:
+    """Reads all files of a step; raises OSError, which names the file, if one cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, _, names in os.walk(path, onerror=fail):
+        for file in (pathlib.Path(folder, name) for name in names):
+            try:
+                with file.open("rb") as stream:
+                    while stream.read(_READ_BYTES):
+                        pass
+            except OSError as error:
+                # Python names the file only if it cannot be opened.
+                raise OSError(f"{file}: {error.strerror}") from error
 
 
 def _digest(metadata: Mapping[str, Any]) -> str:
@@ -292,8 +410,8 @@ def _digest(metadata: Mapping[str, Any]) -> str:
 def _put_aside(path: pathlib.Path) -> None:
     folder = path.parent.with_name(_DAMAGED)
     folder.mkdir(exist_ok=True)
-    taken = sum(1 for _ in folder.glob(f"{path.name}*"))
-    target = folder / (f"{path.name}.{taken}" if taken else path.name)
+    names = (path.name, *(f"{path.name}.{count}" for count in range(1, len(os.listdir(folder)) + 1)))
+    target = next(folder / name for name in names if not os.path.lexists(folder / name))
     path.rename(target)
     hosts.say(f"moved the damaged checkpoint of step {path.name} to {target}", error=True)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import resource
 import shutil
@@ -192,6 +193,86 @@ def test_all_damaged_is_an_error(tmp_path, settings):
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
+def _assert_not_restored(folder: pathlib.Path, settings: config.Config, capfd, match: str) -> None:
+    """Checks that restoring ends with an error of one line, and that both steps stay where they are."""
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=match) as caught:
+        _restore(folder, settings)
+    assert "the checkpoint of step 2 in " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().err == ""
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1", "2"]
+    assert not (folder / "damaged_checkpoints").exists()
+
+
+@pytest.mark.parametrize("target", ["itself", "nowhere"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["params/ocdbt.process_0/d/*", "opt_state/manifest.ocdbt", "params/_METADATA", "_CHECKPOINT_METADATA"],
+)
+def test_a_file_that_cannot_be_read_is_not_damage(tmp_path, settings, capfd, pattern, target):
+    # A link to itself cannot be opened even by root.
+    copies = _save(tmp_path, settings)
+    path = _files(tmp_path, 2, pattern)[0]
+    away = path.rename(tmp_path / "away")
+    path.symlink_to(path if target == "itself" else tmp_path / "nowhere")
+    _assert_not_restored(tmp_path, settings, capfd, f"{path}: (Too many levels|No such file)")
+    away.rename(path)
+    _assert_same(_restore(tmp_path, settings)[0], copies[2])
+
+
+@pytest.mark.parametrize("call", ["load_checkpointables", "checkpointables_metadata"])
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (MemoryError(), "MemoryError"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "Out of memory"),
+        (ValueError("RESOURCE_EXHAUSTED: Error opening zarr3 driver"), "RESOURCE_EXHAUSTED"),
+        (ValueError("UNAVAILABLE: Error reading a file"), "UNAVAILABLE"),
+        (OSError(5, "Input/output error", "manifest.ocdbt"), "Input/output error: 'manifest.ocdbt'"),
+    ],
+)
+def test_too_little_memory_and_passing_errors_are_not_damage(
+    tmp_path, settings, capfd, monkeypatch, call, error, match
+):
+    copies = _save(tmp_path, settings)
+
+    def fail(*_):
+        try:
+            raise error
+        except Exception as cause:
+            raise KeyError("as Orbax wraps errors") from cause
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint.ocp, call, fail)
+        _assert_not_restored(tmp_path, settings, capfd, match)
+    _assert_same(_restore(tmp_path, settings)[0], copies[2])
+
+
+def test_too_little_memory_for_the_fingerprints_is_not_damage(tmp_path, settings, capfd, monkeypatch):
+    _save(tmp_path, settings)
+
+    def fail(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(checkpoint, "_fingerprints", fail)
+    _assert_not_restored(tmp_path, settings, capfd, "Out of memory")
+
+
+@pytest.mark.parametrize("move", [pathlib.Path.rename, lambda path, other: other.symlink_to(path.name)])
+def test_a_step_under_the_name_of_another_falls_back(tmp_path, settings, capfd, move):
+    copies = _save(tmp_path, settings)
+    checkpoints = tmp_path / "checkpoints"
+    move(checkpoints / "2", checkpoints / "7")
+    capfd.readouterr()
+    number = 2 if (checkpoints / "2").exists() else 1
+    _assert_same(_restore(tmp_path, settings)[0], copies[number])
+    assert "step 7 in" in (said := capfd.readouterr().err)
+    assert "it was saved as step 2, and renamed or linked" in said
+    assert os.path.lexists(tmp_path / "damaged_checkpoints" / "7")
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["1", "2"][:number]
+
+
 @pytest.fixture
 def small_files():
     """Simulates a full disk: no file may grow beyond 64 KiB."""
@@ -269,3 +350,36 @@ def test_restore_model_without_a_checkpoint(tmp_path, settings):
         checkpoint.restore_model(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_restore_model_while_training_replaces_checkpoints(tmp_path, with_training, capfd, monkeypatch):
+    """Training deletes every step that was listed while the newest of them is loaded."""
+    settings = with_training(keep_checkpoints=5)
+    _save_model(tmp_path, settings, numbers=(1, 2, 3))
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "3").rename(tmp_path / "3")
+    load = checkpoint.ocp.load_checkpointables
+
+    def replace_first(*arguments):
+        if (tmp_path / "3").exists():
+            (tmp_path / "3").rename(checkpoints / "3")
+            shutil.rmtree(checkpoints / "1")
+            shutil.rmtree(checkpoints / "2" / "params")  # half deleted
+        return load(*arguments)
+
+    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", replace_first)
+    capfd.readouterr()
+    assert checkpoint.restore_model(tmp_path)[2] == 3
+    assert capfd.readouterr().err == ""
+
+
+def test_restore_model_after_all_checkpoints_are_deleted(tmp_path, settings, monkeypatch):
+    _save_model(tmp_path, settings)
+
+    def delete(*_):
+        shutil.rmtree(tmp_path / "checkpoints" / "1")
+        raise FileNotFoundError
+
+    monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", delete)
+    with pytest.raises(ValueError, match="no checkpoint yet"):
+        checkpoint.restore_model(tmp_path)
