@@ -229,6 +229,23 @@ def test_a_checkpoint_that_one_process_cannot_read(start, alone, tmp_path):
     _assert_same_run(folder, alone)
 
 
+@pytest.mark.slow
+def test_a_file_that_one_process_cannot_open_ends_both_and_moves_nothing(start, tmp_path):
+    folder, sharded = tmp_path / "run", "--config.sharding.fsdp=2"
+    started = start(sharded, "--config.training.steps=8", processes=2)
+    assert [one.wait() for one in started] == [0, 0]
+    (path,) = folder.glob("checkpoints/8/params/ocdbt.process_1/d/*")
+    path.unlink()
+    path.symlink_to(path)
+    started = start(sharded, processes=2)
+    assert [one.wait() for one in started] == [1, 1]
+    for one in started:
+        (line,) = one.errors()
+        assert f"{path}: Too many levels of symbolic links" in line
+    assert _saved(folder) == [4, 8]
+    assert not (folder / "damaged_checkpoints").exists()
+
+
 def test_a_coordinator_that_does_not_answer(start):
     port = launching.free_port()
     count = f"--coordinator_address=localhost:{port}", "--process_count=2", "--coordinator_timeout=2"
