@@ -45,7 +45,7 @@ _DAMAGED = "damaged_checkpoints"
 _OPTIMIZER = "opt_state"
 # Errors of Orbax and TensorStore for files with other content than was saved, or without some of the files, as found by
 # flipping bits and cutting files. The base class stands for itself only: Orbax wraps others in it.
-_MALFORMED = (ValueError, LookupError, AttributeError, TypeError, FileNotFoundError, StopIteration)
+_MALFORMED = (ValueError, LookupError, AttributeError, TypeError, FileNotFoundError)
 # Beginning of TensorStore's errors, and the statuses among them that are about content. Most have none.
 _STATUS = re.compile("([A-Z]+(?:_[A-Z]+)*): ")
 _MALFORMED_STATUSES = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
@@ -363,17 +363,18 @@ def _proving_damage(path: pathlib.Path) -> Iterator[None]:
     except Exception as error:
         # First, because Orbax takes metadata that it cannot open for absent.
         _read_files(path)
+        # Orbax raises an error of its own, around one of TensorStore's.
         errors = _chain(error)
-        # Orbax raises an error of its own that has the cause as context.
-        cause = errors[min(1, len(errors) - 1)]
-        if all(map(_is_malformed, errors)):
-            raise _DamagedError(_reason(cause)) from error
-        raise ValueError(_reason(cause)) from error
+        others = [one for one in errors if not _is_malformed(one)]
+        if others:
+            raise ValueError(_reason(others[0])) from error
+        raise _DamagedError(_reason(errors[-1])) from error
 
 
 def _chain(error: BaseException) -> list[BaseException]:
+    """Returns the error and its causes, except for the end of an iterator, which JSON's parser reports as another."""
     chain = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and not isinstance(cause, StopIteration):
         chain.append(cause)
     return chain
 
