@@ -7,6 +7,7 @@ classifiers: the metrics of their task on held-out rows.
 """
 
 import argparse
+import pathlib
 from collections.abc import Sequence
 
 from sympow_jax import evaluation
@@ -33,10 +34,14 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--context_lengths",
         metavar="64,128,...",
-        help="increasing lengths in tokens; `64,...,65536` doubles in between (default: those in the first "
-        "run's config)",
+        help="increasing lengths in tokens; `64,...,65536` doubles in between, as far as the last allows (default: "
+        "those in the first run's config)",
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="the folder to write to")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="the folder to write to (default: the folder `evaluation` in the first workdir)",
+    )
     parser.add_argument(
         "--documents",
         type=int,
@@ -51,10 +56,10 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with cli.user_errors():
         flags = _parse(arguments, program)
-        evaluation.evaluate(
-            flags.workdir.split(","),
-            None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths),
-            out=flags.out,
-            documents=flags.documents,
-        )
+        workdirs = flags.workdir.split(",")
+        lengths = None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths)
+        # Not the workdir itself, which has the evaluation at the end of training.
+        out = pathlib.Path(workdirs[0], "evaluation") if flags.out is None else pathlib.Path(flags.out)
+        evaluation.evaluate(workdirs, lengths, out=out, documents=flags.documents)
+        print(f"the results are in {out}")
         return 0

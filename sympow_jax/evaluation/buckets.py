@@ -7,6 +7,7 @@ prediction per document less than its length.
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,6 +38,8 @@ class Bucket:
 def parse_lengths(text: str) -> tuple[int, ...]:
     """Parses context lengths such as `64,128,256`; `64,...,65536` stands for every doubling in between.
 
+    A last length that is not a doubling of the first is rounded down to one, with a warning on stderr.
+
     Raises:
         ValueError: the text is not such a list.
     """
@@ -45,14 +48,20 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     for index, word in enumerate(words):
         if word == "..." and 0 < index < len(words) - 1:
             last = _parse_length(words[index + 1], text)
-            while lengths[-1] * 2 < last:
-                lengths.append(lengths[-1] * 2)
-            if lengths[-1] * 2 != last:
+            if last <= lengths[-1]:
                 raise ValueError(
-                    f"context lengths {text!r}: doubling {lengths[-1]} does not give {last}; "
-                    f"write the lengths out or end at a doubling of the first"
+                    f"context lengths {text!r}: {last} is not above {lengths[-1]}; write them in increasing order"
                 )
-        else:
+            while lengths[-1] * 2 <= last:
+                lengths.append(lengths[-1] * 2)
+            if lengths[-1] != last:
+                print(
+                    f"warning: context lengths {text!r}: {last} is rounded down to {lengths[-1]}, the last doubling; "
+                    f"write the lengths out to end at {last}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        elif index == 0 or words[index - 1] != "...":  # a length after "..." is the end of the doublings
             lengths.append(_parse_length(word, text))
     return tuple(lengths)
 

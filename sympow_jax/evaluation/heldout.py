@@ -126,11 +126,11 @@ def evaluate_heldout(
             `out` cannot be written.
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
-    folder = workdirs_lib.writable_folder(out)
     paths, configs = workdirs_lib.read_runs(workdirs)
     _require_same_rows(paths, configs)
     for path in paths:
         checkpoint.require_checkpoint(path)
+    folder = workdirs_lib.writable_folder(out)
     if open_rows(configs[0]) is None:
         raise ValueError(
             f"the run in {paths[0]} holds nothing out: data.heldout_paths is empty and data.heldout_fraction 0"

@@ -108,11 +108,11 @@ def evaluate_runs(
             every document or a model's learned positions, or `out` cannot be written.
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
-    folder = workdirs_lib.writable_folder(out)
     paths, configs = workdirs_lib.read_runs(workdirs)
     _require_same_data(paths, configs)
     for path in paths:  # checked before hours are spent on earlier runs
         checkpoint.require_checkpoint(path)
+    folder = workdirs_lib.writable_folder(out)
     if lengths is None:
         lengths = configs[0].evaluation.context_lengths
     if documents is None:

@@ -60,12 +60,28 @@ def test_a_loss_that_is_not_finite_shows_only_in_its_bucket():
         ("64,...,128", (64, 128)),
     ],
 )
-def test_parse_lengths(text, lengths):
+def test_parse_lengths(capsys, text, lengths):
     assert buckets.parse_lengths(text) == lengths
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    "text", ["", "64,,128", "a", "64,-128", "6.4", "64,...", "...,64", "64,...,100", "64,...,64", "0,...,64"]
+    ("text", "lengths"),
+    [
+        ("64,...,100", (64,)),
+        ("64,...,1000", (64, 128, 256, 512)),
+        ("3,...,13,100", (3, 6, 12, 100)),
+    ],
+)
+def test_parse_lengths_rounds_a_last_length_that_is_no_doubling(capsys, text, lengths):
+    assert buckets.parse_lengths(text) == lengths
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "is rounded down to" in said
+
+
+@pytest.mark.parametrize(
+    "text", ["", "64,,128", "a", "64,-128", "6.4", "64,...", "...,64", "64,...,64", "64,...,32", "0,...,64"]
 )
 def test_parse_lengths_rejects(text):
     with pytest.raises(ValueError, match="context lengths"):

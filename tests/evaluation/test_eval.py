@@ -78,6 +78,23 @@ def test_training_ends_with_the_evaluation_of_its_config(trained, tmp_path):
     assert read(tmp_path / "context_loss.csv") == records
 
 
+def test_results_are_in_the_first_workdir_by_default(trained, capsys):
+    record = (trained / "b" / "context_loss.csv").read_text()
+    assert eval_program.main([f"--workdir={trained}/b,{trained}/a", "--context_lengths=4,...,20"]) == 0
+    out, err = capsys.readouterr()
+    assert out.endswith(f"the results are in {trained}/b/evaluation\n")
+    assert "20 is rounded down to 16" in err
+    records = read(trained / "b" / "evaluation" / "context_loss.csv")
+    assert [record["context_length"] for record in records] == ["4", "8", "16"] * 2
+    assert (trained / "b" / "context_loss.csv").read_text() == record
+
+
+@pytest.mark.parametrize("name", ["nothing", "c"])
+def test_a_mistake_makes_no_folder(trained, capsys, name):
+    mistakes.line(eval_program.main, [f"--workdir={trained}/{name}"], capsys)
+    assert not (trained / name / "evaluation").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
