@@ -13,6 +13,7 @@ import rich.console
 import rich.table
 
 from experiments import _nt_training
+from sympow_jax import atomic
 from sympow_jax.data import nt_tasks
 
 __all__ = ["Result", "print_table", "write"]
@@ -47,14 +48,16 @@ class Result:
 def write(folder: pathlib.Path, name: str, results: Sequence[Result]) -> None:
     """Writes NAME.csv (curves over the runs), NAME.json (settings and the end of every run) and NAME.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.csv").open("w", newline="") as file:
+    with atomic.replace(folder / f"{name}.csv") as draft, draft.open("w", newline="") as file:
         writer = csv.DictWriter(file, _FIELDS)
         writer.writeheader()
         for result in results:
             writer.writerows(row for progress in result.progress for row in _rows(result.setting, progress))
     summary = [_summary(result) for result in results]
-    (folder / f"{name}.json").write_text(json.dumps(summary, indent=1) + "\n")
-    _plot(folder / f"{name}.png", results)
+    with atomic.replace(folder / f"{name}.json") as draft:
+        draft.write_text(json.dumps(summary, indent=1) + "\n")
+    with atomic.replace(folder / f"{name}.png") as draft:
+        _plot(draft, results)
 
 
 def print_table(results: Sequence[Result]) -> None:

@@ -18,6 +18,7 @@ import rich.table
 import rich.text
 
 from experiments import _command
+from sympow_jax import atomic
 from sympow_jax.evaluation import report
 from sympow_jax.training import workdir
 
@@ -40,13 +41,14 @@ def write(
     """
     path = options.results / options.results.name
     rows = [{name: _rounded(value) for name, value in row.items()} for row in rows]
-    with path.with_suffix(".csv").open("w", newline="") as file:
+    with atomic.replace(path.with_suffix(".csv")) as draft, draft.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     about = json.dumps(_without_nan(_about(options, folders) | more), indent=1, allow_nan=False)
     lines = ",\n".join(f"  {json.dumps(_without_nan(row), allow_nan=False)}" for row in rows)
-    path.with_suffix(".json").write_text(f'{about.removesuffix("\n}")},\n "rows": [\n{lines}\n ]\n}}\n')
+    with atomic.replace(path.with_suffix(".json")) as draft:
+        draft.write_text(f'{about.removesuffix("\n}")},\n "rows": [\n{lines}\n ]\n}}\n')
     return path.with_suffix(".png")
 
 

@@ -96,8 +96,8 @@ def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
     train in it until it ends.
 
     Raises:
-        ValueError: the folder cannot be written, another process trains in it, or it holds a run with other settings,
-            which the error lists.
+        ValueError: the folder cannot be written, another process trains in it, its `config.json` is not a run's, or it
+            holds a run with other settings, which the error lists.
     """
     path = workdir / "config.json"
     try:
@@ -105,6 +105,8 @@ def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
         _hold(workdir)
         if holds_run(workdir):
             _check_same_run(workdir, settings)
+        elif path.exists() and not path.is_symlink():
+            _require_settings(path)
         write_json(path, dataclasses.asdict(settings))
         write_json(workdir / "environment.json", _environment())
     except OSError as error:
@@ -229,6 +231,16 @@ def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
     # Orbax gives a step its final name only after writing all of it. A link to nowhere counts, because the checkpoint
     # may be on a disk that is not mounted.
     return sorted(int(path.name) for path in paths if _STEP.fullmatch(path.name) and not path.is_file())
+
+
+def _require_settings(path: pathlib.Path) -> None:
+    """Raises ValueError unless a file has settings of a run, because other programs name theirs `config.json` too."""
+    try:
+        from_dict(config.Config, json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:  # a TypeError if there is text in place of a number
+        raise ValueError(
+            f"{path} is not the settings of a run and would be overwritten; use another --workdir"
+        ) from error
 
 
 def _check_same_run(workdir: pathlib.Path, settings: config.Config) -> None:

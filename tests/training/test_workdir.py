@@ -103,6 +103,26 @@ def test_unwritable(tmp_path):
         workdir.open_workdir(workdir.pathlib.Path("/proc/run"), _settings())
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"hidden_size": 768}',
+        '{"model": {"vocab_size": "x", "layers": 1}}',
+        "[1, 2]",
+        "name: mine",
+        "\xff",
+    ],
+)
+def test_settings_of_another_program_are_not_overwritten(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(
+        ValueError, match=r"config\.json is not the settings of a run and would be overwritten"
+    ):
+        workdir.open_workdir(tmp_path, _settings())
+    assert (tmp_path / "config.json").read_bytes() == content.encode("latin-1")
+
+
 def test_not_a_workdir(tmp_path):
     with pytest.raises(ValueError, match=r"not the workdir of a run"):
         workdir.read_config(tmp_path)
