@@ -79,11 +79,15 @@ def _chunked_fwd(plan, query, key, value, log_decay, enters_state, state):
     divided = None
     if plan.division is not means.Division.NONE:
         divided = results = tuple(ad_checkpoint.checkpoint_name(x, means.SAVED_AS) for x in results)
-    return (results[0], final), (query, key, value, log_decay, enters_state, state, divided, final)
+    # Sums of weights have values of width 0. As a residual within `shard_map`, an empty array would be an argument of
+    # the backward pass, and jax 0.11 crashes when it compiles a `shard_map` with an empty argument.
+    saved = value if len(value) else None
+    return (results[0], final), (query, key, saved, log_decay, enters_state, state, divided, final)
 
 
 def _chunked_bwd(plan, residuals, cotangents):
     query, key, value, log_decay, enters_state, state, divided, final = residuals
+    value = key[:0] if value is None else value
     dsums, dfinal = cotangents
     if divided is not None:
         out, denominator = divided
