@@ -80,10 +80,13 @@ def _attend(plan, query, key, value, segment_ids):
         )
         document = jnp.cumsum(starts, 1, dtype=jnp.int32)
         weighed = jnp.where(valid[..., None, None], weighed, 0)
-    arrays = (
-        layout.time_last(query, kv_heads).astype(dtype),
-        jnp.moveaxis(key, 1, 3).astype(dtype),
-        jnp.moveaxis(weighed, 1, 3).astype(dtype),
+    # Values of width 0 vary over no mesh axis, nor do the ones that were added to them.
+    arrays = calls.same_variation(
+        (
+            layout.time_last(query, kv_heads).astype(dtype),
+            jnp.moveaxis(key, 1, 3).astype(dtype),
+            jnp.moveaxis(weighed, 1, 3).astype(dtype),
+        )
     )
     compute: Callable
     if implementation == "reference":

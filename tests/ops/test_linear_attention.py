@@ -348,3 +348,21 @@ def test_bad_input_is_one_line(message, arguments):
     with pytest.raises((ValueError, NotImplementedError), match=re.escape(message)) as error:
         ops.linear_attention(**{"query": X, "key": X, "value": X} | arguments)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options", [{"form": "attention"}, {"form": "chunked"}, {"causal": False}], ids=str)
+def test_gradients_with_turn_inside_shard_map(options):
+    """The denominator's values have width 0; jax 0.11 forgets which mesh axes such arrays vary over."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    turn, spec = linear_formula.rotation(jnp.arange(24)), jax.sharding.PartitionSpec("data")
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 24, 2, 8)), jnp.float32)
+
+    def attend(x):
+        return ops.linear_attention(x, x, x, turn=turn, feature_map="elu", **options)
+
+    def loss(attend, x):
+        return (attend(x) ** 2).sum()
+
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
+    found, expected = (jax.jit(jax.grad(functools.partial(loss, f)))(x) for f in (sharded, attend))
+    assert cases.error(found, expected) <= 1e-6

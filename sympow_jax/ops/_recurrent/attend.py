@@ -61,6 +61,8 @@ def _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, state):
 
 def _attend(plan, query, key, value, log_decay, segment_ids, state):
     """Runs prepare, the backend and finish."""
+    # With jax 0.11, operations on an empty array, such as values of width 0, forget which mesh axes it varies over.
+    query, key, value, log_decay, state = calls.same_variation((query, key, value, log_decay, state))
     if plan.implementation == "reference":
         return reference.FORMS[plan.form](plan, query, key, value, log_decay, segment_ids, state)
     backend = _mosaic() if plan.implementation == "mosaic_gpu" else xla
