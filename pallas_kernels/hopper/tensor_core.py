@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["ROWS", "TensorCore", "operand", "split"]
+__all__ = ["ROWS", "TensorCore", "along_columns", "operand", "split"]
 
 # Rows of an accumulator, 16 for each warp of a warpgroup.
 ROWS = 64
@@ -101,6 +101,11 @@ class TensorCore:
         part = lax.div(lax.rem(_warp(), jnp.int32(_WARPS)), jnp.int32(_WARPS // ref.shape[0]))
         row = plgpu.load(ref.at[part], layout=plgpu.Layout.WGMMA.reduce(0))
         return lax.broadcast_in_dim(row, shape, [1])
+
+
+def along_columns(vector, shape):
+    """Loads a vector [64] from shared memory and broadcasts it along the columns of `shape` [64, columns]."""
+    return lax.broadcast_in_dim(plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1)), shape, [0])
 
 
 def operand(lead, rows, columns, dtype, slices=None):

@@ -37,6 +37,10 @@ class QueryTile(NamedTuple):
         """Returns the tokens of a warpgroup."""
         return pl.ds(self.token + warpgroup * _BLOCK, _BLOCK)
 
+    def blocks_of(self, chunk, count):
+        """Returns the blocks of 64 rows of `count` warpgroups, among those of all chunks."""
+        return pl.ds(self.chunk * (chunk // _BLOCK) + self.block, count)
+
 
 def add_keys(core, acc, query_smem, keys, denominator, warpgroup, power):
     """Adds the weighted values of in-window keys to acc; returns the denominator with the keys' weights added.

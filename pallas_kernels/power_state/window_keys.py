@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import ring, tensor_core
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["Decays", "Keys", "scratch"]
+__all__ = ["Keys", "scratch"]
 
 _BLOCK = configs.BLOCK
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -75,7 +75,9 @@ class Keys:
     def fold(self, step, carry, warpgroup):
         """Runs carry = step(carry, key_smem, value_smem, decays) for each block that is visible to a warpgroup's rows.
 
-        decays: `Decays` from the keys of the block to the rows.
+        decays: those from the 64 keys of the block to the 64 rows, as a factor of each row times one of each pair.
+        decays.of_rows(x) multiplies x float32 [64], or [64, n], by the former; decays.of_pairs(begin, width) returns
+        the latter for `width` keys from `begin` on, float32 [64, width].
         """
         smem, last = self._smem, self._visible(warpgroup) - 1
         rows = [plgpu.load(smem["decay_smem"].at[part, last], layout=_PER_ROW) for part in range(2)]
@@ -109,19 +111,7 @@ class Keys:
         return self._tile.block + warpgroup + self._window // _BLOCK + 1
 
 
-class Decays:
-    """Decays from 64 keys to 64 rows, as a factor of each row times one of each pair."""
-
-    def of_rows(self, x):
-        """Multiplies x float32 [64], or [64, n], by the factors of rows."""
-        raise NotImplementedError
-
-    def of_pairs(self, begin, width):
-        """Returns the other factor for `width` keys from `begin` on, float32 [64, width]."""
-        raise NotImplementedError
-
-
-class _Exponentials(Decays):
+class _Exponentials:
     """Decays with an exponential for each pair; in the diagonal block, zero where a key is later than the row."""
 
     def __init__(self, rows, sums, diagonal):
@@ -145,7 +135,7 @@ class _Exponentials(Decays):
         return jnp.exp2(jnp.where(row >= column + begin, coarse + fine, -1e4))
 
 
-class _Factors(Decays):
+class _Factors:
     """Decays from an earlier block, without an exponential for each pair.
 
     A decay is that from the key to the last one of its block, times that from there to the row.

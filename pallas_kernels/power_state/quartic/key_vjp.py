@@ -125,7 +125,9 @@ def key_vjp(
             def sums(dkey, dvalue):
                 plgpu.barrier_wait(smem["ready"])
                 # The gradient of the state after the chunk.
-                narrow = _along(row.narrow_value, dvalue.shape) * _load(own["value_smem"])
+                narrow = tensor_core.along_columns(row.narrow_value, dvalue.shape) * state_vjp.load(
+                    own["value_smem"]
+                )
                 state_vjp.read(
                     core,
                     dkey,
@@ -139,9 +141,9 @@ def key_vjp(
                     layout=layout,
                     together=_together(layout, count),
                 )
-                dkey[...] = dkey[...] * _along(row.state_key, dkey.shape) / _POWER
-                dvalue[...] = dvalue[...] * _along(row.state_value, dvalue.shape)
-                state_sum = (_load(own["key_smem"]) * dkey[...]).sum(1)
+                dkey[...] = dkey[...] * tensor_core.along_columns(row.state_key, dkey.shape) / _POWER
+                dvalue[...] = dvalue[...] * tensor_core.along_columns(row.state_value, dvalue.shape)
+                state_sum = (state_vjp.load(own["key_smem"]) * dkey[...]).sum(1)
                 # The queries that attend to the keys in their window.
                 window_sum = window_queries.read_queries(
                     core, dkey, dvalue, own, smem, span(block, warpgroup), groups=groups, power=_POWER
@@ -196,12 +198,3 @@ def key_vjp(
 def _together(layout, count):
     """Returns the number of scalars of a state's gradient per step, the most that compile without register spills."""
     return 2 if layout.value_dim == 32 and count == 1 else 3
-
-
-def _load(x_smem):
-    return plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-
-
-def _along(vector, shape):
-    """Broadcasts a vector of the warpgroup's keys, in shared memory, along the columns of that shape."""
-    return lax.broadcast_in_dim(plgpu.load(vector, layout=_ROWS), shape, [0])

@@ -75,7 +75,7 @@ def query_states(
                 source = gmem["query"].at[tile.head, tile.tokens_of(n)]
                 plgpu.copy_gmem_to_smem(source, smem["query_smem"].at[n], ready)
             keys.copy_decays(ready)
-            blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
+            blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["scale"].at[tile.key_head, blocks], smem["scale_smem"], ready)
             denominators = gmem["denominator"].at[tile.head, blocks]
             plgpu.copy_gmem_to_smem(denominators, smem["denominator_smem"], ready)

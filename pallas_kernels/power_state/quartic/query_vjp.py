@@ -11,7 +11,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, tensor_core
@@ -86,7 +85,7 @@ def query_vjp(
                     source = gmem[name].at[tile.head, tile.tokens_of(n)]
                     plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
             keys.copy_decays(ready)
-            blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
+            blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)
             state_vjp.copy(gmem, smem, vectors, layout, count)
             # Keys are copied while the last states are still being read.
@@ -102,7 +101,7 @@ def query_vjp(
             def attend(gradient):
                 plgpu.barrier_wait(smem["ready"])
                 # The state before the window.
-                dout = _along(row.narrow, dout_smem.shape) * _load(dout_smem)
+                dout = tensor_core.along_columns(row.narrow, dout_smem.shape) * state_vjp.load(dout_smem)
                 state_vjp.read(
                     core,
                     gradient,
@@ -116,8 +115,8 @@ def query_vjp(
                     layout=layout,
                     together=_TOGETHER,
                 )
-                gradient[...] = gradient[...] * _along(row.state, gradient.shape) / _POWER
-                state_sum = (_load(query_smem) * gradient[...]).sum(1)
+                gradient[...] = gradient[...] * tensor_core.along_columns(row.state, gradient.shape) / _POWER
+                state_sum = (state_vjp.load(query_smem) * gradient[...]).sum(1)
                 # The keys from the window on.
                 delta = plgpu.load(row.delta, layout=_ROWS)
                 window_sum = window_keys_vjp.add_keys(
@@ -166,12 +165,3 @@ def query_vjp(
         interpret=interpret,
     )
     return output["dquery"], output["sums"]
-
-
-def _load(x_smem):
-    return plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-
-
-def _along(vector, shape):
-    """Broadcasts a vector of the warpgroup's queries, in shared memory, along the columns of that shape."""
-    return lax.broadcast_in_dim(plgpu.load(vector, layout=_ROWS), shape, [0])

@@ -30,6 +30,7 @@ __all__ = [
     "Vectors",
     "copy",
     "drain",
+    "load",
     "read",
     "scratch",
     "stacks",
@@ -163,6 +164,11 @@ def drain(smem, vectors: Vectors, layout):
     total = int(steps(layout)[:, 1].sum())
     ring.drain(vectors.blocks, _VECTOR_STAGES, smem["vector_free"])
     ring.drain(jnp.where(vectors.blocks > 0, total, 0), smem["state_smem"].shape[0], smem["state_free"])
+
+
+def load(x_smem):
+    """Returns the rows of a warpgroup, float32 [64, columns]."""
+    return plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
 def read(core, gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks, *, layout, together):

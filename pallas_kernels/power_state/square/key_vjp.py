@@ -177,7 +177,9 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
                 # The state's gradient, for both results.
                 tiles = _read_dual(core, dvalue, own, smem, in_state, terms, with_key, layout, parts)
                 if with_value:
-                    dvalue[...] = dvalue[...] * _along(own["row"].state_value, dvalue.shape)
+                    dvalue[...] = dvalue[...] * tensor_core.along_columns(
+                        own["row"].state_value, dvalue.shape
+                    )
 
                 def with_dkey(dkey):
                     first, sums = 0, ()
@@ -250,11 +252,6 @@ def _with_accumulator(core, body, columns):
         body(None)
     else:
         core.accumulators(body, columns)
-
-
-def _along(vector, shape):
-    """Broadcasts a vector of the warpgroup's keys, in shared memory, along the columns of that shape."""
-    return lax.broadcast_in_dim(plgpu.load(vector, layout=_ROWS), shape, [0])
 
 
 def _copy_dual(dual, smem, in_state, parts):
@@ -412,7 +409,7 @@ class _Gradient:
 def _narrow(x_smem, factor, dtype):
     """Returns the warpgroup's keys or values divided by powers of two, 16-bit."""
     whole = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-    return (whole * _along(factor, whole.shape)).astype(dtype)
+    return (whole * tensor_core.along_columns(factor, whole.shape)).astype(dtype)
 
 
 def _features(narrow, pieces, scalars):
@@ -465,7 +462,9 @@ def _finish_state(core, dkey, tiles, own, smem, in_state):
                 core.add(dkey.at[:, columns], own["key_smem"], norm.T)
             plgpu.barrier_arrive(smem["query_free"].at[slot])
 
-    factor, norm = (_along(x, dkey.shape) for x in (own["row"].state_key, own["row"].state_norm))
+    factor, norm = (
+        tensor_core.along_columns(x, dkey.shape) for x in (own["row"].state_key, own["row"].state_norm)
+    )
     dkey[...] = (factor * jnp.concatenate(tiles, 1) + norm * dkey[...]) / _POWER
     key = plgpu.load(own["key_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     return jnp.where(in_state, halves * steps, 0), (key * dkey[...]).sum(1) * (_POWER / 2)

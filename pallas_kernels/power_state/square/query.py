@@ -82,7 +82,7 @@ def query_states(
                 scalars = gmem["scalars"].at[tile.head, :, rows]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
             keys.copy_decays(ready)
-            blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
+            blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["scale"].at[tile.key_head, blocks], smem["scale_smem"], ready)
             # The normalizer, then the states.
             state_copies.copy_norms(gmem, smem, tile, keys.copies)

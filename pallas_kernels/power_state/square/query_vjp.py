@@ -107,7 +107,7 @@ def query_vjp(
                 scalars = gmem["scalars"].at[tile.head, :, tile.tokens_of(n)]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
             keys.copy_decays(ready)
-            blocks = pl.ds(tile.chunk * (chunk // _BLOCK) + tile.block, count)
+            blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)
             # The normalizer, then the states.
             state_copies.copy_norms(gmem, smem, tile, keys.copies)
