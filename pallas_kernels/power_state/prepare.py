@@ -81,7 +81,7 @@ class Saved(NamedTuple):
 class Tokens(NamedTuple):
     """Keys and values by chunk, and the base-2 logarithms of decays between them; _NOTHING stands for zero.
 
-    H = B K heads, n chunks of C, X = n C, and W positions in front of the first.
+    H = B K heads, n chunks of C, X = n C, and W positions before the first.
     """
 
     key: jax.Array  # bfloat16 [H, W + X, D]

@@ -80,7 +80,7 @@ def _attend(plan, query, key, value, segment_ids):
         )
         document = jnp.cumsum(starts, 1, dtype=jnp.int32)
         weighed = jnp.where(valid[..., None, None], weighed, 0)
-    # Values of width 0 vary over no mesh axis, nor do the ones that were added to them.
+    # Values of width 0, and the ones that were added to them, vary over no mesh axis.
     arrays = calls.same_variation(
         (
             layout.time_last(query, kv_heads).astype(dtype),

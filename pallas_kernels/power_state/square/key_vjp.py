@@ -205,7 +205,7 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
                     if with_value:
                         own["value_smem"][...] = dvalue[...].astype(own["value_smem"].dtype)
                     plgpu.commit_smem()
-                    # No token is in front of the first, where the window is.
+                    # No token comes before the first, where the window is.
                     begin = (block + warpgroup) * _BLOCK - exact_window
 
                     @pl.when(begin >= 0)
