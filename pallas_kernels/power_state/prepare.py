@@ -49,6 +49,8 @@ _FORGET = -105
 HEADROOM = 13
 # Base-2 logarithm of zero, finite so that differences are finite.
 _NOTHING = -1e4
+# Up to this number of chunks, states of all are summed at once from those of all earlier ones.
+_FEW_CHUNKS = 128
 # Base-2 logarithm of a decay to zero: no difference of two scales can compensate for it.
 _NEVER = -1e5
 
@@ -274,12 +276,13 @@ def _shift(strength, size, carry, start):
 def _recurrence(log2_carry, new, start, add):
     """Computes x_0 = start and x_{c+1} = 2^log2_carry_c x_c + new_c, [H, n + 1, ...], by sums of many terms at once.
 
-    add(weights [..., c, j], x [..., j, *rest]) is the sum of 2^weights x over j, [..., c, *rest]. Pairs of chunks are
-    combined within runs of about sqrt(n) chunks, then pairs of runs: all n^2 pairs at once would take more memory than
-    the states.
+    add(weights [..., c, j], x [..., j, *rest]) is the sum of 2^weights x over j, [..., c, *rest]. Many chunks are
+    combined within runs of about sqrt(n), then the runs: all n^2 pairs at once would take more memory than the states.
     """
     heads, count = log2_carry.shape
-    length = max(1, math.isqrt(count))
+    if count <= _FEW_CHUNKS:
+        return add(_between(log2_carry), jnp.concatenate([start[:, None], new], 1))
+    length = math.isqrt(count)
     runs = -(-count // length)
 
     def in_runs(x):
@@ -300,10 +303,13 @@ def _between(log2_carry):
 
     The entry is _NOTHING where j > c.
     """
-    count = log2_carry.shape[-1] + 1
-    row, column = np.arange(count)[:, None], np.arange(count)
-    steps = jnp.pad(log2_carry, [(0, 0)] * (log2_carry.ndim - 1) + [(1, 0)])[..., None]
-    return jnp.where(row >= column, jnp.cumsum(jnp.where(row > column, steps, 0), -2), _NOTHING)
+    count = log2_carry.shape[-1]
+    row, column = np.arange(count + 1)[:, None], np.arange(count + 1)
+    step = np.arange(count)
+    # A masked sum is one launch, a cumulative sum several.
+    crossed = (step >= column[:, None]) & (step < row[..., None])
+    sums = jnp.where(crossed, log2_carry[..., None, None, :], 0).sum(-1)
+    return jnp.where(row >= column, sums, _NOTHING)
 
 
 def _log2(decay):

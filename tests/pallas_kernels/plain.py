@@ -36,16 +36,16 @@ def kernels(multiprocessors=20):
         yield
 
 
-def update(key, value, carry, initial, *, layout, config, chunk, terms, interpret):
+def update(key, value, carry, start, *, layout, config, chunk, terms, interpret):
     """Computes `update.update`."""
     heads, chunks = carry.shape
-    segments, value_dim = initial.shape[1], value.shape[1]
+    segments, value_dim = config.segments, value.shape[1]
     key, value = (_in_chunks(x, chunk) for x in (key, value))
-    initial = jnp.swapaxes(initial, 3, 4).reshape(heads, segments, layouts.TILE, value_dim, layout.width)
+    start = jnp.swapaxes(start, 2, 3).reshape(heads, layouts.TILE, value_dim, layout.width)
     each = -(-chunks // segments)
     states, finals = [], []
     for segment in range(segments):
-        state = initial[:, segment]
+        state = start if segment == 0 else jnp.zeros_like(start)
         for c in range(segment * each, min((segment + 1) * each, chunks)):
             states.append(preparation.split(state, key.dtype, terms))
             # [H, 16, P, C] times [H, E, C]; each product of two entries is rounded once.
@@ -54,7 +54,7 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms, interpre
             new = jnp.einsum("hjpex,hjpx->hjep", scaled, vector, preferred_element_type=jnp.float32)
             state = carry[:, c, None, None, None] * state + new
         finals.append(state)
-    finals = jnp.stack(finals, 1).reshape(*initial.shape[:4], layout.sections, -1)
+    finals = jnp.stack(finals, 1).reshape(heads, segments, *start.shape[1:3], layout.sections, -1)
     return jnp.stack(states, 1), jnp.swapaxes(finals, 3, 4)
 
 

@@ -57,8 +57,9 @@ def _called(function, shapes, *arrays, **options):
     return jax.pure_callback(call, out, *arrays)
 
 
-def _shapes_of_update(vector, scalars, value, carry, initial, weights, *, layout, dtype, **options):
-    return ((*carry.shape, layout.stacks, layout.value_dim, layout.width), dtype), (initial.shape, np.float32)
+def _shapes_of_update(vector, scalars, value, carry, start, weights, *, layout, config, dtype, **options):
+    finals = len(start), config.segments, *start.shape[1:]
+    return ((*carry.shape, layout.stacks, layout.value_dim, layout.width), dtype), (finals, np.float32)
 
 
 def _shapes_of_query(query, *arrays, layout, batch_time, **options):
@@ -184,11 +185,11 @@ def key_vjp(
     return dkey, dvalue, sums
 
 
-def update(vector, scalars, value, carry, initial, weights, *, layout, config, chunk, dtype, interpret):
+def update(vector, scalars, value, carry, start, weights, *, layout, config, chunk, dtype, interpret):
     """Computes `quartic.update.update`."""
     heads, chunks = carry.shape
-    segments = initial.shape[1]
-    stored, finals = [], np.array(initial)
+    segments = config.segments
+    stored, finals = [], np.stack([start] + [np.zeros_like(start)] * (segments - 1), 1)
     for head in range(heads):
         columns, factors = blocks_and_scalars(single(vector[head]), single(scalars[head]), layout)
         factors = np.repeat(factors, layout.value_dim, 1)

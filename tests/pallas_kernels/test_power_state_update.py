@@ -1,5 +1,6 @@
 """Tests of the update kernel, interpreted, against its definition in float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,18 +18,17 @@ from tests.ops import cases
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(120)]
 
 
-def expected_states(key, value, carry, initial, layout, chunk):
+def expected_states(key, value, carry, start, layout, chunk, segments):
     """Computes S <- carry * S + sum of phi(k) v^T over chunks.
 
     Returns the state before each, and the last one, [H, n, 16, E, P].
     """
     chunks = key.shape[-1] // chunk
-    segments = initial.shape[1]
     length = -(-chunks // segments)
     features = key[:, layout.indices].prod(3)
     states, finals = [], []
     for segment in range(segments):
-        state = initial[:, segment]
+        state = start if segment == 0 else np.zeros_like(start)
         for index in range(segment * length, min(chunks, (segment + 1) * length)):
             states.append(state)
             time = slice(index * chunk, (index + 1) * chunk)
@@ -55,7 +55,7 @@ def test_update(head_dim, value_dim, segments, dtype):
     key = random.normal(size=(1, head_dim, chunk * chunks)).astype(operand)
     value = random.normal(size=(1, value_dim, chunk * chunks)).astype(operand)
     carry = random.uniform(0.5, 1, size=(1, chunks)).astype("float32")
-    initial = random.normal(size=(1, segments, layouts.TILE, value_dim, layout.width)).astype("float32")
+    start = random.normal(size=(1, layouts.TILE, value_dim, layout.width)).astype("float32")
     config = power_state.choose(
         power=2,
         time=65_536,
@@ -71,16 +71,16 @@ def test_update(head_dim, value_dim, segments, dtype):
         functools.partial(
             kernels.update,
             layout=layout,
-            config=config,
+            config=dataclasses.replace(config, segments=segments),
             chunk=chunk,
             terms=terms,
             interpret=plgpu.InterpretGPUParams(detect_races=True),
         )
     )
-    by_sections = np.swapaxes(initial.reshape(*initial.shape[:4], layout.sections, -1), 3, 4)
+    by_sections = np.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
     states, final = run(key, value, carry, by_sections)
     expected, last = expected_states(
-        *(x.astype("float64") for x in (key, value, carry, initial)), layout, chunk
+        *(x.astype("float64") for x in (key, value, carry, start)), layout, chunk, segments
     )
     assert states.dtype == operand
     states = np.asarray(states, "float64").reshape(*states.shape[:3], terms, value_dim, -1).sum(3)
@@ -90,4 +90,4 @@ def test_update(head_dim, value_dim, segments, dtype):
     assert cases.error(states, expected) <= rounding
     assert cases.error(final, last) <= rounding
     # The initial state is only stored.
-    assert cases.error(states[:, 0], initial[:, 0]) <= (2**-22 if terms == 2 else rounding)
+    assert cases.error(states[:, 0], start) <= (2**-22 if terms == 2 else rounding)

@@ -50,7 +50,7 @@ RARE += [
     f"query-{size}-c{chunk}{states}" for size in _SIZES for chunk in (64, 128, 192, 384) for states in _STATES
 ]
 RARE = sorted(set(RARE) - set(CASES))
-HEADS, GROUP, CHUNKS, SEGMENTS, WINDOW = 2, 2, 4, 2, 64
+HEADS, GROUP, CHUNKS, WINDOW = 2, 2, 4, 64
 # Times are predicted for batch 1.
 PREDICTED_HEADS, PREDICTED_TIME = 8, 65_536
 # Latency of the last wgmma of each product and of barriers; a guess, not a measurement.
@@ -74,7 +74,7 @@ def build(case: str):
             shape(HEADS, layout.head_dim, time),
             shape(HEADS, value_dim, time),
             exact(HEADS, CHUNKS),
-            exact(HEADS, SEGMENTS, *state),
+            exact(HEADS, *state),
         ]
     if kernel == "norms":
         return norms.norms, [

@@ -28,7 +28,7 @@ CASES = [
 _SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (16, 32) for value_dim in (16, 32)]
 RARE = [f"update-{size}-c960" for size in _SIZES]
 RARE += [f"query-{size}-c{chunk}" for size in _SIZES for chunk in (64, 128, 192)]
-_HEADS, _GROUP, _CHUNKS, _SEGMENTS, _WINDOW = 2, 2, 4, 2, 64
+_HEADS, _GROUP, _CHUNKS, _WINDOW = 2, 2, 4, 64
 # Times are predicted for 65,536 tokens of 8 heads.
 _TOKENS = 8 * 65_536
 
@@ -106,7 +106,7 @@ def _update(layout, chunk):
         half(_HEADS, layout.scalar_rows, time),
         half(_HEADS, configs.BLOCK, time),
         single(_HEADS, _CHUNKS),
-        single(_HEADS, _SEGMENTS, *stack),
+        single(_HEADS, *stack),
         single(*stack),
     ]
 

@@ -133,15 +133,13 @@ def pair_products(x, layout):
 
 def states_of(vector, scalars, value, carried, start, *, layout, call: configs.Call):
     """Returns the states that chunks read, times their weights, and the plain final state; all divided by 2^shift."""
-    initial = jnp.zeros((len(start), call.config.segments, *start.shape[1:]), jnp.float32)
-    initial = initial.at[:, 0].set(numerics.scaled(start, -carried.shift[:, :1, None, None]))
     weights = _weights(layout)
     states, finals = update_kernel.update(
         vector,
         scalars,
         jnp.tile(value, (1, layout.per_stack, 1)),
         carried.carry,
-        initial,
+        numerics.scaled(start, -carried.shift[:, :1, None, None]),
         weights,
         layout=layout,
         config=call.config,

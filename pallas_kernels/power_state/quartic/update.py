@@ -29,7 +29,7 @@ _WARPGROUPS = 2
 _STACKS = layouts.UNIT // _WARPGROUPS
 
 
-def update(vector, scalars, value, carry, initial, weights, *, layout, config, chunk, dtype, interpret=None):
+def update(vector, scalars, value, carry, start, weights, *, layout, config, chunk, dtype, interpret=None):
     """Returns the states that the chunks read, times their weights, and the plain state after each segment.
 
     vector: 16-bit [H, layout.rows, X], y of the keys with zeros in front, time last.
@@ -37,14 +37,14 @@ def update(vector, scalars, value, carry, initial, weights, *, layout, config, c
     value: 16-bit [H, 64, X], E rows repeated for each scalar of a stack, times their decay up to the end of their
     chunk.
     carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
-    initial: float32 [H, segments, U, 64, 48], the state before the first chunk of each segment.
+    start: float32 [H, U, 64, 48], the state before the first chunk. Later segments begin at zero.
     weights: float32 [U, 64, 48], the factors of states when they are stored.
 
     Returns states [H, n, U, E, P] in `dtype`, the scalars of a stack side by side, and final float32 [H, segments, U,
     64, 48]. Accumulates in float32; products of a scalar and a value are rounded to the 16 bits of the operands.
     """
     heads, _, time = vector.shape
-    chunks, segments, stages = time // chunk, initial.shape[1], config.update_stages
+    chunks, segments, stages = time // chunk, config.segments, config.update_stages
     chunks_of_segment, blocks = -(-chunks // segments), chunk // _BLOCK
     per_stack, scalars_of_unit = layout.per_stack, layouts.UNIT * layout.per_stack
     stack_shape = (_BLOCK, layouts.COLUMNS)
@@ -78,9 +78,11 @@ def update(vector, scalars, value, carry, initial, weights, *, layout, config, c
                 return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
             def update_states(*accumulators):
-                # The state before the segment.
-                for stack, acc in zip(stacks, accumulators):
-                    acc[...] = load(gmem["initial"].at[head, segment, stack])
+                # The state before the first segment; the others begin at zero.
+                @pl.when(segment == 0)
+                def _start():
+                    for stack, acc in zip(stacks, accumulators):
+                        acc[...] = load(gmem["start"].at[head, stack])
 
                 @pl.loop(jnp.int32(0), count)
                 def _chunk(index):
@@ -134,7 +136,7 @@ def update(vector, scalars, value, carry, initial, weights, *, layout, config, c
             "scalars": scalars,
             "value": value,
             "carry": carry,
-            "initial": initial,
+            "start": start,
             "weights": weights,
             "units": jnp.asarray(layout.units.ravel()),
         },

@@ -106,15 +106,13 @@ def walk(key, value, carried, start, *, layout, call: configs.Call, terms):
 
     key, value: operands of the update kernel, of n chunks; start: [H, 16, E, P], the state before the first.
     """
-    count = call.config.segments
     start = numerics.scaled(start, -carried.shift[:, :1, None, None])
     start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
-    initial = jnp.zeros((len(start), count, *start.shape[1:]), jnp.float32).at[:, 0].set(start)
     states, finals = update_kernel.update(
         key,
         value,
         carried.carry,
-        initial,
+        start,
         layout=layout,
         config=call.config,
         chunk=call.chunk,
@@ -122,7 +120,7 @@ def walk(key, value, carried, start, *, layout, call: configs.Call, terms):
         interpret=call.interpret,
     )
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
-    if count == 1 or terms == 1:
+    if call.config.segments == 1 or terms == 1:
         return segments.join(states, finals, carried.log2_carry, interpret=call.interpret)
     joined, final = segments.join(
         preparation.whole(states, terms), finals, carried.log2_carry, interpret=call.interpret

@@ -26,23 +26,23 @@ _BLOCK = configs.BLOCK
 _WARPGROUPS = 2
 
 
-def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interpret=None):
+def update(key, value, carry, start, *, layout, config, chunk, terms=1, interpret=None):
     """Returns the states that the chunks read, and the state after each segment.
 
     key: 16-bit [H, D, X], time last.
     value: 16-bit [H, E, X], times its decay up to the end of its chunk; E a multiple of 64.
     carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
-    initial: float32 [H, segments, 16, sections, E, P / sections], the state before the first chunk of each segment.
+    start: float32 [H, 16, sections, E, P / sections], the state before the first chunk. Later segments begin at zero.
 
     terms: number of terms whose sum is a stored entry: 1, or 2, the rounded entry and the rounding error.
 
-    Returns states [H, n, 16, terms E, P] in the dtype of keys, with the second terms after the first, and the final
-    states like `initial`. Accumulates in float32; products of a key and a value are rounded to the 16 bits of the
-    operands.
+    Returns states [H, n, 16, terms E, P] in the dtype of keys, with the second terms after the first, and the state
+    after each segment, float32 [H, segments, 16, sections, E, P / sections]. Accumulates in float32; products of a key
+    and a value are rounded to the 16 bits of the operands.
     """
     heads, head_dim, time = key.shape
     dtype, value_dim, chunks = key.dtype, value.shape[1], time // chunk
-    segments, scalars, stages = initial.shape[1], config.update_scalars, config.update_stages
+    segments, scalars, stages = config.segments, config.update_scalars, config.update_stages
     blocks, chunks_of_segment = chunk // _BLOCK, -(-chunks // segments)
     groups_of_warpgroup = scalars // _WARPGROUPS
     pieces = _key_pieces(layout)
@@ -79,10 +79,12 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interp
             store_smem = smem["store_smem"].at[warpgroup]
 
             def update_states(*accumulators):
-                # The state before the segment.
-                for group, acc in zip(groups, accumulators):
-                    start = gmem["initial"].at[head, segment, group, section, values]
-                    acc[...] = plgpu.load(start, layout=plgpu.Layout.WGMMA, optimized=False)
+                # The state before the first segment; the others begin at zero.
+                @pl.when(segment == 0)
+                def _start():
+                    for group, acc in zip(groups, accumulators):
+                        start = gmem["start"].at[head, group, section, values]
+                        acc[...] = plgpu.load(start, layout=plgpu.Layout.WGMMA, optimized=False)
 
                 @pl.loop(jnp.int32(0), count)
                 def _chunk(index):
@@ -122,12 +124,12 @@ def update(key, value, carry, initial, *, layout, config, chunk, terms=1, interp
     tiles = len(layout.section)
     output = launch.launch(
         body,
-        {"key": key, "value": value, "carry": carry, "initial": initial},
+        {"key": key, "value": value, "carry": carry, "start": start},
         {
             "states": jax.ShapeDtypeStruct(
                 (heads, chunks, layouts.TILE, terms * value_dim, layout.width), dtype
             ),
-            "final": jax.ShapeDtypeStruct(initial.shape, jnp.float32),
+            "final": jax.ShapeDtypeStruct((heads, segments, *start.shape[1:]), jnp.float32),
         },
         {
             "key_smem": tensor_core.operand((stages,), layout.section_rows, _BLOCK, dtype),
