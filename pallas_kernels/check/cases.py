@@ -248,24 +248,21 @@ def _attention_gradients(names, case, interpret):
     return Prepared(call, _attention_arrays(drawn), dict, expected, dict.fromkeys(names, GRADIENT))
 
 
-def _state_arguments(case, drawn):
-    """Returns the arguments shared by all parts of the chunked form, the options, and a mask of tokens in the state."""
+def _state_arguments(case, drawn, interpret):
+    """Returns the arguments of all parts of the chunked form, their static options, and a mask of tokens in the state."""
     included = np.broadcast_to(np.arange(case.time) < case.time - WINDOW, (case.batch, case.time))
     arrays = {name: getattr(drawn, name) for name in ("query", "key", "value", "dout")}
     arrays |= {"log_decay": drawn.bounded_decay, "folds": jnp.asarray(included)}
-    chosen = power_state.choose(
+    call = power_state.call_for(
+        arrays["key"],
+        arrays["value"],
         power=case.power,
-        head_dim=case.head_dim,
-        value_dim=case.width,
-        time=case.time,
-        heads=case.batch * case.kv_heads,
-        dtype=jnp.bfloat16,
         exact_window=WINDOW,
         # Small shapes have several chunks too.
         chunk=None if case.real else 192,
+        interpret=interpret,
     )
-    options = {"power": case.power, "chunk": chosen.chunk, "exact_window": WINDOW, "state_dtype": jnp.float16}
-    return arrays, options, included
+    return arrays, call, included
 
 
 def _of_state(arrays, *names):
@@ -274,14 +271,14 @@ def _of_state(arrays, *names):
 
 def _state_update(case, interpret):
     drawn = _Sequence.of(case)
-    arrays, options, included = _state_arguments(case, drawn)
+    arrays, kernels, included = _state_arguments(case, drawn, interpret)
     sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
     expected = formula.state(
         drawn.key, drawn.value, drawn.log_decay, drawn.documents, jnp.asarray(included), sample
     )
 
     def call(arrays):
-        _, (kv, norm) = power_state.fold(*_of_state(arrays), **options, interpret=interpret)
+        _, (kv, norm) = power_state.fold(*_of_state(arrays), call=kernels)
         return {"kv": kv, "norm": norm}
 
     def compare(results):
@@ -292,13 +289,11 @@ def _state_update(case, interpret):
 
 def _state_query(case, interpret):
     drawn = _Sequence.of(case)
-    arrays, options, _ = _state_arguments(case, drawn)
+    arrays, kernels, _ = _state_arguments(case, drawn, interpret)
     rows = drawn.rows(case.power)
 
     def call(arrays):
-        (out, denominator, _), _ = power_state.power_state_fwd(
-            *_of_state(arrays, "query"), **options, interpret=interpret
-        )
+        (out, denominator, _), _ = power_state.power_state_fwd(*_of_state(arrays, "query"), call=kernels)
         # The kernel divides each query by a power of two; its denominators are those of the divided queries.
         largest = jnp.abs(arrays["query"].astype(jnp.float32)).max(-1)
         return {"mean": out, "denominator": jnp.ldexp(denominator, case.power * jnp.frexp(largest)[1])}
@@ -307,16 +302,14 @@ def _state_query(case, interpret):
     return Prepared(call, arrays, drawn.compared_rows, rows._asdict(), bounds)
 
 
-def _state_results(arrays, options, interpret):
-    (out, denominator, _), saved = power_state.power_state_fwd(
-        *_of_state(arrays, "query"), **options, interpret=interpret
-    )
+def _state_results(arrays, kernels):
+    (out, denominator, _), saved = power_state.power_state_fwd(*_of_state(arrays, "query"), call=kernels)
     return out, denominator, saved
 
 
 def _state_dual(case, interpret):
     drawn = _Sequence.of(case)
-    arrays, options, _ = _state_arguments(case, drawn)
+    arrays, kernels, _ = _state_arguments(case, drawn, interpret)
     sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
     cotangent = drawn.dout[:, drawn.positions].astype(jnp.float32)
     expected = formula.state_gradient(
@@ -324,9 +317,9 @@ def _state_dual(case, interpret):
     )
 
     def call(arrays):
-        out, denominator, _ = _state_results(arrays, options, interpret)
+        out, denominator, _ = _state_results(arrays, kernels)
         _, (kv, norm) = power_state.fold_vjp(
-            *_of_state(arrays, "query"), out, denominator, arrays["dout"], **options, interpret=interpret
+            *_of_state(arrays, "query"), out, denominator, arrays["dout"], call=kernels
         )
         return {"kv": kv, "norm": norm}
 
@@ -339,19 +332,18 @@ def _state_dual(case, interpret):
 
 def _state_gradients(names, case, interpret):
     drawn = _Sequence.of(case)
-    arrays, options, _ = _state_arguments(case, drawn)
+    arrays, kernels, _ = _state_arguments(case, drawn, interpret)
     expected = {name: x for name, x in drawn.gradients(case.power).items() if name in names}
 
     def call(arrays):
-        out, denominator, saved = _state_results(arrays, options, interpret)
+        out, denominator, saved = _state_results(arrays, kernels)
         found, _ = power_state.power_state_vjp(
             *_of_state(arrays, "query"),
             out,
             denominator,
             saved,
             arrays["dout"],
-            **options,
-            interpret=interpret,
+            call=kernels,
         )
         return {name: getattr(found, name) for name in names}
 

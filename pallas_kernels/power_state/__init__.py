@@ -1,19 +1,21 @@
 """Power attention through states: the chunked recurrence for Hopper GPUs, forward and backward."""
 
 from pallas_kernels.power_state.backward import Gradients, attend_vjp, fold_vjp, power_state_vjp
-from pallas_kernels.power_state.config import Config
-from pallas_kernels.power_state.degrees import choose
+from pallas_kernels.power_state.config import Call, Config
+from pallas_kernels.power_state.degrees import call_for, choose
 from pallas_kernels.power_state.forward import attend, fold, power_state, power_state_fwd
 from pallas_kernels.power_state.incoming import add_incoming
 from pallas_kernels.power_state.prepare import Saved
 
 __all__ = [
+    "Call",
     "Config",
     "Gradients",
     "Saved",
     "add_incoming",
     "attend",
     "attend_vjp",
+    "call_for",
     "choose",
     "fold",
     "fold_vjp",

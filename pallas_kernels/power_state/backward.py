@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import degrees
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import prepare_vjp as preparation_vjp
@@ -30,7 +31,7 @@ class Gradients(NamedTuple):
 
 
 def power_state_vjp(
-    query, key, value, log_decay, folds, out, denominator, saved, dout, dfinal=None, **options
+    query, key, value, log_decay, folds, out, denominator, saved, dout, dfinal=None, *, call: configs.Call
 ) -> tuple[Gradients, tuple[jax.Array, jax.Array]]:
     """Returns the gradients of `power_state` and of its initial state.
 
@@ -40,46 +41,46 @@ def power_state_vjp(
     states.
     """
     arrays = query, key, value, log_decay, folds
-    dual, dinitial = fold_vjp(*arrays, out, denominator, dout, dfinal, **options)
-    return attend_vjp(*arrays, out, denominator, saved, dual, dout, **options), dinitial
+    dual, dinitial = fold_vjp(*arrays, out, denominator, dout, dfinal, call=call)
+    return attend_vjp(*arrays, out, denominator, saved, dual, dout, call=call), dinitial
 
 
-def fold_vjp(query, key, value, log_decay, folds, out, denominator, dout, dfinal=None, *, power, **options):
+def fold_vjp(query, key, value, log_decay, folds, out, denominator, dout, dfinal=None, *, call: configs.Call):
     """Returns the gradients of the states, last chunk first, and the gradient of the initial state.
 
     The latter has the shapes of `dfinal`.
     """
-    call = degrees.call_for(key, value, power=power, **options)
-    prepared = _prepared(query, key, value, log_decay, folds, out, denominator, dout, power=power, call=call)
-    return degrees.degree(power).backward.fold_vjp(prepared, key, value, dfinal, call)
+    prepared = _prepared(query, key, value, log_decay, folds, out, denominator, dout, call)
+    return degrees.degree(call.power).backward.fold_vjp(prepared, key, value, dfinal, call)
 
 
-def attend_vjp(query, key, value, log_decay, folds, out, denominator, saved, dual, dout, *, power, **options):
+def attend_vjp(
+    query, key, value, log_decay, folds, out, denominator, saved, dual, dout, *, call: configs.Call
+):
     """Returns the gradients of query, key, value and log_decay, from the states and their gradients."""
-    call = degrees.call_for(key, value, power=power, **options)
     batch, time, _, head_dim = query.shape
-    prepared = _prepared(query, key, value, log_decay, folds, out, denominator, dout, power=power, call=call)
+    prepared = _prepared(query, key, value, log_decay, folds, out, denominator, dout, call)
     of, *_ = prepared
     # Whole chunks that cover the window in front and all keys.
     exact_window = call.exact_window
     length = -(-(time + exact_window) // call.chunk) * call.chunk
-    dquery, dkey, dvalue, *sums = degrees.degree(power).backward.attend_vjp(
+    dquery, dkey, dvalue, of_queries, of_keys, inner = degrees.degree(call.power).backward.attend_vjp(
         prepared, saved.by_head(), dual.by_head(), (batch, time), length, call
     )
     ddecay = preparation_vjp.decay_gradient(
-        of, preparation_vjp.sums_of(of, *sums, exact_window), exact_window
+        of, preparation_vjp.sums_of(of, of_queries, of_keys, inner, exact_window), exact_window
     )
     ddecay = preparation.tokens_second(ddecay[:, exact_window : exact_window + time], batch)
     dquery, dkey, dvalue = dquery[..., :head_dim], dkey[..., :head_dim], dvalue[..., : value.shape[-1]]
     return Gradients(dquery, dkey, dvalue, ddecay.astype(log_decay.dtype))
 
 
-def _prepared(query, key, value, log_decay, folds, out, denominator, dout, *, power, call):
+def _prepared(query, key, value, log_decay, folds, out, denominator, dout, call):
     """Returns tokens, scaled queries, the exponents of their scales, and the mean's cotangent.
 
     The largest entries of scaled queries are in [1/2, 1).
     """
-    sizes = width, value_width = degrees.degree(power).tiles.padded(key.shape[-1], value.shape[-1])
+    sizes = width, value_width = degrees.degree(call.power).tiles.padded(key.shape[-1], value.shape[-1])
     out, dout = (preparation.fill(x, value_width) for x in (out, dout))
     of = preparation.tokens(key, value, log_decay, folds, sizes=sizes, call=call)
     unit, exponent = preparation.queries(preparation.fill(query, width), call.chunk)

@@ -73,12 +73,14 @@ class Call:
     """Static options of a call with its tiles, which depend on shapes alone: every pass has the same.
 
     Attributes:
+        power: 2 or 4.
         config: tile sizes, with the chunk.
         exact_window: positions before each chunk that its queries attend to exactly.
         state_dtype: dtype of stored states.
         interpret: parameters of the GPU interpreter, or None.
     """
 
+    power: int
     config: Config
     exact_window: int
     state_dtype: Any

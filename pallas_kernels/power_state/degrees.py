@@ -79,8 +79,20 @@ def require_queries(query, key) -> None:
         )
 
 
-def call_for(key, value, *, power, chunk, exact_window, state_dtype, interpret) -> configs.Call:
-    """Returns the static options of a call on keys [B, T, K, D] and values [B, T, K, E]."""
+def call_for(
+    key,
+    value,
+    *,
+    power: int,
+    chunk: int | None = None,
+    exact_window: int = _BLOCK,
+    state_dtype=jnp.float16,
+    interpret=None,
+) -> configs.Call:
+    """Returns the static options of a call on keys [B, T, K, D] and values [B, T, K, E], as in `power_state`.
+
+    Raises NotImplementedError naming the first constraint that the arguments violate.
+    """
     batch, time, kv_heads, head_dim = key.shape
     config = choose(
         power=power,
@@ -94,7 +106,7 @@ def call_for(key, value, *, power, chunk, exact_window, state_dtype, interpret) 
         state_dtype=state_dtype,
     )
     return configs.Call(
-        config=config, exact_window=exact_window, state_dtype=state_dtype, interpret=interpret
+        power=power, config=config, exact_window=exact_window, state_dtype=state_dtype, interpret=interpret
     )
 
 

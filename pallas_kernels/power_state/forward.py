@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import degrees
 
 __all__ = ["attend", "fold", "power_state", "power_state_fwd"]
@@ -63,33 +64,37 @@ def power_state(
         log_decay = jnp.zeros(key.shape[:3], jnp.float32)
     if folds is None:
         folds = jnp.broadcast_to(jnp.arange(key.shape[1]) < key.shape[1] - exact_window, key.shape[:2])
-    options = {"power": power, "exact_window": exact_window, "state_dtype": state_dtype}
-    options |= {"chunk": chunk, "interpret": interpret}
-    results, _ = power_state_fwd(query, key, value, log_decay, folds, initial_state, **options)
+    call = degrees.call_for(
+        key,
+        value,
+        power=power,
+        chunk=chunk,
+        exact_window=exact_window,
+        state_dtype=state_dtype,
+        interpret=interpret,
+    )
+    results, _ = power_state_fwd(query, key, value, log_decay, folds, initial_state, call=call)
     return results
 
 
-def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, **options):
+def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, *, call: configs.Call):
     """Returns (results of `power_state`, Saved); its backward pass reads both."""
-    saved, final = fold(key, value, log_decay, folds, initial_state, **options)
-    return (*attend(query, key, value, log_decay, folds, saved, **options), final), saved
+    saved, final = fold(key, value, log_decay, folds, initial_state, call=call)
+    return (*attend(query, key, value, log_decay, folds, saved, call=call), final), saved
 
 
-def fold(key, value, log_decay, folds, initial_state=None, *, power, **options):
+def fold(key, value, log_decay, folds, initial_state=None, *, call: configs.Call):
     """Returns the states before each chunk as `Saved`, and the final state (kv, norm).
 
-    Arguments as in `power_state`, but log_decay and folds are arrays, and power, chunk, exact_window, state_dtype and
-    interpret are all required.
+    Arguments as in `power_state`, but log_decay and folds are arrays.
     """
-    call = degrees.call_for(key, value, power=power, **options)
-    return degrees.degree(power).forward.fold(key, value, log_decay, folds, initial_state, call)
+    return degrees.degree(call.power).forward.fold(key, value, log_decay, folds, initial_state, call)
 
 
-def attend(query, key, value, log_decay, folds, saved, *, power, **options):
+def attend(query, key, value, log_decay, folds, saved, *, call: configs.Call):
     """Returns the output and the denominators, from the states before each chunk.
 
     Arguments as in `fold`.
     """
     degrees.require_queries(query, key)
-    call = degrees.call_for(key, value, power=power, **options)
-    return degrees.degree(power).forward.attend(query, key, value, log_decay, folds, saved, call)
+    return degrees.degree(call.power).forward.attend(query, key, value, log_decay, folds, saved, call)

@@ -24,20 +24,17 @@ def add_incoming(
     log_decay: jax.Array,
     folds: jax.Array,
     *,
-    power: int,
-    chunk: int,
-    exact_window: int,
-    state_dtype,
+    call: configs.Call,
     reverse: bool = False,
 ) -> tuple[preparation.Saved, tuple[jax.Array, jax.Array]]:
     """Returns the results of `forward.fold` with `incoming` as the initial state, given its results without one.
 
     reverse: do the same for `backward.fold_vjp`, with `incoming` as the gradient of the final state.
     """
-    over = preparation.over_chunks(log_decay, folds, chunk=chunk, exact_window=exact_window)
+    over = preparation.over_chunks(log_decay, folds, chunk=call.chunk, exact_window=call.exact_window)
     over = jnp.flip(over, 1) if reverse else over
     since = jnp.cumsum(jnp.pad(over, [(0, 0), (1, 0)]), 1)
-    start, norm = degrees.degree(power).forward.stored_start(incoming, key, value)
+    start, norm = degrees.degree(call.power).forward.stored_start(incoming, key, value)
     states, norms, shifts = saved.by_head()
 
     # Choose a scale for both, so that entries stay below 2^HEADROOM. The shift of an empty state is meaningless: the
@@ -49,7 +46,7 @@ def add_incoming(
     scale = jnp.maximum(jnp.ceil(bound).astype(jnp.int32) - preparation.HEADROOM, shifts)
     kept, added = jnp.exp2((shifts - scale).astype(jnp.float32)), jnp.exp2(since[:, :-1] - scale)
 
-    operand, terms = configs.operands(state_dtype)
+    operand, terms = configs.operands(call.state_dtype)
     whole = preparation.whole(states, terms)
     whole = kept[..., None, None, None] * whole + added[..., None, None, None] * start[:, None]
     norms = kept[..., None, None] * norms + added[..., None, None] * norm[:, None]

@@ -41,7 +41,6 @@ def test_halves_are_the_whole(scale, end):
     )
     decay = jnp.asarray(drawn["log_decay"], jnp.float32)
     arrays = query, key, value, decay
-    run = OPTIONS | {"interpret": None}
     # The second half's first rows are the window: visible and folded, but without queries.
     asks = jnp.arange(TIME) >= CUT
     halves = [
@@ -56,30 +55,36 @@ def test_halves_are_the_whole(scale, end):
 
     with plain.kernels():
         all_fold = jnp.arange(TIME)[None] < TIME - WINDOW
-        (out, denominator, final), saved = power_state.power_state_fwd(*arrays, all_fold, **run)
+        call = power_state.call_for(key, value, **OPTIONS)
+        calls = [power_state.call_for(x[1], x[2], **OPTIONS) for x in halves]
+        (out, denominator, final), saved = power_state.power_state_fwd(*arrays, all_fold, call=call)
         # As large as those that come from queries, which have the size of 1 / key^2.
         dfinal = tuple(jnp.full_like(x, (1 if end == CUT else scale**-2) / 8) for x in final)
         expected, initial = power_state.power_state_vjp(
-            *arrays, all_fold, out, denominator, saved, dout, dfinal, **run
+            *arrays, all_fold, out, denominator, saved, dout, dfinal, call=call
         )
 
-        folded = [power_state.fold(*x[1:], f, **run) for x, f in zip(halves, folds, strict=True)]
-        folded[1] = power_state.add_incoming(*folded[1], folded[0][1], *halves[1][1:], folds[1], **OPTIONS)
+        folded = [power_state.fold(*x[1:], f, call=c) for x, f, c in zip(halves, folds, calls, strict=True)]
+        folded[1] = power_state.add_incoming(
+            *folded[1], folded[0][1], *halves[1][1:], folds[1], call=calls[1]
+        )
         results = [
-            power_state.attend(*x, f, states, **run)
-            for x, f, (states, _) in zip(halves, folds, folded, strict=True)
+            power_state.attend(*x, f, states, call=c)
+            for x, f, (states, _), c in zip(halves, folds, folded, calls, strict=True)
         ]
         duals = [
-            power_state.fold_vjp(*x, f, *result, do, cotangent, **run)
-            for x, f, result, do, cotangent in zip(halves, folds, results, douts, (None, dfinal), strict=True)
+            power_state.fold_vjp(*x, f, *result, do, cotangent, call=c)
+            for x, f, result, do, cotangent, c in zip(
+                halves, folds, results, douts, (None, dfinal), calls, strict=True
+            )
         ]
         duals[0] = power_state.add_incoming(
-            *duals[0], duals[1][1], *halves[0][1:], folds[0], **OPTIONS, reverse=True
+            *duals[0], duals[1][1], *halves[0][1:], folds[0], call=calls[0], reverse=True
         )
         gradients = [
-            power_state.attend_vjp(*x, f, *result, states, dual, do, **run)
-            for x, f, result, (states, _), (dual, _), do in zip(
-                halves, folds, results, folded, duals, douts, strict=True
+            power_state.attend_vjp(*x, f, *result, states, dual, do, call=c)
+            for x, f, result, (states, _), (dual, _), do, c in zip(
+                halves, folds, results, folded, duals, douts, calls, strict=True
             )
         ]
 

@@ -155,11 +155,11 @@ def _chunked_fwd(plan, rows):
     def compute(arrays):
         initial = (arrays["kv"], arrays["norm"]) if "kv" in arrays else None
         query, *others = _arguments(arrays)
-        options = _options(plan)
-        saved, final = state_kernel.fold(*others, initial, **options)
+        call = _call(plan, arrays)
+        saved, final = state_kernel.fold(*others, initial, call=call)
         if plan.axis_name is not None:
-            saved, final = _met(saved, final, others, options, plan.axis_name)
-        out, denominator = state_kernel.attend(query, *others, saved, **options)
+            saved, final = _add_incoming(saved, final, others, call, plan.axis_name)
+        out, denominator = state_kernel.attend(query, *others, saved, call=call)
         kv, norm = final
         return {"out": out, "denominator": denominator, "kv": kv, "norm": norm} | saved._asdict()
 
@@ -174,14 +174,14 @@ def _chunked_bwd(plan, residuals, cotangents):
     rows, saved = residuals
 
     def compute(arrays):
-        options = _options(plan)
+        call = _call(plan, arrays)
         arguments, results = _arguments(arrays), (arrays["out"], arrays["denominator"])
         states = state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields))
         dfinal = (arrays["final_kv"], arrays["final_norm"]) if plan.return_state else None
-        dual, initial = state_kernel.fold_vjp(*arguments, *results, arrays["dout"], dfinal, **options)
+        dual, initial = state_kernel.fold_vjp(*arguments, *results, arrays["dout"], dfinal, call=call)
         if plan.axis_name is not None:
-            dual, initial = _met(dual, initial, arguments[1:], options, plan.axis_name, reverse=True)
-        gradients = state_kernel.attend_vjp(*arguments, *results, states, dual, arrays["dout"], **options)
+            dual, initial = _add_incoming(dual, initial, arguments[1:], call, plan.axis_name, reverse=True)
+        gradients = state_kernel.attend_vjp(*arguments, *results, states, dual, arrays["dout"], call=call)
         gradients = gradients._asdict() | dict(zip(("kv", "norm"), initial))
         return {name: gradients[name] for name in wanted}
 
@@ -193,7 +193,7 @@ def _chunked_bwd(plan, residuals, cotangents):
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
-def _met(saved, final, arguments, options, axis_name, reverse=False):
+def _add_incoming(saved, final, arguments, call, axis_name, reverse=False):
     """Adds the state that arrives from earlier devices to states computed from an empty one.
 
     reverse: adds gradients of states, which arrive from later devices.
@@ -201,8 +201,7 @@ def _met(saved, final, arguments, options, axis_name, reverse=False):
     key, _, log_decay, enters_state = arguments
     decay = context.log_decay_over(log_decay, enters_state, key.shape[2])
     _, incoming = time_axis.exclusive_prefix(context.combined, (decay, final), axis_name, reverse=reverse)
-    options = {name: x for name, x in options.items() if name != "interpret"}
-    return state_kernel.add_incoming(saved, final, incoming, *arguments, **options, reverse=reverse)
+    return state_kernel.add_incoming(saved, final, incoming, *arguments, call=call, reverse=reverse)
 
 
 def _arguments(arrays):
@@ -213,10 +212,16 @@ def _arguments(arrays):
     return *(arrays[name] for name in ("query", "key", "value")), decay, arrays["enters_state"]
 
 
-def _options(plan):
-    """Returns the static options of a kernel call; states are float16."""
-    sizes = {"power": plan.power, "chunk": plan.chunk, "exact_window": plan.exact_window}
-    return sizes | {"state_dtype": jnp.float16, "interpret": plan.interpret}
+def _call(plan, arrays):
+    """Returns the static options of the kernels on one device, with tiles for its shapes; states are float16."""
+    return state_kernel.call_for(
+        arrays["key"],
+        arrays["value"],
+        power=plan.power,
+        chunk=plan.chunk,
+        exact_window=plan.exact_window,
+        interpret=plan.interpret,
+    )
 
 
 def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
