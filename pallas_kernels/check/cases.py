@@ -249,7 +249,7 @@ def _attention_gradients(names, case, interpret):
 
 
 def _state_arguments(case, drawn, interpret):
-    """Returns the arguments of all parts of the chunked form, their static options, and a mask of tokens in the state."""
+    """Returns the arguments of all parts of the chunked form, their static options, and what enters the state."""
     included = np.broadcast_to(np.arange(case.time) < case.time - WINDOW, (case.batch, case.time))
     arrays = {name: getattr(drawn, name) for name in ("query", "key", "value", "dout")}
     arrays |= {"log_decay": drawn.bounded_decay, "folds": jnp.asarray(included)}

@@ -12,6 +12,10 @@ The decays g are running sums from the window's first key, in two floats: a mult
 rounds, and a small remainder. The difference of two is therefore right to its own rounding, however large both are.
 Weights of keys are split into two bfloat16 operands, whose sum has 16 bits: a single one would add as much error as the
 rounding of the output does.
+
+One warpgroup copies, by TMA, into two rings of shared-memory slots, each with a barrier that the copy completes and one
+that the readers free: states pass through one ring; Z, then the keys and values, through the other. The other
+warpgroups multiply, each with 64 rows of its own.
 """
 
 import jax
@@ -66,9 +70,11 @@ def query_states(
     value_dim, count = value.shape[-1], config.query_blocks
     terms, norm_steps = states.shape[3] // value_dim, state_copies.norm_blocks(layout)
 
+    # gmem has the arguments and results in global memory by name, smem the shared memory of `scratch`.
     def body(gmem, smem):
+        # This block's query head, key head and chunk, and the first of its rows.
         tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
-        # The blocks of Z pass through the ring of keys first.
+        # The ring of blocks of 64 keys and values that are visible to any row of the tile, after the blocks of Z.
         keys = window_keys.Keys(
             gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norm_steps
         )
@@ -84,27 +90,30 @@ def query_states(
             keys.copy_decays(ready)
             blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["scale"].at[tile.key_head, blocks], smem["scale_smem"], ready)
-            # The normalizer, then the states.
+            # The normalizer in blocks of 64 rows, then the states: one step for each term of each part of each group.
             state_copies.copy_norms(gmem, smem, tile, keys.copies)
             steps = state_copies.copy_states(gmem, smem, tile, config.parts)
             # Keys are copied while the last states are still being read.
             keys.copy()
+            # Wait until the last states have been read, so that no barrier is in use when the block ends.
             ring.drain(steps, config.state_stages, smem["state_free"])
 
+        # core multiplies: core.add(acc, a, b) is acc += a @ b, and accumulators hold zeros at first.
         def compute(warpgroup, core):
             query_smem, scalar_smem = (smem[name].at[warpgroup] for name in ("query_smem", "scalar_smem"))
             out_smem = smem.get("out_smem", smem["query_smem"]).at[warpgroup]
             plgpu.barrier_wait(smem["ready"])
             scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
+            # The state's part of the sum of weights.
             denominator = scale * _norm_of_queries(core, query_smem, smem, layout)
 
             def attend(acc):
                 # The state before the window.
                 _read_states(core, acc, query_smem, scalar_smem, smem, terms, layout, config.parts)
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
-                # The keys from the window on.
+                # The keys from the window on: acc += w v, and the sum of w is added to the denominator.
                 total = query_tile.add_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
-                # The division.
+                # The division, and the store of 64 rows of a head; tokens that do not exist are dropped.
                 gmem["denominator"][tile.head, tile.tokens_of(warpgroup)] = total
                 begin = tile.token + warpgroup * _BLOCK
                 query_tile.store_mean(acc, total, out_smem, results.block(gmem["out"], tile.head, begin))
