@@ -9,10 +9,10 @@ import matplotlib.lines
 import matplotlib.ticker
 import numpy as np
 
-from benchmarks import predicted
 from sympow_jax import config, models, ops
 from sympow_jax.evaluation import figures
 from sympow_jax.ops._recurrent import cost
+from tools import predicted
 
 __all__ = ["FIGURES"]
 
@@ -77,10 +77,9 @@ def _predicted(form: str, time: int, power: int, size: int) -> float:
         head_dim=size,
         value_dim=size,
         power=power,
-        chunk=None,
         exact_window=64,
     )
-    return 1e3 * predicted.HOPPER.both_passes[form] * seconds * 65_536 / (batch * time)
+    return 1e3 * predicted.BOTH_PASSES[form] * seconds * 65_536 / (batch * time)
 
 
 def _style_costs(axes: matplotlib.axes.Axes, y_label: str, title: str) -> None:

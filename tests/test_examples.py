@@ -44,6 +44,7 @@ def test_a_hand_written_model_learns_and_goes_on_from_its_state():
 
 @pytest.mark.slow
 def test_an_equinox_model_learns():
+    pytest.importorskip("equinox")
     losses = run("equinox_module")["losses"]
     assert losses[0] > 2.5
     assert losses[-1] < 0.5

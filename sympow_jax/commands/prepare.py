@@ -18,7 +18,7 @@ def _parser(program: str) -> cli.Parser:
     parser.add_argument(
         "--tokenizer",
         default="byte",
-        help="byte, a tokenizers .json, a .tiktoken file or a tiktoken encoding",
+        help="byte, a tokenizers .json or a tiktoken encoding",
     )
     parser.add_argument(
         "--separator", type=int, help="the id that ends a document (default: the tokenizer's)"

@@ -1,4 +1,4 @@
-"""Tokenizers for preparing data and for generation: bytes, or a `tokenizers` or `tiktoken` file."""
+"""Tokenizers for preparing data and for generation: bytes, a `tokenizers` file or a `tiktoken` encoding."""
 
 import dataclasses
 import importlib
@@ -44,32 +44,6 @@ _BYTES = Tokenizer(
 # Names that tokenizers give to the token between documents, in order of preference.
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
-_GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-_CL100K_SPLIT = (
-    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"""
-    r"""\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
-)
-_CONTRACTION = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
-_O200K_SPLIT = "|".join(
-    (
-        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+""" + _CONTRACTION,
-        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*""" + _CONTRACTION,
-        r"""\p{N}{1,3}""",
-        r""" ?[^\s\p{L}\p{N}]+[\r\n/]*""",
-        r"""\s*[\r\n]+""",
-        r"""\s+(?!\S)""",
-        r"""\s+""",
-    )
-)
-# A `.tiktoken` file holds ranks only. The split pattern and the id of <|endoftext|> are looked up by its name. They are
-# copied from tiktoken_ext/openai_public.py of tiktoken 0.14, where the functions that define them also download.
-_TIKTOKEN_FILES = {
-    "r50k_base": (_GPT2_SPLIT, 50_256),
-    "p50k_base": (_GPT2_SPLIT, 50_256),
-    "cl100k_base": (_CL100K_SPLIT, 100_257),
-    "o200k_base": (_O200K_SPLIT, 199_999),
-}
-
 
 def _import(library: str, option: str) -> types.ModuleType:
     try:
@@ -105,27 +79,14 @@ def _from_json(path: pathlib.Path, option: str) -> Tokenizer:
 
 def _from_tiktoken(name: str, option: str) -> Tokenizer:
     library = _import("tiktoken", option)
-    path = pathlib.Path(name)
-    if path.suffix != ".tiktoken":
-        try:
-            loaded = library.get_encoding(name)
-        except Exception as error:  # an unknown name, or any error of the download
-            known = ", ".join(library.list_encoding_names())
-            raise ValueError(
-                f"{option} is no file and cannot be had from tiktoken ({type(error).__name__}); "
-                f"give byte, a file, or one of {known}"
-            ) from error
-    else:
-        if path.stem not in _TIKTOKEN_FILES:
-            raise ValueError(
-                f"{option}: a .tiktoken file does not say how to split text, so it must be named "
-                f"after its encoding: one of {', '.join(_TIKTOKEN_FILES)}"
-            )
-        split, end = _TIKTOKEN_FILES[path.stem]
-        ranks = importlib.import_module("tiktoken.load").load_tiktoken_bpe(str(path))
-        loaded = library.Encoding(
-            path.stem, pat_str=split, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": end}
-        )
+    try:
+        loaded = library.get_encoding(name)
+    except Exception as error:  # an unknown name, or any error of the download
+        known = ", ".join(library.list_encoding_names())
+        raise ValueError(
+            f"{option} is no file and cannot be had from tiktoken ({type(error).__name__}); give byte, a file, or one "
+            f"of {known}, which tiktoken downloads or finds in the folder TIKTOKEN_CACHE_DIR"
+        ) from error
 
     def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
         return np.asarray(loaded.encode_ordinary(document.decode()), np.uint32)
@@ -146,8 +107,7 @@ def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
     """Returns the tokenizer `name`.
 
     Args:
-        name: `byte`, a `tokenizers` JSON file, a `.tiktoken` file named after its encoding, or an encoding that
-            tiktoken has cached or can download.
+        name: `byte`, a `tokenizers` JSON file, or an encoding that tiktoken has cached or can download.
         setting: flag or setting that the name was given as, for errors.
 
     Raises:
@@ -160,5 +120,5 @@ def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
         path = pathlib.Path(name).expanduser()
         if not path.is_file():
             raise ValueError(f"{option}: there is no such file")
-        return _from_tiktoken(str(path), option) if path.suffix == ".tiktoken" else _from_json(path, option)
+        return _from_json(path, option)
     return _from_tiktoken(name, option)

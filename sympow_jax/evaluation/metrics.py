@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int, Num, Real
+from jaxtyping import Int, Num, Real
 
 __all__ = ["accuracy", "f1", "matthews", "pearson", "spearman"]
 
@@ -53,31 +53,25 @@ def pearson(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> f
     Raises:
         ValueError: a number is not finite.
     """
-    labels, values = _checked_numbers(labels, values)
-    labels, values = _centered(labels), _centered(values)
-    scale = np.sqrt(np.sum(labels**2)) * np.sqrt(np.sum(values**2))
-    return float(np.clip(np.sum(labels * values) / scale, -1, 1)) if scale else 0.0
+    # Imported here, because it takes two seconds and only regression needs it.
+    from scipy import stats
+
+    labels, values = (side.astype(np.float64) for side in _checked(labels, values))
+    for name, side in (("labels", labels), ("predictions", values)):
+        if not np.all(np.isfinite(side)):
+            raise ValueError(f"{np.sum(~np.isfinite(side))} of {len(side)} {name} are not finite")
+    if np.all(labels == labels[0]) or np.all(values == values[0]):
+        return 0.0
+    return float(stats.pearsonr(labels, values).statistic)
 
 
 def spearman(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> float:
     """Returns Spearman's correlation: `pearson` of the ranks, where equal numbers have the mean of their ranks."""
-    labels, values = _checked_numbers(labels, values)
-    return pearson(_ranks(labels), _ranks(values))
+    from scipy import stats
 
-
-def _centered(values: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-    # The mean of equal numbers may differ from them by a rounding error, which could correlate with anything.
-    if np.all(values == values[0]):
-        return np.zeros_like(values)
-    # Divide by the largest magnitude before and after, so that sums and squares do not overflow or underflow.
-    scaled = values / np.max(np.abs(values))
-    centered = scaled - scaled.mean()
-    return centered / np.max(np.abs(centered))
-
-
-def _ranks(values: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[group]
+    labels, values = _checked(labels, values)
+    ranks = (stats.rankdata(side) if np.all(np.isfinite(side)) else side for side in (labels, values))
+    return pearson(*ranks)
 
 
 def _checked(
@@ -90,13 +84,3 @@ def _checked(
             f"one or more, in one dimension"
         )
     return labels, predicted
-
-
-def _checked_numbers(
-    labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]
-) -> tuple[Float64[np.ndarray, " n"], Float64[np.ndarray, " n"]]:
-    labels, values = (side.astype(np.float64) for side in _checked(labels, values))
-    for name, side in (("labels", labels), ("predictions", values)):
-        if not np.all(np.isfinite(side)):
-            raise ValueError(f"{np.sum(~np.isfinite(side))} of {len(side)} {name} are not finite")
-    return labels, values

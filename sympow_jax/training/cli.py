@@ -28,8 +28,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--tokenizer",
             metavar="FILE",
-            help="the tokenizer that made the tokens of data.source tokens or longcrawl64: a `tokenizers` JSON file, a "
-            ".tiktoken file, or the name of a tiktoken encoding",
+            help="the tokenizer that made the tokens of data.source tokens or longcrawl64: a `tokenizers` JSON file "
+            "or the name of a tiktoken encoding",
         )
 
 

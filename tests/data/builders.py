@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import tensorstore
 
 from sympow_jax import config
@@ -37,6 +38,16 @@ def write_zarr(path: pathlib.Path, values: np.ndarray, *, chunks: Sequence[int] 
         metadata["chunks"] = list(chunks)
     spec = {**longcrawl64.spec(str(path)), "metadata": metadata, "store_data_equal_to_fill_value": True}
     tensorstore.open(spec, create=True).result().write(values).result()
+    return str(path)
+
+
+def write_words(path: pathlib.Path, vocabulary: dict[str, int], special: Sequence[str] = ()) -> str:
+    """Writes a `tokenizers` file of whole words; skips the test if that package is not installed."""
+    tokenizers = pytest.importorskip("tokenizers")
+    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    built.add_special_tokens(list(special))
+    built.save(str(path))
     return str(path)
 
 

@@ -1,11 +1,11 @@
 """Tests of encoding text to the tokens of a run's data, and decoding it."""
 
 import pytest
-import tokenizers
 
 from sympow_jax import config, generation
 from sympow_jax import data as data_lib
 from sympow_jax.data import tokenizer
+from tests.data import builders
 
 BYTES = data_lib.Codec(tokenizer.load("byte"), 256)
 
@@ -18,12 +18,8 @@ def run(**data):
 @pytest.fixture
 def words(tmp_path):
     """Returns a tokenizer whose words lose the spaces between them unless they are decoded together."""
-    built = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"[UNK]": 0, "the": 1, "fox": 2, "</s>": 3}, unk_token="[UNK]")
-    )
-    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    built.save(str(tmp_path / "words.json"))
-    return str(tmp_path / "words.json")
+    vocabulary = {"[UNK]": 0, "the": 1, "fox": 2, "</s>": 3}
+    return builders.write_words(tmp_path / "words.json", vocabulary)
 
 
 def test_a_tokenizer_of_words(words):

@@ -1,6 +1,5 @@
 """Tests of converting text files to token files and back, in both layouts and with each kind of tokenizer."""
 
-import base64
 import json
 import os
 import pathlib
@@ -8,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-import tokenizers
 
 from sympow_jax import data
 from sympow_jax.commands import prepare
@@ -30,11 +28,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def word_tokenizer(folder):
     vocabulary = {"[UNK]": 0, "the": 1, "first": 2, "document": 3, "second": 4, "na": 5, "x": 9}
-    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    built.add_special_tokens(["<|endoftext|>"])
-    built.save("words.json")
-    return "words.json"
+    return builders.write_words(pathlib.Path("words.json"), vocabulary, ["<|endoftext|>"])
 
 
 def run(*arguments) -> None:
@@ -133,26 +127,29 @@ def test_large_vocabularies_take_four_bytes(word_tokenizer):
     ]
 
 
-def test_tiktoken_file(folder):
-    ranks = [bytes([i]) for i in range(256)] + [b"th", b"the"]
-    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)]
-    builders.write_files(folder, {"r50k_base.tiktoken": "\n".join(lines).encode()})
-    loaded = tokenizer.load("r50k_base.tiktoken")
+def test_tiktoken_encoding(folder, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+    # Encodings that tiktoken has loaded need no download.
+    ranks = {token: rank for rank, token in enumerate([*(bytes([i]) for i in range(256)), b"th", b"the"])}
+    special = {"<|endoftext|>": 50_256}
+    encoding = tiktoken.Encoding("gpt2", pat_str=r" ?\p{L}+|.", mergeable_ranks=ranks, special_tokens=special)
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "gpt2", encoding)
+    loaded = tokenizer.load("gpt2")
     assert loaded.encode(b"the x<|endoftext|>").tolist()[:3] == [257, ord(" "), ord("x")]
     assert (loaded.vocab_size, loaded.separator) == (50_257, 50_256)
     assert 50_256 not in loaded.encode(b"<|endoftext|>").tolist()
-    run("--format=bin", "--out=a.bin", "--tokenizer=r50k_base.tiktoken")
+    run("--format=bin", "--out=a.bin", "--tokenizer=gpt2")
     assert np.fromfile("a.bin", "<u2")[0] == 257
 
 
 def test_errors_are_one_line_and_leave_nothing(folder, word_tokenizer, capsys):
+    pytest.importorskip("tiktoken")
     builders.write_files(
         folder,
         {
             "zero.txt": b"a\0b",
             "latin.txt": b"caf\xe9",
             "empty.txt": b"",
-            "x.tiktoken": b"YQ== 0",
             "bad.json": b"{}",
             "there.bin": b"",
             "described.bin.json": b"the user's",
@@ -168,10 +165,6 @@ def test_errors_are_one_line_and_leave_nothing(folder, word_tokenizer, capsys):
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
         (("--out=a.bin", "--tokenizer=gone.json", "texts"), "--tokenizer=gone.json: there is no such file"),
         (("--out=a.bin", "--tokenizer=bad.json", "texts"), "bad.json is not a `tokenizers` file"),
-        (
-            ("--out=a.bin", "--tokenizer=x.tiktoken", "texts"),
-            "must be named after its encoding: one of r50k_base",
-        ),
         (("--out=a.bin", "--tokenizer=nonesuch", "texts"), "give byte, a file, or one of gpt2"),
         (("--out=a.bin", "--separator=-1", "texts"), "--separator is -1; it must be an id from 0"),
     ]
@@ -196,8 +189,7 @@ def test_missing_library(folder, word_tokenizer, monkeypatch, name, library):
 
 
 def test_tokenizer_without_an_end_of_text(folder, capsys):
-    built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "x": 1}, unk_token="[UNK]"))
-    built.save("plain.json")
+    builders.write_words(pathlib.Path("plain.json"), {"[UNK]": 0, "x": 1})
     common = ["--format=bin", "--out=a.bin", "--tokenizer=plain.json", "texts/d.txt"]
     line = mistakes.line(prepare.main, common, capsys)
     assert "names no end of text; set --separator to an id" in line

@@ -4,7 +4,6 @@ import pathlib
 
 import numpy as np
 import pytest
-import tokenizers
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
@@ -108,12 +107,8 @@ def test_a_long_text_is_cut(tmp_path):
 @pytest.fixture
 def words(tmp_path):
     """Returns a tokenizer of whole words whose end of text is id 3."""
-    built = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"[UNK]": 0, "good": 1, "film": 2, "</s>": 3}, unk_token="[UNK]")
-    )
-    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    built.save(str(tmp_path / "words.json"))
-    return str(tmp_path / "words.json")
+    vocabulary = {"[UNK]": 0, "good": 1, "film": 2, "</s>": 3}
+    return builders.write_words(tmp_path / "words.json", vocabulary)
 
 
 def test_tokenizers_file(tmp_path, words):
@@ -250,9 +245,8 @@ def test_bad_separators(tmp_path):
         )
     with pytest.raises(ValueError, match=r"data\.context_length is 2; two texts and a separator need"):
         data.train_dataset(settings(path, text_columns=both, context_length=2), task=BINARY, vocab_size=256)
-    built = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "x": 1}, unk_token="[UNK]"))
-    built.save(str(tmp_path / "plain.json"))
-    plain = settings(path, text_columns=both, tokenizer=str(tmp_path / "plain.json"))
+    words = builders.write_words(tmp_path / "plain.json", {"[UNK]": 0, "x": 1})
+    plain = settings(path, text_columns=both, tokenizer=words)
     with pytest.raises(ValueError, match=r"names no end of text; set data\.document_separator to the id"):
         data.train_dataset(plain, task=BINARY, vocab_size=256)
 

@@ -43,21 +43,6 @@ def test_matthews_of_more_classes_is_the_covariance_of_one_hot_vectors():
     assert metrics.matthews(renamed[labels], renamed[predicted]) == pytest.approx(expected, abs=1e-12)
 
 
-def test_spearman_counts_pairs_where_nothing_ties():
-    rng = np.random.default_rng(2)
-    labels, values = rng.permutation(40), rng.permutation(40)
-    expected = 1 - 6 * np.sum((labels - values) ** 2) / (40 * (40**2 - 1))
-    assert metrics.spearman(labels, values) == pytest.approx(expected, abs=1e-12)
-    assert metrics.spearman(labels, np.exp(values / 10)) == pytest.approx(expected, abs=1e-12)
-
-
-def test_ties_have_the_mean_of_their_ranks():
-    values = np.array([3.0, 1.0, 3.0, 0.0, 3.0, 1.0])
-    mean = [np.mean([rank for rank, other in enumerate(sorted(values), 1) if other == v]) for v in values]
-    labels = np.arange(1, 7)
-    assert metrics.spearman(labels, values) == metrics.pearson(labels, np.array(mean))
-
-
 @pytest.mark.parametrize("scale", [1e-200, 1e-30, 1.0, 1e30, 1e200])
 @pytest.mark.parametrize("offset", [0.0, 1e3])
 def test_correlations_do_not_depend_on_scale_and_offset(scale, offset):

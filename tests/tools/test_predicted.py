@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import predicted
+from tools import predicted
 
 TABLE = {
     "batch": 1,
@@ -11,7 +11,6 @@ TABLE = {
     "head_dim": 64,
     "value_dim": 64,
     "exact_window": 64,
-    "chunk": None,
 }
 TABLE |= {"time": 65_536}
 
@@ -49,4 +48,4 @@ def test_shared_keys_update_fewer_states():
         "chunked", **shape | {"kv_heads": 1}
     )
     # The update of seven of eight heads, which is half of the time that states take.
-    assert saved == pytest.approx(predicted.HOPPER.states(7 / 2 * 65_536, 2, 64, 64))
+    assert saved == pytest.approx(predicted.state_seconds(7 / 2 * 65_536, 2, 64, 64))
