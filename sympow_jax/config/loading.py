@@ -6,13 +6,12 @@ import inspect
 import pathlib
 import runpy
 import traceback
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sympow_jax import spelling
-from sympow_jax.config import run
+from sympow_jax.config import fields, run
 
 __all__ = ["leaves", "load", "override", "package_configs", "unknown_setting"]
 
@@ -188,8 +187,7 @@ def _read_value(name: str, text: str, annotation: Any) -> Any:
     Raises:
         ValueError: the text is not a value of the type.
     """
-    union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
-    kind, *optional = typing.get_args(annotation) if union else (annotation,)
+    kind, optional = fields.split_optional(annotation)
     if optional and text.strip().lower() == "none":
         return None
     try:
