@@ -1,9 +1,9 @@
 """Fine-tuning on GLUE (Qin et al. 2023, Table 1): `--config=configs/glue.py:TASK[,METHOD]`, for instance `:sst2,type2`.
 
 TASK is one of the keys of `TASKS`; its files `train.tsv` and `dev.tsv` must be in `data/glue/TASK` as the benchmark
-distributes them. METHOD and the model must match the run of `configs/roberta_wikibook.py` that fine-tuning starts from,
-which is named by `--config.task.initial_run=DIR`. The paper does not describe fine-tuning; this is RoBERTa's recipe
-(Liu et al. 2019).
+distributes them. METHOD, one of `sympow_jax.config.LRPE_METHODS`, and the model must match the run of
+`configs/roberta_wikibook.py` that fine-tuning starts from, which is named by `--config.task.initial_run=DIR`. The paper
+does not describe fine-tuning; this is RoBERTa's recipe (Liu et al. 2019).
 """
 
 from typing import Any
@@ -26,11 +26,9 @@ TASKS: dict[str, tuple[int, tuple[str, ...], str, tuple[str, ...]]] = {
 EPOCHS, ROWS, LENGTH = 10, 32, 128
 
 
-def get_config(choice: str = "sst2") -> config.Config:
-    """Returns the encoder of `configs/roberta_wikibook.py` with a head for the task named by `choice`."""
-    task, _, method = choice.partition(",")
-    if task not in TASKS:
-        raise ValueError(f"{task!r} in {choice!r} is not a task; it must be one of {', '.join(TASKS)}")
+def get_config(task: str = "sst2", method: str = "type2") -> config.Config:
+    """Returns the encoder of `configs/roberta_wikibook.py` with a head for the task named by `task`."""
+    config.require_choice("task", task, TASKS)
     count, texts, label, classes = TASKS[task]
     answer: dict[str, Any] = {"name": "regression"}
     if classes:
@@ -43,7 +41,7 @@ def get_config(choice: str = "sst2") -> config.Config:
             layers=12,
             width=768,
             heads=12,
-            attention=config.lrpe_method(method or "type2", causal=False),
+            attention=config.lrpe_method(method, causal=False),
         ),
         task=config.TaskConfig(**answer),
         data=config.DataConfig(

@@ -21,8 +21,7 @@ SIZES = {
 
 def get_config(size: str = "gpt2") -> config.Config:
     """Returns the published shape, trained at its context of 1,024 tokens with 64 rows per batch."""
-    if size not in SIZES:
-        raise ValueError(f"{size!r} is not a size; it must be one of {', '.join(SIZES)}")
+    config.require_choice("size", size, SIZES)
     shape = config.MODEL_SIZES[SIZES[size]] | {"vocab_size": 50_257}
     return config.Config(
         model=config.ModelConfig(**shape, biases=True, embedding_norm=False, attention=config.preset("gpt2")),

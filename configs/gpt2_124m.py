@@ -15,28 +15,20 @@ from sympow_jax import config
 CONTEXTS = tuple(2**exponent for exponent in range(8, 17))
 
 
-def get_config(choice: str = "conformal") -> config.Config:
-    """Returns the model named by `choice`, trained at its context and evaluated up to 65,536 tokens."""
-    name, *options = choice.split(",")
-    values = {"p": 2, "context": 4096}
-    for option in options:
-        key, _, text = option.partition("=")
-        if key not in values or not text.isdecimal():
-            raise ValueError(f"{option!r} in {choice!r} is not an option; write p=4 or context=16384")
-        values[key] = int(text)
-    if values["context"] not in CONTEXTS:
-        raise ValueError(f"context is {values['context']}; it must be one of {', '.join(map(str, CONTEXTS))}")
-    attention = config.preset(name, power=values["p"])
+def get_config(preset: str = "conformal", *, p: int = 2, context: int = 4096) -> config.Config:
+    """Returns the model named by `preset`, trained at `context` and evaluated up to 65,536 tokens."""
+    config.require_choice("context", context, CONTEXTS)
+    attention = config.preset(preset, power=p)
     if attention.longest_document is not None:
         # Learned positions need a table as long as the context.
-        attention = dataclasses.replace(attention, max_document_length=values["context"])
+        attention = dataclasses.replace(attention, max_document_length=context)
     return config.Config(
         model=config.ModelConfig(**config.MODEL_SIZES["gpt2_124m"], attention=attention),
         data=config.DataConfig(
             source="longcrawl64",
             paths=("data/longcrawl64/train.zarr",),
             heldout_paths=("data/longcrawl64/heldout.zarr",),
-            context_length=values["context"],
+            context_length=context,
             batch_tokens=524_288,
         ),
         optimizer=config.OptimizerConfig(learning_rate=6e-4),

@@ -21,11 +21,9 @@ TASKS = {
 }
 
 
-def get_config(choice: str = "listops") -> config.Config:
-    """Returns the model and the data of the task named by `choice`."""
-    task, _, method = choice.partition(",")
-    if task not in TASKS:
-        raise ValueError(f"{task!r} in {choice!r} is not a task; it must be one of {', '.join(TASKS)}")
+def get_config(task: str = "listops", method: str = "type2") -> config.Config:
+    """Returns the model and the data of the task named by `task`."""
+    config.require_choice("task", task, TASKS)
     width, layers, rows, epochs, rate, heads, length, count, classes = TASKS[task]
     steps = epochs * count // rows
     return config.Config(
@@ -36,7 +34,7 @@ def get_config(choice: str = "listops") -> config.Config:
             heads=heads,
             norm="batch",
             dtype="float32",
-            attention=config.lrpe_method(method or "type2", causal=False),
+            attention=config.lrpe_method(method, causal=False),
         ),
         task=config.TaskConfig(name="classification", classes=classes),
         data=config.DataConfig(context_length=length, batch_tokens=rows * length, **_source(task)),

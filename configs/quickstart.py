@@ -6,10 +6,10 @@
 from sympow_jax import config
 
 
-def get_config(name: str = "conformal") -> config.Config:
+def get_config(preset: str = "conformal") -> config.Config:
     """Returns a 2-layer model trained at context 256 and evaluated up to 4,096."""
     return config.Config(
-        model=config.ModelConfig(**config.MODEL_SIZES["quickstart"], attention=config.preset(name)),
+        model=config.ModelConfig(**config.MODEL_SIZES["quickstart"], attention=config.preset(preset)),
         data=config.DataConfig(source="text", context_length=256, batch_tokens=4096),
         optimizer=config.OptimizerConfig(learning_rate=2e-3, warmup_steps=50, clip_norm=1.0),
         training=config.TrainingConfig(steps=450, checkpoint_every=200),

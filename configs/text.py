@@ -7,10 +7,10 @@ the loss at any context length up to the longest of them.
 from sympow_jax import config
 
 
-def get_config(paths: str = "") -> config.Config:
+def get_config(*paths: str) -> config.Config:
     """Returns a 4-layer conformal-sympow model trained at context 1,024 on the files named by `paths`."""
-    if not paths:
-        raise ValueError("configs/text.py needs files: --config='configs/text.py:books/*.txt'")
+    if not any(paths):
+        raise ValueError("configs/text.py needs files: --config='text:books/*.txt'")
     return config.Config(
         model=config.ModelConfig(
             vocab_size=256,
@@ -22,7 +22,7 @@ def get_config(paths: str = "") -> config.Config:
         ),
         data=config.DataConfig(
             source="text",
-            paths=tuple(paths.split(",")),
+            paths=paths,
             context_length=1024,
             batch_tokens=16_384,
             packing="documents",

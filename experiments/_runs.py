@@ -14,7 +14,7 @@ from jaxtyping import Float
 from experiments import _command
 from sympow_jax import config, models
 from sympow_jax.commands import train
-from sympow_jax.training import flags, workdir
+from sympow_jax.training import workdir
 
 __all__ = [
     "curve",
@@ -75,7 +75,7 @@ def settings(
     """
     plan = options.plan
     toy = options.scale != "paper"
-    base = flags.load_config("quickstart:softmax" if toy else paper)
+    base = config.load("quickstart:softmax" if toy else paper)
     training = base.training
     tokens = base.data.batch_tokens
     if toy:

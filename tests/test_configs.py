@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
@@ -11,14 +12,13 @@ from flax import nnx
 
 from sympow_jax import config, models
 from sympow_jax.commands import train
-from sympow_jax.training import flags
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["layers=2", "width=32", "heads=2", "dtype=float32"]
 
 
 def load(spec: str) -> config.Config:
-    return flags.load_config(f"{ROOT}/configs/{spec}")
+    return config.load(f"{ROOT}/configs/{spec}")
 
 
 def shape(settings: config.Config) -> tuple:
@@ -96,14 +96,17 @@ def test_every_method_of_the_paper_fits(method):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("lra.py:images", "'images' in 'images' is not a task; it must be one of text, listops"),
-        ("glue.py:wnli,type1", "'wnli' in 'wnli,type1' is not a task; it must be one of cola, sst2"),
-        ("gpt2.py:small", "'small' is not a size; it must be one of gpt2, gpt2-medium"),
+        (
+            "lra.py:images",
+            "task is 'images'; it must be one of text, listops",
+        ),
+        ("glue.py:wnli,type1", "task is 'wnli'; it must be one of cola, sst2"),
+        ("gpt2.py:small", "size is 'small'; it must be one of gpt2, gpt2-medium"),
         ("deit_small.py:type4", "method is 'type4'; it must be one of softmax, base"),
     ],
 )
 def test_mistakes_in_choices(spec, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         load(spec)
 
 

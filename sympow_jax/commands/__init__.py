@@ -3,12 +3,11 @@
 `train.py`, `eval.py` and `generate.py` of the repository run the same programs.
 """
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
-from sympow_jax import extras
+from sympow_jax import extras, spelling
 
 __all__ = ["COMMANDS", "main", "run"]
 
@@ -43,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Imported late, because package metadata takes longer to read than all of the above.
         print(importlib.import_module("importlib.metadata").version("sympow-jax"))
         return 0
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    remedy = spelling.remedy(name, COMMANDS, otherwise=f"the commands are {', '.join(COMMANDS)}")
     print(f"error: sympow has no command {name!r}; {remedy}", file=sys.stderr)
     return 2
 

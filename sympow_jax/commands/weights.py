@@ -63,10 +63,10 @@ def _parser(program: str) -> cli.Parser:
 def _settings(given: str | None, weights: str, overrides: Sequence[str]) -> config.Config:
     # A JSON file has a suffix, which the names of configs do not have.
     if given is not None and pathlib.Path(given.partition(":")[0]).suffix in ("", ".py"):
-        settings = flags.load_config(given)
+        settings = config.load(given)
     else:
         settings = files.read_settings(files.settings_path(weights) if given is None else given)
-    return flags.override(settings, flags.read_overrides(overrides))
+    return config.override(settings, flags.read_overrides(overrides))
 
 
 def main(arguments: Sequence[str], program: str = "sympow weights") -> int:

@@ -4,8 +4,10 @@ A file in `configs/` returns a `Config`; the command line overrides fields of it
 are named as in the papers; each sets a kernel, a decay and a position encoding.
 """
 
+from sympow_jax.config._checks import require_choice
 from sympow_jax.config.attention import PRESETS, AttentionConfig, LrpeConfig, SpeConfig, preset
 from sympow_jax.config.data import DataConfig
+from sympow_jax.config.loading import load, override
 from sympow_jax.config.methods import LRPE_METHODS, lrpe_method
 from sympow_jax.config.model import MODEL_SIZES, ModelConfig
 from sympow_jax.config.run import Config, EvaluationConfig, OptimizerConfig, ShardingConfig, TrainingConfig
@@ -26,6 +28,9 @@ __all__ = [
     "SpeConfig",
     "TaskConfig",
     "TrainingConfig",
+    "load",
     "lrpe_method",
+    "override",
     "preset",
+    "require_choice",
 ]

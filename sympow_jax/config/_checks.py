@@ -1,16 +1,21 @@
 """Validation of settings, with errors that name the setting."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from sympow_jax import spelling
+
 __all__ = ["dtype_name", "head_sizes", "require_at_least", "require_choice", "require_fraction"]
 
 
-def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def require_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Raises ValueError, which calls the setting `name`, unless its value is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(choices)}")
+    if value not in (choices := list(choices)):
+        names = [str(choice) for choice in choices]
+        near = spelling.remedy(str(value), names, otherwise="")
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(names)}{near and f'; {near}'}")
 
 
 def require_at_least(least: float, **values: float) -> None:

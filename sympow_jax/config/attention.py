@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sympow_jax.config import _checks as checks
+from sympow_jax.config import fields
 
 __all__ = [
     "DECAYS",
@@ -101,39 +102,48 @@ LRPE_RATES = ("a", "b", "c", "rope")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LrpeConfig:
-    """Linearized relative positional encoding (LRPE), W_s = P^H Lambda^(s) P.
+    """Position `lrpe`: linearized relative positional encoding, W_s = P^H Lambda^(s) P.
 
     Source: "Linearized Relative Positional Encoding", Qin et al. 2023, section 3. `ops.lrpe` has the formulas.
 
     The core `unitary` and the basis `fourier` are complex. Each doubles the size of queries and keys, and so of the
     state.
-
-    Attributes:
-        core: Lambda. `orthogonal` rotates pairs of dimensions (solution 2), except for the last `identity_dim`
-            dimensions. `unitary` rotates each dimension in the complex plane (solution 1). `permutation` permutes
-            dimensions (solution 3). `mixed` rotates half of them.
-        basis: P.
-        rates: rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by
-            `reference_length` in place of the current length. `rope` uses the rates of position `rope`, with its
-            `max_document_length`.
-        learned_rates: whether the rates are trained, starting from `rates`.
-        learned_basis: whether the Householder vector of `basis` is trained.
-        identity_dim: number of dimensions that `orthogonal` leaves unchanged.
-        reference_length: divisor of the rates `b` and `c`, in tokens.
     """
 
-    core: str = "orthogonal"
-    basis: str = "identity"
-    rates: str = "a"
-    learned_rates: bool = False
-    learned_basis: bool = False
-    identity_dim: int = 0
-    reference_length: int = 1024
+    core: str = dataclasses.field(
+        default="orthogonal",
+        metadata=fields.about(
+            "Lambda. `orthogonal` rotates pairs of dimensions (solution 2), except for the last "
+            "`identity_dim` dimensions. `unitary` rotates each dimension in the complex plane (solution 1). "
+            "`permutation` permutes dimensions (solution 3). `mixed` rotates half of them.",
+            choices=LRPE_CORES,
+        ),
+    )
+    basis: str = dataclasses.field(default="identity", metadata=fields.about("Basis P.", choices=LRPE_BASES))
+    rates: str = dataclasses.field(
+        default="a",
+        metadata=fields.about(
+            "Rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by "
+            "`reference_length` in place of the current length. `rope` uses the rates of position `rope`, "
+            "with its `max_document_length`.",
+            choices=LRPE_RATES,
+        ),
+    )
+    learned_rates: bool = dataclasses.field(
+        default=False, metadata=fields.about("Whether the rates are trained, starting from `rates`.")
+    )
+    learned_basis: bool = dataclasses.field(
+        default=False, metadata=fields.about("Whether the Householder vector of `basis` is trained.")
+    )
+    identity_dim: int = dataclasses.field(
+        default=0, metadata=fields.about("Number of dimensions that `orthogonal` leaves unchanged.")
+    )
+    reference_length: int = dataclasses.field(
+        default=1024, metadata=fields.about("Divisor of the rates `b` and `c`, in tokens.")
+    )
 
     def __post_init__(self):
-        checks.require_choice("attention.lrpe.core", self.core, LRPE_CORES)
-        checks.require_choice("attention.lrpe.basis", self.basis, LRPE_BASES)
-        checks.require_choice("attention.lrpe.rates", self.rates, LRPE_RATES)
+        fields.check_choices(self, "attention.lrpe")
         checks.require_at_least(0, **{"attention.lrpe.identity_dim": self.identity_dim})
         checks.require_at_least(1, **{"attention.lrpe.reference_length": self.reference_length})
         if self.learned_basis and self.basis != "householder":
@@ -165,18 +175,19 @@ class LrpeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeConfig:
-    """Stochastic positional encoding (SPE) with sines.
+    """Position `spe`: stochastic positional encoding with sines.
 
     Source: "Relative Positional Encoding for Transformers with Linear Complexity", Liutkus et al. 2021, without its
     gate. `ops.spe` has the formula.
-
-    Attributes:
-        sines: number of frequencies per dimension.
-        realizations: number of realizations of the noise, which is the head size of encoded queries and keys.
     """
 
-    sines: int = 5
-    realizations: int = 64
+    sines: int = dataclasses.field(default=5, metadata=fields.about("Number of frequencies per dimension."))
+    realizations: int = dataclasses.field(
+        default=64,
+        metadata=fields.about(
+            "Number of realizations of the noise, which is the head size of encoded queries and keys."
+        ),
+    )
 
     def __post_init__(self):
         values = {f"attention.spe.{name}": value for name, value in dataclasses.asdict(self).items()}
@@ -185,50 +196,86 @@ class SpeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Attention as a kernel, a decay and a position encoding.
+    """Attention as a kernel, a decay and a position encoding."""
 
-    Attributes:
-        kernel: a name in `KERNELS`.
-        decay: a name in `DECAYS`.
-        position: a position encoding. The kernel `linear` applies it to features instead of to queries and keys.
-        causal: False lets every token attend to its whole document.
-        power: degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel `linear`.
-        feature_map: feature map of the kernel `linear`.
-        normalizer: whether the denominator of the kernel `linear` is made of rotated or of unrotated features.
-        form: as in `ops.power_attention`; None lets the op choose.
-        implementation: as in `ops.power_attention`; None lets the op choose. The kernel `softmax` has the
-            implementations of `ops.softmax_attention`. With a KV cache, it always uses `xla`.
-        chunk_size: as in `ops.power_attention`; None lets the op choose.
-        exact_window: as in `ops.power_attention`.
-        max_document_length: M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes. Also the number of
-            rows in the table of position `learned_absolute`, and so the longest document that it supports.
-        lrpe: options of position `lrpe`.
-        spe: options of position `spe`.
-    """
-
-    kernel: str = "power"
-    decay: str = "learned"
-    position: str = "learned_rope"
-    causal: bool = True
-    power: int = 2
-    feature_map: str = "elu"
-    normalizer: str = "unrotated"
-    form: str | None = None
-    implementation: str | None = None
-    chunk_size: int | None = None
-    exact_window: int = 64
-    max_document_length: int = 65_536
+    kernel: str = dataclasses.field(
+        default="power",
+        metadata=fields.about("Weight of a value, as a function of its key and the query.", choices=KERNELS),
+    )
+    decay: str = dataclasses.field(
+        default="learned",
+        metadata=fields.about(
+            "Decay of the weights of older tokens. `alibi` is fixed per head, `learned` is computed from each "
+            "token per head. The other decays are per value channel: fixed, trained (`channel_constant`), or "
+            "computed from each token.",
+            choices=DECAYS,
+        ),
+    )
+    position: str = dataclasses.field(
+        default="learned_rope",
+        metadata=fields.about(
+            "Position encoding. The kernel `linear` applies it to features instead of to queries and keys.",
+            choices=POSITIONS,
+        ),
+    )
+    causal: bool = dataclasses.field(
+        default=True,
+        metadata=fields.about(
+            "Whether a token attends only to itself and to tokens before it. If false, every token attends to "
+            "its whole document."
+        ),
+    )
+    power: int = dataclasses.field(
+        default=2,
+        metadata=fields.about(
+            "Degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel "
+            "`linear`."
+        ),
+    )
+    feature_map: str = dataclasses.field(
+        default="elu", metadata=fields.about("Feature map of the kernel `linear`.", choices=FEATURE_MAPS)
+    )
+    normalizer: str = dataclasses.field(
+        default="unrotated",
+        metadata=fields.about("Features in the denominator of the kernel `linear`.", choices=NORMALIZERS),
+    )
+    form: str | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Form of the op, as in `ops.power_attention`. If none, the op chooses.", choices=FORMS
+        ),
+    )
+    implementation: str | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Implementation of the op, as in `ops.power_attention`; for the kernel `softmax`, as in "
+            "`ops.softmax_attention`. If none, the op chooses. With a KV cache, the kernel `softmax` always "
+            "uses `xla`.",
+            choices=(*IMPLEMENTATIONS, "cudnn"),
+        ),
+    )
+    chunk_size: int | None = dataclasses.field(
+        default=None,
+        metadata=fields.about("Tokens per chunk, as in `ops.power_attention`. If none, the op chooses."),
+    )
+    exact_window: int = dataclasses.field(
+        default=64,
+        metadata=fields.about(
+            "Minimum number of last keys that every query attends to exactly, as in `ops.power_attention`."
+        ),
+    )
+    max_document_length: int = dataclasses.field(
+        default=65_536,
+        metadata=fields.about(
+            "M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes. Also the number of rows in "
+            "the table of position `learned_absolute`, and so the longest document that it supports."
+        ),
+    )
     lrpe: LrpeConfig = dataclasses.field(default_factory=LrpeConfig)
     spe: SpeConfig = dataclasses.field(default_factory=SpeConfig)
 
     def __post_init__(self):
-        checks.require_choice("attention.kernel", self.kernel, tuple(KERNELS))
-        checks.require_choice("attention.decay", self.decay, tuple(DECAYS))
-        checks.require_choice("attention.position", self.position, POSITIONS)
-        checks.require_choice("attention.feature_map", self.feature_map, FEATURE_MAPS)
-        checks.require_choice("attention.normalizer", self.normalizer, NORMALIZERS)
-        if self.form is not None:
-            checks.require_choice("attention.form", self.form, FORMS)
+        fields.check_choices(self, "attention")
         if self.implementation is not None:
             choices = KERNELS[self.kernel].implementations
             checks.require_choice("attention.implementation", self.implementation, choices)

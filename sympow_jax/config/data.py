@@ -3,11 +3,13 @@
 import dataclasses
 
 from sympow_jax.config import _checks as checks
+from sympow_jax.config import fields
 
 __all__ = ["DataConfig"]
 
 SOURCES = ("text", "tokens", "longcrawl64", "tsv", "images", "listops")
 PACKINGS = ("windows", "documents")
+TOKEN_DTYPES = ("uint16", "uint32")
 IMAGE_MODES = ("rgb", "gray")
 
 _PATHLESS = ("text", "listops")
@@ -17,57 +19,113 @@ _PATHLESS = ("text", "listops")
 class DataConfig:
     """Source of a run's data: rows of `context_length` tokens, or images.
 
-    Three sources hold documents, for predicting tokens:
-
-    * `text` reads files as bytes. Without `paths`, it reads the Python interpreter's own standard library.
-    * `tokens` reads flat little-endian `.bin` files.
-    * `longcrawl64` reads a Zarr v2 array with one document per row.
-
-    `packing` says how documents become rows. `windows` cuts the concatenated documents into windows that cross
-    documents, so that state and attention cross the boundary too. `documents` gives every document its own segment id,
-    so that neither does.
-
-    Three sources hold labeled examples, for classification or regression:
-
-    * `tsv` reads lines of text files whose columns are separated by tabs, without quoting (GLUE's layout). There are
-      one or two `text_columns`; two are joined with a separator between them. `text_columns` and `label_column` are
-      named as in the header. For files without a header, all of them are numbers that count from 1. `labels` are the
-      classes in order; without them a label is an integer from 0. `tokenizer` is `byte`, a `tokenizers` JSON file or
-      tiktoken's. A text is truncated to the context; of two texts, the longer is truncated first.
-    * `images` reads one folder per class in every path. With `image_tokens`, the pixels of gray images of `image_size`
-      squared are read row by row as ids 0 .. 255 (the long-range tasks). Otherwise rows are arrays
-      [image_size, image_size, channels], cropped and mirrored at random in training if `augment`.
-    * `listops` generates examples and reads no files (`data/listops.py` defines them and lists the ids).
+    The sources `text`, `tokens` and `longcrawl64` have documents, for predicting tokens. `tsv`, `images` and `listops`
+    have labeled examples, for classification or regression.
     """
 
-    source: str = "text"
-    paths: tuple[str, ...] = ()
-    heldout_paths: tuple[str, ...] = ()  # if empty, heldout_fraction of the documents are held out by hash
-    heldout_fraction: float = 0.1
-    token_dtype: str = "uint16"
-    # tokens: the id that ends a document. longcrawl64: the id before every row, 50,256 if None. tsv: the id between two
-    # texts, the tokenizer's end of text if None.
-    document_separator: int | None = None
-    text_columns: tuple[str, ...] = ()
-    label_column: str = "label"
-    labels: tuple[str, ...] = ()
-    tokenizer: str = "byte"
-    image_size: int = 224
-    image_mode: str = "rgb"
-    image_tokens: bool = False
-    augment: bool = True
-    listops_lengths: tuple[int, ...] = (500, 2000)  # shortest and longest example, in tokens
-    listops_examples: tuple[int, ...] = (96_000, 2000)  # for training, and held out
-    context_length: int = 1024
-    batch_tokens: int = 524_288
-    packing: str = "windows"
-    seed: int = 0
+    source: str = dataclasses.field(
+        default="text",
+        metadata=fields.about(
+            "Format of the data. `text` reads files as bytes. `tokens` reads flat little-endian `.bin` files. "
+            "`longcrawl64` reads a Zarr v2 array with one document per row. `tsv` reads lines of text files "
+            "whose columns are separated by tabs, without quoting (GLUE's layout). `images` reads one folder "
+            "per class in every path. `listops` generates examples (`data/listops.py` defines them and lists "
+            "the ids).",
+            choices=SOURCES,
+        ),
+    )
+    paths: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=fields.about(
+            "Files, folders or globs to read. Without them, `text` reads the Python interpreter's own "
+            "standard library. `listops` reads none."
+        ),
+    )
+    heldout_paths: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=fields.about(
+            "Files, folders or globs with held-out data. Without them, `heldout_fraction` of the documents "
+            "are held out, chosen by hash."
+        ),
+    )
+    heldout_fraction: float = dataclasses.field(
+        default=0.1, metadata=fields.about("Fraction that is held out if there are no `heldout_paths`.")
+    )
+    token_dtype: str = dataclasses.field(
+        default="uint16",
+        metadata=fields.about("Type of the ids in the files of `tokens`.", choices=TOKEN_DTYPES),
+    )
+    document_separator: int | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Id between documents. `tokens`: the id that ends a document. `longcrawl64`: the id before every "
+            "row; if none, 50256. `tsv`: the id between two texts; if none, the tokenizer's end of text."
+        ),
+    )
+    text_columns: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=fields.about(
+            "One or two columns of text of `tsv`; two are joined with a separator between them. Columns are "
+            "named as in the header. For files without a header, they are numbers that count from 1."
+        ),
+    )
+    label_column: str = dataclasses.field(
+        default="label", metadata=fields.about("Column of the label of `tsv`, named as `text_columns` are.")
+    )
+    labels: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=fields.about("Classes of `tsv`, in order. Without them, a label is an integer from 0."),
+    )
+    tokenizer: str = dataclasses.field(
+        default="byte",
+        metadata=fields.about(
+            "Tokenizer of `tsv`: `byte`, a `tokenizers` JSON file or tiktoken's. A text is truncated to the "
+            "context; of two texts, the longer is truncated first."
+        ),
+    )
+    image_size: int = dataclasses.field(
+        default=224, metadata=fields.about("Side of the square that images are cropped to, in pixels.")
+    )
+    image_mode: str = dataclasses.field(
+        default="rgb", metadata=fields.about("Colors of images.", choices=IMAGE_MODES)
+    )
+    image_tokens: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether the pixels of gray images of `image_size` squared are read row by row as ids 0 to 255 "
+            "(the long-range tasks). Otherwise rows are arrays [image_size, image_size, channels]."
+        ),
+    )
+    augment: bool = dataclasses.field(
+        default=True,
+        metadata=fields.about("Whether arrays of images are cropped and mirrored at random in training."),
+    )
+    listops_lengths: tuple[int, ...] = dataclasses.field(
+        default=(500, 2000), metadata=fields.about("Shortest and longest example of `listops`, in tokens.")
+    )
+    listops_examples: tuple[int, ...] = dataclasses.field(
+        default=(96_000, 2000),
+        metadata=fields.about("Number of examples of `listops` for training, and of held-out examples."),
+    )
+    context_length: int = dataclasses.field(default=1024, metadata=fields.about("Tokens per row."))
+    batch_tokens: int = dataclasses.field(
+        default=524_288, metadata=fields.about("Tokens per update, a multiple of `context_length`.")
+    )
+    packing: str = dataclasses.field(
+        default="windows",
+        metadata=fields.about(
+            "Way from documents to rows. `windows` cuts the concatenated documents into windows that cross "
+            "documents, so that state and attention cross the boundary too. `documents` gives every document "
+            "its own segment id, so that neither does.",
+            choices=PACKINGS,
+        ),
+    )
+    seed: int = dataclasses.field(
+        default=0, metadata=fields.about("Seed of the order of rows and of random masks, crops and examples.")
+    )
 
     def __post_init__(self):
-        checks.require_choice("data.source", self.source, SOURCES)
-        checks.require_choice("data.packing", self.packing, PACKINGS)
-        checks.require_choice("data.token_dtype", self.token_dtype, ("uint16", "uint32"))
-        checks.require_choice("data.image_mode", self.image_mode, IMAGE_MODES)
+        fields.check_choices(self, "data")
         checks.require_fraction(**{"data.heldout_fraction": self.heldout_fraction})
         checks.require_at_least(
             1, **{"data.context_length": self.context_length, "data.image_size": self.image_size}

@@ -5,6 +5,7 @@ from typing import Any
 
 from sympow_jax.config import _checks as checks
 from sympow_jax.config import attention as attention_lib
+from sympow_jax.config import fields
 
 __all__ = ["MODEL_SIZES", "ModelConfig"]
 
@@ -16,46 +17,69 @@ NORMS = ("layer", "batch")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A pre-norm transformer.
+    """A pre-norm transformer."""
 
-    Attributes:
-        vocab_size: number of token ids.
-        layers: number of blocks.
-        width: size of the residual stream.
-        heads: number of query heads.
-        kv_heads: number of key/value heads; None means `heads`.
-        head_dim: size of a head; None means `width // heads`.
-        mlp_ratio: hidden width of the feed-forward layers, divided by `width`.
-        activation: activation of the feed-forward layers.
-        norm: normalization before each half of a block and after the last block. `layer` normalizes over the width,
-            `batch` over the batch, with running means for evaluation.
-        embedding_norm: whether one more norm follows the embedding. GPT-2 has none.
-        biases: whether projections have biases, except those of decays and rotation rates. GPT-2 has biases.
-        patch_size: side of the square patches that an image model embeds. None embeds `vocab_size` tokens.
-        channels: values per pixel of an image.
-        dtype: dtype of the matrix products; parameters are float32. A dtype such as `jnp.bfloat16` is accepted, and
-            the field holds its name.
-        remat: values that are saved for the backward pass; all others are recomputed. `none` saves all values.
-            `attention` saves the input of each block and the output of its attention, so that attention itself is not
-            recomputed. `full` saves only the input of each block. This changes memory and time, not the model.
-        attention: the attention of every block.
-    """
-
-    vocab_size: int = 0
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    mlp_ratio: int = 4
-    activation: str = "gelu"
-    norm: str = "layer"
-    embedding_norm: bool = True
-    biases: bool = False
-    patch_size: int | None = None
-    channels: int = 3
-    dtype: str = "bfloat16"
-    remat: str = "none"
+    vocab_size: int = dataclasses.field(
+        default=0, metadata=fields.about("Number of token ids. Not used by a model of images.")
+    )
+    layers: int = dataclasses.field(metadata=fields.about("Number of blocks."))
+    width: int = dataclasses.field(metadata=fields.about("Size of the residual stream."))
+    heads: int = dataclasses.field(metadata=fields.about("Number of query heads."))
+    kv_heads: int | None = dataclasses.field(
+        default=None, metadata=fields.about("Number of key/value heads. If none, `heads`.")
+    )
+    head_dim: int | None = dataclasses.field(
+        default=None, metadata=fields.about("Size of a head. If none, `width // heads`.")
+    )
+    mlp_ratio: int = dataclasses.field(
+        default=4, metadata=fields.about("Hidden width of the feed-forward layers, divided by `width`.")
+    )
+    activation: str = dataclasses.field(
+        default="gelu", metadata=fields.about("Activation of the feed-forward layers.", choices=ACTIVATIONS)
+    )
+    norm: str = dataclasses.field(
+        default="layer",
+        metadata=fields.about(
+            "Normalization before each half of a block and after the last block. `layer` normalizes over the "
+            "width, `batch` over the batch, with running means for evaluation.",
+            choices=NORMS,
+        ),
+    )
+    embedding_norm: bool = dataclasses.field(
+        default=True, metadata=fields.about("Whether one more norm follows the embedding. GPT-2 has none.")
+    )
+    biases: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether projections have biases, except those of decays and rotation rates. GPT-2 has biases."
+        ),
+    )
+    patch_size: int | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Side of the square patches that an image model embeds. If none, the model embeds `vocab_size` "
+            "tokens."
+        ),
+    )
+    channels: int = dataclasses.field(default=3, metadata=fields.about("Values per pixel of an image."))
+    dtype: str = dataclasses.field(
+        default="bfloat16",
+        metadata=fields.about(
+            "Dtype of the matrix products; parameters are float32. A dtype such as `jnp.bfloat16` is "
+            "accepted, and the field holds its name.",
+            choices=DTYPES,
+        ),
+    )
+    remat: str = dataclasses.field(
+        default="none",
+        metadata=fields.about(
+            "Values that are saved for the backward pass; all others are recomputed. `none` saves all values. "
+            "`attention` saves the input of each block and the output of its attention, so that attention "
+            "itself is not recomputed. `full` saves only the input of each block. This changes memory and "
+            "time, not the model.",
+            choices=REMATS,
+        ),
+    )
     attention: attention_lib.AttentionConfig = dataclasses.field(
         default_factory=attention_lib.AttentionConfig
     )
@@ -66,11 +90,8 @@ class ModelConfig:
         checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
         if self.patch_size is not None:
             checks.require_at_least(1, **{"model.patch_size": self.patch_size})
-        checks.require_choice("model.activation", self.activation, ACTIVATIONS)
-        checks.require_choice("model.norm", self.norm, NORMS)
         object.__setattr__(self, "dtype", checks.dtype_name(self.dtype))
-        checks.require_choice("model.dtype", self.dtype, DTYPES)
-        checks.require_choice("model.remat", self.remat, REMATS)
+        fields.check_choices(self, "model")
         sizes = checks.head_sizes(
             width=self.width,
             heads=self.heads,

@@ -4,6 +4,7 @@ import dataclasses
 
 from sympow_jax.config import _checks as checks
 from sympow_jax.config import data as data_lib
+from sympow_jax.config import fields
 from sympow_jax.config import model as model_lib
 from sympow_jax.config import task as task_lib
 
@@ -17,21 +18,55 @@ OPTIMIZERS = ("adam", "adamw", "sgd")
 class OptimizerConfig:
     """An optax optimizer; the default is the papers': Adam at 6e-4 with no schedule."""
 
-    name: str = "adam"
-    learning_rate: float = 6e-4
-    b1: float = 0.9
-    b2: float = 0.999
-    epsilon: float = 1e-8
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    final_fraction: float = 0.1  # final learning rate of `cosine` and `polynomial`, divided by learning_rate
-    weight_decay: float = 0.0  # of adamw, applied to matrices only
-    clip_norm: float | None = None
-    accumulate: int = 1  # micro-batches per update; data.batch_tokens counts the tokens of an update
+    name: str = dataclasses.field(default="adam", metadata=fields.about("Optimizer.", choices=OPTIMIZERS))
+    learning_rate: float = dataclasses.field(
+        default=6e-4, metadata=fields.about("Learning rate after the warmup.")
+    )
+    b1: float = dataclasses.field(
+        default=0.9,
+        metadata=fields.about("Decay of the mean of gradients, in [0, 1). For `sgd`, the momentum."),
+    )
+    b2: float = dataclasses.field(
+        default=0.999, metadata=fields.about("Decay of the mean of squared gradients, in [0, 1).")
+    )
+    epsilon: float = dataclasses.field(
+        default=1e-8, metadata=fields.about("Number that Adam adds to the root of the mean square.")
+    )
+    schedule: str = dataclasses.field(
+        default="constant",
+        metadata=fields.about(
+            "Learning rate after the warmup. `cosine` is a half cosine and `polynomial` a straight line, both "
+            "down to `final_fraction`. `inverse_sqrt` falls with the root of the step.",
+            choices=SCHEDULES,
+        ),
+    )
+    warmup_steps: int = dataclasses.field(
+        default=0, metadata=fields.about("Updates over which the learning rate rises linearly from 0.")
+    )
+    final_fraction: float = dataclasses.field(
+        default=0.1,
+        metadata=fields.about(
+            "Final learning rate of the schedules `cosine` and `polynomial`, divided by `learning_rate`."
+        ),
+    )
+    weight_decay: float = dataclasses.field(
+        default=0.0, metadata=fields.about("Decoupled weight decay of `adamw`, applied to matrices only.")
+    )
+    clip_norm: float | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Global norm that gradients are scaled down to if theirs is larger. If none, they are not."
+        ),
+    )
+    accumulate: int = dataclasses.field(
+        default=1,
+        metadata=fields.about(
+            "Micro-batches per update. `data.batch_tokens` counts the tokens of an update."
+        ),
+    )
 
     def __post_init__(self):
-        checks.require_choice("optimizer.name", self.name, OPTIMIZERS)
-        checks.require_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        fields.check_choices(self, "optimizer")
         checks.require_at_least(
             0,
             **{
@@ -53,25 +88,29 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """Length of training, and the frequency of logs and checkpoints.
+    """Length of training, and the frequency of logs and checkpoints."""
 
-    Attributes:
-        steps: number of updates.
-        seed: seed of the random numbers.
-        log_every: steps between logged metrics.
-        checkpoint_every: steps between checkpoints.
-        keep_checkpoints: number of newest checkpoints that are not deleted.
-        profile_steps: first and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`.
-        wandb_project: Weights & Biases project that metrics are also sent to; needs the extra `wandb`.
-    """
-
-    steps: int = 100_000
-    seed: int = 0
-    log_every: int = 10
-    checkpoint_every: int = 1000
-    keep_checkpoints: int = 3
-    profile_steps: tuple[int, ...] = ()
-    wandb_project: str | None = None
+    steps: int = dataclasses.field(default=100_000, metadata=fields.about("Number of updates."))
+    seed: int = dataclasses.field(default=0, metadata=fields.about("Seed of the initial parameters."))
+    log_every: int = dataclasses.field(default=10, metadata=fields.about("Steps between logged metrics."))
+    checkpoint_every: int = dataclasses.field(
+        default=1000, metadata=fields.about("Steps between checkpoints.")
+    )
+    keep_checkpoints: int = dataclasses.field(
+        default=3, metadata=fields.about("Number of newest checkpoints that are not deleted.")
+    )
+    profile_steps: tuple[int, ...] = dataclasses.field(
+        default=(),
+        metadata=fields.about(
+            "First and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`."
+        ),
+    )
+    wandb_project: str | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Weights & Biases project that metrics are also sent to; needs the extra `wandb`."
+        ),
+    )
 
     def __post_init__(self):
         names = ("steps", "log_every", "checkpoint_every", "keep_checkpoints")
@@ -89,19 +128,28 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingConfig:
-    """Sizes of the mesh axes, whose product must be the number of devices.
+    """Sizes of the mesh axes, whose product must be the number of devices."""
 
-    Attributes:
-        data: shards the rows of a batch. None takes the devices that the other axes leave.
-        fsdp: shards rows too, and also parameters and optimizer state, which are gathered layer by layer.
-        tensor: shards heads, the hidden units of feed-forward layers and the vocabulary.
-        context: shards the sequence.
-    """
-
-    data: int | None = None
-    fsdp: int = 1
-    tensor: int = 1
-    context: int = 1
+    data: int | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Number of shards of the rows of a batch. If none, the devices that the other axes leave."
+        ),
+    )
+    fsdp: int = dataclasses.field(
+        default=1,
+        metadata=fields.about(
+            "Number of shards of the rows, and also of parameters and optimizer state, which are gathered layer by "
+            "layer."
+        ),
+    )
+    tensor: int = dataclasses.field(
+        default=1,
+        metadata=fields.about(
+            "Number of shards of heads, of the hidden units of feed-forward layers and of the vocabulary."
+        ),
+    )
+    context: int = dataclasses.field(default=1, metadata=fields.about("Number of shards of the sequence."))
 
     def __post_init__(self):
         sizes = {name: size for name, size in dataclasses.asdict(self).items() if size is not None}
@@ -115,8 +163,13 @@ class EvaluationConfig:
     Other tasks are evaluated on their held-out rows instead, whatever these settings are.
     """
 
-    context_lengths: tuple[int, ...] = ()
-    documents: int = 64  # maximum number of held-out documents, the same documents at every length
+    context_lengths: tuple[int, ...] = dataclasses.field(
+        default=(), metadata=fields.about("Increasing context lengths, in tokens.")
+    )
+    documents: int = dataclasses.field(
+        default=64,
+        metadata=fields.about("Maximum number of held-out documents, the same documents at every length."),
+    )
 
     def __post_init__(self):
         object.__setattr__(self, "context_lengths", tuple(self.context_lengths))

@@ -3,6 +3,7 @@
 import dataclasses
 
 from sympow_jax.config import _checks as checks
+from sympow_jax.config import fields
 
 __all__ = ["TaskConfig"]
 
@@ -11,28 +12,42 @@ TASKS = ("next_token", "masked_token", "classification", "regression")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """Quantity that a model is trained to predict.
+    """Quantity that a model is trained to predict."""
 
-    Attributes:
-        name: `next_token` trains a decoder. The others train an encoder, which sees the whole row: `masked_token`,
-            `classification` (the class of a row, one of `classes`) and `regression` (a number per row).
-        classes: number of classes of `classification`.
-        mask_fraction: fraction of the tokens that `masked_token` predicts. Of these, 80% are replaced by `mask_token`,
-            10% by a random token, and 10% are unchanged (Devlin et al. 2019). They are drawn anew each epoch (Liu et
-            al. 2019).
-        mask_token: id of the mask; None means the last id of the vocabulary.
-        initial_run: workdir of a run whose last checkpoint initializes the model; None initializes at random. An
-            encoder starts from an encoder and a decoder from a decoder. Their attention may differ.
-    """
-
-    name: str = "next_token"
-    classes: int | None = None
-    mask_fraction: float = 0.15
-    mask_token: int | None = None
-    initial_run: str | None = None
+    name: str = dataclasses.field(
+        default="next_token",
+        metadata=fields.about(
+            "Task. `next_token` trains a decoder. The others train an encoder, which sees the whole row: "
+            "`masked_token`, `classification` (the class of a row, one of `classes`) and `regression` (a "
+            "number per row).",
+            choices=TASKS,
+        ),
+    )
+    classes: int | None = dataclasses.field(
+        default=None, metadata=fields.about("Number of classes of `classification`.")
+    )
+    mask_fraction: float = dataclasses.field(
+        default=0.15,
+        metadata=fields.about(
+            "Fraction of the tokens that `masked_token` predicts. Of these, 80% are replaced by `mask_token`, "
+            "10% by a random token, and 10% are unchanged (Devlin et al. 2019). They are drawn anew each "
+            "epoch (Liu et al. 2019)."
+        ),
+    )
+    mask_token: int | None = dataclasses.field(
+        default=None, metadata=fields.about("Id of the mask. If none, the last id of the vocabulary.")
+    )
+    initial_run: str | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Workdir of a run whose last checkpoint initializes the model. If none, the model is initialized "
+            "at random. An encoder starts from an encoder and a decoder from a decoder. Their attention may "
+            "differ."
+        ),
+    )
 
     def __post_init__(self):
-        checks.require_choice("task.name", self.name, TASKS)
+        fields.check_choices(self, "task")
         checks.require_fraction(**{"task.mask_fraction": self.mask_fraction})
         if self.name == "classification":
             checks.require_at_least(2, **{"task.classes": self.classes or 0})

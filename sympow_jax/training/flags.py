@@ -1,20 +1,15 @@
 """The command line of a run: a config file, overrides of its fields and a workdir.
 
-`--config=NAME[:ARGUMENT]` names a config of the package, and `--config=FILE.py[:ARGUMENT]` any file, whose
-`get_config` returns a `config.Config`. Because it is frozen,
-`--config.a.b=value` sets a field of a ConfigDict with the same fields, from which the settings are built and validated
-again.
+`--config=CONFIG[:ARGUMENTS]` is what `config.load` loads. Because it is frozen, `--config.a.b=value` sets a field of a
+ConfigDict with the same fields, from which the settings are built and validated again.
 """
 
 import argparse
 import dataclasses
-import difflib
 import os
 import pathlib
-import runpy
-import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ml_collections
@@ -22,9 +17,10 @@ from absl import flags as absl_flags
 from ml_collections import config_flags
 
 from sympow_jax import config
+from sympow_jax.config import loading
 from sympow_jax.training import hosts
 
-__all__ = ["load_config", "override", "parse", "read_overrides"]
+__all__ = ["parse", "read_overrides"]
 
 _PREFIX = "--config."
 
@@ -61,9 +57,9 @@ def parse(
     parser.add_argument(
         "--config",
         required=True,
-        metavar="CONFIG[:ARGUMENT]",
-        help=f"a FILE.py, or one of {', '.join(_package_configs())}; ARGUMENT goes to its get_config, "
-        "e.g. quickstart:sympow",
+        metavar="CONFIG[:ARGUMENTS]",
+        help=f"a FILE.py, or one of {', '.join(loading.package_configs())}; ARGUMENTS go to its get_config, "
+        "e.g. quickstart:sympow or gpt2_124m:conformal,p=4",
     )
     parser.add_argument(
         "--workdir",
@@ -74,7 +70,11 @@ def parse(
     )
     _add_launch(parser)
     known, rest = parser.parse_known_args(arguments)
-    return override(load_config(known.config), read_overrides(rest)), known.workdir, _read_launch(known)
+    return (
+        config.override(config.load(known.config), read_overrides(rest)),
+        known.workdir,
+        _read_launch(known),
+    )
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
@@ -106,79 +106,17 @@ def _read_launch(known: argparse.Namespace) -> hosts.Launch | None:
     )
 
 
-def load_config(spec: str) -> config.Config:
-    """Loads a config by running its `get_config`.
-
-    Args:
-        spec: path of a Python file or name of a config of the package, and optionally ":" and an argument of
-            `get_config`.
-
-    Raises:
-        ValueError: there is no such config, or it fails, or it does not return a `Config`.
-    """
-    name, colon, argument = spec.partition(":")
-    path = _config_path(name)
-    try:
-        loaded = runpy.run_path(str(path))["get_config"](*([argument] if colon else []))
-    except ValueError:
-        raise
-    except Exception as error:  # any error of the user's file
-        raise ValueError(f"--config {spec!r} failed with {type(error).__name__}: {error}") from error
-    if not isinstance(loaded, config.Config):
-        raise ValueError(f"get_config of {name!r} returned {type(loaded).__name__}; it must return a Config")
-    return loaded
-
-
-def _config_path(name: str) -> pathlib.Path:
-    path, configs = pathlib.Path(name), _package_configs()
-    if path.is_file():
-        return path
-    if name in configs:
-        return configs[name]
-    near = difflib.get_close_matches(path.stem, configs, n=3, cutoff=0)
-    raise ValueError(
-        f"--config names {name!r}, which is neither a file nor a config of the package; "
-        f"the nearest names are {', '.join(near)}"
-    )
-
-
-def _package_configs() -> dict[str, pathlib.Path]:
-    """Returns the files of the configs that come with the package, by name."""
-    package = pathlib.Path(config.__file__).parents[1]
-    # A wheel has the folder inside the package, a checkout next to it.
-    folder = next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
-    return {path.stem: path for path in sorted(folder.glob("*.py"))}
-
-
-def override(base: config.Config, texts: Mapping[str, str]) -> config.Config:
-    """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as typed by the user.
-
-    A tuple is written "64,128" or "(64,128)", and None is written "none". Fields that `base` derives from others are
-    derived again: overriding `model.heads` changes `model.kv_heads`.
-
-    Raises:
-        ValueError: a field is unknown, a value has the wrong type, or settings contradict each other.
-    """
-    annotations = _leaves(config.Config)
-    values = {}
-    for path, text in texts.items():
-        if path not in annotations:
-            raise ValueError(_unknown_setting(path))
-        values[path] = _read_value(path, text, annotations[path])
-    return _rebuild(base, "", values)
-
-
 def read_overrides(arguments: Sequence[str]) -> dict[str, str]:
     """Parses arguments `--config.a.b=value` into the mapping that `override` takes.
 
     Raises:
         ValueError: a setting is unknown, or there is another argument.
     """
-    annotations = _leaves(config.Config)
+    annotations = loading.leaves(config.Config)
     for argument in arguments:
         path = argument.removeprefix(_PREFIX).partition("=")[0]
         if argument.startswith(_PREFIX) and path not in annotations:
-            raise ValueError(_unknown_setting(path))
+            raise ValueError(loading.unknown_setting(path))
     argv = ["train.py", *arguments]
     values = absl_flags.FlagValues()
     config_flags.DEFINE_config_dict("config", _twin(config.Config), flag_values=values, sys_argv=argv)
@@ -203,92 +141,9 @@ def _twin(kind: Any) -> ml_collections.ConfigDict:
     )
 
 
-def _leaves(kind: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the annotation of every setting of the dataclass `kind`, by dotted path."""
-    leaves: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint):
-            leaves |= _leaves(hint, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = hint
-    return leaves
-
-
-def _rebuild(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:
-    changes = {}
-    for field in dataclasses.fields(node):
-        path = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(getattr(node, field.name)):
-            changes[field.name] = _rebuild(getattr(node, field.name), f"{path}.", values)
-        elif path in values:
-            changes[field.name] = values[path]
-        elif field.default is None and _same_without(node, field.name):
-            changes[field.name] = None
-    return dataclasses.replace(node, **changes)
-
-
-def _same_without(node: Any, name: str) -> bool:
-    try:
-        return dataclasses.replace(node, **{name: None}) == node
-    except ValueError:
-        return False
-
-
-def _read_value(path: str, text: str, annotation: Any) -> Any:
-    kind, *optional = (
-        typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    )
-    if optional and text.strip().lower() == "none":
-        return None
-    try:
-        if typing.get_origin(kind) is tuple:
-            item = _READERS[typing.get_args(kind)[0]]
-            parts = (part.strip().strip("'\"") for part in text.strip().strip("()[]").split(","))
-            return tuple(item(part) for part in parts if part)
-        return _READERS[kind](text)
-    except ValueError:
-        name = annotation.__name__ if isinstance(annotation, type) and kind is annotation else str(annotation)
-        raise ValueError(f"{_PREFIX}{path} is {text!r}; it must be of type {name}") from None
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value - value != 0:
-        raise ValueError(f"{text} is not finite")
-    return value
-
-
-def _truth(text: str) -> bool:
-    """Parses a boolean as written in Python or in shells."""
-    values = {"true": True, "1": True, "false": False, "0": False}
-    try:
-        return values[text.strip().lower()]
-    except KeyError:
-        raise ValueError(f"{text!r} is neither true nor false") from None
-
-
-_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: int, float: _finite, str: str}
-
-
-def _unknown_setting(path: str) -> str:
-    paths = list(_leaves(config.Config))
-    group = path
-    while group:
-        group = group.rpartition(".")[0]
-        below = [leaf for leaf in paths if leaf.startswith(f"{group}.")]
-        if below:
-            return f"there is no setting {_PREFIX}{path}; {group} has {', '.join(_names(below, group))}"
-    return f"there is no setting {_PREFIX}{path}; the groups are {', '.join(_names(paths, ''))}"
-
-
-def _names(leaves: Sequence[str], group: str) -> list[str]:
-    start = len(group) + 1 if group else 0
-    return list(dict.fromkeys(leaf[start:].partition(".")[0] for leaf in leaves))
-
-
 def _describe_settings() -> str:
     lines = ["settings, each overridden with --config.a.b=value:"]
-    for path, annotation in _leaves(config.Config).items():
+    for path, annotation in loading.leaves(config.Config).items():
         name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
         lines.append(f"  {_PREFIX}{path:<40} {name}")
     return "\n".join(lines)

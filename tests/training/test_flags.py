@@ -18,7 +18,7 @@ def _parse(*arguments: str) -> config.Config:
 
 def test_without_overrides_the_file_decides():
     parsed, workdir, launch = flags.parse([QUICKSTART, "--workdir", "runs/a"])
-    assert parsed == flags.load_config("configs/quickstart.py")
+    assert parsed == config.load("configs/quickstart.py")
     assert workdir == pathlib.Path("runs/a")
     assert launch is None
 
@@ -71,9 +71,9 @@ def test_derived_fields_are_derived_again():
 
 
 def test_a_field_that_the_file_sets_is_kept():
-    base = flags.load_config("configs/quickstart.py")
+    base = config.load("configs/quickstart.py")
     base = dataclasses.replace(base, model=dataclasses.replace(base.model, kv_heads=2, head_dim=48))
-    changed = flags.override(base, {"model.heads": "6"})
+    changed = config.override(base, {"model.heads": "6"})
     assert (changed.model.kv_heads, changed.model.head_dim) == (2, 48)
 
 
@@ -113,81 +113,11 @@ def test_mistakes_in_overrides(arguments, message):
     [
         (["--workdir=x"], "required: --config"),
         ([QUICKSTART], "required: --workdir"),
-        (
-            ["--config=configs/quick.py", "--workdir=x"],
-            "is neither a file nor a config of the package; the nearest names are quickstart, ",
-        ),
-        ([f"{QUICKSTART}:conformist", "--workdir=x"], "preset is 'conformist'; it must be one of softmax,"),
-        (["--config=configs/text.py", "--workdir=x"], "needs files"),
-        (
-            ["--config=configs/gpt2_124m.py:sympow,q=3", "--workdir=x"],
-            "'q=3' in 'sympow,q=3' is not an option",
-        ),
-        (["--config=configs/gpt2_124m.py:sympow,context=300", "--workdir=x"], "context is 300; it must be"),
     ],
 )
-def test_mistakes_in_files(arguments, message):
+def test_missing_flags(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         flags.parse(arguments)
-
-
-def test_a_config_of_the_package_is_found_by_name_from_anywhere(tmp_path, monkeypatch):
-    expected = {name: flags.load_config(f"configs/quickstart.py{name}") for name in ("", ":sympow")}
-    monkeypatch.chdir(tmp_path)
-    assert {name: flags.load_config(f"quickstart{name}") for name in expected} == expected
-    # A file of that name is the user's own.
-    (tmp_path / "quickstart").write_text("def get_config(): return {}")
-    with pytest.raises(ValueError, match="returned dict"):
-        flags.load_config("quickstart")
-
-
-def test_a_wheel_has_its_configs_inside_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(config, "__file__", str(tmp_path / "sympow_jax" / "config" / "__init__.py"))
-    (tmp_path / "sympow_jax" / "configs").mkdir(parents=True)
-    (tmp_path / "sympow_jax" / "configs" / "only.py").write_text("def get_config(): return {}")
-    # The folder of another package in site-packages.
-    (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "other.py").touch()
-    with pytest.raises(ValueError, match="get_config of 'only' returned dict"):
-        flags.load_config("only")
-    with pytest.raises(ValueError, match=r"the nearest names are only$"):
-        flags.load_config("other")
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("def get_config(:", "failed with SyntaxError"),
-        ("x = 1", "failed with KeyError: 'get_config'"),
-        ("def get_config(): return {}", "returned dict; it must return a Config"),
-        (
-            "from sympow_jax import config\ndef get_config(): return config.ModelConfig(layer=1)",
-            "unexpected keyword argument 'layer'",
-        ),
-    ],
-)
-def test_mistakes_inside_files(tmp_path, source, message):
-    path = tmp_path / "mine.py"
-    path.write_text(source)
-    with pytest.raises(ValueError, match=message):
-        flags.load_config(str(path))
-
-
-@pytest.mark.parametrize("name", config.PRESETS)
-def test_every_preset_of_every_file(name):
-    assert flags.load_config(f"configs/quickstart.py:{name}").model.attention == config.preset(name)
-    for power in (2, 4, 6):
-        for exponent in range(8, 17):
-            loaded = flags.load_config(f"configs/gpt2_124m.py:{name},p={power},context={2**exponent}")
-            attention = config.preset(name, power=power)
-            if attention.position == "learned_absolute":
-                attention = dataclasses.replace(attention, max_document_length=2**exponent)
-            assert loaded.model.attention == attention
-            assert loaded.data.batch_size * 2**exponent == 524_288
-
-
-def test_text_takes_paths():
-    assert flags.load_config("configs/text.py:a/*.txt,b").data.paths == ("a/*.txt", "b")
 
 
 def test_help_lists_every_setting(capsys):

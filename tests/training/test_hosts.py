@@ -13,7 +13,7 @@ import time
 import numpy as np
 import pytest
 
-from sympow_jax import data, evaluation
+from sympow_jax import config, data, evaluation
 from sympow_jax.training import flags, hosts, sharding, workdir
 from tests.training import launching
 
@@ -349,7 +349,7 @@ def test_a_workdir_in_use(tmp_path):
     ) as holder:
         assert holder.stdout.readline() == b"\n"
         with pytest.raises(ValueError, match="is in use by process 7 on node3, started at noon; wait until"):
-            workdir.open_workdir(tmp_path, flags.load_config("configs/quickstart.py"))
+            workdir.open_workdir(tmp_path, config.load("configs/quickstart.py"))
         holder.kill()
-    workdir.open_workdir(tmp_path, flags.load_config("configs/quickstart.py"))
+    workdir.open_workdir(tmp_path, config.load("configs/quickstart.py"))
     assert path.read_text().startswith(f"process {hosts.os.getpid()} on ")

@@ -1,0 +1,220 @@
+"""Configs by name or file, with the arguments of their `get_config`."""
+
+import dataclasses
+import difflib
+import inspect
+import pathlib
+import runpy
+import traceback
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sympow_jax import spelling
+from sympow_jax.config import fields, run
+
+__all__ = ["leaves", "load", "override", "package_configs", "unknown_setting"]
+
+
+def load(spec: str) -> run.Config:
+    """Loads a config by running its `get_config`.
+
+    In `CONFIG:VALUE,key=VALUE` the values are arguments of `get_config`, in order or by name, with the types of its
+    signature.
+
+    Args:
+        spec: path of a Python file or name of a config of the package, and optionally ":" and arguments.
+
+    Raises:
+        ValueError: there is no such config, or it fails, or does not have these arguments, or does not return a
+            `Config`.
+    """
+    name, colon, text = spec.partition(":")
+    path = _find(name)
+    try:
+        get_config = runpy.run_path(str(path)).get("get_config")
+        if not callable(get_config):
+            raise ValueError(f"{path} has no function get_config; it must have one that returns a Config")
+        arguments = _bind(name, get_config, text.split(",") if colon else [])
+        loaded = get_config(*arguments.args, **arguments.kwargs)
+    except ValueError:
+        raise
+    except Exception as error:  # any error of the user's file
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f" in line {frame.lineno}" for frame in frames if frame.filename == str(path)]
+        raise ValueError(
+            f"--config {spec!r} failed{lines[-1] if lines else ''} with {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(loaded, run.Config):
+        raise ValueError(f"get_config of {name!r} returned {type(loaded).__name__}; it must return a Config")
+    return loaded
+
+
+def package_configs() -> dict[str, pathlib.Path]:
+    """Returns the files of the configs that come with the package, by name."""
+    package = pathlib.Path(__file__).parents[1]
+    # A wheel has the folder inside the package, a checkout next to it.
+    folder = next(path for path in (package / "configs", package.parent / "configs") if path.is_dir())
+    return {path.stem: path for path in sorted(folder.glob("*.py"))}
+
+
+def _find(name: str) -> pathlib.Path:
+    path, configs = pathlib.Path(name), package_configs()
+    if path.is_file():
+        return path
+    if name in configs:
+        return configs[name]
+    near = difflib.get_close_matches(path.stem, configs, n=3, cutoff=0)
+    what = "is a folder" if path.is_dir() else "is neither a file nor a config of the package"
+    raise ValueError(f"--config names {name!r}, which {what}; the nearest names are {', '.join(near)}")
+
+
+def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArguments:
+    signature = inspect.signature(get_config, eval_str=True)
+    kinds = {key: parameter.kind for key, parameter in signature.parameters.items()}
+    keys = [key for key, kind in kinds.items() if kind is not inspect.Parameter.VAR_POSITIONAL]
+    usage = (
+        f"the arguments of config {name!r} are {', '.join(kinds)}" if kinds else f"config {name!r} has none"
+    )
+    positional: list[str] = []
+    named: dict[str, str] = {}
+    for part in parts:
+        key, equals, text = part.partition("=")
+        key = key.strip().replace("-", "_")
+        # A function that takes any number of values may be given some that contain "=".
+        if not equals or (key not in keys and len(keys) < len(kinds)):
+            positional.append(part)
+        elif key not in keys:
+            raise ValueError(
+                f"config {name!r} has no argument {key!r}; {spelling.remedy(key, keys, otherwise=usage)}"
+            )
+        elif key in named:
+            raise ValueError(f"config {name!r} is given argument {key!r} twice")
+        else:
+            named[key] = text
+    try:
+        arguments = signature.bind(*positional, **named)
+    except TypeError as error:
+        spec = f"{name}:{','.join(parts)}" if parts else name
+        raise ValueError(f"--config {spec!r} has {error}; {usage}") from error
+    for key, value in arguments.arguments.items():
+        annotation = signature.parameters[key].annotation
+        if annotation is inspect.Parameter.empty:
+            continue
+        label = f"argument {key!r} of config {name!r}"
+        several = isinstance(value, tuple)
+        values = [_read_value(label, text, annotation) for text in (value if several else [value])]
+        arguments.arguments[key] = tuple(values) if several else values[0]
+    return arguments
+
+
+def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
+    """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as typed by the user.
+
+    A tuple is written "64,128" or "(64,128)", and None is written "none". Fields that `base` derives from others are
+    derived again: overriding `model.heads` changes `model.kv_heads`.
+
+    Raises:
+        ValueError: a field is unknown, a value has the wrong type, or settings contradict each other.
+    """
+    annotations = leaves(run.Config)
+    values = {}
+    for path, text in texts.items():
+        if path not in annotations:
+            raise ValueError(unknown_setting(path))
+        values[path] = _read_value(f"--config.{path}", text, annotations[path])
+    return _rebuild(base, "", values)
+
+
+def leaves(kind: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the annotation of every setting of the dataclass `kind`, by dotted path."""
+    found: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            found |= leaves(hint, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = hint
+    return found
+
+
+def unknown_setting(path: str) -> str:
+    """Returns the error message for a setting that does not exist."""
+    paths = list(leaves(run.Config))
+    group = path
+    while group:
+        group = group.rpartition(".")[0]
+        below = [leaf for leaf in paths if leaf.startswith(f"{group}.")]
+        if below:
+            return f"there is no setting --config.{path}; {group} has {', '.join(_names(below, group))}"
+    return f"there is no setting --config.{path}; the groups are {', '.join(_names(paths, ''))}"
+
+
+def _names(leaves: Sequence[str], group: str) -> list[str]:
+    start = len(group) + 1 if group else 0
+    return list(dict.fromkeys(leaf[start:].partition(".")[0] for leaf in leaves))
+
+
+def _rebuild(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:
+    changes = {}
+    for field in dataclasses.fields(node):
+        path = f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(getattr(node, field.name)):
+            changes[field.name] = _rebuild(getattr(node, field.name), f"{path}.", values)
+        elif path in values:
+            changes[field.name] = values[path]
+        elif field.default is None and _same_without(node, field.name):
+            changes[field.name] = None
+    return dataclasses.replace(node, **changes)
+
+
+def _same_without(node: Any, name: str) -> bool:
+    try:
+        return dataclasses.replace(node, **{name: None}) == node
+    except ValueError:
+        return False
+
+
+def _read_value(name: str, text: str, annotation: Any) -> Any:
+    """Reads a value of a type, as users write it.
+
+    A tuple is written "64,128" or "(64,128)", and None is written "none".
+
+    Args:
+        name: name of the setting in error messages.
+        text: the value as written.
+        annotation: bool, int, float, str, or a tuple of one of these, or one of these or None.
+
+    Raises:
+        ValueError: the text is not a value of the type.
+    """
+    kind, optional = fields.split_optional(annotation)
+    if optional and text.strip().lower() == "none":
+        return None
+    try:
+        if typing.get_origin(kind) is tuple:
+            item = _READERS.get(typing.get_args(kind)[0], str)
+            parts = (part.strip().strip("'\"") for part in text.strip().strip("()[]").split(","))
+            return tuple(item(part) for part in parts if part)
+        return _READERS.get(kind, str)(text)
+    except ValueError:
+        kind_name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+        raise ValueError(f"{name} is {text!r}; it must be of type {kind_name}") from None
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value - value != 0:
+        raise ValueError(f"{text} is not finite")
+    return value
+
+
+def _truth(text: str) -> bool:
+    """Parses a boolean as written in Python or in shells."""
+    values = {"true": True, "1": True, "false": False, "0": False}
+    try:
+        return values[text.strip().lower()]
+    except KeyError:
+        raise ValueError(f"{text!r} is neither true nor false") from None
+
+
+_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: int, float: _finite, str: str}

@@ -1,0 +1,57 @@
+"""Tests of the metadata of settings, and of the reference page made from it."""
+
+import dataclasses
+import pathlib
+import re
+import runpy
+
+import pytest
+
+from sympow_jax import config
+from sympow_jax.config import fields
+
+ROOT = pathlib.Path(__file__).parents[2]
+SETTINGS = [setting for group in fields.groups(config.Config) for setting in group.settings]
+
+
+def test_every_setting_has_a_sentence_and_a_form():
+    for setting in SETTINGS:
+        assert re.fullmatch(r"[A-Z].*\.", setting.help), setting.path
+        assert re.fullmatch(r"(NAME|INT|FLOAT|TEXT)(,\1,\.\.\.)?|true\|false", setting.form), setting.path
+        assert not setting.choices or setting.default in (None, *setting.choices)
+
+
+def test_groups_are_those_of_the_config():
+    paths = [group.path for group in fields.groups(config.Config)]
+    assert paths[:4] == ["model", "model.attention", "model.attention.lrpe", "model.attention.spe"]
+    by_path = {setting.path: setting for setting in SETTINGS}
+    assert by_path["model.layers"].default is dataclasses.MISSING
+    heads = by_path["model.kv_heads"]
+    assert (heads.form, heads.optional, heads.default) == ("INT", True, None)
+    assert by_path["evaluation.context_lengths"].form == "INT,INT,..."
+
+
+@pytest.mark.parametrize("setting", [x for x in SETTINGS if x.choices], ids=lambda setting: setting.path)
+def test_choices_are_checked(setting):
+    base = config.load("quickstart")
+    with pytest.raises(
+        ValueError, match=rf"{setting.path.removeprefix('model.')} is 'x'; it must be one of "
+    ):
+        config.override(base, {setting.path: "x"})
+
+
+def test_values_are_written_as_they_are_read():
+    base = config.load("gpt2_124m:gpt2")
+    texts = {}
+    for setting in SETTINGS:
+        value = base
+        for name in setting.path.split("."):
+            value = getattr(value, name)
+        texts[setting.path] = fields.written(value)
+    assert config.override(base, texts) == base
+
+
+def test_the_reference_page_is_up_to_date():
+    script = runpy.run_path(str(ROOT / "docs" / "settings.py"))
+    page = ROOT / "docs" / "reference" / "settings.md"
+    assert page.read_text() == script["render"](), "uv run python docs/settings.py writes it"

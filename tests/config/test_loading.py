@@ -1,0 +1,129 @@
+"""Tests of configs by name and file, and of the arguments after their colon."""
+
+import dataclasses
+import re
+
+import pytest
+
+from sympow_jax import config
+from sympow_jax.config import loading
+
+
+def test_a_config_of_the_package_is_found_by_name_from_anywhere(tmp_path, monkeypatch):
+    expected = {name: config.load(f"configs/quickstart.py{name}") for name in ("", ":sympow")}
+    monkeypatch.chdir(tmp_path)
+    assert {name: config.load(f"quickstart{name}") for name in expected} == expected
+    # A file of that name is the user's own.
+    (tmp_path / "quickstart").write_text("def get_config(): return {}")
+    with pytest.raises(ValueError, match="returned dict"):
+        config.load("quickstart")
+
+
+def test_a_wheel_has_its_configs_inside_the_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "__file__", str(tmp_path / "sympow_jax" / "config" / "loading.py"))
+    (tmp_path / "sympow_jax" / "configs").mkdir(parents=True)
+    (tmp_path / "sympow_jax" / "configs" / "only.py").write_text("def get_config(): return {}")
+    # The folder of another package in site-packages.
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "other.py").touch()
+    with pytest.raises(ValueError, match="get_config of 'only' returned dict"):
+        config.load("only")
+    with pytest.raises(ValueError, match=r"the nearest names are only$"):
+        config.load("other")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def get_config(:", "failed with SyntaxError"),
+        ("x = 1", r"mine\.py has no function get_config; it must have one that returns a Config"),
+        ("def get_config():\n    return missing", "failed in line 2 with NameError: name 'missing'"),
+        ("def get_config(size): pass", "has missing a required argument: 'size'"),
+        ("def get_config(): return {}", "returned dict; it must return a Config"),
+        (
+            "from sympow_jax import config\ndef get_config(): return config.ModelConfig(layer=1)",
+            "unexpected keyword argument 'layer'",
+        ),
+    ],
+)
+def test_mistakes_inside_files(tmp_path, source, message):
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    with pytest.raises(ValueError, match=message):
+        config.load(str(path))
+
+
+@pytest.mark.parametrize("name", config.PRESETS)
+def test_every_preset_of_every_file(name):
+    assert config.load(f"configs/quickstart.py:{name}").model.attention == config.preset(name)
+    for power in (2, 4, 6):
+        for exponent in range(8, 17):
+            loaded = config.load(f"configs/gpt2_124m.py:{name},p={power},context={2**exponent}")
+            attention = config.preset(name, power=power)
+            if attention.position == "learned_absolute":
+                attention = dataclasses.replace(attention, max_document_length=2**exponent)
+            assert loaded.model.attention == attention
+            assert loaded.data.batch_size * 2**exponent == 524_288
+
+
+def test_text_takes_paths():
+    assert config.load("configs/text.py:a/*.txt,b").data.paths == ("a/*.txt", "b")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "configs/quick.py",
+            "is neither a file nor a config of the package; the nearest names are quickstart, ",
+        ),
+        ("configs", "--config names 'configs', which is a folder; the nearest names are "),
+        ("quickstart:conformist", "preset is 'conformist'; it must be one of softmax,"),
+        ("quickstart:", "preset is ''; it must be one of softmax,"),
+        ("quickstart:sympwo", "; did you mean sympow?"),
+        (
+            "quickstart:sympow,p=4",
+            "'quickstart' has no argument 'p'; the arguments of config 'quickstart' are preset",
+        ),
+        ("text", "needs files"),
+        ("text:", "needs files"),
+        (
+            "gpt2_124m:sympow,q=3",
+            "has no argument 'q'; the arguments of config 'gpt2_124m' are preset, p, context",
+        ),
+        ("gpt2_124m:sympow,contxt=512", "config 'gpt2_124m' has no argument 'contxt'; did you mean context?"),
+        (
+            "gpt2_124m:sympow,4",
+            "--config 'gpt2_124m:sympow,4' has too many positional arguments; the arguments of ",
+        ),
+        ("gpt2_124m:sympow,preset=sympow", "has multiple values for argument 'preset'"),
+        ("gpt2_124m:p=2,p=4", "config 'gpt2_124m' is given argument 'p' twice"),
+        ("gpt2_124m:p=two", "argument 'p' of config 'gpt2_124m' is 'two'; it must be of type int"),
+        ("gpt2_124m:sympow,context=300", "context is 300; it must be one of 256, 512"),
+    ],
+)
+def test_mistakes_in_names_and_arguments(spec, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        config.load(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_have_the_types_of_the_signature(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from sympow_jax import config\n"
+        "from typing import Literal, Optional\n"
+        "def get_config(a: int, b: Optional[float] = 1.0, *rest: int, c, d: bool = False, e_f: Literal['x'] = 'y'):\n"
+        "    got.append((a, b, rest, c, d, e_f))\n"
+        "    return config.load('quickstart')\n"
+    )
+    got: list = []
+    monkeypatch.setattr("builtins.got", got, raising=False)
+    for arguments in ("1,c=2", "1,none,3,4,c=,d=true,e-f=x", "c=a=b,b=0.5,a=1"):
+        config.load(f"{tmp_path}/mine.py:{arguments}")
+    assert got == [
+        (1, 1.0, (), "2", False, "y"),
+        (1, None, (3, 4), "", True, "x"),
+        (1, 0.5, (), "a=b", False, "y"),
+    ]
+    # In a path, "=" has no meaning.
+    assert config.load("text:a=b.txt,c").data.paths == ("a=b.txt", "c")
