@@ -8,8 +8,9 @@ sums, in one accumulator,
 
 and divides by the same sums without states and values: q_i^T Z q_i for the state, plain sums for the keys.
 
-The decays g are running sums from the window's first key, in two floats: a multiple of a power of two that no sum
-rounds, and a small remainder. The difference of two is therefore right to its own rounding, however large both are.
+The decays g are running sums of base-2 logarithms from the window's first key, in two floats. The first sums multiples
+of one power of two, exactly, and the second the small remainders. The difference of two is therefore right to its own
+rounding, however large both are.
 Weights of keys are split into two bfloat16 operands, whose sum has 16 bits: a single one would add as much error as the
 rounding of the output does.
 
@@ -55,16 +56,17 @@ def query_states(
 ):
     """Returns the weighted means of values, bfloat16 [B, T, N, E], and their sums of weights, float32 [HN, X].
 
-    batch_time: B and T; HN = B N, and X is T in whole chunks.
+    batch_time: B and T. H = B K key heads and HN = B N query heads over the batch, n chunks of C, X = n C tokens, and a
+    window of W.
 
     query: bfloat16 [HN, X, D]; scalars: 16-bit [HN, D, X], the same, time last; HN a multiple of H.
     states: 16-bit [H, n, 16, terms E, P], the state that chunk c's queries read at c, as the sum of its terms. norm:
     bfloat16 [H, n, 2 D, D], Z as the sum of two.
     key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
-    decay: float32 [H, n, 3, (W + C) / 64, 64], as in `prepare.Tokens`. scale: float32 [H, X / 64,
-    64], from the state to each query.
+    decay: float32 [H, n, 3, (W + C) / 64, 64], both parts of g, and the decay from each key to the last of its block.
+    scale: float32 [H, X / 64, 64], from the state to each query.
 
-    If all weights of a row are zero, its output is zero. Accumulates in float32.
+    Where the sum of weights is not positive, the output is zero. Accumulates in float32.
     """
     heads, time, head_dim = query.shape
     value_dim, count = value.shape[-1], config.query_blocks
@@ -90,15 +92,17 @@ def query_states(
             keys.copy_decays(ready)
             blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["scale"].at[tile.key_head, blocks], smem["scale_smem"], ready)
-            # The normalizer in blocks of 64 rows, then the states: one step for each term of each part of each group.
+            # The normalizer in blocks of 64 rows, each in as many copies as the slots of keys wait for.
             state_copies.copy_norms(gmem, smem, tile, keys.copies)
+            # The states, one step for each term of each part of each group.
             steps = state_copies.copy_states(gmem, smem, tile, config.parts)
             # Keys are copied while the last states are still being read.
             keys.copy()
             # Wait until the last states have been read, so that no barrier is in use when the block ends.
             ring.drain(steps, config.state_stages, smem["state_free"])
 
-        # core multiplies: core.add(acc, a, b) is acc += a @ b, and accumulators hold zeros at first.
+        # core.add(acc, a, b) is acc += a @ b, and core.product(a, b) is a @ b^T; both return after reading their
+        # operands. Accumulators hold zeros at first.
         def compute(warpgroup, core):
             query_smem, scalar_smem = (smem[name].at[warpgroup] for name in ("query_smem", "scalar_smem"))
             out_smem = smem.get("out_smem", smem["query_smem"]).at[warpgroup]
@@ -113,7 +117,7 @@ def query_states(
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on: acc += w v, and the sum of w is added to the denominator.
                 total = query_tile.add_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
-                # The division, and the store of 64 rows of a head; tokens that do not exist are dropped.
+                # The sums of weights, the division, and the store, which drops tokens that do not exist.
                 gmem["denominator"][tile.head, tile.tokens_of(warpgroup)] = total
                 begin = tile.token + warpgroup * _BLOCK
                 query_tile.store_mean(acc, total, out_smem, results.block(gmem["out"], tile.head, begin))
@@ -134,7 +138,8 @@ def query_states(
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.state_stages),
         **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
     }
-    if value_dim != head_dim:  # else the output takes the memory of the query
+    # Else the output takes the memory of the query: each warpgroup overwrites its own rows, after their last product.
+    if value_dim != head_dim:
         scratch["out_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, value.dtype)
     output = launch.launch(
         body,
@@ -162,8 +167,9 @@ def query_states(
 
 
 def _norm_of_queries(core, query_smem, smem, layout):
-    """Returns q^T Z q for 64 rows; Z is symmetric, so its rows can be loaded like keys."""
+    """Returns q^T Z q for 64 rows: sums of products with rows of Z, loaded like keys, times entries of q."""
     query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
+    # At D = 32 a block has both parts of Z.
     if layout.head_dim < _BLOCK:
         query = jnp.concatenate([query] * (_BLOCK // layout.head_dim), 1)
     total = 0.0
@@ -189,6 +195,7 @@ def _read_states(core, acc, query_smem, scalar_smem, smem, terms, layout, parts)
         for part in range(parts):
             tiles = []
             for piece in layout.pieces(part * columns, (part + 1) * columns):
+                # Index scalar + group times `width` indices from `vector` on, cyclically.
                 scalar = plgpu.load(scalar_smem.at[piece.scalar + group], layout=_ROWS)
                 # Pairs across tiles represent both orders.
                 scalar = scalar + scalar if piece.weight == 2 else scalar
