@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from benchmarks import _contenders, _timing, _worker
-from configs import gpt2_124m
 from sympow_jax import config
 from sympow_jax.training import flops, sharding, step
 
@@ -57,7 +56,7 @@ class Run:
 
     def settings(self) -> config.Config:
         """Returns the papers' configuration with this run's batch. Raises ValueError for an unknown preset."""
-        settings = gpt2_124m.get_config(self.preset)
+        settings = config.load(f"gpt2_124m:{self.preset}")
         data = dataclasses.replace(settings.data, context_length=self.context, batch_tokens=self.tokens)
         model = settings.model
         if self.tiny:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import gpt2_124m
+from sympow_jax import config
 from sympow_jax.training import step
 from tests.pallas_kernels import traced
 
@@ -42,7 +42,7 @@ KERNELS = {
     ],
 )
 def test_a_training_step_takes_kernels(choice, form):
-    settings = gpt2_124m.get_config(choice)
+    settings = config.load(f"gpt2_124m:{choice}")
     # Layers are alike.
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, layers=1))
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
