@@ -2,19 +2,25 @@
 
 import dataclasses
 import functools
-import importlib.metadata
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _timing
+from benchmarks import _rows, _timing
 from benchmarks._shapes import CONTENDERS, WINDOW, Shape
 from sympow_jax import ops
 from sympow_jax.ops._shared import target
 
-__all__ = ["Prepared", "WrongResult", "ceilings", "machine", "prepare", "program_bytes"]
+__all__ = [
+    "Prepared",
+    "WrongResult",
+    "draw",
+    "prepare",
+    "program_bytes",
+    "require_close",
+]
 
 # Error bounds for bfloat16 inputs, as stated in the README.
 VALUE_BOUND, GRADIENT_BOUND = 1e-2, 2e-2
@@ -45,24 +51,6 @@ class Prepared:
     steps: int = 1
 
 
-def machine() -> dict:
-    """Returns the device and the package versions. Raises RuntimeError if a GPU was requested and there is none."""
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "jax": jax.__version__,
-        "runtime": " ".join(device.client.platform_version.split()),
-        "cudnn": _version("nvidia-cudnn-cu13") or _version("nvidia-cudnn-cu12"),
-        "jax-linear-attention": _version("jax-linear-attention"),
-    }
-
-
-def ceilings(smoke: bool) -> dict[str, float]:
-    """Measures the device's FLOP/s and bytes/s."""
-    return _timing.ceilings(size=64 if smoke else 8192, copied=2**16 if smoke else 2**31)
-
-
 def prepare(name: str, shape: Shape) -> Prepared:
     """Compiles a contender for a shape, runs it and checks its result.
 
@@ -75,7 +63,7 @@ def prepare(name: str, shape: Shape) -> Prepared:
     if shape.mode == "training":
         inputs = [(*arguments, _cotangent(shape)) for arguments in inputs]
         call = jax.jit(_both_passes(contender.call)).lower(*inputs[0]).compile()
-        with _timing.exclusive():
+        with _rows.exclusive():
             result, gradients = jax.block_until_ready(call(*inputs[0]))
         _require_finite(gradients)
         if shape.time <= GRADIENT_TIME:
@@ -84,7 +72,7 @@ def prepare(name: str, shape: Shape) -> Prepared:
             _check_trained(name, dataclasses.replace(shape, time=GRADIENT_TIME, batch=1))
     else:
         call = jax.jit(contender.call).lower(*inputs[0]).compile()
-        with _timing.exclusive():
+        with _rows.exclusive():
             result = jax.block_until_ready(call(*inputs[0]))
     error = _error_of_rows(contender, inputs[0], contender.output(result))
     return Prepared(
@@ -107,8 +95,6 @@ def draw(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
     return _draw((shape.batch, shape.time, shape.heads), shape.head_dim, seed)
 
 
-# Cached for the next contender on the same shape.
-@functools.lru_cache(maxsize=4)
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _draw(lead, head_dim, seed):
     keys = jax.random.split(jax.random.key(seed), 4)
@@ -258,7 +244,6 @@ def _both_passes(call):
     return run
 
 
-@functools.cache
 def _check_trained(name, shape):
     """Compares the gradients of a contender at a shape with the gradients of its formula."""
     contender = _CONTENDERS[name](shape)
@@ -273,7 +258,7 @@ def _check_gradients(contender, arguments, gradients):
     for name, (found, largest) in zip(ARGUMENTS, errors, strict=True):
         # Softmax attention has no gates here, so their gradient is zero.
         if largest:
-            _require_close(f"the gradient of {name}", float(found), GRADIENT_BOUND)
+            require_close(f"the gradient of {name}", float(found), GRADIENT_BOUND)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -289,14 +274,14 @@ def _error_of_rows(contender, arguments, out):
     time = out.shape[1]
     worst = max(_run(_row_error, contender.formula, end, arguments[:4], out) for end in (time // 2 + 1, time))
     _require_finite(out)
-    _require_close("the output", worst, VALUE_BOUND)
+    require_close("the output", worst, VALUE_BOUND)
     return worst
 
 
 def _run(function, *arguments):
     """Returns the scalar that a function computes; compiles it before taking the device lock."""
     compiled = function.lower(*arguments).compile()
-    with _timing.exclusive():
+    with _rows.exclusive():
         return float(compiled(*(x for x in arguments if isinstance(x, tuple | jax.Array))))
 
 
@@ -328,7 +313,7 @@ def _prepare_step(name, shape):
     whole = [x[-1:].astype(jnp.float32) for x in draw(both, 0)]
     expected = jax.jit(_power(shape.power))(whole[0][:, second], *whole[1:])
     worst = float(rms_error(out[-1:], expected))
-    _require_close("the output", worst, VALUE_BOUND)
+    require_close("the output", worst, VALUE_BOUND)
     return Prepared(
         functools.partial(_timing.queued, call, inputs),
         worst,
@@ -356,7 +341,8 @@ def rms_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.sqrt((difference**2).sum() / (expected**2).sum())
 
 
-def _require_close(what, found, bound):
+def require_close(what: str, found: float, bound: float) -> None:
+    """Raises WrongResult unless an error is within its bound."""
     # Not `found > bound`, which is false for NaN.
     if not found <= bound:
         raise WrongResult(f"{what} is off by {found:.1e}, more than {bound:.0e}")
@@ -370,10 +356,3 @@ def _require_finite(arrays):
 @jax.jit
 def _all_finite(arrays):
     return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(arrays)]).all()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,17 +1,15 @@
 """Prepares, times with CUDA events and checks the PyTorch contenders whose packages are installed."""
 
 import functools
-import importlib.metadata
 import importlib.util
 import math
-import statistics
 from collections.abc import Callable
 
-from benchmarks import _timing
+from benchmarks import _contenders, _rows, _timing
 from benchmarks._contenders import GRADIENT_TIME, ROWS, Prepared, WrongResult
 from benchmarks._shapes import PEERS, Shape
 
-__all__ = ["ceilings", "machine", "missing", "prepare", "versions"]
+__all__ = ["machine", "prepare"]
 
 # Peers keep their states in 16 bits, so their values and gradients get a wider bound than this project's.
 BOUND = 5e-2
@@ -22,47 +20,22 @@ _HEAD_START = 20_000_000
 _PACKAGES = ("torch", "triton", "retention", "flash-linear-attention", "fla-core")
 
 
-def missing(name: str) -> str | None:
-    """Returns a description of what a PyTorch contender lacks, or None if it can run."""
-    absent = [module for module in PEERS[name] if importlib.util.find_spec(module) is None]
-    return f"not installed: {', '.join(absent)}" if absent else None
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the installed packages."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def machine() -> dict:
-    """Returns the device and the package versions. Raises RuntimeError if PyTorch sees no GPU."""
+    """Returns the versions of PyTorch and the installed packages."""
     import torch
 
-    return {"device": torch.cuda.get_device_name(), **versions(), "torch cuda": torch.version.cuda}
-
-
-def ceilings(smoke: bool) -> dict[str, float]:
-    """Measures the FLOP/s of a bfloat16 matrix product in PyTorch."""
-    import torch
-
-    size = 64 if smoke else 8192
-    left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    sample = functools.partial(_events, lambda: left @ right)
-    sample(3)
-    seconds = statistics.median(sample(8).seconds for _ in range(5))
-    return {"torch flops": 2 * size**3 / seconds}
+    versions = {name: version for name in _PACKAGES if (version := _rows.version(name))}
+    return versions | {"torch cuda": torch.version.cuda}
 
 
 def prepare(name: str, shape: Shape) -> Prepared:
     """Loads a peer, runs it and checks its result.
 
-    Raises NotImplementedError if the peer does not support the shape, WrongResult if its result is wrong.
+    Raises NotImplementedError if the peer is not installed or does not support the shape, WrongResult if its result is
+    wrong.
     """
+    if absent := [module for module in PEERS[name] if importlib.util.find_spec(module) is None]:
+        raise NotImplementedError(f"not installed: {', '.join(absent)}")
     import torch
 
     torch.manual_seed(0)
@@ -73,7 +46,7 @@ def prepare(name: str, shape: Shape) -> Prepared:
     arguments = _draw(shape, shape.time)
     call, out = _runner(call, arguments, training)
     worst = _error_of_rows(formula, arguments, out)
-    _require_close("the output", worst, BOUND)
+    _contenders.require_close("the output", worst, BOUND)
     results = [out, *(x.grad for x in arguments)] if training else [out]
     if not all(bool(torch.isfinite(x).all()) for x in results):
         raise WrongResult("not every number is finite")
@@ -194,17 +167,11 @@ def _check_gradients(call, formula, shape):
     call(*arguments).backward(dout)
     formula(*exact).backward(dout.float())
     for name, x, wanted in zip(("query", "key", "value"), arguments, exact, strict=False):
-        _require_close(f"the gradient of {name}", _rms_error(x.grad, wanted.grad), BOUND)
+        _contenders.require_close(f"the gradient of {name}", _rms_error(x.grad, wanted.grad), BOUND)
 
 
 def _rms_error(actual, expected) -> float:
     return float(((actual.float() - expected) ** 2).sum().div((expected**2).sum()).sqrt())
-
-
-def _require_close(what, found, bound):
-    # Not `found > bound`, which is false for NaN.
-    if not found <= bound:
-        raise WrongResult(f"{what} is off by {found:.1e}, more than {bound:.0e}")
 
 
 def _events(call, calls: int) -> _timing.Sample:

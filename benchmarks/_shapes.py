@@ -1,7 +1,7 @@
 """Contenders and shapes that `benchmarks.kernels` compares, with the FLOPs and bytes of each shape."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from sympow_jax.ops._recurrent import cost
 
@@ -14,7 +14,7 @@ __all__ = [
     "Comparison",
     "Shape",
     "flops",
-    "of_side",
+    "rows",
     "step_bytes",
 ]
 
@@ -64,7 +64,7 @@ FIELDS = tuple(field.name for field in dataclasses.fields(Shape))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Contenders that are timed on one shape, taking turns."""
+    """Contenders that are timed on one shape."""
 
     part: str
     shape: Shape
@@ -113,13 +113,13 @@ def step_bytes(shape: Shape) -> float:
     return state * (1 + 2 / WINDOW) + window_bytes
 
 
-def of_side(comparisons: Iterable[Comparison], chosen: Callable[[str], bool]) -> list[Comparison]:
-    """Returns the comparisons reduced to the chosen contenders; drops those without any."""
-    kept = (
-        dataclasses.replace(comparison, contenders=tuple(filter(chosen, comparison.contenders)))
+def rows(comparisons: Iterable[Comparison]) -> list[dict]:
+    """Returns a description of a row for each contender of the comparisons."""
+    return [
+        {"part": comparison.part, "contender": name, **dataclasses.asdict(comparison.shape)}
         for comparison in comparisons
-    )
-    return [comparison for comparison in kept if comparison.contenders]
+        for name in comparison.contenders
+    ]
 
 
 # 1,024 to 262,144 tokens.

@@ -1,35 +1,18 @@
-"""Measures time on the device: by calls enqueued one after another, taking turns, and by kernel times from CUPTI."""
+"""Measures time on the device: by calls enqueued one after another, and by kernel times from CUPTI."""
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
-import os
 import pathlib
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-__all__ = [
-    "LOCK",
-    "Sample",
-    "ceilings",
-    "exclusive",
-    "in_turn",
-    "kernel_seconds",
-    "medians",
-    "queued",
-    "spread",
-    "traced_seconds",
-    "turns",
-]
+__all__ = ["Sample", "ceilings", "kernel_seconds", "medians", "queued", "samples", "spread", "traced_seconds"]
 
-# Environment variable that names the lock file with which workers take turns on the device; unset for one worker.
-LOCK = "SYMPOW_BENCHMARK_LOCK"
 ROUNDS = 10
 # Long compared to the clock's resolution and the last call's latency.
 SAMPLE_SECONDS = 0.02
@@ -48,40 +31,6 @@ class Sample:
     host_bound: bool
 
 
-@contextlib.contextmanager
-def turns(jobs: int) -> Iterator[None]:
-    """Makes the processes started inside, if `jobs` is above 1, take turns on the device and share its memory.
-
-    Two benchmarks can share the device too: start both with the same file in `LOCK` and without preallocation.
-    """
-    if jobs == 1 or LOCK in os.environ:
-        yield
-        return
-    with tempfile.NamedTemporaryFile() as lock:
-        inherited = {LOCK: lock.name, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        before = {name: os.environ.get(name) for name in inherited}
-        os.environ |= inherited
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-
-
-@contextlib.contextmanager
-def exclusive() -> Iterator[None]:
-    """Holds the device lock; other workers can only compile meanwhile."""
-    if (path := os.environ.get(LOCK)) is None:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def queued(call: Callable, inputs: Sequence[tuple], calls: int) -> Sample:
     """Measures the seconds per call of a JAX function over `calls` calls enqueued without waiting, cycling `inputs`.
 
@@ -97,28 +46,12 @@ def queued(call: Callable, inputs: Sequence[tuple], calls: int) -> Sample:
     return Sample((end - begin) / calls, enqueued - begin > _HOST_SHARE * (end - begin))
 
 
-def in_turn(
-    samplers: Mapping[str, Callable[[int], Sample]], *, announce=lambda name: None
-) -> dict[str, list[Sample]]:
-    """Takes several samples from each sampler, in turns; a sampler is called with a number of calls.
-
-    Because they take turns, a change of the machine's speed affects all of them. `announce` is called with the name of
-    the sampler whose turn it is.
-    """
-    plans: dict[str, tuple[int, int]] = {}
-    samples: dict[str, list[Sample]] = {name: [] for name in samplers}
-    for name, sampler in samplers.items():
-        announce(name)
-        first = sampler(1).seconds
-        calls = min(max(int(SAMPLE_SECONDS / first), 1), IN_FLIGHT)
-        plans[name] = calls, min(max(int(CONTENDER_SECONDS / (first * calls)), 2), ROUNDS)
-    for number in range(ROUNDS):
-        for name, sampler in samplers.items():
-            calls, rounds = plans[name]
-            if number < rounds:
-                announce(name)
-                samples[name].append(sampler(calls))
-    return samples
+def samples(sampler: Callable[[int], Sample]) -> list[Sample]:
+    """Takes several samples from a sampler, which is called with a number of calls."""
+    first = sampler(1).seconds
+    calls = min(max(int(SAMPLE_SECONDS / first), 1), IN_FLIGHT)
+    rounds = min(max(int(CONTENDER_SECONDS / (first * calls)), 2), ROUNDS)
+    return [sampler(calls) for _ in range(rounds)]
 
 
 def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
@@ -192,11 +125,9 @@ def ceilings(*, size: int, copied: int) -> dict[str, float]:
     words = jax.random.bits(keys[2], (copied // 4,), jnp.uint32)
     # `invert` is a copy that XLA cannot elide by aliasing the result to the argument.
     calls = {"matmul": (jax.jit(jnp.matmul), (left, right)), "copy": (jax.jit(jnp.invert), (words,))}
-    samplers: dict[str, Callable[[int], Sample]] = {}
+    taken = {}
     for name, (call, arguments) in calls.items():
         jax.block_until_ready(call(*arguments))
-        samplers[name] = functools.partial(queued, call, [arguments])
-    with exclusive():
-        taken = in_turn(samplers)
-    best = {name: statistics.median(sample.seconds for sample in samples) for name, samples in taken.items()}
-    return {"flops": 2 * size**3 / best["matmul"], "bytes": 2 * 4 * words.size / best["copy"]}
+        sampler = functools.partial(queued, call, [arguments])
+        taken[name] = statistics.median(sample.seconds for sample in samples(sampler))
+    return {"flops": 2 * size**3 / taken["matmul"], "bytes": 2 * 4 * words.size / taken["copy"]}

@@ -11,17 +11,14 @@ import argparse
 import functools
 import json
 import pathlib
-import platform
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
-import rich.table
 
-from benchmarks import _timing
+from benchmarks import _rows, _timing
 from sympow_jax import ops
 
 HEADS = 4
@@ -69,14 +66,12 @@ def main() -> None:
             if length <= (2048 if arguments.quick else LONGEST[arguments.kernel]):
                 rows.append(_compare(arguments.kernel, length, head_dim, repeats=15 if length <= 4096 else 3))
     settings = {"batch": 1, "heads": HEADS, "kernel": arguments.kernel}
-    report = {"machine": _machine(), "settings": settings, "rows": rows}
+    report = {"machine": _rows.machine(), "settings": settings, "rows": rows}
     if not arguments.quick and arguments.kernel in RECURRENT:
         command = [sys.executable, "-m", "benchmarks.attention", "--million", f"--kernel={arguments.kernel}"]
         report["million_tokens"] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     _print(report)
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    _rows.write(arguments.out, report)
 
 
 def _compare(kernel: str, length: int, head_dim: int, repeats: int) -> dict:
@@ -119,18 +114,8 @@ def _peak_bytes() -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-def _machine() -> dict:
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "processor": platform.processor() or platform.machine(),
-        "jax": jax.__version__,
-    }
-
-
 def _print(report: dict) -> None:
     kernel = report["settings"]["kernel"]
-    table = rich.table.Table(title=f"seconds, {report['machine']['device']}, float32, b1 n{HEADS}, {kernel}")
     columns = (
         "T",
         "D",
@@ -142,8 +127,7 @@ def _print(report: dict) -> None:
         "ratio",
         "us/token fwd+bwd",
     )
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = _rows.make_table(f"seconds, float32, b1 n{HEADS}, {kernel}", columns, ())
     for row in report["rows"]:
         seconds = row["seconds"]
         cells = [f"{row['length']:,}", str(row["head_dim"])]
@@ -155,10 +139,9 @@ def _print(report: dict) -> None:
                 f"{theirs / ours:.1f}" if theirs else "-",
             ]
         table.add_row(*cells, f"{1e6 * seconds[kernel + '_grad'] / row['length']:.1f}")
-    console = rich.console.Console()
-    console.print(table)
+    _rows.print_tables(report, [table])
     if million := report.get("million_tokens"):
-        console.print(
+        print(
             f"forward over {million['length']:,} tokens (b1 n1 D=32): {million['seconds']:.1f} s, "
             f"largest process size {million['peak_bytes'] / 1e9:.2f} GB"
         )

@@ -12,23 +12,19 @@ lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
 
 import argparse
 import dataclasses
-import json
 import pathlib
-import platform
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import matplotlib.backends.backend_agg
-import matplotlib.figure
-import matplotlib.ticker
 import numpy as np
 from flax import nnx
 
-from benchmarks import _timing
+from benchmarks import _rows, _timing
 from sympow_jax import config, generation, models, ops
+from sympow_jax.evaluation import figures
 from sympow_jax.generation import loop
 from sympow_jax.training import loss
 
@@ -42,7 +38,7 @@ BRIEF_MODEL = {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2, "dtype": 
 BRIEF_LENGTHS = (64, 256, 1024)
 BRIEF_PREFILLED = (1024,)
 
-_COLORS = {"conformal": "#0072B2", "softmax": "#D55E00"}
+_COLORS = dict(zip(PRESETS, figures.COLORS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +96,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     content = {
         "model": sizes,
-        "machine": {
-            "device": jax.devices()[0].device_kind,
-            "processor": platform.machine(),
-            "jax": jax.__version__,
-        },
+        "machine": _rows.machine(),
         "rows": [dataclasses.asdict(row) for row in rows],
         "prefills": [dataclasses.asdict(prefill) for prefill in prefills],
     }
-    (options.out / "decoding.json").write_text(json.dumps(content, indent=1) + "\n")
+    _rows.write(options.out / "decoding.json", content)
     plot(rows, options.out / "decoding.png")
 
 
@@ -202,23 +194,22 @@ def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
 
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Plots time per token and bytes of the state against the length of the prompt, with logarithmic axes."""
-    figure = matplotlib.figure.Figure(figsize=(9.0, 3.8), dpi=160, layout="constrained")
-    matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
-    panels = {
-        "microseconds a token": lambda row: 1e6 * row.seconds,
-        "MiB of state": lambda row: row.state_bytes / 2**20,
-    }
-    for axes, (title, value) in zip(figure.subplots(1, 2), panels.items()):
-        for preset in dict.fromkeys(row.preset for row in rows):
-            chosen = [row for row in rows if row.preset == preset]
-            lengths = [row.length for row in chosen]
-            axes.plot(lengths, [value(row) for row in chosen], "o-", color=_COLORS[preset], label=preset)
-        axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", title=title)
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
-        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    figure.savefig(path)
+    figure, axes = figures.make(2, width=9.0, height=3.8, sharey=False)
+    _draw(axes[0], rows, "microseconds a token", lambda row: 1e6 * row.seconds)
+    _draw(axes[1], rows, "MiB of state", lambda row: row.state_bytes / 2**20)
+    figures.save(figure, path)
+
+
+def _draw(axes, rows: Sequence[Row], title: str, value: Callable[[Row], float]) -> None:
+    for preset in dict.fromkeys(row.preset for row in rows):
+        chosen = [row for row in rows if row.preset == preset]
+        lengths = [row.length for row in chosen]
+        axes.plot(lengths, [value(row) for row in chosen], "o-", color=_COLORS[preset], label=preset)
+    figures.style(axes, x_label="tokens of the prompt", y_label="", title=title)
+    figures.set_log2_ticks(axes, lengths)
+    axes.set_yscale("log")
+    axes.tick_params("x", rotation=30)
+    axes.legend(frameon=False)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ they come, to benchmarks/results/kernels-<gpu>[-<part>...].json unless --out is 
 
 Every result is checked before it is timed. Rows at the end and in the middle of the sequence are compared with float32,
 gradients are compared with float32 at 2,048 tokens, and all values must be finite. A row that is wrong has no time.
-Contenders of one shape take turns in one process, with calls enqueued one after another on two sets of random inputs.
-PyTorch contenders run in a process of their own. A kernel that crashes or hangs loses only its own row.
+Each row is measured in a process of its own, with calls enqueued one after another on two sets of random inputs. A
+kernel that crashes or hangs loses only its own row.
 
 FLOPs are those that the mathematics needs, per token and head: 2 (D + E) T / 2 for pairs, or 4 F E for features (F is
 their exact number) plus the pairs of a chunk of 128 and a window of 64. A backward pass counts 2.5 times the pairs and
@@ -18,24 +18,21 @@ measured in the same run. Memory is the peak of a call according to the compiler
 """
 
 import argparse
-import concurrent.futures
 import itertools
 import pathlib
+import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
 
-import rich.console
 import rich.table
 
-from benchmarks import _peers, _report, _shapes, _timing, _worker
-from pallas_kernels.check import verdict
+from benchmarks import _contenders, _peers, _rows, _shapes, _timing
 
 BRIEF_SECONDS = 450.0
-# A worker without an event for this many seconds hangs: compilation takes a minute or two, tuning for Triton more.
-SILENCE = {"jax": 300.0, "torch": 900.0}
-BRIEF_SILENCE = 120.0
+# Time limit of a row: compilation takes a minute or two, tuning for Triton more.
+ROW_SECONDS, BRIEF_ROW_SECONDS = 600.0, 150.0
+COMMAND = (sys.executable, "-m", "benchmarks.kernels")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,102 +46,81 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--smoke", action="store_true", help="tiny shapes, on any device, in this process; writes only --out"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, help="workers that compile at once; they take turns on the device"
+        "--jobs", type=int, default=1, help="rows that compile at once; they take turns on the device"
     )
+    parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; it must be at least 1")
-    started = time.monotonic()
-    if options.smoke:
-        comparisons = _shapes.SMOKE
-    else:
-        parts = options.part or [part for part in _shapes.PARTS if part != "brief"]
-        comparisons = tuple(itertools.chain.from_iterable(_shapes.PARTS[part] for part in parts))
-    report = Report(options.out, "" if options.smoke else "".join(f"-{part}" for part in options.part or ()))
-    try:
-        _measure(comparisons, report, options.smoke, started, options.jobs)
-    except _worker.NoDevice as error:
-        sys.exit(f"benchmarks.kernels measures on a GPU: {error}; --smoke runs tiny shapes without one")
-    _print(report.content)
-
-
-class Report:
-    """The machine, its ceilings and the rows so far, written to a file after every addition."""
-
-    def __init__(self, path: pathlib.Path | None, suffix: str):
-        self.content: dict = {"machine": {"driver": verdict.driver_version()}, "ceilings": {}, "rows": []}
-        self._file = _report.File("kernels", path, suffix)
-        self._lock = threading.Lock()
-
-    def add(self, event: dict) -> None:
-        """Adds an event of `_worker.serve`; may be called from any thread."""
-        with self._lock:
-            for name in ("machine", "ceilings"):
-                self.content[name] |= event.get(name, {})
-            # Ceilings come from one worker, after the first rows of others.
-            rows = [*self.content["rows"], *event.get("rows", ())]
-            self.content["rows"] = [row | _rates(row, self.content["ceilings"]) for row in rows]
-            self._file.write(self.content)
-
-
-def _measure(comparisons, report, smoke, started, jobs):
-    ours = _shapes.of_side(comparisons, lambda name: name not in _shapes.PEERS)
-    absent = {name: "PyTorch's peers need a GPU" if smoke else _peers.missing(name) for name in _shapes.PEERS}
-    for comparison in _shapes.of_side(comparisons, lambda name: absent.get(name) is not None):
-        report.add({"rows": [_row(comparison, name, absent[name]) for name in comparison.contenders]})
-    theirs = _shapes.of_side(comparisons, lambda name: name in absent and absent[name] is None)
-    if smoke:
-        _worker.serve("jax", ours, {}, report.add, ceilings=True, smoke=True)
+    if options.row:
+        _rows.print_result(measure, options.row)
         return
-    brief = all(comparison.part == "brief" for comparison in comparisons)
-    deadline = started + BRIEF_SECONDS if brief else float("inf")
-    # PyTorch contenders have a worker of their own.
-    with _timing.turns(jobs + bool(theirs)), concurrent.futures.ThreadPoolExecutor(jobs + 1) as pool:
-        # A worker that waits for the others emits nothing for longer.
-        patience = 1 + jobs / 4
-        silence = (BRIEF_SILENCE if brief else SILENCE["jax"]) * patience
-        running = [
-            pool.submit(_supervise, "jax", part, report.add, silence, deadline, ceilings=number == 0)
-            for number, part in enumerate(_deal(ours, jobs))
-        ]
-        running.append(pool.submit(_supervise_peers, theirs, report, deadline, SILENCE["torch"] * patience))
-        for future in running:
-            future.result()
+    if options.smoke:
+        device: dict = {"machine": _rows.machine(), "ceilings": _timing.ceilings(size=64, copied=2**16)}
+        rows = _rows.in_this_process(_shapes.rows(_shapes.SMOKE), measure)
+        path = options.out
+    else:
+        brief = options.part == ["brief"]
+        deadline = time.monotonic() + (BRIEF_SECONDS if brief else float("inf"))
+        device = _rows.require_device("benchmarks.kernels", COMMAND, seconds=ROW_SECONDS)
+        parts = options.part or [part for part in _shapes.PARTS if part != "brief"]
+        rows = _rows.in_processes(
+            _shapes.rows(itertools.chain.from_iterable(_shapes.PARTS[part] for part in parts)),
+            COMMAND,
+            seconds=BRIEF_ROW_SECONDS if brief else ROW_SECONDS,
+            deadline=deadline,
+            jobs=options.jobs,
+        )
+        name = "-".join(["kernels", *(options.part or ())])
+        path = options.out or _rows.result_path(name, device["machine"]["device"])
+    report = {name: device[name] for name in ("machine", "ceilings")}
+    rated = (row | _rates(row, report["ceilings"]) for row in rows)
+    _print(_rows.record(report, rated, path))
 
 
-def _deal(comparisons, jobs):
-    """Splits the comparisons between workers, keeping their order.
+def measure(row: dict) -> dict:
+    """Measures a row of `_shapes.rows` or, for {"device": True}, the device's ceilings, on a GPU.
 
-    Comparisons that agree in mode, power and head size stay together where possible: a worker checks the gradients of
-    shapes that differ only in length once, which saves compiling.
+    Raises NotImplementedError if the contender does not support the shape, WrongResult if its result is wrong.
     """
-    groups: dict[tuple, list] = {}
-    for comparison in comparisons:
-        shape = comparison.shape
-        groups.setdefault((shape.mode, shape.power, shape.head_dim), []).append(comparison)
-    most = -(-len(comparisons) // jobs)
-    dealt: list[list] = [[] for _ in range(jobs)]
-    for group in groups.values():
-        for part in itertools.batched(group, most):
-            min(dealt, key=len).extend(part)
-    return [part for part in dealt if part]
-
-
-def _supervise_peers(comparisons, report, deadline, silence):
-    try:
-        _supervise("torch", comparisons, report.add, silence, deadline)
-    except _worker.NoDevice as error:
-        for comparison in comparisons:
-            report.add({"rows": [_row(comparison, name, str(error)) for name in comparison.contenders]})
-
-
-def _supervise(side, comparisons, emit, silence, deadline, *, ceilings=True):
-    command = [sys.executable, "-m", "benchmarks._worker", side]
-    _worker.supervise(command, comparisons, emit, silence=silence, deadline=deadline, ceilings=ceilings)
-
-
-def _row(comparison, name, note):
-    return _worker.row(comparison, name) | {"note": note}
+    if "device" in row:
+        found = _rows.machine(gpu=True)
+        with _rows.exclusive():
+            return {"machine": found, "ceilings": _timing.ceilings(size=8192, copied=2**31)}
+    side = _peers if row["contender"] in _shapes.PEERS else _contenders
+    shape = _shapes.Shape(**{name: row[name] for name in _shapes.FIELDS})
+    prepared = side.prepare(row["contender"], shape)
+    with _rows.exclusive():
+        samples = _timing.samples(prepared.sample)
+    taken = [sample.seconds / prepared.steps for sample in samples]
+    queued = statistics.median(taken)
+    host_bound = sum(sample.host_bound for sample in samples) * 2 > len(samples)
+    result = {
+        "machine": _peers.machine() if side is _peers else {},
+        "queued_seconds": queued,
+        "seconds": queued,
+        "spread": _timing.spread(taken),
+        "host_bound": host_bound,
+        "error": prepared.error,
+        "memory": prepared.memory,
+    }
+    if host_bound:
+        result["note"] = "the host was slower: with its time"
+    with _rows.exclusive():
+        try:
+            kernels = prepared.kernels()
+        except Exception as error:  # CUPTI may be missing or in use
+            return result | {"kernels_note": f"{type(error).__name__}: {error}"[:200]}
+    if kernels:
+        result["kernels"] = {name: seconds / prepared.steps for name, seconds in kernels.items()}
+        result["kernel_seconds"] = sum(result["kernels"].values())
+        if host_bound:
+            # The device waited for the host; the sum of its kernels is its own time.
+            result |= {
+                "seconds": result["kernel_seconds"],
+                "note": "the host was slower: kernels' sum",
+            }
+    return result
 
 
 def _rates(row: dict, ceilings: dict) -> dict:
@@ -156,37 +132,25 @@ def _rates(row: dict, ceilings: dict) -> dict:
     if work is None:
         unit, work = "bytes", _shapes.step_bytes(shape)
     rate = work / row["seconds"]
-    return {f"{unit}_per_second": rate, "fraction": rate / ceilings[unit] if unit in ceilings else None}
+    return {f"{unit}_per_second": rate, "fraction": rate / ceilings[unit]}
 
 
 def _print(report: dict) -> None:
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
-    console.print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))
-    for name, reached in report["ceilings"].items():
-        console.print(f"measured here: {_CEILINGS[name].format(reached)}")
     rows = sorted(report["rows"], key=lambda row: list(_shapes.PARTS).index(row["part"]))
-    for part, of_part in itertools.groupby(rows, key=lambda row: row["part"]):
-        console.print(_table(part, sorted(of_part, key=_order)))
+    parts = itertools.groupby(rows, key=lambda row: row["part"])
+    _rows.print_tables(report, (_table(part, sorted(of_part, key=_order)) for part, of_part in parts))
 
 
 def _order(row):
     return [row[name] for name in ("mode", "power", "head_dim", "batch", "heads", "time")]
 
 
-_CEILINGS = {
-    "flops": "{:.4g} FLOP/s in a bfloat16 product",
-    "bytes": "{:.4g} bytes/s in a copy, read and written",
-    "torch flops": "{:.4g} FLOP/s in a bfloat16 product by PyTorch",
-}
 _COLUMNS = ("pass", "p", "D", "b x n", "T", "contender", "ms", "spread", "kernels ms", "rate", "of peak")
 _CHECKED = ("cuDNN /", "GB", "error", "note")
 
 
 def _table(part: str, rows: list[dict]) -> rich.table.Table:
-    table = rich.table.Table(title=part)
-    for column in (*_COLUMNS, *_CHECKED):
-        text = column in ("pass", "contender", "note")
-        table.add_column(column, justify="left" if text else "right", no_wrap=column != "note")
+    table = _rows.make_table(part, (*_COLUMNS, *_CHECKED), ("pass", "contender", "note"))
     cudnn = {tuple(_order(row)): row.get("seconds") for row in rows if row["contender"] == "softmax/cudnn"}
     for row in rows:
         cells = [row["mode"], str(row["power"]), str(row["head_dim"]), f"{row['batch']} x {row['heads']}"]
@@ -199,7 +163,7 @@ def _table(part: str, rows: list[dict]) -> rich.table.Table:
                 f"{row['spread']:.1%}",
                 f"{1e3 * row['kernel_seconds']:.4g}" if "kernel_seconds" in row else "-",
                 f"{flops / 1e12:.3g} TFLOP/s" if flops else f"{row['bytes_per_second'] / 1e9:.3g} GB/s",
-                f"{row['fraction']:.1%}" if row["fraction"] else "-",
+                f"{row['fraction']:.1%}",
                 f"{reference / seconds:.2f}x" if reference else "-",
                 f"{row['memory'] / 1e9:.3g}" if row["memory"] is not None else "-",
                 f"{row['error']:.1e}",

@@ -15,23 +15,24 @@ given. A plot is saved next to that file.
 """
 
 import argparse
-import concurrent.futures
 import dataclasses
 import itertools
+import math
 import pathlib
 import re
+import statistics
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
-import matplotlib.backends.backend_agg
-import matplotlib.figure
-import matplotlib.ticker
-import rich.console
-import rich.table
+import jax
+import numpy as np
 
-from benchmarks import _contenders, _report, _timing, _training, _worker
-from pallas_kernels.check import verdict
+from benchmarks import _contenders, _rows, _timing
+from sympow_jax import config
+from sympow_jax.evaluation import figures
+from sympow_jax.training import flops, sharding, step
 
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")
@@ -39,36 +40,55 @@ TOKENS = 65_536
 # Longest first, since it matters most.
 BRIEF_CONTEXTS = (65_536, 8192, 1024)
 BRIEF_SECONDS = 450.0
-# A process without a sign of progress for this many seconds hangs: it compiles in a minute or two.
-SILENCE = 400.0
-BRIEF_SILENCE = 150.0
+# Time limit of a row: it compiles in a minute or two.
+ROW_SECONDS, BRIEF_ROW_SECONDS = 600.0, 200.0
 SMOKE_CONTEXTS, SMOKE_TOKENS = (64, 128), 256
+WARMUP_STEPS = 2
+# Steps are timed for this many seconds, but at least LEAST_STEPS and at most MOST_STEPS of them.
+SECONDS = 15.0
+LEAST_STEPS, MOST_STEPS = 3, 10
+# Kernels and copies of a step whose times are in its row.
+LONGEST = 40
+COMMAND = (sys.executable, "-m", "benchmarks.training")
+# A model small enough for any device.
+_TINY: dict[str, Any] = {
+    "vocab_size": 128,
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 16,
+}
+_FORMS = re.compile(r"\b(attention|chunked|recurrent|softmax)_(reference|xla|mosaic_gpu|cudnn)\b")
+_KERNELS = re.compile(r"\bpower_(?:attention|state)_\w+|__cudnn\$\w+")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table and writes the JSON. Exits with status 1 and one line if there is no GPU."""
     options = _options(arguments)
-    started = time.monotonic()
-    contexts = options.context or (
-        SMOKE_CONTEXTS if options.smoke else BRIEF_CONTEXTS if options.brief else CONTEXTS
-    )
-    presets = options.preset or PRESETS
-    tokens = SMOKE_TOKENS if options.smoke else TOKENS
-    runs = [
-        _training.Run(preset=preset, context=context, tokens=tokens, tiny=options.smoke)
-        for context, preset in itertools.product(contexts, presets)
+    if options.row:
+        _rows.print_result(measure, options.row)
+        return
+    contexts = SMOKE_CONTEXTS if options.smoke else BRIEF_CONTEXTS if options.brief else CONTEXTS
+    described = [
+        {"context": context, "preset": preset, "tokens": SMOKE_TOKENS if options.smoke else TOKENS}
+        for context, preset in itertools.product(options.context or contexts, options.preset or PRESETS)
     ]
-    chosen = ["brief"] if options.brief else [*map(str, options.context or ()), *(options.preset or ())]
-    file = _report.File(
-        "training", options.out, "".join(f"-{re.sub(r'[^a-z0-9_]+', '-', name)}" for name in chosen)
-    )
-    deadline = started + BRIEF_SECONDS if options.brief else float("inf")
-    try:
-        report = _measure(runs, file, deadline, BRIEF_SILENCE if options.brief else SILENCE, options.jobs)
-    except _worker.NoDevice as error:
-        sys.exit(f"benchmarks.training measures on a GPU: {error}; --smoke runs tiny shapes without one")
+    if options.smoke:
+        device = {"machine": _rows.machine()}
+        rows = _rows.in_this_process([row | {"tiny": True} for row in described], measure)
+        path = options.out
+    else:
+        deadline = time.monotonic() + (BRIEF_SECONDS if options.brief else float("inf"))
+        device = _rows.require_device("benchmarks.training", COMMAND, seconds=ROW_SECONDS)
+        limit = BRIEF_ROW_SECONDS if options.brief else ROW_SECONDS
+        rows = _rows.in_processes(described, COMMAND, seconds=limit, deadline=deadline, jobs=options.jobs)
+        chosen = ["brief"] if options.brief else [*map(str, options.context or ()), *(options.preset or ())]
+        name = "-".join(["training", *(re.sub(r"[^a-z0-9_]+", "-", choice) for choice in chosen)])
+        path = options.out or _rows.result_path(name, device["machine"]["device"])
+    report = _rows.record({"machine": device["machine"]}, rows, path)
     _print(report)
-    if (path := file.path(report["machine"])) is not None and any("seconds" in row for row in report["rows"]):
+    if path is not None and any("seconds" in row for row in report["rows"]):
         _plot(path.with_suffix(".png"), report)
 
 
@@ -86,74 +106,111 @@ def _options(arguments):
         "--smoke", action="store_true", help="tiny shapes, on any device, in this process; writes only --out"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, help="processes that compile at once; they take turns on the device"
+        "--jobs", type=int, default=1, help="rows that compile at once; they take turns on the device"
     )
+    parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.context and (options.smoke or options.brief):
         parser.error("--smoke and --brief have contexts of their own")
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}; it must be at least 1")
     for preset in options.preset or ():
         try:
-            _training.Run(preset=preset, context=CONTEXTS[0], tokens=TOKENS).settings()
+            config.load(f"gpt2_124m:{preset}")
         except ValueError as error:
             parser.error(str(error))
     return options
 
 
-def _measure(runs, file, deadline, silence, jobs) -> dict:
-    """Measures all runs and returns the report; writes it to the file after every row."""
-    report: dict = {"machine": {"driver": verdict.driver_version()}, "rows": []}
+def measure(row: dict) -> dict:
+    """Measures a row with `preset`, `context` and `tokens` per step or, for {"device": True}, describes the GPU.
 
-    order = {(run.context, run.preset): number for number, run in enumerate(runs)}
+    The preset is the argument of `configs/gpt2_124m.py`. If `tiny` is set, the model is small enough for any device.
+    """
+    if "device" in row:
+        return {"machine": _rows.machine(gpu=True)}
+    settings = config.load(f"gpt2_124m:{row['preset']}")
+    data = dataclasses.replace(settings.data, context_length=row["context"], batch_tokens=row["tokens"])
+    model = dataclasses.replace(settings.model, **(_TINY if row.get("tiny") else {}))
+    settings = dataclasses.replace(settings, data=data, model=model)
+    device = jax.devices()[0]
+    mesh = sharding.whole_mesh([device])
+    shape = settings.data.batch_size, row["context"] + 1
+    tokens = np.random.default_rng(0).integers(model.vocab_size, size=shape, dtype=np.int32)
+    batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+    begin = time.perf_counter()
+    jitted: Any = step.make_update(settings, mesh)
+    update = jitted.lower(step.abstract_state(settings, mesh), batch).compile()
+    compile_seconds = time.perf_counter() - begin
 
-    def measured(run):
-        row = {"context": run.context, "preset": run.preset, "tokens": run.tokens}
-        if run.tiny:
-            return _contenders.machine(), row | _training.measure(run, lambda event: None)
-        machine: dict = {}
-        for event in _events(run, silence * jobs, deadline):
-            machine |= event.get("machine", {})
-            row |= event.get("row", {})
-        return machine, row
+    state = step.init_state(settings, mesh)
+    with _rows.exclusive():
+        state, seconds, losses = _steps(update, state, batch)
+        median = statistics.median(seconds)
+        # The times of kernels are taken last, because the profiler may fail.
+        try:
+            kernels = _timing.traced_seconds(lambda: jax.block_until_ready(update(state, batch)))
+            traced: dict[str, Any] = {
+                "device_seconds": sum(kernels.values()),
+                "longest": dict(itertools.islice(kernels.items(), LONGEST)),
+            }
+        except Exception as error:
+            traced = {"kernels_note": f"{type(error).__name__}: {error}"[:200]}
+    needed = row["tokens"] * flops.model_flops_per_token(model, row["context"])
+    peak = flops.peak_flops(device)
+    return {
+        **attention(update.as_text()),
+        "seconds": median,
+        "spread": _timing.spread(seconds),
+        "tokens_per_second": row["tokens"] / median,
+        "model_flops_per_second": needed / median,
+        "mfu": None if peak is None else needed / median / peak,
+        "steps": len(seconds),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "program_bytes": _contenders.program_bytes(update),
+        "compile_seconds": compile_seconds,
+        **traced,
+    }
 
-    with _timing.turns(jobs), concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(measured, run) for run in runs]):
-            if done.exception() is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
-            machine, row = done.result()
-            report["machine"] |= machine
-            report["rows"] = sorted(
-                [*report["rows"], row], key=lambda row: order[row["context"], row["preset"]]
-            )
-            file.write(report)
-    return report
+
+def _steps(update, state, batch):
+    """Runs steps; returns the state, the seconds of those after the warm-up, and all losses."""
+    seconds: list[float] = []
+    losses: list[float] = []
+    while len(seconds) < WARMUP_STEPS + LEAST_STEPS or (
+        len(seconds) < WARMUP_STEPS + MOST_STEPS and sum(seconds[WARMUP_STEPS:]) < SECONDS
+    ):
+        begin = time.perf_counter()
+        state, metrics = update(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - begin)
+        losses.append(float(metrics["loss"]))
+    if not all(map(math.isfinite, losses)):
+        raise _contenders.WrongResult(f"the losses are not all finite: {losses}")
+    return state, seconds[WARMUP_STEPS:], losses
 
 
-def _events(run, silence, deadline):
-    """Yields the events of a process that measures a run, or {"row": {"note": why}} if it measured nothing."""
-    if time.monotonic() > deadline:
-        yield {"row": {"note": "not measured: the time was over"}}
-        return
-    command = [sys.executable, "-m", "benchmarks._training"]
-    failed, measured = None, False
-    for event in _worker.events(command, dataclasses.asdict(run), silence=silence, deadline=deadline):
-        if "no_device" in event:
-            raise _worker.NoDevice(event["no_device"])
-        failed = failed or event.get("failed")
-        measured |= "row" in event
-        if "ended" in event and not measured:
-            yield {"row": {"note": failed or f"its process ended: {event['ended']}"}}
-        yield event
+def attention(program: str) -> dict:
+    """Returns the forms, implementations and kernel names that compute attention in a compiled program.
+
+    The backward pass of a form has the same name as the form. Its kernels, if it has any, have names of their own.
+    """
+    return {
+        "attention": ", ".join(sorted({"/".join(found) for found in _FORMS.findall(program)})),
+        "kernels": sorted(set(_KERNELS.findall(program))),
+    }
 
 
 def _print(report: dict) -> None:
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
-    console.print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))
     tokens = report["rows"][0]["tokens"]
-    table = rich.table.Table(title=f"training, {tokens:,} tokens a step")
     columns = ("context", "preset", "attention", "ms", "spread", "tokens/s", "/ softmax", "MFU", "peak GB")
-    for column in (*columns, "program GB", "loss", "kernels, note"):
-        text = column in ("preset", "attention", "kernels, note")
-        table.add_column(column, justify="left" if text else "right", no_wrap=column != "kernels, note")
+    table = _rows.make_table(
+        f"training, {tokens:,} tokens a step",
+        (*columns, "program GB", "loss", "kernels, note"),
+        ("preset", "attention", "kernels, note"),
+    )
     rates = _rates(report)
     for row in sorted(report["rows"], key=lambda row: row["context"]):
         cells = [f"{row['context']:,}", row["preset"], row.get("attention", "-")]
@@ -172,7 +229,7 @@ def _print(report: dict) -> None:
         else:
             cells += ["-"] * 8
         table.add_row(*cells, row.get("note") or ", ".join(row.get("kernels", ())))
-    console.print(table)
+    _rows.print_tables(report, [table])
 
 
 def _rates(report: dict) -> dict[tuple[str, int], float]:
@@ -184,24 +241,16 @@ def _rates(report: dict) -> dict[tuple[str, int], float]:
 def _plot(path: pathlib.Path, report: dict) -> None:
     """Plots tokens per second against the context, one line per preset."""
     rates = _rates(report)
-    # Not pyplot: no global state, no display.
-    figure = matplotlib.figure.Figure(figsize=(8.0, 4.8), dpi=160, layout="constrained")
-    matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for preset, marker in zip(dict.fromkeys(name for name, _ in rates), itertools.cycle("osD^vPX")):
+    figure, (axes,) = figures.make()
+    for preset, marker in zip(dict.fromkeys(name for name, _ in rates), itertools.cycle(figures.MARKERS)):
         points = [(context, rate) for (name, context), rate in rates.items() if name == preset]
         axes.plot(*zip(*points), marker=marker, label=preset)
-    contexts = sorted({context for _, context in rates})
-    axes.set_xscale("log", base=2)
+    figures.set_log2_ticks(axes, sorted({context for _, context in rates}))
     axes.set_yscale("log")
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-    axes.set_xlabel("context (tokens)")
-    axes.set_ylabel("tokens a second")
-    axes.grid(color="#e6e6e6", linewidth=0.8)
+    title = f"Training 124M parameters, {report['rows'][0]['tokens']:,} tokens a step"
+    figures.style(axes, x_label="context (tokens)", y_label="tokens a second", title=title)
     axes.legend()
-    axes.set_title(f"Training 124M parameters, {report['rows'][0]['tokens']:,} tokens a step")
-    figure.savefig(path)
+    figures.save(figure, path)
 
 
 if __name__ == "__main__":

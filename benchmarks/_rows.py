@@ -1,0 +1,215 @@
+"""Measures each row of a benchmark in a process of its own, with a time limit, and writes rows as they come.
+
+A kernel that crashes or hangs loses only its own row. A benchmark measures one row with the flag `--row`.
+"""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import rich.console
+import rich.table
+
+from pallas_kernels.check import supervisor, verdict
+from sympow_jax import atomic
+
+__all__ = [
+    "RESULTS",
+    "exclusive",
+    "in_processes",
+    "in_this_process",
+    "machine",
+    "make_table",
+    "print_result",
+    "print_tables",
+    "record",
+    "require_device",
+    "result_path",
+    "version",
+    "write",
+]
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+# Environment variable that names the lock file with which processes take turns on the device; unset for one process.
+_LOCK = "SYMPOW_BENCHMARK_LOCK"
+# The supervisor of the check judges errors; rows judge their own, and fail if they are too large.
+_JUDGED = {"errors": {"row": 0.0}, "bounds": {"row": 0.0}, "different": []}
+
+
+def in_processes(
+    rows: Sequence[dict],
+    command: Sequence[str],
+    *,
+    seconds: float,
+    deadline: float = float("inf"),
+    jobs: int = 1,
+) -> Iterator[dict]:
+    """Yields each row with its results or, if its process failed, a note.
+
+    Args:
+        rows: descriptions, to which the results are added.
+        command: prints the result of a row, which is added to it as `--row=JSON`, by `print_result`.
+        seconds: time limit of a row, without waiting for other processes.
+        deadline: value of `time.monotonic` after which no row is begun.
+        jobs: number of processes at once. They compile at the same time, but take turns on the device.
+    """
+    names = [json.dumps(row) for row in rows]
+    with _shared(jobs):
+        outcomes = supervisor.run_all(
+            names,
+            lambda name: [*command, f"--row={name}"],
+            seconds=seconds * (1 + jobs / 4),
+            deadline=deadline,
+            jobs=jobs,
+        )
+        for row, outcome in zip(rows, outcomes):
+            if outcome.status is supervisor.Status.OK:
+                yield row | {name: value for name, value in outcome.result.items() if name not in _JUDGED}
+            elif outcome.status is supervisor.Status.SKIPPED:
+                yield row | {"note": "not measured: the time was over"}
+            else:
+                yield row | {"note": outcome.detail.strip().splitlines()[-1].removeprefix("exit status 1: ")}
+
+
+def in_this_process(rows: Iterable[dict], measure: Callable[[dict], dict]) -> Iterator[dict]:
+    """Yields each row with the results of `measure` or, if it failed, a note."""
+    for row in rows:
+        try:
+            result = measure(row)
+        except Exception as error:
+            result = {"note": _one_line(error)}
+        yield row | result
+
+
+def print_result(measure: Callable[[dict], dict], row: str) -> None:
+    """Measures a row, given as JSON, for `in_processes`; exits with a failure's message as one line."""
+    try:
+        result = measure(json.loads(row))
+    except Exception as error:
+        sys.exit(_one_line(error))
+    print(supervisor.RESULT + json.dumps(result | _JUDGED), flush=True)
+
+
+def _one_line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    # The message of what is not supported explains itself; others need their type's name.
+    return text if isinstance(error, NotImplementedError) and text else f"{type(error).__name__}: {text}"
+
+
+def require_device(benchmark: str, command: Sequence[str], *, seconds: float) -> dict:
+    """Returns the result of the row {"device": True}; exits with one line if its process sees no GPU."""
+    (row,) = in_processes([{"device": True}], command, seconds=seconds)
+    if "note" in row:
+        sys.exit(f"{benchmark} measures on a GPU: {row['note']}; --smoke runs tiny shapes without one")
+    return row
+
+
+def machine(*, gpu: bool = False) -> dict[str, Any]:
+    """Returns the device and the package versions; raises NotImplementedError if it should be a GPU and is not."""
+    device = jax.devices()[0]
+    if gpu and device.platform != "gpu":
+        raise NotImplementedError(f"JAX sees no GPU here, only {device.device_kind}")
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "processor": platform.processor() or platform.machine(),
+        "driver": verdict.driver_version(),
+        "jax": jax.__version__,
+        "runtime": " ".join(device.client.platform_version.split()),
+        "cudnn": version("nvidia-cudnn-cu13") or version("nvidia-cudnn-cu12"),
+        "jax-linear-attention": version("jax-linear-attention"),
+    }
+
+
+def version(package: str) -> str | None:
+    """Returns the version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _shared(jobs: int) -> Iterator[None]:
+    """Lets processes started inside share compiled programs and, if `jobs` is above 1, the device.
+
+    Variables that are set already are kept: two benchmarks share the device with the same file in `_LOCK`.
+    """
+    before = dict(os.environ)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+        if jobs > 1:
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+            os.environ.setdefault(_LOCK, str(pathlib.Path(folder, "lock")))
+        try:
+            yield
+        finally:
+            for name in os.environ.keys() - before.keys():
+                del os.environ[name]
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """Holds the device lock; other processes can only compile meanwhile."""
+    if (path := os.environ.get(_LOCK)) is None:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def record(report: dict, rows: Iterable[dict], path: pathlib.Path | None) -> dict:
+    """Returns the report with the rows, which is written to the file at `path`, if any, after each.
+
+    Rows may have a `machine`, which is added to that of the report.
+    """
+    report = {**report, "rows": []}
+    for row in rows:
+        report["machine"] = report["machine"] | row.pop("machine", {})
+        report["rows"].append(row)
+        write(path, report)
+    return report
+
+
+def write(path: pathlib.Path | None, report: dict) -> None:
+    """Writes a report as JSON; does nothing if the path is None."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.replace(path) as draft:
+            draft.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def result_path(name: str, device: str) -> pathlib.Path:
+    """Returns the path of a benchmark's results on a device, `benchmarks/results/<name>-<device>.json`."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return RESULTS / f"{name}-{slug}.json"
+
+
+def print_tables(report: dict, tables: Iterable[rich.table.Table]) -> None:
+    """Prints the machine and the ceilings of a report, then the tables."""
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
+    console.print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))
+    for name, rate in report.get("ceilings", {}).items():
+        console.print(f"measured here: {rate:.4g} {name} per second")
+    for table in tables:
+        console.print(table)
+
+
+def make_table(title: str, columns: Iterable[str], texts: Iterable[str]) -> rich.table.Table:
+    """Returns a table without rows; those of its columns that are `texts` are aligned to the left."""
+    table = rich.table.Table(title=title)
+    for column in columns:
+        wraps = column.endswith("note")
+        table.add_column(column, justify="left" if column in texts else "right", no_wrap=not wraps)
+    return table

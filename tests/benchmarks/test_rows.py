@@ -1,0 +1,83 @@
+"""Tests that rows of a benchmark are measured in processes that may crash, hang or take too long."""
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from benchmarks import _rows
+
+# Measures the row {"number": n}; the first has a fault.
+PROGRAM = """
+import sys, time
+from benchmarks import _rows
+def measure(row):
+    print("noise")
+    if row["number"] == 0:
+        FAULT
+    with _rows.exclusive():
+        return {"seconds": 1.0, "machine": {"jax": str(row["number"])}}
+_rows.print_result(measure, sys.argv[1].removeprefix("--row="))
+"""
+
+
+def measured(fault, count=2, **limits):
+    command = [sys.executable, "-c", PROGRAM.replace("FAULT", fault)]
+    return list(_rows.in_processes([{"number": n} for n in range(count)], command, **limits))
+
+
+@pytest.mark.parametrize(
+    ("fault", "note"),
+    [
+        ("raise ValueError('a mistake')", "ValueError: a mistake"),
+        ("raise NotImplementedError('there is no GPU')", "there is no GPU"),
+        ("sys.exit('segmentation fault')", "segmentation fault"),
+        ("import os; os.kill(os.getpid(), 11)", "exit status -11: no message"),
+    ],
+)
+def test_a_row_that_fails_is_lost_alone(fault, note):
+    failed, measured_row = measured(fault, seconds=60.0, jobs=2)
+    assert failed == {"number": 0, "note": note}
+    assert measured_row == {"number": 1, "seconds": 1.0, "machine": {"jax": "1"}}
+
+
+def test_a_row_that_hangs_is_ended():
+    hung, row = measured("time.sleep(60)", seconds=8.0)
+    assert hung["note"] == "no result within 10 s"
+    assert row["seconds"] == 1.0
+
+
+def test_what_is_left_when_the_time_is_over_has_notes():
+    rows = measured("time.sleep(60)", count=3, seconds=60.0, deadline=time.monotonic() + 1)
+    assert [row["note"] for row in rows] == ["not measured: the time was over"] * 3
+
+
+def test_processes_share_compiled_programs_and_take_turns(monkeypatch):
+    monkeypatch.delenv("SYMPOW_BENCHMARK_LOCK", raising=False)
+    before = dict(os.environ)
+    with _rows._shared(2):
+        assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+        assert os.path.isdir(os.environ["JAX_COMPILATION_CACHE_DIR"])
+        with _rows.exclusive():
+            pass
+    assert dict(os.environ) == before
+
+
+def test_rows_are_written_as_they_come(tmp_path):
+    path = tmp_path / "folder" / "rows.json"
+
+    def rows():
+        yield {"number": 0, "machine": {"torch": "2"}}
+        assert json.loads(path.read_text())["rows"] == [{"number": 0}]
+        yield {"number": 1}
+
+    report = _rows.record({"machine": {"jax": "1"}}, rows(), path)
+    assert report == {"machine": {"jax": "1", "torch": "2"}, "rows": [{"number": 0}, {"number": 1}]}
+    assert json.loads(path.read_text()) == report
+
+
+def test_results_are_named_after_the_device():
+    path = _rows.result_path("training-brief", "NVIDIA H100 80GB HBM3")
+    assert path == _rows.RESULTS / "training-brief-nvidia-h100-80gb-hbm3.json"
