@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks import _contenders, _timing, _worker
 from configs import gpt2_124m
-from sympow_jax import config
-from sympow_jax.training import flops, sharding, step
+from sympow_jax import config, training
+from sympow_jax.training import flops, sharding
 
 __all__ = ["Run", "attention", "measure"]
 
@@ -79,14 +79,14 @@ def measure(run: Run, emit: Callable[[dict], None]) -> dict:
     )
     batch = sharding.place_batch({"inputs": rows[:, :-1], "targets": rows[:, 1:]}, mesh)
     begin = time.perf_counter()
-    jitted: Any = step.make_update(settings, mesh)
-    update = jitted.lower(step.abstract_state(settings, mesh), batch).compile()
+    program = training.Program(settings, mesh)
+    update = program.update.lower(program.abstract, batch).compile()
     compile_seconds = time.perf_counter() - begin
     emit({"sign": "compiled"})
 
     seconds: list[float] = []
     losses: list[float] = []
-    state = step.init_state(settings, mesh)
+    state = program.init_state()
     with _timing.exclusive():
         while len(seconds) < WARMUP_STEPS + LEAST_STEPS or (
             len(seconds) < WARMUP_STEPS + MOST_STEPS and sum(seconds[WARMUP_STEPS:]) < SECONDS
