@@ -11,7 +11,7 @@ import grain
 from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
-from sympow_jax.training import checkpoint, cli, flags, hosts, metrics, sharding, workdir
+from sympow_jax.training import checkpoint, cli, flags, hosts, metrics, sharding, summary, workdir
 
 __all__ = ["main", "train"]
 
@@ -49,12 +49,12 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         start = int(state.step)
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
-        hosts.say(sharding.describe(mesh, program.abstract))
+        plan = summary.describe(program, traced, description, folder)
+        hosts.say("\n".join(plan))
         attention, advice = config.model.attention, verdict.advice(mesh.devices.flat[0])
         if advice and attention.kernel == "power" and attention.implementation is None:
             hosts.say(advice)
-        hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps} in {folder}")
-        update = traced.lower().compile() if start < steps else program.update
+        hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps}")
 
         with (
             metrics.Reporter(
@@ -62,6 +62,12 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             ) as reporter,
             cli.StopSignals() as signals,
         ):
+            update: training.Update = program.update
+            if start < steps:
+                update = compiled = traced.lower().compile()
+                plan.append(summary.memory(program, compiled))
+                hosts.say(plan[-1])
+            workdir.record_plan(folder, plan)
             stop, votes = 0, hosts.Vote()
             pending = None  # the update whose metrics are not on the host yet
             for number in range(start + 1, steps + 1):
@@ -85,6 +91,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         hosts.say(f"stopped after step {number}, which is saved; the same command again goes on")
         return 128 + stop  # as a shell reports a signal
     evaluation.finish(config, folder)
+    hosts.say("\n".join(summary.results(folder)))
     return 0
 
 
@@ -93,4 +100,7 @@ def main(arguments: Sequence[str], program: str = "sympow train") -> int:
     with hosts.ending(), cli.user_errors():
         config, folder, launch = flags.parse(arguments, program=program)
         hosts.join(launch)
-        return train(config, folder)
+        code = train(config, folder)
+        if code == 0:
+            hosts.say(summary.next_command(config, folder, program))
+        return code

@@ -19,6 +19,7 @@ __all__ = [
     "LrpeConfig",
     "SpeConfig",
     "preset",
+    "preset_name",
 ]
 
 # Added to the embedding by the model, and applied to queries and keys by each layer.
@@ -385,3 +386,11 @@ def preset(name: str, **changes) -> AttentionConfig:
     """
     checks.require_choice("preset", name, tuple(PRESETS))
     return AttentionConfig(**{**PRESETS[name], **changes})
+
+
+def preset_name(attention: AttentionConfig) -> str:
+    """Returns the first name in `PRESETS` whose fields `attention` has, or else its kernel, decay and position."""
+    for name, values in PRESETS.items():
+        if all(getattr(attention, field) == value for field, value in values.items()):
+            return name
+    return f"{attention.kernel}, {attention.decay}, {attention.position}"

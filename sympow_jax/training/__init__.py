@@ -4,10 +4,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sympow_jax.training.program import Program, restore_exact, restore_model
+    from sympow_jax.training.program import Program, Update, restore_exact, restore_model
     from sympow_jax.training.state import TrainState
 
-__all__ = ["Program", "TrainState", "restore_exact", "restore_model"]
+__all__ = ["Program", "TrainState", "Update", "restore_exact", "restore_model"]
 
 
 def __getattr__(name: str):

@@ -36,6 +36,7 @@ class Program:
         mesh: mesh that state and batches are sharded over.
         params: shapes, dtypes and shardings of the parameters.
         statistics: those of the running statistics of batch normalization; empty without it.
+        kernels: attention kernel of each layer.
 
     Examples:
         >>> from sympow_jax import config, training
@@ -60,6 +61,7 @@ class Program:
 
         self.params: Params = jax.tree_util.tree_map_with_path(shard, params)
         self.statistics: Params = jax.tree.map(self._placed, statistics)
+        self.kernels = tuple(block.attention.kernel for block in model.blocks)
         self._optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps)
 
     def _placed(

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import jax
@@ -32,6 +32,7 @@ __all__ = [
     "open_workdir",
     "read_config",
     "record_data",
+    "record_plan",
     "write_json",
 ]
 
@@ -114,6 +115,14 @@ def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
                 f"restore it or use another --workdir"
             )
     write_json(path, description)
+
+
+def record_plan(workdir: pathlib.Path, lines: Sequence[str]) -> None:
+    """Adds the lines that a run printed at its start to `environment.json`, in the first process."""
+    if not hosts.is_first():
+        return
+    path = workdir / "environment.json"
+    write_json(path, json.loads(path.read_text()) | {"plan": list(lines)})
 
 
 def read_config(workdir: pathlib.Path) -> config.Config:

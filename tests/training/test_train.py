@@ -257,8 +257,10 @@ def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     code, out, err = start_and_send(signal.SIGINT, 60)
     assert code == 130
     assert err == ""
-    devices, first, *_, last = out.splitlines()
-    assert devices.startswith("1 x cpu; parameters and optimizer state take 0.0")
+    *plan, last = out.splitlines()
+    assert plan[0].startswith("model: softmax, 1 layer of width 16, ")
+    assert "devices: 1 x cpu" in plan
+    (first,) = (line for line in plan if line.startswith("training: step "))
     assert int(first.split()[2]) >= 20
     assert last.startswith("stopped after step ")
     stopped = int(last.split()[3].rstrip(","))
