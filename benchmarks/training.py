@@ -30,9 +30,9 @@ import jax
 import numpy as np
 
 from benchmarks import _contenders, _rows, _timing
-from sympow_jax import config
+from sympow_jax import config, training
 from sympow_jax.evaluation import figures
-from sympow_jax.training import flops, sharding, step
+from sympow_jax.training import flops, sharding
 
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")
@@ -139,11 +139,11 @@ def measure(row: dict) -> dict:
     tokens = np.random.default_rng(0).integers(model.vocab_size, size=shape, dtype=np.int32)
     batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
     begin = time.perf_counter()
-    jitted: Any = step.make_update(settings, mesh)
-    update = jitted.lower(step.abstract_state(settings, mesh), batch).compile()
+    program = training.Program(settings, mesh)
+    update = program.update.lower(program.abstract, batch).compile()
     compile_seconds = time.perf_counter() - begin
 
-    state = step.init_state(settings, mesh)
+    state = program.init_state()
     with _rows.exclusive():
         state, seconds, losses = _steps(update, state, batch)
         median = statistics.median(seconds)

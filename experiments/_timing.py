@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from sympow_jax import config
-from sympow_jax.training import sharding, step
+from sympow_jax import config, training
+from sympow_jax.training import sharding
 
 __all__ = ["Times", "alternate", "relative", "update"]
 
@@ -37,15 +37,15 @@ def relative(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, fl
 def update(settings: config.Config) -> Callable[[], None]:
     """Returns a function that makes one update of a model on random tokens."""
     mesh = sharding.make_mesh(settings)
-    state = step.init_state(settings, mesh)
-    compiled = step.make_update(settings, mesh)
+    program = training.Program(settings, mesh)
+    state = program.init_state()
     shape = settings.data.batch_size, settings.data.context_length + 1
     tokens = np.random.default_rng(0).integers(settings.model.vocab_size, size=shape, dtype=np.int32)
     batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
 
     def call() -> None:
         nonlocal state
-        state, metrics = compiled(state, batch)
+        state, metrics = program.update(state, batch)
         jax.block_until_ready(metrics)
 
     return call

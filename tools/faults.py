@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sympow_jax.training import checkpoint
+from sympow_jax import training
 from tests.data import builders
 from tests.training import launching
 from tools import small_disk
@@ -125,7 +125,7 @@ def check_same(run: pathlib.Path, expected: pathlib.Path) -> None:
     """Raises NotSurvived unless losses and parameters are bitwise identical to those of the other run."""
     if losses(run) != losses(expected):
         raise NotSurvived("the losses are not those of the undisturbed run")
-    (_, model, step), (_, other, at) = map(checkpoint.restore_model, (run, expected))
+    (_, model, step), (_, other, at) = map(training.restore_model, (run, expected))
     if step != at or not all(map(np.array_equal, jax.tree.leaves(model), jax.tree.leaves(other))):
         raise NotSurvived("the parameters are not those of the undisturbed run")
 

@@ -12,7 +12,7 @@ from typing import cast
 
 import jax
 
-from sympow_jax import config, data, generation, models
+from sympow_jax import config, data, generation, models, training
 from sympow_jax.training import checkpoint, cli, workdir
 
 __all__ = ["generate", "main"]
@@ -132,7 +132,7 @@ def generate(flags: argparse.Namespace) -> int:
         generation.Transcript(codec, row, max_tokens=flags.max_tokens, stops=flags.stop) for row in tokens
     ]
 
-    model = cast(models.DecoderLM, checkpoint.restore_exact(folder)[1])
+    model = cast(models.DecoderLM, training.restore_exact(folder)[1])
     # By default, GPUs would round the factors of float32 products.
     with jax.default_matmul_precision("highest"):
         blocks = generation.generate(

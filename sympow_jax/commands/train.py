@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import grain
 
 from pallas_kernels.check import verdict
-from sympow_jax import config, data, evaluation
-from sympow_jax.training import checkpoint, cli, flags, hosts, initial, metrics, sharding, step, workdir
+from sympow_jax import config as config_lib
+from sympow_jax import data, evaluation, training
+from sympow_jax.training import checkpoint, cli, flags, hosts, metrics, sharding, summary, workdir
 
 __all__ = ["main", "train"]
 
@@ -18,7 +19,7 @@ __all__ = ["main", "train"]
 PREFETCH = 4
 
 
-def train(settings: config.Config, folder: pathlib.Path) -> int:
+def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     """Starts or resumes the run in `folder`; returns the exit code.
 
     Raises:
@@ -27,44 +28,46 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     """
     # Check data, model and workdir first, so that their errors do not wait for compilation or the end of training.
     with hosts.all_or_none():
-        rows = data.train_dataset(settings.data, task=settings.task, vocab_size=settings.model.vocab_size)
-        evaluation.check_settings(settings)
-        metrics.check_settings(settings)
-        mesh = sharding.make_mesh(settings)
+        rows = data.train_dataset(config.data, task=config.task, vocab_size=config.model.vocab_size)
+        evaluation.check_settings(config)
+        metrics.check_settings(config)
+        mesh = sharding.make_mesh(config)
         share, shares = sharding.batch_share(mesh)
-        step.check_model(settings, mesh, rows[0])
-        description = data.describe(settings.data)
-    workdir.open_run(folder, settings, description)
-    read = data.batches(rows, settings.data.batch_size, share=share, shares=shares)
+        program = training.Program(config, mesh)
+        traced = program.trace(rows[0])
+        description = data.describe(config.data)
+    workdir.open_run(folder, config, description)
+    read = data.batches(rows, config.data.batch_size, share=share, shares=shares)
     batches = iter(read.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)))
 
-    abstract = step.abstract_state(settings, mesh)
-    update = step.make_update(settings, mesh)
-    steps, every = settings.training.steps, settings.training.checkpoint_every
+    steps, every = config.training.steps, config.training.checkpoint_every
 
-    with checkpoint.Checkpoints(folder, settings) as checkpoints:
-        restored = checkpoints.restore(abstract)
-        if restored is None:
-            state = initial.begin(settings, mesh)
-        else:
-            state, position = restored
-            if position is not None:  # it is None in checkpoints of imported weights
-                batches.set_state(position)
+    with checkpoint.Checkpoints(folder, config) as checkpoints:
+        state, position = program.restore_or_begin(checkpoints)
+        if position is not None:
+            batches.set_state(position)
         start = int(state.step)
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
-        hosts.say(sharding.describe(mesh, abstract))
-        attention, advice = settings.model.attention, verdict.advice(mesh.devices.flat[0])
+        plan = summary.describe(program, traced, description, folder)
+        hosts.say("\n".join(plan))
+        attention, advice = config.model.attention, verdict.advice(mesh.devices.flat[0])
         if advice and attention.kernel == "power" and attention.implementation is None:
             hosts.say(advice)
-        hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps} in {folder}")
+        hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps}")
 
         with (
             metrics.Reporter(
-                folder, settings, start=start, devices=mesh.devices.flat, writes=hosts.is_first()
+                folder, config, start=start, devices=mesh.devices.flat, writes=hosts.is_first()
             ) as reporter,
             cli.StopSignals() as signals,
         ):
+            update: training.Update = program.update
+            if start < steps:
+                update = compiled = traced.lower().compile()
+                plan.append(summary.memory(program, compiled))
+                hosts.say(plan[-1])
+            workdir.record_plan(folder, plan)
             stop, votes = 0, hosts.Vote()
             pending = None  # the update whose metrics are not on the host yet
             for number in range(start + 1, steps + 1):
@@ -87,13 +90,17 @@ def train(settings: config.Config, folder: pathlib.Path) -> int:
     if stop:
         hosts.say(f"stopped after step {number}, which is saved; the same command again goes on")
         return 128 + stop  # as a shell reports a signal
-    evaluation.finish(settings, folder)
+    evaluation.finish(config, folder)
+    hosts.say("\n".join(summary.results(folder)))
     return 0
 
 
 def main(arguments: Sequence[str], program: str = "sympow train") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with hosts.ending(), cli.user_errors():
-        settings, folder, launch = flags.parse(arguments, program=program)
+        config, folder, launch = flags.parse(arguments, program=program)
         hosts.join(launch)
-        return train(settings, folder)
+        code = train(config, folder)
+        if code == 0:
+            hosts.say(summary.next_command(config, folder, program))
+        return code

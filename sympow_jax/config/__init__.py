@@ -5,7 +5,7 @@ are named as in the papers; each sets a kernel, a decay and a position encoding.
 """
 
 from sympow_jax.config._checks import require_choice
-from sympow_jax.config.attention import PRESETS, AttentionConfig, LrpeConfig, SpeConfig, preset
+from sympow_jax.config.attention import PRESETS, AttentionConfig, LrpeConfig, SpeConfig, preset, preset_name
 from sympow_jax.config.data import DataConfig
 from sympow_jax.config.loading import load, override
 from sympow_jax.config.methods import LRPE_METHODS, lrpe_method
@@ -32,5 +32,6 @@ __all__ = [
     "lrpe_method",
     "override",
     "preset",
+    "preset_name",
     "require_choice",
 ]

@@ -19,6 +19,7 @@ __all__ = [
     "LrpeConfig",
     "SpeConfig",
     "preset",
+    "preset_name",
 ]
 
 # Added to the embedding by the model, and applied to queries and keys by each layer.
@@ -27,6 +28,10 @@ LAYER_POSITIONS = ("none", "rope", "learned_rope", "learned_rope_pairs", "lrpe",
 POSITIONS = (*ADDED_POSITIONS, *LAYER_POSITIONS)
 FEATURE_MAPS = ("elu", "relu", "identity", "symmetric", "tensor")
 NORMALIZERS = ("unrotated", "rotated")
+# How attention is computed changes neither parameters nor the function. Some of it changes the layout of states.
+_COMPUTATION = fields.may_differ(fields.Occasion.INITIAL_ENCODER)
+_SPEED = fields.may_differ(fields.Occasion.INITIAL_ENCODER, fields.Occasion.SAVED_STATE)
+
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 
@@ -243,7 +248,8 @@ class AttentionConfig:
         default=None,
         metadata=fields.about(
             "Form of the op, as in `ops.power_attention`. If none, the op chooses.", choices=FORMS
-        ),
+        )
+        | _COMPUTATION,
     )
     implementation: str | None = dataclasses.field(
         default=None,
@@ -252,17 +258,20 @@ class AttentionConfig:
             "`ops.softmax_attention`. If none, the op chooses. With a KV cache, the kernel `softmax` always "
             "uses `xla`.",
             choices=(*IMPLEMENTATIONS, "cudnn"),
-        ),
+        )
+        | _SPEED,
     )
     chunk_size: int | None = dataclasses.field(
         default=None,
-        metadata=fields.about("Tokens per chunk, as in `ops.power_attention`. If none, the op chooses."),
+        metadata=fields.about("Tokens per chunk, as in `ops.power_attention`. If none, the op chooses.")
+        | _SPEED,
     )
     exact_window: int = dataclasses.field(
         default=64,
         metadata=fields.about(
             "Minimum number of last keys that every query attends to exactly, as in `ops.power_attention`."
-        ),
+        )
+        | _COMPUTATION,
     )
     max_document_length: int = dataclasses.field(
         default=65_536,
@@ -377,3 +386,11 @@ def preset(name: str, **changes) -> AttentionConfig:
     """
     checks.require_choice("preset", name, tuple(PRESETS))
     return AttentionConfig(**{**PRESETS[name], **changes})
+
+
+def preset_name(attention: AttentionConfig) -> str:
+    """Returns the first name in `PRESETS` whose fields `attention` has, or else its kernel, decay and position."""
+    for name, values in PRESETS.items():
+        if all(getattr(attention, field) == value for field, value in values.items()):
+            return name
+    return f"{attention.kernel}, {attention.decay}, {attention.position}"

@@ -12,6 +12,9 @@ PACKINGS = ("windows", "documents")
 TOKEN_DTYPES = ("uint16", "uint32")
 IMAGE_MODES = ("rgb", "gray")
 
+# How documents become rows does not change the held-out documents.
+_OF_ROWS = fields.may_differ(fields.Occasion.HELDOUT_DOCUMENTS)
+
 _PATHLESS = ("text", "listops")
 
 
@@ -98,7 +101,8 @@ class DataConfig:
     )
     augment: bool = dataclasses.field(
         default=True,
-        metadata=fields.about("Whether arrays of images are cropped and mirrored at random in training."),
+        metadata=fields.about("Whether arrays of images are cropped and mirrored at random in training.")
+        | fields.may_differ(fields.Occasion.HELDOUT_ROWS),
     )
     listops_lengths: tuple[int, ...] = dataclasses.field(
         default=(500, 2000), metadata=fields.about("Shortest and longest example of `listops`, in tokens.")
@@ -107,9 +111,11 @@ class DataConfig:
         default=(96_000, 2000),
         metadata=fields.about("Number of examples of `listops` for training, and of held-out examples."),
     )
-    context_length: int = dataclasses.field(default=1024, metadata=fields.about("Tokens per row."))
+    context_length: int = dataclasses.field(default=1024, metadata=fields.about("Tokens per row.") | _OF_ROWS)
     batch_tokens: int = dataclasses.field(
-        default=524_288, metadata=fields.about("Tokens per update, a multiple of `context_length`.")
+        default=524_288,
+        metadata=fields.about("Tokens per update, a multiple of `context_length`.")
+        | fields.may_differ(fields.Occasion.HELDOUT_ROWS, fields.Occasion.HELDOUT_DOCUMENTS),
     )
     packing: str = dataclasses.field(
         default="windows",
@@ -118,10 +124,13 @@ class DataConfig:
             "documents, so that state and attention cross the boundary too. `documents` gives every document "
             "its own segment id, so that neither does.",
             choices=PACKINGS,
-        ),
+        )
+        | _OF_ROWS,
     )
     seed: int = dataclasses.field(
-        default=0, metadata=fields.about("Seed of the order of rows and of random masks, crops and examples.")
+        default=0,
+        metadata=fields.about("Seed of the order of rows and of random masks, crops and examples.")
+        | _OF_ROWS,
     )
 
     def __post_init__(self):

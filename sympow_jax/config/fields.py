@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import enum
 import types
 import typing
 from collections.abc import Iterable
@@ -11,7 +12,17 @@ from typing import Any
 
 from sympow_jax.config import _checks as checks
 
-__all__ = ["Group", "Setting", "about", "check_choices", "groups", "split_optional", "written"]
+__all__ = [
+    "Group",
+    "Occasion",
+    "Setting",
+    "about",
+    "check_choices",
+    "groups",
+    "may_differ",
+    "split_optional",
+    "written",
+]
 
 
 def about(help: str, *, choices: Iterable[str] = ()) -> dict[str, Any]:
@@ -22,6 +33,28 @@ def about(help: str, *, choices: Iterable[str] = ()) -> dict[str, Any]:
         choices: valid values; empty if there is no list of them.
     """
     return {"help": help, "choices": tuple(choices)}
+
+
+class Occasion(enum.Enum):
+    """Occasion on which the settings of two runs, or of two starts of a run, are compared."""
+
+    RESUME = enum.auto()
+    """A run is resumed."""
+    INITIAL_DECODER = enum.auto()
+    """A decoder starts from the parameters of another (`task.initial_run`)."""
+    INITIAL_ENCODER = enum.auto()
+    """An encoder starts from the parameters of another."""
+    HELDOUT_ROWS = enum.auto()
+    """Metrics on the same held-out rows are compared."""
+    HELDOUT_DOCUMENTS = enum.auto()
+    """Losses by position of the same held-out documents are compared."""
+    SAVED_STATE = enum.auto()
+    """A state file is read by a model."""
+
+
+def may_differ(*occasions: Occasion) -> dict[str, Any]:
+    """Returns the metadata of a dataclass field that may differ on these occasions, with all fields below it."""
+    return {"may_differ": frozenset(occasions)}
 
 
 def check_choices(node: Any, prefix: str) -> None:

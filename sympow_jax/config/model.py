@@ -68,7 +68,8 @@ class ModelConfig:
             "Dtype of the matrix products; parameters are float32. A dtype such as `jnp.bfloat16` is "
             "accepted, and the field holds its name.",
             choices=DTYPES,
-        ),
+        )
+        | fields.may_differ(fields.Occasion.INITIAL_DECODER, fields.Occasion.INITIAL_ENCODER),
     )
     remat: str = dataclasses.field(
         default="none",
@@ -78,10 +79,17 @@ class ModelConfig:
             "itself is not recomputed. `full` saves only the input of each block. This changes memory and "
             "time, not the model.",
             choices=REMATS,
+        )
+        | fields.may_differ(
+            fields.Occasion.RESUME,
+            fields.Occasion.INITIAL_DECODER,
+            fields.Occasion.INITIAL_ENCODER,
+            fields.Occasion.SAVED_STATE,
         ),
     )
     attention: attention_lib.AttentionConfig = dataclasses.field(
-        default_factory=attention_lib.AttentionConfig
+        default_factory=attention_lib.AttentionConfig,
+        metadata=fields.may_differ(fields.Occasion.INITIAL_DECODER),
     )
 
     def __post_init__(self):

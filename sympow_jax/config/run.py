@@ -10,6 +10,8 @@ from sympow_jax.config import task as task_lib
 
 __all__ = ["Config", "EvaluationConfig", "OptimizerConfig", "ShardingConfig", "TrainingConfig"]
 
+_ON_RESUME = fields.may_differ(fields.Occasion.RESUME)
+
 SCHEDULES = ("constant", "cosine", "inverse_sqrt", "polynomial")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 
@@ -90,26 +92,30 @@ class OptimizerConfig:
 class TrainingConfig:
     """Length of training, and the frequency of logs and checkpoints."""
 
-    steps: int = dataclasses.field(default=100_000, metadata=fields.about("Number of updates."))
+    steps: int = dataclasses.field(default=100_000, metadata=fields.about("Number of updates.") | _ON_RESUME)
     seed: int = dataclasses.field(default=0, metadata=fields.about("Seed of the initial parameters."))
-    log_every: int = dataclasses.field(default=10, metadata=fields.about("Steps between logged metrics."))
+    log_every: int = dataclasses.field(
+        default=10, metadata=fields.about("Steps between logged metrics.") | _ON_RESUME
+    )
     checkpoint_every: int = dataclasses.field(
-        default=1000, metadata=fields.about("Steps between checkpoints.")
+        default=1000, metadata=fields.about("Steps between checkpoints.") | _ON_RESUME
     )
     keep_checkpoints: int = dataclasses.field(
-        default=3, metadata=fields.about("Number of newest checkpoints that are not deleted.")
+        default=3, metadata=fields.about("Number of newest checkpoints that are not deleted.") | _ON_RESUME
     )
     profile_steps: tuple[int, ...] = dataclasses.field(
         default=(),
         metadata=fields.about(
             "First and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`."
-        ),
+        )
+        | _ON_RESUME,
     )
     wandb_project: str | None = dataclasses.field(
         default=None,
         metadata=fields.about(
             "Weights & Biases project that metrics are also sent to; needs the extra `wandb`."
-        ),
+        )
+        | _ON_RESUME,
     )
 
     def __post_init__(self):
@@ -188,8 +194,8 @@ class Config:
     data: data_lib.DataConfig = dataclasses.field(default_factory=data_lib.DataConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
-    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
+    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig, metadata=_ON_RESUME)
+    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig, metadata=_ON_RESUME)
 
     def __post_init__(self):
         if self.data.batch_size % self.optimizer.accumulate:

@@ -43,7 +43,8 @@ class TaskConfig:
             "Workdir of a run whose last checkpoint initializes the model. If none, the model is initialized "
             "at random. An encoder starts from an encoder and a decoder from a decoder. Their attention may "
             "differ."
-        ),
+        )
+        | fields.may_differ(fields.Occasion.HELDOUT_ROWS),
     )
 
     def __post_init__(self):

@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
 from sympow_jax import config as config_lib
-from sympow_jax import data, models
+from sympow_jax import data, models, training
+from sympow_jax.config import fields, serialize
 from sympow_jax.evaluation import metrics, report
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.training import checkpoint, hosts, loss, sharding, workdir
@@ -27,8 +28,6 @@ __all__ = ["evaluate_heldout", "heldout_metrics", "open_rows"]
 
 # Maximum number of tokens or patches per device and call.
 _CALL_TOKENS = 16_384
-# Settings that may differ between compared runs, because they do not change the held-out rows.
-_FREE = ("data.batch_tokens", "data.augment", "task.initial_run")
 
 
 def open_rows(config: config_lib.Config) -> Iterable[Mapping[str, np.ndarray]] | None:
@@ -140,7 +139,7 @@ def evaluate_heldout(
     found: dict[str, dict[str, float]] = {}
     runs = []
     for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
-        _, model, step = checkpoint.restore_model(path)
+        _, model, step = training.restore_model(path)
         found[name] = heldout_metrics(model, config.task, open_rows(configs[0]) or ())
         runs.append(
             {
@@ -165,16 +164,15 @@ def evaluate_heldout(
 def _require_same_rows(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
     fixed = [_fixed(config) for config in configs]
     for path, other in zip(paths[1:], fixed[1:]):
-        if different := workdir.differences(fixed[0], other):
+        if different := serialize.differences(fixed[0], other):
             raise ValueError(
                 f"{paths[0]} and {path} cannot be compared: {different} in the other; evaluate them apart"
             )
 
 
 def _fixed(config: config_lib.Config) -> dict[str, Any]:
-    values = {"task": dataclasses.asdict(config.task), "data": dataclasses.asdict(config.data)}
-    flat = workdir.flatten({**values, "model": {"vocab_size": config.model.vocab_size}})
-    return {name: value for name, value in flat.items() if name not in _FREE}
+    values = {"task": config.task, "data": config.data, "model": {"vocab_size": config.model.vocab_size}}
+    return serialize.flatten(values, fields.Occasion.HELDOUT_ROWS)
 
 
 def _print(

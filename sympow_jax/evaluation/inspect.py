@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sympow_jax import atomic, data, models
+from sympow_jax import atomic, data, models, training
 from sympow_jax import config as config_lib
 from sympow_jax.evaluation import attention_figures, attention_maps, workdirs
 from sympow_jax.training import checkpoint, workdir
@@ -59,7 +59,7 @@ def inspect(
     _require_few(settings, len(tokens), len(wanted), name)
     target = workdirs.writable_folder(folder / "inspect" if out is None else out)
 
-    _, model, step = checkpoint.restore_exact(folder)
+    _, model, step = training.restore_exact(folder)
     assert isinstance(model, models.DecoderLM | models.Encoder)
     found = attention_maps.attention_maps(model, tokens, wanted)
     attention = settings.model.attention

@@ -16,7 +16,8 @@ import rich.progress
 from jaxtyping import Int
 
 from sympow_jax import config as config_lib
-from sympow_jax import data, models
+from sympow_jax import data, models, training
+from sympow_jax.config import fields, serialize
 from sympow_jax.evaluation import buckets, plot, report, streaming
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.training import checkpoint, hosts
@@ -24,15 +25,6 @@ from sympow_jax.training import checkpoint, hosts
 __all__ = ["context_loss", "evaluate_runs", "require_places", "select_documents"]
 
 _FEW_DOCUMENTS = 20
-# Settings that determine the held-out documents and their tokens. Other settings of two runs may differ.
-_SHARED_DATA_FIELDS = (
-    "source",
-    "paths",
-    "heldout_paths",
-    "heldout_fraction",
-    "token_dtype",
-    "document_separator",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +147,7 @@ def _evaluate(
 ) -> tuple[list[buckets.Bucket], int]:
     """Returns the buckets and the step of one run; its model is freed after this call."""
     started = time.perf_counter()
-    _, restored, step = checkpoint.restore_model(path)
+    _, restored, step = training.restore_model(path)
     model = cast(models.DecoderLM, restored)  # the task is 'next_token'
     count = len(chosen.tokens)
     with _progress(console, name, count * lengths[-1]) as advance:
@@ -211,15 +203,18 @@ def require_places(config: config_lib.Config, lengths: Sequence[int], name: str)
 
 def _require_same_data(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
     """Raises ValueError unless all runs predict the same tokens, so that losses can be compared."""
-    first = configs[0]
-    for path, other in zip(paths[1:], configs[1:]):
-        pairs = {"model.vocab_size": (first.model.vocab_size, other.model.vocab_size)}
-        for name in _SHARED_DATA_FIELDS:
-            pairs[f"data.{name}"] = (getattr(first.data, name), getattr(other.data, name))
-        for name, (a, b) in pairs.items():
-            if a != b:
+    first, *others = (
+        serialize.flatten(
+            {"model": {"vocab_size": config.model.vocab_size}, "data": config.data},
+            fields.Occasion.HELDOUT_DOCUMENTS,
+        )
+        for config in configs
+    )
+    for path, other in zip(paths[1:], others):
+        for name, value in first.items():
+            if value != other[name]:
                 raise ValueError(
-                    f"{paths[0]} and {path} cannot be compared: {name} is {a!r} in one and {b!r} in the "
+                    f"{paths[0]} and {path} cannot be compared: {name} is {value!r} in one and {other[name]!r} in the "
                     f"other; evaluate them apart"
                 )
 

@@ -50,19 +50,13 @@ def warn_of_changed_data(
 def run_names(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> list[str]:
     """Returns unique names: the base names of workdirs, else with the preset added, else the full paths."""
     base = [path.absolute().name for path in paths]
-    with_preset = [f"{name} ({_preset_name(config.model)})" for name, config in zip(base, configs)]
+    with_preset = [
+        f"{name} ({config_lib.preset_name(config.model.attention)})" for name, config in zip(base, configs)
+    ]
     for names in (base, with_preset):
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
-
-
-def _preset_name(model: config_lib.ModelConfig) -> str:
-    attention = model.attention
-    for name, fields in config_lib.PRESETS.items():
-        if all(getattr(attention, field) == value for field, value in fields.items()):
-            return name
-    return f"{attention.kernel}, {attention.decay}, {attention.position}"
 
 
 def warn(console: rich.console.Console, message: str) -> None:

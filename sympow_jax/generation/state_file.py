@@ -1,6 +1,5 @@
 """State files: an `.npz` of the arrays, the model's settings and a checksum of its parameters."""
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -13,13 +12,12 @@ import numpy as np
 from flax import nnx
 
 from sympow_jax import atomic, models, ops
+from sympow_jax.config import fields, serialize
 from sympow_jax.generation import decoding
 
 __all__ = ["restore_state", "save_state"]
 
 _HEADER = "header"
-# Settings that change the speed of a model, but not the meaning of its states.
-_FREE = ("remat", "attention.implementation", "attention.chunk_size")
 # Values of settings that are missing in files of earlier versions.
 _DEFAULTS = {"biases": False, "embedding_norm": True}
 
@@ -106,17 +104,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def _settings(model: models.DecoderLM) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-
-    def add(prefix: str, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                add(f"{prefix}{name}.", value)
-            elif prefix + name not in _FREE:
-                flat[prefix + name] = value
-
-    add("", dataclasses.asdict(model.config))
-    return flat
+    return serialize.flatten(model.config, fields.Occasion.SAVED_STATE)
 
 
 def _checksum(model: models.DecoderLM) -> int:

@@ -7,8 +7,8 @@ of its arrays and a digest of its metadata, which include N.
 Damage is proven by content that was read and is not what was saved. Only then does a run resume from an older step. Any
 other failure, such as a file that cannot be opened or too little memory, ends the run and leaves all steps as they are.
 
-Imported weights are a step 0 without optimizer state and without a position
-in the data; training initializes both.
+Imported weights are a step 0 without optimizer state and without a position in the data; training initializes both.
+This module knows no model: `program.Program` restores one.
 
 With several processes, each saves the shards of its devices, and Orbax synchronizes them. Each process loads on its
 own, and all agree on which steps are damaged, because a process that cannot read its shards would leave the others
@@ -35,11 +35,12 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from sympow_jax import config, models
+from sympow_jax import config
 from sympow_jax.array_types import Array, Int
-from sympow_jax.training import hosts, sharding, step, workdir
+from sympow_jax.training import hosts, workdir
+from sympow_jax.training.state import Params, TrainState
 
-__all__ = ["Checkpoints", "require_checkpoint", "restore_arrays", "restore_exact", "restore_model"]
+__all__ = ["Checkpoints", "require_checkpoint", "restore_arrays"]
 
 _DAMAGED = "damaged_checkpoints"
 _OPTIMIZER = "opt_state"
@@ -85,10 +86,10 @@ class Checkpoints:
         with self._explained():
             self._orbax.close()
 
-    def restore(self, abstract: step.TrainState) -> tuple[step.TrainState, Any] | None:
+    def restore(self, abstract: TrainState) -> tuple[TrainState, Any] | None:
         """Restores the newest good state, with the shardings of `abstract`, and the position in the data.
 
-        If no optimizer state was saved, it is initialized. Steps whose damage is proven are moved to
+        The optimizer state is `()` if none was saved. Steps whose damage is proven are moved to
         `damaged_checkpoints`, with a message on stderr.
 
         Returns:
@@ -98,7 +99,7 @@ class Checkpoints:
             ValueError: there are checkpoints, but all of them are damaged; or one cannot be read for another reason.
         """
 
-        def load(number: int) -> tuple[step.TrainState, Any]:
+        def load(number: int) -> tuple[TrainState, Any]:
             arrays, damage = _arrays(abstract), ""
             with hosts.all_or_none():
                 try:
@@ -109,10 +110,9 @@ class Checkpoints:
             if found := [reason for reason in hosts.gather(damage) if reason]:
                 raise _DamagedError(found[0])
             _check(loaded, metadata)
-            if _OPTIMIZER not in loaded:
-                loaded[_OPTIMIZER] = step.init_optimizer(self._settings, abstract, loaded["params"])
+            loaded.setdefault(_OPTIMIZER, ())
             at = jax.make_array_from_callback((), abstract.step.sharding, lambda _: np.int32(number))
-            return step.TrainState(step=at, **loaded), metadata["data"]
+            return TrainState(step=at, **loaded), metadata["data"]
 
         # Process 0 lists the steps for all, because on a network file system they become visible at different times.
         with hosts.all_or_none():
@@ -126,7 +126,7 @@ class Checkpoints:
         self._orbax.reload()
         return found
 
-    def save(self, number: int, state: step.TrainState, position: Any) -> None:
+    def save(self, number: int, state: TrainState, position: Any) -> None:
         """Starts to save the state after `number` updates.
 
         Waits for the previous save first. The arrays of `state` may be donated when this returns.
@@ -200,50 +200,24 @@ class _Failure(logging.Handler):
             self.error = record.exc_info[1]
 
 
-def restore_model(folder: str | pathlib.Path) -> tuple[config.Config, models.Model, int]:
-    """Returns the settings, the model and the step of the newest good checkpoint in a workdir.
-
-    Each process gets the whole model on its own devices.
-
-    Raises:
-        ValueError: the folder holds no run, or a run without a good checkpoint, or its newest cannot be read.
-    """
-    saved, arrays, number = restore_arrays(folder, sharding.whole_mesh(jax.local_devices()))
-    return saved, step.merge(saved, **arrays), number
-
-
-def restore_exact(folder: str | pathlib.Path) -> tuple[config.Config, models.Model, int]:
-    """Restores a model as `restore_model` does, but on one device, in float32 and with `implementation=None`.
-
-    At a lower precision, rounding depends on the batch, and so would the tokens sampled from the logits.
-    """
-    saved, arrays, number = restore_arrays(folder, sharding.whole_mesh(jax.local_devices()[:1]))
-    attention = dataclasses.replace(saved.model.attention, implementation=None)
-    exact = dataclasses.replace(saved.model, dtype="float32", attention=attention)
-    return saved, step.merge(dataclasses.replace(saved, model=exact), **arrays), number
-
-
 def restore_arrays(
-    folder: str | pathlib.Path, mesh: jax.sharding.Mesh
-) -> tuple[config.Config, dict[str, step.Params], int]:
-    """Restores `params`, and `statistics` if there are any, instead of a model, sharded over a mesh.
+    folder: str | pathlib.Path, abstract: Mapping[str, Params]
+) -> tuple[dict[str, Params], int]:
+    """Restores the arrays of `abstract` by name, with its shardings, in this process only.
 
     Returns:
-        The settings, the arrays and the step of the newest good checkpoint.
+        The arrays, without those whose tree is empty, and the step of the newest good checkpoint.
 
     Raises:
-        ValueError: as `restore_model`.
+        ValueError: the folder has no good checkpoint, or its newest cannot be read.
     """
     folder = pathlib.Path(folder).absolute()
-    settings = workdir.read_config(folder)
-    wanted = _arrays(step.abstract_state(settings, mesh))
-    del wanted[_OPTIMIZER]
     checkpoints = folder / workdir.CHECKPOINTS
 
-    def load(number: int) -> tuple[config.Config, dict[str, step.Params], int]:
-        loaded, metadata = _load(checkpoints, number, wanted)
+    def load(number: int) -> tuple[dict[str, Params], int]:
+        loaded, metadata = _load(checkpoints, number, _without_empty(abstract))
         _check(loaded, metadata)
-        return workdir.from_dict(config.Config, metadata["config"]), loaded, number
+        return loaded, number
 
     found, _ = _newest_good(checkpoints, lambda: workdir.checkpoint_steps(folder), load)
     if found is None:
@@ -310,10 +284,14 @@ def _newest_good[T](
     return None, []
 
 
-def _arrays(state: step.TrainState) -> dict[str, Any]:
+def _arrays(state: TrainState) -> dict[str, Any]:
     """Returns the arrays of a state that a checkpoint holds; `step` is the folder's name instead."""
     arrays = {"params": state.params, _OPTIMIZER: state.opt_state, "statistics": state.statistics}
-    # Omit empty trees, which Orbax does not support. Older checkpoints have no statistics.
+    return _without_empty(arrays)
+
+
+def _without_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    # Orbax does not support empty trees. Older checkpoints have no statistics.
     return {name: tree for name, tree in arrays.items() if tree}
 
 

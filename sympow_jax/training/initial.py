@@ -1,58 +1,58 @@
-"""Initial parameters of a run, new or from another run."""
+"""Config and parameters of another run, from which a run starts (`task.initial_run`)."""
 
-import dataclasses
 import pathlib
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 
-from sympow_jax import config, models
-from sympow_jax.training import checkpoint, hosts, step, workdir
+from sympow_jax import config as config_lib
+from sympow_jax import models
+from sympow_jax.config import fields, serialize
+from sympow_jax.training import checkpoint, hosts, workdir
+from sympow_jax.training.state import Params
 
-__all__ = ["begin"]
+__all__ = ["read_config", "replace"]
 
 _HEAD, _DECODER = "head", "next_token"
-# Settings that may differ between the models of the two runs, because they do not change parameters or the function.
-_FREE = (
-    "dtype",
-    "remat",
-    "attention.form",
-    "attention.implementation",
-    "attention.chunk_size",
-    "attention.exact_window",
-)
 
 
-def begin(settings: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
-    """Returns the state before the first update, with the parameters of `task.initial_run` if it is set.
-
-    An encoder's embedding, blocks and norms, with their running statistics, are those of that run's newest checkpoint.
-    The head and the optimizer state are new. The attention of a decoder may have other settings than in that run.
-    Parameters that only the new model has are initialized, parameters that only the old one has are dropped, and a
-    message lists both.
+def read_config(folder: pathlib.Path, config: config_lib.Config) -> config_lib.Config:
+    """Returns the config of the run in `folder`, whose parameters a run of `config` starts from.
 
     Raises:
-        ValueError: the run does not exist or has no good checkpoint, one run is of an encoder and the other of a
-            decoder, its model has other settings, or its parameters have other shapes.
+        ValueError: the run does not exist or has no checkpoint, one run is of an encoder and the other of a decoder, or
+            its model has other settings.
     """
-    if settings.task.initial_run is None:
-        return step.init_state(settings, mesh)
-    folder = pathlib.Path(settings.task.initial_run)
-    with hosts.all_or_none():
-        _check(settings, folder)
-        found, arrays, number = checkpoint.restore_arrays(folder, mesh)
-    hosts.check_same("the checkpoint of task.initial_run", {"step": number})
-    kind = "model" if found.task.name == _DECODER else "encoder"
-    hosts.say(f"the {kind} is that of step {number} of {folder}, a run of the task {found.task.name!r}")
-    state = step.init_state(settings, mesh)
-    params = _taken(state.params, arrays["params"], folder)
-    return dataclasses.replace(state, params=params, statistics=arrays.get("statistics", {}))
+    try:
+        found = workdir.read_config(folder)
+        checkpoint.require_checkpoint(folder)
+    except ValueError as error:
+        raise ValueError(f"task.initial_run: {error}") from error
+    if (found.task.name == _DECODER) != (config.task.name == _DECODER):
+        kind, other = ("causal", "masked_token") if found.task.name == _DECODER else ("not causal", _DECODER)
+        raise ValueError(
+            f"task.initial_run: {folder} is a run of the task {found.task.name!r}, whose attention is {kind}; name "
+            f"one of {other!r}"
+        )
+    decoder = config.task.name == _DECODER
+    occasion = fields.Occasion.INITIAL_DECODER if decoder else fields.Occasion.INITIAL_ENCODER
+    fixed = (serialize.flatten(x.model, occasion, prefix="model.") for x in (found, config))
+    if different := serialize.differences(*fixed):
+        raise ValueError(
+            f"task.initial_run: the model of {folder} does not fit: {different}; use the same settings or another run"
+        )
+    return found
 
 
-def _taken(new: step.Params, found: step.Params, folder: pathlib.Path) -> step.Params:
-    """Returns the parameters `new`, replaced by those in `found` of the same name, except the head."""
+def replace(new: Params, found: Params, folder: pathlib.Path) -> Params:
+    """Returns the parameters `new`, replaced by those in `found` of the same name, except the head.
+
+    A message lists the names that are not in both.
+
+    Raises:
+        ValueError: parameters of the same name have other shapes.
+    """
     fresh, structure = jax.tree_util.tree_flatten_with_path(new)
     saved = {models.parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
     wanted = {models.parameter_name(path): leaf for path, leaf in fresh}
@@ -77,31 +77,3 @@ def _taken(new: step.Params, found: step.Params, folder: pathlib.Path) -> step.P
 
 def _of_any_layer(names: Iterable[str]) -> list[str]:
     return sorted({re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in names})
-
-
-def _check(settings: config.Config, folder: pathlib.Path) -> None:
-    try:
-        found = workdir.read_config(folder)
-        checkpoint.require_checkpoint(folder)
-    except ValueError as error:
-        raise ValueError(f"task.initial_run: {error}") from error
-    if (found.task.name == _DECODER) != (settings.task.name == _DECODER):
-        kind, other = ("causal", "masked_token") if found.task.name == _DECODER else ("not causal", _DECODER)
-        raise ValueError(
-            f"task.initial_run: {folder} is a run of the task {found.task.name!r}, whose attention is {kind}; name "
-            f"one of {other!r}"
-        )
-    if different := workdir.differences(*(_fixed(x.model, x.task.name) for x in (found, settings))):
-        raise ValueError(
-            f"task.initial_run: the model of {folder} does not fit: {different}; use the same settings or another run"
-        )
-
-
-def _fixed(model: config.ModelConfig, task: str) -> dict[str, Any]:
-    flat = workdir.flatten(dataclasses.asdict(model))
-    free = ("attention.",) if task == _DECODER else ()
-    return {
-        f"model.{name}": value
-        for name, value in flat.items()
-        if name not in _FREE and not name.startswith(free)
-    }

@@ -14,6 +14,7 @@ from sympow_jax.layers import partitioning
 __all__ = [
     "batch_sharding",
     "batch_share",
+    "bytes_per_device",
     "describe",
     "make_mesh",
     "place_batch",
@@ -116,17 +117,17 @@ def place_batch(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dic
     return {name: place(name, x) for name, x in batch.items()}
 
 
-def describe(mesh: jax.sharding.Mesh, state: Any) -> str:
-    """Returns a line with the mesh shape and the memory per device of the abstract `state`."""
+def describe(mesh: jax.sharding.Mesh) -> str:
+    """Returns the number and kind of the devices, the number of processes, and the mesh shape."""
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items() if size > 1)
     kind = mesh.devices.flat[0].device_kind
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
-    held = sum(
+    return f"{mesh.size} x {kind}{processes}{f': {axes}' if axes else ''}"
+
+
+def bytes_per_device(state: Any) -> int:
+    """Returns the bytes on each device of a tree of arrays, which may be abstract."""
+    return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
-    )
-    arrangement = f": {axes}" if axes else ""
-    return (
-        f"{mesh.size} x {kind}{processes}{arrangement}; parameters and optimizer state take {held / 1e9:.3f} GB a "
-        f"device"
     )

@@ -15,44 +15,30 @@ import socket
 import subprocess
 import sys
 import time
-import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import jax
 
 from sympow_jax import atomic, config
+from sympow_jax.config import fields, serialize
 from sympow_jax.training import hosts
 
 __all__ = [
     "CHECKPOINTS",
     "checkpoint_steps",
-    "differences",
-    "flatten",
-    "from_dict",
     "holds_run",
     "open_run",
     "open_workdir",
     "read_config",
     "record_data",
+    "record_plan",
     "write_json",
 ]
 
 CHECKPOINTS = "checkpoints"
 # Name of the folder of a step. `str.isdigit` would also accept digits that `int` does not.
 _STEP = re.compile("0|[1-9][0-9]*")
-# Settings that may change when a run is resumed, as prefixes of dotted paths.
-_FREE = (
-    "training.steps",
-    "training.log_every",
-    "training.checkpoint_every",
-    "training.keep_checkpoints",
-    "training.profile_steps",
-    "training.wandb_project",
-    "evaluation.",
-    "sharding.",
-    "model.remat",
-)
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 # File that the training process holds a lock on until it ends.
@@ -70,7 +56,7 @@ def open_run(workdir: pathlib.Path, settings: config.Config, data: Mapping[str, 
             share the folder.
     """
     packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    hosts.check_same("settings or packages", packages | flatten(dataclasses.asdict(settings)))
+    hosts.check_same("settings or packages", packages | serialize.flatten(settings))
     hosts.check_same("data", data)
     with hosts.all_or_none():
         if hosts.is_first():
@@ -123,12 +109,20 @@ def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
     description = json.loads(json.dumps(description))
     if holds_run(workdir) and path.exists():
         before = json.loads(path.read_text())
-        if changed := differences(flatten(before), flatten(description)):
+        if changed := serialize.differences(serialize.flatten(before), serialize.flatten(description)):
             raise ValueError(
                 f"the data is no longer what the run in {workdir} began with: {changed}; "
                 f"restore it or use another --workdir"
             )
     write_json(path, description)
+
+
+def record_plan(workdir: pathlib.Path, lines: Sequence[str]) -> None:
+    """Adds the lines that a run printed at its start to `environment.json`, in the first process."""
+    if not hosts.is_first():
+        return
+    path = workdir / "environment.json"
+    write_json(path, json.loads(path.read_text()) | {"plan": list(lines)})
 
 
 def read_config(workdir: pathlib.Path) -> config.Config:
@@ -141,35 +135,9 @@ def read_config(workdir: pathlib.Path) -> config.Config:
     if not path.is_file():
         raise ValueError(f"{workdir} is not the workdir of a run: it has no config.json")
     try:
-        return from_dict(config.Config, json.loads(path.read_text()))
+        return serialize.from_dict(config.Config, json.loads(path.read_text()))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
-    """Builds the settings dataclass `kind` from the output of `dataclasses.asdict`, which may come from JSON.
-
-    Raises:
-        ValueError: this version does not have a field, or a field without a default is missing.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{kind.__name__} is {values!r}; it must have fields")
-    hints = typing.get_type_hints(kind)
-    if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(hints)}")
-    needed = (x.name for x in dataclasses.fields(kind) if _has_no_default(x))
-    if missing := [name for name in needed if name not in values]:
-        raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
-    return kind(
-        **{
-            name: from_dict(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
-            for name, value in values.items()
-        }
-    )
-
-
-def _has_no_default(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _hold(workdir: pathlib.Path) -> None:
@@ -236,7 +204,7 @@ def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
 def _require_settings(path: pathlib.Path) -> None:
     """Raises ValueError unless a file has settings of a run, because other programs name theirs `config.json` too."""
     try:
-        from_dict(config.Config, json.loads(path.read_text()))
+        serialize.from_dict(config.Config, json.loads(path.read_text()))
     except (TypeError, ValueError) as error:  # a TypeError if there is text in place of a number
         raise ValueError(
             f"{path} is not the settings of a run and would be overwritten; use another --workdir"
@@ -244,36 +212,11 @@ def _require_settings(path: pathlib.Path) -> None:
 
 
 def _check_same_run(workdir: pathlib.Path, settings: config.Config) -> None:
-    before = flatten(dataclasses.asdict(read_config(workdir)))
-    after = flatten(dataclasses.asdict(settings))
-    fixed = [
-        {path: value for path, value in flat.items() if not path.startswith(_FREE)}
-        for flat in (before, after)
-    ]
-    if changed := differences(*fixed):
+    fixed = (serialize.flatten(x, fields.Occasion.RESUME) for x in (read_config(workdir), settings))
+    if changed := serialize.differences(*fixed):
         raise ValueError(
             f"{workdir} holds a run with other settings: {changed}; use those it has or another --workdir"
         )
-
-
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Describes the values that differ between two flat mappings; empty if none."""
-    return ", ".join(
-        f"{path} was {before.get(path)!r} and is {after.get(path)!r}"
-        for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path)
-    )
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested mappings to one, by dotted path."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def _environment() -> dict[str, Any]:

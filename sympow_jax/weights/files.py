@@ -17,6 +17,7 @@ from flax import nnx
 
 from sympow_jax import atomic, config, models
 from sympow_jax.array_types import Array, Float
+from sympow_jax.config import serialize
 from sympow_jax.training import workdir
 from sympow_jax.weights import gpt2
 
@@ -119,7 +120,7 @@ def read_settings(path: str | os.PathLike[str]) -> config.Config:
     try:
         if isinstance(values, dict) and gpt2.is_config(values):
             return gpt2.settings(values)
-        return workdir.from_dict(config.Config, values)
+        return serialize.from_dict(config.Config, values)
     except (TypeError, ValueError) as error:  # a TypeError if there is text in place of a number
         raise ValueError(f"{path}: {error}") from error
 

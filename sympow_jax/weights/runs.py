@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config
-from sympow_jax.training import checkpoint, sharding, step, workdir
+from sympow_jax import config, training
+from sympow_jax.training import checkpoint, sharding, workdir
 from sympow_jax.weights import files
 
 __all__ = ["export_run", "import_run"]
@@ -23,9 +23,10 @@ def export_run(
         ValueError: as `files.save`, or the folder holds no run or no good checkpoint.
         OSError: a file cannot be written.
     """
-    mesh = sharding.whole_mesh(jax.local_devices()[:1])
-    settings, arrays, number = checkpoint.restore_arrays(pathlib.Path(folder), mesh)
-    return number, files.save(path, settings, step.merge(settings, **arrays), dtype=dtype)
+    settings = workdir.read_config(pathlib.Path(folder))
+    program = training.Program(settings, sharding.whole_mesh(jax.local_devices()[:1]))
+    arrays, number = program.restore_arrays(pathlib.Path(folder))
+    return number, files.save(path, settings, program.merge(**arrays), dtype=dtype)
 
 
 def import_run(path: str | os.PathLike[str], settings: config.Config, folder: str | os.PathLike[str]) -> int:
@@ -40,7 +41,7 @@ def import_run(path: str | os.PathLike[str], settings: config.Config, folder: st
     model = files.load(path, settings)
     params, statistics = (nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:])
     workdir.open_workdir(folder, settings)
-    state = step.TrainState(step=jnp.int32(0), params=params, opt_state=(), statistics=statistics)
+    state = training.TrainState(step=jnp.int32(0), params=params, opt_state=(), statistics=statistics)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
         checkpoints.save(0, state, None)
     return sum(leaf.size for leaf in jax.tree.leaves((params, statistics)))

@@ -8,10 +8,10 @@ import PIL.Image
 import pytest
 from flax import nnx
 
-from sympow_jax import config, models
+from sympow_jax import config, models, training
 from sympow_jax.commands import inspect as command
 from sympow_jax.evaluation import attention_figures, attention_maps, inspect
-from sympow_jax.training import checkpoint, sharding, step, workdir
+from sympow_jax.training import checkpoint, sharding, workdir
 from tests import mistakes
 
 TEXT = "the quick brown fox"
@@ -22,7 +22,7 @@ def save_run(folder, settings):
     """Saves a run whose checkpoint of step 2 has the initial parameters."""
     workdir.open_workdir(folder, settings)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
-        checkpoints.save(2, step.init_state(settings, sharding.make_mesh(settings)), {})
+        checkpoints.save(2, training.Program(settings, sharding.make_mesh(settings)).init_state(), {})
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_the_numbers_are_those_of_the_run(runs, written):
     assert written["step"] == 2
     assert "".join(written["text"]) == TEXT
     assert written["tokens"] == list(TEXT.encode())
-    _, model, _ = checkpoint.restore_exact(runs / "a")
+    _, model, _ = training.restore_exact(runs / "a")
     assert model.config.dtype == "float32"
     maps = attention_maps.attention_maps(model, written["tokens"], range(LAYERS))
     for layer, expected in zip(written["layers"], maps, strict=True):

@@ -48,7 +48,7 @@ def make_run(corpus, name, *, preset="conformal", train_context=16, vocabulary=f
 def restored(monkeypatch):
     """Makes every run's newest checkpoint a `CountingModel` at step 7."""
     monkeypatch.setattr(
-        runs.checkpoint, "restore_model", lambda path: (workdir.read_config(path), fakes.CountingModel(), 7)
+        runs.training, "restore_model", lambda path: (workdir.read_config(path), fakes.CountingModel(), 7)
     )
     monkeypatch.setattr(runs.checkpoint, "require_checkpoint", lambda path: None)
 
@@ -228,7 +228,7 @@ def test_runs_over_other_data_cannot_be_compared(corpus, tmp_path, change, messa
 
 
 def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs.checkpoint, "restore_model", lambda path: pytest.fail("restored"))
+    monkeypatch.setattr(runs.training, "restore_model", lambda path: pytest.fail("restored"))
     run = make_run(corpus, "a")
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot write the results to .*file"):

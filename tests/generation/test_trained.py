@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import generation, models
+from sympow_jax import generation, models, training
 from sympow_jax.commands import train
-from sympow_jax.training import checkpoint
 from tests.generation import small
 from tests.ops import cases
 
@@ -27,7 +26,7 @@ def trained(tmp_path_factory):
     arguments = [f"--config={ROOT}/configs/quickstart.py", f"--workdir={folder}"]
     arguments += ["--config.training.steps=100", "--config.evaluation.context_lengths=64"]
     assert train.main(arguments) == 0
-    return checkpoint.restore_model(folder)[1]
+    return training.restore_model(folder)[1]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax import config, ops
-from sympow_jax.training import step
+from sympow_jax.training import Program
 from tools import h100
 
 Spec = jax.sharding.PartitionSpec
@@ -68,8 +68,8 @@ def training(form: str):
         (rows, context), jnp.int32, sharding=jax.sharding.NamedSharding(mesh, Spec("data"))
     )
     batch = {name: tokens for name in ("inputs", "targets", "segment_ids")}
-    update = step.make_update(settings, mesh)
-    return update.trace(step.abstract_state(settings, mesh), batch).lower().compile()
+    program = Program(settings, mesh)
+    return program.update.trace(program.abstract, batch).lower().compile()
 
 
 if __name__ == "__main__":

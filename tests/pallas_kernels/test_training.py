@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from sympow_jax import config
-from sympow_jax.training import step
+from sympow_jax.training import Program
 from tests.pallas_kernels import traced
 
 ATTENTION, CHUNKED = "attention_mosaic_gpu", "chunked_mosaic_gpu"
@@ -48,6 +48,7 @@ def test_a_training_step_takes_kernels(choice, form):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     tokens = jax.ShapeDtypeStruct((settings.data.batch_size, settings.data.context_length), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
-    found = traced.on_hopper(step.make_update(settings, mesh), step.abstract_state(settings, mesh), batch)
+    program = Program(settings, mesh)
+    found = traced.on_hopper(program.update, program.abstract, batch)
     assert found.forms == {form}
     assert found.kernels == KERNELS[form]

@@ -18,9 +18,9 @@ import time
 import jax
 import jax.numpy as jnp
 
-from sympow_jax import config
+from sympow_jax import config, training
 from sympow_jax.layers import partitioning
-from sympow_jax.training import sharding, step
+from sympow_jax.training import sharding
 from tests.training import collectives
 from tools import h100
 
@@ -109,8 +109,8 @@ def compile_step(case: Case):
     tokens = jax.ShapeDtypeStruct(
         (settings.data.batch_size, case.context), jnp.int32, sharding=sharding.batch_sharding(mesh)
     )
-    state, batch = step.abstract_state(settings, mesh), {"inputs": tokens, "targets": tokens}
-    return step.make_update(settings, mesh).trace(state, batch).lower().compile(), mesh
+    program, batch = training.Program(settings, mesh), {"inputs": tokens, "targets": tokens}
+    return program.update.trace(program.abstract, batch).lower().compile(), mesh
 
 
 def read(case: Case) -> Report:

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax import config
-from sympow_jax.training import sharding, step
+from sympow_jax import config, training
+from sympow_jax.training import sharding
 from tests.ops import cases
 from tests.training import collectives
 
@@ -69,14 +69,14 @@ def batch() -> dict[str, np.ndarray]:
     return {"inputs": tokens[:, :-1], "targets": targets, "segment_ids": segments}
 
 
-def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
+def first_state(program: training.Program) -> training.TrainState:
     """Returns a state whose gradients can be compared.
 
     Gates are near 0.98, so that a token affects many others, on other devices too. Keys are initialized like queries,
     so that each token's own weight is large. With few keys, all nearly orthogonal to the query, one unit in the last
     place of the kernels would change gradients by 1.6e-5.
     """
-    state = step.init_state(of, mesh)
+    of, state = program.config, program.init_state()
     for block in state.params["blocks"].values():
         attention = block["attention"]
         query = attention["query"]["kernel"]
@@ -92,11 +92,12 @@ def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
 
 def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
     """Returns the losses of three updates and the gradients of the first."""
-    state, update = first_state(of, mesh), step.make_update(of, mesh)
+    program = training.Program(of, mesh)
+    state = first_state(program)
     placed = sharding.place_batch(batch(), mesh)
     losses, gradients = [], []
     for _ in range(3):
-        state, metrics = update(state, placed)
+        state, metrics = program.update(state, placed)
         losses.append(float(metrics["loss"]))
         # Copied: the state is donated to the next update.
         gradients = gradients or [np.array(x) for x in jax.tree.leaves(state.opt_state) if x.ndim]
@@ -147,7 +148,8 @@ def exchanged(preset: str, arrangements: list[dict]) -> None:
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.batch_sharding(mesh))
             for name, x in batch().items()
         }
-        compiled = step.make_update(of, mesh).lower(step.abstract_state(of, mesh), shapes).compile()
+        program = training.Program(of, mesh)
+        compiled = program.update.lower(program.abstract, shapes).compile()
         found = collectives.collectives(compiled.as_text(), mesh)
         print(json.dumps([dataclasses.astuple(x) for x in found]), flush=True)
 

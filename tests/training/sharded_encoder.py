@@ -13,8 +13,8 @@ import sys
 import jax
 import numpy as np
 
-from sympow_jax import config
-from sympow_jax.training import sharding, step
+from sympow_jax import config, training
+from sympow_jax.training import sharding
 from tests.ops import cases
 from tests.training import test_tasks
 
@@ -42,12 +42,12 @@ def batch(task: str) -> dict[str, np.ndarray]:
     return rows
 
 
-def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
+def first_state(program: training.Program) -> training.TrainState:
     """Returns a state without means that are only rounding.
 
     Every norm shifts its input.
     """
-    state = step.init_state(of, mesh)
+    state = program.init_state()
 
     def shifted(path, leaf):
         if path[-1].key != "bias":
@@ -59,10 +59,11 @@ def first_state(of: config.Config, mesh: jax.sharding.Mesh) -> step.TrainState:
 
 def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
     """Returns the losses of two updates, and parameters and running means after them."""
-    state, update = first_state(of, mesh), step.make_update(of, mesh)
+    program = training.Program(of, mesh)
+    state = first_state(program)
     rows, losses = sharding.place_batch(batch(of.task.name), mesh), []
     for _ in range(2):
-        state, metrics = update(state, rows)
+        state, metrics = program.update(state, rows)
         losses.append(float(metrics["loss"]))
     return losses, [np.asarray(x) for x in jax.tree.leaves((state.params, state.statistics))]
 

@@ -16,25 +16,25 @@ import numpy as np
 import optax
 import pytest
 
-from sympow_jax import config
-from sympow_jax.training import checkpoint, sharding, step, workdir
+from sympow_jax import config, training
+from sympow_jax.training import checkpoint, sharding, workdir
 
 
 @functools.cache
-def _abstract() -> step.TrainState:
+def _abstract() -> training.TrainState:
     return jax.eval_shape(_first)
 
 
-def _first() -> step.TrainState:
+def _first() -> training.TrainState:
     params = {
         "embedding": jax.random.normal(jax.random.key(0), (64, 32)),
         "blocks": {0: {"bias": jnp.zeros(3)}},
     }
-    return step.TrainState(step=jnp.int32(0), params=params, opt_state=optax.adam(1e-3).init(params))
+    return training.TrainState(step=jnp.int32(0), params=params, opt_state=optax.adam(1e-3).init(params))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _advance(state: step.TrainState) -> step.TrainState:
+def _advance(state: training.TrainState) -> training.TrainState:
     return jax.tree.map(lambda leaf: leaf + 1, state)
 
 
@@ -46,7 +46,7 @@ def _states(count: int):
         state = _advance(state)
 
 
-def _save(folder: pathlib.Path, settings: config.Config, numbers=(1, 2)) -> dict[int, step.TrainState]:
+def _save(folder: pathlib.Path, settings: config.Config, numbers=(1, 2)) -> dict[int, training.TrainState]:
     """Saves the states after `numbers` updates; returns copies of them."""
     workdir.open_workdir(folder, settings)
     copies = {}
@@ -67,7 +67,7 @@ def _restore(folder: pathlib.Path, settings: config.Config):
         return checkpoints.restore(abstract)
 
 
-def _assert_same(actual: step.TrainState, expected: step.TrainState) -> None:
+def _assert_same(actual: training.TrainState, expected: training.TrainState) -> None:
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
@@ -284,7 +284,7 @@ def small_files():
     signal.signal(signal.SIGXFSZ, previous)
 
 
-def _large() -> step.TrainState:
+def _large() -> training.TrainState:
     params = {"noise": jax.random.normal(jax.random.key(0), (256, 256))}
     return dataclasses.replace(next(_states(1)), params=params)
 
@@ -314,9 +314,9 @@ def test_a_failed_save_is_noticed_before_the_next(tmp_path, settings, small_file
         pytest.fail("the save has not failed")
 
 
-def _save_model(folder: pathlib.Path, settings: config.Config, numbers=(1,)) -> step.TrainState:
+def _save_model(folder: pathlib.Path, settings: config.Config, numbers=(1,)) -> training.TrainState:
     workdir.open_workdir(folder, settings)
-    state = step.init_state(settings, sharding.whole_mesh())
+    state = training.Program(settings, sharding.whole_mesh()).init_state()
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
         for number in numbers:
             checkpoints.save(number, state, {"next_index": number})
@@ -325,29 +325,31 @@ def _save_model(folder: pathlib.Path, settings: config.Config, numbers=(1,)) -> 
 
 def test_restore_model(tmp_path, settings):
     state = _save_model(tmp_path, settings)
-    restored, model, number = checkpoint.restore_model(str(tmp_path))
+    restored, model, number = training.restore_model(str(tmp_path))
     assert restored == settings
     assert number == 1
     tokens = jnp.arange(8, dtype=jnp.int32)[None]
     apply = jax.jit(lambda module: module(tokens))
-    np.testing.assert_array_equal(apply(model), apply(step.merge(settings, state.params)))
+    np.testing.assert_array_equal(
+        apply(model), apply(training.Program(settings, sharding.whole_mesh()).merge(state.params))
+    )
 
 
 def test_restore_model_skips_a_damaged_step_and_leaves_it(tmp_path, settings, capfd):
     _save_model(tmp_path, settings, numbers=(1, 2))
     for path in _files(tmp_path, 2, "params/ocdbt.process_0/d/*"):
         _flip(path)
-    assert checkpoint.restore_model(tmp_path)[2] == 1
+    assert training.restore_model(tmp_path)[2] == 1
     assert "step 2" in capfd.readouterr().err
     assert (tmp_path / "checkpoints" / "2").is_dir()
 
 
 def test_restore_model_without_a_checkpoint(tmp_path, settings):
     with pytest.raises(ValueError, match="not the workdir of a run"):
-        checkpoint.restore_model(tmp_path)
+        training.restore_model(tmp_path)
     workdir.open_workdir(tmp_path, settings)
     with pytest.raises(ValueError, match="no checkpoint yet"):
-        checkpoint.restore_model(tmp_path)
+        training.restore_model(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())
     assert not (tmp_path / "checkpoints").exists()
 
@@ -369,7 +371,7 @@ def test_restore_model_while_training_replaces_checkpoints(tmp_path, with_traini
 
     monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", replace_first)
     capfd.readouterr()
-    assert checkpoint.restore_model(tmp_path)[2] == 3
+    assert training.restore_model(tmp_path)[2] == 3
     assert capfd.readouterr().err == ""
 
 
@@ -382,4 +384,4 @@ def test_restore_model_after_all_checkpoints_are_deleted(tmp_path, settings, mon
 
     monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", delete)
     with pytest.raises(ValueError, match="no checkpoint yet"):
-        checkpoint.restore_model(tmp_path)
+        training.restore_model(tmp_path)

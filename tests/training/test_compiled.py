@@ -5,8 +5,8 @@ import math
 import jax
 import pytest
 
-from sympow_jax import ops
-from sympow_jax.training import sharding, step
+from sympow_jax import ops, training
+from sympow_jax.training import sharding
 from tests.pallas_kernels import marks
 from tests.training import compiled
 
@@ -58,7 +58,7 @@ def exchanged(case):
     settings = case.settings()
     ((axis, devices),) = case.sharding.items()
     share = (devices - 1) / devices
-    params = step.abstract_state(settings, sharding.whole_mesh(jax.devices()[:1])).params
+    params = training.Program(settings, sharding.whole_mesh(jax.devices()[:1])).params
     matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if len(x.shape) == 2)
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     if axis == "fsdp":

@@ -111,7 +111,7 @@ def test_two_processes_equal_one(start, alone, arguments, tmp_path):
     _assert_same_run(tmp_path / "run", alone)
     assert _evaluated(tmp_path / "run") == pytest.approx(_evaluated(alone), rel=1e-5)
     assert _saved(tmp_path / "run") == [4, 8, 10]
-    assert started[0].said()[-1].startswith("Each line is the mean over")  # under the evaluation's table
+    assert started[0].said()[-1].startswith("next: ")
     assert started[1].said() == []
 
     settings, _, _ = flags.parse([*arguments, "--workdir=unused"])

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax import config
-from sympow_jax.training import checkpoint, initial, sharding, step, workdir
+from sympow_jax import config, training
+from sympow_jax.training import checkpoint, sharding, workdir
 
 
 def with_attention(settings: config.Config, preset: str, initial_run=None, **model) -> config.Config:
@@ -19,24 +19,27 @@ def with_attention(settings: config.Config, preset: str, initial_run=None, **mod
     )
 
 
+def _program(settings: config.Config) -> training.Program:
+    return training.Program(settings, sharding.whole_mesh())
+
+
 @pytest.fixture
 def first(settings, tmp_path):
     """Makes a run of GPT-2's attention at step 7; returns its workdir and parameters."""
     settings = with_attention(settings, "gpt2", biases=True)
-    params = step.init_state(settings, sharding.whole_mesh()).params
+    params = _program(settings).init_state().params
     params = jax.tree.map(lambda x: x + 1, params)
     folder = tmp_path / "first"
     workdir.open_workdir(folder, settings)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
-        checkpoints.save(7, step.TrainState(jnp.int32(7), params, ()), None)
+        checkpoints.save(7, training.TrainState(jnp.int32(7), params, ()), None)
     return folder, params
 
 
 def test_a_decoder_starts_from_another_with_other_attention(settings, first, capsys):
     folder, params = first
-    mesh = sharding.whole_mesh()
-    settings = with_attention(settings, "sympow_gated", str(folder), biases=True)
-    state, new = initial.begin(settings, mesh), step.init_state(settings, mesh)
+    program = _program(with_attention(settings, "sympow_gated", str(folder), biases=True))
+    state, new = program.begin(), program.init_state()
     printed = capsys.readouterr().out
     assert f"the model is that of step 7 of {folder}, a run of the task 'next_token'\n" in printed
     assert "\nnew: blocks.*.attention.decay.kernel\n" in printed
@@ -51,18 +54,17 @@ def test_a_decoder_starts_from_another_with_other_attention(settings, first, cap
 
 def test_what_does_not_fit(settings, first):
     folder, _ = first
-    mesh = sharding.whole_mesh()
     with pytest.raises(
         ValueError, match=r"model\.biases was True and is False; use the same settings or another"
     ):
-        initial.begin(with_attention(settings, "conformal", str(folder)), mesh)
+        _program(with_attention(settings, "conformal", str(folder))).begin()
     longer = with_attention(settings, "gpt2", str(folder), biases=True)
     attention = dataclasses.replace(longer.model.attention, max_document_length=2048)
     longer = dataclasses.replace(longer, model=dataclasses.replace(longer.model, attention=attention))
     with pytest.raises(
         ValueError, match=r"position_embedding was \[1024, 16\] and is \[2048, 16\]; use the settings"
     ):
-        initial.begin(longer, mesh)
+        _program(longer).begin()
     encoder = dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, attention=config.preset("softmax", causal=False)),
@@ -71,4 +73,4 @@ def test_what_does_not_fit(settings, first):
     with pytest.raises(
         ValueError, match="a run of the task 'next_token', whose attention is causal; name one of 'masked_"
     ):
-        initial.begin(encoder, mesh)
+        _program(encoder).begin()

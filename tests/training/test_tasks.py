@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax import config, layers
+from sympow_jax import config, layers, training
 from sympow_jax.commands import train
-from sympow_jax.training import checkpoint, initial, sharding, step
+from sympow_jax.training import sharding
 
 ROWS, TIME, CLASSES = 4, 8, 3
 
@@ -42,18 +42,21 @@ def batch(task="classification") -> dict[str, np.ndarray]:
     return {"inputs": tokens, "segment_ids": segments, "labels": labels}
 
 
-def update(settings: config.Config, rows, state=None) -> tuple[step.TrainState, dict[str, float]]:
-    mesh = sharding.make_mesh(settings)
-    state = step.init_state(settings, mesh) if state is None else state
-    state, metrics = step.make_update(settings, mesh)(state, sharding.place_batch(rows, mesh))
+def program(settings: config.Config) -> training.Program:
+    return training.Program(settings, sharding.whole_mesh())
+
+
+def update(settings: config.Config, rows) -> tuple[training.TrainState, dict[str, float]]:
+    made = program(settings)
+    state, metrics = made.update(made.init_state(), sharding.place_batch(rows, made.mesh))
     return state, {name: float(value) for name, value in metrics.items()}
 
 
 @pytest.mark.parametrize("task", ["classification", pytest.param("regression", marks=pytest.mark.slow)])
 def test_the_loss_is_the_mean_over_labels_that_count(task):
     settings, rows = make(task), batch(task)
-    params = step.init_state(settings, sharding.whole_mesh()).params
-    model, counts = step.merge(settings, params), np.array([0, 1, 3])
+    made = program(settings)
+    model, counts = made.merge(made.init_state().params), np.array([0, 1, 3])
     outputs = jax.jit(lambda tokens, ids: model.classify(tokens, segment_ids=ids))(
         rows["inputs"], rows["segment_ids"]
     )
@@ -84,7 +87,7 @@ def test_running_means_of_the_first_norm_are_the_formula(accumulate):
     Each micro-batch moves its means by a tenth.
     """
     settings, rows = make(norm="batch", accumulate=accumulate), batch()
-    embedding = np.asarray(step.init_state(settings, sharding.whole_mesh()).params["embedding"], np.float64)
+    embedding = np.asarray(program(settings).init_state().params["embedding"], np.float64)
     state, _ = update(settings, rows)
     mean, variance = np.zeros(16), np.ones(16)
     for part in range(accumulate):
@@ -106,10 +109,8 @@ def test_rematerialization_changes_neither_gradients_nor_running_means(remat):
 
 
 def test_only_batch_normalization_has_running_means():
-    state = step.abstract_state(make(), sharding.whole_mesh())
-    assert state.statistics == {}
-    state = step.abstract_state(make(norm="batch"), sharding.whole_mesh())
-    assert len(jax.tree.leaves(state.statistics)) == 2 * 4
+    assert program(make()).statistics == {}
+    assert len(jax.tree.leaves(program(make(norm="batch")).statistics)) == 2 * 4
 
 
 @pytest.fixture
@@ -140,14 +141,12 @@ def test_resuming_is_exact_with_batch_normalization(texts, tmp_path):
     assert train.train(texts(steps=4, norm="batch"), tmp_path / "whole") == 0
     assert train.train(texts(steps=2, norm="batch"), tmp_path / "halves") == 0
     assert train.train(texts(steps=4, norm="batch"), tmp_path / "halves") == 0
-    mesh = sharding.whole_mesh()
-    (_, found, _), (_, expected, _) = (
-        checkpoint.restore_arrays(tmp_path / name, mesh) for name in ("halves", "whole")
-    )
+    made = program(texts(norm="batch"))
+    (found, _), (expected, _) = (made.restore_arrays(tmp_path / name) for name in ("halves", "whole"))
     assert set(found) == {"params", "statistics"}
     assert np.abs(found["statistics"]["final_norm"]["mean"]).max() > 0
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    _, model, _ = checkpoint.restore_model(tmp_path / "whole")
+    _, model, _ = training.restore_model(tmp_path / "whole")
     means, norm = found["statistics"]["embedding_norm"], model.embedding_norm
     x = np.random.default_rng(0).normal(size=(1, 3, 16)).astype(np.float32)
     wanted = (x - means["mean"]) / np.sqrt(means["var"] + 1e-5) * norm.scale[...] + norm.bias[...]
@@ -160,10 +159,9 @@ def test_resuming_is_exact_with_batch_normalization(texts, tmp_path):
 def test_a_run_starts_from_the_encoder_of_another(texts, tmp_path):
     first = tmp_path / "first"
     assert train.train(texts("masked_token"), first) == 0
-    mesh = sharding.whole_mesh()
-    settings = texts(initial_run=str(first))
-    state, new = initial.begin(settings, mesh), step.init_state(settings, mesh)
-    _, arrays, _ = checkpoint.restore_arrays(first, mesh)
+    second = program(texts(initial_run=str(first)))
+    state, new = second.begin(), second.init_state()
+    arrays, _ = program(texts("masked_token")).restore_arrays(first)
     assert set(state.params) - set(arrays["params"]) == {"head"}
     for name, found in state.params.items():
         expected = new.params["head"] if name == "head" else arrays["params"][name]
@@ -183,17 +181,16 @@ def test_a_run_that_has_begun_no_longer_needs_what_it_started_from(texts, tmp_pa
 
 
 def test_an_initial_run_that_cannot_be(texts, tmp_path):
-    mesh = sharding.whole_mesh()
     with pytest.raises(ValueError, match=r"task\.initial_run: .*nowhere is not the workdir of a run"):
-        initial.begin(texts(initial_run=str(tmp_path / "nowhere")), mesh)
+        program(texts(initial_run=str(tmp_path / "nowhere"))).begin()
     first = tmp_path / "first"
     assert train.train(texts("masked_token", steps=1), first) == 0
     with pytest.raises(
         ValueError, match=r"does not fit: model\.head_dim was 8 and is 4, model\.width was 16 and is 8"
     ):
-        initial.begin(texts(initial_run=str(first), width=8), mesh)
+        program(texts(initial_run=str(first), width=8)).begin()
     with pytest.raises(ValueError, match=r"model\.norm was 'layer' and is 'batch'"):
-        initial.begin(texts(initial_run=str(first), norm="batch"), mesh)
+        program(texts(initial_run=str(first), norm="batch")).begin()
     (first / "checkpoints").rename(first / "moved")
     with pytest.raises(ValueError, match=r"task\.initial_run: .*first has no checkpoint yet"):
-        initial.begin(texts(initial_run=str(first)), mesh)
+        program(texts(initial_run=str(first))).begin()

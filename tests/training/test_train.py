@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
-from sympow_jax import config
+from sympow_jax import config, training
 from sympow_jax.commands import train
-from sympow_jax.training import checkpoint, cli, metrics, sharding
+from sympow_jax.training import cli, metrics, sharding
 from tests.training import launching
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -46,8 +46,8 @@ def batches(monkeypatch) -> list[dict[str, np.ndarray]]:
 
 
 def _assert_same_params(one: pathlib.Path, other: pathlib.Path) -> None:
-    _, model, step = checkpoint.restore_model(one)
-    _, expected, expected_step = checkpoint.restore_model(other)
+    _, model, step = training.restore_model(one)
+    _, expected, expected_step = training.restore_model(other)
     assert step == expected_step
     jax.tree.map(np.testing.assert_array_equal, _leaves(model), _leaves(expected))
 
@@ -129,7 +129,7 @@ def test_a_loss_that_is_not_finite(tmp_path, settings):
     kept = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
     assert not kept or kept[-1] == failed - 1
     if kept:
-        assert all(np.isfinite(leaf).all() for leaf in _leaves(checkpoint.restore_model(tmp_path)[1]))
+        assert all(np.isfinite(leaf).all() for leaf in _leaves(training.restore_model(tmp_path)[1]))
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_signal_that_a_parent_passes_on_too_is_one():
 def test_chosen_steps_are_traced(tmp_path, with_training):
     assert train.train(with_training(steps=2, profile_steps=(2, 3)), tmp_path) == 0
     (first,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
-    assert "PjitFunction(update)" in _host_events(first)
+    assert "PjitFunction(jit(update))" in _host_events(first)
     # The resumed run starts in the middle of the steps to be traced, and may also trace other steps.
     assert train.train(with_training(steps=4, profile_steps=(1, 2)), tmp_path) == 0
     assert list(tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")) == [first]
@@ -257,8 +257,10 @@ def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     code, out, err = start_and_send(signal.SIGINT, 60)
     assert code == 130
     assert err == ""
-    devices, first, *_, last = out.splitlines()
-    assert devices.startswith("1 x cpu; parameters and optimizer state take 0.0")
+    *plan, last = out.splitlines()
+    assert plan[0].startswith("model: softmax, 1 layer of width 16, ")
+    assert "devices: 1 x cpu" in plan
+    (first,) = (line for line in plan if line.startswith("training: step "))
     assert int(first.split()[2]) >= 20
     assert last.startswith("stopped after step ")
     stopped = int(last.split()[3].rstrip(","))

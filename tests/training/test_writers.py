@@ -7,8 +7,9 @@ import types
 
 import pytest
 
+from sympow_jax import training
 from sympow_jax.commands import train
-from sympow_jax.training import checkpoint, metrics, writers
+from sympow_jax.training import metrics, writers
 
 
 class _Run:
@@ -68,7 +69,7 @@ def test_one_run_for_all_starts(tmp_path, with_training, wandb):
         "dir": str(folder),
     }
     assert arguments["config"]["training"]["steps"] == 8
-    assert checkpoint.restore_model(folder)[2] == 8
+    assert training.restore_model(folder)[2] == 8
 
 
 def test_an_error_ends_the_run_as_failed(tmp_path, with_training, wandb):

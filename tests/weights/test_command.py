@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from sympow_jax import training
 from sympow_jax.commands import evaluate, generate, train
 from sympow_jax.commands import weights as command
-from sympow_jax.training import checkpoint, sharding, step, workdir
+from sympow_jax.training import checkpoint, sharding, workdir
 from tests import mistakes
 from tests.weights import published
 
@@ -33,8 +34,12 @@ def gpt2(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+def program(folder: pathlib.Path) -> training.Program:
+    return training.Program(workdir.read_config(folder), sharding.whole_mesh())
+
+
 def restored(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    _, arrays, number = checkpoint.restore_arrays(folder, sharding.whole_mesh())
+    arrays, number = program(folder).restore_arrays(folder)
     assert number == 0
     return arrays["params"]
 
@@ -68,12 +73,11 @@ def test_generated_tokens_are_those_of_the_formula(gpt2, capsys):
 
 
 def test_the_optimizer_and_the_data_begin_anew(gpt2):
-    settings = workdir.read_config(gpt2 / "run")
-    abstract = step.abstract_state(settings, sharding.whole_mesh())
-    with checkpoint.Checkpoints(gpt2 / "run", settings) as checkpoints:
-        state, position = checkpoints.restore(abstract)
+    made = program(gpt2 / "run")
+    with checkpoint.Checkpoints(gpt2 / "run", made.config) as checkpoints:
+        state, position = made.restore_or_begin(checkpoints)
     assert position is None
-    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    assert jax.tree.structure(state) == jax.tree.structure(made.abstract)
     assert all(not leaf.any() for leaf in jax.tree.leaves(state.opt_state))
     jax.tree.map(np.testing.assert_array_equal, state.params, restored(gpt2 / "run"))
 

@@ -160,6 +160,10 @@ class Kernel(abc.ABC):
             f"cache, with a larger max_length"
         )
 
+    def explain(self, batch: int, time: int) -> tuple[tuple[str, str], ...]:
+        """Returns pairs of a choice that is not taken for a batch without a state, and the reason."""
+        return ()
+
     def prefers_cache(self, max_length: int) -> bool:
         """Returns whether a cache of `max_length` positions is cheaper than the recurrent state, or required."""
         return self.cache_policy is CachePolicy.ALWAYS

@@ -45,6 +45,16 @@ class PowerKernel(kernel.RecurrentKernel):
         }
         return functools.partial(ops.power_attention, **options, form=attention.form)
 
+    def explain(self, batch, time):
+        query, key = (
+            jax.ShapeDtypeStruct((batch, time, heads, self.encoded_dim), jnp.dtype(self.dtype))
+            for heads in (self.num_heads, self.num_kv_heads)
+        )
+        value = jax.ShapeDtypeStruct((*key.shape[:3], self.head_dim), key.dtype)
+        log_decay = jax.ShapeDtypeStruct(value.shape if self._per_channel else key.shape[:3], jnp.float32)
+        plan = ops.explain(query, key, value, log_decay=log_decay, **self.op(None).keywords)
+        return plan.not_taken
+
     def step(self, rotate):
         attention = self.attention
         return functools.partial(

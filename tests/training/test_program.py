@@ -1,4 +1,4 @@
-"""Tests of the update: its loss, and that micro-batches and slices of time do not change it."""
+"""Tests of the program of a run: its state and its update, which micro-batches and slices of time do not change."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from sympow_jax import config
-from sympow_jax.training import loss, sharding, step
+from sympow_jax import config, models, training
+from sympow_jax.training import loss, sharding
 
 
 def _batch(settings: config.Config, *, seed: int = 0) -> dict[str, jnp.ndarray]:
@@ -22,14 +22,18 @@ def _batch(settings: config.Config, *, seed: int = 0) -> dict[str, jnp.ndarray]:
     return {"inputs": jnp.asarray(rng.integers(0, 256, shape), jnp.int32), "targets": jnp.asarray(targets)}
 
 
-def _update(settings: config.Config, batch) -> tuple[step.TrainState, dict[str, float]]:
-    mesh = sharding.make_mesh(settings)
-    state, metrics = step.make_update(settings, mesh)(step.init_state(settings, mesh), batch)
+def _program(settings: config.Config) -> training.Program:
+    return training.Program(settings, sharding.whole_mesh())
+
+
+def _update(settings: config.Config, batch) -> tuple[training.TrainState, dict[str, float]]:
+    program = training.Program(settings, sharding.make_mesh(settings))
+    state, metrics = program.update(program.init_state(), batch)
     return state, {name: float(value) for name, value in metrics.items()}
 
 
 def _mean_loss(settings: config.Config, params, batch) -> jnp.ndarray:
-    log_probs = jax.nn.log_softmax(step.merge(settings, params)(batch["inputs"]))
+    log_probs = jax.nn.log_softmax(_program(settings).merge(params)(batch["inputs"]))
     picked = jnp.take_along_axis(log_probs, jnp.maximum(batch["targets"], 0)[..., None], axis=-1)[..., 0]
     counts = batch["targets"] >= 0
     return -jnp.sum(picked * counts) / jnp.sum(counts)
@@ -37,7 +41,7 @@ def _mean_loss(settings: config.Config, params, batch) -> jnp.ndarray:
 
 def test_loss_and_gradient_of_the_mean_over_targets(settings):
     batch = _batch(settings)
-    params = step.init_state(settings, sharding.whole_mesh()).params
+    params = _program(settings).init_state().params
     loss, grads = jax.jit(jax.value_and_grad(lambda tree: _mean_loss(settings, tree, batch)))(params)
     state, metrics = _update(settings, batch)
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
@@ -51,14 +55,14 @@ def test_gpus_draw_initial_parameters_in_a_kernel(settings, monkeypatch):
     """Otherwise XLA computes them while it compiles for a GPU, for minutes."""
     lowered = []
 
-    def init(settings):
+    def make(*arguments, **options):
         trace = jax.jit(lambda: jax.random.normal(jax.random.key(0), (4,))).trace()
         lowered.append(trace.lower(lowering_platforms=("cuda",)).as_text())
-        return real(settings)
+        return real(*arguments, **options)
 
-    real = step._init
-    monkeypatch.setattr(step, "_init", init)
-    step.init_state(settings, sharding.whole_mesh())
+    program, real = _program(settings), models.make
+    monkeypatch.setattr(models, "make", make)
+    program.init_state()
     assert lowered
     assert all("cu_threefry2x32_ffi" in text for text in lowered)
     assert not jax.config.jax_threefry_gpu_kernel_lowering
@@ -66,7 +70,7 @@ def test_gpus_draw_initial_parameters_in_a_kernel(settings, monkeypatch):
 
 def test_update_norm_is_of_what_was_added(settings):
     batch = _batch(settings)
-    before = step.init_state(settings, sharding.make_mesh(settings)).params
+    before = _program(settings).init_state().params
     state, metrics = _update(settings, batch)
     moved = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, before))
     assert metrics["update_norm"] == pytest.approx(float(moved), rel=1e-4)
@@ -86,10 +90,11 @@ def test_micro_batches_equal_the_batch(settings):
 @pytest.mark.parametrize("width", [1, 5])
 def test_slices_of_time_do_not_change_the_loss(settings, monkeypatch, width):
     batch = _batch(settings)
-    params = step.init_state(settings, sharding.whole_mesh()).params
+    program = _program(settings)
+    params = program.init_state().params
 
     def total(tree):
-        return loss.sums(step.merge(settings, tree), batch).loss
+        return loss.sums(program.merge(tree), batch).loss
 
     expected = jax.jit(jax.value_and_grad(total))(params)
     monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * 4 * 256 * width)
@@ -99,9 +104,10 @@ def test_slices_of_time_do_not_change_the_loss(settings, monkeypatch, width):
 
 def test_no_array_of_all_logits_exists(settings, monkeypatch):
     batch = _batch(settings)
-    params = step.init_state(settings, sharding.whole_mesh()).params
+    program = _program(settings)
+    params = program.init_state().params
     monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * 4 * 256 * 2)
-    differentiate = jax.grad(lambda tree: loss.sums(step.merge(settings, tree), batch).loss)
+    differentiate = jax.grad(lambda tree: loss.sums(program.merge(tree), batch).loss)
     lowered = jax.jit(differentiate).lower(params).as_text()
     assert "4x2x256xf32" in lowered
     assert "4x16x256xf32" not in lowered
@@ -110,7 +116,8 @@ def test_no_array_of_all_logits_exists(settings, monkeypatch):
 def test_documents_do_not_see_each_other(settings):
     batch = _batch(settings)
     segments = jnp.asarray(np.repeat([[0, 1]], 8, axis=1).repeat(4, axis=0), jnp.int32)
-    model = step.merge(settings, step.init_state(settings, sharding.whole_mesh()).params)
+    program = _program(settings)
+    model = program.merge(program.init_state().params)
     batch["targets"] = batch["targets"].at[:, :8].set(-1)
     total = jax.jit(lambda rows: loss.sums(model, rows).loss)
     apart = float(total({**batch, "segment_ids": segments}))
@@ -120,15 +127,15 @@ def test_documents_do_not_see_each_other(settings):
 
 
 def test_the_state_is_donated(settings):
-    mesh = sharding.whole_mesh()
-    state = step.init_state(settings, mesh)
-    step.make_update(settings, mesh)(state, _batch(settings))
+    program = _program(settings)
+    state = program.init_state()
+    program.update(state, _batch(settings))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 
 def test_abstract_state_is_that_of_the_state(settings):
-    mesh = sharding.whole_mesh()
-    state, abstract = step.init_state(settings, mesh), step.abstract_state(settings, mesh)
+    program = _program(settings)
+    state, abstract = program.init_state(), program.abstract
     assert jax.tree.structure(state) == jax.tree.structure(abstract)
     for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(abstract)):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
@@ -137,7 +144,7 @@ def test_abstract_state_is_that_of_the_state(settings):
 def test_a_batch_without_targets_moves_nothing(settings):
     batch = _batch(settings)
     batch["targets"] = jnp.full_like(batch["targets"], -1)
-    before = step.init_state(settings, sharding.whole_mesh()).params
+    before = _program(settings).init_state().params
     state, metrics = _update(settings, batch)
     assert metrics["loss"] == 0
     jax.tree.map(np.testing.assert_array_equal, state.params, before)
@@ -152,13 +159,13 @@ def test_rematerialization_keeps_less_for_the_backward_pass(settings):
         attention = config.preset("conformal", form="chunked", chunk_size=64)
         model = dataclasses.replace(settings.model, layers=layers, attention=attention, remat=remat)
         changed = dataclasses.replace(settings, model=model)
-        params = step.abstract_state(changed, sharding.whole_mesh()).params
+        program = _program(changed)
 
-        def residuals(params, changed=changed):
-            return jax.vjp(lambda tree: loss.sums(step.merge(changed, tree), batch).loss, params)[1]
+        def residuals(params, program=program):
+            return jax.vjp(lambda tree: loss.sums(program.merge(tree), batch).loss, params)[1]
 
         # Residuals of tokens only: parameters and constants are saved in every mode.
-        shapes = jax.tree.leaves(jax.eval_shape(residuals, params))
+        shapes = jax.tree.leaves(jax.eval_shape(residuals, program.params))
         leaves = [x for x in shapes if x.shape[:1] == (rows,) and time in x.shape]
         kept[remat] = sum(x.size * x.dtype.itemsize for x in leaves)
     heads, head_dim = settings.model.heads, settings.model.head_dim

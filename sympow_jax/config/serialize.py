@@ -1,0 +1,70 @@
+"""Settings as flat mappings and back, and the differences of two."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from sympow_jax.config import fields
+
+__all__ = ["differences", "flatten", "from_dict"]
+
+
+def flatten(values: Any, occasion: fields.Occasion | None = None, *, prefix: str = "") -> dict[str, Any]:
+    """Flattens nested dataclasses and mappings to one mapping by dotted path.
+
+    Args:
+        values: a settings dataclass, or a mapping.
+        occasion: leaves out the fields of dataclasses that may differ on this occasion; None keeps all.
+        prefix: text before every path, such as "model.".
+    """
+    if isinstance(values, Mapping):
+        items = dict(values)
+    else:
+        items = {
+            field.name: getattr(values, field.name)
+            for field in dataclasses.fields(values)
+            if occasion not in field.metadata.get("may_differ", ())
+        }
+    flat: dict[str, Any] = {}
+    for name, value in items.items():
+        if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+            flat |= flatten(value, occasion, prefix=f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Describes the values that differ between two flat mappings; empty if none."""
+    return ", ".join(
+        f"{path} was {before.get(path)!r} and is {after.get(path)!r}"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path)
+    )
+
+
+def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
+    """Builds the settings dataclass `kind` from the output of `dataclasses.asdict`, which may come from JSON.
+
+    Raises:
+        ValueError: this version does not have a field, or a field without a default is missing.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{kind.__name__} is {values!r}; it must have fields")
+    hints = typing.get_type_hints(kind)
+    if unknown := sorted(set(values) - set(hints)):
+        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(hints)}")
+    needed = (x.name for x in dataclasses.fields(kind) if _has_no_default(x))
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
+    return kind(
+        **{
+            name: from_dict(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+            for name, value in values.items()
+        }
+    )
+
+
+def _has_no_default(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

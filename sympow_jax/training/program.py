@@ -1,0 +1,297 @@
+"""Program of a run: its model, optimizer, state and update, each made once for a config and a mesh."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from sympow_jax import config as config_lib
+from sympow_jax import models
+from sympow_jax.array_types import Array, Float
+from sympow_jax.layers import partitioning
+from sympow_jax.training import checkpoint, hosts, initial, loss, optimizer, sharding, workdir
+from sympow_jax.training.state import Params, TrainState
+
+__all__ = ["Program", "Update", "restore_exact", "restore_model"]
+
+Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Array, ""]]]]
+"""Maps (state, batch) to (updated state, metrics)."""
+
+
+class Program:
+    """Model graph, optimizer, state and update of a run on a mesh.
+
+    The model is built once, abstractly, and once more where `init_state` is traced. All else is derived from these.
+
+    Attributes:
+        config: config of the run.
+        mesh: mesh that state and batches are sharded over.
+        params: shapes, dtypes and shardings of the parameters.
+        statistics: those of the running statistics of batch normalization; empty without it.
+        kernels: attention kernel of each layer.
+
+    Examples:
+        >>> from sympow_jax import config, training
+        >>> from sympow_jax.training import sharding
+        >>> model = config.ModelConfig(vocab_size=256, layers=1, width=32, heads=2)
+        >>> data = config.DataConfig(context_length=16, batch_tokens=64)
+        >>> program = training.Program(config.Config(model=model, data=data), sharding.whole_mesh())
+        >>> int(program.init_state().step)
+        0
+    """
+
+    def __init__(self, config: config_lib.Config, mesh: jax.sharding.Mesh):
+        self.config, self.mesh = config, mesh
+        model = nnx.eval_shape(lambda: models.make(config.model, config.task, rngs=nnx.Rngs(0)))
+        # Every variable must be a parameter or a running statistic; nnx.split fails on other kinds.
+        self._graph, *variables = nnx.split(model, nnx.Param, nnx.BatchStat)
+        params, statistics = (nnx.to_pure_dict(tree) for tree in variables)
+        specs = models.parameter_specs(model)
+
+        def shard(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return self._placed(leaf, specs[tuple(key.key for key in path)])
+
+        self.params: Params = jax.tree_util.tree_map_with_path(shard, params)
+        self.statistics: Params = jax.tree.map(self._placed, statistics)
+        self.kernels = tuple(block.attention.kernel for block in model.blocks)
+        self._optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps)
+
+    def _placed(
+        self, leaf: Any, spec: jax.sharding.PartitionSpec = partitioning.REPLICATED
+    ) -> jax.ShapeDtypeStruct:
+        spec = partitioning.fitted(spec, leaf.shape, self.mesh.shape)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(self.mesh, spec)
+        )
+
+    @functools.cached_property
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameters."""
+        opt_state = optax.tree_map_params(
+            self._optimizer,
+            lambda _, param: param,
+            jax.eval_shape(self._optimizer.init, self.params),
+            self.params,
+            transform_non_params=self._placed,
+        )
+        step: Any = self._placed(jax.ShapeDtypeStruct((), jnp.int32))
+        return TrainState(step=step, params=self.params, opt_state=opt_state, statistics=self.statistics)
+
+    @functools.cached_property
+    def _shardings(self) -> TrainState:
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+
+    def merge(self, params: Params, statistics: Params | None = None) -> models.Model:
+        """Returns the model with these parameters and running statistics, in evaluation mode."""
+        return nnx.merge(self._graph, params, statistics or {})
+
+    def init_state(self) -> TrainState:
+        """Returns the state of a new model before the first update, a function of the config only."""
+
+        def init() -> TrainState:
+            rngs = nnx.Rngs(self.config.training.seed)
+            model = models.make(self.config.model, self.config.task, rngs=rngs)
+            _, *variables = nnx.split(model, nnx.Param, nnx.BatchStat)
+            params, statistics = (nnx.to_pure_dict(tree) for tree in variables)
+            return TrainState(jnp.int32(0), params, self._optimizer.init(params), statistics)
+
+        with _random_kernels():
+            return jax.jit(init, out_shardings=self._shardings)()
+
+    def begin(self) -> TrainState:
+        """Returns the state before the first update, with the parameters of `task.initial_run` if it is set.
+
+        An encoder's embedding, blocks and norms, with their running statistics, are those of that run's newest
+        checkpoint. The head and the optimizer state are new. The attention of a decoder may have other settings than in
+        that run. Parameters that only the new model has are initialized, parameters that only the old one has are
+        dropped, and a message lists both.
+
+        Raises:
+            ValueError: the run does not exist or has no good checkpoint, one run is of an encoder and the other of a
+                decoder, its model has other settings, or its parameters have other shapes.
+        """
+        if self.config.task.initial_run is None:
+            return self.init_state()
+        folder = pathlib.Path(self.config.task.initial_run)
+        with hosts.all_or_none():
+            first = Program(initial.read_config(folder, self.config), self.mesh)
+            arrays, number = first.restore_arrays(folder)
+        hosts.check_same("the checkpoint of task.initial_run", {"step": number})
+        kind = "model" if self.config.task.name == "next_token" else "encoder"
+        hosts.say(
+            f"the {kind} is that of step {number} of {folder}, a run of the task {first.config.task.name!r}"
+        )
+        state = self.init_state()
+        params = initial.replace(state.params, arrays["params"], folder)
+        return dataclasses.replace(state, params=params, statistics=arrays.get("statistics", {}))
+
+    def restore_or_begin(self, checkpoints: checkpoint.Checkpoints) -> tuple[TrainState, Any]:
+        """Returns the newest good state of a run, or the state before the first update if there is no checkpoint.
+
+        Returns:
+            The state, and its position in the data, which is None at the beginning of the data.
+
+        Raises:
+            ValueError: as `Checkpoints.restore` and `begin`.
+        """
+        restored = checkpoints.restore(self.abstract)
+        if restored is None:
+            return self.begin(), None
+        state, position = restored
+        if state.opt_state == ():  # a checkpoint of imported weights
+            init = jax.jit(self._optimizer.init, out_shardings=self._shardings.opt_state)
+            state = dataclasses.replace(state, opt_state=init(state.params))
+        return state, position
+
+    def restore_arrays(self, folder: str | pathlib.Path) -> tuple[dict[str, Params], int]:
+        """Restores `params`, and `statistics` if there are any, from a workdir of the same model.
+
+        Each process restores on its own, so the mesh may have devices of this process only.
+
+        Returns:
+            The arrays and the step of the newest good checkpoint.
+
+        Raises:
+            ValueError: the folder has no good checkpoint, or its newest cannot be read.
+        """
+        arrays = {"params": self.params, "statistics": self.statistics}
+        return checkpoint.restore_arrays(folder, arrays)
+
+    def trace(self, row: Mapping[str, np.ndarray]) -> jax.stages.Traced:
+        """Traces the update for batches of such rows, which raises the model's errors before anything is compiled.
+
+        Raises:
+            ValueError: sizes do not fit each other or the mesh.
+            NotImplementedError: a named implementation does not support the config on these devices.
+        """
+        rows = self.config.data.batch_size
+        batch = {
+            name: jax.ShapeDtypeStruct(
+                (rows, *values.shape),
+                values.dtype,
+                sharding=sharding.batch_sharding(self.mesh, values.ndim + 1),
+            )
+            for name, values in row.items()
+        }
+        return self.update.trace(self.abstract, batch)
+
+    @functools.cached_property
+    def update(self) -> Any:
+        """Jitted optimizer update on one batch, an `Update`, which donates the state.
+
+        The loss is the mean over the targets or labels of the whole batch that count (`loss.sums`), whatever the number
+        of micro-batches. Only batch normalization uses the statistics of each micro-batch, one after another. The
+        metrics are:
+
+        * `loss`, and `accuracy` if classes are predicted
+        * `grad_norm`, before clipping
+        * `parameter_norm`, after the update, which is finite only if every parameter is
+        * `update_norm`, the norm of the change of the parameters
+        * `learning_rate`
+        """
+        settings = self.config
+        rate = optimizer.learning_rate(settings.optimizer, settings.training.steps)
+
+        def update(state: TrainState, batch: loss.Batch) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+            # Kernels shard themselves over the mesh in scope, because the partitioner cannot.
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                sums, grads, statistics = self._accumulate(state, batch)
+            count = loss.count(batch)
+            grads = jax.tree.map(lambda grad: grad / count, grads)
+            changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, changes)
+            metrics = {
+                "loss": sums.loss / count,
+                "grad_norm": optax.tree.norm(grads),
+                "parameter_norm": optax.tree.norm(params),
+                "update_norm": optax.tree.norm(changes),
+                "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
+            }
+            if settings.task.name == "classification":
+                metrics["accuracy"] = sums.correct / count
+            return TrainState(state.step + 1, params, opt_state, statistics), metrics
+
+        shardings = self._shardings, sharding.replicated(self.mesh)
+        return jax.jit(update, donate_argnums=0, out_shardings=shardings)
+
+    def _differentiate(
+        self, params: Params, statistics: Params, rows: loss.Batch
+    ) -> tuple[loss.Sums, Params, Params]:
+        """Returns the sums over rows, their gradients and the new statistics."""
+
+        def total(params: Params):
+            model = nnx.merge(self._graph, params, statistics)
+            model.train()
+            sums = loss.sums(model, rows)
+            return sums.loss, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
+
+        grads, (sums, statistics) = jax.grad(total, has_aux=True)(params)
+        return sums, grads, statistics
+
+    def _accumulate(self, state: TrainState, batch: loss.Batch) -> tuple[loss.Sums, Params, Params]:
+        parts = self.config.optimizer.accumulate
+        if parts == 1:
+            return self._differentiate(state.params, state.statistics, batch)
+        # Row r goes to part r % parts, so that every device has rows of every part.
+        micro_batches = jax.tree.map(
+            lambda rows: rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:]).swapaxes(0, 1),
+            dict(batch),
+        )
+
+        def add(carry, rows):
+            sums, grads, statistics = carry
+            more, more_grads, statistics = self._differentiate(state.params, statistics, rows)
+            return (*jax.tree.map(jnp.add, (sums, grads), (more, more_grads)), statistics), None
+
+        zeros = loss.Sums(jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, state.params)
+        return jax.lax.scan(add, (*zeros, state.statistics), micro_batches)[0]
+
+
+@contextlib.contextmanager
+def _random_kernels() -> Iterator[None]:
+    """Makes GPUs draw random numbers in a kernel of JAX's, with the same results.
+
+    Otherwise XLA evaluates the numbers of a constant seed while it compiles. For 124M parameters on an H200 that took
+    187 seconds.
+    """
+    before = jax.config.jax_threefry_gpu_kernel_lowering
+    jax.config.update("jax_threefry_gpu_kernel_lowering", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_threefry_gpu_kernel_lowering", before)
+
+
+def restore_model(folder: str | pathlib.Path) -> tuple[config_lib.Config, models.Model, int]:
+    """Returns the config, the model and the step of the newest good checkpoint in a workdir.
+
+    Each process gets the whole model on its own devices.
+
+    Raises:
+        ValueError: the folder holds no run, or a run without a good checkpoint, or its newest cannot be read.
+    """
+    config = workdir.read_config(pathlib.Path(folder))
+    program = Program(config, sharding.whole_mesh(jax.local_devices()))
+    arrays, number = program.restore_arrays(folder)
+    return config, program.merge(**arrays), number
+
+
+def restore_exact(folder: str | pathlib.Path) -> tuple[config_lib.Config, models.Model, int]:
+    """Restores a model as `restore_model` does, but on one device, in float32 and with `implementation=None`.
+
+    At a lower precision, rounding depends on the batch, and so would the tokens sampled from the logits.
+    """
+    config = workdir.read_config(pathlib.Path(folder))
+    attention = dataclasses.replace(config.model.attention, implementation=None)
+    exact = dataclasses.replace(config.model, dtype="float32", attention=attention)
+    program = Program(dataclasses.replace(config, model=exact), sharding.whole_mesh(jax.local_devices()[:1]))
+    arrays, number = program.restore_arrays(folder)
+    return config, program.merge(**arrays), number

@@ -1,0 +1,32 @@
+"""Training state of plain arrays, which an update reads and replaces, and a checkpoint holds."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import optax
+
+from sympow_jax.array_types import Array, Int
+
+__all__ = ["Params", "TrainState"]
+
+Params = dict[str, Any]
+"""Nested dict of arrays by the names of a model's modules."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Training state that an update reads and replaces.
+
+    Attributes:
+        step: number of updates done.
+        params: parameters of the model.
+        opt_state: optimizer state; `()` in a checkpoint of imported weights.
+        statistics: running statistics of batch normalization; empty without it.
+    """
+
+    step: Int[Array, ""]
+    params: Params
+    opt_state: optax.OptState
+    statistics: Params = dataclasses.field(default_factory=dict)
