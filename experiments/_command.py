@@ -1,12 +1,12 @@
 """Command-line options shared by the experiments."""
 
-import argparse
 import dataclasses
 import pathlib
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+
+from sympow_jax.commands import command_line
 
 __all__ = ["SCALES", "Options", "Plan", "parse"]
 
@@ -42,11 +42,6 @@ class Options:
     command: str
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message}; see --help")
-
-
 def parse(
     name: str,
     description: str,
@@ -66,37 +61,34 @@ def parse(
       ValueError: A flag, scale or variant is unknown, a value is not a number, the paper's scale lacks its data, or a
         folder cannot be written.
     """
-    parser = _Parser(
-        prog=f"python -m experiments.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_line.Parser(prog=f"python -m experiments.{name}", description=description)
     parser.add_argument(
         "--scale",
         default="toy",
         metavar="toy|paper",
-        help="two CPU cores and 15 minutes, or the paper's models",
+        help="Two CPU cores and 15 minutes, or the paper's models.",
     )
-    parser.add_argument("--seeds", metavar="0,1,2", help="of parameters and the order of data")
-    parser.add_argument("--steps", metavar="N", help="updates of every run")
-    parser.add_argument(
-        "--variants", metavar="A,B", help=f"so many of {', '.join(variants)} (default: all of them)"
-    )
+    parser.add_argument("--seeds", metavar="0,1,2", help="Seeds of parameters and the order of data.")
+    parser.add_argument("--steps", metavar="N", help="Updates of every run.")
+    parser.add_argument("--variants", metavar="A,B", help=f"Variants to run. Default: {','.join(variants)}.")
     parser.add_argument(
         "--out",
         type=pathlib.Path,
         default=pathlib.Path("runs/experiments"),
         metavar="DIR",
-        help="results go to DIR/NAME, runs to DIR/runs, where other experiments find them (default: %(default)s)",
+        help="Folder for results, in DIR/NAME, and runs, in DIR/runs, where other experiments find them.",
     )
     if len(powers) > 1:
-        parser.add_argument("--power", default=str(powers[0]), metavar="P", help=f"one of {_join(powers)}")
+        parser.add_argument("--power", default=str(powers[0]), metavar="P", help=f"One of {_join(powers)}.")
     if trains:
         parser.add_argument(
-            "--data", metavar="PATHS", help="to train on; toy: text, else the standard library's"
+            "--data",
+            metavar="PATHS",
+            help="Training data. For toy: text, or if not given, that of the standard library.",
         )
-        parser.add_argument("--heldout", metavar="PATHS", help="to evaluate on; toy: a tenth of the text")
+        parser.add_argument(
+            "--heldout", metavar="PATHS", help="Held-out data. For toy: if not given, a tenth of the text."
+        )
     known = parser.parse_args(arguments)
 
     if known.scale not in plans:

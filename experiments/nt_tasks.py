@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments import _nt_model, _nt_report, _nt_training
+from sympow_jax.commands import command_line
 from sympow_jax.training import cli
 
 # Values of options that are set by no flag and no figure.
@@ -53,44 +54,57 @@ _TOY_TESTS = 1_000
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = cli.Parser(
+    parser = command_line.Parser(
         prog="python -m experiments.nt_tasks",
         description="Trains one-layer transformers to continue series x(t) = x(t - delay) + x(t - delay - 1) modulo "
         "the base, and their variants; writes nt.csv, nt.json and nt.png, and prints a table.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--task", metavar="NT|NT-S|NT-R[,...]", help="several are an even mixture (NT)")
-    parser.add_argument("--base", type=int, metavar="N", help="symbols, and the width of the model (16)")
     parser.add_argument(
-        "--delay", type=int, metavar="TAU", help="symbols between the next one and its sum (2)"
+        "--task", metavar="NT|NT-S|NT-R[,...]", help="Tasks; several are an even mixture. Default: NT."
     )
-    parser.add_argument("--context", metavar="T[,...]", help="symbols that the model sees (32)")
-    parser.add_argument("--attention", metavar="A[,B]", help="expressive, softmax or both (both)")
     parser.add_argument(
-        "--weights", metavar="shared|position", help="of all positions or each one's own (shared)"
+        "--base", type=int, metavar="N", help="Symbols, and the width of the model. Default: 16."
+    )
+    parser.add_argument(
+        "--delay", type=int, metavar="TAU", help="Symbols between the next one and its sum. Default: 2."
+    )
+    parser.add_argument("--context", metavar="T[,...]", help="Symbols that the model sees. Default: 32.")
+    parser.add_argument(
+        "--attention", metavar="A[,B]", help="`expressive`, `softmax` or both. Default: both."
+    )
+    parser.add_argument(
+        "--weights",
+        metavar="shared|position",
+        help="One set of weights for all positions, or one for each. Default: shared.",
     )
     parser.add_argument(
         "--initial",
         metavar="normal|uniform",
-        help="how weights are drawn (normal if shared, else uniform, from which training does not diverge)",
-    )
-    parser.add_argument("--runs", type=int, metavar="R", help="models of each attention, of other seeds (16)")
-    parser.add_argument(
-        "--epochs", type=int, metavar="E", help="series, of 40 predictions and updates each (14000)"
+        help="Distribution of the initial weights. Default: normal if shared, else uniform, from which training "
+        "does not diverge.",
     )
     parser.add_argument(
-        "--drop_after", type=int, metavar="E", help="epochs after which the rate is a quarter (never)"
+        "--runs", type=int, metavar="R", help="Models of each attention, of other seeds. Default: 16."
     )
-    parser.add_argument("--test_series", type=int, metavar="S", help="series at the end (10000)")
-    parser.add_argument("--evaluations", type=int, metavar="E", help="points of the curves (50)")
+    parser.add_argument(
+        "--epochs", type=int, metavar="E", help="Series, of 40 predictions and updates each. Default: 14000."
+    )
+    parser.add_argument(
+        "--drop_after",
+        type=int,
+        metavar="E",
+        help="Epochs after which the rate is a quarter. Default: never.",
+    )
+    parser.add_argument("--test_series", type=int, metavar="S", help="Series at the end. Default: 10000.")
+    parser.add_argument("--evaluations", type=int, metavar="E", help="Points of the curves. Default: 50.")
     parser.add_argument("--seed", type=int, default=0, metavar="SEED")
     parser.add_argument(
-        "--figure", choices=tuple(_FIGURES), help="the paper's settings; other flags change them"
+        "--figure", choices=tuple(_FIGURES), help="The paper's settings; other flags change them."
     )
     parser.add_argument(
-        "--scale", choices=("toy", "paper"), help="of a figure: minutes on two cores, or all of it"
+        "--scale", choices=("toy", "paper"), help="Scale of a figure: minutes on two cores, or all of it."
     )
-    parser.add_argument("--out", default="runs/nt", metavar="DIR", help="the folder to write to (runs/nt)")
+    parser.add_argument("--out", default="runs/nt", metavar="DIR", help="Folder to write to.")
     return parser.parse_args(arguments)
 
 

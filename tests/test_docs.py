@@ -23,8 +23,7 @@ import typing
 import pytest
 
 from sympow_jax import commands, config, models
-from sympow_jax.commands import train
-from sympow_jax.training import flags
+from sympow_jax.commands import command_line, train
 
 ROOT = pathlib.Path(__file__).parents[1]
 PATTERNS = (
@@ -189,10 +188,10 @@ def check_option_of_uv(words: list[str]) -> None:
 def check_training(arguments: list[str]) -> None:
     if "--help" in arguments:
         with pytest.raises(SystemExit) as stopped:
-            flags.parse(arguments)
+            command_line.parse_training(arguments)
         assert stopped.value.code == 0
     elif arguments:
-        flags.parse(arguments)
+        command_line.parse_training(arguments)
 
 
 def check_sympow(arguments: list[str], monkeypatch) -> None:

@@ -73,6 +73,7 @@ def _help() -> str:
             "",
             *(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()),
             "",
-            "sympow COMMAND --help lists the arguments of a command, sympow --version prints the version.",
+            "sympow COMMAND --help lists the arguments of a command.",
+            "sympow --version prints the version.",
         ]
     )

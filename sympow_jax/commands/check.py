@@ -6,26 +6,32 @@ import pathlib
 from collections.abc import Sequence
 
 from pallas_kernels.check import run
+from sympow_jax.commands import command_line
 from sympow_jax.training import cli
 
 __all__ = ["main"]
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = cli.Parser(prog=program, description=run.__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--brief", action="store_true", help="end within 8 minutes, with fewer real shapes")
+    parser = command_line.Parser(prog=program, description=run.__doc__)
+    parser.add_argument("--brief", action="store_true", help="End within 8 minutes, with fewer real shapes.")
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="TEXT",
-        help="run only cases whose name contains TEXT; repeat to require several texts; stores no verdict",
+        help="Run only cases whose name contains TEXT, and store no verdict. Repeat it to require several texts.",
     )
     parser.add_argument(
-        "--jobs", type=int, default=min(run.SMALL_JOBS, os.cpu_count() or 1), help="small cases at once"
+        "--jobs",
+        type=int,
+        default=min(run.SMALL_JOBS, os.cpu_count() or 1),
+        metavar="N",
+        help="Number of small cases that run at once.",
     )
-    parser.add_argument("--out", type=pathlib.Path, help="write the outcomes as JSON to this file too")
+    parser.add_argument(
+        "--out", type=pathlib.Path, metavar="FILE", help="JSON file to write the outcomes to."
+    )
     return parser.parse_args(arguments)
 
 

@@ -11,43 +11,45 @@ import pathlib
 from collections.abc import Sequence
 
 from sympow_jax import evaluation
+from sympow_jax.commands import command_line
 from sympow_jax.training import cli
 
 __all__ = ["main"]
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = cli.Parser(
+    parser = command_line.Parser(
         prog=program,
-        description="Mean loss over held-out documents by position: for each context length, the loss of "
-        "predicting the positions in (previous length, this length], of the same documents throughout. "
-        "Writes context_loss.csv, context_loss.json and context_loss.png. Of runs of other tasks than the next token, "
-        "loss and metrics of the held-out rows: writes heldout.json.",
-        allow_abbrev=False,
+        description="Evaluates runs on held-out data.\n\n"
+        "For decoders, computes the mean loss by position: for each context length, the loss of predicting the "
+        "positions in (previous length, this length], of the same documents throughout. Writes context_loss.csv, "
+        "context_loss.json and context_loss.png.\n\n"
+        "For runs of other tasks than the next token, computes loss and metrics of the held-out rows. Writes "
+        "heldout.json.",
     )
     parser.add_argument(
         "--workdir",
         required=True,
         metavar="A[,B,...]",
-        help="the workdirs of one or more training runs, overlaid in the plot",
+        help="Workdirs of one or more training runs, overlaid in the plot.",
     )
     parser.add_argument(
         "--context_lengths",
         metavar="64,128,...",
-        help="increasing lengths in tokens; `64,...,65536` doubles in between, as far as the last allows (default: "
-        "those in the first run's config)",
+        help="Increasing lengths in tokens. `64,...,65536` doubles in between; a last length that is no doubling is "
+        "rounded down. Default: those in the first run's config.",
     )
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help="the folder to write to (default: the folder `evaluation` in the first workdir)",
+        help="Folder to write to. Default: `evaluation` in the first workdir.",
     )
     parser.add_argument(
         "--documents",
         type=int,
         metavar="N",
-        help="at most so many documents of at least the longest length (default: evaluation.documents in the "
-        "first run's config)",
+        help="Maximum number of documents, all of at least the longest length. Default: evaluation.documents in the "
+        "first run's config.",
     )
     return parser.parse_args(arguments)
 

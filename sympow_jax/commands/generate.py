@@ -13,39 +13,45 @@ from typing import cast
 import jax
 
 from sympow_jax import config, data, generation, models, training
+from sympow_jax.commands import command_line
 from sympow_jax.training import checkpoint, cli, workdir
 
 __all__ = ["generate", "main"]
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = cli.Parser(
+    parser = command_line.Parser(
         prog=program,
-        description="Prints prompts and what a trained model makes follow them. The same prompt, seed and settings "
+        description="Prints prompts and their continuations by a trained model. The same prompt, seed and settings "
         "give the same text, whatever other prompts there are.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="the workdir of a training run")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", metavar="TEXT")
-    prompts.add_argument("--prompts", metavar="FILE", help="prompts in UTF-8, one a line, done as one batch")
-    parser.add_argument(
-        "--max_tokens", type=int, default=256, metavar="N", help="tokens after each prompt (256)"
+    prompts.add_argument("--prompt", metavar="TEXT", help="Prompt to continue.")
+    prompts.add_argument(
+        "--prompts", metavar="FILE", help="File with prompts in UTF-8, one per line, processed as a batch."
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the likeliest token (0.8)"
+        "--max_tokens", type=int, default=256, metavar="N", help="Maximum number of tokens after each prompt."
     )
-    parser.add_argument("--top_k", type=int, metavar="K", help="draw from the K likeliest tokens only")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="Temperature of the draws; 0 takes the likeliest token.",
+    )
+    parser.add_argument("--top_k", type=int, metavar="K", help="Draw from the K likeliest tokens only.")
     parser.add_argument(
         "--top_p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw from the fewest likeliest tokens that together have probability P (1)",
+        help="Draw from the fewest likeliest tokens that together have probability P.",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws (0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="Seed of the draws.")
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+        "--stop", action="append", default=[], metavar="TEXT", help="Text to end before; may be repeated."
     )
     parser.add_tokenizer()
     return parser.parse_args(arguments)

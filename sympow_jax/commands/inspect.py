@@ -5,6 +5,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from sympow_jax.commands import command_line
 from sympow_jax.evaluation import inspect
 from sympow_jax.training import cli
 
@@ -12,18 +13,17 @@ __all__ = ["main"]
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = cli.Parser(
+    parser = command_line.Parser(
         prog=program,
         description="Draws what a trained model does with a text: attention maps (attention.png), half-lives of decays "
         "(half_life.png) and rotation rates (rotation.png), and writes the numbers to inspect.json.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="the workdir of a training run")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
     texts = parser.add_mutually_exclusive_group(required=True)
-    texts.add_argument("--text", metavar="TEXT", help=f"of at most {inspect.MAX_TOKENS} tokens")
-    texts.add_argument("--text_file", metavar="FILE", help="a file that holds the text")
-    parser.add_argument("--layer", type=int, metavar="L", help="one layer, from 0 (default: all)")
-    parser.add_argument("--out", metavar="DIR", help="the folder to write to (default: WORKDIR/inspect)")
+    texts.add_argument("--text", metavar="TEXT", help=f"Text of at most {inspect.MAX_TOKENS} tokens.")
+    texts.add_argument("--text_file", metavar="FILE", help="File with the text.")
+    parser.add_argument("--layer", type=int, metavar="L", help="Layer to draw, from 0. Default: all.")
+    parser.add_argument("--out", metavar="DIR", help="Folder to write to. Default: WORKDIR/inspect.")
     parser.add_tokenizer()
     return parser.parse_args(arguments)
 

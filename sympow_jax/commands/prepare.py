@@ -1,8 +1,8 @@
 """Turns text into token files: `sympow prepare --format=bin --out=train.bin FILES...`."""
 
-import argparse
 from collections.abc import Sequence
 
+from sympow_jax.commands import command_line
 from sympow_jax.data import files, longcrawl64, prepare
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.training import cli
@@ -10,21 +10,31 @@ from sympow_jax.training import cli
 __all__ = ["main"]
 
 
-def _parser(program: str) -> cli.Parser:
-    parser = cli.Parser(prog=program, description=prepare.__doc__, allow_abbrev=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--format", choices=("bin", "longcrawl64"), required=True)
-    parser.add_argument("--out", required=True, help="the .bin file or the .zarr folder to write")
+def _parser(program: str) -> command_line.Parser:
+    parser = command_line.Parser(prog=program, description=prepare.__doc__)
+    parser.add_argument(
+        "--format", choices=("bin", "longcrawl64"), required=True, help="Format of the output, as above."
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="PATH", help="The .bin file or .zarr folder to write."
+    )
     parser.add_argument(
         "--tokenizer",
         default="byte",
-        help="byte, a tokenizers .json or a tiktoken encoding",
+        metavar="NAME",
+        help="`byte`, a `tokenizers` JSON file, or the name of a tiktoken encoding.",
     )
     parser.add_argument(
-        "--separator", type=int, help="the id that ends a document (default: the tokenizer's)"
+        "--separator", type=int, metavar="ID", help="Id that ends a document. Default: the tokenizer's."
     )
-    parser.add_argument("--row_tokens", type=int, default=longcrawl64.ROW_TOKENS, help="longcrawl64 only")
-    parser.add_argument("files", nargs="+", help="files, folders or globs")
+    parser.add_argument(
+        "--row_tokens",
+        type=int,
+        metavar="N",
+        default=longcrawl64.ROW_TOKENS,
+        help="Tokens per row of `longcrawl64`.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="Files, folders or globs to read.")
     return parser
 
 

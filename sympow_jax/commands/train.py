@@ -11,7 +11,8 @@ import grain
 from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
-from sympow_jax.training import checkpoint, cli, flags, hosts, metrics, sharding, summary, workdir
+from sympow_jax.commands import command_line
+from sympow_jax.training import checkpoint, cli, hosts, metrics, sharding, summary, workdir
 
 __all__ = ["main", "train"]
 
@@ -98,7 +99,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
 def main(arguments: Sequence[str], program: str = "sympow train") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with hosts.ending(), cli.user_errors():
-        config, folder, launch = flags.parse(arguments, program=program)
+        config, folder, launch = command_line.parse_training(arguments, program)
         hosts.join(launch)
         code = train(config, folder)
         if code == 0:

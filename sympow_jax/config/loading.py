@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import inspect
+import itertools
 import pathlib
 import runpy
 import traceback
@@ -13,7 +14,7 @@ from typing import Any
 from sympow_jax import spelling
 from sympow_jax.config import fields, run
 
-__all__ = ["leaves", "load", "override", "package_configs", "unknown_setting"]
+__all__ = ["describe_configs", "load", "nearest_setting", "override", "unknown_setting"]
 
 
 def load(spec: str) -> run.Config:
@@ -50,7 +51,7 @@ def load(spec: str) -> run.Config:
     return loaded
 
 
-def package_configs() -> dict[str, pathlib.Path]:
+def _package_configs() -> dict[str, pathlib.Path]:
     """Returns the files of the configs that come with the package, by name."""
     package = pathlib.Path(__file__).parents[1]
     # A wheel has the folder inside the package, a checkout next to it.
@@ -58,8 +59,19 @@ def package_configs() -> dict[str, pathlib.Path]:
     return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
+def describe_configs() -> str:
+    """Returns the configs that come with the package, each with its arguments, their defaults and a summary."""
+    lines = []
+    for name, path in _package_configs().items():
+        namespace = runpy.run_path(str(path))
+        parameters = inspect.signature(namespace["get_config"]).parameters.values()
+        arguments = ",".join(str(x.replace(annotation=x.empty)).replace("'", "") for x in parameters)
+        lines += [f"  {name}:{arguments}", f"    {namespace['__doc__'].partition(':')[0]}."]
+    return "\n".join(lines)
+
+
 def _find(name: str) -> pathlib.Path:
-    path, configs = pathlib.Path(name), package_configs()
+    path, configs = pathlib.Path(name), _package_configs()
     if path.is_file():
         return path
     if name in configs:
@@ -117,41 +129,46 @@ def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
     Raises:
         ValueError: a field is unknown, a value has the wrong type, or settings contradict each other.
     """
-    annotations = leaves(run.Config)
+    settings = {setting.path: setting for group in fields.groups(run.Config) for setting in group.settings}
     values = {}
     for path, text in texts.items():
-        if path not in annotations:
+        if path not in settings:
             raise ValueError(unknown_setting(path))
-        values[path] = _read_value(f"--config.{path}", text, annotations[path])
+        values[path] = _read_value(f"--config.{path}", text, settings[path].annotation)
     return _rebuild(base, "", values)
 
 
-def leaves(kind: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the annotation of every setting of the dataclass `kind`, by dotted path."""
-    found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint):
-            found |= leaves(hint, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = hint
-    return found
+def nearest_setting(path: str) -> str | None:
+    """Returns the setting that is most similar to one that does not exist, or None if none is similar."""
+    group, _, name = path.rpartition(".")
+    by_group = {group.path: [x.path for x in group.settings] for group in fields.groups(run.Config)}
+    every = list(itertools.chain.from_iterable(by_group.values()))
+    if same := [x for x in every if x.rpartition(".")[2] == name]:
+        return spelling.nearest(path, same, similarity=0)
+    if group in by_group:
+        # Not by the whole path, of which the group would be most.
+        near = spelling.nearest(name, _names(by_group[group]))
+        return near and f"{group}.{near}"
+    return spelling.nearest(path, every)
 
 
 def unknown_setting(path: str) -> str:
     """Returns the error message for a setting that does not exist."""
-    paths = list(leaves(run.Config))
-    group = path
-    while group:
-        group = group.rpartition(".")[0]
-        below = [leaf for leaf in paths if leaf.startswith(f"{group}.")]
-        if below:
-            return f"there is no setting --config.{path}; {group} has {', '.join(_names(below, group))}"
-    return f"there is no setting --config.{path}; the groups are {', '.join(_names(paths, ''))}"
+    by_group = {group.path: [x.path for x in group.settings] for group in fields.groups(run.Config)}
+    group = path.rpartition(".")[0]
+    if path in by_group:
+        remedy = f"it is a group, which has {', '.join(_names(by_group[path]))}"
+    elif near := nearest_setting(path):
+        remedy = f"did you mean --config.{near}?"
+    elif group in by_group:
+        remedy = f"{group} has {', '.join(_names(by_group[group]))}"
+    else:
+        remedy = f"the groups are {', '.join(by_group)}"
+    return f"there is no setting --config.{path}; {remedy}"
 
 
-def _names(leaves: Sequence[str], group: str) -> list[str]:
-    start = len(group) + 1 if group else 0
-    return list(dict.fromkeys(leaf[start:].partition(".")[0] for leaf in leaves))
+def _names(paths: Sequence[str]) -> list[str]:
+    return [path.rpartition(".")[2] for path in paths]
 
 
 def _rebuild(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:

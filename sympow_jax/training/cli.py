@@ -1,6 +1,5 @@
 """Common code of the command-line programs: one-line errors, and an orderly stop on Ctrl-C."""
 
-import argparse
 import contextlib
 import logging
 import signal
@@ -8,29 +7,12 @@ import sys
 import time
 import types
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
-__all__ = ["Parser", "StopSignals", "user_errors"]
+__all__ = ["StopSignals", "user_errors"]
 
 # Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
 _ONE_PRESS = 1.0
-
-
-class Parser(argparse.ArgumentParser):
-    """Argument parser that raises ValueError, so that its errors are printed like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ValueError with the message and a reference to --help."""
-        raise ValueError(f"{message}; see {self.prog} --help")
-
-    def add_tokenizer(self) -> None:
-        """Adds `--tokenizer`, the name for `data.codec_of_run`."""
-        self.add_argument(
-            "--tokenizer",
-            metavar="FILE",
-            help="the tokenizer that made the tokens of data.source tokens or longcrawl64: a `tokenizers` JSON file "
-            "or the name of a tiktoken encoding",
-        )
 
 
 @contextlib.contextmanager

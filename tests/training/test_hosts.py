@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from sympow_jax import config, data, evaluation
-from sympow_jax.training import flags, hosts, sharding, workdir
+from sympow_jax.commands import command_line
+from sympow_jax.training import hosts, sharding, workdir
 from tests.training import launching
 
 
@@ -114,7 +115,7 @@ def test_two_processes_equal_one(start, alone, arguments, tmp_path):
     assert started[0].said()[-1].startswith("next: ")
     assert started[1].said() == []
 
-    settings, _, _ = flags.parse([*arguments, "--workdir=unused"])
+    settings, _, _ = command_line.parse_training([*arguments, "--workdir=unused"])
     whole = data.batches(data.train_dataset(settings.data, vocab_size=256), 4)
     for process in range(2):
         for number in range(10):
@@ -283,11 +284,11 @@ def test_a_coordinator_that_does_not_answer(start):
 )
 def test_flags_that_say_too_little(more, message):
     with pytest.raises(ValueError, match=message):
-        flags.parse(["--config=configs/quickstart.py", "--workdir=unused", *more])
+        command_line.parse_training(["--config=configs/quickstart.py", "--workdir=unused", *more])
 
 
 def test_flags_of_a_process():
-    _, _, launch = flags.parse(
+    _, _, launch = command_line.parse_training(
         [
             "--config=configs/quickstart.py",
             "--workdir=unused",

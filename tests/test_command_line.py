@@ -7,17 +7,18 @@ import re
 import pytest
 
 from sympow_jax import config
-from sympow_jax.training import flags
+from sympow_jax.commands import command_line
+from sympow_jax.config import fields
 
 QUICKSTART = "--config=configs/quickstart.py"
 
 
 def _parse(*arguments: str) -> config.Config:
-    return flags.parse([QUICKSTART, "--workdir=unused", *arguments])[0]
+    return command_line.parse_training([QUICKSTART, "--workdir=unused", *arguments])[0]
 
 
 def test_without_overrides_the_file_decides():
-    parsed, workdir, launch = flags.parse([QUICKSTART, "--workdir", "runs/a"])
+    parsed, workdir, launch = command_line.parse_training([QUICKSTART, "--workdir", "runs/a"])
     assert parsed == config.load("configs/quickstart.py")
     assert workdir == pathlib.Path("runs/a")
     assert launch is None
@@ -80,14 +81,19 @@ def test_a_field_that_the_file_sets_is_kept():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config.model.layer=3"], "no setting --config.model.layer; model has vocab_size, layers, width"),
         (
-            ["--config.modle.layers=3"],
-            "groups are model, task, data, optimizer, training, sharding, evaluation",
+            ["--config.model.layer=3"],
+            "no setting --config.model.layer; did you mean --config.model.layers?",
         ),
+        (["--config.modle.layers=3"], "did you mean --config.model.layers?"),
+        (["--config.modle.layer=3"], "did you mean --config.model.layers?"),
+        (["--config.model.power=4"], "did you mean --config.model.attention.power?"),
+        (["--config.train.seed=4"], "did you mean --config.training.seed?"),
         (["--config.model.attention.p", "4"], "model.attention has kernel, decay, position, causal, power"),
-        (["--config.model=3"], "no setting --config.model;"),
-        (["--config.model.layers.x=3"], "no setting --config.model.layers.x; model has vocab_size"),
+        (["--config.optimizer.lr", "4"], "optimizer has name, learning_rate"),
+        (["--config.model=3"], "no setting --config.model; it is a group, which has vocab_size, layers"),
+        (["--config.model.layers.x=3"], "did you mean --config.model.layers?"),
+        (["--config.x=3"], "the groups are model, model.attention, model.attention.lrpe"),
         (["--config.model.layers=three"], "--config.model.layers is 'three'; it must be of type int"),
         (["--config.model.layers=2.5"], "must be of type int"),
         (["--config.model.layers=none"], "must be of type int"),
@@ -98,8 +104,12 @@ def test_a_field_that_the_file_sets_is_kept():
         (["--config.model.attention.power=3"], "attention.power is 3; it must be positive and even"),
         (["--config.model.heads=3"], "does not divide model.width 128"),
         (["--config.model.layers"], "--config.model.layers"),
-        (["--cofnig.model.layers=3"], "cofnig"),
-        (["extra"], "unexpected argument 'extra'"),
+        (["--cofnig.model.layers=3"], "--cofnig.model.layers'; did you mean --config.model.layers?"),
+        (["model.layers=3"], "unexpected argument 'model.layers=3'; did you mean --config.model.layers?"),
+        (["extra"], "unexpected argument 'extra'; see sympow train --help"),
+        (["--config.model.layers"], "argument --config.model.layers: expected one argument"),
+        (["-v"], "unknown option '-v'"),
+        (["--proces-count=2"], "unknown option '--proces_count'; did you mean --process_count?"),
     ],
 )
 def test_mistakes_in_overrides(arguments, message):
@@ -112,18 +122,61 @@ def test_mistakes_in_overrides(arguments, message):
     ("arguments", "message"),
     [
         (["--workdir=x"], "required: --config"),
+        ([QUICKSTART, "--workdri=x"], "unknown option '--workdri'; did you mean --workdir?"),
         ([QUICKSTART], "required: --workdir"),
     ],
 )
 def test_missing_flags(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        flags.parse(arguments)
+        command_line.parse_training(arguments)
 
 
-def test_help_lists_every_setting(capsys):
+def test_dashes_are_underscores():
+    dashes = [
+        "--config.optimizer.learning-rate=0.5",
+        "--config.data.paths",
+        "a-b",
+        "--config.data.packing=documents",
+    ]
+    parsed = _parse(*dashes, "--config.model.attention.max-document-length=7")
+    assert (parsed.optimizer.learning_rate, parsed.data.paths) == (0.5, ("a-b",))
+    assert parsed.model.attention.max_document_length == 7
+    with pytest.raises(ValueError, match="--coordinator_address and --process_id must be given too"):
+        _parse("--process-count=2")
+
+
+def _read_help(capsys, monkeypatch, *arguments: str) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
-        flags.parse(["--help"])
+        command_line.parse_training([*arguments, "--help"])
     assert caught.value.code == 0
-    printed = capsys.readouterr().out
-    for path in ("model.attention.power", "data.paths", "training.steps", "evaluation.context_lengths"):
-        assert f"--config.{path} " in printed
+    return capsys.readouterr().out
+
+
+def test_help_explains_every_setting(capsys, monkeypatch):
+    printed = _read_help(capsys, monkeypatch)
+    words = " ".join(printed.split())
+    for group in fields.groups(config.Config):
+        assert f"\n{group.path}:\n  " in printed
+        for setting in group.settings:
+            form = setting.form + ("|none" if setting.optional else "")
+            choices = f" One of {', '.join(setting.choices)}." if setting.choices else ""
+            assert f"--config.{setting.path} {form} {setting.help}{choices} " in words
+    assert "Number of blocks. Every config sets it. " in words
+    assert "Tokens per row. Default: 1024. " in words
+    assert max(map(len, printed.splitlines())) <= 80
+    # Each config has a line with its arguments, and one with its summary.
+    assert "\n    gpt2_124m:preset=conformal,p=2,context=4096\n      The papers' recipe" in printed
+
+
+def test_help_with_a_config_has_its_values(capsys, monkeypatch):
+    words = " ".join(_read_help(capsys, monkeypatch, "--config=quickstart:sympow", "--wrokdir=x").split())
+    assert "those of quickstart:sympow." in words
+    for sentence in (
+        "Number of blocks. Default: 2.",
+        "Default: 64,128,256,512,1024,2048,4096.",
+        "Default: rope.",
+    ):
+        assert sentence in words
+    with pytest.raises(ValueError, match="the nearest names are quickstart"):
+        command_line.parse_training(["--config", "quickstrat", "-h"])

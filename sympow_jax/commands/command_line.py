@@ -1,0 +1,225 @@
+"""Command lines: the parser of all programs, and the options that set the config of a run."""
+
+import argparse
+import dataclasses
+import inspect
+import itertools
+import operator
+import os
+import pathlib
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from sympow_jax import config, spelling
+from sympow_jax.config import fields, loading
+from sympow_jax.training import hosts
+
+__all__ = ["Parser", "parse_training", "read_settings"]
+
+_HELP = {"-h", "--help"}
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Puts the help of an option below it, ends it with the default, and keeps the paragraphs of descriptions."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=6)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        default, help = action.default, action.help or ""
+        shown = default not in (None, [], argparse.SUPPRESS) and not isinstance(default, bool)
+        return f"{help} Default: %(default)s." if shown else help
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        filled = []
+        for part in text.strip("\n").split("\n\n"):
+            if "\n  " not in f"\n{part}":
+                part = textwrap.fill(" ".join(part.split()), width - len(indent))
+            filled.append(textwrap.indent(part, indent))
+        return "\n\n".join(filled)
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser whose errors are ValueErrors of one line, with the nearest valid option.
+
+    Dashes in the names of options are read as underscores.
+    """
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, formatter_class=_Formatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ValueError with the message and a reference to --help."""
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
+        """Parses arguments; raises ValueError if there is another one, since all programs know theirs."""
+        args = _with_underscores(args)
+        # Before argparse, which would report that a required option is missing when it is misspelled. Options after a
+        # subcommand are checked by its parser.
+        if self._subparsers is None and not _HELP & set(args):
+            names = (x.partition("=")[0] for x in itertools.takewhile(lambda x: x != "--", args))
+            for name in names:
+                if name.startswith("--") and name not in self._option_string_actions:
+                    self._reject(name)
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self._reject(rest[0])
+        return known, rest
+
+    def add_tokenizer(self) -> None:
+        """Adds `--tokenizer`, the name for `data.codec_of_run`."""
+        self.add_argument(
+            "--tokenizer",
+            metavar="FILE",
+            help="Tokenizer that made the tokens of data.source `tokens` or `longcrawl64`: a `tokenizers` JSON file, "
+            "or the name of a tiktoken encoding.",
+        )
+
+    def add_settings(self, values: config.Config | None = None, *, hidden: bool = False) -> None:
+        """Adds an option `--config.a.b` for each setting, which `read_settings` reads.
+
+        Args:
+            values: config whose values are printed as defaults; None prints those of the dataclasses.
+            hidden: whether `--help` does not list them.
+        """
+        for group in fields.groups(config.Config):
+            summary = " ".join((inspect.getdoc(group.kind) or "").partition("\n\n")[0].split())
+            section = self if hidden else self.add_argument_group(group.path, summary)
+            for setting in group.settings:
+                text = argparse.SUPPRESS if hidden else _describe(setting, values).replace("%", "%%")
+                metavar = setting.form + ("|none" if setting.optional else "")
+                section.add_argument(f"--config.{setting.path}", metavar=metavar, help=text)
+
+    def _reject(self, argument: str) -> NoReturn:
+        name = argument.removeprefix("--")
+        options = self._option_string_actions
+        has_settings = any(option.startswith("--config.") for option in options)
+        if has_settings and name.startswith("config."):
+            self.error(loading.unknown_setting(name.removeprefix("config.")))
+        near = spelling.nearest(argument, options)
+        if near is None and has_settings:
+            setting = loading.nearest_setting(name.partition("=")[0])
+            near = setting and f"--config.{setting}"
+        what = "unknown option" if argument.startswith("-") else "unexpected argument"
+        self.error(f"{what} {argument!r}" + (f"; did you mean {near}?" if near else ""))
+
+
+def _with_underscores(arguments: Iterable[str]) -> list[str]:
+    """Returns arguments with underscores for dashes in the names of options."""
+    pairs = (argument.partition("=") for argument in arguments)
+    return [
+        f"--{name[2:].replace('-', '_')}{equals}{value}"
+        if name.startswith("--")
+        else f"{name}{equals}{value}"
+        for name, equals, value in pairs
+    ]
+
+
+def _describe(setting: fields.Setting, values: config.Config | None) -> str:
+    parts = [setting.help]
+    if setting.choices:
+        parts.append(f"One of {', '.join(setting.choices)}.")
+    default = setting.default if values is None else operator.attrgetter(setting.path)(values)
+    required = default is dataclasses.MISSING
+    parts.append("Every config sets it." if required else f"Default: {fields.written(default)}.")
+    return " ".join(parts)
+
+
+def read_settings(known: argparse.Namespace, base: config.Config) -> config.Config:
+    """Returns a config with the settings that the options of `Parser.add_settings` change.
+
+    Raises:
+        ValueError: a value has the wrong type, or settings contradict each other.
+    """
+    options = {
+        name.removeprefix("config."): x for name, x in vars(known).items() if name.startswith("config.")
+    }
+    return config.override(base, {path: text for path, text in options.items() if text is not None})
+
+
+def parse_training(
+    arguments: Sequence[str], program: str = "sympow train"
+) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
+    """Parses the arguments of a training run.
+
+    Args:
+        arguments: arguments after the program's name.
+        program: name of the program in its help.
+
+    Returns:
+        The config, the workdir, and the launch that connects this process with others. Without options about
+        processes, the launch is SLURM's, or None for a run of one process.
+
+    Raises:
+        ValueError: an option or setting is unknown, a value has the wrong type, the config file does not exist, or
+            settings contradict each other.
+        SystemExit: after --help.
+    """
+    parser = Parser(
+        prog=program,
+        usage="%(prog)s --config=CONFIG --workdir=DIR [--config.GROUP.NAME=VALUE]",
+        description="Trains a model. The same command again resumes the run in --workdir.",
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="CONFIG[:ARGUMENTS]",
+        help="FILE.py with a function get_config, or a name in the list below. ARGUMENTS are those of get_config, "
+        "such as quickstart:sympow or gpt2_124m:sympow,p=4.",
+    )
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=pathlib.Path,
+        metavar="DIR",
+        help="Folder for settings, metrics and checkpoints.",
+    )
+    _add_launch(parser)
+    spec = _find_config(arguments) if _HELP & set(arguments) else None
+    parser.add_argument_group("configs, with their arguments and defaults", loading.describe_configs())
+    parser.add_argument_group(
+        "settings",
+        f"Each is changed with --config.GROUP.NAME=VALUE. The defaults below are those of {spec or 'the classes'}"
+        f"{'' if spec else '; with --config=CONFIG --help, those of the config'}.",
+    )
+    parser.add_settings(config.load(spec) if spec else None)
+    known = parser.parse_args(arguments)
+    return read_settings(known, config.load(known.config)), known.workdir, _read_launch(known)
+
+
+def _find_config(arguments: Sequence[str]) -> str | None:
+    """Returns the value of --config, whatever the other arguments are."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", nargs="?")
+    return finder.parse_known_args(arguments)[0].config
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("several processes (see docs/many_hosts.md); SLURM needs none of these")
+    group.add_argument("--coordinator_address", metavar="HOST:PORT", help="Address where process 0 listens.")
+    group.add_argument("--process_count", type=int, metavar="N", help="Number of processes.")
+    group.add_argument("--process_id", type=int, metavar="I", help="Index of this process, from 0.")
+    group.add_argument(
+        "--coordinator_timeout",
+        type=int,
+        metavar="SECONDS",
+        default=hosts.TIMEOUT,
+        help="Time after which the run ends if the processes have not met.",
+    )
+
+
+def _read_launch(known: argparse.Namespace) -> hosts.Launch | None:
+    names = ("coordinator_address", "process_count", "process_id")
+    missing = [f"--{name}" for name in names if getattr(known, name) is None]
+    if len(missing) == len(names):
+        return hosts.from_slurm(os.environ, timeout=known.coordinator_timeout)
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} must be given too; see --help")
+    return hosts.Launch(
+        coordinator=known.coordinator_address,
+        count=known.process_count,
+        index=known.process_id,
+        timeout=known.coordinator_timeout,
+    )
