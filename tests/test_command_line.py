@@ -108,7 +108,8 @@ def test_a_field_that_the_file_sets_is_kept():
         (["model.layers=3"], "unexpected argument 'model.layers=3'; did you mean --config.model.layers?"),
         (["extra"], "unexpected argument 'extra'; see sympow train --help"),
         (["--config.model.layers"], "argument --config.model.layers: expected one argument"),
-        (["-v"], "unknown option '-v'"),
+        (["-v"], "unknown option '-v'; see sympow train --help"),
+        (["--", "x"], "unexpected argument 'x'; see"),
         (["--proces-count=2"], "unknown option '--proces_count'; did you mean --process_count?"),
     ],
 )

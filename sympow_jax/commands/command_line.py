@@ -64,9 +64,10 @@ class Parser(argparse.ArgumentParser):
                 if name.startswith("--") and name not in self._option_string_actions:
                     self._reject(name)
         known, rest = super().parse_known_args(args, namespace)
-        if rest:
-            self._reject(rest[0])
-        return known, rest
+        for argument in rest:
+            if argument != "--":
+                self._reject(argument)
+        return known, []
 
     def add_tokenizer(self) -> None:
         """Adds `--tokenizer`, the name for `data.codec_of_run`."""
@@ -97,13 +98,15 @@ class Parser(argparse.ArgumentParser):
         options = self._option_string_actions
         has_settings = any(option.startswith("--config.") for option in options)
         if has_settings and name.startswith("config."):
-            self.error(loading.unknown_setting(name.removeprefix("config.")))
+            raise ValueError(loading.unknown_setting(name.removeprefix("config.")))
         near = spelling.nearest(argument, options)
         if near is None and has_settings:
             setting = loading.nearest_setting(name.partition("=")[0])
             near = setting and f"--config.{setting}"
         what = "unknown option" if argument.startswith("-") else "unexpected argument"
-        self.error(f"{what} {argument!r}" + (f"; did you mean {near}?" if near else ""))
+        if near is None:
+            self.error(f"{what} {argument!r}")
+        raise ValueError(f"{what} {argument!r}; did you mean {near}?")
 
 
 def _with_underscores(arguments: Iterable[str]) -> list[str]:
@@ -178,7 +181,11 @@ def parse_training(
     )
     _add_launch(parser)
     spec = _find_config(arguments) if _HELP & set(arguments) else None
-    parser.add_argument_group("configs, with their arguments and defaults", loading.describe_configs())
+    summaries = (
+        f"  {usage}\n{textwrap.fill(summary, 74, initial_indent='    ', subsequent_indent='    ')}"
+        for usage, summary in loading.describe_configs().items()
+    )
+    parser.add_argument_group("configs, with their arguments and defaults", "\n".join(summaries))
     parser.add_argument_group(
         "settings",
         f"Each is changed with --config.GROUP.NAME=VALUE. The defaults below are those of {spec or 'the classes'}"

@@ -59,15 +59,15 @@ def _package_configs() -> dict[str, pathlib.Path]:
     return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
-def describe_configs() -> str:
-    """Returns the configs that come with the package, each with its arguments, their defaults and a summary."""
-    lines = []
+def describe_configs() -> dict[str, str]:
+    """Returns the summary of each config of the package, by its name with all arguments and their defaults."""
+    summaries = {}
     for name, path in _package_configs().items():
         namespace = runpy.run_path(str(path))
         parameters = inspect.signature(namespace["get_config"]).parameters.values()
         arguments = ",".join(str(x.replace(annotation=x.empty)).replace("'", "") for x in parameters)
-        lines += [f"  {name}:{arguments}", f"    {namespace['__doc__'].partition(':')[0]}."]
-    return "\n".join(lines)
+        summaries[f"{name}:{arguments}"] = f"{namespace['__doc__'].partition(':')[0]}."
+    return summaries
 
 
 def _find(name: str) -> pathlib.Path:
@@ -77,7 +77,7 @@ def _find(name: str) -> pathlib.Path:
     if name in configs:
         return configs[name]
     near = difflib.get_close_matches(path.stem, configs, n=3, cutoff=0)
-    what = "is a folder" if path.is_dir() else "is neither a file nor a config of the package"
+    what = "is a folder" if name and path.is_dir() else "is neither a file nor a config of the package"
     raise ValueError(f"--config names {name!r}, which {what}; the nearest names are {', '.join(near)}")
 
 
@@ -108,7 +108,7 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
         arguments = signature.bind(*positional, **named)
     except TypeError as error:
         spec = f"{name}:{','.join(parts)}" if parts else name
-        raise ValueError(f"--config {spec!r} has {error}; {usage}") from error
+        raise ValueError(f"--config {spec!r}: {error}; {usage}") from error
     for key, value in arguments.arguments.items():
         annotation = signature.parameters[key].annotation
         if annotation is inspect.Parameter.empty:

@@ -109,7 +109,10 @@ def test_a_mistake_makes_no_folder(trained, capsys, name):
         (["--context_lengths=8", "--workdir={runs}/a", "--documents=0"], "number of documents is 0"),
         (["--context_lengths=8", "--workdir={runs}/a", "--documents=many"], "see sympow eval --help"),
         (["--context_lengths=8"], "--workdir"),
-        (["--workdir={runs}/a", "--context_length=8"], "unrecognized arguments: --context_length=8"),
+        (
+            ["--workdir={runs}/a", "--context_length=8"],
+            "unknown option '--context_length'; did you mean --context_lengths?",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys, arguments, message):

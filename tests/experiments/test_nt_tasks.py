@@ -147,7 +147,7 @@ def test_figures(figure, scale):
         (["--scale=toy"], "scale is given without a figure"),
         (["--figure=8"], "argument --figure: invalid choice: '8'"),
         (["--runs=many"], "argument --runs: invalid int value"),
-        (["--epoch=3"], "unrecognized arguments: --epoch=3"),
+        (["--epoch=3"], "unknown option '--epoch'; did you mean --epochs?"),
     ],
 )
 def test_wrong_flags_are_one_line(flags, message, tmp_path, capsys):

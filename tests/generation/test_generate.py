@@ -101,7 +101,7 @@ def test_a_prompt_alone_and_in_a_file(runs, capsys):
         (["--workdir={runs}/a", "--prompt=a", "--stop="], "a stop string is empty"),
         (["--workdir={runs}/a"], "--prompt"),
         (["--workdir={runs}/a", "--prompt=a", "--prompts={runs}/prompts"], "not allowed with"),
-        (["--workdir={runs}/a", "--prompt=a", "--top=1"], "unknown option '--top'; did you mean --top_p?"),
+        (["--workdir={runs}/a", "--prompt=a", "--top=1"], "unknown option '--top'; did you mean --stop?"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message):
