@@ -31,7 +31,8 @@ def _row(setting: fields.Setting) -> str:
     values = [f"`{choice}`" for choice in setting.choices] or setting.form.split("|")
     values += ["`none`"] if setting.optional else []
     default = "" if setting.default is dataclasses.MISSING else f"`{fields.written(setting.default)}`"
-    return f"| `{setting.path}` | {', '.join(values)} | {default} | {setting.help} |\n"
+    resumable = " May change when a run is resumed." if setting.resumable else ""
+    return f"| `{setting.path}` | {', '.join(values)} | {default} | {setting.help}{resumable} |\n"
 
 
 if __name__ == "__main__":

@@ -162,7 +162,8 @@ def test_help_explains_every_setting(capsys, monkeypatch):
         for setting in group.settings:
             form = setting.form + ("|none" if setting.optional else "")
             choices = f" One of {', '.join(setting.choices)}." if setting.choices else ""
-            assert f"--config.{setting.path} {form} {setting.help}{choices} " in words
+            resumable = " May change when a run is resumed." if setting.resumable else ""
+            assert f"--config.{setting.path} {form} {setting.help}{resumable}{choices} " in words
     assert "Number of blocks. Every config sets it. " in words
     assert "Tokens per row. Default: 1024. " in words
     assert max(map(len, printed.splitlines())) <= 80

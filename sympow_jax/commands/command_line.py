@@ -122,6 +122,8 @@ def _with_underscores(arguments: Iterable[str]) -> list[str]:
 
 def _describe(setting: fields.Setting, values: config.Config | None) -> str:
     parts = [setting.help]
+    if setting.resumable:
+        parts.append("May change when a run is resumed.")
     if setting.choices:
         parts.append(f"One of {', '.join(setting.choices)}.")
     default = setting.default if values is None else operator.attrgetter(setting.path)(values)

@@ -80,6 +80,7 @@ class Setting:
         default: value of the field if none is given; `dataclasses.MISSING` if one must be given.
         help: as in `about`.
         choices: as in `about`.
+        resumable: whether it may differ when a run is resumed.
     """
 
     path: str
@@ -87,6 +88,7 @@ class Setting:
     default: Any
     help: str
     choices: tuple[str, ...]
+    resumable: bool
 
     @property
     def form(self) -> str:
@@ -121,18 +123,25 @@ class Group:
     settings: tuple[Setting, ...]
 
 
-def groups(kind: Any, path: str = "") -> list[Group]:
-    """Returns a dataclass of settings and the dataclasses inside, in order, except those without settings."""
+def groups(kind: Any, path: str = "", *, resumable: bool = False) -> list[Group]:
+    """Returns a dataclass of settings and the dataclasses inside, in order, except those without settings.
+
+    Args:
+        kind: the dataclass.
+        path: path of the dataclass; empty for the outermost.
+        resumable: whether all its fields may differ when a run is resumed.
+    """
     hints = typing.get_type_hints(kind)
     settings: list[Setting] = []
     inner: list[Group] = []
     for field in dataclasses.fields(kind):
         below = f"{path}.{field.name}".lstrip(".")
+        may_change = resumable or Occasion.RESUME in field.metadata.get("may_differ", ())
         if dataclasses.is_dataclass(hint := hints[field.name]):
-            inner += groups(hint, below)
+            inner += groups(hint, below, resumable=may_change)
         else:
-            about = field.metadata
-            settings.append(Setting(below, hint, field.default, about["help"], about["choices"]))
+            help, choices = field.metadata["help"], field.metadata["choices"]
+            settings.append(Setting(below, hint, field.default, help, choices, may_change))
     return ([Group(path, kind, tuple(settings))] if settings else []) + inner
 
 

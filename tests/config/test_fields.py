@@ -29,6 +29,10 @@ def test_groups_are_those_of_the_config():
     heads = by_path["model.kv_heads"]
     assert (heads.form, heads.optional, heads.default) == ("INT", True, None)
     assert by_path["evaluation.context_lengths"].form == "INT,INT,..."
+    resumable = {path.rpartition(".")[0] for path, setting in by_path.items() if setting.resumable}
+    assert resumable == {"model", "training", "sharding", "evaluation"}
+    assert all(setting.resumable for path, setting in by_path.items() if path.startswith("sharding."))
+    assert not by_path["model.layers"].resumable
 
 
 @pytest.mark.parametrize("setting", [x for x in SETTINGS if x.choices], ids=lambda setting: setting.path)
