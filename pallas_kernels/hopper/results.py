@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper import tensor_core
+
 __all__ = ["block", "cut", "kind"]
 
-_BLOCK = 64
 # Tokens in a swizzled tile; arrays that TMA writes have whole tiles.
 _TILE = 8
 
@@ -18,7 +19,7 @@ _TILE = 8
 def kind(batch_time: tuple[int, int], heads: int, size: int, dtype) -> jax.ShapeDtypeStruct:
     """Returns the type of a kernel's result of B N = `heads` heads, in whole tiles and at least a block long."""
     batch, time = batch_time
-    length = max(-(-time // _TILE) * _TILE, _BLOCK)
+    length = max(-(-time // _TILE) * _TILE, tensor_core.ROWS)
     return jax.ShapeDtypeStruct((batch, length, heads // batch, size), dtype)
 
 
@@ -30,4 +31,4 @@ def cut(result, batch_time: tuple[int, int]):
 def block(result, head, begin):
     """Returns the 64 tokens from `begin` on of head b N + n of a result, [64, D]."""
     heads = jnp.int32(result.shape[2])
-    return result.at[lax.div(head, heads), pl.ds(begin, _BLOCK), lax.rem(head, heads)]
+    return result.at[lax.div(head, heads), pl.ds(begin, tensor_core.ROWS), lax.rem(head, heads)]

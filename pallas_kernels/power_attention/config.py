@@ -4,13 +4,13 @@ import dataclasses
 
 import jax.numpy as jnp
 
-__all__ = ["BLOCK", "WARPGROUP_ROWS", "Config", "VjpConfig", "choose", "choose_vjp", "column_length"]
+from pallas_kernels.hopper import tensor_core
 
-# Rows of one wgmma accumulator.
-WARPGROUP_ROWS = 64
+__all__ = ["BLOCK", "Config", "VjpConfig", "choose", "choose_vjp", "column_length"]
+
 # Two warpgroups of queries share every block of keys; a block of queries is as long as a block of keys, so that
 # exactly one block of keys, the diagonal one, needs a mask.
-BLOCK = 2 * WARPGROUP_ROWS
+BLOCK = 2 * tensor_core.ROWS
 # Shared memory available to one thread block on Hopper, minus an allowance for barriers and reductions.
 _SHARED_BYTES = 227 * 1024 - 4096
 # Rows of 32, 64 or 128 bytes, or several tiles of those, for which wgmma and TMA have a conflict-free swizzle.
@@ -60,7 +60,7 @@ class VjpConfig:
     query_stages: int
     key_stages: int
     # Rows that one warpgroup processes, and rows that all of them multiply with in one step.
-    block: int = WARPGROUP_ROWS
+    block: int = tensor_core.ROWS
     compute_warpgroups: int = 2
 
     @property

@@ -19,7 +19,7 @@ from pallas_kernels.power_attention import pairs, sequence
 
 __all__ = ["sums"]
 
-_ROWS = configs.WARPGROUP_ROWS
+_ROWS = tensor_core.ROWS
 _LAYOUT = plgpu.Layout.WGMMA
 _PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 # Weights of the diagonal block, and all weights of high powers, are scaled per row so that the largest is 2^15.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.power_attention import config as configs
+from pallas_kernels.hopper import tensor_core
 from pallas_kernels.power_attention import sequence
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "store",
 ]
 
-BLOCK = configs.WARPGROUP_ROWS
+BLOCK = tensor_core.ROWS
 LAYOUT = plgpu.Layout.WGMMA
 PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.hopper import numerics
-from pallas_kernels.power_attention import config as configs
+from pallas_kernels.hopper import numerics, tensor_core
 from pallas_kernels.power_attention import operands as forward_inputs
 from pallas_kernels.power_attention import sequence
 
@@ -173,10 +172,10 @@ def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
     """
     excess = numerics.scaled(query_log, -(units.slope + _WEIGHT_BITS))
     batch, time, heads = excess.shape
-    back = -time % (2 * configs.WARPGROUP_ROWS)
+    back = -time % (2 * tensor_core.ROWS)
     excess = jnp.pad(excess, [(0, 0), (operands.query.shape[1] - time - back, back), (0, 0)])
     delta = operands.rows[..., QueryVector.DELTA, :] + jnp.moveaxis(excess, 1, 2).reshape(
-        batch, heads, -1, configs.WARPGROUP_ROWS
+        batch, heads, -1, tensor_core.ROWS
     )
     return operands._replace(rows=operands.rows.at[..., QueryVector.DELTA, :].set(delta))
 

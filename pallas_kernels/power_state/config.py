@@ -5,6 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import tensor_core
+
 __all__ = [
     "BLOCK",
     "MULTIPROCESSORS",
@@ -18,7 +20,7 @@ __all__ = [
 ]
 
 # Tokens, query rows or values that one warpgroup handles at a time: the height of a Hopper matrix product.
-BLOCK = 64
+BLOCK = tensor_core.ROWS
 # Multiprocessors of an H100. If the update has fewer blocks, time is cut into segments.
 MULTIPROCESSORS = 132
 # Maximum number of blocks of 64 in one TMA copy.
