@@ -96,6 +96,7 @@ def test_a_field_that_the_file_sets_is_kept():
         (["--config.x=3"], "the groups are model, model.attention, model.attention.lrpe"),
         (["--config.model.layers=three"], "--config.model.layers is 'three'; it must be of type int"),
         (["--config.model.layers=2.5"], "must be of type int"),
+        (["--config.model.biases=yes"], "is 'yes'; it must be of type bool, true or false"),
         (["--config.model.layers=none"], "must be of type int"),
         (["--config.optimizer.learning_rate=fast"], "must be of type float"),
         (["--config.optimizer.learning_rate=nan"], "must be of type float"),

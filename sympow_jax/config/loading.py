@@ -3,12 +3,11 @@
 import dataclasses
 import difflib
 import inspect
-import itertools
 import pathlib
 import runpy
 import traceback
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sympow_jax import spelling
@@ -141,34 +140,36 @@ def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
 def nearest_setting(path: str) -> str | None:
     """Returns the setting that is most similar to one that does not exist, or None if none is similar."""
     group, _, name = path.rpartition(".")
-    by_group = {group.path: [x.path for x in group.settings] for group in fields.groups(run.Config)}
-    every = list(itertools.chain.from_iterable(by_group.values()))
-    if same := [x for x in every if x.rpartition(".")[2] == name]:
+    names = _names_by_group()
+    if same := [f"{x}.{name}" for x in names if name in names[x]]:
         return spelling.nearest(path, same, similarity=0)
-    if group in by_group:
+    if group in names:
         # Not by the whole path, of which the group would be most.
-        near = spelling.nearest(name, _names(by_group[group]))
+        near = spelling.nearest(name, names[group])
         return near and f"{group}.{near}"
-    return spelling.nearest(path, every)
+    return spelling.nearest(path, [f"{x}.{y}" for x in names for y in names[x]])
 
 
 def unknown_setting(path: str) -> str:
     """Returns the error message for a setting that does not exist."""
-    by_group = {group.path: [x.path for x in group.settings] for group in fields.groups(run.Config)}
+    names = _names_by_group()
     group = path.rpartition(".")[0]
-    if path in by_group:
-        remedy = f"it is a group, which has {', '.join(_names(by_group[path]))}"
+    if path in names:
+        remedy = f"it is a group, which has {', '.join(names[path])}"
     elif near := nearest_setting(path):
         remedy = f"did you mean --config.{near}?"
-    elif group in by_group:
-        remedy = f"{group} has {', '.join(_names(by_group[group]))}"
+    elif group in names:
+        remedy = f"{group} has {', '.join(names[group])}"
     else:
-        remedy = f"the groups are {', '.join(by_group)}"
+        remedy = f"the groups are {', '.join(names)}"
     return f"there is no setting --config.{path}; {remedy}"
 
 
-def _names(paths: Sequence[str]) -> list[str]:
-    return [path.rpartition(".")[2] for path in paths]
+def _names_by_group() -> dict[str, list[str]]:
+    return {
+        group.path: [setting.path.rpartition(".")[2] for setting in group.settings]
+        for group in fields.groups(run.Config)
+    }
 
 
 def _rebuild(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:
@@ -215,7 +216,8 @@ def _read_value(name: str, text: str, annotation: Any) -> Any:
         return _READERS.get(kind, str)(text)
     except ValueError:
         kind_name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-        raise ValueError(f"{name} is {text!r}; it must be of type {kind_name}") from None
+        hint = ", true or false" if kind is bool else ""
+        raise ValueError(f"{name} is {text!r}; it must be of type {kind_name}{hint}") from None
 
 
 def _finite(text: str) -> float:
