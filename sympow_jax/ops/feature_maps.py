@@ -92,7 +92,7 @@ def symmetric_power_dim(head_dim: int, power: int) -> int:
     return math.comb(head_dim + power - 1, power)
 
 
-def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]:
+def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]:  # noqa: F821
     """Returns the distinct monomials of degree p in the leading axis of x, in the order of `symmetric_power`.
 
     The monomials that start with i are x[i] times those of degree p - 1 that start with i or later, which are a suffix,
