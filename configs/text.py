@@ -1,7 +1,7 @@
 """A byte model of your own files: `--config='configs/text.py:books/*.txt'`.
 
-Separate several globs, files or folders with commas. A tenth of the files is held out; after the run, `eval.py` shows
-the loss at any context length up to the longest of them.
+Separate several globs, files or folders with commas. A tenth of the files is held out, or the end of an only file; the
+run ends with the loss on it by context length.
 """
 
 from sympow_jax import config

@@ -164,13 +164,25 @@ class ShardingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Settings of the context-length evaluation at the end of training a decoder; without lengths there is none.
+    """Settings of evaluation on held-out data, during training and at its end.
 
-    Other tasks are evaluated on their held-out rows instead, whatever these settings are.
+    At the end, a decoder is evaluated by context length, and a model of another task on its held-out rows.
     """
 
-    context_lengths: tuple[int, ...] = dataclasses.field(
-        default=(), metadata=fields.about("Increasing context lengths, in tokens.")
+    every: int | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Steps between held-out losses during training, on a fixed batch of held-out rows. If none, a tenth of "
+            "`training.steps`. 0 turns them off."
+        ),
+    )
+    context_lengths: tuple[int, ...] | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Increasing context lengths of the evaluation of a decoder at the end of training, in tokens. If none, "
+            "powers of two up to four times `data.context_length`, as far as held-out documents reach. () turns it "
+            "off."
+        ),
     )
     documents: int = dataclasses.field(
         default=64,
@@ -178,8 +190,10 @@ class EvaluationConfig:
     )
 
     def __post_init__(self):
-        object.__setattr__(self, "context_lengths", tuple(self.context_lengths))
-        lengths = self.context_lengths
+        checks.require_at_least(0, **{"evaluation.every": self.every or 0})
+        lengths = None if self.context_lengths is None else tuple(self.context_lengths)
+        object.__setattr__(self, "context_lengths", lengths)
+        lengths = lengths or ()
         if any(length < 1 for length in lengths) or list(lengths) != sorted(set(lengths)):
             raise ValueError(f"evaluation.context_lengths is {lengths}; it must be positive and increasing")
         checks.require_at_least(1, **{"evaluation.documents": self.documents})
@@ -208,6 +222,12 @@ class Config:
         self._check_tensor()
         self._check_context()
         self._check_documents()
+
+    @property
+    def heldout_every(self) -> int:
+        """Steps between held-out losses; 0 if they are off."""
+        every = self.evaluation.every
+        return max(1, self.training.steps // 10) if every is None else every
 
     def _check_task(self):
         task, model = self.task.name, self.model

@@ -5,7 +5,15 @@ from sympow_jax import extras
 with extras.required("train", __name__):
     from sympow_jax.data.codec import Codec, codec_of_run
     from sympow_jax.data.documents import HeldoutDocuments
-    from sympow_jax.data.pipeline import batches, describe, heldout_documents, heldout_rows, train_dataset
+    from sympow_jax.data.pipeline import (
+        batches,
+        describe,
+        heldout_batch,
+        heldout_documents,
+        heldout_rows,
+        holds_out,
+        train_dataset,
+    )
 
 __all__ = [
     "Codec",
@@ -13,7 +21,9 @@ __all__ = [
     "batches",
     "codec_of_run",
     "describe",
+    "heldout_batch",
     "heldout_documents",
     "heldout_rows",
+    "holds_out",
     "train_dataset",
 ]

@@ -10,7 +10,15 @@ import numpy as np
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents, examples, longcrawl64, masking, rows, shuffle, text, tokens
 
-__all__ = ["batches", "describe", "heldout_documents", "heldout_rows", "train_dataset"]
+__all__ = [
+    "batches",
+    "describe",
+    "heldout_batch",
+    "heldout_documents",
+    "heldout_rows",
+    "holds_out",
+    "train_dataset",
+]
 
 _DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
 _EXAMPLES = {  # tasks that each source of labeled examples supports
@@ -58,7 +66,7 @@ def _open(
     if config.source in _EXAMPLES:
         return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
     found = _documents(config, vocab_size=vocab_size, heldout=heldout)
-    if heldout and not len(found.lengths):
+    if heldout and not rows.has_targets(found, config):
         raise _nothing_held_out(config, "document")
     if task.name == "masked_token":
         return masking.MaskedRows(found, config, task, vocab_size=vocab_size)
@@ -104,12 +112,16 @@ def batches(
     Raises:
         ValueError: `shares` does not divide `batch_size`.
     """
+    return dataset.batch(_share_size(batch_size, shares))[share::shares]
+
+
+def _share_size(batch_size: int, shares: int) -> int:
     if batch_size % shares:
         raise ValueError(
             f"a batch has {batch_size} rows, which cannot be divided into {shares} equal shares; "
             f"change data.batch_tokens or data.context_length"
         )
-    return dataset.batch(batch_size // shares)[share::shares]
+    return batch_size // shares
 
 
 def _nothing_held_out(config: config_lib.DataConfig, what: str) -> ValueError:
@@ -147,6 +159,48 @@ def heldout_rows(
     if not len(found):
         raise _nothing_held_out(config, "example")
     return _in_batches(found, config.seed, batch_size)
+
+
+def holds_out(config: config_lib.DataConfig, *, vocab_size: int) -> bool:
+    """Returns whether the settings hold out a part of the data, and there is one.
+
+    Raises:
+        ValueError: the data cannot be opened as configured.
+    """
+    if not config.heldout_paths and not config.heldout_fraction and config.source != "listops":
+        return False
+    if config.source not in _DOCUMENTS:
+        return True
+    return rows.has_targets(_documents(config, vocab_size=vocab_size, heldout=True), config)
+
+
+def heldout_batch(
+    config: config_lib.DataConfig,
+    task: config_lib.TaskConfig,
+    *,
+    vocab_size: int,
+    share: int = 0,
+    shares: int = 1,
+) -> dict[str, np.ndarray]:
+    """Returns shard `share` of a batch of held-out rows, drawn at random by `config.seed`.
+
+    The batch is a function of the data, the seed and the task only. It has as many rows as a batch of training, padded
+    as in `heldout_rows` if fewer are held out.
+
+    Raises:
+        ValueError: as `heldout_rows`, or `shares` does not divide the number of rows.
+    """
+    found = _open(config, task, vocab_size=vocab_size, heldout=True)
+    if not len(found):
+        raise _nothing_held_out(config, "example")
+    count = _share_size(config.batch_size, shares)
+    order = shuffle.Shuffle(len(found), block=found.together, seed=config.seed)
+    chosen = [order(draw) for draw in range(min(config.batch_size, len(found)))]
+    mine = chosen[share * count : (share + 1) * count]
+    batch = [found.row(index, (config.seed, index, _HELD_OUT)) for index in mine]
+    spare = [] if len(batch) == count else [_uncounted(found.row(chosen[0], (config.seed, 0, _HELD_OUT)))]
+    batch += spare * (count - len(batch))
+    return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
 
 def _in_batches(found: examples.Examples, seed: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:

@@ -8,7 +8,7 @@ from jaxtyping import Int32, Int64
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents
 
-__all__ = ["NO_TARGET", "PADDING", "Row", "Rows"]
+__all__ = ["NO_TARGET", "PADDING", "Row", "Rows", "has_targets"]
 
 NO_TARGET = -1
 PADDING = -1  # segment id
@@ -21,6 +21,14 @@ class _Stretch(NamedTuple):
 
     tokens: Int32[np.ndarray, " tokens"]
     document: Int64[np.ndarray, " tokens"]
+
+
+def has_targets(source: documents.Documents, config: config_lib.DataConfig) -> bool:
+    """Returns whether there is a token to predict: a second one, or any if there is a lead id."""
+    if source.lead is not None:
+        return len(source.lengths) > 0
+    tokens = source.lengths.max(initial=0) if config.packing == "documents" else source.lengths.sum()
+    return bool(tokens >= 2)
 
 
 class Rows:
@@ -50,11 +58,10 @@ class Rows:
             self._order = np.random.default_rng(config.seed).permutation(self._order)
         self._offsets = np.concatenate([[0], np.cumsum(source.lengths[self._order])])
         self._total = int(self._offsets[-1])
-        longest = int(source.lengths.max(initial=0))
-        if source.lead is None and (longest if self._segmented else self._total) < 2:
+        if not has_targets(source, config):
             raise ValueError(
-                f"the training data has {len(source.lengths)} documents, the longest of {longest} tokens, "
-                f"and nothing to predict; name more data in data.paths"
+                f"the training data has {len(source.lengths)} documents, the longest of "
+                f"{int(source.lengths.max(initial=0))} tokens, and nothing to predict; name more data in data.paths"
             )
 
     def __len__(self) -> int:

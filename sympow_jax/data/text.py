@@ -1,10 +1,14 @@
-"""Files as bytes, one document per file; by default the Python interpreter's standard library."""
+"""Files as bytes, one document per file; by default the Python interpreter's standard library.
+
+The end of a file that is the only one is held out, if no other files are.
+"""
 
 import hashlib
 import sysconfig
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents, files
@@ -12,6 +16,8 @@ from sympow_jax.data import documents, files
 __all__ = ["describe", "open_documents"]
 
 # Third-party packages differ between environments; the standard library of a Python release does not.
+# Documents that the end of an only file is cut into, if each has at least a training context of bytes.
+_PIECES = 20
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 
@@ -38,6 +44,23 @@ def _sides(config: config_lib.DataConfig) -> tuple[list[files.File], list[files.
     return [f for f, out in zip(found, mask) if not out], [f for f, out in zip(found, mask) if out]
 
 
+def _is_cut(config: config_lib.DataConfig, sides: tuple[list[files.File], list[files.File]]) -> bool:
+    """Returns whether the end of the only file is held out."""
+    return not config.heldout_paths and len(sides[0]) == 1 and not sides[1] and config.heldout_fraction > 0
+
+
+def _cut(
+    config: config_lib.DataConfig, size: int, *, heldout: bool
+) -> tuple[Int64[np.ndarray, " documents"], Int64[np.ndarray, " documents"]]:
+    """Returns starts and lengths of the documents on one side of a file of `size` bytes."""
+    tail = int(size * config.heldout_fraction)
+    pieces = min(_PIECES, max(1, tail // config.context_length)) if tail else 0
+    bounds = (
+        np.linspace(size - tail, size, pieces + 1).astype(np.int64) if heldout else np.array([0, size - tail])
+    )
+    return bounds[:-1], np.diff(bounds)
+
+
 def _bytes(file: files.File) -> bytes:
     try:
         return file.path.read_bytes()
@@ -53,7 +76,15 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
     Raises:
         ValueError: nothing matches, everything is empty, or a file cannot be read.
     """
-    chosen = _sides(config)[heldout]
+    sides = _sides(config)
+    if _is_cut(config, sides):
+        (file,) = sides[0]
+        array = np.frombuffer(_bytes(file), np.uint8)
+        starts, lengths = _cut(config, len(array), heldout=heldout)
+        return documents.Spans(
+            [array], [str(file.path)], array=np.zeros_like(starts), starts=starts, lengths=lengths
+        )
+    chosen = sides[heldout]
     arrays = [np.frombuffer(_bytes(file), np.uint8) for file in chosen]
     return documents.Spans(
         arrays,
@@ -72,13 +103,20 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
         digest.update(_bytes(file))
     counts = [(len(side), sum(file.size for file in side)) for side in sides]
+    number, size = counts[0][0] + counts[1][0], counts[0][1] + counts[1][1]
+    note = {}
+    if _is_cut(config, sides):
+        cuts = (_cut(config, size, heldout=heldout)[1] for heldout in (False, True))
+        counts = [(len(lengths), int(lengths.sum())) for lengths in cuts]
+        note = {"heldout_note": "the end of the only file"}
     return {
-        "files": counts[0][0] + counts[1][0],
-        "bytes": counts[0][1] + counts[1][1],
+        "files": number,
+        "bytes": size,
         "documents": counts[0][0],
         "tokens": counts[0][1],
         "heldout_documents": counts[1][0],
         "heldout_tokens": counts[1][1],
+        **note,
         "digest": digest.hexdigest(),
         "digest_of": "names, sizes and contents",
     }

@@ -13,7 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-__all__ = ["Bucket", "bucket_means", "check_lengths", "parse_lengths", "select_documents"]
+__all__ = ["Bucket", "bucket_means", "check_lengths", "choose_lengths", "parse_lengths", "select_documents"]
+
+# Between the shortest and the longest length that are chosen.
+_DOUBLINGS = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,23 @@ def parse_lengths(text: str) -> tuple[int, ...]:
         elif index == 0 or words[index - 1] != "...":  # a length after "..." is the end of the doublings
             lengths.append(_parse_length(word, text))
     return tuple(lengths)
+
+
+def choose_lengths(
+    documents: Int[np.ndarray, " documents"], longest: int, *, few: int, first_position: int
+) -> tuple[int, ...]:
+    """Returns up to seven powers of two, as high as documents reach but at most `longest`.
+
+    Args:
+        documents: length of each document.
+        longest: upper limit of the last length.
+        few: number of documents that must reach the last length, or all of them if there are fewer.
+        first_position: first position that is predicted.
+    """
+    reached = np.sort(documents)[-min(few, len(documents))]
+    last = int(min(reached, longest)).bit_length() - 1
+    lengths = tuple(2**exponent for exponent in range(max(0, last - _DOUBLINGS), last + 1))
+    return tuple(length for length in lengths if length >= first_position)
 
 
 def _parse_length(word: str, text: str) -> int:

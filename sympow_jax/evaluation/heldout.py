@@ -37,7 +37,7 @@ def open_rows(config: config_lib.Config) -> Iterable[Mapping[str, np.ndarray]] |
         ValueError: the data cannot be opened as configured, or no row is held out.
     """
     found = config.data
-    if not found.heldout_paths and not found.heldout_fraction and found.source != "listops":
+    if not data.holds_out(found, vocab_size=config.model.vocab_size):
         return None
     devices = jax.local_device_count()
     rows = min(_CALL_TOKENS // found.context_length, -(-found.batch_size // devices))

@@ -22,9 +22,11 @@ from sympow_jax.evaluation import buckets, plot, report, streaming
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.training import checkpoint, hosts
 
-__all__ = ["context_loss", "evaluate_runs", "require_places", "select_documents"]
+__all__ = ["context_loss", "evaluate_runs", "lengths_of", "require_places", "select_documents"]
 
 _FEW_DOCUMENTS = 20
+# Longest context length that is chosen, divided by that of training.
+_CONTEXTS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def evaluate_runs(
 
     Args:
         workdirs: workdirs of the runs.
-        lengths: context lengths; None means those of the first run's `evaluation` settings.
+        lengths: context lengths; None means those of the first run (`lengths_of`).
         out: folder to write to.
         documents: maximum number of documents; None means that of the first run's `evaluation` settings.
         console: console to print to.
@@ -106,7 +108,7 @@ def evaluate_runs(
         checkpoint.require_checkpoint(path)
     folder = workdirs_lib.writable_folder(out)
     if lengths is None:
-        lengths = configs[0].evaluation.context_lengths
+        lengths = lengths_of(configs[0])
     if documents is None:
         documents = configs[0].evaluation.documents
     for path, config in zip(paths, configs):
@@ -170,6 +172,26 @@ def _choose_documents(config: config_lib.Config, lengths: Sequence[int], count: 
         indices=indices,
         tokens=[heldout[int(index)][: lengths[-1] + lead] for index in indices],
         first_position=2 - lead,
+    )
+
+
+def lengths_of(config: config_lib.Config) -> tuple[int, ...]:
+    """Returns the context lengths of a run's evaluation, chosen from the held-out documents unless they are set.
+
+    They are empty if the settings turn the evaluation off, or nothing is held out.
+    """
+    lengths, model = config.evaluation.context_lengths, config.model
+    if lengths is not None:
+        return lengths
+    if not data.holds_out(config.data, vocab_size=model.vocab_size):
+        return ()
+    heldout = data.heldout_documents(config.data, vocab_size=model.vocab_size)
+    lead = 0 if heldout.lead is None else 1
+    longest = _CONTEXTS * config.data.context_length
+    if model.attention.longest_document is not None:
+        longest = min(longest, model.attention.longest_document)
+    return buckets.choose_lengths(
+        heldout.lengths - lead, longest, few=_FEW_DOCUMENTS, first_position=2 - lead
     )
 
 

@@ -13,19 +13,18 @@ __all__ = ["check_settings", "evaluate", "finish"]
 
 def check_settings(config: config_lib.Config) -> None:
     """Raises ValueError, before hours of training, if the run could not be evaluated at its end."""
-    evaluation = config.evaluation
     if config.task.name != "next_token":
         heldout.open_rows(config)
-    elif evaluation.context_lengths:
-        runs.require_places(config, evaluation.context_lengths, "the model")
-        runs.select_documents(config, evaluation.context_lengths, evaluation.documents)
+    elif lengths := runs.lengths_of(config):
+        runs.require_places(config, lengths, "the model")
+        runs.select_documents(config, lengths, config.evaluation.documents)
 
 
 def finish(config: config_lib.Config, folder: pathlib.Path) -> None:
-    """Evaluates a run at the end of training: a decoder by position if lengths are set, others on held-out rows."""
+    """Evaluates a run at the end of training on what is held out: a decoder by position, others on rows."""
     if config.task.name == "next_token":
-        if config.evaluation.context_lengths:
-            runs.evaluate_runs([folder], config.evaluation.context_lengths, out=folder)
+        if lengths := runs.lengths_of(config):
+            runs.evaluate_runs([folder], lengths, out=folder)
     elif heldout.open_rows(config) is not None:
         heldout.evaluate_heldout([folder], out=folder)
 

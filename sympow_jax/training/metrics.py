@@ -30,8 +30,8 @@ class Reporter:
     """Context manager that reports every update.
 
     `metrics.jsonl` gets one object per step. The terminal, TensorBoard and Weights & Biases get every `log_every`-th
-    step and the last. A terminal shows a progress bar; other outputs get plain lines. To the metrics of the update are
-    added:
+    step, those with a held-out loss, and the last. A terminal shows a progress bar; other outputs get plain lines. To
+    the metrics of the update are added:
 
     * step_seconds: time since the metrics of the previous step were available. It includes saves, compilation and
       everything else in the loop. tokens_per_second is derived from it.
@@ -77,6 +77,7 @@ class Reporter:
         self._local_devices = [device for device in devices if device.process_index == jax.process_index()]
         self._waits: dict[int, float] = {}
         self._shown_wait = 0.0
+        self._heldout_loss = ""
 
         self._writes = writes
         self._each: list[writers.Writer] = []
@@ -145,10 +146,10 @@ class Reporter:
             return
         for writer in self._each:
             writer.write(step, values)
-        if step % self._log_every == 0 or step == self._steps:
+        if step % self._log_every == 0 or step == self._steps or "heldout_loss" in values:
             for writer in self._every:
                 writer.write(step, values)
-            self._show(step, values["loss"], now)
+            self._show(step, values, now)
 
     def _rates(self, seconds: float) -> dict[str, float]:
         """Returns throughput metrics for a step that takes `seconds`."""
@@ -168,12 +169,17 @@ class Reporter:
             if stats and all(key in found for found in stats)
         }
 
-    def _show(self, step: int, loss: float, now: float) -> None:
+    def _show(self, step: int, values: Mapping[str, float], now: float) -> None:
         # The first update includes compilation, so it is excluded from the average.
         since = step - self._start - 1
         seconds = (now - self._first) / since if since else now - self._began
         rates = self._rates(seconds)
-        parts = [f"loss {loss:.4f}", f"{rates['tokens_per_second']:,.0f} tokens/s"]
+        parts = [f"loss {values['loss']:.4f}"]
+        if "heldout_loss" in values:
+            self._heldout_loss = f"held-out loss {values['heldout_loss']:.4f}"
+        if "heldout_loss" in values or (self._console.is_terminal and self._heldout_loss):
+            parts.append(self._heldout_loss)
+        parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")
         if "mfu" in rates:
             parts.append(f"{rates['mfu']:.1%} MFU")
         waited = self._shown_wait / (now - self._shown)

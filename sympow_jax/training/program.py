@@ -222,6 +222,23 @@ class Program:
         shardings = self._shardings, sharding.replicated(self.mesh)
         return jax.jit(update, donate_argnums=0, out_shardings=shardings)
 
+    @functools.cached_property
+    def heldout_loss(self) -> Any:
+        """Jitted function of (params, statistics, batch) to the mean loss of the model in evaluation mode.
+
+        Rows are taken in micro-batches as in an update, so that it needs no more memory.
+        """
+
+        def mean(params: Params, statistics: Params, batch: loss.Batch) -> Float[Array, ""]:
+            def add(total: Float[Array, ""], rows: loss.Batch) -> tuple[Float[Array, ""], None]:
+                return total + loss.sums(self.merge(params, statistics), rows).loss, None
+
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                total, _ = jax.lax.scan(add, jnp.float32(0), self._micro_batches(batch))
+            return total / loss.count(batch)
+
+        return jax.jit(mean, out_shardings=sharding.replicated(self.mesh))
+
     def _differentiate(
         self, params: Params, statistics: Params, rows: loss.Batch
     ) -> tuple[loss.Sums, Params, Params]:
@@ -237,14 +254,8 @@ class Program:
         return sums, grads, statistics
 
     def _accumulate(self, state: TrainState, batch: loss.Batch) -> tuple[loss.Sums, Params, Params]:
-        parts = self.config.optimizer.accumulate
-        if parts == 1:
+        if self.config.optimizer.accumulate == 1:
             return self._differentiate(state.params, state.statistics, batch)
-        # Row r goes to part r % parts, so that every device has rows of every part.
-        micro_batches = jax.tree.map(
-            lambda rows: rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:]).swapaxes(0, 1),
-            dict(batch),
-        )
 
         def add(carry, rows):
             sums, grads, statistics = carry
@@ -252,7 +263,16 @@ class Program:
             return (*jax.tree.map(jnp.add, (sums, grads), (more, more_grads)), statistics), None
 
         zeros = loss.Sums(jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, state.params)
-        return jax.lax.scan(add, (*zeros, state.statistics), micro_batches)[0]
+        return jax.lax.scan(add, (*zeros, state.statistics), self._micro_batches(batch))[0]
+
+    def _micro_batches(self, batch: loss.Batch) -> loss.Batch:
+        """Returns a batch with micro-batches as the first axis."""
+        parts = self.config.optimizer.accumulate
+        # Row r goes to part r % parts, so that every device has rows of every part.
+        return jax.tree.map(
+            lambda rows: rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:]).swapaxes(0, 1),
+            dict(batch),
+        )
 
 
 @contextlib.contextmanager

@@ -98,6 +98,7 @@ def _data(config: config_lib.Config, data: Mapping[str, Any]) -> str:
     unit = "tokens" if "tokens" in data else "examples"
     heldout = data[f"heldout_{unit}"]
     kept = f"{heldout:,} held out" if heldout else "nothing held out"
+    kept += f" ({data['heldout_note']})" if "heldout_note" in data else ""
     return f"data: {config.data.source}, {data[unit]:,} {unit} to train on, {kept}"
 
 
@@ -109,7 +110,8 @@ def memory(program: programs.Program, compiled: jax.stages.Compiled) -> str:
         return f"memory of a device: {held}"
     total = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     total += found.temp_size_in_bytes
-    limit = (program.mesh.devices.flat[0].memory_stats() or {}).get("bytes_limit")
+    (device, *_) = program.mesh.local_devices
+    limit = (device.memory_stats() or {}).get("bytes_limit")
     available = f" of {_size(limit)}" if limit else ""
     return f"memory of a device: {_size(total)}{available} in an update, {held}"
 

@@ -1,5 +1,6 @@
 """Tests of infinite rows: resuming from an index, sharing between processes, held-out documents."""
 
+import dataclasses
 import itertools
 
 import grain
@@ -209,6 +210,38 @@ def test_every_task_has_its_held_out_rows_in_order(task_and_data):
     (large,) = data.heldout_rows(config, task, vocab_size=256, batch_size=7)
     rows = {name: np.concatenate([batch[name] for batch in once])[:3] for name in large}
     assert_same({name: value[:3] for name, value in large.items()}, rows)
+
+
+def test_the_held_out_batch_is_shared_and_padded(task_and_data):
+    task, config = task_and_data
+    config = dataclasses.replace(config, batch_tokens=4 * config.context_length)
+    whole = data.heldout_batch(config, task, vocab_size=256)
+    assert_same(whole, data.heldout_batch(config, task, vocab_size=256))
+    parts = [data.heldout_batch(config, task, vocab_size=256, share=share, shares=2) for share in range(2)]
+    assert_same({name: np.concatenate([part[name] for part in parts]) for name in whole}, whole)
+    answers = whole["labels" if "labels" in whole else "targets"].reshape(4, -1)
+    counted = ~np.isnan(answers) if task.name == "regression" else answers != -1
+    assert counted.any(axis=1).tolist() == [True, True, True, False]
+    # The three held-out rows, in another order.
+    (rows,) = data.heldout_rows(config, task, vocab_size=256, batch_size=3)
+    assert sorted(map(bytes, whole["inputs"][:3])) == sorted(map(bytes, rows["inputs"]))
+    assert data.holds_out(config, vocab_size=256)
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(4000, 20), (400, 5), (100, 1)])
+def test_the_end_of_an_only_file_is_held_out(tmp_path, size, pieces):
+    text = bytes(np.random.default_rng(0).integers(0, 256, size).astype(np.uint8))
+    (tmp_path / "a.txt").write_bytes(text)
+    config = builders.data_config(paths=(str(tmp_path),), heldout_fraction=0.1, packing="documents")
+    held = data.heldout_documents(config, vocab_size=256)
+    assert len(held) == pieces
+    assert b"".join(bytes(one.astype(np.uint8)) for one in held) == text[size * 9 // 10 :]
+    described = data.describe(config)
+    assert (described["tokens"], described["heldout_tokens"]) == (size * 9 // 10, size // 10)
+    assert described["heldout_note"] == "the end of the only file"
+    # Nothing is held out of a file too short to be cut, or if nothing is to be held out.
+    assert not data.holds_out(dataclasses.replace(config, heldout_fraction=0.0), vocab_size=256)
+    assert not data.holds_out(dataclasses.replace(config, heldout_fraction=1 / size), vocab_size=256)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,22 @@ def test_parse_lengths_rejects(text):
         buckets.parse_lengths(text)
 
 
+@pytest.mark.parametrize(
+    ("documents", "longest", "lengths"),
+    [
+        ([5000] * 30, 4096, (64, 128, 256, 512, 1024, 2048, 4096)),
+        ([5000] * 19 + [100] * 30, 4096, (2, 4, 8, 16, 32, 64)),  # twenty documents reach 100
+        ([300, 5000], 4096, (4, 8, 16, 32, 64, 128, 256)),
+        ([300], 100, (2, 4, 8, 16, 32, 64)),
+        ([1], 100, ()),
+    ],
+)
+def test_chosen_lengths_are_those_that_documents_reach(documents, longest, lengths):
+    found = buckets.choose_lengths(np.array(documents), longest, few=20, first_position=2)
+    assert found == lengths
+    assert not lengths or buckets.check_lengths(found, first_position=2) is None
+
+
 def test_check_lengths():
     buckets.check_lengths((1, 2, 64), first_position=1)
     with pytest.raises(ValueError, match="no context lengths"):

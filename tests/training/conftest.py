@@ -34,6 +34,7 @@ def settings(tmp_path: pathlib.Path) -> config.Config:
         ),
         optimizer=config.OptimizerConfig(learning_rate=1e-2),
         training=config.TrainingConfig(steps=10, log_every=5, checkpoint_every=4, keep_checkpoints=2),
+        evaluation=config.EvaluationConfig(context_lengths=()),
     )
 
 

@@ -32,6 +32,7 @@ SMALLEST = (
     "--config.data.context_length=16",
     "--config.data.batch_tokens=64",
     "--config.data.heldout_fraction=0.3",
+    "--config.evaluation.context_lengths=()",
 )
 
 

@@ -91,7 +91,7 @@ def first_state(program: training.Program) -> training.TrainState:
 
 
 def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
-    """Returns the losses of three updates and the gradients of the first."""
+    """Returns the losses of three updates, the held-out loss, and the gradients of the first update."""
     program = training.Program(of, mesh)
     state = first_state(program)
     placed = sharding.place_batch(batch(), mesh)
@@ -101,6 +101,7 @@ def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list
         losses.append(float(metrics["loss"]))
         # Copied: the state is donated to the next update.
         gradients = gradients or [np.array(x) for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    losses.append(float(program.heldout_loss(state.params, state.statistics, placed)))
     return losses, gradients
 
 

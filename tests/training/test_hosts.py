@@ -69,11 +69,11 @@ def alone(arguments, compilation_cache, tmp_path_factory) -> pathlib.Path:
     return folder / "run"
 
 
-def _losses(folder: pathlib.Path) -> dict[int, float]:
+def _losses(folder: pathlib.Path, name: str = "loss") -> dict[int, float]:
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     assert len({line["step"] for line in lines}) == len(lines)
-    return {line["step"]: line["loss"] for line in lines}
+    return {line["step"]: line[name] for line in lines}
 
 
 def _saved(folder: pathlib.Path) -> list[int]:
@@ -86,7 +86,7 @@ def _evaluated(folder: pathlib.Path) -> list[float]:
 
 
 def _record_rows(folder: pathlib.Path) -> None:
-    """Makes this process record the rows it reads of each batch."""
+    """Makes this process record the rows it reads of each batch, the held-out one first."""
     place = sharding.place_batch
 
     def record(batch, mesh):
@@ -110,6 +110,8 @@ def test_two_processes_equal_one(start, alone, arguments, tmp_path):
     started = start(EVALUATION, processes=2, prepare=functools.partial(_record_rows, rows))
     assert [one.wait() for one in started] == [0, 0]
     _assert_same_run(tmp_path / "run", alone)
+    heldout, expected = (_losses(folder, "heldout_loss") for folder in (tmp_path / "run", alone))
+    assert heldout == pytest.approx(expected, rel=1e-5)
     assert _evaluated(tmp_path / "run") == pytest.approx(_evaluated(alone), rel=1e-5)
     assert _saved(tmp_path / "run") == [4, 8, 10]
     assert started[0].said()[-1].startswith("next: ")
@@ -119,7 +121,7 @@ def test_two_processes_equal_one(start, alone, arguments, tmp_path):
     whole = data.batches(data.train_dataset(settings.data, vocab_size=256), 4)
     for process in range(2):
         for number in range(10):
-            read = np.load(rows / f"{process}.{number}.npy")
+            read = np.load(rows / f"{process}.{number + 1}.npy")  # after the held-out batch
             np.testing.assert_array_equal(read, whole[number]["inputs"][2 * process : 2 * process + 2])
 
 
@@ -181,7 +183,7 @@ def _fail_in_process_1() -> None:
 
     def fail(batch, mesh):
         placed.append(batch)
-        if hosts.jax.process_index() == 1 and len(placed) == 6:
+        if hosts.jax.process_index() == 1 and len(placed) == 7:
             raise ValueError("row 7 cannot be read")
         return place(batch, mesh)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from sympow_jax import config, training
+from sympow_jax import config, data, training
 from sympow_jax.commands import train
 from sympow_jax.training import cli, metrics, sharding
 from tests.training import launching
@@ -33,7 +33,7 @@ def _losses(folder: pathlib.Path) -> dict[int, float]:
 
 @pytest.fixture
 def batches(monkeypatch) -> list[dict[str, np.ndarray]]:
-    """Returns every batch that training places on the devices."""
+    """Returns every batch that training places on the devices, the held-out one first."""
     seen = []
     place = sharding.place_batch
 
@@ -80,14 +80,39 @@ def test_ten_steps_equal_five_and_five(tmp_path, with_training, batches):
     batches.clear()
     assert train.train(with_training(steps=5), tmp_path / "halves") == 0
     assert train.train(with_training(steps=10), tmp_path / "halves") == 0
-    assert len(whole) == len(batches) == 10
-    for one, other in zip(whole, batches):
+    heldout = batches.pop(6)  # of the second start
+    assert len(whole) == len(batches) == 11
+    for one, other in zip([*whole, whole[0]], [*batches, heldout]):
         jax.tree.map(np.testing.assert_array_equal, one, other)
     losses = _losses(tmp_path / "whole")
     assert losses == _losses(tmp_path / "halves")
     assert list(losses) == list(range(1, 11))
     assert losses[10] < losses[1]
     _assert_same_params(tmp_path / "whole", tmp_path / "halves")
+    # The half run reports a held-out loss at every step, the whole run too.
+    found, expected = ([line["heldout_loss"] for line in _metrics(tmp_path / x)] for x in ("halves", "whole"))
+    assert found == expected
+
+
+def test_held_out_losses_are_those_of_the_formula_and_change_nothing(tmp_path, with_training):
+    settings = with_training(steps=4, checkpoint_every=2)
+    every = dataclasses.replace(settings.evaluation, every=2)
+    assert train.train(dataclasses.replace(settings, evaluation=every), tmp_path / "with") == 0
+    off = dataclasses.replace(settings.evaluation, every=0)
+    assert train.train(dataclasses.replace(settings, evaluation=off), tmp_path / "without") == 0
+    assert _losses(tmp_path / "with") == _losses(tmp_path / "without")
+    _assert_same_params(tmp_path / "with", tmp_path / "without")
+    assert not any("heldout_loss" in line for line in _metrics(tmp_path / "without"))
+    found = {
+        line["step"]: line["heldout_loss"] for line in _metrics(tmp_path / "with") if "heldout_loss" in line
+    }
+    assert list(found) == [2, 4]
+    _, model, _ = training.restore_model(tmp_path / "with")
+    rows = data.heldout_batch(settings.data, settings.task, vocab_size=256)
+    logs = np.asarray(jax.nn.log_softmax(model(rows["inputs"])), np.float64)
+    counts = rows["targets"] >= 0
+    picked = np.take_along_axis(logs, np.maximum(rows["targets"], 0)[..., None], -1)[..., 0]
+    assert found[4] == pytest.approx(-picked[counts].mean(), rel=1e-5)
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, batches):
@@ -95,7 +120,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, batches):
     before = (tmp_path / "metrics.jsonl").read_text()
     batches.clear()
     assert train.train(with_training(steps=2), tmp_path) == 0
-    assert not batches
+    assert len(batches) == 1
     assert (tmp_path / "metrics.jsonl").read_text() == before
     with pytest.raises(ValueError, match=r"at step 2, past training.steps=1"):
         train.train(with_training(steps=1), tmp_path)
