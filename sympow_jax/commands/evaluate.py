@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from sympow_jax import evaluation
 from sympow_jax.commands import command_line
-from sympow_jax.training import cli
+from sympow_jax.training import cli, machine
 
 __all__ = ["main"]
 
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with cli.user_errors():
         flags = _parse(arguments, program)
+        machine.cache_programs()
         workdirs = flags.workdir.split(",")
         lengths = None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths)
         # Not the workdir itself, which has the evaluation at the end of training.

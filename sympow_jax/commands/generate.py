@@ -14,7 +14,7 @@ import jax
 
 from sympow_jax import config, data, generation, models, training
 from sympow_jax.commands import command_line
-from sympow_jax.training import checkpoint, cli, workdir
+from sympow_jax.training import checkpoint, cli, machine, workdir
 
 __all__ = ["generate", "main"]
 
@@ -155,4 +155,6 @@ def generate(flags: argparse.Namespace) -> int:
 def main(arguments: Sequence[str], program: str = "sympow generate") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with cli.user_errors():
-        return generate(_parse(arguments, program))
+        flags = _parse(arguments, program)
+        machine.cache_programs()
+        return generate(flags)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sympow_jax.commands import command_line
 from sympow_jax.evaluation import inspect
-from sympow_jax.training import cli
+from sympow_jax.training import cli, machine
 
 __all__ = ["main"]
 
@@ -32,6 +32,7 @@ def main(arguments: Sequence[str], program: str = "sympow inspect") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with cli.user_errors():
         flags = _parse(arguments, program)
+        machine.cache_programs()
         # The bytes that the shell passed, whether UTF-8 or not.
         given = flags.text_file is None
         text = os.fsencode(flags.text) if given else pathlib.Path(flags.text_file).read_bytes()

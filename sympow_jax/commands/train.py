@@ -12,7 +12,7 @@ from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
 from sympow_jax.commands import command_line
-from sympow_jax.training import checkpoint, cli, hosts, metrics, sharding, summary, workdir
+from sympow_jax.training import checkpoint, cli, hosts, machine, metrics, sharding, summary, workdir
 
 __all__ = ["main", "train"]
 
@@ -108,7 +108,10 @@ def main(arguments: Sequence[str], program: str = "sympow train") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     with hosts.ending(), cli.user_errors():
         config, folder, launch = command_line.parse_training(arguments, program)
+        machine.cache_programs()
         hosts.join(launch)
+        if advice := machine.unused_gpu():
+            hosts.say(advice, error=True)
         code = train(config, folder)
         if code == 0:
             hosts.say(summary.next_command(config, folder, program))

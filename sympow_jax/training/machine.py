@@ -1,0 +1,60 @@
+"""What a command finds on its machine: a folder for compiled programs, and a GPU that JAX does not use."""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
+import platform
+
+import jax
+
+__all__ = ["cache_programs", "unused_gpu"]
+
+# Seconds of compilation from which a program is cached. By default of JAX, many small programs are compiled each time.
+_LEAST_SECONDS = 0.0
+_CPU_INFO = pathlib.Path("/proc/cpuinfo")
+_NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last is that of Windows' Linux
+_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+def cache_programs() -> None:
+    """Makes JAX cache compiled programs in `~/.cache/sympow-jax`, unless it is told where, or not to.
+
+    It is told by `JAX_COMPILATION_CACHE_DIR` and `JAX_ENABLE_COMPILATION_CACHE`, or by its config. A cache is of one
+    version of jaxlib and one kind of CPU: XLA loads programs that were compiled for another CPU, as on a cluster whose
+    hosts share a home folder, with a warning at best, and they may crash (jax-ml/jax#38445).
+    """
+    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+        return
+    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    folder = root / "sympow-jax" / f"jaxlib-{importlib.metadata.version('jaxlib')}-{_cpu()}"
+    try:
+        # Only for the user, because whoever writes to the cache can run code in the process that reads it.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return  # a home folder that cannot be written needs no cache
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+
+
+def _cpu() -> str:
+    """Returns a digest of the CPU's model and instruction sets."""
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    found = [platform.machine()]
+    if _CPU_INFO.is_file():
+        first = _CPU_INFO.read_text().partition("\n\n")[0]
+        found += [line for line in first.splitlines() if line.partition(":")[0].strip() in names]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
+
+
+def unused_gpu() -> str | None:
+    """Returns a line for a machine with an NVIDIA GPU whose JAX is for CPUs only; None elsewhere."""
+    device = next((path for path in _NVIDIA if os.path.exists(path)), None)
+    if device is None or any(map(importlib.util.find_spec, _PLUGINS)) or jax.config.jax_platforms:
+        return None
+    return (
+        f"this machine has an NVIDIA GPU ({device}), but this JAX is for CPUs only; use the GPU with "
+        f"`uv run --extra cuda13`, or `pip install 'sympow-jax[train,cuda13]'` (cuda12 for an older driver)"
+    )

@@ -1,0 +1,68 @@
+"""Tests of the cache of compiled programs, and of the line about an unused GPU."""
+
+import jax
+import pytest
+
+from sympow_jax.training import machine
+
+
+@pytest.fixture
+def config(monkeypatch, tmp_path):
+    """Makes JAX's config as without settings, and the user's cache a folder of the test."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
+    yield jax.config
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_programs_are_cached_for_one_jaxlib_and_cpu(config, tmp_path, monkeypatch):
+    machine.cache_programs()
+    (folder,) = (tmp_path / "sympow-jax").iterdir()
+    assert config.jax_compilation_cache_dir == str(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert config.jax_persistent_cache_min_compile_time_secs == 0.0
+    # Another CPU has another folder.
+    other = tmp_path / "cpuinfo"
+    other.write_text("processor\t: 0\nflags\t\t: fpu sse\n\nprocessor\t: 1\n")
+    monkeypatch.setattr(machine, "_CPU_INFO", other)
+    config.update("jax_compilation_cache_dir", None)
+    machine.cache_programs()
+    assert config.jax_compilation_cache_dir != str(folder)
+
+
+def test_jax_may_be_told_otherwise(config, tmp_path):
+    config.update("jax_compilation_cache_dir", "/elsewhere")
+    machine.cache_programs()
+    assert config.jax_compilation_cache_dir == "/elsewhere"
+    config.update("jax_compilation_cache_dir", None)
+    config.update("jax_enable_compilation_cache", False)
+    machine.cache_programs()
+    config.update("jax_enable_compilation_cache", True)
+    assert config.jax_compilation_cache_dir is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_home_that_cannot_be_written_needs_no_cache(config, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    machine.cache_programs()
+    assert config.jax_compilation_cache_dir is None
+
+
+def test_a_gpu_that_jax_does_not_use(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_PLUGINS", ("no_such_plugin",))
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    monkeypatch.setattr(machine, "_NVIDIA", (str(tmp_path / "nvidia0"),))
+    assert machine.unused_gpu() is None
+    (tmp_path / "nvidia0").touch()
+    line = machine.unused_gpu()
+    assert "\n" not in line
+    assert "uv run --extra cuda13" in line
+    jax.config.update("jax_platforms", "cpu")
+    assert machine.unused_gpu() is None
+    jax.config.update("jax_platforms", before)
