@@ -146,7 +146,7 @@ def read_settings(known: argparse.Namespace, base: config.Config) -> config.Conf
 
 def parse_training(
     arguments: Sequence[str], program: str = "sympow train"
-) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
+) -> tuple[config.Config, pathlib.Path, hosts.Launch | hosts.Cluster | None]:
     """Parses the arguments of a training run.
 
     Args:
@@ -155,7 +155,7 @@ def parse_training(
 
     Returns:
         The config, the workdir, and the launch that connects this process with others. Without options about
-        processes, the launch is SLURM's, or None for a run of one process.
+        processes, it is that of the cluster that started this one, or None for a run of one process.
 
     Raises:
         ValueError: an option or setting is unknown, a value has the wrong type, the config file does not exist, or
@@ -206,7 +206,9 @@ def _find_config(arguments: Sequence[str]) -> str | None:
 
 
 def _add_launch(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("several processes (see docs/many_hosts.md); SLURM needs none of these")
+    group = parser.add_argument_group(
+        "several processes (see docs/many_hosts.md); clusters need none of these"
+    )
     group.add_argument("--coordinator_address", metavar="HOST:PORT", help="Address where process 0 listens.")
     group.add_argument("--process_count", type=int, metavar="N", help="Number of processes.")
     group.add_argument("--process_id", type=int, metavar="I", help="Index of this process, from 0.")
@@ -219,11 +221,11 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _read_launch(known: argparse.Namespace) -> hosts.Launch | None:
+def _read_launch(known: argparse.Namespace) -> hosts.Launch | hosts.Cluster | None:
     names = ("coordinator_address", "process_count", "process_id")
     missing = [f"--{name}" for name in names if getattr(known, name) is None]
     if len(missing) == len(names):
-        return hosts.from_slurm(os.environ, timeout=known.coordinator_timeout)
+        return hosts.detect(os.environ, timeout=known.coordinator_timeout)
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given too; see --help")
     return hosts.Launch(

@@ -37,10 +37,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         program = training.Program(config, mesh)
         traced = program.trace(rows[0])
         description = data.describe(config.data)
-        heldout_rows = None
-        if config.heldout_every and data.holds_out(config.data, vocab_size=config.model.vocab_size):
-            options = {"vocab_size": config.model.vocab_size, "share": share, "shares": shares}
-            heldout_rows = data.heldout_batch(config.data, config.task, **options)
+        periodic = evaluation.Periodic(program)
     workdir.open_run(folder, config, description)
     read = data.batches(rows, config.data.batch_size, share=share, shares=shares)
     batches = iter(read.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)))
@@ -73,16 +70,16 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                 plan.append(summary.memory(program, compiled))
                 hosts.say(plan[-1])
             workdir.record_plan(folder, plan)
-            heldout = None if heldout_rows is None else sharding.place_batch(heldout_rows, mesh)
             stop, votes = 0, hosts.Vote()
             pending = None  # the update whose metrics are not on the host yet
             for number in range(start + 1, steps + 1):
                 with reporter.reading(number):
                     batch = sharding.place_batch(next(batches), mesh)
                 state, scalars = update(state, batch)
-                if heldout is not None and (number % config.heldout_every == 0 or number == steps):
+                if periodic.is_due(number):
                     # Before the next update, to which the state is donated.
-                    scalars["heldout_loss"] = program.heldout_loss(state.params, state.statistics, heldout)
+                    scalars |= periodic.losses(state)
+                    reporter.write_texts(number, periodic.texts(state))
                 if pending:
                     reporter.report(*pending)
                 pending = (number, scalars)

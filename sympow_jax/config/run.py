@@ -172,7 +172,7 @@ class EvaluationConfig:
     every: int | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Steps between held-out losses during training, on a fixed batch of held-out rows. If none, a tenth of "
+            "Steps between losses on a fixed batch of held-out rows, during training. If none, a tenth of "
             "`training.steps`. 0 turns them off."
         ),
     )
@@ -182,6 +182,13 @@ class EvaluationConfig:
             "Increasing context lengths of the evaluation of a decoder at the end of training, in tokens. If none, "
             "powers of two up to four times `data.context_length`, as far as held-out documents reach. () turns it "
             "off."
+        ),
+    )
+    prompts: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=fields.about(
+            "Prompts that the model continues at each of these steps, for TensorBoard's texts. For decoders of "
+            "bytes, in one process."
         ),
     )
     documents: int = dataclasses.field(
@@ -197,6 +204,9 @@ class EvaluationConfig:
         if any(length < 1 for length in lengths) or list(lengths) != sorted(set(lengths)):
             raise ValueError(f"evaluation.context_lengths is {lengths}; it must be positive and increasing")
         checks.require_at_least(1, **{"evaluation.documents": self.documents})
+        object.__setattr__(self, "prompts", tuple(self.prompts))
+        if "" in self.prompts:
+            raise ValueError(f"evaluation.prompts is {self.prompts}; each must have at least one character")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from sympow_jax import extras
 with extras.required("train", __name__):
     from sympow_jax.evaluation.buckets import Bucket, parse_lengths, select_documents
     from sympow_jax.evaluation.heldout import evaluate_heldout, heldout_metrics
+    from sympow_jax.evaluation.periodic import Periodic
     from sympow_jax.evaluation.report import Row
     from sympow_jax.evaluation.runs import context_loss, evaluate_runs
     from sympow_jax.evaluation.streaming import token_losses
@@ -12,6 +13,7 @@ with extras.required("train", __name__):
 
 __all__ = [
     "Bucket",
+    "Periodic",
     "Row",
     "check_settings",
     "context_loss",

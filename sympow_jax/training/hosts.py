@@ -7,6 +7,7 @@ the collectives here, which all processes call in the same order.
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import socket
@@ -23,10 +24,12 @@ from jax.experimental import multihost_utils
 
 __all__ = [
     "TIMEOUT",
+    "Cluster",
     "Launch",
     "Vote",
     "all_or_none",
     "check_same",
+    "detect",
     "ending",
     "gather",
     "is_first",
@@ -38,27 +41,28 @@ __all__ = [
 TIMEOUT = 60
 # Seconds without a heartbeat after which a process counts as dead, and the others end.
 _HEARTBEAT = 60
-# Last of the dynamic ports of RFC 6335. The job id selects one of the last `_PORTS` ports.
+# Last of the dynamic ports of RFC 6335. The ids of a job and its step select one of the last `_PORTS` ports.
 _LAST_PORT, _PORTS = 65_535, 4096
+# Variable from which JAX's cluster detection takes the port of the coordinator.
+_PORT_VARIABLE = "JAX_COORDINATOR_PORT"
+_TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Launch parameters of one process of a run.
+    """Place of one process among those of a run, as given by flags.
 
     Attributes:
         coordinator: HOST:PORT where process 0 listens.
         count: number of processes.
         index: index of this process.
         timeout: seconds for all processes to connect.
-        devices: local devices that this process uses; None for all.
     """
 
     coordinator: str
     count: int
     index: int
     timeout: int = TIMEOUT
-    devices: tuple[int, ...] | None = None
 
     def __post_init__(self):
         host, _, port = self.coordinator.rpartition(":")
@@ -71,8 +75,7 @@ class Launch:
                 f"--process_id is {self.index} and --process_count is {self.count}; ids count from 0 to "
                 f"{self.count - 1 if self.count > 0 else 'the count'}"
             )
-        if self.timeout < 1:
-            raise ValueError(f"--coordinator_timeout is {self.timeout}; it must be at least 1 second")
+        _check_timeout(self.timeout)
 
     @property
     def endpoint(self) -> tuple[str, int]:
@@ -80,57 +83,130 @@ class Launch:
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 
+    @property
+    def port(self) -> int | None:
+        """Port that this process listens on; None except in process 0."""
+        return self.endpoint[1] if self.index == 0 else None
 
-def from_slurm(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Launch | None:
-    """Returns the launch of a SLURM step of more than one task; None elsewhere, as in the batch script itself.
+    def initialize(self, **options: Any) -> None:
+        """Calls `jax.distributed.initialize`."""
+        jax.distributed.initialize(
+            self.coordinator, self.count, self.index, cluster_detection_method="deactivate", **options
+        )
 
-    A single task on a node uses all devices. Each of several tasks on a node uses the device of its local index, unless
-    SLURM shows each task only its own device.
+    def why_not(self) -> str:
+        """Returns why the processes have not met within the timeout."""
+        if self.index == 0:
+            return (
+                f"not all of the {self.count} processes have come to {self.coordinator} within {self.timeout} s; start "
+                f"the others with the same --process_count"
+            )
+        reason = f"the coordinator, process 0, does not answer at {self.coordinator} within {self.timeout} s"
+        try:
+            socket.create_connection(self.endpoint, timeout=1).close()
+        except OSError as error:
+            return f"{reason}: {error.strerror or error}"
+        return f"{reason}, though a program listens there: not all processes have come, or it is another one"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Place of one process among those that a cluster started, which JAX's cluster detection finds.
+
+    Attributes:
+        name: name of the cluster in errors.
+        timeout: seconds for all processes to connect.
+        devices: local devices that this process uses; None leaves the choice to JAX, and () takes all.
+        coordinator_port: port of the coordinator; None leaves the choice to JAX.
+        port: as in `Launch`, or None if it is not known.
     """
-    count = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
-    if count == 1:
-        return None
-    # "node7", "node7,node9" and "node[7-9,12],other3" all begin with the first host.
-    head, bracket, rest = environment["SLURM_STEP_NODELIST"].partition("[")
-    first = head.partition(",")[0]
-    if bracket and first == head:
-        first += rest.replace("-", ",").replace("]", ",").partition(",")[0]
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "")
-    alone = int(environment["SLURM_STEP_NUM_NODES"]) == count or (visible and "," not in visible)
-    return Launch(
-        coordinator=f"{first}:{_LAST_PORT - int(environment['SLURM_JOB_ID']) % _PORTS}",
-        count=count,
-        index=int(environment["SLURM_PROCID"]),
-        timeout=timeout,
-        devices=None if alone else (int(environment["SLURM_LOCALID"]),),
-    )
+
+    name: str
+    timeout: int = TIMEOUT
+    devices: tuple[int, ...] | None = None
+    coordinator_port: int | None = None
+    port: int | None = None
+
+    def __post_init__(self):
+        _check_timeout(self.timeout)
+
+    def initialize(self, **options: Any) -> None:
+        """Calls `jax.distributed.initialize`.
+
+        Raises:
+            ValueError: JAX does not detect the cluster.
+        """
+        if self.coordinator_port is not None:
+            os.environ[_PORT_VARIABLE] = str(self.coordinator_port)
+        try:
+            jax.distributed.initialize(local_device_ids=self.devices, **options)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{self.name} started this process, but JAX does not find the others: {_line(error)}; give "
+                f"--coordinator_address, --process_count and --process_id"
+            ) from error
+
+    def why_not(self) -> str:
+        """Returns why the processes have not met within the timeout."""
+        return f"not all processes that {self.name} started have met within {self.timeout} s"
 
 
-def join(launch: Launch | None) -> None:
+def detect(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Cluster | None:
+    """Returns the cluster that started this process as one of several; None if it is alone.
+
+    JAX's cluster detection then finds coordinator, number and index. These it lacks:
+
+    * It waits for the tasks of a SLURM job in a shell of the job too, and fails where there is no cluster. So it is
+      called only where variables tell of several processes.
+    * It gives each process of SLURM and Open MPI the device of its index on the host. That is wrong if the process is
+      alone on its host, and should use all devices, or if it sees only its own.
+    * Two steps of a SLURM job would have the same port.
+    """
+    if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
+        alone = environment["SLURM_STEP_NUM_NODES"] == environment["SLURM_STEP_NUM_TASKS"]
+        alone |= bool(visible) and "," not in visible
+        step = 16 * int(environment["SLURM_JOB_ID"]) + int(environment.get("SLURM_STEP_ID", 0))
+        port = int(environment.get(_PORT_VARIABLE, _LAST_PORT - step % _PORTS))
+        return Cluster(
+            name="SLURM",
+            timeout=timeout,
+            devices=() if alone else None,
+            coordinator_port=port,
+            port=port if environment["SLURM_PROCID"] == "0" else None,
+        )
+    if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
+        alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+        return Cluster(name="Open MPI", timeout=timeout, devices=() if alone else None)
+    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        # Without the package, JAX can ask Kubernetes nothing; then flags tell it.
+        return Cluster(name="Kubernetes", timeout=timeout) if importlib.util.find_spec("kubernetes") else None
+    if importlib.util.find_spec("libtpu") and any(map(os.path.exists, _TPU_DEVICES)):
+        return Cluster(name="the TPU's host", timeout=timeout)
+    return None
+
+
+def join(launch: Launch | Cluster | None) -> None:
     """Connects this process to the others; does nothing if `launch` is None.
 
     This must be called before any device is used. If not all processes connect within the launch's timeout, exits with
     one line on stderr, because JAX would abort.
 
     Raises:
-        ValueError: another program listens on the coordinator's port, or processes have different numbers of devices.
+        ValueError: another program listens on the coordinator's port, JAX does not detect the cluster, or processes
+            have different numbers of devices.
     """
     if launch is None:
         return
-    if launch.index == 0:
-        _check_port(launch)
+    if launch.port is not None:
+        _check_port(launch.port)
     # Signals are handled by cli.StopSignals, and by Vote for the other processes.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     watchdog = threading.Timer(launch.timeout, _give_up, [launch])
     watchdog.daemon = True
     watchdog.start()
-    jax.distributed.initialize(
-        launch.coordinator,
-        launch.count,
-        launch.index,
-        local_device_ids=launch.devices,
-        cluster_detection_method="deactivate",  # the launch has all information
+    launch.initialize(
         initialization_timeout=2 * launch.timeout,  # the watchdog ends first
         heartbeat_timeout_seconds=_HEARTBEAT,
     )
@@ -248,9 +324,13 @@ class Vote:
         return self._highest(jax.make_array_from_process_local_data(self._sharding, local))
 
 
-def _check_port(launch: Launch) -> None:
+def _check_timeout(timeout: int) -> None:
+    if timeout < 1:
+        raise ValueError(f"--coordinator_timeout is {timeout}; it must be at least 1 second")
+
+
+def _check_port(port: int) -> None:
     """Raises ValueError if the port is in use, because JAX's coordinator would share it with another run's."""
-    port = launch.endpoint[1]
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -262,22 +342,10 @@ def _check_port(launch: Launch) -> None:
         ) from error
 
 
-def _give_up(launch: Launch) -> None:
-    if launch.index == 0:
-        reason = (
-            f"not all of the {launch.count} processes have come to {launch.coordinator} within "
-            f"{launch.timeout} s; start the others with the same --process_count"
-        )
-    else:
-        reason = (
-            f"the coordinator, process 0, does not answer at {launch.coordinator} within {launch.timeout} s"
-        )
-        try:
-            socket.create_connection(launch.endpoint, timeout=1).close()
-            reason += ", though a program listens there: not all processes have come, or it is another one"
-        except OSError as error:
-            reason += f": {error.strerror or error}"
-    print(f"error: {reason}; --coordinator_timeout gives them more time", file=sys.stderr, flush=True)
+def _give_up(launch: Launch | Cluster) -> None:
+    print(
+        f"error: {launch.why_not()}; --coordinator_timeout gives them more time", file=sys.stderr, flush=True
+    )
     os._exit(1)
 
 

@@ -151,6 +151,11 @@ class Reporter:
                 writer.write(step, values)
             self._show(step, values, now)
 
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Writes texts by name, after update `step`, to the writers that have texts."""
+        for writer in self._every:
+            writer.write_texts(step, texts)
+
     def _rates(self, seconds: float) -> dict[str, float]:
         """Returns throughput metrics for a step that takes `seconds`."""
         per_second = self._flops_per_step / seconds

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import pathlib
+import textwrap
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -20,6 +21,9 @@ class Writer(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the metrics of a step."""
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Writes texts by name; does nothing if the receiver has none."""
 
     def close(self, *, failed: bool) -> None:
         """Writes remaining metrics; `failed` means that the run ends with an error."""
@@ -38,6 +42,9 @@ class JsonLines:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
 
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Does nothing."""
+
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
         del failed
@@ -55,6 +62,11 @@ class TensorBoard:
         """Adds a point to the curve of every metric."""
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Adds each text to those of its name, as code, so that Markdown leaves its lines and signs as they are."""
+        for name, text in texts.items():
+            self._board.add_text(name, textwrap.indent(text, "    ", lambda line: True), step)
 
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
@@ -103,6 +115,9 @@ class Wandb:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Sends the metrics in the background."""
         self._run.log({"step": step, **values})
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Does nothing."""
 
     def close(self, *, failed: bool) -> None:
         """Waits until all metrics are sent."""

@@ -72,14 +72,15 @@ def start(
     *,
     processes: int = 1,
     devices: int = 1,
+    flags: bool = True,
     cache: pathlib.Path | None = None,
     more: Sequence[Sequence[str]] | None = None,
     prepare: Callable[[], None] | Sequence[Callable[[], None] | None] | None = None,
 ) -> list[Started]:
     """Starts the processes of one run, each with the given number of devices; their output goes to `folder`.
 
-    `more` has arguments for each process. `prepare` is called in each before it begins; it may also be a list with one
-    function per process.
+    `flags` tell several processes of each other. `more` has arguments for each process. `prepare` is called in each
+    before it begins; it may also be a list with one function per process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begun = len(list(folder.glob("*.out")))
@@ -90,7 +91,7 @@ def start(
         out.touch()
         err.touch()
         mine = [*arguments, *(more[index] if more else ())]
-        if processes > 1:
+        if processes > 1 and flags:
             mine += [*launch, f"--process_id={index}"]
         before = prepare[index] if isinstance(prepare, Sequence) else prepare
         process = _SERVER.Process(target=_run, args=(mine, out, err, devices, cache, before), daemon=True)

@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import os
 import pathlib
 import resource
 import signal
@@ -304,33 +305,73 @@ def test_flags_of_a_process():
 
 
 def _slurm(**changes: str) -> dict[str, str]:
-    step = {"SLURM_JOB_ID": "5000", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_STEP_NUM_TASKS": "2"}
-    return {**step, "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", **changes}
+    step = {"SLURM_JOB_ID": "5000", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    return {**step, "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "1", **changes}
+
+
+_PORT = 65_535 - (16 * 5000 + 1) % 4096
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, {"coordinator": "node07:64631"}),
-        ({"SLURM_STEP_NODELIST": "a-1,a-2"}, {"coordinator": "a-1:64631"}),
-        ({"SLURM_STEP_NODELIST": "a,b[3,7-9]"}, {"coordinator": "a:64631"}),
-        ({"SLURM_STEP_NODELIST": "a-b[3,7-9],c"}, {"coordinator": "a-b3:64631"}),
-        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "1"}, {"devices": (1,)}),
-        (
-            {"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "0,1"},
-            {"devices": (1,)},
-        ),
-        ({"SLURM_STEP_NUM_NODES": "1", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "1"}, {"devices": None}),
+        ({}, {"devices": ()}),
+        ({"SLURM_PROCID": "0"}, {"devices": (), "port": _PORT}),
+        ({"SLURM_STEP_ID": "2"}, {"devices": (), "coordinator_port": _PORT - 1}),
+        ({"JAX_COORDINATOR_PORT": "1234"}, {"devices": (), "coordinator_port": 1234}),
+        ({"SLURM_STEP_NUM_NODES": "1"}, {}),
+        ({"SLURM_STEP_NUM_NODES": "1", "CUDA_VISIBLE_DEVICES": "0,1"}, {}),
+        ({"SLURM_STEP_NUM_NODES": "1", "CUDA_VISIBLE_DEVICES": "1"}, {"devices": ()}),
     ],
 )
 def test_slurm(changes, expected):
-    fields = {"coordinator": "node07:64631", "count": 2, "index": 1, "timeout": 9, **expected}
-    assert hosts.from_slurm(_slurm(**changes), timeout=9) == hosts.Launch(**fields)
+    fields = {"name": "SLURM", "timeout": 9, "coordinator_port": _PORT, **expected}
+    assert hosts.detect(_slurm(**changes), timeout=9) == hosts.Cluster(**fields)
 
 
-def test_without_srun_a_run_is_one_process():
-    assert hosts.from_slurm({"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "2"}) is None
-    assert hosts.from_slurm(_slurm(SLURM_STEP_NUM_TASKS="1")) is None
+def test_other_clusters():
+    mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    assert hosts.detect(mpi) == hosts.Cluster(name="Open MPI")
+    assert hosts.detect({**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}).devices == ()
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert hosts.detect(pod) is None  # not of an indexed job
+    indexed = hosts.detect({**pod, "JOB_COMPLETION_INDEX": "1"})
+    installed = hosts.importlib.util.find_spec("kubernetes") is not None
+    assert indexed == (hosts.Cluster(name="Kubernetes") if installed else None)
+
+
+def test_a_process_that_is_alone():
+    assert hosts.detect({}) is None
+    assert hosts.detect({"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "2"}) is None  # not started by srun
+    assert hosts.detect(_slurm(SLURM_STEP_NUM_TASKS="1")) is None
+
+
+def _start_by_slurm(index: int) -> None:
+    """Makes this process the task of a step of two on this host."""
+    step = _slurm(SLURM_STEP_NODELIST="localhost", SLURM_NTASKS="2", SLURM_STEP_NUM_NODES="1")
+    os.environ.update(step | {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)})
+
+
+def test_processes_of_a_slurm_step_meet(start, tmp_path):
+    prepare = [functools.partial(_start_by_slurm, index) for index in range(2)]
+    started = start("--config.training.steps=2", processes=2, flags=False, prepare=prepare)
+    assert [one.wait() for one in started] == [0, 0], started[0].errors()
+    assert "devices: 2 x cpu of 2 processes: data 2" in started[0].said()
+    assert started[1].said() == []
+    assert list(_losses(tmp_path / "run")) == [1, 2]
+
+
+def _start_by_mpi(index: int) -> None:
+    os.environ.update({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": str(index)})
+
+
+@pytest.mark.slow
+def test_a_cluster_that_jax_does_not_detect_is_one_line(start):
+    (one,) = start(prepare=functools.partial(_start_by_mpi, 0))
+    assert one.wait() == 1
+    (line,) = one.errors()
+    assert line.startswith("error: Open MPI started this process, but JAX does not find the others: ")
+    assert line.endswith("give --coordinator_address, --process_count and --process_id")
 
 
 def test_one_process_agrees_with_itself():

@@ -12,8 +12,9 @@ import time
 import jax
 import numpy as np
 import pytest
+import tensorboardX
 
-from sympow_jax import config, data, training
+from sympow_jax import config, data, evaluation, training
 from sympow_jax.commands import train
 from sympow_jax.training import cli, metrics, sharding
 from tests.training import launching
@@ -113,6 +114,26 @@ def test_held_out_losses_are_those_of_the_formula_and_change_nothing(tmp_path, w
     counts = rows["targets"] >= 0
     picked = np.take_along_axis(logs, np.maximum(rows["targets"], 0)[..., None], -1)[..., 0]
     assert found[4] == pytest.approx(-picked[counts].mean(), rel=1e-5)
+
+
+def test_prompts_are_continued_and_change_nothing(tmp_path, with_training, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        tensorboardX.SummaryWriter, "add_text", lambda _, *text: seen.update({text[::2]: text[1]})
+    )
+    settings = with_training(steps=4, checkpoint_every=4)
+    assert train.train(settings, tmp_path / "without") == 0
+    assert not seen
+    prompted = dataclasses.replace(settings.evaluation, every=2, prompts=("the ", "a\nb"))
+    assert train.train(dataclasses.replace(settings, evaluation=prompted), tmp_path / "with") == 0
+    assert set(seen) == {(prompt, step) for prompt in prompted.prompts for step in (2, 4)}
+    assert seen["a\nb", 4].startswith("    a\n    b")
+    assert len(seen["the ", 2]) > len("    the ")
+    assert _losses(tmp_path / "with") == _losses(tmp_path / "without")
+    tokens = dataclasses.replace(settings.data, source="tokens", heldout_fraction=0.0)
+    tokens = dataclasses.replace(settings, evaluation=prompted, data=tokens)
+    with pytest.raises(ValueError, match=r"evaluation\.prompts are for one process that trains a decoder"):
+        evaluation.Periodic(training.Program(tokens, sharding.whole_mesh()))
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, batches):
@@ -299,9 +320,7 @@ def test_a_mistake_is_one_line(tmp_path, settings):
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (
-        "error: there is no setting --config.model.layer; model has vocab_size, layers, width, heads, "
-        "kv_heads, head_dim, mlp_ratio, activation, norm, embedding_norm, biases, patch_size, channels, dtype, remat, "
-        "attention\n"
+        "error: there is no setting --config.model.layer; did you mean --config.model.layers?\n"
     )
 
 

@@ -1,0 +1,81 @@
+"""Evaluation during training: the loss of a fixed batch of held-out rows, and continuations of prompts."""
+
+import os
+from typing import cast
+
+import jax
+
+from sympow_jax import data, generation, models, training
+from sympow_jax.array_types import Array, Float
+from sympow_jax.training import sharding
+
+__all__ = ["Periodic"]
+
+# Tokens after each prompt.
+_TOKENS = 128
+_TEMPERATURE = 0.8
+
+
+class Periodic:
+    """Held-out loss and continuations at some steps of a run; neither changes what is trained.
+
+    Every process opens its rows of the held-out batch, and all call `losses` at the same steps.
+    """
+
+    def __init__(self, program: training.Program):
+        """Opens the held-out rows and the tokenizer of the prompts of `program.config`.
+
+        Raises:
+            ValueError: the held-out data cannot be read, or the run cannot have prompts.
+        """
+        config = program.config
+        self._program = program
+        self._batch: dict[str, Array] | None = None
+        self._codec: data.Codec | None = None
+        self._steps, self._every = config.training.steps, config.heldout_every
+        if not self._every:
+            return
+        vocab_size = config.model.vocab_size
+        if data.holds_out(config.data, vocab_size=vocab_size):
+            share, shares = sharding.batch_share(program.mesh)
+            rows = data.heldout_batch(
+                config.data, config.task, vocab_size=vocab_size, share=share, shares=shares
+            )
+            self._batch = sharding.place_batch(rows, program.mesh)
+        if config.evaluation.prompts:
+            self._codec = self._open_prompts()
+
+    def _open_prompts(self) -> data.Codec:
+        config = self._program.config
+        if config.task.name != "next_token" or config.data.source != "text" or jax.process_count() > 1:
+            raise ValueError(
+                "evaluation.prompts are for one process that trains a decoder of data.source text; leave them out"
+            )
+        codec = data.codec_of_run(config)
+        self._prompts = [codec.encode(os.fsencode(prompt)) for prompt in config.evaluation.prompts]
+        return codec
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether there is an evaluation after update `step`."""
+        return bool(self._every) and (step % self._every == 0 or step == self._steps)
+
+    def losses(self, state: training.TrainState) -> dict[str, Float[Array, ""]]:
+        """Returns `heldout_loss`, or nothing if nothing is held out; computes it in the background."""
+        if self._batch is None:
+            return {}
+        return {"heldout_loss": self._program.heldout_loss(state.params, state.statistics, self._batch)}
+
+    def texts(self, state: training.TrainState) -> dict[str, str]:
+        """Returns each prompt with its continuation, on one device; empty without prompts."""
+        codec = self._codec
+        if codec is None:
+            return {}
+        trees = jax.device_put((state.params, state.statistics), jax.local_devices()[0])
+        model = cast(models.DecoderLM, self._program.merge(*trees))
+        transcripts = [generation.Transcript(codec, row, max_tokens=_TOKENS) for row in self._prompts]
+        sampling = generation.Sampling(temperature=_TEMPERATURE, vocab_size=codec.drawn)
+        for block in generation.generate(model, self._prompts, max_tokens=_TOKENS, sampling=sampling):
+            for transcript, tokens in zip(transcripts, block):
+                transcript.add(tokens.tolist())
+        prompts = self._program.config.evaluation.prompts
+        return {prompt: prompt + transcript.text for prompt, transcript in zip(prompts, transcripts)}
