@@ -10,11 +10,9 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 
-from experiments import _command, _runs, evaluation_context
+from experiments import _shared, evaluation_context
 from sympow_jax import config
-from sympow_jax.training import cli
 
-NAME = "gating"
 PLANS = evaluation_context.PLANS | {
     "toy": dataclasses.replace(evaluation_context.PLANS["toy"], seeds=(0,)),
     "tiny": dataclasses.replace(evaluation_context.PLANS["tiny"], seeds=(0,)),
@@ -32,19 +30,22 @@ VARIANTS = (
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
-        options = _command.parse(
-            NAME, __doc__ or "", arguments, plans=PLANS, variants=VARIANTS, powers=(2, 4, 6)
-        )
-        evaluation_context.report(
+    return _shared.run(
+        "gating",
+        __doc__,
+        arguments,
+        lambda options: evaluation_context.report(
             options, attentions(options.power), title="Gates by channel, rotation rates by pair"
-        )
-        return 0
+        ),
+        plans=PLANS,
+        variants=VARIANTS,
+        powers=(2, 4, 6),
+    )
 
 
 def attentions(power: int) -> dict[str, config.AttentionConfig]:
     """Returns the variants: gates with fixed rotations, and learned rotations with the paper's gate."""
-    scalar = _runs.power_variants(power)
+    scalar = _shared.power_variants(power)
     channels = {
         f"channel {kind}": dataclasses.replace(scalar["gated"], decay=f"channel_{kind}")
         for kind in ("fixed", "constant", "learned")

@@ -18,19 +18,18 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 
-from experiments import _command, _figures, _report, _runs, _timing
+from experiments import _shared
 from sympow_jax import config
-from sympow_jax.training import cli
 
-NAME = "lrpe"
 PLANS = {
-    "toy": _command.Plan(seeds=(0,), steps=300, contexts=(512,), lengths=(512,), documents=200),
-    "paper": _command.Plan(seeds=(0,), steps=50_000, contexts=(512,), lengths=(512,), documents=1000),
-    "tiny": _command.Plan(seeds=(0,), steps=2, contexts=(16,), lengths=(16,), documents=2),
+    "toy": _shared.Plan(seeds=(0,), steps=300, contexts=(512,), lengths=(512,), documents=200),
+    "paper": _shared.Plan(seeds=(0,), steps=50_000, contexts=(512,), lengths=(512,), documents=1000),
+    "tiny": _shared.Plan(seeds=(0,), steps=2, contexts=(16,), lengths=(16,), documents=2),
 }
 _TABLE = ("base", "rope", "spe", "permuteformer", "type1", "type2", "type3")
 _CORES = ("unitary", "orthogonal", "permutation")
 _BASES = ("householder", "identity", "odd_even")
+_PAPER = "wikitext103:base"
 _ROUNDS = {"toy": 9, "paper": 20, "tiny": 2}
 
 
@@ -56,90 +55,71 @@ def attentions() -> dict[str, config.AttentionConfig]:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
-        options = _command.parse(NAME, __doc__ or "", arguments, plans=PLANS, variants=tuple(attentions()))
-        rows, folders = _train(options)
-        medians = _report.medians(rows, ("variant",), "perplexity")
-        speeds = _speeds(options)
-        path = _report.write(options, rows, folders, relative_speed=speeds)
-        seeds = len(options.plan.seeds)
-        (context,) = options.plan.contexts
-        _figures.draw_values(
-            path,
-            [(name, *medians[name,]) for name in options.variants],
-            title="Held-out perplexity of linear attention by position encoding",
-            about=f"context {context:,}, {options.plan.steps:,} updates, "
-            + (f"median and range of {seeds} seeds" if seeds > 1 else "one seed"),
-            x_label="perplexity",
-        )
-        _figures.draw_lines(
-            path.with_stem(f"{path.stem}_curves"),
-            [_curves(options, folders)],
-            title="Training loss of linear attention by position encoding",
-            about="each point the mean of the updates since the one before; first seed",
-        )
-        _print(options, {name: median for (name,), (median, _, _) in medians.items()}, speeds)
-        _report.print_place(options)
-        return 0
+    return _shared.run("lrpe", __doc__, arguments, _experiment, plans=PLANS, variants=tuple(attentions()))
 
 
-def _settings(options: _command.Options, name: str, seed: int) -> config.Config:
-    (context,) = options.plan.contexts
-    return _runs.settings(
-        options, attentions()[name], context=context, seed=seed, evaluated=True, paper="wikitext103:base"
-    )
-
-
-def _train(options: _command.Options):
-    (context,) = options.plan.contexts
-    chosen = {
-        _runs.name(f"linear {name}", context, options.plan.steps, seed): (name, seed)
-        for seed in options.plan.seeds
-        for name in options.variants
-    }
-    folders = _runs.train_all(
-        options, {run: _settings(options, name, seed) for run, (name, seed) in chosen.items()}
+def _experiment(options: _shared.Options) -> None:
+    folders = _shared.train(
+        options, attentions(), lambda name: f"linear {name}", evaluated=True, paper=_PAPER
     )
     rows = []
-    for run, (name, seed) in chosen.items():
-        (bucket,) = _runs.evaluation(folders[run])
+    for (variant, context, seed), folder in folders.items():
+        (bucket,) = _shared.evaluation(folder)
+        about = {"variant": variant, "seed": seed, "context": context}
+        about |= {"training_loss": _shared.final_loss(folder)}
         rows.append(
-            {
-                "variant": name,
-                "seed": seed,
-                "context": context,
-                "training_loss": _runs.final_loss(folders[run]),
-            }
-            | {key: bucket[key] for key in ("loss", "standard_error", "perplexity", "tokens", "documents")}
+            about
+            | {name: bucket[name] for name in ("loss", "standard_error", "perplexity", "tokens", "documents")}
         )
-    return rows, folders
+    perplexities = _shared.medians(rows, ("variant",), "perplexity")
+    speeds = _speeds(options)
+    path = _shared.write(options, rows, folders.values(), relative_speed=speeds)
+    (context,), (first, *more) = options.plan.contexts, options.plan.seeds
+    _shared.draw_values(
+        path,
+        [(name, *perplexities[name,]) for name in options.variants],
+        title="Held-out perplexity of linear attention by position encoding",
+        about=f"context {context:,}, {options.plan.steps:,} updates, "
+        + (f"median and range of {1 + len(more)} seeds" if more else "one seed"),
+        x_label="perplexity",
+    )
+    curves = {
+        name: list(zip(*_late(_shared.curve(folders[name, context, first]))))
+        for name in options.variants
+        if name in _TABLE
+    }
+    _shared.draw_lines(
+        path.with_stem(f"{path.stem}_curves"),
+        [_shared.Panel(lines=curves, x_label="updates", y_label="training loss (nats per token)")],
+        title="Training loss of linear attention by position encoding",
+        about="each point the mean of the updates since the one before, without the first eighth; first seed",
+    )
+    _print(options, {name: median for (name,), (median, _, _) in perplexities.items()}, speeds)
 
 
-def _speeds(options: _command.Options) -> dict[str, float]:
+def _late(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    # The high losses of the first updates would compress everything else.
+    return curve[len(curve) // 8 :]
+
+
+def _speeds(options: _shared.Options) -> dict[str, float]:
     """Measures updates per second relative to the baseline, as in the paper's Table 6; empty without `base`."""
     names = [name for name in _TABLE if name in options.variants]
     if "base" not in names:
         return {}
-    calls = {name: _timing.update(_settings(options, name, 0)) for name in names}
-    times = _timing.alternate(calls, rounds=_ROUNDS[options.scale])
-    return {name: 1 / _timing.relative(times[name], times["base"])[1] for name in names}
-
-
-def _curves(options: _command.Options, folders: Mapping) -> _figures.Panel:
     (context,) = options.plan.contexts
-    lines = []
-    for name in options.variants:
-        if name in _TABLE:
-            run = _runs.name(f"linear {name}", context, options.plan.steps, options.plan.seeds[0])
-            points = _runs.thinned(_runs.curve(folders[run]))
-            lines.append(
-                _figures.Line(name=name, x=[step for step, _ in points], y=[loss for _, loss in points])
-            )
-    return _figures.curves_panel(lines)
+    calls = {
+        name: _shared.update(
+            _shared.settings(options, attentions()[name], context=context, seed=0, paper=_PAPER)
+        )
+        for name in names
+    }
+    times = _shared.alternate(calls, rounds=_ROUNDS[options.scale])
+    return {name: 1 / _shared.relative(times[name], times["base"])[1] for name in names}
 
 
-def _print(options: _command.Options, perplexities: Mapping[str, float], speeds: Mapping[str, float]) -> None:
-    _report.print_table(
+def _print(options: _shared.Options, perplexities: Mapping[str, float], speeds: Mapping[str, float]) -> None:
+    _shared.print_table(
         "Held-out perplexity (Table 2) and relative speed of training (Table 6)",
         ("", "perplexity", "loss", "relative speed"),
         (
@@ -148,7 +128,7 @@ def _print(options: _command.Options, perplexities: Mapping[str, float], speeds:
             if name in options.variants
         ),
     )
-    _report.print_table(
+    _shared.print_table(
         "Held-out perplexity by core and matrix P (Table 5)",
         ("P", *_CORES),
         ((basis, *(perplexities.get(_cell(core, basis), "") for core in _CORES)) for basis in _BASES),

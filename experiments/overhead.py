@@ -14,86 +14,77 @@ from collections.abc import Callable, Sequence
 import jax
 from flax import nnx
 
-from experiments import _command, _figures, _report, _runs, _timing
+from experiments import _shared
 from sympow_jax import config, models
-from sympow_jax.training import cli
 
-NAME = "overhead"
 VARIANTS = ("sympow", "gated", "conformal")
 _BASE = "sympow"
 # `steps` is the number of measuring rounds, `lengths` are the contexts of inference, `contexts` those of training.
 PLANS = {
-    "toy": _command.Plan(seeds=(0,), steps=15, contexts=(1024,), lengths=(4096,)),
-    "paper": _command.Plan(seeds=(0,), steps=30, contexts=(16_384,), lengths=(16_384,)),
-    "tiny": _command.Plan(seeds=(0,), steps=2, contexts=(16,), lengths=(32,)),
+    "toy": _shared.Plan(seeds=(0,), steps=15, contexts=(1024,), lengths=(4096,)),
+    "paper": _shared.Plan(seeds=(0,), steps=30, contexts=(16_384,), lengths=(16_384,)),
+    "tiny": _shared.Plan(seeds=(0,), steps=2, contexts=(16,), lengths=(32,)),
 }
 _FORMS = ("attention", "chunked")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
-        options = _command.parse(NAME, __doc__ or "", arguments, plans=PLANS, variants=VARIANTS, trains=False)
-        if _BASE not in options.variants:
-            raise ValueError(f"--variants leaves out {_BASE}, which all else is relative to; name it too")
-        counts = parameter_counts(options.variants)
-        rows = [
-            row for form in _FORMS for measure in (_inference, _training) for row in measure(options, form)
-        ]
-        path = _report.write(options, rows, {}, parameters=counts)
-        _figures.draw_values(
-            path,
-            [
-                (
-                    f"{row['what']}, {row['form']} form: {row['variant']}",
-                    row["relative"],
-                    row["low"],
-                    row["high"],
-                )
-                for row in rows
-                if row["variant"] != _BASE
-            ],
-            title="Time relative to sympow",
-            about="median over rounds, and the middle half of them",
-            x_label="time relative to sympow",
-        )
-        _report.print_table(
-            "Parameters of the 124M model",
-            ("", "parameters", "more than sympow"),
-            ((name, count, f"{count / counts[_BASE] - 1:.3%}") for name, count in counts.items()),
-        )
-        _report.print_table(
-            "Time relative to sympow, median over rounds taken in turns",
-            ("", "tokens", "milliseconds", "relative"),
-            (
-                (
-                    f"{row['what']}, {row['form']} form: {row['variant']}",
-                    row["tokens"],
-                    row["milliseconds"],
-                    row["relative"],
-                )
-                for row in rows
-            ),
-        )
-        _report.print_place(options)
-        return 0
+    return _shared.run(
+        "overhead",
+        __doc__,
+        arguments,
+        _experiment,
+        plans=PLANS,
+        variants=VARIANTS,
+        base=_BASE,
+        trains=False,
+    )
+
+
+def _experiment(options: _shared.Options) -> None:
+    counts = parameter_counts(options.variants)
+    rows = [row for form in _FORMS for measure in (_inference, _training) for row in measure(options, form)]
+    named = {f"{row['what']}, {row['form']} form: {row['variant']}": row for row in rows}
+    path = _shared.write(options, rows, (), parameters=counts)
+    _shared.draw_values(
+        path,
+        [
+            (name, row["relative"], row["low"], row["high"])
+            for name, row in named.items()
+            if row["variant"] != _BASE
+        ],
+        title="Time relative to sympow",
+        about="median over rounds, and the middle half of them",
+        x_label="time relative to sympow",
+    )
+    _shared.print_table(
+        "Parameters of the 124M model",
+        ("", "parameters", "more than sympow"),
+        ((name, count, f"{count / counts[_BASE] - 1:.3%}") for name, count in counts.items()),
+    )
+    _shared.print_table(
+        "Time relative to sympow, median over rounds taken in turns",
+        ("", "tokens", "milliseconds", "relative"),
+        ((name, row["tokens"], row["milliseconds"], row["relative"]) for name, row in named.items()),
+    )
 
 
 def parameter_counts(variants: Sequence[str]) -> dict[str, int]:
     """Counts the parameters of the 124M model with each variant's attention."""
-    attentions = _runs.power_variants(2)
-    return {name: _runs.parameters(_runs.model("gpt2_124m", attentions[name])) for name in variants}
+    attentions = _shared.power_variants(2)
+    return {name: _shared.parameters(_shared.model("gpt2_124m", attentions[name])) for name in variants}
 
 
-def _settings(options: _command.Options, name: str, form: str) -> config.Config:
+def _settings(options: _shared.Options, name: str, form: str) -> config.Config:
     (context,) = options.plan.contexts
-    attention = dataclasses.replace(_runs.power_variants(2)[name], form=form)
+    attention = dataclasses.replace(_shared.power_variants(2)[name], form=form)
     if options.scale == "paper":  # no data is read
         options = dataclasses.replace(options, data=("-",), heldout=("-",))
-    return _runs.settings(options, attention, context=context, seed=0)
+    return _shared.settings(options, attention, context=context, seed=0)
 
 
-def _inference(options: _command.Options, form: str) -> list[dict]:
+def _inference(options: _shared.Options, form: str) -> list[dict]:
     (tokens,) = options.plan.lengths
     return _rows(
         options,
@@ -104,9 +95,9 @@ def _inference(options: _command.Options, form: str) -> list[dict]:
     )
 
 
-def _training(options: _command.Options, form: str) -> list[dict]:
+def _training(options: _shared.Options, form: str) -> list[dict]:
     settings = {name: _settings(options, name, form) for name in options.variants}
-    calls = {name: _timing.update(one) for name, one in settings.items()}
+    calls = {name: _shared.update(one) for name, one in settings.items()}
     return _rows(options, calls, what="training", form=form, tokens=settings[_BASE].data.batch_tokens)
 
 
@@ -118,11 +109,11 @@ def _forward(model: config.ModelConfig, tokens: int) -> Callable[[], None]:
     return lambda: jax.block_until_ready(compiled(params, inputs))
 
 
-def _rows(options: _command.Options, calls, **about) -> list[dict]:
-    times = _timing.alternate(calls, rounds=options.plan.steps)
+def _rows(options: _shared.Options, calls, **about) -> list[dict]:
+    times = _shared.alternate(calls, rounds=options.plan.steps)
     rows = []
     for name, seconds in times.items():
-        low, middle, high = _timing.relative(seconds, times[_BASE])
+        low, middle, high = _shared.relative(seconds, times[_BASE])
         rows.append(
             {"variant": name}
             | about

@@ -16,16 +16,20 @@ FLAGS = "--scale=tiny", "--variants=softmax"
 @pytest.mark.parametrize(
     ("name", "flags", "message"),
     [
-        ("context_scaling", ["--scale=large"], "--scale is 'large'; it must be one of toy, paper"),
+        ("context_scaling", ["--scale=large"], "argument --scale: invalid choice: 'large'"),
         ("context_scaling", ["--scale=paper"], "say where with --data=PATH and --heldout=PATH"),
-        ("context_scaling", ["--seeds=0,x"], "--seeds is '0,x'; it must be whole numbers that differ"),
-        ("context_scaling", ["--seeds=1,1"], "--seeds is '1,1'; it must be whole numbers that differ"),
-        ("context_scaling", ["--steps=0"], "--steps is '0'; it must be one number of at least 1"),
-        ("context_scaling", ["--power=6"], "--power is 6; it must be one of 2, 4"),
+        ("context_scaling", ["--seeds=0,x"], "argument --seeds: '0,x' must be whole numbers that differ"),
+        ("context_scaling", ["--seeds=1,1"], "argument --seeds: '1,1' must be whole numbers that differ"),
+        ("context_scaling", ["--steps=0"], "argument --steps: '0' must be one number of at least 1"),
+        ("context_scaling", ["--power=6"], "argument --power: invalid choice: 6 (choose from 2, 4)"),
         ("context_scaling", ["--step=3"], "unknown option '--step'; did you mean --steps?"),
-        ("gating", ["--variants=gate"], "--variants names 'gate'; there are sympow, gated, channel fixed"),
-        ("powers", ["--variants=p=2"], "--variants leaves out softmax"),
-        ("overhead", ["--variants=gated"], "--variants leaves out sympow"),
+        (
+            "gating",
+            ["--variants=gate"],
+            "argument --variants: there is no 'gate'; there are sympow, gated",
+        ),
+        ("powers", ["--variants=p=2"], "argument --variants: it leaves out softmax"),
+        ("overhead", ["--variants=gated"], "argument --variants: it leaves out sympow"),
         ("overhead", ["--data=x"], "unknown option '--data'; see"),
         ("lrpe", ["--power=4"], "unknown option '--power'; see"),
         ("evaluation_context", [*FLAGS, "--data=/nowhere/*.txt"], "/nowhere/*.txt"),
@@ -50,7 +54,7 @@ def test_a_folder_that_cannot_be_written(corpus, tmp_path, capsys):
     with pytest.raises(SystemExit):
         context_scaling.main([*FLAGS, f"--data={corpus}", f"--out={tmp_path}"])
     printed, error = capsys.readouterr()
-    assert "cannot write to" in error
+    assert "cannot write the results to" in error
     assert printed == ""  # nothing was trained
 
 

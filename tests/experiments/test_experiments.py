@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from experiments import _report, _timing, context_scaling, evaluation_context, gating, lrpe, overhead, powers
+from experiments import _shared, context_scaling, evaluation_context, gating, lrpe, overhead, powers
 from sympow_jax import config
 
 
@@ -123,19 +123,19 @@ def test_medians_are_over_what_is_not_named():
     rows = [
         {"a": name, "b": 1, "loss": loss} for name, loss in (("x", 3.0), ("x", 1.0), ("y", 4.0), ("x", 8.0))
     ]
-    medians = _report.medians(rows, ("a", "b"), "loss")
+    medians = _shared.medians(rows, ("a", "b"), "loss")
     assert medians == {("x", 1): (3.0, 1.0, 8.0), ("y", 1): (4.0, 4.0, 4.0)}
-    assert _report.nested(medians) == {"x": {1: 3.0}, "y": {1: 4.0}}
+    assert _shared.nested(medians) == {"x": {1: 3.0}, "y": {1: 4.0}}
 
 
 def test_times_are_taken_in_turns():
     made = []
     calls = {name: lambda name=name: made.append(name) for name in "ab"}
-    times = _timing.alternate(calls, rounds=2)
+    times = _shared.alternate(calls, rounds=2)
     assert "".join(made) == "ab" + "ab" + "ba"
     assert {name: len(seconds) for name, seconds in times.items()} == {"a": 2, "b": 2}
     # A round in which the machine was slow affects both.
-    assert _timing.relative([1.0, 30.0, 1.0], [2.0, 20.0, 2.0]) == (0.5, 0.5, 1.0)
+    assert _shared.relative([1.0, 30.0, 1.0], [2.0, 20.0, 2.0]) == (0.5, 0.5, 1.0)
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_every_variant(experiment, name):
 )
 def test_the_papers_scale_is_its_configuration(monkeypatch, tmp_path, module, contexts):
     wanted = {}
-    monkeypatch.setattr("experiments._runs.train_all", lambda _, runs: wanted.update(runs) or exit(0))
+    monkeypatch.setattr("experiments._shared.train_all", lambda _, runs: wanted.update(runs) or exit(0))
     with pytest.raises(SystemExit):
         module.main(
             ["--scale=paper", "--power=4", "--data=train.zarr", "--heldout=heldout.zarr", "--seeds=1"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import _nt_model, _nt_training, nt_tasks
+from experiments import nt_tasks
 from sympow_jax import ops
 
 TINY = {
@@ -25,7 +25,7 @@ TINY = {
 
 
 def model(**changes):
-    return _nt_model.Model(
+    return nt_tasks.Model(
         **{"attention": "expressive", "base": 4, "context": 8, "weights": "shared"} | changes
     )
 
@@ -42,7 +42,7 @@ def test_parameters_are_the_papers():
 def test_attention_is_that_of_the_op(attention, op):
     random = np.random.default_rng(0)
     query, key, value = (jnp.asarray(random.standard_normal((9, 5)), jnp.float32) for _ in range(3))
-    weights = _nt_model.attention_weights(attention, query @ key.T)
+    weights = nt_tasks.attention_weights(attention, query @ key.T)
     np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
     expected = op(*(x[None, :, None] for x in (query, key, value)), scale=1.0)[0, :, 0]
     np.testing.assert_allclose(weights @ value, expected, rtol=1e-4, atol=1e-5)
@@ -60,7 +60,7 @@ def test_weights_of_positions_that_agree_are_shared_ones():
 
 
 def trained(**changes):
-    return list(_nt_training.train(_nt_training.Setting(**TINY | changes)))
+    return list(nt_tasks.train(nt_tasks.Setting(**TINY | changes)))
 
 
 def test_many_runs_at_once_are_single_ones():
@@ -74,8 +74,8 @@ def test_many_runs_at_once_are_single_ones():
 
 
 def test_a_lower_rate_after_so_many_epochs():
-    setting = _nt_training.Setting(**TINY | {"runs": 1, "drop_after": 2})
-    rates = [float(_nt_training._rate(setting, epoch)) for epoch in (0, 1, 2, 3)]
+    setting = nt_tasks.Setting(**TINY | {"runs": 1, "drop_after": 2})
+    rates = [float(nt_tasks.learning_rate(setting, epoch)) for epoch in (0, 1, 2, 3)]
     np.testing.assert_allclose(rates, [0.02, 0.02, 0.005, 0.005])
 
 
@@ -112,7 +112,7 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize("figure", "34567")
 @pytest.mark.parametrize("scale", ["toy", "paper"])
 def test_figures(figure, scale):
-    settings = nt_tasks._settings(nt_tasks._parse([f"--figure={figure}", f"--scale={scale}"]))
+    settings = nt_tasks.settings([f"--figure={figure}", f"--scale={scale}"])[0]
     found = {(s.tasks, f"N{s.base}T{s.delay}") for s in settings}
     expected = {
         "3": (("NT",), "N16T2"),
@@ -126,7 +126,7 @@ def test_figures(figure, scale):
         assert {s.runs for s in settings} == {16}
         contexts = {"3": [32, 52, 56], "4": [16], "5": [128], "6": [32], "7": [64, 128]}
         assert sorted({s.context for s in settings}) == contexts[figure]
-    (changed, *_) = nt_tasks._settings(nt_tasks._parse([f"--figure={figure}", "--runs=5"]))
+    (changed, *_) = nt_tasks.settings([f"--figure={figure}", "--runs=5"])[0]
     assert changed.runs == 5
 
 
@@ -164,10 +164,10 @@ def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
 
     def interrupted(setting):
         accuracy = {name: np.full((setting.runs, 1), 0.5) for name in setting.attentions}
-        yield _nt_training.Progress(7, {name: x[:, 0] for name, x in accuracy.items()}, accuracy, accuracy)
+        yield nt_tasks.Progress(7, {name: x[:, 0] for name, x in accuracy.items()}, accuracy, accuracy)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_nt_training, "train", interrupted)
+    monkeypatch.setattr(nt_tasks, "train", interrupted)
     with pytest.raises(SystemExit) as error:
         nt_tasks.main([f"--out={tmp_path}"])
     assert error.value.code == 130

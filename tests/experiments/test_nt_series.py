@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax.data import nt_tasks
+from experiments import nt_tasks
 
 
 def series(task, base, first, length):
@@ -77,17 +77,3 @@ def test_cycles_that_series_only_lead_into():
         end = series("NT-R", 3, state, 90)
         on_cycles |= {tuple(end[i : i + 3]) for i in range(60, 87)}
     assert sum(length * count for length, count in found.items()) == len(on_cycles) < 27
-
-
-@pytest.mark.parametrize(
-    ("tasks", "base", "delay", "message"),
-    [
-        (("NT",), 1, 2, "base is 1; it must be at least 2"),
-        (("NT",), 2, 0, "delay is 0; it must be at least 1"),
-        (("NT", "XOR"), 2, 1, "task is 'XOR'; it must be one of NT, NT-S, NT-R"),
-        ((), 2, 1, "no task is given"),
-    ],
-)
-def test_tasks_that_there_are_not(tasks, base, delay, message):
-    with pytest.raises(ValueError, match=message):
-        nt_tasks.drawn(jax.random.key(0), (), tasks=tasks, base=base, delay=delay, length=9)

@@ -1,0 +1,645 @@
+"""Options, runs, timing, results and plots that the experiments share.
+
+Runs are trained with the settings of a scale, in folders from which they are resumed and reused.
+"""
+
+import argparse
+import csv
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import pathlib
+import platform
+import shlex
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import matplotlib.axes
+import numpy as np
+import rich.box
+import rich.table
+import rich.text
+from flax import nnx
+from jaxtyping import Float
+
+from sympow_jax import atomic, config, models, training
+from sympow_jax.commands import command_line
+from sympow_jax.commands import train as train_lib
+from sympow_jax.config import serialize
+from sympow_jax.evaluation import figures, report, workdirs
+from sympow_jax.training import cli, sharding, workdir
+
+__all__ = [
+    "Options",
+    "Panel",
+    "Plan",
+    "Row",
+    "alternate",
+    "curve",
+    "draw_lines",
+    "draw_values",
+    "evaluation",
+    "final_loss",
+    "medians",
+    "model",
+    "nested",
+    "parameters",
+    "power_label",
+    "power_variants",
+    "print_table",
+    "relative",
+    "run",
+    "settings",
+    "train",
+    "train_all",
+    "update",
+    "write",
+    "write_csv",
+]
+
+Row = Mapping[str, Any]
+# Folders of runs by variant, training context and seed.
+Folders = dict[tuple[str, int, int], pathlib.Path]
+
+# Tokens per update; small, so that many updates fit into fifteen minutes.
+_TOY_TOKENS = 2048
+# Points of a training curve.
+_POINTS = 25
+# The smallest model, for tests.
+_TINY = config.ModelConfig(vocab_size=256, layers=1, width=16, heads=2, dtype="float32")
+_PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "numpy")
+# Digits after the decimal point, for losses in nats and for ratios.
+_DIGITS = 6
+# Index of the color and marker of a variant, so that it looks the same in every plot.
+_COLORS = {"softmax": 6, "sympow": 1, "gated": 2, "conformal": 0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Defaults of a scale, which flags override. `contexts` are training contexts, `lengths` evaluation contexts."""
+
+    seeds: tuple[int, ...]
+    steps: int
+    contexts: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    documents: int = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of an experiment: its flags, with the plan of its scale as defaults.
+
+    `results` is the folder that the experiment writes to. `runs` is the folder of workdirs, which experiments share.
+    """
+
+    scale: str
+    plan: Plan
+    variants: tuple[str, ...]
+    power: int
+    results: pathlib.Path
+    runs: pathlib.Path
+    data: tuple[str, ...]
+    heldout: tuple[str, ...]
+    command: str
+
+
+def run(
+    name: str,
+    description: str | None,
+    arguments: Sequence[str],
+    experiment: Callable[[Options], None],
+    *,
+    plans: Mapping[str, Plan],
+    variants: Sequence[str],
+    base: str | None = None,
+    powers: Sequence[int] = (2,),
+    trains: bool = True,
+) -> int:
+    """Runs an experiment with the arguments after its name, and returns the exit code.
+
+    Args:
+        name: name of the experiment's module.
+        description: its docstring.
+        arguments: its flags.
+        experiment: is called with the options; by default they have all `variants`.
+        plans: plan of each scale.
+        variants: what --variants chooses from.
+        base: variant that may not be left out.
+        powers: degrees that --power offers.
+        trains: whether there are flags about data.
+    """
+
+    def chosen(text: str) -> tuple[str, ...]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in variants]:
+            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(variants)}")
+        if base is not None and base not in names:
+            raise argparse.ArgumentTypeError(f"it leaves out {base}, which all else is relative to; add it")
+        return tuple(name for name in variants if name in names)
+
+    with cli.user_errors():
+        parser = command_line.Parser(prog=f"python -m experiments.{name}", description=description)
+        parser.set_defaults(power=powers[0], data=None, heldout=None)
+        parser.add_argument(
+            "--scale",
+            choices=tuple(plans),
+            default="toy",
+            metavar="toy|paper",
+            help="Two CPU cores and 15 minutes, or the paper's models.",
+        )
+        parser.add_argument(
+            "--seeds", type=_seeds, metavar="0,1,2", help="Seeds of parameters and the order of data."
+        )
+        parser.add_argument("--steps", type=_positive, metavar="N", help="Updates of every run.")
+        parser.add_argument(
+            "--variants", type=chosen, default=",".join(variants), metavar="A,B", help="Variants to run."
+        )
+        parser.add_argument(
+            "--out",
+            type=pathlib.Path,
+            default=pathlib.Path("runs/experiments"),
+            metavar="DIR",
+            help="Folder for results, in DIR/NAME, and runs, in DIR/runs, where other experiments find them.",
+        )
+        if len(powers) > 1:
+            parser.add_argument("--power", type=int, choices=powers, default=powers[0], help="Power p.")
+        if trains:
+            parser.add_argument(
+                "--data",
+                type=_paths,
+                metavar="PATHS",
+                help="Training data. For toy: text, or if not given, that of the standard library.",
+            )
+            parser.add_argument(
+                "--heldout",
+                type=_paths,
+                metavar="PATHS",
+                help="Held-out data. For toy: if not given, a tenth of the text.",
+            )
+        flags = parser.parse_args(arguments)
+        if flags.scale == "paper" and trains and not (flags.data and flags.heldout):
+            raise ValueError(
+                "--scale=paper reads the paper's data: say where with --data=PATH and --heldout=PATH"
+            )
+        plan = plans[flags.scale]
+        options = Options(
+            scale=flags.scale,
+            plan=dataclasses.replace(plan, seeds=flags.seeds or plan.seeds, steps=flags.steps or plan.steps),
+            variants=flags.variants,
+            power=flags.power,
+            results=workdirs.writable_folder(flags.out / name),
+            runs=flags.out / "runs" / flags.scale,
+            data=flags.data or (),
+            heldout=flags.heldout or (),
+            command=shlex.join(["python", "-m", f"experiments.{name}", *arguments]),
+        )
+        experiment(options)
+        print(f"written to {options.results}")
+        return 0
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    words = text.split(",")
+    if not all(word.isascii() and word.isdigit() for word in words) or len(set(words)) < len(words):
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers that differ, such as 0,1,2")
+    return tuple(map(int, words))
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be one number of at least 1")
+    return int(text)
+
+
+def _paths(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def power_variants(power: int) -> dict[str, config.AttentionConfig]:
+    """Returns softmax and the symmetric-power variants of the conformal paper."""
+    presets = {"sympow": "sympow", "gated": "sympow_gated", "conformal": "conformal"}
+    return {
+        "softmax": config.preset("softmax"),
+        **{name: config.preset(preset, power=power) for name, preset in presets.items()},
+    }
+
+
+def power_label(variant: str, power: int) -> str:
+    """Returns the variant's name with its power; softmax has no power."""
+    return variant if variant == "softmax" else f"{variant}_p{power}"
+
+
+def train(
+    options: Options,
+    attentions: Mapping[str, config.AttentionConfig],
+    label: Callable[[str], str],
+    *,
+    evaluated: bool = False,
+    paper: str = "gpt2_124m:softmax",
+) -> Folders:
+    """Trains every variant at every context of the plan with every seed; returns the folders of the runs.
+
+    Args:
+        options: of the experiment.
+        attentions: attention of each variant.
+        label: maps a variant to its name in folders, which is the same in every experiment that uses its runs.
+        evaluated: as in `settings`, like `paper`.
+        paper: name of the config for the paper's scale.
+
+    Raises:
+        ValueError: as `settings` and `train_all`.
+    """
+    plan = options.plan
+    keys = [
+        (variant, context, seed)
+        for seed, context, variant in itertools.product(plan.seeds, plan.contexts, options.variants)
+    ]
+    names = [
+        f"{label(variant).replace(' ', '_')}_context{context}_steps{plan.steps}_seed{seed}"
+        for variant, context, seed in keys
+    ]
+    wanted = [
+        settings(options, attentions[variant], context=context, seed=seed, evaluated=evaluated, paper=paper)
+        for variant, context, seed in keys
+    ]
+    return dict(zip(keys, train_all(options, dict(zip(names, wanted)))))
+
+
+def settings(
+    options: Options,
+    attention: config.AttentionConfig,
+    *,
+    context: int,
+    seed: int,
+    evaluated: bool = False,
+    paper: str = "gpt2_124m:softmax",
+) -> config.Config:
+    """Returns the config of a run with this attention at a training context.
+
+    If `evaluated` is set, the run ends with an evaluation at the plan's lengths. The toy scale uses the byte model and
+    the optimizer of `configs/quickstart.py`; `paper` names the config for the paper's scale. The seed
+    determines parameters and the order of the data in the same way for every attention.
+
+    Raises:
+        ValueError: the settings contradict each other.
+    """
+    plan = options.plan
+    base = config.load("quickstart:softmax" if options.scale != "paper" else paper)
+    changed = dataclasses.replace(base.training, steps=plan.steps, seed=seed)
+    tokens = base.data.batch_tokens
+    if options.scale != "paper":
+        tokens = _TOY_TOKENS if options.scale == "toy" else 2 * context
+        changed = dataclasses.replace(changed, checkpoint_every=100, keep_checkpoints=1, log_every=100)
+    shape = _TINY if options.scale == "tiny" else base.model
+    data = dataclasses.replace(
+        base.data,
+        paths=options.data,
+        heldout_paths=options.heldout,
+        context_length=context,
+        batch_tokens=tokens,
+        seed=seed,
+    )
+    lengths = plan.lengths if evaluated else ()
+    return dataclasses.replace(
+        base,
+        model=dataclasses.replace(shape, attention=attention),
+        data=data,
+        training=changed,
+        evaluation=config.EvaluationConfig(context_lengths=lengths, documents=plan.documents),
+    )
+
+
+def train_all(options: Options, runs: Mapping[str, config.Config]) -> list[pathlib.Path]:
+    """Trains and evaluates every run in a folder of its name below `options.runs`; returns the folders.
+
+    A finished run is not repeated, and a stopped one is resumed. Ctrl-C saves the current run and ends the program.
+
+    Raises:
+        ValueError: `train.train` raised it, or the folders have runs on different data.
+    """
+    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]  # a flag that JAX defines
+        # Runs with different seeds compile the same programs.
+        jax.config.update("jax_compilation_cache_dir", str(options.runs / "compilation_cache"))
+    folders = [options.runs / name for name in runs]
+    for number, (folder, wanted) in enumerate(zip(folders, runs.values()), start=1):
+        done = _is_done(folder, wanted)
+        print(f"run {number} of {len(runs)}: {folder.name}{', done before' if done else ''}", flush=True)
+        if not done and (code := train_lib.train(wanted, folder)):
+            raise SystemExit(code)
+    if len({_read_json(folder / "data.json")["digest"] for folder in folders}) > 1:
+        raise ValueError(f"the runs in {options.runs} were trained on different data; use another --out")
+    return folders
+
+
+def _is_done(folder: pathlib.Path, wanted: config.Config) -> bool:
+    if not (folder / workdir.CHECKPOINTS / str(wanted.training.steps)).is_dir():
+        return False
+    found = workdir.read_config(folder)
+    if dataclasses.replace(found, evaluation=wanted.evaluation) != wanted:
+        return False  # train.train then raises an error that lists the differences
+    lengths = wanted.evaluation.context_lengths
+    return not lengths or (
+        found.evaluation == wanted.evaluation
+        and (folder / "context_loss.json").is_file()
+        and tuple(row["context_length"] for row in evaluation(folder)) == lengths
+    )
+
+
+def _read_json(path: pathlib.Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def evaluation(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Reads an evaluated run's held-out loss by position (rows of `sympow_jax.evaluation.Row`)."""
+    return _read_json(folder / "context_loss.json")["rows"]
+
+
+def _losses(folder: pathlib.Path) -> Float[np.ndarray, " steps"]:
+    with (folder / "metrics.jsonl").open() as file:
+        return np.array([json.loads(line)["loss"] for line in file])
+
+
+def curve(folder: pathlib.Path) -> list[tuple[int, float]]:
+    """Returns at most 25 points of the training loss: updates, and the mean loss since the point before."""
+    losses = _losses(folder)
+    parts = np.array_split(np.arange(len(losses)), min(_POINTS, len(losses)))
+    return [(int(part[-1]) + 1, float(losses[part].mean())) for part in parts]
+
+
+def final_loss(folder: pathlib.Path) -> float:
+    """Returns the mean training loss over the last tenth of the updates, as the papers' figures are read."""
+    losses = _losses(folder)
+    return float(losses[-max(1, len(losses) // 10) :].mean())
+
+
+def model(size: str, attention: config.AttentionConfig) -> config.ModelConfig:
+    """Returns the config of a model of one of `config.MODEL_SIZES` with this attention."""
+    sizes: Any = config.MODEL_SIZES[size]
+    return config.ModelConfig(**sizes, attention=attention)
+
+
+def parameters(shape: config.ModelConfig) -> int:
+    """Counts a model's parameters without allocating anything."""
+
+    def count(layers: int) -> int:
+        smaller = dataclasses.replace(shape, layers=layers)
+        abstract = nnx.eval_shape(lambda: models.DecoderLM(smaller, rngs=nnx.Rngs(0)))
+        return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(abstract, nnx.Param)))
+
+    # All layers have the same parameters, and many layers take long to trace.
+    return count(1) + (shape.layers - 1) * (count(2) - count(1))
+
+
+def update(wanted: config.Config) -> Callable[[], None]:
+    """Returns a function that makes one update of a model on random tokens."""
+    mesh = sharding.make_mesh(wanted)
+    program = training.Program(wanted, mesh)
+    state = program.init_state()
+    shape = wanted.data.batch_size, wanted.data.context_length + 1
+    tokens = np.random.default_rng(0).integers(wanted.model.vocab_size, size=shape, dtype=np.int32)
+    batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+
+    def call() -> None:
+        nonlocal state
+        state, metrics = program.update(state, batch)
+        jax.block_until_ready(metrics)
+
+    return call
+
+
+def alternate(calls: Mapping[str, Callable[[], None]], *, rounds: int) -> dict[str, list[float]]:
+    """Measures the seconds of every call in each round, after one warm-up call; a call must block until done.
+
+    Calls take turns, so that other load on the machine affects all of them.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for number in range(rounds):
+        # The order alternates, so that no call always follows the slowest one.
+        for name in list(calls) if number % 2 == 0 else reversed(list(calls)):
+            began = time.perf_counter()
+            calls[name]()
+            times[name].append(time.perf_counter() - began)
+    return times
+
+
+def relative(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
+    """Returns the quartiles over rounds of the ratio of one call's seconds to another's in the same round."""
+    low, middle, high = np.percentile(np.array(seconds) / np.array(base), (25, 50, 75))
+    return float(low), float(middle), float(high)
+
+
+def medians(
+    rows: Iterable[Row], by: Sequence[str], value: str
+) -> dict[tuple[Any, ...], tuple[float, float, float]]:
+    """Returns median, minimum and maximum of `value` over each group of rows with equal columns `by`."""
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in by), []).append(row[value])
+    return {key: (statistics.median(found), min(found), max(found)) for key, found in groups.items()}
+
+
+def nested(medians: Mapping[tuple[Any, ...], tuple[float, float, float]]) -> dict[Any, Any]:
+    """Returns only the medians, for JSON, nested by first and second key."""
+    found: dict[Any, Any] = {}
+    for (first, second), (median, _, _) in medians.items():
+        found.setdefault(first, {})[second] = median
+    return found
+
+
+def write(
+    options: Options, rows: Sequence[Row], folders: Iterable[pathlib.Path], **more: Any
+) -> pathlib.Path:
+    """Writes the rows to NAME.csv, and the rows, their provenance and `more` to NAME.json.
+
+    Returns the path at which to save the plot.
+    """
+    path = options.results / options.results.name
+    rows = [
+        {name: round(x, _DIGITS) if isinstance(x, float) else x for name, x in row.items()} for row in rows
+    ]
+    write_csv(path.with_suffix(".csv"), rows)
+    about = json.dumps(_without_nan(_about(options, list(folders)) | more), indent=1, allow_nan=False)
+    lines = ",\n".join(f"  {json.dumps(_without_nan(row), allow_nan=False)}" for row in rows)
+    with atomic.replace(path.with_suffix(".json")) as draft:
+        draft.write_text(f'{about.removesuffix("\n}")},\n "rows": [\n{lines}\n ]\n}}\n')
+    return path.with_suffix(".png")
+
+
+def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
+    """Writes rows with the columns of the first."""
+    with atomic.replace(path) as draft, draft.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _about(options: Options, folders: Sequence[pathlib.Path]) -> dict[str, Any]:
+    about = {
+        "command": options.command,
+        "scale": options.scale,
+        "plan": dataclasses.asdict(options.plan),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "devices": [device.device_kind for device in jax.devices()],
+        "cpus": os.cpu_count(),
+    }
+    if folders:
+        # The full settings of the first run, and the differences of each from them.
+        flat = {folder.name: serialize.flatten(workdir.read_config(folder)) for folder in folders}
+        first = flat[folders[0].name]
+        about |= {
+            "data": _read_json(folders[0] / "data.json"),
+            "settings": first,
+            "runs": {
+                name: {path: value for path, value in values.items() if value != first.get(path)}
+                for name, values in flat.items()
+            },
+        }
+    return about
+
+
+def _without_nan(value: Any) -> Any:
+    """Returns the value with None in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: _without_nan(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Prints the rows as a table; floats have four digits after the decimal point."""
+    console = report.make_console()
+    table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        cells = (
+            f"{x:.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x) for x in row
+        )
+        table.add_row(*map(rich.text.Text, cells))
+    console.print(title, style="bold", highlight=False)
+    console.print(table, crop=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Lines over one x axis, by name: x, y and, optionally, the lower and the upper edge of a band around y.
+
+    Ticks are those of a logarithmic axis unless `linear` is set. `level` is a gray horizontal line, `mark` a dashed
+    vertical one with its name.
+    """
+
+    lines: Mapping[str, Sequence[Sequence[float]]]
+    x_label: str
+    y_label: str
+    title: str = ""
+    ticks: Sequence[int] | None = None
+    linear: bool = False
+    log_y: bool = False
+    level: float | None = None
+    mark: tuple[float, str] | None = None
+
+
+def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about: str) -> None:
+    """Draws the panels side by side; one panel has its lines named at their ends, several have a legend."""
+    many = len(panels) > 1
+    shared = len({panel.y_label for panel in panels}) == 1
+    figure, all_axes = figures.make(len(panels), width=max(8.0, 3.6 * len(panels)), sharey=shared)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    for axes, panel in zip(all_axes, panels):
+        ends = [_draw(axes, name, _index(name, names), *line) for name, line in panel.lines.items()]
+        if panel.ticks and panel.linear:
+            axes.set_xticks(panel.ticks)
+        elif panel.ticks:
+            figures.set_log2_ticks(axes, panel.ticks)
+        if panel.log_y:
+            axes.set_yscale("log")
+        if panel.level is not None:
+            axes.axhline(panel.level, color="#999999", linewidth=1.0, zorder=1)
+        above = {"title": panel.title} if many else {"title": title, "about": about}
+        y_label = "" if shared and axes is not all_axes[0] else panel.y_label
+        figures.style(axes, x_label=panel.x_label, y_label=y_label, **above)
+        if panel.mark is not None:
+            figures.mark(axes, *panel.mark)
+        if not many:
+            figures.label_lines(axes, ends)
+    if many:
+        figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, color=figures.INK)
+        figure.text(0.01, 0.925, about, fontsize=9, color=figures.GRAY)
+        shown = {
+            line.get_label(): line for axes in all_axes for line in axes.lines if line.get_label() in names
+        }
+        figure.legend(
+            handles=list(shown.values()),
+            loc="outside lower center",
+            ncols=len(shown),
+            frameon=False,
+            labelcolor=figures.INK,
+        )
+    figures.save(figure, path)
+
+
+def _index(name: str, names: Sequence[str]) -> int:
+    """Returns the index of a variant's color; those without a fixed one get the others in turn."""
+    free = [index for index in range(len(figures.COLORS)) if index not in _COLORS.values()]
+    others = [other for other in names if other not in _COLORS]
+    return _COLORS[name] if name in _COLORS else free[others.index(name) % len(free)]
+
+
+def _draw(axes: matplotlib.axes.Axes, name: str, index: int, x, y, *band) -> tuple[str, str, float]:
+    """Draws a line; returns its name, its color and its final height."""
+    color = figures.COLORS[index]
+    heights = np.where(np.isfinite(y), y, np.nan)
+    if band:
+        axes.fill_between(x, *band, color=color, alpha=0.13, linewidth=0)
+    few = len(heights) <= 20
+    axes.plot(
+        x,
+        heights,
+        color=color,
+        label=name,
+        linewidth=1.8 if few else 1.3,
+        marker=figures.MARKERS[index] if few else "",
+        markersize=5,
+        markeredgecolor="white",
+    )
+    finite = heights[np.isfinite(heights)]
+    return name, color, float(finite[-1]) if len(finite) else math.nan
+
+
+def draw_values(
+    path: pathlib.Path,
+    values: Sequence[tuple[str, float, float, float]],
+    *,
+    title: str,
+    about: str,
+    x_label: str,
+) -> None:
+    """Draws a dot for each (name, median, least, largest), from the top, with a line from least to largest."""
+    figure, (axes,) = figures.make(height=1.6 + 0.28 * len(values))
+    places = range(len(values))[::-1]
+    for place, (_, median, least, largest) in zip(places, values):
+        axes.plot(
+            [least, largest], [place, place], color=figures.COLORS[5], linewidth=3, solid_capstyle="round"
+        )
+        axes.plot(median, place, marker="o", color=figures.COLORS[0], markersize=6, markeredgecolor="white")
+        axes.annotate(
+            f"{median:.3f}",
+            xy=(1.0, place),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=figures.INK,
+        )
+    figures.style(axes, x_label=x_label, y_label="", title=title, about=about)
+    axes.set_yticks(places, [name for name, *_ in values])
+    figures.save(figure, path)
