@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import _rows, _timing
-from benchmarks._shapes import CONTENDERS, WINDOW, Shape
+from benchmarks._shapes import CONTENDERS, WINDOW, Row
 from sympow_jax import ops
 from sympow_jax.ops._shared import target
 
@@ -51,36 +51,48 @@ class Prepared:
     steps: int = 1
 
 
-def prepare(name: str, shape: Shape) -> Prepared:
-    """Compiles a contender for a shape, runs it and checks its result.
+def prepare(row: Row) -> Prepared:
+    """Compiles the contender of a row, runs it and checks its result.
 
     Raises NotImplementedError if the contender does not support the shape, WrongResult if its result is wrong.
     """
-    if shape.mode == "step":
-        return _prepare_step(name, shape)
-    contender = _CONTENDERS[name](shape)
-    inputs = [draw(shape, seed) for seed in range(2)]
-    if shape.mode == "training":
-        inputs = [(*arguments, _cotangent(shape)) for arguments in inputs]
-        call = jax.jit(_both_passes(contender.call)).lower(*inputs[0]).compile()
-        with _rows.exclusive():
-            result, gradients = jax.block_until_ready(call(*inputs[0]))
+    if row.mode == "step":
+        return _prepare_step(row)
+    contender = _CONTENDERS[row.contender](row)
+    inputs = [draw(row, seed) for seed in range(2)]
+    if row.mode == "training":
+        call = _both_passes(contender.call)
+        inputs = [(*arguments, _cotangent(row)) for arguments in inputs]
+        program, (result, gradients) = _run(call, *inputs[0])
         _require_finite(gradients)
-        if shape.time <= GRADIENT_TIME:
-            _check_gradients(contender, inputs[0], gradients)
-        else:
-            _check_trained(name, dataclasses.replace(shape, time=GRADIENT_TIME, batch=1))
+        arguments = inputs[0]
+        if row.time > GRADIENT_TIME:
+            shorter = dataclasses.replace(row, time=GRADIENT_TIME, batch=1)
+            arguments = (*draw(shorter, 3), _cotangent(shorter))
+            _, (_, gradients) = _run(call, *arguments)
+        _check_gradients(contender, arguments, gradients)
     else:
-        call = jax.jit(contender.call).lower(*inputs[0]).compile()
-        with _rows.exclusive():
-            result = jax.block_until_ready(call(*inputs[0]))
-    error = _error_of_rows(contender, inputs[0], contender.output(result))
+        program, result = _run(contender.call, *inputs[0])
+    out = contender.output(result)
+    _require_finite(out)
+    # Rows at the end and in the middle of the sequence.
+    ends = (row.time // 2 + 1, row.time)
+    errors = [_run(functools.partial(_row_error, contender.formula, end), inputs[0], out)[1] for end in ends]
+    error = float(max(errors))
+    require_close("the output", error, VALUE_BOUND)
     return Prepared(
-        functools.partial(_timing.queued, call, inputs),
+        functools.partial(_timing.queued, program, inputs),
         error,
-        program_bytes(call),
-        functools.partial(_timing.kernel_seconds, call, inputs),
+        program_bytes(program),
+        functools.partial(_timing.kernel_seconds, program, inputs),
     )
+
+
+def _run(function, *arguments):
+    """Compiles a function, then calls it while it holds the device; returns the program and the result."""
+    program = jax.jit(function).lower(*arguments).compile()
+    with _rows.exclusive():
+        return program, jax.block_until_ready(program(*arguments))
 
 
 def program_bytes(compiled) -> int:
@@ -90,23 +102,17 @@ def program_bytes(compiled) -> int:
     return own - found.alias_size_in_bytes
 
 
-def draw(shape: Shape, seed: int) -> tuple[jax.Array, ...]:
+@functools.partial(jax.jit, static_argnums=0)
+def draw(row: Row, seed: int) -> tuple[jax.Array, ...]:
     """Draws query, key and value in bfloat16 and log_decay in float32; heads remember 50 to 100,000 tokens."""
-    return _draw((shape.batch, shape.time, shape.heads), shape.head_dim, seed)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _draw(lead, head_dim, seed):
-    keys = jax.random.split(jax.random.key(seed), 4)
-    vectors = (jax.random.normal(key, (*lead, head_dim), jnp.bfloat16) for key in keys[:3])
-    gate = jax.random.normal(keys[3], lead) + jnp.linspace(4, 12, lead[-1])
+    keys, lead = jax.random.split(jax.random.key(seed), 4), (row.batch, row.time, row.heads)
+    vectors = (jax.random.normal(key, (*lead, row.head_dim), jnp.bfloat16) for key in keys[:3])
+    gate = jax.random.normal(keys[3], lead) + jnp.linspace(4, 12, row.heads)
     return *vectors, jax.nn.log_sigmoid(gate)
 
 
-def _cotangent(shape: Shape) -> jax.Array:
-    return jax.random.normal(
-        jax.random.key(7), (shape.batch, shape.time, shape.heads, shape.head_dim), jnp.bfloat16
-    )
+def _cotangent(row: Row) -> jax.Array:
+    return draw(row, 7)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,48 +129,48 @@ class _Contender:
 
 
 def _op(form, implementation):
-    def build(shape):
+    def build(row):
         def call(query, key, value, log_decay):
             return ops.power_attention(
                 query,
                 key,
                 value,
-                power=shape.power,
+                power=row.power,
                 log_decay=log_decay,
                 form=form,
                 implementation=implementation,
                 exact_window=WINDOW,
             )
 
-        return _Contender(call, _power(shape.power))
+        return _Contender(call, _power(row.power))
 
     return build
 
 
-def _attention_kernel(shape):
+def _attention_kernel(row):
     target.require_hopper()
     from pallas_kernels import power_attention
 
     def call(query, key, value, log_decay):
-        return power_attention.power_attention(query, key, value, power=shape.power, log_decay=log_decay)
+        return power_attention.power_attention(query, key, value, power=row.power, log_decay=log_decay)
 
-    return _Contender(call, _power(shape.power), lambda result: result[0] / result[1][..., None])
+    return _Contender(call, _power(row.power), lambda result: result[0] / result[1][..., None])
 
 
-def _chunked_kernel(shape):
+def _chunked_kernel(row):
     target.require_hopper()
     from pallas_kernels import power_state
 
     def call(query, key, value, log_decay):
         return power_state.power_state(
-            query, key, value, power=shape.power, log_decay=log_decay, exact_window=WINDOW
+            query, key, value, power=row.power, log_decay=log_decay, exact_window=WINDOW
         )
 
-    return _Contender(call, _power(shape.power), lambda result: result[0])
+    return _Contender(call, _power(row.power), lambda result: result[0])
 
 
-def _cudnn(shape):
-    del shape
+def _cudnn(row):
+    del row
     if jax.default_backend() != "gpu":
         raise NotImplementedError("cuDNN needs a GPU")
 
@@ -172,11 +178,15 @@ def _cudnn(shape):
         del log_decay
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
-    return _Contender(call, _softmax)
+    def formula(query, key, value, log_decay):
+        del log_decay
+        return ops.softmax_attention(query, key, value)
+
+    return _Contender(call, formula)
 
 
-def _jax_linear_attention(shape):
-    del shape
+def _jax_linear_attention(row):
+    del row
     try:
         from jla import ops as peer
     except ImportError as error:
@@ -202,21 +212,15 @@ _CONTENDERS = {
 assert set(_CONTENDERS) < set(CONTENDERS)
 
 
-@functools.cache
 def _power(power):
     """Returns the xla attention form for the last rows of a sequence, given all of its keys."""
-    return functools.partial(_power_attention, power)
 
+    def formula(query, key, value, log_decay):
+        return ops.power_attention(
+            query, key, value, power=power, log_decay=log_decay, form="attention", implementation="xla"
+        )
 
-def _power_attention(power, query, key, value, log_decay):
-    return ops.power_attention(
-        query, key, value, power=power, log_decay=log_decay, form="attention", implementation="xla"
-    )
-
-
-def _softmax(query, key, value, log_decay):
-    del log_decay
-    return ops.softmax_attention(query, key, value)
+    return formula
 
 
 def _linear(query, key, value, log_decay):
@@ -244,94 +248,63 @@ def _both_passes(call):
     return run
 
 
-def _check_trained(name, shape):
-    """Compares the gradients of a contender at a shape with the gradients of its formula."""
-    contender = _CONTENDERS[name](shape)
-    arguments = (*draw(shape, 3), _cotangent(shape))
-    _, gradients = jax.jit(_both_passes(contender.call))(*arguments)
-    _check_gradients(contender, arguments, gradients)
-
-
 def _check_gradients(contender, arguments, gradients):
-    """Compares the gradients of the batch's last sequence with those of the formula."""
-    errors = _gradient_errors(contender.formula, arguments, gradients)
-    for name, (found, largest) in zip(ARGUMENTS, errors, strict=True):
-        # Softmax attention has no gates here, so their gradient is zero.
-        if largest:
-            require_close(f"the gradient of {name}", float(found), GRADIENT_BOUND)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _gradient_errors(formula, arguments, gradients):
-    """Returns each gradient's RMS error against float32 and the largest expected entry."""
+    """Compares the gradients of the batch's last sequence with those of the formula in float32."""
     exact = [x[-1:].astype(jnp.float32) for x in arguments]
-    _, expected = _both_passes(formula)(*exact)
-    return [(rms_error(x[-1:], y), jnp.abs(y).max()) for x, y in zip(gradients, expected, strict=True)]
+    _, (_, expected) = _run(_both_passes(contender.formula), *exact)
+    for name, found, wanted in zip(ARGUMENTS, gradients, expected, strict=True):
+        # Softmax attention has no gates here, so their gradient is zero.
+        if bool(jnp.any(wanted)):
+            require_close(f"the gradient of {name}", float(rms_error(found[-1:], wanted)), GRADIENT_BOUND)
 
 
-def _error_of_rows(contender, arguments, out):
-    """Returns the larger error of the rows at the end and in the middle of the batch's last sequence."""
-    time = out.shape[1]
-    worst = max(_run(_row_error, contender.formula, end, arguments[:4], out) for end in (time // 2 + 1, time))
-    _require_finite(out)
-    require_close("the output", worst, VALUE_BOUND)
-    return worst
-
-
-def _run(function, *arguments):
-    """Returns the scalar that a function computes; compiles it before taking the device lock."""
-    compiled = function.lower(*arguments).compile()
-    with _rows.exclusive():
-        return float(compiled(*(x for x in arguments if isinstance(x, tuple | jax.Array))))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _row_error(formula, end, arguments, out):
-    """Returns the RMS error against float32 of the rows just before `end`, which attend to all earlier keys."""
-    query, key, value, log_decay = (x[-1:, :end].astype(jnp.float32) for x in arguments)
+    """Returns the RMS error against float32 of the rows just before `end`, which attend to all earlier keys.
+
+    They are of the batch's last sequence.
+    """
+    query, key, value, log_decay = (x[-1:, :end].astype(jnp.float32) for x in arguments[:4])
     return rms_error(out[-1:, max(end - ROWS, 0) : end], formula(query[:, -ROWS:], key, value, log_decay))
 
 
-def _prepare_step(name, shape):
+def _prepare_step(row):
     """Prepares a loop of decode steps on the device, starting from a state after the same number of tokens."""
-    both = dataclasses.replace(shape, time=2 * shape.time)
+    both = dataclasses.replace(row, time=2 * row.time)
 
     def tokens(seed, part):
         return tuple(jnp.moveaxis(x[:, part], 1, 0) for x in draw(both, seed))
 
-    first, second = slice(shape.time), slice(shape.time, None)
+    def loop(state, *tokens):
+        def step(state, token):
+            query, key, value, log_decay = token
+            out, state = ops.power_attention_step(
+                query, key, value, state, power=row.power, log_decay=log_decay, implementation=implementation
+            )
+            return state, out
+
+        return jax.lax.scan(step, state, tokens)
+
+    implementation = row.contender.split("/")[1]
+    first, second = slice(row.time), slice(row.time, None)
     state = ops.PowerState.zeros(
-        shape.batch, shape.heads, shape.head_dim, shape.head_dim, power=shape.power, exact_window=WINDOW
+        row.batch, row.heads, row.head_dim, row.head_dim, power=row.power, exact_window=WINDOW
     )
-    call = jax.jit(functools.partial(_steps, shape.power, name.split("/")[1]))
-    call = call.lower(state, *tokens(0, first)).compile()
-    state, _ = call(state, *tokens(0, first))
+    program, (state, _) = _run(loop, state, *tokens(0, first))
     inputs = [(state, *tokens(seed, second)) for seed in range(2)]
-    out = jnp.moveaxis(call(*inputs[0])[1], 0, 1)
+    out = jnp.moveaxis(program(*inputs[0])[1], 0, 1)
 
     _require_finite(out)
     whole = [x[-1:].astype(jnp.float32) for x in draw(both, 0)]
-    expected = jax.jit(_power(shape.power))(whole[0][:, second], *whole[1:])
-    worst = float(rms_error(out[-1:], expected))
-    require_close("the output", worst, VALUE_BOUND)
+    _, expected = _run(_power(row.power), whole[0][:, second], *whole[1:])
+    error = float(rms_error(out[-1:], expected))
+    require_close("the output", error, VALUE_BOUND)
     return Prepared(
-        functools.partial(_timing.queued, call, inputs),
-        worst,
-        program_bytes(call),
-        functools.partial(_timing.kernel_seconds, call, inputs),
-        steps=shape.time,
+        functools.partial(_timing.queued, program, inputs),
+        error,
+        program_bytes(program),
+        functools.partial(_timing.kernel_seconds, program, inputs),
+        steps=row.time,
     )
-
-
-def _steps(power, implementation, state, *tokens):
-    def step(state, token):
-        query, key, value, log_decay = token
-        out, state = ops.power_attention_step(
-            query, key, value, state, power=power, log_decay=log_decay, implementation=implementation
-        )
-        return state, out
-
-    return jax.lax.scan(step, state, tokens)
 
 
 @jax.jit
@@ -349,10 +322,5 @@ def require_close(what: str, found: float, bound: float) -> None:
 
 
 def _require_finite(arrays):
-    if not _all_finite(arrays):
+    if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(arrays)):
         raise WrongResult("not every number is finite")
-
-
-@jax.jit
-def _all_finite(arrays):
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(arrays)]).all()

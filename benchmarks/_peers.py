@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from benchmarks import _contenders, _rows, _timing
 from benchmarks._contenders import GRADIENT_TIME, ROWS, Prepared, WrongResult
-from benchmarks._shapes import PEERS, Shape
+from benchmarks._shapes import PEERS, Row
 
 __all__ = ["machine", "prepare"]
 
@@ -28,22 +28,22 @@ def machine() -> dict:
     return versions | {"torch cuda": torch.version.cuda}
 
 
-def prepare(name: str, shape: Shape) -> Prepared:
+def prepare(row: Row) -> Prepared:
     """Loads a peer, runs it and checks its result.
 
     Raises NotImplementedError if the peer is not installed or does not support the shape, WrongResult if its result is
     wrong.
     """
-    if absent := [module for module in PEERS[name] if importlib.util.find_spec(module) is None]:
+    if absent := [module for module in PEERS[row.contender] if importlib.util.find_spec(module) is None]:
         raise NotImplementedError(f"not installed: {', '.join(absent)}")
     import torch
 
     torch.manual_seed(0)
     # The references need exact float32 products.
     torch.backends.cuda.matmul.allow_tf32 = False
-    call, formula = _CONTENDERS[name](shape)
-    training = shape.mode == "training"
-    arguments = _draw(shape, shape.time)
+    call, formula = _CONTENDERS[row.contender](row)
+    training = row.mode == "training"
+    arguments = _draw(row, row.time)
     call, out = _runner(call, arguments, training)
     worst = _error_of_rows(formula, arguments, out)
     _contenders.require_close("the output", worst, BOUND)
@@ -51,7 +51,7 @@ def prepare(name: str, shape: Shape) -> Prepared:
     if not all(bool(torch.isfinite(x).all()) for x in results):
         raise WrongResult("not every number is finite")
     if training:
-        _check_gradients(_CONTENDERS[name](shape)[0], formula, shape)
+        _check_gradients(_CONTENDERS[row.contender](row)[0], formula, row)
     return Prepared(functools.partial(_events, call), worst, None, lambda: None)
 
 
@@ -80,25 +80,25 @@ def _runner(call, arguments, training):
     return both, both()
 
 
-def _retention(shape, *, compiled):
+def _retention(row, *, compiled):
     import torch
     from retention import power_retention
 
-    if shape.time % RETENTION_CHUNK:
+    if row.time % RETENTION_CHUNK:
         raise NotImplementedError(f"T is not a multiple of the chunk, {RETENTION_CHUNK}")
-    if shape.power != 2 and shape.time > RETENTION_CHUNK:
+    if row.power != 2 and row.time > RETENTION_CHUNK:
         raise NotImplementedError("the chunked form of retention is of degree 2")
 
     def call(query, key, value, log_decay):
-        return power_retention(query, key, value, log_decay, deg=shape.power, chunk_size=RETENTION_CHUNK)
+        return power_retention(query, key, value, log_decay, deg=row.power, chunk_size=RETENTION_CHUNK)
 
     if compiled:
         call = torch.compile(call, dynamic=False)
-    return call, functools.partial(_formula, power=shape.power)
+    return call, functools.partial(_formula, power=row.power)
 
 
-def _flash_linear_attention(shape):
-    del shape
+def _flash_linear_attention(row):
+    del row
     from fla.ops.simple_gla import chunk_simple_gla
 
     def call(query, key, value, log_decay):
@@ -115,14 +115,14 @@ _CONTENDERS: dict[str, Callable] = {
 assert set(_CONTENDERS) == set(PEERS)
 
 
-def _draw(shape, time, batch=None):
+def _draw(row, time, batch=None):
     """Draws inputs as `_contenders.draw` does; heads remember 50 to 100,000 tokens."""
     import torch
 
-    lead = (batch or shape.batch, time, shape.heads)
+    lead = (batch or row.batch, time, row.heads)
     with torch.device(DEVICE):
-        vectors = [torch.randn(*lead, shape.head_dim, dtype=torch.bfloat16) for _ in range(3)]
-        gate = torch.randn(*lead) + torch.linspace(4, 12, shape.heads)
+        vectors = [torch.randn(*lead, row.head_dim, dtype=torch.bfloat16) for _ in range(3)]
+        gate = torch.randn(*lead) + torch.linspace(4, 12, row.heads)
     return [*vectors, torch.nn.functional.logsigmoid(gate)]
 
 
@@ -156,11 +156,11 @@ def _error_of_rows(formula, arguments, out):
     return worst
 
 
-def _check_gradients(call, formula, shape):
+def _check_gradients(call, formula, row):
     """Compares gradients with automatic differentiation of the formula in float32, over at least two chunks."""
     import torch
 
-    arguments = _draw(shape, max(GRADIENT_TIME, 2 * RETENTION_CHUNK), batch=1)
+    arguments = _draw(row, max(GRADIENT_TIME, 2 * RETENTION_CHUNK), batch=1)
     exact = [x.float().requires_grad_() for x in arguments]
     arguments = [x.requires_grad_() for x in arguments]
     dout = torch.randn_like(arguments[2])

@@ -28,21 +28,13 @@ LONGEST = {"softmax": 8192, "expressive": 8192, "power": 65_536, "linear": 262_1
 MILLION = 2**20
 
 
-def _power(query, key, value, log_decay):
-    return ops.power_attention(query, key, value, power=2, log_decay=log_decay)
-
-
-def _linear(query, key, value, log_decay):
-    del log_decay
-    return ops.linear_attention(query, key, value)
-
-
-def _expressive(query, key, value, log_decay):
-    del log_decay
-    return ops.expressive_attention(query, key, value)
-
-
-KERNELS = {"power": _power, "linear": _linear, "expressive": _expressive}
+KERNELS = {
+    "power": lambda query, key, value, log_decay: ops.power_attention(
+        query, key, value, power=2, log_decay=log_decay
+    ),
+    "linear": lambda query, key, value, _: ops.linear_attention(query, key, value),
+    "expressive": lambda query, key, value, _: ops.expressive_attention(query, key, value),
+}
 RECURRENT = ("power", "linear")
 
 
@@ -105,13 +97,9 @@ def _million_tokens(kernel: str) -> dict:
     log_decay = jax.nn.log_sigmoid(4 + random.standard_normal((1, MILLION, 1), np.float32))
     call = functools.partial(jax.jit(KERNELS[kernel]), query, key, value, log_decay)
     seconds = _timing.medians({"forward": call}, rounds=1)["forward"]
-    return {"length": MILLION, "head_dim": 32, "seconds": seconds, "peak_bytes": _peak_bytes()}
-
-
-def _peak_bytes() -> int:
-    """Returns this process's peak memory in bytes; getrusage would include the parent's."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+    # Not getrusage, which would include the parent's.
+    kilobytes = int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    return {"length": MILLION, "head_dim": 32, "seconds": seconds, "peak_bytes": 1024 * kilobytes}
 
 
 def _print(report: dict) -> None:

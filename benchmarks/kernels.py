@@ -18,6 +18,7 @@ measured in the same run. Memory is the peak of a call according to the compiler
 """
 
 import argparse
+import dataclasses
 import itertools
 import pathlib
 import statistics
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if options.smoke:
         device: dict = {"machine": _rows.machine(), "ceilings": _timing.ceilings(size=64, copied=2**16)}
-        rows = _rows.in_this_process(_shapes.rows(_shapes.SMOKE), measure)
+        rows = _rows.in_this_process(map(dataclasses.asdict, _shapes.SMOKE), measure)
         path = options.out
     else:
         brief = options.part == ["brief"]
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = _rows.require_device("benchmarks.kernels", COMMAND, seconds=ROW_SECONDS)
         parts = options.part or [part for part in _shapes.PARTS if part != "brief"]
         rows = _rows.in_processes(
-            _shapes.rows(itertools.chain.from_iterable(_shapes.PARTS[part] for part in parts)),
+            [dataclasses.asdict(row) for part in parts for row in _shapes.PARTS[part]],
             COMMAND,
             seconds=BRIEF_ROW_SECONDS if brief else ROW_SECONDS,
             deadline=deadline,
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(row: dict) -> dict:
-    """Measures a row of `_shapes.rows` or, for {"device": True}, the device's ceilings, on a GPU.
+    """Measures a row with the fields of `_shapes.Row` or, for {"device": True}, the device's ceilings, on a GPU.
 
     Raises NotImplementedError if the contender does not support the shape, WrongResult if its result is wrong.
     """
@@ -88,8 +89,7 @@ def measure(row: dict) -> dict:
         with _rows.exclusive():
             return {"machine": found, "ceilings": _timing.ceilings(size=8192, copied=2**31)}
     side = _peers if row["contender"] in _shapes.PEERS else _contenders
-    shape = _shapes.Shape(**{name: row[name] for name in _shapes.FIELDS})
-    prepared = side.prepare(row["contender"], shape)
+    prepared = side.prepare(_shapes.Row(**row))
     with _rows.exclusive():
         samples = _timing.samples(prepared.sample)
     taken = [sample.seconds / prepared.steps for sample in samples]
@@ -127,8 +127,8 @@ def _rates(row: dict, ceilings: dict) -> dict:
     """Returns FLOP/s (bytes/s for a step) and their fraction of the measured ceiling."""
     if "seconds" not in row:
         return {}
-    shape = _shapes.Shape(**{name: row[name] for name in _shapes.FIELDS})
-    unit, work = "flops", _shapes.flops(shape, row["contender"])
+    shape = _shapes.Row(**{field.name: row[field.name] for field in dataclasses.fields(_shapes.Row)})
+    unit, work = "flops", _shapes.flops(shape)
     if work is None:
         unit, work = "bytes", _shapes.step_bytes(shape)
     rate = work / row["seconds"]

@@ -1,6 +1,7 @@
 """Tests of `benchmarks.kernels` that need no GPU: work counts, checks, report and failures."""
 
 import dataclasses
+import itertools
 import json
 import sys
 
@@ -32,41 +33,33 @@ TOKENS = 8 * 1024
     ],
 )
 def test_flops_are_those_of_the_mathematics(contender, sizes, per_token):
-    assert _shapes.flops(_shapes.Shape(time=1024, **sizes), contender) == TOKENS * per_token
+    row = _shapes.Row(contender=contender, time=1024, **sizes)
+    assert _shapes.flops(row) == TOKENS * per_token
 
 
 def test_a_step_reads_the_state_once():
-    shape = _shapes.Shape(mode="step", batch=64, time=256)
+    row = _shapes.Row(contender="step/xla", mode="step", batch=64, time=256)
     state = 64 * 8 * 2080 * 65 * 4
     window_bytes = 64 * 8 * 96 * 129 * 4
-    assert _shapes.flops(shape, "step/xla") is None
-    assert _shapes.step_bytes(shape) == state * (1 + 2 / 64) + window_bytes
+    assert _shapes.flops(row) is None
+    assert _shapes.step_bytes(row) == state * (1 + 2 / 64) + window_bytes
 
 
 def test_parts_hold_the_shapes_that_decide():
-    times = {comparison.shape.time for comparison in _shapes.PARTS["chunked"]}
+    times = {row.time for row in _shapes.PARTS["chunked"]}
     assert min(times) == 1024
     assert max(times) == 262_144
-    brief = [(c.shape.mode, c.shape.power, c.shape.batch, c.shape.time) for c in _shapes.PARTS["brief"]]
-    for wanted in [
-        ("forward", 2, 1, 65_536),
-        ("forward", 2, 1, 8192),
-        ("step", 2, 64, 256),
-        ("forward", 4, 1, 8192),
-    ]:
-        assert wanted in brief
-    for part in ("attention", "brief"):
-        trained = {
-            (comparison.shape.power, comparison.shape.time)
-            for comparison in _shapes.PARTS[part]
-            if comparison.shape.mode == "training"
-            and {"attention/mosaic_gpu", "softmax/cudnn"} <= set(comparison.contenders)
-        }
-        assert trained >= {(power, time) for power in (2, 4) for time in (1024, 8192, 65_536)}
-    for comparison in (*_shapes.SMOKE, *(c for part in _shapes.PARTS.values() for c in part)):
-        assert set(comparison.contenders) <= set(_shapes.CONTENDERS)
-        if comparison.shape.mode != "forward":
-            assert not any(name.endswith("/kernel") for name in comparison.contenders)
+    brief = {(row.mode, row.power, row.batch, row.time) for row in _shapes.PARTS["brief"]}
+    assert {("forward", 2, 1, 65_536), ("forward", 2, 1, 8192), ("step", 2, 64, 256)} <= brief
+    for part, contender in itertools.product(
+        ("attention", "brief"), ("attention/mosaic_gpu", "softmax/cudnn")
+    ):
+        rows = [row for row in _shapes.PARTS[part] if (row.mode, row.contender) == ("training", contender)]
+        wanted = itertools.product((2, 4), (1024, 8192, 65_536))
+        assert {(row.power, row.time) for row in rows} >= set(wanted)
+    for row in itertools.chain(_shapes.SMOKE, *_shapes.PARTS.values()):
+        assert row.contender in _shapes.CONTENDERS
+        assert row.mode == "forward" or not row.contender.endswith("/kernel")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +76,7 @@ def smoke(tmp_path_factory):
 
 
 def test_smoke_has_a_row_for_every_contender(smoke):
-    described = _shapes.rows(_shapes.SMOKE)
+    described = map(dataclasses.asdict, _shapes.SMOKE)
     assert [row | wanted for row, wanted in zip(smoke["rows"], described, strict=True)] == smoke["rows"]
     assert smoke["machine"]["jax"] == jax.__version__
     assert set(smoke["ceilings"]) == {"flops", "bytes"}
@@ -137,10 +130,10 @@ def test_without_a_gpu_it_says_so_in_a_line():
 def test_absent_peers_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jla", None)
     with pytest.raises(NotImplementedError, match="jax-linear-attention is not installed"):
-        _contenders.prepare("jax-linear-attention", _shapes.Shape(time=64))
+        _contenders.prepare(_shapes.Row(contender="jax-linear-attention", time=64))
 
 
-SHAPE = _shapes.Shape(heads=2, head_dim=8, time=64)
+ROW = _shapes.Row(contender="chunked/xla", heads=2, head_dim=8, time=64)
 
 
 def wrong(monkeypatch, factor=1.0, gradient_factor=1.0):
@@ -158,25 +151,25 @@ def wrong(monkeypatch, factor=1.0, gradient_factor=1.0):
 
     call.defvjp(lambda *arguments: (call(*arguments), arguments), backward)
     contender = _contenders._Contender(call, _contenders._linear)
-    monkeypatch.setitem(_contenders._CONTENDERS, "chunked/xla", lambda shape: contender)
+    monkeypatch.setitem(_contenders._CONTENDERS, "chunked/xla", lambda row: contender)
 
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
 def test_wrong_values_are_not_timed(monkeypatch, factor):
     wrong(monkeypatch, factor=factor)
     with pytest.raises(_contenders.WrongResult):
-        _contenders.prepare("chunked/xla", SHAPE)
+        _contenders.prepare(ROW)
 
 
 @pytest.mark.parametrize("checked", [2048, 32], ids=["as timed", "shorter"])
 def test_wrong_gradients_are_not_timed(monkeypatch, checked):
     monkeypatch.setattr(_contenders, "GRADIENT_TIME", checked)
-    training = dataclasses.replace(SHAPE, mode="training")
+    training = dataclasses.replace(ROW, mode="training")
     wrong(monkeypatch)
-    assert 0 < _contenders.prepare("chunked/xla", training).error < 1e-2
+    assert 0 < _contenders.prepare(training).error < 1e-2
     wrong(monkeypatch, gradient_factor=1.05)
     with pytest.raises(_contenders.WrongResult, match="gradient of query"):
-        _contenders.prepare("chunked/xla", training)
+        _contenders.prepare(training)
 
 
 def test_long_calls_are_few():
