@@ -7,13 +7,12 @@ A case names the kernel, head size, value size, for a query its chunk, and the d
 import functools
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import norms, query, update
 from tools import h100
+from tools import state_cases as cases
 
 # Chunks of 64, 128 and 192 give a query one, two and three warpgroups.
 CASES = [
@@ -43,16 +42,12 @@ CASES = [
     "query-d128-e128-c1024-float32",
 ]
 # Every supported size, dtype of states and number of warpgroups.
-_STATES = [f"-{dtype}" for dtype in ("float16", "bfloat16", "float32")]
-_SIZES = [f"d{head_dim}-e{value_dim}" for head_dim in (32, 64, 128) for value_dim in (64, 128)]
-RARE = [f"update-{size}{states}" for size in _SIZES for states in _STATES]
+SIZES, QUERY_CHUNKS = cases.sizes((32, 64, 128), (64, 128)), (64, 128, 192, 384)
+RARE = [f"update-{size}-{dtype}" for size in SIZES for dtype in cases.STATES]
 RARE += [
-    f"query-{size}-c{chunk}{states}" for size in _SIZES for chunk in (64, 128, 192, 384) for states in _STATES
+    f"query-{size}-c{chunk}-{dtype}" for size in SIZES for chunk in QUERY_CHUNKS for dtype in cases.STATES
 ]
 RARE = sorted(set(RARE) - set(CASES))
-HEADS, GROUP, CHUNKS, WINDOW = 2, 2, 4, 64
-# Times are predicted for batch 1.
-PREDICTED_HEADS, PREDICTED_TIME = 8, 65_536
 # Latency of the last wgmma of each product and of barriers; a guess, not a measurement.
 WAITING_CYCLES = 120
 # Bytes per cycle of one multiprocessor: from shared memory, which wgmma reads at half that rate, and (a guess) from L2.
@@ -61,35 +56,38 @@ SHARED_BYTES, PRODUCT_BYTES, CACHE_BYTES = 128, 64, 25
 
 def build(case: str):
     """Returns the kernel of a case without its preparation, which is plain JAX and not compiled."""
-    kernel, layout, value_dim, chunk, state_dtype = _parsed(case)
+    kernel, head_dim, value_dim, chunk, state_dtype, config = found = cases.parse(case, power=2)
     operand, terms = configs.operands(state_dtype)
-    config, head_dim, time = _config(case), layout.head_dim, chunk * CHUNKS
-    shape = functools.partial(_shape, dtype=operand)
-    exact = functools.partial(_shape, dtype=jnp.float32)
-    brief = functools.partial(_shape, dtype=jnp.bfloat16)
+    layout, time = layouts.Layout(head_dim), found.time
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, operand)
+
     state = (layouts.TILE, layout.sections, value_dim, layout.section_width)
     options = {"layout": layout, "config": config, "chunk": chunk}
     if kernel == "update":
         return functools.partial(update.update, **options, terms=terms), [
-            shape(HEADS, layout.head_dim, time),
-            shape(HEADS, value_dim, time),
-            exact(HEADS, CHUNKS),
-            exact(HEADS, *state),
+            shape(cases.HEADS, layout.head_dim, time),
+            shape(cases.HEADS, value_dim, time),
+            cases.exact(cases.HEADS, cases.CHUNKS),
+            cases.exact(cases.HEADS, *state),
         ]
     if kernel == "norms":
         return norms.norms, [
-            shape(HEADS, head_dim, time),
-            exact(HEADS, CHUNKS, chunk // configs.BLOCK, configs.BLOCK),
+            shape(cases.HEADS, head_dim, time),
+            cases.exact(cases.HEADS, cases.CHUNKS, chunk // configs.BLOCK, configs.BLOCK),
         ]
-    return functools.partial(query.query_states, **options, exact_window=WINDOW, batch_time=(1, time)), [
-        brief(HEADS * GROUP, time, head_dim),
-        shape(HEADS * GROUP, head_dim, time),
-        shape(HEADS, CHUNKS, layouts.TILE, terms * value_dim, layout.width),
-        brief(HEADS, CHUNKS, 2 * head_dim, head_dim),
-        brief(HEADS, WINDOW + time, head_dim),
-        brief(HEADS, WINDOW + time, value_dim),
-        exact(HEADS, CHUNKS, 3, (WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
-        exact(HEADS, time // configs.BLOCK, configs.BLOCK),
+    return functools.partial(
+        query.query_states, **options, exact_window=cases.WINDOW, batch_time=(1, time)
+    ), [
+        cases.brief(cases.HEADS * cases.GROUP, time, head_dim),
+        shape(cases.HEADS * cases.GROUP, head_dim, time),
+        shape(cases.HEADS, cases.CHUNKS, layouts.TILE, terms * value_dim, layout.width),
+        cases.brief(cases.HEADS, cases.CHUNKS, 2 * head_dim, head_dim),
+        cases.brief(cases.HEADS, cases.WINDOW + time, head_dim),
+        cases.brief(cases.HEADS, cases.WINDOW + time, value_dim),
+        cases.exact(cases.HEADS, cases.CHUNKS, 3, (cases.WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
+        cases.exact(cases.HEADS, time // configs.BLOCK, configs.BLOCK),
     ]
 
 
@@ -102,14 +100,13 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     """
     found = [loop for loop in kernel.loops if loop["HGMMA"]]
     predictions = {"update": _predict_update, "norms": _predict_norms, "query": _predict_query}
-    loops, cycles = predictions[case.split("-")[0]](case, found)
-    return loops, f"{1e3 * cycles / h100.SUSTAINED_HERTZ:.2f} ms"
+    parsed = cases.parse(case, power=2)
+    loops, cycles = predictions[parsed.kernel](parsed, layouts.Layout(parsed.head_dim), found)
+    return loops, cases.milliseconds(cycles)
 
 
-def _predict_update(case, loops):
-    _, layout, *_ = _parsed(case)
-    config = _config(case)
-    counts = loops[0]
+def _predict_update(case, layout, loops):
+    config, counts = case.config, loops[0]
     scalars = config.update_scalars * len(layout.section)
     tensor = config.update_scalars // 2 * 2 * layout.section_width
     # 64 tokens of 16 bits per row. Every warpgroup reads the values, and a vector per scalar in eight parts per warp.
@@ -121,23 +118,23 @@ def _predict_update(case, loops):
         shared / SHARED_BYTES,
         filled / CACHE_BYTES,
     )
-    rounds = -(-PREDICTED_HEADS * config.update_blocks * config.segments // h100.MULTIPROCESSORS)
-    cycles = rounds * PREDICTED_TIME / config.segments / configs.BLOCK * step
+    rounds = -(-cases.PREDICTED_HEADS * config.update_blocks * config.segments // h100.MULTIPROCESSORS)
+    cycles = rounds * cases.PREDICTED_TIME / config.segments / configs.BLOCK * step
     return [h100.Loop("tokens", counts, tensor)], cycles
 
 
-def _predict_norms(case, loops):
-    _, layout, *_ = _parsed(case)
+def _predict_norms(case, layout, loops):
+    del case
     # 64 tokens: a product for each term, and the keys and weights that fill the ring.
     tensor = max(layout.head_dim, configs.BLOCK) // configs.BLOCK * 2 * 4 * layout.head_dim // 2
     filled = 2 * configs.BLOCK * layout.head_dim + 4 * configs.BLOCK
-    rounds = PREDICTED_HEADS * PREDICTED_TIME / configs.BLOCK / h100.MULTIPROCESSORS
+    rounds = cases.PREDICTED_HEADS * cases.PREDICTED_TIME / configs.BLOCK / h100.MULTIPROCESSORS
     return [h100.Loop("tokens", loops[0], tensor)], rounds * max(tensor, filled / CACHE_BYTES)
 
 
-def _predict_query(case, loops):
-    _, layout, value_dim, chunk, state_dtype = _parsed(case)
-    config, terms = _config(case), configs.operands(state_dtype)[1]
+def _predict_query(case, layout, loops):
+    _, _, value_dim, chunk, state_dtype, config = case
+    terms = configs.operands(state_dtype)[1]
     count, products = config.query_blocks, config.parts * terms
     tensor = layout.width // 16 * value_dim // 2 * terms
     state = next(loop for loop in loops if loop["HMUL2"] and not loop["MUFU"])
@@ -150,32 +147,7 @@ def _predict_query(case, loops):
         wgmmas = layout.head_dim // 16 + 8
         keys = next(loop for loop in loops if loop["MUFU"] and loop["HGMMA"] == wgmmas)
         block = max(count * near, near + keys["instructions"] + 3 * WAITING_CYCLES)
-        row += ((chunk // configs.BLOCK + count) / 2 + WINDOW // configs.BLOCK) * block
+        row += ((chunk // configs.BLOCK + count) / 2 + cases.WINDOW // configs.BLOCK) * block
         found.append(h100.Loop("keys", keys, near))
-    rows = PREDICTED_HEADS * PREDICTED_TIME / (configs.BLOCK * count)
+    rows = cases.PREDICTED_HEADS * cases.PREDICTED_TIME / (configs.BLOCK * count)
     return found, rows / h100.MULTIPROCESSORS * row
-
-
-def _parsed(case):
-    kernel, head_dim, value_dim, *chunk, state_dtype = case.split("-")
-    layout = layouts.Layout(int(head_dim[1:]))
-    return kernel, layout, int(value_dim[1:]), int(chunk[0][1:]) if chunk else 1024, jnp.dtype(state_dtype)
-
-
-def _config(case):
-    _, layout, value_dim, chunk, state_dtype = _parsed(case)
-    return power_state.choose(
-        power=2,
-        time=PREDICTED_TIME,
-        heads=PREDICTED_HEADS,
-        head_dim=layout.head_dim,
-        value_dim=value_dim,
-        dtype=jnp.bfloat16,
-        chunk=chunk,
-        exact_window=WINDOW,
-        state_dtype=state_dtype,
-    )
-
-
-def _shape(*sizes, dtype):
-    return jax.ShapeDtypeStruct(sizes, dtype)

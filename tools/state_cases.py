@@ -1,0 +1,95 @@
+"""What the cases of the state kernels in `tools.compiled` share: parts of their names, sizes, and units of time."""
+
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import power_state
+from pallas_kernels.power_state import config as configs
+from tools import h100
+
+__all__ = [
+    "CHUNKS",
+    "GROUP",
+    "HEADS",
+    "PREDICTED_HEADS",
+    "PREDICTED_TIME",
+    "STATES",
+    "WINDOW",
+    "Case",
+    "brief",
+    "exact",
+    "half",
+    "milliseconds",
+    "parse",
+    "sizes",
+]
+
+# Of the compiled shapes: key heads, query heads for each, chunks, and exact window.
+HEADS, GROUP, CHUNKS, WINDOW = 2, 2, 4, 64
+# Times are predicted for batch 1.
+PREDICTED_HEADS, PREDICTED_TIME = 8, 65_536
+STATES = ("float16", "bfloat16", "float32")
+
+
+class Case(NamedTuple):
+    """A case such as "query-d64-e64-c768-float16": kernel, head size, value size, chunk and dtype of states."""
+
+    kernel: str
+    head_dim: int
+    value_dim: int
+    chunk: int
+    state_dtype: jnp.dtype
+    config: configs.Config
+
+    @property
+    def time(self) -> int:
+        """Length of the compiled sequences."""
+        return self.chunk * CHUNKS
+
+
+def parse(case: str, *, power: int) -> Case:
+    """Returns the parts of a case's name, and the kernels' config for the predicted shape."""
+    found = re.fullmatch(r"(\w+)-d(\d+)-e(\d+)(?:-c(\d+))?(?:-(\w+))?", case)
+    assert found is not None, case
+    kernel, head_dim, value_dim, chunk, dtype = found.groups()
+    state_dtype = jnp.dtype(dtype or jnp.float16)
+    config = power_state.choose(
+        power=power,
+        time=PREDICTED_TIME,
+        heads=PREDICTED_HEADS,
+        head_dim=int(head_dim),
+        value_dim=int(value_dim),
+        dtype=jnp.bfloat16,
+        chunk=int(chunk or 1024),
+        exact_window=WINDOW,
+        state_dtype=state_dtype,
+    )
+    return Case(kernel, int(head_dim), int(value_dim), int(chunk or 1024), state_dtype, config)
+
+
+def sizes(head_dims: tuple[int, ...], value_dims: tuple[int, ...]) -> list[str]:
+    """Returns the part of a case's name that has the sizes, for each pair of them."""
+    return [f"d{head_dim}-e{value_dim}" for head_dim in head_dims for value_dim in value_dims]
+
+
+def brief(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an argument in bfloat16."""
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def half(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an argument in float16."""
+    return jax.ShapeDtypeStruct(shape, jnp.float16)
+
+
+def exact(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an argument in float32."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def milliseconds(cycles: float) -> str:
+    """Formats the time of the cycles of one multiprocessor."""
+    return f"{1e3 * cycles / h100.SUSTAINED_HERTZ:.2f} ms"
