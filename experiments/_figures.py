@@ -167,6 +167,6 @@ def draw_values(
             fontsize=9,
             color=figures.INK,
         )
-    figures.style(axes, x_label=x_label, y_label="", title=title, about=about)
+    figures.style(axes, x_label=x_label, y_label="", title=title, subtitle=about)
     axes.set_yticks(places, [name for name, *_ in values])
     _save(figure, path)

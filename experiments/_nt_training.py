@@ -197,6 +197,6 @@ def _tested_run(setting, model, parameters, key):
 
 def _series(setting, tasks, key, shape, behind):
     """Draws series that have `behind` symbols after the context."""
-    return nt_tasks.drawn(
+    return nt_tasks.draw(
         key, shape, tasks=tasks, base=setting.base, delay=setting.delay, length=setting.context + behind
     )

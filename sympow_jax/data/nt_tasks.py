@@ -18,7 +18,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Int
 
-__all__ = ["TASKS", "check", "continued", "cycles", "drawn"]
+__all__ = ["TASKS", "check", "continue_series", "cycles", "draw"]
 
 TASKS = ("NT", "NT-S", "NT-R")
 
@@ -36,7 +36,7 @@ def check(tasks: tuple[str, ...], base: int, delay: int) -> None:
         raise ValueError(f"delay is {delay}; it must be at least 1, the delay of XOR")
 
 
-def continued(
+def continue_series(
     first: Int[Array, "*batch W"], tasks: tuple[str, ...], task: Int[Array, "*batch"], base: int, length: int
 ) -> Int[Array, "*batch T"]:
     """Returns the series of `length` symbols that begin with `first`.
@@ -60,7 +60,7 @@ def continued(
     return jnp.moveaxis(symbols, 0, -1)
 
 
-def drawn(
+def draw(
     key: Array, shape: tuple[int, ...], *, tasks: tuple[str, ...], base: int, delay: int, length: int
 ) -> tuple[Int[Array, "*batch T"], Int[Array, "*batch"]]:
     """Returns random series and the index of each one's task.
@@ -74,7 +74,7 @@ def drawn(
     of_task, of_first = jax.random.split(key)
     task = jax.random.randint(of_task, shape, 0, len(tasks))
     first = jax.random.randint(of_first, (*shape, delay + 1), 0, base)
-    return continued(first, tasks, task, base, length), task
+    return continue_series(first, tasks, task, base, length), task
 
 
 def cycles(task: str, base: int, delay: int) -> dict[int, int]:

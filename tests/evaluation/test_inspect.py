@@ -131,7 +131,7 @@ def test_weights_are_the_formulas_of_a_power_model():
     np.testing.assert_allclose(found.half_life, math.log(2) / -log_decay.T, rtol=1e-5)
 
 
-def test_the_numbers_are_those_of_the_run(runs, written):
+def test_json_has_the_numbers_of_the_run(runs, written):
     assert written["run"] == "a"
     assert written["step"] == 2
     assert "".join(written["text"]) == TEXT
@@ -156,7 +156,7 @@ def test_the_numbers_are_those_of_the_run(runs, written):
     assert written["theta"][0] == pytest.approx(2 * math.pi)
 
 
-def test_the_pictures(runs, written):
+def test_figures_are_written(runs, written):
     for name in ("attention", "half_life", "rotation"):
         with PIL.Image.open(runs / "out" / f"{name}.png") as picture:
             width, height = picture.size
@@ -178,7 +178,7 @@ def test_one_layer(runs, capsys):
     assert [layer["layer"] for layer in found["layers"]] == [1]
 
 
-def test_what_is_left_out_is_said(tmp_path):
+def test_omitted_figures_are_reported(tmp_path):
     settings = config.Config(
         model=config.ModelConfig(
             vocab_size=128, layers=1, width=WIDTH, heads=HEADS, attention=config.preset("sympow")
@@ -207,7 +207,7 @@ def draw(found, tokens, folder):
 @pytest.mark.parametrize(
     ("heads", "time", "numbers"), [(1, 1, "one a head"), (5, 12, "vectors"), (3, 130, "one a head")]
 )
-def test_pictures_of_all_sizes(heads, time, numbers, tmp_path):
+def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
     random = np.random.default_rng(0)
     shape = (heads, time, 4) if numbers == "vectors" else (heads, time)
     half_life = random.uniform(0.01, 10, shape)

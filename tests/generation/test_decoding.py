@@ -55,7 +55,7 @@ def test_forms_agree():
     assert cases.error(chunked, attention) < BOUND
 
 
-def test_padding_takes_no_room():
+def test_padding_takes_no_cache_slots():
     logits, state = small.prefilled("softmax", 200)
     found = decoded(small.model("softmax"), small.tokens(small.ROWS, 105), state, logits)
     outgrown = ~np.isfinite(found).all(-1)
@@ -83,7 +83,7 @@ def test_a_kv_cache_is_folded():
     np.testing.assert_array_equal(folded.layers[0].memory.segment, expected.layers[0].memory.segment)
 
 
-def test_what_is_lost_is_not_folded():
+def test_a_cache_that_lost_tokens_is_not_folded():
     model = small.model("conformal")
     logits, state = generation.prefill(
         model, small.tokens(small.ROWS, 21), np.array([21, 11, 21]), max_length=25
@@ -116,7 +116,7 @@ def test_mistakes():
         "row 1 has length 0": lambda: generation.prefill(model, tokens, np.array([8, 0])),
         "row 0 has length 9": lambda: generation.prefill(model, tokens, np.array([9, 1])),
         "must be [B, T]": lambda: generation.prefill(model, tokens, rows[:1]),
-        "token 64 at place 3 of row 0": lambda: generation.prefill(model, beyond, rows),
+        "token 64 at position 3 of row 0": lambda: generation.prefill(model, beyond, rows),
         "2 rows and there are tokens for 1": lambda: generation.decode(model, state, tokens[:1, 0]),
         "another model: it is recurrent": lambda: generation.decode(softmax, state, tokens[:, 0]),
         "another model: it has 1 layers, this one 2": lambda: generation.decode(

@@ -76,7 +76,7 @@ def test_mistakes():
         "a prompt is empty": {"prompts": [[1], []]},
         "max_tokens is 0": {"max_tokens": 0},
         "seed is -1": {"seed": -1},
-        "token 64 at place 1 of row 0": {"prompts": [[1, 64]]},
+        "token 64 at position 1 of row 0": {"prompts": [[1, 64]]},
     }.items():
         with pytest.raises(ValueError, match=message):
             generation.generate(model, **{"prompts": [[1]], "max_tokens": 1, "sampling": GREEDY, **changes})

@@ -49,7 +49,7 @@ def test_the_likeliest_alone():
     assert (draws(top_p=1e-9) == 0).all()
 
 
-def test_ties_leave_as_many_as_asked():
+def test_ties_do_not_exceed_top_k():
     found = np.bincount(draws(probabilities=np.full(4, 0.25), top_k=3), minlength=4)
     assert (found > 0).sum() == 3
 

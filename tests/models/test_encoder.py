@@ -46,7 +46,7 @@ def test_shapes_and_dtypes():
 
 
 @pytest.mark.parametrize("method", ["softmax", "type2", pytest.param("base", marks=pytest.mark.slow)])
-def test_every_token_sees_its_whole_document_and_no_other(method):
+def test_every_token_attends_to_its_whole_document_only(method):
     model = small(method)
     segment_ids = jnp.asarray([[0] * 7 + [1] * 5] * 2)
     before, _ = run(model, tokens(), segment_ids)
@@ -78,7 +78,7 @@ def test_the_head_reads_the_mean_of_tokens():
     np.testing.assert_allclose(found, means @ kernel + bias, rtol=1e-5)
 
 
-def test_a_row_depends_on_its_batch_in_training_alone():
+def test_a_row_depends_on_its_batch_only_in_training():
     model, ids = small(norm="batch"), jnp.zeros_like(tokens())
     model.embedding_norm.mean[...] += 0.01
     other = tokens().at[1].set(tokens()[1, ::-1] // 2)
@@ -87,7 +87,7 @@ def test_a_row_depends_on_its_batch_in_training_alone():
     assert np.abs(run(model, tokens(), ids)[1][0] - run(model, other, ids)[1][0]).max() > 1e-3
 
 
-def test_roberta_has_as_many_parameters_as_its_shape():
+def test_roberta_has_the_number_of_parameters_of_its_shape():
     attention = config.lrpe_method("base", causal=False)
     model = config.ModelConfig(vocab_size=50_265, layers=12, width=768, heads=12, attention=attention)
     task = config.TaskConfig(name="masked_token")

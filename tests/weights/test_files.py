@@ -146,7 +146,7 @@ def test_all_mismatches_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\x00" * 64, None], ids=["empty", "text", "zeros", "cut"])
-def test_a_file_that_is_none(tmp_path, content):
+def test_a_file_that_is_not_safetensors(tmp_path, content):
     path = tmp_path / "model.safetensors"
     if content is None:
         weights.save(path, decoder(), made(decoder()))
@@ -157,7 +157,7 @@ def test_a_file_that_is_none(tmp_path, content):
     assert "\n" not in str(raised.value)
 
 
-def test_files_that_are_not_there_or_are(tmp_path):
+def test_missing_and_existing_files(tmp_path):
     settings, path = decoder(layers=1), tmp_path / "a" / "model.safetensors"
     model = made(settings)
     with pytest.raises(ValueError, match="there is no file"):
@@ -175,7 +175,7 @@ def test_files_that_are_not_there_or_are(tmp_path):
         weights.save(path, settings, model)
 
 
-def test_settings_that_are_none(tmp_path):
+def test_invalid_settings(tmp_path):
     path = tmp_path / "settings.json"
     values = dataclasses.asdict(decoder())
     for content, message in (

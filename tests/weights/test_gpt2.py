@@ -53,7 +53,7 @@ def test_tokens_one_at_a_time(loaded):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_names_with_a_prefix_and_the_output_once_more(tmp_path, loaded, dtype):
+def test_names_with_a_prefix_and_a_copy_of_the_output(tmp_path, loaded, dtype):
     plain = {name: value.astype(dtype) for name, value in published.weights().items()}
     tensors = {f"transformer.{name}": value for name, value in plain.items()}
     path = published.write(tmp_path, tensors | {"lm_head.weight": plain["wte.weight"]})
@@ -96,7 +96,7 @@ def test_settings(tmp_path):
         ({"n_head": 5}, "model.heads is 5 and does not divide model.width 24"),
     ],
 )
-def test_settings_that_cannot_be_had(tmp_path, changes, message):
+def test_unsupported_settings(tmp_path, changes, message):
     published.write(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         weights.read_settings(tmp_path / "config.json")
@@ -122,7 +122,7 @@ def test_all_mismatches_are_listed(tmp_path):
     )
 
 
-def test_what_gpt2_has_not_is_lacking_by_its_own_name(tmp_path):
+def test_parameters_that_gpt2_lacks_are_listed_by_name(tmp_path):
     path = published.write(tmp_path)
     settings = weights.read_settings(tmp_path / "config.json")
     attention = dataclasses.replace(settings.model.attention, kernel="power", decay="learned")
