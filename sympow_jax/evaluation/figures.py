@@ -61,7 +61,7 @@ def save(figure: matplotlib.figure.Figure, path: pathlib.Path) -> None:
 def style(
     axes: matplotlib.axes.Axes, *, x_label: str, y_label: str, title: str = "", subtitle: str = ""
 ) -> None:
-    """Applies the common style, with a title above the axes and, smaller, a description `about` the plot."""
+    """Applies the common style, with a title above the axes and a smaller `subtitle`."""
     axes.set_xlabel(x_label, color=INK)
     axes.set_ylabel(y_label, color=INK)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)

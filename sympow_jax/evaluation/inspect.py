@@ -142,7 +142,7 @@ def _write_json(
     *,
     causal: bool,
 ) -> None:
-    """Writes `about` and the values of each layer; a causal row of weights ends with its own token."""
+    """Writes `metadata` and the values of each layer; a causal row of weights ends with its own token."""
     records = []
     for layer in maps:
         heads = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
