@@ -75,9 +75,9 @@ def test_parse_lengths(capsys, text, lengths):
 )
 def test_parse_lengths_rounds_the_last_length_to_a_doubling(capsys, text, lengths):
     assert buckets.parse_lengths(text) == lengths
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "is rounded down to" in said
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert "is rounded down to" in warning
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ BOUND = 1e-5
 
 def decoded(model, tokens, state, logits):
     """Returns the logits before and after each of `tokens`, [B, T + 1, V]."""
-    found = [logits]
-    for place in range(tokens.shape[1]):
-        logits, state = generation.decode(model, state, tokens[:, place])
-        found.append(logits)
-    return jnp.stack(found, axis=1)
+    actual = [logits]
+    for index in range(tokens.shape[1]):
+        logits, state = generation.decode(model, state, tokens[:, index])
+        actual.append(logits)
+    return jnp.stack(actual, axis=1)
 
 
 def keeps(state):
@@ -35,15 +35,15 @@ def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length)
     model, following = small.model(preset), small.tokens(small.ROWS, 100, seed=2)
     logits, state = small.prefilled(preset, max_length)
     assert keeps(state) == (max_length is not None)
-    found = decoded(model, following, state, logits)
+    actual = decoded(model, following, state, logits)
     rows = zip(small.tokens(small.ROWS, small.TIME), small.LENGTHS, following)
     alone = [np.concatenate([prompt[:length], more]) for prompt, length, more in rows]
     expected = small.whole(model, np.stack([np.pad(row, (0, 200 - len(row))) for row in alone]))
     assert np.std(expected) > 0.1
     for row, length in enumerate(small.LENGTHS):
         wanted = expected[row, length - 1 : length + 100]
-        assert cases.error(found[row], wanted) < BOUND
-        np.testing.assert_array_equal(found[row].argmax(-1), wanted.argmax(-1))
+        assert cases.error(actual[row], wanted) < BOUND
+        np.testing.assert_array_equal(actual[row].argmax(-1), wanted.argmax(-1))
 
 
 @pytest.mark.slow
@@ -57,8 +57,8 @@ def test_forms_agree():
 
 def test_padding_takes_no_cache_slots():
     logits, state = small.prefilled("softmax", 200)
-    found = decoded(small.model("softmax"), small.tokens(small.ROWS, 105), state, logits)
-    outgrown = ~np.isfinite(found).all(-1)
+    actual = decoded(small.model("softmax"), small.tokens(small.ROWS, 105), state, logits)
+    outgrown = ~np.isfinite(actual).all(-1)
     # Row 0 has room for 100 more tokens. The next token still attends to all of them; the one after it misses a key.
     np.testing.assert_array_equal(outgrown[0], [False] * 102 + [True] * 4)
     assert not outgrown[1:].any()
@@ -90,17 +90,17 @@ def test_a_cache_that_lost_tokens_is_not_folded():
     )
     for token in small.tokens(5, small.ROWS):  # rows 0 and 2 have room for 4
         _, state = generation.decode(model, state, token)
-    found = decoded(model, small.tokens(small.ROWS, 1), generation.fold(model, state), logits)
-    np.testing.assert_array_equal(np.isnan(found[:, 1]).all(-1), [True, False, True])
+    actual = decoded(model, small.tokens(small.ROWS, 1), generation.fold(model, state), logits)
+    np.testing.assert_array_equal(np.isnan(actual[:, 1]).all(-1), [True, False, True])
 
 
 def test_a_context_is_continued():
     model, following = small.model("conformal"), small.tokens(small.ROWS, small.TIME, seed=2)
     _, state = small.prefilled("conformal")
-    found, _ = generation.prefill(model, following, np.full(small.ROWS, small.TIME), state=state)
+    actual, _ = generation.prefill(model, following, np.full(small.ROWS, small.TIME), state=state)
     row = np.concatenate([small.tokens(small.ROWS, small.TIME)[0], following[0]])
     expected = small.whole(model, np.tile(row, (small.ROWS, 1)))[0, -1]
-    assert cases.error(found[0], expected) < BOUND
+    assert cases.error(actual[0], expected) < BOUND
 
 
 def test_mistakes():

@@ -37,9 +37,9 @@ def test_a_slot_changes_alone(prefilled):
     for slot in (0, 2):
         same(generation.take(changed, slot), generation.take(empty, slot))
     # A row continues in a slot as it would have in any other slot.
-    found, _ = generation.decode(model, changed, np.array([3, 4, 5]))
+    actual, _ = generation.decode(model, changed, np.array([3, 4, 5]))
     expected, _ = generation.decode(model, state, np.array([0, 0, 4]))
-    np.testing.assert_allclose(found[1], expected[2], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual[1], expected[2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("slot", [-1, 3])

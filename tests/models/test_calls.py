@@ -24,13 +24,13 @@ def small(preset, *, remat="none", **changes):
 def events(call):
     """Returns JAX's trace and compile events of the second of two calls; checks that the first has some."""
     jax.clear_caches()
-    found = []
+    names = []
     for _ in range(2):
         _events.clear()
         jax.block_until_ready(call())
-        found.append([name for name in _events if "compile" in name])
-    assert found[0]
-    return found[1]
+        names.append([event for event in _events if "compile" in event])
+    assert names[0]
+    return names[1]
 
 
 @pytest.mark.parametrize(

@@ -228,14 +228,14 @@ def test_logits_multiply_in_the_models_dtype_in_both_passes():
     products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert len(products) == 2  # the forward one was evaluated
     assert {x.aval.dtype.name for eqn in products for x in eqn.invars} == {"bfloat16"}
-    for found, exact in zip(gradients(jnp.bfloat16), gradients(jnp.float32)):
-        assert found.dtype == jnp.float32
-        assert float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)) < 4e-3
-    for found, exact in zip(
+    for actual, exact in zip(gradients(jnp.bfloat16), gradients(jnp.float32)):
+        assert actual.dtype == jnp.float32
+        assert float(jnp.linalg.norm(actual - exact) / jnp.linalg.norm(exact)) < 4e-3
+    for actual, exact in zip(
         gradients(jnp.float32),
         (
             jnp.einsum("btv,vm->btm", cotangent, embedding),
             jnp.einsum("btv,btm->vm", cotangent, hidden),
         ),
     ):
-        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-4)

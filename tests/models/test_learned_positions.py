@@ -19,8 +19,8 @@ def make(task="next_token", **changes):
     attention = config.preset("gpt2", max_document_length=LENGTH, causal=causal)
     shape = {"vocab_size": 32, "layers": 1, "width": WIDTH, "heads": 2, "dtype": "float32", **changes}
     settings = config.ModelConfig(attention=attention, **shape)
-    of = config.TaskConfig(name=task, classes=2 if task == "classification" else None)
-    return models.make(settings, of, rngs=nnx.Rngs(0))
+    task_config = config.TaskConfig(name=task, classes=2 if task == "classification" else None)
+    return models.make(settings, task_config, rngs=nnx.Rngs(0))
 
 
 def tokens(time=LENGTH):
@@ -44,9 +44,9 @@ def test_rows_of_the_table_by_position(embedding_norm):
     if embedding_norm:
         x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     for row, places in enumerate(([0, 1, 2, None, 3, 0, 1, 0], [None, 0, 1, 2, 3, 4, 5, 6])):
-        for time, place in enumerate(places):
-            if place is not None:
-                np.testing.assert_allclose(added[row, time] - x[row, time], table[place], atol=2e-6)
+        for time, index in enumerate(places):
+            if index is not None:
+                np.testing.assert_allclose(added[row, time] - x[row, time], table[index], atol=2e-6)
 
 
 def test_a_model_without_an_embedding_norm_has_no_parameters_for_it():

@@ -43,10 +43,10 @@ def check_refused(messages):
             "NotImplementedError: ",
             "does not support states; leave out initial_state and return_state",
         ),
-        "reference": ("NotImplementedError: ", "'reference' cannot; use implementation='xla'"),
-        "kept": ("NotImplementedError: ", "equal numbers of keys and queries"),
-        "kept by softmax": ("NotImplementedError: ", "equal numbers of keys and queries, not 8 and 7"),
-        "kept by expressive": ("NotImplementedError: ", "equal numbers of keys and queries, not 8 and 7"),
+        "reference": ("NotImplementedError: ", "'reference' does not support; use implementation='xla'"),
+        "KV cache": ("NotImplementedError: ", "equal numbers of keys and queries"),
+        "KV cache of softmax": ("NotImplementedError: ", "equal numbers of keys and queries, not 8 and 7"),
+        "KV cache of expressive": ("NotImplementedError: ", "equal numbers of keys and queries, not 8 and 7"),
         "exact_window": ("ValueError: ", "holds 8 of 16 positions, fewer than the window of 9; use a longer"),
     }
     assert messages.keys() == expected.keys()

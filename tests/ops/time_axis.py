@@ -237,9 +237,9 @@ def refused():
             x, x, x, axis_name=axis, initial_state=state, exact_window=4
         ),
         "reference": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, implementation="reference"),
-        "kept": lambda x, axis: ops.power_attention(x[:, 1:], x, x, axis_name=axis),
-        "kept by softmax": lambda x, axis: ops.softmax_attention(x[:, 1:], x, x, axis_name=axis),
-        "kept by expressive": lambda x, axis: ops.expressive_attention(x[:, 1:], x, x, axis_name=axis),
+        "KV cache": lambda x, axis: ops.power_attention(x[:, 1:], x, x, axis_name=axis),
+        "KV cache of softmax": lambda x, axis: ops.softmax_attention(x[:, 1:], x, x, axis_name=axis),
+        "KV cache of expressive": lambda x, axis: ops.expressive_attention(x[:, 1:], x, x, axis_name=axis),
         "exact_window": lambda x, axis: ops.power_attention(
             x, x, x, axis_name=axis, form="chunked", exact_window=9
         ),

@@ -42,14 +42,14 @@ def test_tokens_one_at_a_time(loaded):
     """Decodes a prompt, then steps, up to the last position."""
     expected = published.forward(published.weights(), tokens())
     lengths = np.array([9, 5])
-    found, state = generation.prefill(loaded, tokens(), lengths, max_length=published.LENGTH)
+    actual, state = generation.prefill(loaded, tokens(), lengths, max_length=published.LENGTH)
     for _ in range(11):
-        assert cases.error(found, expected[[0, 1], lengths - 1]) <= BOUND
-        found, state = generation.decode(loaded, state, tokens()[[0, 1], lengths])
+        assert cases.error(actual, expected[[0, 1], lengths - 1]) <= BOUND
+        actual, state = generation.decode(loaded, state, tokens()[[0, 1], lengths])
         lengths = lengths + 1
-    found, _ = generation.decode(loaded, state, np.array([0, 0]))
-    assert np.isnan(found[0]).all()
-    assert np.isfinite(found[1]).all()
+    actual, _ = generation.decode(loaded, state, np.array([0, 0]))
+    assert np.isnan(actual[0]).all()
+    assert np.isfinite(actual[1]).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -58,8 +58,8 @@ def test_names_with_a_prefix_and_a_copy_of_the_output(tmp_path, loaded, dtype):
     tensors = {f"transformer.{name}": value for name, value in plain.items()}
     path = published.write(tmp_path, tensors | {"lm_head.weight": plain["wte.weight"]})
     model = weights.load(path, weights.read_settings(tmp_path / "config.json"))
-    found, expected = (jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (model, loaded))
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = (jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (model, loaded))
+    for one, other in zip(actual, expected, strict=True):
         assert one.dtype == np.float32
         np.testing.assert_array_equal(one, np.asarray(other).astype(dtype))
 
