@@ -49,14 +49,14 @@ def _source(task: str) -> dict[str, Any]:
     if task == "listops":
         return {"source": "listops"}
     ending = "" if task in ("pathfinder", "image") else ".tsv"
-    found: dict[str, Any] = {
+    sources: dict[str, Any] = {
         "paths": (f"data/lra/{task}/train{ending}",),
         "heldout_paths": (f"data/lra/{task}/test{ending}",),
     }
     if not ending:
         pixels = {"image_tokens": True, "image_mode": "gray", "image_size": 32}
-        return {"source": "images", **pixels, **found}
+        return {"source": "images", **pixels, **sources}
     if task == "text":
-        return {"source": "tsv", "text_columns": ("text",), **found}
+        return {"source": "tsv", "text_columns": ("text",), **sources}
     columns = {"text_columns": ("4", "5"), "label_column": "1", "labels": ("0.0", "1.0")}
-    return {"source": "tsv", **columns, **found}
+    return {"source": "tsv", **columns, **sources}

@@ -131,7 +131,7 @@ def forms() -> matplotlib.figure.Figure:
     first_exact = {
         "attention": np.zeros((time, 1)),
         f"chunked (C = {chunk}, W = {exact_window})": query // chunk * chunk - exact_window,
-        f"step (W = {exact_window})": query + 1 - _held(time, exact_window)[:, None],
+        f"step (W = {exact_window})": query + 1 - _window_sizes(time, exact_window)[:, None],
     }
     figure, panels = figures.make(3, width=9.6, height=4.1)
     colors = matplotlib.colors.ListedColormap(["#ffffff", "#F6C9A8", BLUE])
@@ -150,16 +150,16 @@ def forms() -> matplotlib.figure.Figure:
     return figure
 
 
-def _held(time: int, exact_window: int) -> np.ndarray:
+def _window_sizes(time: int, exact_window: int) -> np.ndarray:
     """Returns the number of last keys that each token sees exactly in the step form, its own included."""
     state = ops.PowerState.zeros(1, 1, 2, 2, power=2, exact_window=exact_window)
     step = jax.jit(ops.power_attention_step)
     token = jnp.ones((1, 1, 2))
-    held = []
+    sizes = []
     for _ in range(time):
-        held.append(int(state.length[0]) + 1)
+        sizes.append(int(state.length[0]) + 1)
         _, state = step(token, token, token, state)
-    return np.array(held)
+    return np.array(sizes)
 
 
 def window_error() -> matplotlib.figure.Figure:

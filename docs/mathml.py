@@ -31,7 +31,7 @@ def makeExtension(**options: str) -> MathML:
     return MathML(**options)
 
 
-def _mathml(found: re.Match[str]) -> str:
-    display = "block" if found[1] == "div" else "inline"
-    formula = latex2mathml.converter.convert(html.unescape(found[2]).strip(), display=display)
+def _mathml(match: re.Match[str]) -> str:
+    display = "block" if match[1] == "div" else "inline"
+    formula = latex2mathml.converter.convert(html.unescape(match[2]).strip(), display=display)
     return _FUNCTION.sub('<mi>log</mi><mspace width="0.17em"/>', formula)

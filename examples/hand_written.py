@@ -39,8 +39,8 @@ def update(params, tokens):
     """Takes a step of gradient descent."""
 
     def loss(params):
-        found = jax.nn.log_softmax(logits(params, tokens[:, :-1]))
-        return -jnp.take_along_axis(found, tokens[:, 1:, None], axis=-1).mean()
+        log_probs = jax.nn.log_softmax(logits(params, tokens[:, :-1]))
+        return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1).mean()
 
     value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda x, grad: x - LEARNING_RATE * grad, params, grads), value
@@ -61,7 +61,7 @@ print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} step
 text = [3, 5]
 state = nnx.merge(graph, params["attention"]).init_state(1, max_length=8)
 for index in range(8):
-    found, state = step(params, jnp.array(text[index : index + 1]), state)
+    scores, state = step(params, jnp.array(text[index : index + 1]), state)
     if index >= 1:
-        text.append(int(found[0].argmax()))
-print(f"3 5 goes on as {text[2:]}")
+        text.append(int(scores[0].argmax()))
+print(f"3 5 continues as {text[2:]}")

@@ -547,7 +547,7 @@ class Panel:
     mark: tuple[float, str] | None = None
 
 
-def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about: str) -> None:
+def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, subtitle: str) -> None:
     """Draws the panels side by side; one panel has its lines named at their ends, several have a legend."""
     many = len(panels) > 1
     shared = len({panel.y_label for panel in panels}) == 1
@@ -563,7 +563,7 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about
             axes.set_yscale("log")
         if panel.level is not None:
             axes.axhline(panel.level, color="#999999", linewidth=1.0, zorder=1)
-        above = {"title": panel.title} if many else {"title": title, "about": about}
+        above = {"title": panel.title} if many else {"title": title, "subtitle": subtitle}
         y_label = "" if shared and axes is not all_axes[0] else panel.y_label
         figures.style(axes, x_label=panel.x_label, y_label=y_label, **above)
         if panel.mark is not None:
@@ -572,7 +572,7 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, about
             figures.label_lines(axes, ends)
     if many:
         figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, color=figures.INK)
-        figure.text(0.01, 0.925, about, fontsize=9, color=figures.GRAY)
+        figure.text(0.01, 0.925, subtitle, fontsize=9, color=figures.GRAY)
         shown = {
             line.get_label(): line for axes in all_axes for line in axes.lines if line.get_label() in names
         }
@@ -619,7 +619,7 @@ def draw_values(
     values: Sequence[tuple[str, float, float, float]],
     *,
     title: str,
-    about: str,
+    subtitle: str,
     x_label: str,
 ) -> None:
     """Draws a dot for each (name, median, least, largest), from the top, with a line from least to largest."""
@@ -640,6 +640,6 @@ def draw_values(
             fontsize=9,
             color=figures.INK,
         )
-    figures.style(axes, x_label=x_label, y_label="", title=title, about=about)
+    figures.style(axes, x_label=x_label, y_label="", title=title, subtitle=subtitle)
     axes.set_yticks(places, [name for name, *_ in values])
     figures.save(figure, path)

@@ -42,7 +42,7 @@ def _experiment(options: _shared.Options) -> None:
         path,
         _panels(options, medians),
         title="Final training loss at each training context",
-        about=f"p = {options.power}; mean of the last tenth of {options.plan.steps:,} updates of as many tokens",
+        subtitle=f"p = {options.power}; mean of the last tenth of {options.plan.steps:,} updates of as many tokens",
     )
     _shared.print_table(
         "Final training loss, nats a token, against the training context",

@@ -68,7 +68,7 @@ def report(options: _shared.Options, attentions: Mapping[str, config.AttentionCo
         mark=(context, f"training context {context:,}"),
     )
     about = f"median of {seeds} seeds, band from the least to the largest" if seeds > 1 else "one seed"
-    _shared.draw_lines(path, [panel], title=title, about=f"{about}; {options.plan.steps:,} updates each")
+    _shared.draw_lines(path, [panel], title=title, subtitle=f"{about}; {options.plan.steps:,} updates each")
     _shared.print_table(
         f"Held-out loss by position, nats a token, {'median of ' if seeds > 1 else ''}"
         f"{seeds} seed{'s' if seeds > 1 else ''}; trained at {context:,}",

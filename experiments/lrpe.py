@@ -79,7 +79,7 @@ def _experiment(options: _shared.Options) -> None:
         path,
         [(name, *perplexities[name,]) for name in options.variants],
         title="Held-out perplexity of linear attention by position encoding",
-        about=f"context {context:,}, {options.plan.steps:,} updates, "
+        subtitle=f"context {context:,}, {options.plan.steps:,} updates, "
         + (f"median and range of {1 + len(more)} seeds" if more else "one seed"),
         x_label="perplexity",
     )
@@ -92,7 +92,7 @@ def _experiment(options: _shared.Options) -> None:
         path.with_stem(f"{path.stem}_curves"),
         [_shared.Panel(lines=curves, x_label="updates", y_label="training loss (nats per token)")],
         title="Training loss of linear attention by position encoding",
-        about="each point the mean of the updates since the one before, without the first eighth; first seed",
+        subtitle="each point the mean of the updates since the one before, without the first eighth; first seed",
     )
     _print(options, {name: median for (name,), (median, _, _) in perplexities.items()}, speeds)
 

@@ -75,7 +75,7 @@ TOY: dict[str, dict[str, Any]] = {
 }
 
 
-def continued(
+def continue_series(
     first: Int[Array, "*batch W"], tasks: tuple[str, ...], task: Int[Array, "*batch"], base: int, length: int
 ) -> Int[Array, "*batch T"]:
     """Returns the series of `length` symbols that begin with `first`.
@@ -95,7 +95,7 @@ def continued(
     return jnp.moveaxis(symbols, 0, -1)
 
 
-def drawn(
+def draw(
     key: Array, shape: tuple[int, ...], *, tasks: tuple[str, ...], base: int, delay: int, length: int
 ) -> tuple[Int[Array, "*batch T"], Int[Array, "*batch"]]:
     """Returns random series and the index of each one's task.
@@ -105,7 +105,7 @@ def drawn(
     of_task, of_first = jax.random.split(key)
     task = jax.random.randint(of_task, shape, 0, len(tasks))
     first = jax.random.randint(of_first, (*shape, delay + 1), 0, base)
-    return continued(first, tasks, task, base, length), task
+    return continue_series(first, tasks, task, base, length), task
 
 
 def cycles(task: str, base: int, delay: int) -> dict[int, int]:
@@ -275,7 +275,7 @@ class Setting:
     def series(self, tasks: tuple[str, ...], key: Array, shape: tuple[int, ...], after: int) -> Array:
         """Draws series that have `after` symbols after the context."""
         length = self.context + after
-        return drawn(key, shape, tasks=tasks, base=self.base, delay=self.delay, length=length)[0]
+        return draw(key, shape, tasks=tasks, base=self.base, delay=self.delay, length=length)[0]
 
 
 @dataclasses.dataclass(frozen=True)

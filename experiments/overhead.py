@@ -55,7 +55,7 @@ def _experiment(options: _shared.Options) -> None:
             if row["variant"] != _BASE
         ],
         title="Time relative to sympow",
-        about="median over rounds, and the middle half of them",
+        subtitle="median over rounds, and the middle half of them",
         x_label="time relative to sympow",
     )
     _shared.print_table(

@@ -60,7 +60,7 @@ def _experiment(options: _shared.Options) -> None:
         path,
         _panels(options, ratios, states),
         title="Loss and state against the power",
-        about=f"left: final training loss, {trained}; right: 124M parameters, 2 bytes an element; gray: 80 GB",
+        subtitle=f"left: final training loss, {trained}; right: 124M parameters, 2 bytes an element; gray: 80 GB",
     )
     _print(options, ratios, _shared.medians(rows, ("variant",), "loss"), states)
 

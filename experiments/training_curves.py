@@ -37,7 +37,7 @@ def _experiment(options: _shared.Options) -> None:
         path,
         [_panel(options, medians, context, steps) for context in options.plan.contexts],
         title=f"Training loss, p = {options.power}",
-        about="each point the mean of the updates since the one before; without the first eighth",
+        subtitle="each point the mean of the updates since the one before; without the first eighth",
     )
     shown = [steps[len(steps) * quarter // 4 - 1] for quarter in range(1, 5) if len(steps) >= 4] or steps
     _shared.print_table(

@@ -57,9 +57,9 @@ UNPARSED = ("tools.h100", "tests.training.compiled")
 def blocks(text: str, *languages: str) -> list[tuple[int, str]]:
     """Returns the fenced blocks of these languages, each with its first line number."""
     return [
-        (text.count("\n", 0, found.start(3)) + 1, re.sub(rf"(?m)^{found[1]}", "", found[3]))
-        for found in FENCE.finditer(text)
-        if found[2] in languages
+        (text.count("\n", 0, fence.start(3)) + 1, re.sub(rf"(?m)^{fence[1]}", "", fence[3]))
+        for fence in FENCE.finditer(text)
+        if fence[2] in languages
     ]
 
 
@@ -104,18 +104,18 @@ class Parsed(BaseException):
 
 
 def command_lines(text: str) -> list[str]:
-    """Returns shell commands that start programs of this repository."""
-    found = re.findall(r"`((?:uv run|python3?|sympow) [^`\n]+)`", text)
+    """Returns the shell commands that start programs of this repository."""
+    starts = re.findall(r"`((?:uv run|python3?|sympow) [^`\n]+)`", text)
     for _, block in blocks(text, "", "sh", "bash"):
         for line in block.replace("\\\n", " ").splitlines():
             loop = re.fullmatch(r"for (\w+) in ([^;]+); do (.*); done", line)
             lines = [loop[3].replace(f"${loop[1]}", x) for x in loop[2].split()] if loop else [line]
-            found += [part for each in lines for part in re.split(r"&&|;", each)]
+            starts += [part for each in lines for part in re.split(r"&&|;", each)]
     for _, block in blocks(text, "yaml"):
         if "train.py" in block:
-            given = re.findall(r"- (--\S+)", block.replace("$(JOB_COMPLETION_INDEX)", "0"))
-            found.append(shlex.join(["python", "train.py", *given]))
-    return [line for line in found if re.search(r"\buv run\b|\bpython3? |^\s*sympow ", line)]
+            options = re.findall(r"- (--\S+)", block.replace("$(JOB_COMPLETION_INDEX)", "0"))
+            starts.append(shlex.join(["python", "train.py", *options]))
+    return [line for line in starts if re.search(r"\buv run\b|\bpython3? |^\s*sympow ", line)]
 
 
 COMMANDS = {page: lines for page, text in PAGES.items() if (lines := command_lines(text))}
@@ -260,18 +260,18 @@ def test_links_lead_somewhere(page):
 
 def documented() -> dict[tuple[str, str], str]:
     """Returns the documented names of the reference, as module and name, by page."""
-    found = {}
+    pages = {}
     for page in (page for page in PAGES if page.startswith("docs/reference/")):
         for directive in re.finditer(r"^::: ([\w.]+)\n((?:    .*\n)*)", PAGES[page] + "\n", re.MULTILINE):
             path, members = directive[1], re.search(r"members: \[(.*)\]", directive[2])
             if importlib.util.find_spec(path.rpartition(".")[0]) and path.rpartition(".")[2][0].isupper():
-                found[tuple(path.rpartition(".")[::2])] = page
+                pages[tuple(path.rpartition(".")[::2])] = page
                 continue
             module = importlib.import_module(path)
             shown = members[1].split(", ") if members else module.__all__
             if "members: false" not in directive[2]:
-                found |= {(path, name): page for name in shown}
-    return found
+                pages |= {(path, name): page for name in shown}
+    return pages
 
 
 def exported(package: types.ModuleType) -> list[tuple[str, str]]:
@@ -286,15 +286,15 @@ def exported(package: types.ModuleType) -> list[tuple[str, str]]:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    found = []
+    names = []
     for name in package.__all__:
         value = getattr(package, name)
         if inspect.ismodule(value):
-            found += [(value.__name__, inner) for inner in value.__all__]
+            names += [(value.__name__, inner) for inner in value.__all__]
         else:
             own = inspect.isclass(value) or inspect.isroutine(value)
-            found.append((value.__module__ if own else imported[name], name))
-    return found
+            names.append((value.__module__ if own else imported[name], name))
+    return names
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -302,7 +302,7 @@ def test_every_exported_name_is_in_the_reference(name):
     shown = documented()
     names = exported(importlib.import_module(f"sympow_jax.{name}"))
     assert names
-    assert [found for found in names if found not in shown] == []
+    assert [item for item in names if item not in shown] == []
 
 
 def has_docstring(module: types.ModuleType, name: str) -> bool:

@@ -20,8 +20,8 @@ def run(name):
 
 
 def test_plain_jax(capsys):
-    found = run("plain_jax")
-    np.testing.assert_allclose(found["last"], found["whole"][:, -1], atol=1e-5)
+    result = run("plain_jax")
+    np.testing.assert_allclose(result["last"], result["whole"][:, -1], atol=1e-5)
     assert capsys.readouterr().out.startswith("a step from the state differs from the whole by ")
     lines = (EXAMPLES / "plain_jax.py").read_text().splitlines()
     assert len([line for line in lines if line.strip()]) <= 15
@@ -36,10 +36,10 @@ def test_a_linen_model_learns():
 
 @pytest.mark.slow
 def test_a_hand_written_model_learns_and_goes_on_from_its_state():
-    found = run("hand_written")
-    assert found["losses"][0] > 2.5
-    assert found["losses"][-1] < 0.5
-    assert found["text"] == [3, 5, 3, 5, 3, 5, 3, 5, 3]
+    result = run("hand_written")
+    assert result["losses"][0] > 2.5
+    assert result["losses"][-1] < 0.5
+    assert result["text"] == [3, 5, 3, 5, 3, 5, 3, 5, 3]
 
 
 @pytest.mark.slow
@@ -64,22 +64,22 @@ def run_on_devices(name, devices):
 
 
 def test_an_explicit_mesh():
-    said = run_on_devices("explicit_mesh", 4)
-    assert "output float32[8@data,256,4,32], state float32[8@data,4,528,32]\n" in said
-    assert "gradient float32[8@data,256,4,32]\n" in said
-    assert float(said.split()[-1]) < 1e-5
+    printed = run_on_devices("explicit_mesh", 4)
+    assert "output float32[8@data,256,4,32], state float32[8@data,4,528,32]\n" in printed
+    assert "gradient float32[8@data,256,4,32]\n" in printed
+    assert float(printed.split()[-1]) < 1e-5
 
 
 def test_shard_map():
-    said = run_on_devices("in_shard_map", 4)
-    assert "output float32[4@data,256,4@heads,32]\n" in said
-    assert float(said.split()[-1]) < 1e-5
+    printed = run_on_devices("in_shard_map", 4)
+    assert "output float32[4@data,256,4@heads,32]\n" in printed
+    assert float(printed.split()[-1]) < 1e-5
 
 
 def test_a_trainer_with_its_own_mesh():
-    said = run_on_devices("sharded_trainer", 4)
-    assert "query float32[32@data,32@model]\n" in said
-    first, last = map(float, re.search(r"loss (\S+) at first, (\S+) after 20 steps", said).groups())
+    printed = run_on_devices("sharded_trainer", 4)
+    assert "query float32[32@data,32@model]\n" in printed
+    first, last = map(float, re.search(r"loss (\S+) at first, (\S+) after 20 steps", printed).groups())
     assert first > 2.5  # log 16 = 2.77
     assert last < 2.2
 

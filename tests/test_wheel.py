@@ -74,8 +74,8 @@ def wheel(tmp_path_factory):
 
 def install(requirement: str, folder: pathlib.Path) -> pathlib.Path:
     """Returns the interpreter of a new environment with only this requirement."""
-    made = call(UV, "venv", "--python", sys.executable, folder / "venv")
-    assert made.returncode == 0, made.stderr
+    created = call(UV, "venv", "--python", sys.executable, folder / "venv")
+    assert created.returncode == 0, created.stderr
     python = folder / "venv" / "bin" / "python"
     installed = call(UV, "pip", "install", "--python", python, requirement)
     assert installed.returncode == 0, installed.stderr

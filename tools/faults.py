@@ -1,10 +1,10 @@
-"""What a training run survives: `python -m tools.faults [--brief] [--out=FILE.md]`.
+"""Fault injection for training runs: `python -m tools.faults [--brief] [--out=FILE.md]`.
 
-Disturbs runs of a tiny model in every way of the table and lets the same command go on. A try is survived if the run
-ends with the losses and parameters of an undisturbed one, to the bit unless the table says otherwise, went on from the
-newest checkpoint there was, and said what went wrong in one line.
+Disturbs runs of a tiny model in every way of the table, then resumes them with the same command. A run survives if it
+ends with the losses and parameters of an undisturbed run, bitwise unless the table states a tolerance. It must also
+have resumed from the newest checkpoint, and have reported the fault in one line.
 
-Exit code 1 if any try was not.
+The exit code is 1 if any run does not survive.
 """
 
 import argparse
@@ -99,7 +99,7 @@ class Stage:
         said = (line for line in started[0].said() if line.startswith(("training: step", "trained: step")))
         began = int(next(said).split()[2])
         if resumes_at is not None and began != resumes_at:
-            raise NotSurvived(f"it went on from step {began} instead of {resumes_at}")
+            raise NotSurvived(f"it resumed from step {began} instead of {resumes_at}")
 
     def undisturbed(self, **options) -> pathlib.Path:
         """Returns the workdir of an undisturbed run with these settings."""
@@ -411,8 +411,8 @@ def main(arguments: Sequence[str]) -> int:
         disk = "tmpfs" if small_disk.permitted() else "RLIMIT_FSIZE"
         versions = f"disk {disk}, jax {jax.__version__}, python {platform.python_version()}"
         made = f"Made by `python -m tools.faults {' '.join(arguments)}` ({versions}, cpus {os.cpu_count()})."
-        about = (__doc__ or "").split("\n\n")[1].replace("\n", " ")
-        options.out.write_text("\n".join(["# Faults", "", about, "", made, "", *table, ""]))
+        summary = (__doc__ or "").split("\n\n")[1].replace("\n", " ")
+        options.out.write_text("\n".join(["# Faults", "", summary, "", made, "", *table, ""]))
     return 0 if survived else 1
 
 

@@ -130,7 +130,10 @@ def generate(flags: argparse.Namespace) -> int:
     checkpoint.require_checkpoint(folder)
     codec = data.codec_of_run(settings, flags.tokenizer)
     sampling = generation.Sampling(
-        temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, vocab_size=codec.drawn
+        temperature=flags.temperature,
+        top_k=flags.top_k,
+        top_p=flags.top_p,
+        vocab_size=codec.sampled_vocab_size,
     )
     prompts = _read_prompts(flags)
     tokens = [codec.encode(prompt, name) for name, prompt in prompts]

@@ -41,9 +41,11 @@ class Codec:
                 f"{name} is not UTF-8 (byte {error.start + 1}), which tokenizer {self.tokenizer.name} reads"
             ) from error
         if not tokens:
-            raise ValueError(f"{name} has no tokens, says tokenizer {self.tokenizer.name}")
+            raise ValueError(
+                f"tokenizer {self.tokenizer.name} finds no tokens in {name}; it must have at least one"
+            )
         if beyond := sorted({token for token in tokens if token >= self.vocab_size}):
-            kind = "bytes" if self.of_bytes else "tokens"
+            kind = "bytes" if self.is_bytes else "tokens"
             listed = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
             raise ValueError(
                 f"{name} has {kind} that the model's vocabulary of {self.vocab_size} lacks: {listed}"
@@ -55,12 +57,12 @@ class Codec:
         return self.tokenizer.decode(tokens)
 
     @property
-    def of_bytes(self) -> bool:
+    def is_bytes(self) -> bool:
         """True if tokens are bytes."""
         return self.tokenizer.name == "byte"
 
     @property
-    def drawn(self) -> int:
+    def sampled_vocab_size(self) -> int:
         """Number of ids that may be sampled: the model's vocabulary, or the tokenizer's (with `end`) if smaller."""
         end = -1 if self.end is None else self.end
         return min(self.vocab_size, max(self.tokenizer.vocab_size, end + 1))
@@ -88,8 +90,8 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
             f"the run read data.source {source!r}, tokens without their text; give the tokenizer that made them as "
             f"--tokenizer=FILE"
         )
-    found = tokenizer.load(name)
+    loaded = tokenizer.load(name)
     if source == "longcrawl64":
         separator = longcrawl64.DOCUMENT_START if separator is None else separator
-        return Codec(found, settings.model.vocab_size, lead=separator, end=separator)
-    return Codec(found, settings.model.vocab_size, end=separator)
+        return Codec(loaded, settings.model.vocab_size, lead=separator, end=separator)
+    return Codec(loaded, settings.model.vocab_size, end=separator)

@@ -34,15 +34,15 @@ def _file(path: str, root: str) -> File:
 def below(root: str, *, suffix: str = "", skip: Collection[str] = ()) -> list[File]:
     """Returns the files below a folder that end in `suffix`, except hidden ones and folders named in `skip`."""
     skip = {"__pycache__", *skip}
-    found = []
+    matches = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip]
         for name in names:
             path = os.path.join(folder, name)
             # A dangling link is listed but cannot be read.
             if name.endswith(suffix) and not name.startswith(".") and os.path.isfile(path):
-                found.append(_file(path, root))
-    return _ordered(found)
+                matches.append(_file(path, root))
+    return _ordered(matches)
 
 
 def _matching(pattern: str) -> list[File]:
@@ -66,7 +66,7 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
     Raises:
         ValueError: a path matches no file.
     """
-    found: dict[str, File] = {}
+    matches: dict[str, File] = {}
     for path in map(os.path.expanduser, paths):
         if os.path.isfile(path):
             files = [_file(path, os.path.dirname(path) or ".")]
@@ -80,8 +80,8 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
             raise ValueError(f"{setting}: no file matches {path!r}; correct the path or the pattern")
         for file in files:
             # Otherwise, a file with two names could be trained on under one name and held out under the other.
-            found.setdefault(os.path.realpath(file.path), file)
-    return _ordered(list(found.values()))
+            matches.setdefault(os.path.realpath(file.path), file)
+    return _ordered(list(matches.values()))
 
 
 def key_hashes(keys: Sequence[str]) -> Float64[np.ndarray, " documents"]:

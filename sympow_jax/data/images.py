@@ -35,13 +35,13 @@ def _class_folders(setting: str, root: str) -> list[str]:
     if not os.path.isdir(root):
         raise ValueError(f"{setting}: there is no folder {root!r}; name one that holds a folder a class")
     with os.scandir(root) as entries:
-        found = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    if len(found) < 2:
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if len(names) < 2:
         raise ValueError(
-            f"{setting}: {root} holds {len(found)} folders; it must hold a folder of images for each of two or more "
+            f"{setting}: {root} holds {len(names)} folders; it must hold a folder of images for each of two or more "
             f"classes"
         )
-    return found
+    return names
 
 
 def _classes(config: config_lib.DataConfig) -> list[str]:
@@ -50,11 +50,11 @@ def _classes(config: config_lib.DataConfig) -> list[str]:
     roots += [("data.heldout_paths", root) for root in config.heldout_paths]
     expected = None
     for setting, root in roots:
-        found = _class_folders(setting, os.path.expanduser(root))
-        expected = expected or found
-        if found != expected:
-            name = sorted(set(found) ^ set(expected))[0]
-            where = (root, config.paths[0]) if name in found else (config.paths[0], root)
+        names = _class_folders(setting, os.path.expanduser(root))
+        expected = expected or names
+        if names != expected:
+            name = sorted(set(names) ^ set(expected))[0]
+            where = (root, config.paths[0]) if name in names else (config.paths[0], root)
             raise ValueError(
                 f"{setting}: class {name!r} is in {where[0]} but not in {where[1]}; classes must agree"
             )
@@ -62,7 +62,7 @@ def _classes(config: config_lib.DataConfig) -> list[str]:
 
 
 def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Image]:
-    found = []
+    images = []
     for root in map(os.path.expanduser, paths):
         for label, name in enumerate(classes):
             folder = os.path.join(root, name)
@@ -71,17 +71,17 @@ def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Im
                 raise ValueError(
                     f"{setting}: the class folder {folder} holds no image ({', '.join(_SUFFIXES)}); fill or remove it"
                 )
-            found += [_Image(str(file.path), f"{name}/{file.key}", file.size, label) for file in inside]
-    return found
+            images += [_Image(str(file.path), f"{name}/{file.key}", file.size, label) for file in inside]
+    return images
 
 
 def _sides(config: config_lib.DataConfig, classes: list[str]) -> tuple[list[_Image], list[_Image]]:
     """Returns the training and the held-out images."""
-    found = _below("data.paths", config.paths, classes)
+    images = _below("data.paths", config.paths, classes)
     if config.heldout_paths:
-        return found, _below("data.heldout_paths", config.heldout_paths, classes)
-    mask = files.held_out(files.key_hashes([image.key for image in found]), config.heldout_fraction)
-    return [i for i, out in zip(found, mask) if not out], [i for i, out in zip(found, mask) if out]
+        return images, _below("data.heldout_paths", config.heldout_paths, classes)
+    mask = files.held_out(files.key_hashes([image.key for image in images]), config.heldout_fraction)
+    return [i for i, out in zip(images, mask) if not out], [i for i, out in zip(images, mask) if out]
 
 
 def _unreadable(path: str, error: Exception) -> ValueError:
@@ -206,7 +206,7 @@ def open_examples(
     """
     classes = _classes(config)
     # Before the classes are counted, because a superfluous folder is most often an empty one.
-    found = _sides(config, classes)[heldout]
+    images = _sides(config, classes)[heldout]
     if task.name != "classification" or task.classes != len(classes):
         raise ValueError(
             f"task.name is {task.name!r} and task.classes {task.classes}, but {config.paths[0]} holds folders of "
@@ -217,22 +217,22 @@ def open_examples(
             f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it to at least that"
         )
     vary = config.augment and not heldout and not config.image_tokens
-    return Images(found, config, vary=vary)
+    return Images(images, config, vary=vary)
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts, bytes, and the SHA-256 of names and sizes; reading contents would delay the start."""
     classes = _classes(config)
-    train, held = _sides(config, classes)
+    train, heldout = _sides(config, classes)
     digest = hashlib.sha256()
-    for image in [*train, *held]:
+    for image in [*train, *heldout]:
         digest.update(f"{image.key}\0{image.size}\0".encode("utf-8", "surrogateescape"))
     return {
         "classes": len(classes),
-        "files": len(train) + len(held),
-        "bytes": sum(image.size for image in [*train, *held]),
+        "files": len(train) + len(heldout),
+        "bytes": sum(image.size for image in [*train, *heldout]),
         "examples": len(train),
-        "heldout_examples": len(held),
+        "heldout_examples": len(heldout),
         "digest": digest.hexdigest(),
         "digest_of": "names and sizes",
     }

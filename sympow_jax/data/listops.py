@@ -154,9 +154,9 @@ def open_examples(
         raise ValueError(
             f"model.vocab_size is {vocab_size}, but listops has {len(SYMBOLS)} ids; raise it to at least that"
         )
-    found = ListOps(config, heldout=heldout)
-    found.example(0)
-    return found
+    dataset = ListOps(config, heldout=heldout)
+    dataset.example(0)
+    return dataset
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

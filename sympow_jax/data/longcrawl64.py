@@ -119,13 +119,13 @@ def _sides(config: config_lib.DataConfig) -> tuple[ZarrDocuments, ZarrDocuments]
     everything = np.arange(array.shape[0])
     if config.heldout_paths:
         other = _open("data.heldout_paths", config.heldout_paths, config.token_dtype)
-        held = ZarrDocuments(other, config.heldout_paths[0], rows=np.arange(other.shape[0]), lead=lead)
-        return ZarrDocuments(array, config.paths[0], rows=everything, lead=lead), held
+        test = ZarrDocuments(other, config.heldout_paths[0], rows=np.arange(other.shape[0]), lead=lead)
+        return ZarrDocuments(array, config.paths[0], rows=everything, lead=lead), test
     mask = files.held_out(files.index_hashes(len(everything)), config.heldout_fraction)
-    train, held = (
+    train, test = (
         ZarrDocuments(array, config.paths[0], rows=everything[side], lead=lead) for side in (~mask, mask)
     )
-    return train, held
+    return train, test
 
 
 def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocuments:
@@ -141,7 +141,7 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocum
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns sizes of the arrays, and the SHA-256 of their metadata; reading terabytes would delay the start."""
-    train, held = _sides(config)
+    train, test = _sides(config)
     arrays = [
         _open(setting, paths, config.token_dtype)
         for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths))
@@ -153,8 +153,8 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         "bytes": sum(int(np.prod(array.shape)) * array.dtype.numpy_dtype.itemsize for array in arrays),
         "documents": len(train.lengths),
         "tokens": int(train.lengths.sum()),
-        "heldout_documents": len(held.lengths),
-        "heldout_tokens": int(held.lengths.sum()),
+        "heldout_documents": len(test.lengths),
+        "heldout_tokens": int(test.lengths.sum()),
         "digest": hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(),
         "digest_of": "the arrays' metadata",
     }

@@ -45,13 +45,13 @@ def _documents(config: config_lib.DataConfig, *, vocab_size: int, heldout: bool)
             f"data.source {config.source!r} holds labeled examples, but documents are asked for; use one of "
             f"{', '.join(_DOCUMENTS)}"
         )
-    found = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)
-    if found.lead is not None and not 0 <= found.lead < vocab_size:
+    source = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)
+    if source.lead is not None and not 0 <= source.lead < vocab_size:
         raise ValueError(
-            f"the id in front of every row is {found.lead}, but model.vocab_size is {vocab_size}; set "
+            f"the id in front of every row is {source.lead}, but model.vocab_size is {vocab_size}; set "
             f"data.document_separator to the id that the data was prepared with"
         )
-    return found
+    return source
 
 
 def _open(
@@ -65,12 +65,12 @@ def _open(
         )
     if config.source in _EXAMPLES:
         return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
-    found = _documents(config, vocab_size=vocab_size, heldout=heldout)
-    if heldout and not rows.has_targets(found, config):
+    source = _documents(config, vocab_size=vocab_size, heldout=heldout)
+    if heldout and not rows.has_targets(source, config):
         raise _nothing_held_out(config, "document")
     if task.name == "masked_token":
-        return masking.MaskedRows(found, config, task, vocab_size=vocab_size)
-    return rows.Rows(found, config, vocab_size=vocab_size)
+        return masking.MaskedRows(source, config, task, vocab_size=vocab_size)
+    return rows.Rows(source, config, vocab_size=vocab_size)
 
 
 def train_dataset(
@@ -93,10 +93,10 @@ def train_dataset(
             row, an id is outside the vocabulary, a Zarr chunk is missing or a file is not an image.
     """
     task = task or config_lib.TaskConfig()
-    found = _open(config, task, vocab_size=vocab_size, heldout=False)
-    order = shuffle.Shuffle(len(found), block=found.together, seed=config.seed)
+    dataset = _open(config, task, vocab_size=vocab_size, heldout=False)
+    order = shuffle.Shuffle(len(dataset), block=dataset.together, seed=config.seed)
     return grain.MapDataset.range(_ENDLESS).map(
-        lambda draw: found.row(order(draw), (config.seed, int(draw), _TRAINING))
+        lambda draw: dataset.row(order(draw), (config.seed, int(draw), _TRAINING))
     )
 
 
@@ -118,7 +118,7 @@ def batches(
 def _share_size(batch_size: int, shares: int) -> int:
     if batch_size % shares:
         raise ValueError(
-            f"a batch has {batch_size} rows, which cannot be divided into {shares} equal shares; "
+            f"a batch has {batch_size} rows, which cannot be divided into {shares} equal shards; "
             f"change data.batch_tokens or data.context_length"
         )
     return batch_size // shares
@@ -137,10 +137,10 @@ def heldout_documents(config: config_lib.DataConfig, *, vocab_size: int) -> docu
     Raises:
         ValueError: as `train_dataset`, or no document is held out.
     """
-    found = _documents(config, vocab_size=vocab_size, heldout=True)
-    if not len(found.lengths):
+    source = _documents(config, vocab_size=vocab_size, heldout=True)
+    if not len(source.lengths):
         raise _nothing_held_out(config, "document")
-    return documents.HeldoutDocuments(found, vocab_size=vocab_size)
+    return documents.HeldoutDocuments(source, vocab_size=vocab_size)
 
 
 def heldout_rows(
@@ -155,10 +155,10 @@ def heldout_rows(
     Raises:
         ValueError: on the call itself, as `train_dataset`, or nothing is held out.
     """
-    found = _open(config, task, vocab_size=vocab_size, heldout=True)
-    if not len(found):
+    dataset = _open(config, task, vocab_size=vocab_size, heldout=True)
+    if not len(dataset):
         raise _nothing_held_out(config, "example")
-    return _in_batches(found, config.seed, batch_size)
+    return _in_batches(dataset, config.seed, batch_size)
 
 
 def holds_out(config: config_lib.DataConfig, *, vocab_size: int) -> bool:
@@ -190,23 +190,23 @@ def heldout_batch(
     Raises:
         ValueError: as `heldout_rows`, or `shares` does not divide the number of rows.
     """
-    found = _open(config, task, vocab_size=vocab_size, heldout=True)
-    if not len(found):
+    dataset = _open(config, task, vocab_size=vocab_size, heldout=True)
+    if not len(dataset):
         raise _nothing_held_out(config, "example")
     count = _share_size(config.batch_size, shares)
-    order = shuffle.Shuffle(len(found), block=found.together, seed=config.seed)
-    chosen = [order(draw) for draw in range(min(config.batch_size, len(found)))]
+    order = shuffle.Shuffle(len(dataset), block=dataset.together, seed=config.seed)
+    chosen = [order(draw) for draw in range(min(config.batch_size, len(dataset)))]
     mine = chosen[share * count : (share + 1) * count]
-    batch = [found.row(index, (config.seed, index, _HELD_OUT)) for index in mine]
-    spare = [] if len(batch) == count else [_uncounted(found.row(chosen[0], (config.seed, 0, _HELD_OUT)))]
+    batch = [dataset.row(index, (config.seed, index, _HELD_OUT)) for index in mine]
+    spare = [] if len(batch) == count else [_uncounted(dataset.row(chosen[0], (config.seed, 0, _HELD_OUT)))]
     batch += spare * (count - len(batch))
     return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
 
-def _in_batches(found: examples.Examples, seed: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-    for start in range(0, len(found), batch_size):
-        stop = min(start + batch_size, len(found))
-        batch = [found.row(index, (seed, index, _HELD_OUT)) for index in range(start, stop)]
+def _in_batches(dataset: examples.Examples, seed: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+    for start in range(0, len(dataset), batch_size):
+        stop = min(start + batch_size, len(dataset))
+        batch = [dataset.row(index, (seed, index, _HELD_OUT)) for index in range(start, stop)]
         batch += [_uncounted(batch[-1])] * (batch_size - len(batch))
         yield {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 

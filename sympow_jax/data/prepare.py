@@ -30,19 +30,19 @@ def _encoded(
     path: pathlib.Path, tokenizer: tokenizer_lib.Tokenizer, separator: int
 ) -> Integer[np.ndarray, " tokens"]:
     try:
-        found = tokenizer.encode(path.read_bytes())
+        ids = tokenizer.encode(path.read_bytes())
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 at byte {error.start}; leave it out, convert it, or use --tokenizer=byte"
         ) from error
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    if np.any(found == separator):
+    if np.any(ids == separator):
         raise ValueError(
             f"{path} holds id {separator}, which separates documents; "
             f"leave the file out or set another --separator"
         )
-    return found
+    return ids
 
 
 def _new(out: str | pathlib.Path) -> pathlib.Path:
@@ -54,7 +54,7 @@ def _new(out: str | pathlib.Path) -> pathlib.Path:
 
 
 def _write_tokens(
-    path: pathlib.Path, found: list[files.File], tokenizer: tokenizer_lib.Tokenizer, separator: int | None
+    path: pathlib.Path, sources: list[files.File], tokenizer: tokenizer_lib.Tokenizer, separator: int | None
 ) -> dict[str, Any]:
     """Writes the concatenated tokens of the documents that are not empty, and returns a description of them."""
     separator = tokenizer.separator if separator is None else separator
@@ -64,13 +64,13 @@ def _write_tokens(
     token_dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     dtype, documents, count = tokens.DTYPES[token_dtype], 0, 0
     with path.open("wb") as stream:
-        for file in found:
+        for file in sources:
             if file.size:
                 document = _encoded(file.path, tokenizer, separator)
                 stream.write(np.append(document, separator).astype(dtype).tobytes())
                 documents, count = documents + 1, count + len(document) + 1
     if not documents:
-        raise ValueError(f"every file is empty ({len(found)} found); name files that hold text")
+        raise ValueError(f"every file is empty ({len(sources)} found); name files that hold text")
     return {
         "tokenizer": tokenizer.name,
         "vocab_size": vocab_size,
@@ -82,7 +82,7 @@ def _write_tokens(
 
 
 def write_bin(
-    out: str, found: list[files.File], tokenizer: tokenizer_lib.Tokenizer, *, separator: int | None = None
+    out: str, sources: list[files.File], tokenizer: tokenizer_lib.Tokenizer, *, separator: int | None = None
 ) -> dict[str, Any]:
     """Writes a `.bin` and its JSON file, the `.bin` last, and returns the content of the JSON file.
 
@@ -93,15 +93,15 @@ def write_bin(
     path = _new(out)
     sidecar = _new(tokens.sidecar(path))
     with atomic.replace(path) as draft:
-        about = _write_tokens(draft, found, tokenizer, separator)
+        summary = _write_tokens(draft, sources, tokenizer, separator)
         with atomic.replace(sidecar) as description:
-            description.write_text(json.dumps(about, indent=2) + "\n")
-    return about
+            description.write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
 
 
 def write_longcrawl64(
     out: str,
-    found: list[files.File],
+    sources: list[files.File],
     tokenizer: tokenizer_lib.Tokenizer,
     *,
     separator: int | None = None,
@@ -115,14 +115,14 @@ def write_longcrawl64(
     path = _new(out)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".prepare-") as folder:
         flat = pathlib.Path(folder) / "tokens.bin"
-        about = _write_tokens(flat, found, tokenizer, separator)
-        rows = about["tokens"] // row_tokens
+        summary = _write_tokens(flat, sources, tokenizer, separator)
+        rows = summary["tokens"] // row_tokens
         if not rows:
             raise ValueError(
-                f"the files hold {about['tokens']} tokens, fewer than one row of {row_tokens}; "
+                f"the files hold {summary['tokens']} tokens, fewer than one row of {row_tokens}; "
                 f"name more files or set a smaller --row_tokens"
             )
-        dtype = tokens.DTYPES[about["token_dtype"]]
+        dtype = tokens.DTYPES[summary["token_dtype"]]
         stream = np.memmap(flat, dtype, mode="r", shape=(rows, row_tokens))
         partial = pathlib.Path(folder) / "rows.zarr"
         # Chunks of zeros are written too, because the reader treats a missing chunk as an error.
@@ -135,11 +135,11 @@ def write_longcrawl64(
         for start in range(0, rows, longcrawl64.CHUNKS[0]):
             stop = min(start + longcrawl64.CHUNKS[0], rows)
             array[start:stop].write(stream[start:stop]).result()
-        about |= {
+        summary |= {
             "rows": rows,
             "row_tokens": row_tokens,
-            "dropped_tokens": about["tokens"] - rows * row_tokens,
+            "dropped_tokens": summary["tokens"] - rows * row_tokens,
         }
-        (partial / ".zattrs").write_text(json.dumps(about, indent=2) + "\n")
+        (partial / ".zattrs").write_text(json.dumps(summary, indent=2) + "\n")
         partial.rename(path)
-    return about
+    return summary

@@ -21,27 +21,27 @@ _PIECES = 20
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 
-def _found(setting: str, paths: tuple[str, ...]) -> list[files.File]:
+def _find(setting: str, paths: tuple[str, ...]) -> list[files.File]:
     if paths:
-        found = files.find(setting, paths)
+        matches = files.find(setting, paths)
     else:
         root = sysconfig.get_paths()["stdlib"]
-        found = files.below(root, suffix=".py", skip=_PACKAGE_FOLDERS)
-        if not found:
+        matches = files.below(root, suffix=".py", skip=_PACKAGE_FOLDERS)
+        if not matches:
             raise ValueError(f"the standard library has no .py files in {root}; name files in data.paths")
-    if not any(file.size for file in found):
-        raise ValueError(f"{setting}: every file is empty ({len(found)} found); name files that hold text")
-    return found
+    if not any(file.size for file in matches):
+        raise ValueError(f"{setting}: every file is empty ({len(matches)} found); name files that hold text")
+    return matches
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[list[files.File], list[files.File]]:
     """Returns the training and the held-out files, in order, without empty files."""
-    found = [file for file in _found("data.paths", config.paths) if file.size]
+    matches = [file for file in _find("data.paths", config.paths) if file.size]
     if config.heldout_paths:
-        held = [file for file in _found("data.heldout_paths", config.heldout_paths) if file.size]
-        return found, held
-    mask = files.held_out(files.key_hashes([file.key for file in found]), config.heldout_fraction)
-    return [f for f, out in zip(found, mask) if not out], [f for f, out in zip(found, mask) if out]
+        heldout = [file for file in _find("data.heldout_paths", config.heldout_paths) if file.size]
+        return matches, heldout
+    mask = files.held_out(files.key_hashes([file.key for file in matches]), config.heldout_fraction)
+    return [f for f, out in zip(matches, mask) if not out], [f for f, out in zip(matches, mask) if out]
 
 
 def _is_cut(config: config_lib.DataConfig, sides: tuple[list[files.File], list[files.File]]) -> bool:

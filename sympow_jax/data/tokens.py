@@ -33,12 +33,12 @@ def _map(file: files.File, config: config_lib.DataConfig) -> Integer[np.ndarray,
             f"{file.path} has {file.size} bytes, not a multiple of the {dtype.itemsize} of one "
             f"{config.token_dtype}; the file is truncated or data.token_dtype is wrong"
         )
-    beside = sidecar(file.path)
-    if beside.is_file():
-        stored = json.loads(beside.read_text()).get("token_dtype")
+    metadata = sidecar(file.path)
+    if metadata.is_file():
+        stored = json.loads(metadata.read_text()).get("token_dtype")
         if stored != config.token_dtype:
             raise ValueError(
-                f"{file.path} holds {stored} ids, says {beside.name}, but data.token_dtype is "
+                f"{file.path} holds {stored} ids according to {metadata.name}, but data.token_dtype is "
                 f"{config.token_dtype!r}; set it to {stored!r}"
             )
     try:
@@ -55,14 +55,14 @@ def _ends(array: Integer[np.ndarray, " tokens"], separator: int | None) -> Int64
         start + 1 + np.flatnonzero(array[start : start + _SCAN_TOKENS] == separator)
         for start in range(0, len(array), _SCAN_TOKENS)
     ]
-    found = np.concatenate(ends)
-    return found if len(found) and found[-1] == len(array) else np.append(found, len(array))
+    positions = np.concatenate(ends)
+    return positions if len(positions) and positions[-1] == len(array) else np.append(positions, len(array))
 
 
 def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> documents.Spans:
-    found = files.find(setting, paths, suffix=".bin")
+    matches = files.find(setting, paths, suffix=".bin")
     separator = config.document_separator
-    arrays = [_map(file, config) for file in found]
+    arrays = [_map(file, config) for file in matches]
     ends = [_ends(array, separator) for array in arrays]
     occurs = any(array[end[0] - 1] == separator for array, end in zip(arrays, ends))
     if separator is not None and not occurs:
@@ -73,7 +73,7 @@ def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.Data
     starts = [np.concatenate([[0], end[:-1]]) for end in ends]
     return documents.Spans(
         arrays,
-        [str(file.path) for file in found],
+        [str(file.path) for file in matches],
         array=np.repeat(np.arange(len(arrays)), [len(end) for end in ends]),
         starts=np.concatenate(starts),
         lengths=np.concatenate(ends) - np.concatenate(starts),
@@ -82,11 +82,11 @@ def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.Data
 
 def _sides(config: config_lib.DataConfig) -> tuple[documents.Spans, documents.Spans]:
     """Returns the training and the held-out documents."""
-    found = _all_documents("data.paths", config.paths, config)
+    spans = _all_documents("data.paths", config.paths, config)
     if config.heldout_paths:
-        return found, _all_documents("data.heldout_paths", config.heldout_paths, config)
-    mask = files.held_out(files.index_hashes(len(found.lengths)), config.heldout_fraction)
-    return found.select(np.flatnonzero(~mask)), found.select(np.flatnonzero(mask))
+        return spans, _all_documents("data.heldout_paths", config.heldout_paths, config)
+    mask = files.held_out(files.index_hashes(len(spans.lengths)), config.heldout_fraction)
+    return spans.select(np.flatnonzero(~mask)), spans.select(np.flatnonzero(mask))
 
 
 def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:
@@ -102,24 +102,24 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts of files, documents and tokens, and a SHA-256 of keys, sizes, first and last MiB of files."""
-    train, held = (side.lengths for side in _sides(config))
-    found = files.find("data.paths", config.paths, suffix=".bin")
+    train, heldout = (side.lengths for side in _sides(config))
+    matches = files.find("data.paths", config.paths, suffix=".bin")
     if config.heldout_paths:
-        found += files.find("data.heldout_paths", config.heldout_paths, suffix=".bin")
+        matches += files.find("data.heldout_paths", config.heldout_paths, suffix=".bin")
     digest = hashlib.sha256()
-    for file in found:
+    for file in matches:
         digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
         with file.path.open("rb") as stream:
             digest.update(stream.read(_DIGEST_BYTES))
             stream.seek(max(0, file.size - _DIGEST_BYTES))
             digest.update(stream.read(_DIGEST_BYTES))
     return {
-        "files": len(found),
-        "bytes": sum(file.size for file in found),
+        "files": len(matches),
+        "bytes": sum(file.size for file in matches),
         "documents": len(train),
         "tokens": int(train.sum()),
-        "heldout_documents": len(held),
-        "heldout_tokens": int(held.sum()),
+        "heldout_documents": len(heldout),
+        "heldout_tokens": int(heldout.sum()),
         "digest": digest.hexdigest(),
         "digest_of": "names, sizes, first and last MiB of each file",
     }

@@ -37,13 +37,13 @@ class _File(NamedTuple):
     first_line: int  # line number of the first example, counted from 1
 
     def fields(self, line: int) -> list[bytes]:
-        found = self.content[self.starts[line] : self.stops[line]].removesuffix(b"\r").split(b"\t")
-        if len(found) != self.columns.width:
+        cells = self.content[self.starts[line] : self.stops[line]].removesuffix(b"\r").split(b"\t")
+        if len(cells) != self.columns.width:
             raise ValueError(
-                f"{self.name(line)} has {len(found)} columns, but the file's first line has {self.columns.width}; "
+                f"{self.name(line)} has {len(cells)} columns, but the file's first line has {self.columns.width}; "
                 f"columns are divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
             )
-        return found
+        return cells
 
     def name(self, line: int) -> str:
         return f"{self.path} (line {self.first_line + line})"
@@ -69,18 +69,18 @@ def _line_starts(content: mmap.mmap, start: int) -> Iterator[int]:
 def _find_columns(first: bytes, config: config_lib.DataConfig, path: str) -> tuple[_Columns, bool]:
     """Returns the columns, and whether the first line is a header that names them."""
     names = [field.decode("utf-8", "replace") for field in first.split(b"\t")]
-    wanted = [*config.text_columns, config.label_column]
-    numbered = all(name.isdecimal() for name in wanted)
+    columns = [*config.text_columns, config.label_column]
+    numbered = all(name.isdecimal() for name in columns)
     if numbered:
         names = [str(1 + column) for column in range(len(names))]
-    for name in wanted:
+    for name in columns:
         if name not in names:
-            there = f"columns 1 to {len(names)}" if numbered else ", ".join(map(repr, names))
+            available = f"columns 1 to {len(names)}" if numbered else ", ".join(map(repr, names))
             raise ValueError(
-                f"{path} has no column {name!r}: there are {there}; correct data.text_columns and data.label_column, "
-                f"or, where the first line is no header, give the numbers of all columns"
+                f"{path} has no column {name!r}: there are {available}; correct data.text_columns and "
+                f"data.label_column, or, where the first line is no header, give the numbers of all columns"
             )
-    *texts, label = (names.index(name) for name in wanted)
+    *texts, label = (names.index(name) for name in columns)
     return _Columns(texts, label, len(names)), not numbered
 
 
@@ -273,19 +273,19 @@ def open_examples(
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts of files, bytes and examples, and the SHA-256 of every file's key, size and bytes."""
-    (_, train), (_, held) = _sides(config)
-    found = files.find("data.paths", config.paths, suffix=".tsv")
+    (_, train), (_, heldout) = _sides(config)
+    matches = files.find("data.paths", config.paths, suffix=".tsv")
     if config.heldout_paths:
-        found += files.find("data.heldout_paths", config.heldout_paths, suffix=".tsv")
+        matches += files.find("data.heldout_paths", config.heldout_paths, suffix=".tsv")
     digest = hashlib.sha256()
-    for file in found:
+    for file in matches:
         digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
         digest.update(_map(file))
     return {
-        "files": len(found),
-        "bytes": sum(file.size for file in found),
+        "files": len(matches),
+        "bytes": sum(file.size for file in matches),
         "examples": len(train),
-        "heldout_examples": len(held),
+        "heldout_examples": len(heldout),
         "digest": digest.hexdigest(),
         "digest_of": "names, sizes and contents",
     }

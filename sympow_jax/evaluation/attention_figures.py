@@ -50,16 +50,16 @@ def visible(text: bytes) -> str:
 
 def draw_weights(
     path: pathlib.Path,
-    found: Sequence[attention_maps.LayerMaps],
+    layers: Sequence[attention_maps.LayerMaps],
     labels: Sequence[str],
     *,
-    about: str,
+    subtitle: str,
     causal: bool,
 ) -> None:
     """Draws one map per head: one row of maps per layer, or rows of four for a single layer."""
-    heads, time = found[0].weights.shape[:2]
-    maps = [(layer, head) for layer in found for head in range(heads)]
-    columns = heads if len(found) > 1 else min(heads, _COLUMNS)
+    heads, time = layers[0].weights.shape[:2]
+    maps = [(layer, head) for layer in layers for head in range(heads)]
+    columns = heads if len(layers) > 1 else min(heads, _COLUMNS)
     rows = -(-len(maps) // columns)
     side = min(_MAP, _MAPS / columns)
     named = time * _NAME <= min(2 * _MAP, _MAPS / columns)
@@ -67,7 +67,7 @@ def draw_weights(
     figure, axes = figures.make(
         columns, rows=rows, width=columns * side + 2, height=rows * (side + 0.25) + 1, sharex=True
     )
-    norm, colors = _weight_colors(found)
+    norm, colors = _weight_colors(layers)
     assert norm.vmin is not None
     assert norm.vmax is not None
     for panel, (layer, head) in zip(axes, maps):
@@ -88,60 +88,60 @@ def draw_weights(
     bar.set_ticks([x for x in ticks if norm.vmin <= x <= norm.vmax])
     figure.supxlabel("token that is read (key)", fontsize=10, color=figures.INK)
     figure.supylabel("token that reads (query)", fontsize=10, color=figures.INK)
-    _title(figure, f"Attention maps · {about}")
+    _title(figure, f"Attention maps · {subtitle}")
     figures.save(figure, path)
 
 
 def draw_half_lives(
-    path: pathlib.Path, found: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, about: str
+    path: pathlib.Path, layers: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, subtitle: str
 ) -> None:
     """Draws half-lives, one row per head; per-channel decays are shown as the median over channels."""
-    values = [layer.half_life for layer in found if layer.half_life is not None]
+    values = [layer.half_life for layer in layers if layer.half_life is not None]
     by_channel = values[0].ndim == 3
     strips = [np.median(x, axis=-1) if by_channel else x for x in values]
     low, high = (float(x) for x in np.clip([np.min(strips), np.max(strips)], *_HALF_LIVES))
     norm = matplotlib.colors.LogNorm(low, max(high, 1.01 * low))
-    figure, bar = _draw_strips(found, strips, labels, norm, "viridis")
+    figure, bar = _draw_strips(layers, strips, labels, norm, "viridis")
     bar.formatter = matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:,g}")
     bar.update_ticks()
     _style_bar(bar, "half-life (tokens)")
     whose = "the median value channel of a head" if by_channel else "a head"
     _title(
         figure,
-        f"Half-lives · {about}",
+        f"Half-lives · {subtitle}",
         f"tokens until the decay halves what {whose} remembers, if each decayed as this one does",
     )
     figures.save(figure, path)
 
 
 def draw_rotations(
-    path: pathlib.Path, found: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, about: str
+    path: pathlib.Path, layers: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, subtitle: str
 ) -> None:
     """Draws the rotation of the fastest pair, one row per head.
 
     If each pair has its own rate, draws their mean, as if each were the rate of the fastest pair.
     """
-    rates = [layer.rate for layer in found if layer.rate is not None]
-    theta = found[0].theta
+    rates = [layer.rate for layer in layers if layer.rate is not None]
+    theta = layers[0].theta
     assert theta is not None  # set whenever there are rates
     by_pair = rates[0].ndim == 3
     strips = [theta[0] * (rate.mean(axis=-1) if by_pair else rate) for rate in rates]
     span = max(float(np.abs(np.array(strips) - theta[0]).max()), 0.01)
     norm = matplotlib.colors.CenteredNorm(theta[0], span)
-    figure, bar = _draw_strips(found, strips, labels, norm, "PuOr_r")
-    _style_bar(bar, "rotation (radians a token)")
+    figure, bar = _draw_strips(layers, strips, labels, norm, "PuOr_r")
+    _style_bar(bar, "rotation (radians per token)")
     whose = "mean of all pairs of dimensions, each as if it were" if by_pair else "of"
     _title(
         figure,
-        f"Rotation rates · {about}",
-        f"{whose} the fastest pair, which rope turns by {theta[0]:.2f}; the slowest turns {theta[-1] / theta[0]:.2g} "
-        f"times as far",
+        f"Rotation rates · {subtitle}",
+        f"{whose} the fastest pair, which rope rotates by {theta[0]:.2f}; the slowest rotates "
+        f"{theta[-1] / theta[0]:.2g} times as far",
     )
     figures.save(figure, path)
 
 
 def _draw_strips(
-    found: Sequence[attention_maps.LayerMaps],
+    layers: Sequence[attention_maps.LayerMaps],
     strips: Sequence[Float[np.ndarray, "K T"]],
     labels: Sequence[str],
     norm: matplotlib.colors.Normalize,
@@ -150,10 +150,10 @@ def _draw_strips(
     """Draws a panel per layer, with rows of heads and columns of tokens; returns figure and color bar."""
     heads, time = strips[0].shape
     width = float(np.clip(time * _WIDE_NAME, *_STRIPS))
-    height = len(found) * (max(heads * _STRIP_ROW, 0.7) + 0.25) + 1.6
-    figure, axes = figures.make(rows=len(found), width=width + 2, height=height, sharex=True)
+    height = len(layers) * (max(heads * _STRIP_ROW, 0.7) + 0.25) + 1.6
+    figure, axes = figures.make(rows=len(layers), width=width + 2, height=height, sharex=True)
     extent = (0.5, time + 0.5, heads - 0.5, -0.5)
-    for panel, layer, strip in zip(axes, found, strips):
+    for panel, layer, strip in zip(axes, layers, strips):
         image = panel.imshow(
             strip, cmap=colors, norm=norm, extent=extent, aspect="auto", interpolation="none"
         )
@@ -177,11 +177,11 @@ def _extend(strips: Sequence[Float[np.ndarray, "K T"]], norm: matplotlib.colors.
 
 
 def _weight_colors(
-    found: Sequence[attention_maps.LayerMaps],
+    layers: Sequence[attention_maps.LayerMaps],
 ) -> tuple[matplotlib.colors.FuncNorm, matplotlib.colors.Colormap]:
     """Returns a color scale of the square roots of weights, so that small weights in long rows are visible."""
-    low = min(float(layer.weights.min()) for layer in found)
-    largest = max(float(np.abs(layer.weights).max()) for layer in found)
+    low = min(float(layer.weights.min()) for layer in layers)
+    largest = max(float(np.abs(layer.weights).max()) for layer in layers)
     norm = matplotlib.colors.FuncNorm(
         (lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x**2),
         vmin=-largest if low < 0 else 0,

@@ -39,16 +39,16 @@ class LayerMaps:
 
 
 def attention_maps(
-    model: models.DecoderLM | models.Encoder, tokens: Sequence[int], wanted: Sequence[int]
+    model: models.DecoderLM | models.Encoder, tokens: Sequence[int], indices: Sequence[int]
 ) -> list[LayerMaps]:
-    """Returns the maps of the layers `wanted`, counted from 0, for one row of tokens.
+    """Returns the maps of the layers `indices`, counted from 0, for one row of tokens.
 
     Takes T x T elements per head.
     """
     # By default, GPUs round the factors of float32 products.
     with jax.default_matmul_precision("highest"):
-        given = _given(*nnx.split(model), np.array([tokens], np.int32))
-        return [_layer_maps(model, layer, given[layer]) for layer in wanted]
+        inputs = _attention_inputs(*nnx.split(model), np.array([tokens], np.int32))
+        return [_layer_maps(model, layer, inputs[layer]) for layer in indices]
 
 
 def _layer_maps(model: models.DecoderLM | models.Encoder, layer: int, x: Float[Array, "1 T M"]) -> LayerMaps:
@@ -64,7 +64,7 @@ def _layer_maps(model: models.DecoderLM | models.Encoder, layer: int, x: Float[A
 
 
 @functools.partial(jax.jit, static_argnames="graph")
-def _given(
+def _attention_inputs(
     graph: nnx.GraphDef, variables: nnx.State, tokens: Int[Array, "1 T"]
 ) -> list[Float[Array, "1 T M"]]:
     """Returns the input of each layer's attention."""
@@ -72,9 +72,9 @@ def _given(
     # Rematerialization runs copies of the blocks, whose recorded inputs would be lost.
     model.config = dataclasses.replace(model.config, remat="none")
     for block in model.blocks:
-        block.attention = _Listening(block.attention)
+        block.attention = _Recorder(block.attention)
     model.hidden(tokens)
-    return [block.attention.heard for block in model.blocks]
+    return [block.attention.recorded for block in model.blocks]
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -82,15 +82,15 @@ def _maps(graph: nnx.GraphDef, variables: nnx.State, x: Float[Array, "1 T M"]) -
     return nnx.merge(graph, variables).maps(x)
 
 
-class _Listening(nnx.Module):
+class _Recorder(nnx.Module):
     """An attention layer that records its input."""
 
     def __init__(self, layer: layers.Attention):
         self.layer = layer
-        self.heard: Array | None = nnx.data(None)
+        self.recorded: Array | None = nnx.data(None)
 
     def __call__(self, x: Float[Array, "B T M"], **options) -> Float[Array, "B T M"]:
-        self.heard = x
+        self.recorded = x
         return self.layer(x, **options)
 
 

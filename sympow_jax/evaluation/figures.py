@@ -59,9 +59,9 @@ def save(figure: matplotlib.figure.Figure, path: pathlib.Path) -> None:
 
 
 def style(
-    axes: matplotlib.axes.Axes, *, x_label: str, y_label: str, title: str = "", about: str = ""
+    axes: matplotlib.axes.Axes, *, x_label: str, y_label: str, title: str = "", subtitle: str = ""
 ) -> None:
-    """Applies the common style, with a title above the axes and, smaller, a description `about` the plot."""
+    """Applies the common style, with a title above the axes and a smaller `subtitle`."""
     axes.set_xlabel(x_label, color=INK)
     axes.set_ylabel(y_label, color=INK)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
@@ -71,10 +71,10 @@ def style(
     axes.tick_params(colors=INK, labelsize=9)
     axes.margins(y=0.12)
     if title:
-        axes.set_title(title, loc="left", fontsize=12, color=INK, pad=36 if about else 18)
-    if about:
+        axes.set_title(title, loc="left", fontsize=12, color=INK, pad=36 if subtitle else 18)
+    if subtitle:
         axes.annotate(
-            about,
+            subtitle,
             xy=(0.0, 1.0),
             xycoords="axes fraction",
             xytext=(0, 21),

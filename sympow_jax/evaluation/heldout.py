@@ -36,14 +36,14 @@ def open_rows(config: config_lib.Config) -> Iterable[Mapping[str, np.ndarray]] |
     Raises:
         ValueError: the data cannot be opened as configured, or no row is held out.
     """
-    found = config.data
-    if not data.holds_out(found, vocab_size=config.model.vocab_size):
+    source = config.data
+    if not data.holds_out(source, vocab_size=config.model.vocab_size):
         return None
     devices = jax.local_device_count()
-    rows = min(_CALL_TOKENS // found.context_length, -(-found.batch_size // devices))
+    rows = min(_CALL_TOKENS // source.context_length, -(-source.batch_size // devices))
     batch_size = devices * max(1, rows)
     vocab_size = config.model.vocab_size
-    return data.heldout_rows(found, config.task, vocab_size=vocab_size, batch_size=batch_size)
+    return data.heldout_rows(source, config.task, vocab_size=vocab_size, batch_size=batch_size)
 
 
 def heldout_metrics(
@@ -91,8 +91,11 @@ def _of_labels(
             "spearman": metrics.spearman(labels, values) if finite else math.nan,
         }
     predicted = outputs.argmax(-1)
-    found = {"accuracy": metrics.accuracy(labels, predicted), "matthews": metrics.matthews(labels, predicted)}
-    return found | ({"f1": metrics.f1(labels, predicted)} if task.classes == 2 else {})
+    scores = {
+        "accuracy": metrics.accuracy(labels, predicted),
+        "matthews": metrics.matthews(labels, predicted),
+    }
+    return scores | ({"f1": metrics.f1(labels, predicted)} if task.classes == 2 else {})
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -136,29 +139,29 @@ def evaluate_heldout(
         )
     workdirs_lib.warn_of_changed_data(console, paths, configs[0])
 
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     runs = []
     for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
         _, model, step = training.restore_model(path)
-        found[name] = heldout_metrics(model, config.task, open_rows(configs[0]) or ())
+        results[name] = heldout_metrics(model, config.task, open_rows(configs[0]) or ())
         runs.append(
             {
                 "run": name,
                 "workdir": str(path),
                 "step": step,
                 "metrics": {
-                    key: value if math.isfinite(value) else None for key, value in found[name].items()
+                    key: value if math.isfinite(value) else None for key, value in results[name].items()
                 },
                 "config": dataclasses.asdict(config),
             }
         )
-    if any(not math.isfinite(values["loss"]) for values in found.values()):
+    if any(not math.isfinite(values["loss"]) for values in results.values()):
         workdirs_lib.warn(console, "losses are not finite; they are null in the JSON")
     if hosts.is_first():
         with workdirs_lib.writing(folder):
             workdir.write_json(folder / "heldout.json", {"task": configs[0].task.name, "runs": runs})
-    _print(found, configs[0].task, console)
-    return found
+    _print(results, configs[0].task, console)
+    return results
 
 
 def _require_same_rows(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
@@ -176,13 +179,13 @@ def _fixed(config: config_lib.Config) -> dict[str, Any]:
 
 
 def _print(
-    found: Mapping[str, Mapping[str, float]], task: config_lib.TaskConfig, console: rich.console.Console
+    results: Mapping[str, Mapping[str, float]], task: config_lib.TaskConfig, console: rich.console.Console
 ) -> None:
     table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
-    names = list(next(iter(found.values())))
+    names = list(next(iter(results.values())))
     for name in ("run", *names):
         table.add_column(name, justify="left" if name == "run" else "right")
-    for run, values in found.items():
+    for run, values in results.items():
         cells = [f"{values[name]:,}" if name == "count" else f"{values[name]:.4f}" for name in names]
         table.add_row(rich.text.Text(run), *cells)
     console.print(f"Held-out rows, task {task.name!r}", style="bold", highlight=False)

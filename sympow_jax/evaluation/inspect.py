@@ -52,18 +52,18 @@ def inspect(
     settings = workdir.read_config(folder)
     if settings.model.patch_size is not None:
         raise ValueError(f"{folder} holds a run on images; only models that read text can be inspected")
-    wanted = _wanted(settings, layer)
+    layers = _layers(settings, layer)
     checkpoint.require_checkpoint(folder)
     codec = data.codec_of_run(settings, tokenizer)
     tokens = codec.encode(text, name)
-    _require_few(settings, len(tokens), len(wanted), name)
+    _require_few(settings, len(tokens), len(layers), name)
     target = workdirs.writable_folder(folder / "inspect" if out is None else out)
 
     _, model, step = training.restore_exact(folder)
     assert isinstance(model, models.DecoderLM | models.Encoder)
-    found = attention_maps.attention_maps(model, tokens, wanted)
+    maps = attention_maps.attention_maps(model, tokens, layers)
     attention = settings.model.attention
-    about = {
+    metadata = {
         "run": folder.absolute().name,
         "step": step,
         "kernel": attention.kernel,
@@ -72,14 +72,14 @@ def inspect(
     }
     texts = [_text_of(codec, token) for token in tokens]
     with workdirs.writing(target):
-        content = about | {"tokens": tokens, "text": [text.decode(errors="replace") for text in texts]}
-        _write_json(target / "inspect.json", found, content, causal=attention.causal)
+        content = metadata | {"tokens": tokens, "text": [text.decode(errors="replace") for text in texts]}
+        _write_json(target / "inspect.json", maps, content, causal=attention.causal)
         labels = [attention_figures.visible(text) for text in texts]
-        said = _draw(target, found, labels, about, causal=attention.causal)
-    return [f"wrote {target / 'inspect.json'}: the numbers for {len(tokens)} tokens", *said]
+        messages = _draw(target, maps, labels, metadata, causal=attention.causal)
+    return [f"wrote {target / 'inspect.json'}: the numbers for {len(tokens)} tokens", *messages]
 
 
-def _wanted(settings: config_lib.Config, layer: int | None) -> Sequence[int]:
+def _layers(settings: config_lib.Config, layer: int | None) -> Sequence[int]:
     count = settings.model.layers
     if layer is None:
         return range(count)
@@ -107,42 +107,44 @@ def _text_of(codec: data.Codec, token: int) -> bytes:
 
 def _draw(
     target: pathlib.Path,
-    found: Sequence[attention_maps.LayerMaps],
+    maps: Sequence[attention_maps.LayerMaps],
     labels: Sequence[str],
-    about: dict[str, Any],
+    metadata: dict[str, Any],
     *,
     causal: bool,
 ) -> list[str]:
     """Draws the figures that apply to the model, and returns a message for each."""
-    run = "{run}, step {step}: kernel {kernel}, decay {decay}, position {position}".format(**about)
+    run = "{run}, step {step}: kernel {kernel}, decay {decay}, position {position}".format(**metadata)
     path = target / "attention.png"
-    attention_figures.draw_weights(path, found, labels, about=run, causal=causal)
-    said = [f"wrote {path}: what each token reads, a map a head"]
-    if found[0].half_life is None:
-        said.append("no half_life.png: the attention has no decay")
+    attention_figures.draw_weights(path, maps, labels, subtitle=run, causal=causal)
+    messages = [f"wrote {path}: what each token reads, one map per head"]
+    if maps[0].half_life is None:
+        messages.append("no half_life.png: the attention has no decay")
     else:
         path = target / "half_life.png"
-        attention_figures.draw_half_lives(path, found, labels, about=run)
-        said.append(f"wrote {path}: tokens until the decay halves")
-    if found[0].rate is None:
-        said.append(f"no rotation.png: position {about['position']!r} has no rates that the text chooses")
+        attention_figures.draw_half_lives(path, maps, labels, subtitle=run)
+        messages.append(f"wrote {path}: tokens until the decay halves")
+    if maps[0].rate is None:
+        messages.append(
+            f"no rotation.png: position {metadata['position']!r} has no rates that the text chooses"
+        )
     else:
         path = target / "rotation.png"
-        attention_figures.draw_rotations(path, found, labels, about=run)
-        said.append(f"wrote {path}: radians a token")
-    return said
+        attention_figures.draw_rotations(path, maps, labels, subtitle=run)
+        messages.append(f"wrote {path}: radians per token")
+    return messages
 
 
 def _write_json(
     path: pathlib.Path,
-    found: Sequence[attention_maps.LayerMaps],
-    about: dict[str, Any],
+    maps: Sequence[attention_maps.LayerMaps],
+    metadata: dict[str, Any],
     *,
     causal: bool,
 ) -> None:
-    """Writes `about` and the values of each layer; a causal row of weights ends with its own token."""
+    """Writes `metadata` and the values of each layer; a causal row of weights ends with its own token."""
     records = []
-    for layer in found:
+    for layer in maps:
         heads = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
         records.append(
             {
@@ -154,7 +156,7 @@ def _write_json(
                 "rate": _numbers(layer.rate),
             }
         )
-    content = about | {"theta": _numbers(found[0].theta), "layers": records}
+    content = metadata | {"theta": _numbers(maps[0].theta), "layers": records}
     with atomic.replace(path) as draft:
         draft.write_text(json.dumps(content, allow_nan=False) + "\n")
 

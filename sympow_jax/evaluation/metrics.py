@@ -80,7 +80,7 @@ def _checked(
     labels, predicted = np.asarray(labels), np.asarray(predicted)
     if labels.ndim != 1 or labels.shape != predicted.shape or not len(labels):
         raise ValueError(
-            f"there are {labels.shape} labels and {predicted.shape} predictions; a metric needs as many of both, "
-            f"one or more, in one dimension"
+            f"there are {labels.shape} labels and {predicted.shape} predictions; a metric needs equal "
+            f"numbers of both, at least one, in one dimension"
         )
     return labels, predicted

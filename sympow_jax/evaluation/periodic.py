@@ -73,7 +73,7 @@ class Periodic:
         trees = jax.device_put((state.params, state.statistics), jax.local_devices()[0])
         model = cast(models.DecoderLM, self._program.merge(*trees))
         transcripts = [generation.Transcript(codec, row, max_tokens=_TOKENS) for row in self._prompts]
-        sampling = generation.Sampling(temperature=_TEMPERATURE, vocab_size=codec.drawn)
+        sampling = generation.Sampling(temperature=_TEMPERATURE, vocab_size=codec.sampled_vocab_size)
         for block in generation.generate(model, self._prompts, max_tokens=_TOKENS, sampling=sampling):
             for transcript, tokens in zip(transcripts, block):
                 transcript.add(tokens.tolist())

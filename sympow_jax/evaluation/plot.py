@@ -56,12 +56,14 @@ def _draw_run(
 def _style_axes(axes: matplotlib.axes.Axes, rows: Sequence[report.Row]) -> None:
     figures.set_log2_ticks(axes, sorted({row.context_length for row in rows}))
     documents = rows[0].documents
-    about = f"mean of each bucket of positions; the same {documents} document{'s' if documents > 1 else ''}"
-    about += " at every length" + ("; band: one standard error over documents" if documents > 1 else "")
+    subtitle = (
+        f"mean of each bucket of positions; the same {documents} document{'s' if documents > 1 else ''}"
+    )
+    subtitle += " at every length" + ("; band: one standard error over documents" if documents > 1 else "")
     figures.style(
         axes,
         x_label="context length: upper end of each bucket of positions (tokens)",
         y_label="held-out loss (nats per token)",
         title="Loss within and beyond the training context",
-        about=about,
+        subtitle=subtitle,
     )

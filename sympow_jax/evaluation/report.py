@@ -93,13 +93,13 @@ def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
         writer.writerows([getattr(row, name) for name in COLUMNS] for row in rows)
 
 
-def write_json(path: pathlib.Path, rows: Sequence[Row], **about: Any) -> None:
-    """Writes `about` and the rows; numbers that are not finite become null, because JSON does not have them."""
+def write_json(path: pathlib.Path, rows: Sequence[Row], **metadata: Any) -> None:
+    """Writes `metadata` and the rows; numbers that are not finite become null, because JSON does not have them."""
     records = [
         {name: _finite_or_none(value) for name, value in dataclasses.asdict(row).items()} for row in rows
     ]
     with atomic.replace(path) as draft:
-        draft.write_text(json.dumps({**about, "rows": records}, indent=2, allow_nan=False) + "\n")
+        draft.write_text(json.dumps({**metadata, "rows": records}, indent=2, allow_nan=False) + "\n")
 
 
 def _finite_or_none(value: Any) -> Any:

@@ -44,14 +44,14 @@ def insert[Tree](state: Tree, slot: int | Int[Array, ""], row: Tree) -> Tree:
             batch must have the same capacity. `fold` converts a KV cache to a recurrent state.
     """
     _require_slot(state, slot)
-    wanted, found = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (state, row))
-    for path in (*wanted, *found):
+    slots, rows = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (state, row))
+    for path in (*slots, *rows):
         shapes = [
-            (1, *tree[path].shape[1:]) if tree is wanted else tree[path].shape
-            for tree in (wanted, found)
+            (1, *tree[path].shape[1:]) if tree is slots else tree[path].shape
+            for tree in (slots, rows)
             if path in tree
         ]
-        if len(shapes) < 2 or shapes[0] != shapes[1] or wanted[path].dtype != found[path].dtype:
+        if len(shapes) < 2 or shapes[0] != shapes[1] or slots[path].dtype != rows[path].dtype:
             raise ValueError(
                 f"the row does not fit the batch: {jax.tree_util.keystr(path)} differs; both must be states of one "
                 f"model, made with one max_length or folded, and the row a batch of one"

@@ -28,17 +28,17 @@ def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = 
         ValueError: `max_length` is None and the attention has no recurrent state, or the recurrent state would exceed
             the memory of the device.
     """
-    kept = model.kv_cache_length
+    limit = model.kv_cache_length
     if max_length is None:
-        if kept is None:
+        if limit is None:
             raise ValueError(
-                f"attention of kernel {model.config.attention.kernel!r} keeps keys and values and needs room for them; "
-                f"pass max_length, the tokens of the longest prompt and of what follows it"
+                f"attention of kernel {model.config.attention.kernel!r} uses a KV cache, which has "
+                f"a fixed length; pass max_length, the longest prompt plus the tokens after it"
             )
         return model.init_state(batch, max_length=1, kv_cache=False)
     if max_length < 1:
         raise ValueError(f"max_length is {max_length}; it must be at least 1")
-    return model.init_state(batch, max_length=max_length, kv_cache=kept is None or max_length <= kept)
+    return model.init_state(batch, max_length=max_length, kv_cache=limit is None or max_length <= limit)
 
 
 def prefill(
@@ -107,35 +107,37 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
     if not isinstance(state, models.DecoderState) or not state.layers:
         raise ValueError(f"the state is a {type(state).__name__}; make it with generation.prefill")
     memory = state.layers[0].memory
-    kept = isinstance(memory, ops.KVCache)
+    kv_cache = isinstance(memory, ops.KVCache)
     capacity = memory.key.shape[1] if isinstance(memory, ops.KVCache) else 1
     rows = jax.tree.leaves(memory)[0].shape[0]
     if batch is not None and rows != batch:
-        raise ValueError(f"the state has {rows} rows and there are tokens for {batch}; these must be as many")
+        raise ValueError(f"the state has {rows} rows and there are tokens for {batch}; they must be equal")
     if len(state.layers) != len(model.blocks):
         raise ValueError(
             f"the state is of another model: it has {len(state.layers)} layers, this one {len(model.blocks)}"
         )
-    if not model.blocks[0].attention.kernel.supports_memory(kv_cache=kept):
-        kind = "keeps keys" if kept else "is recurrent"
+    if not model.blocks[0].attention.kernel.supports_memory(kv_cache=kv_cache):
+        kind = "has a KV cache" if kv_cache else "is recurrent"
         kernel = model.config.attention.kernel
         raise ValueError(
-            f"the state is of another model: it {kind}, as this one's kernel {kernel!r} does not"
+            f"the state is of another model: it {kind}, which this one's kernel {kernel!r} does not support"
         )
-    expected = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, kv_cache=kept))
-    found = dict(jax.tree_util.tree_leaves_with_path(state))
-    wanted = dict(jax.tree_util.tree_leaves_with_path(expected))
-    for path in (*wanted, *found):
+    expected = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, kv_cache=kv_cache))
+    actual = dict(jax.tree_util.tree_leaves_with_path(state))
+    needed = dict(jax.tree_util.tree_leaves_with_path(expected))
+    for path in (*needed, *actual):
         one, other = (
             None if path not in tree else (tree[path].shape, str(tree[path].dtype))
-            for tree in (found, wanted)
+            for tree in (actual, needed)
         )
         if one != other:
             name = jax.tree_util.keystr(path)
-            raise ValueError(f"the state is of another model: {name} is {_said(one)}, not {_said(other)}")
+            raise ValueError(
+                f"the state is of another model: {name} is {_described(one)}, not {_described(other)}"
+            )
 
 
-def _said(leaf: tuple[tuple[int, ...], str] | None) -> str:
+def _described(leaf: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if leaf is None else f"{leaf[1]} {list(leaf[0])}"
 
 
@@ -152,9 +154,9 @@ def _check_rows(model: models.DecoderLM, tokens: Array | np.ndarray, lengths: np
     array = np.asarray(tokens)
     wrong = inside & ((array < 0) | (array >= vocab_size))
     if wrong.any():
-        row, place = np.argwhere(wrong)[0]
+        row, column = np.argwhere(wrong)[0]
         raise ValueError(
-            f"token {array[row, place]} at place {place} of row {row} is not in the vocabulary of {vocab_size}"
+            f"token {array[row, column]} at position {column} of row {row} is not in the vocabulary of {vocab_size}"
         )
 
 
@@ -167,7 +169,7 @@ def _check_places(model: models.DecoderLM, lengths: np.ndarray, state: models.De
     if before.shape == lengths.shape and (before + lengths).max() > longest:
         row = int((before + lengths).argmax())
         raise ValueError(
-            f"row {row} has {lengths[row]} tokens behind {before[row]} others, but the model's learned positions end "
+            f"row {row} has {lengths[row]} tokens after {before[row]} others, but the model's learned positions end "
             f"at {longest} tokens; shorten it"
         )
 

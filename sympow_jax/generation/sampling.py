@@ -57,14 +57,14 @@ def sample(
     )
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = _kept(logits / sampling.temperature, sampling)
+    logits = _truncated(logits / sampling.temperature, sampling)
     # Noise is indexed by token id, not by rank, so that rounding that swaps nearly equal logits changes no noise.
-    keys = jax.vmap(lambda place: jax.random.fold_in(jax.random.key(seed), place))(position)
+    keys = jax.vmap(lambda index: jax.random.fold_in(jax.random.key(seed), index))(position)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 
-def _kept(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+def _truncated(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Replaces the logits that `top_k` and `top_p` exclude by minus infinity."""
     if sampling.top_k is None and sampling.top_p == 1:
         return logits

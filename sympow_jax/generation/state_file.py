@@ -31,13 +31,13 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
     """
     decoding.require_state(model, state)
     memory = state.layers[0].memory
-    kept = isinstance(memory, ops.KVCache)
+    kv_cache = isinstance(memory, ops.KVCache)
     header = {
         "model": _settings(model),
         "parameters": _checksum(model),
         "rows": jax.tree.leaves(memory)[0].shape[0],
         "capacity": memory.key.shape[1] if isinstance(memory, ops.KVCache) else None,
-        "kept": kept,
+        "kv_cache": kv_cache,
     }
     arrays: dict[str, Any] = {
         jax.tree_util.keystr(name): _bits(np.asarray(leaf))
@@ -56,29 +56,31 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
         OSError: the file cannot be read.
     """
     header, arrays = _read(pathlib.Path(path))
-    here, there = _settings(model), _DEFAULTS | header["model"]
-    if there != here:
-        names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+    own, saved = _settings(model), _DEFAULTS | header["model"]
+    if saved != own:
+        names = sorted(name for name in {*own, *saved} if own.get(name) != saved.get(name))
         first = names[0]
         raise ValueError(
-            f"{path} is a state of another model: {first} is {there.get(first)!r} there and "
-            f"{here.get(first)!r} here ({len(names)} settings differ)"
+            f"{path} is a state of another model: {first} is {saved.get(first)!r} there and "
+            f"{own.get(first)!r} here ({len(names)} settings differ)"
         )
     if header["parameters"] != _checksum(model):
         raise ValueError(
             f"{path} is a state of another model: its settings are those of this one, its parameters are not"
         )
     abstract = jax.eval_shape(
-        lambda: model.init_state(header["rows"], max_length=header["capacity"] or 1, kv_cache=header["kept"])
+        lambda: model.init_state(
+            header["rows"], max_length=header["capacity"] or 1, kv_cache=header["kv_cache"]
+        )
     )
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    found = []
+    restored = []
     for name, leaf in leaves:
         array = arrays.get(jax.tree_util.keystr(name))
         if array is None or array.shape != leaf.shape or array.dtype != _bits(np.empty(0, leaf.dtype)).dtype:
             raise ValueError(f"{path} is damaged: {jax.tree_util.keystr(name)} is not what was saved")
-        found.append(jax.device_put(array.view(leaf.dtype)))
-    return jax.tree.unflatten(structure, found)
+        restored.append(jax.device_put(array.view(leaf.dtype)))
+    return jax.tree.unflatten(structure, restored)
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -18,7 +18,7 @@ class _Codec(Protocol):
         """Id that ends a document; None for none."""
 
     @property
-    def of_bytes(self) -> bool:
+    def is_bytes(self) -> bool:
         """True if tokens are bytes, so that a character may span several tokens."""
 
     def decode(self, tokens: Sequence[int]) -> bytes:
@@ -59,12 +59,12 @@ class Transcript:
                 self.done = True
                 break
         text = self._decoded()
-        found = [place for place in map(text.find, self._stops) if place >= 0]
-        if found:
+        ends = [index for index in map(text.find, self._stops) if index >= 0]
+        if ends:
             self.done = True
-            text = text[: min(found)]
+            text = text[: min(ends)]
         elif not self.done:
-            text = text[: len(text) - self._held(text)]
+            text = text[: len(text) - self._pending(text)]
         new, self.text = text[len(self.text) :], text
         return new
 
@@ -73,9 +73,9 @@ class Transcript:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         text = decoder.decode(data, final=self.done)
         # Tokenizers of text have already replaced the bytes of an incomplete character.
-        return text if self.done or self._codec.of_bytes else text.rstrip("\ufffd")
+        return text if self.done or self._codec.is_bytes else text.rstrip("\ufffd")
 
-    def _held(self, text: str) -> int:
+    def _pending(self, text: str) -> int:
         """Returns the number of last characters that may be the beginning of a stop string."""
         longest = max(map(len, self._stops), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):

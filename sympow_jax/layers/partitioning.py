@@ -116,12 +116,12 @@ def fitted(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec
     """Returns the spec without axes that are missing in a mesh of these sizes or do not divide their dimension."""
     parts = []
     for length, entry in zip(shape, spec):
-        taken = []
+        names = []
         for axis in _axes(entry):
             if sizes.get(axis, 1) > 1 and length % sizes[axis] == 0:
-                taken.append(axis)
+                names.append(axis)
                 length //= sizes[axis]
-        parts.append(tuple(taken) if len(taken) > 1 else taken[0] if taken else None)
+        parts.append(tuple(names) if len(names) > 1 else names[0] if names else None)
     return Spec(*parts)
 
 

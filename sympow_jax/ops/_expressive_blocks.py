@@ -33,11 +33,12 @@ class Blocks(NamedTuple):
     All arrays have one dtype, except documents and ranges. The queries of a block are the last R positions of a block
     of keys; R = C unless I = 1.
 
-    half_decay: halves of the log decays, from `decay.bounded`; None means no decay. Gradients have None in every field
-    without one.
-    query_document, key_document: a query attends to a key only if the two are equal; None if all pairs are visible.
-    ranges: for each block of queries, the first block of keys it attends to and the end (exclusive) of the range. If
-    causal, the end is the diagonal block, which is always included.
+    Attributes:
+        half_decay: halves of the log decays, from `decay.bounded`; None means no decay. Gradients have None in every
+            field without one.
+        query_document, key_document: a query attends to a key only if the two are equal; None if all pairs are visible.
+        ranges: for each block of queries, the first block of keys it attends to and the end (exclusive) of the range.
+            If causal, the end is the diagonal block, which is always included.
     """
 
     query: Float[Array, "I H D G R"]
@@ -139,8 +140,8 @@ def _attend_bwd(settings, residuals, dout):
         missing = [most - some for most, some in zip(dcolumns.shape, drows.shape)]
         dsums = jnp.pad(drows, [(some, 0) for some in missing]) - dcolumns
         totals = dsums.sum(-1)
-        behind = jnp.cumsum(totals[::-1], 0)[::-1] - totals
-        dhalf = 2 * (decays.sums_from(dsums) + behind[..., None])
+        later = jnp.cumsum(totals[::-1], 0)[::-1] - totals
+        dhalf = 2 * (decays.sums_from(dsums) + later[..., None])
     return (Blocks(dquery, dkey, dvalue, dhalf, None, None, None),)
 
 

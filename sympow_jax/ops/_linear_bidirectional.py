@@ -92,7 +92,7 @@ def _attend(plan, query, key, value, segment_ids):
     if implementation == "reference":
         compute = _all_pairs
     elif document is None:
-        compute = _whole
+        compute = _one_document
     else:
         chunk = min(chunk_size or cost.default_chunk("chunked"), query.shape[1])
         compute = functools.partial(_by_document, chunk=chunk)
@@ -105,14 +105,14 @@ def _attend(plan, query, key, value, segment_ids):
 
 
 def _all_pairs(query, key, value, document, *, power, precision):
-    """Computes the formula over all T x T pairs of one key head: [G, D, T], [D, T], [L, T] -> [G, L, T]."""
+    """Computes the formula over all pairs of one key head: [G, D, T], [D, T], [L, T] -> [G, L, T]."""
     weights = jnp.einsum("gdq,dk->gqk", query, key, precision=precision) ** power
     if document is not None:
         weights = jnp.where(document[:, None] == document, weights, 0)
     return jnp.einsum("gqk,ek->geq", weights, value, precision=precision)
 
 
-def _whole(query, key, value, document, *, power, precision):
+def _one_document(query, key, value, document, *, power, precision):
     """Computes `_all_pairs` through features; every token attends to every other."""
     del document
     state = xla.fold_all(value, key, power=power, precision=precision)
@@ -131,7 +131,7 @@ def _by_document(query, key, value, document, *, power, precision, chunk):
     arrays.append(_chunks(jnp.pad(document, (0, missing), mode="edge"), chunk))
 
     @jax.checkpoint
-    def near(arrays):
+    def own_chunk(arrays):
         return _all_pairs(*arrays, power=power, precision=precision)
 
     def carried(edge):
@@ -142,14 +142,14 @@ def _by_document(query, key, value, document, *, power, precision, chunk):
 
         @jax.checkpoint
         def step(carry, arrays):
-            state, held = carry
+            state, current = carry
             q, k, v, document = arrays
             weighted = features.weighted(state, weights)
             read = jax.vmap(lambda q: features.query(weighted, q, power, precision))(q)
             own = features.fold(jnp.where(document == document[edge], v, 0), k, power, precision)
-            continues = document[edge] == held
+            continues = document[edge] == current
             state = tuple(jnp.where(continues, s, 0) + n for s, n in zip(state, own, strict=True))
-            return (state, document[edge]), jnp.where(document == held, read, 0)
+            return (state, document[edge]), jnp.where(document == current, read, 0)
 
         nothing = (
             features.zeros(value, (), head_dim, len(value), power, dtype),
@@ -157,7 +157,7 @@ def _by_document(query, key, value, document, *, power, precision, chunk):
         )
         return jax.lax.scan(step, nothing, tuple(arrays), reverse=edge == 0)[1]
 
-    sums = jax.lax.map(near, tuple(arrays)) + carried(-1) + carried(0)
+    sums = jax.lax.map(own_chunk, tuple(arrays)) + carried(-1) + carried(0)
     return layout.join_chunks(sums)[..., :time]
 
 

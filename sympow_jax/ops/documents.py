@@ -123,8 +123,8 @@ def _positions(axis_name, segment_ids, state):
     def count(state):
         starts, valid, last = boundaries(segment_ids, state.segment)
         count = state.position[:, None] + jnp.cumsum(valid, axis=1, dtype=jnp.int32)
-        place = count - before_document(count[..., None], starts, state.position[:, None])[..., 0]
-        return place, PositionState(position=place[:, -1], segment=last)
+        position = count - before_document(count[..., None], starts, state.position[:, None])[..., 0]
+        return position, PositionState(position=position[:, -1], segment=last)
 
     def add(before, own):
         return PositionState(position=before.position + own.position, segment=own.segment)
@@ -172,9 +172,9 @@ def _first_segment(segment_ids):
 def before_document(
     total: Shaped[Array, "B T K"], starts: Bool[Array, "B T"], initial: Shaped[Array, "B K"]
 ) -> Shaped[Array, "B T K"]:
-    """Returns the value of a running sum before the document of each token; zero if the document began before the row.
+    """Returns the value of a running sum before the document of each token.
 
-    `initial` is the value before the row.
+    It is zero if the document began before the row. `initial` is the value before the row.
     """
     earlier = jnp.concatenate([initial[:, None], total[:, :-1]], axis=1)
     steps = jnp.arange(total.shape[1], dtype=jnp.int32)
@@ -193,12 +193,12 @@ def sums_to_end(
         begun = jnp.cumsum(starts, axis=1)[..., None]
         share = jnp.where(begun == 0, x, 0).sum(1), begun[:, -1] > 0
 
-        def step(behind, share):
+        def step(following, share):
             before_start, starts = share
-            return before_start + jnp.where(starts, 0, behind)
+            return before_start + jnp.where(starts, 0, following)
 
-        behind = time_axis.carried(step, jnp.zeros_like(x[:, 0]), share, axis_name, reverse=True)
-        x = x.at[:, -1].add(behind)
+        following = time_axis.carried(step, jnp.zeros_like(x[:, 0]), share, axis_name, reverse=True)
+        x = x.at[:, -1].add(following)
     ends = jnp.pad(starts[:, 1:], ((0, 0), (0, 1)), constant_values=True)
     total = jnp.cumsum(x[:, ::-1], axis=1)
     return (total - before_document(total, ends[:, ::-1], jnp.zeros_like(x[:, 0])))[:, ::-1]

@@ -33,11 +33,11 @@ def expressive_attention(
     block_size: int = 256,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N E"]:
-    """Computes Y_i = sum_j A_ij V_j / sum_j A_ij with weights A_ij = exp(G_i - G_j) z_ij^2 / (1 + z_ij^2), j <= i.
+    """Computes Y_i = sum_j A_ij V_j / sum_j A_ij with A_ij = exp(G_i - G_j) z_ij^2 / (1 + z_ij^2).
 
-    Scores are z_ij = scale Q_i . K_j, and G is the running sum of log_decay. If all weights of a row are zero, its
-    output and gradients are zero. Computed in float32, or in float64 for float64 queries; the output has the dtype of
-    `value`.
+    Scores are z_ij = scale Q_i . K_j, and G is the running sum of log_decay. If `causal`, j <= i. If all weights of a
+    row are zero, its output and gradients are zero. Computed in float32, or in float64 for float64 queries; the output
+    has the dtype of `value`.
 
     Scores may have any size. In float32 the weights follow the formula for all finite z, and so do their derivatives, 2
     z / (1 + z^2)^2, up to |z| = 1e11, beyond which they vanish. A row whose weights are all tiny is averaged like any
@@ -120,18 +120,18 @@ def _reference(causal, scale, query, key, value, log_decay, segment_ids):
     query, keys, values = (x.astype(dtype) for x in (query, key, value))
     keys, values = jnp.repeat(keys, group, axis=2), jnp.repeat(values, group, axis=2)
     steps = jnp.arange(key.shape[1])
-    seen = (steps[before:, None] >= steps) | (not causal)
+    visible = (steps[before:, None] >= steps) | (not causal)
     if segment_ids is not None:
         document = documents.numbered(segment_ids)
         valid = document >= 0
-        seen = seen & (document[:, before:, None] == document[:, None]) & valid[:, None]
+        visible = visible & (document[:, before:, None] == document[:, None]) & valid[:, None]
         log_decay = None if log_decay is None else jnp.where(valid[..., None], log_decay, 0)
     z = scale * jnp.einsum("btnd,bsnd->bnts", query, keys, precision="highest")
     # Both branches are z^2 / (1 + z^2). The derivative of the second cancels at large z; the first is undefined at 0.
     large = jnp.abs(z) > 1
     small_z, large_z = jnp.where(large, 0, z), jnp.where(large, z, 1)
     weights = jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
-    weights = jnp.where(seen if segment_ids is None else seen[:, None], weights, 0)
+    weights = jnp.where(visible if segment_ids is None else visible[:, None], weights, 0)
     if log_decay is not None:
         # Each pair's log decays, summed from its own key on: [B, K, S, S] at (i, j).
         later = steps[:, None] > steps
@@ -152,11 +152,11 @@ def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_
     # the last blocks of both end together.
     block = min(block_size, key_time)
     rows = min(block, time)
-    behind = -time % rows
-    front = -(key_time + behind) % block
+    tail = -time % rows
+    front = -(key_time + tail) % block
 
     def blocks(x, front, length):
-        x = jnp.pad(x, [(0, 0), (front, behind)] + [(0, 0)] * (x.ndim - 2))
+        x = jnp.pad(x, [(0, 0), (front, tail)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(batch, -1, length, *x.shape[2:]), 1, 0)  # [J, B, C, ...]
 
     def by_head(x):
@@ -186,7 +186,7 @@ def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_
         _expressive_blocks.Blocks(queries, keys, values, half_decay, query_document, key_document, ranges),
     )
     out = out.reshape(len(out), batch, kv_heads, -1, heads // kv_heads, rows).transpose(1, 0, 5, 2, 4, 3)
-    return out.reshape(batch, time + behind, heads, -1)[:, :time].astype(out_dtype)
+    return out.reshape(batch, time + tail, heads, -1)[:, :time].astype(out_dtype)
 
 
 def _ranges(

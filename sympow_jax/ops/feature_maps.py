@@ -29,7 +29,10 @@ __all__ = [
 def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batch F"]:
     """Returns the p-fold tensor product of x with itself: phi(q) . phi(k) = (q . k)^p, F = D^p.
 
-    Entry (i_1, ..., i_p), in row-major order, is x[i_1] * ... * x[i_p]. Raises ValueError unless power >= 1.
+    Entry (i_1, ..., i_p), in row-major order, is x[i_1] * ... * x[i_p].
+
+    Raises:
+        ValueError: `power` is below 1.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -56,7 +59,10 @@ def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*b
 
     There is one feature for each non-decreasing index i_1 <= ... <= i_p, in lexicographic order: the monomial x[i_1] *
     ... * x[i_p] times the square root of p! / (c_1! ... c_D!). This is the number of orders in which the tensor product
-    repeats the monomial (c_d counts how often d occurs). Raises ValueError unless power >= 1.
+    repeats the monomial (c_d counts how often d occurs).
+
+    Raises:
+        ValueError: `power` is below 1.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -81,7 +87,8 @@ def _symmetric_power(power, x):
 def symmetric_power_dim(head_dim: int, power: int) -> int:
     """Returns F = binomial(D + p - 1, p), the number of features of `symmetric_power`.
 
-    Raises ValueError unless power >= 1.
+    Raises:
+        ValueError: `power` is below 1.
 
     Examples:
         >>> from sympow_jax import ops
@@ -97,7 +104,10 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
 
     The monomials that start with i are x[i] times those of degree p - 1 that start with i or later, which are a suffix,
     so nothing is gathered. The feature axis comes first so that products and copies are contiguous in the remaining
-    axes. Raises ValueError unless power >= 1.
+    axes.
+
+    Raises:
+        ValueError: `power` is below 1.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -128,7 +138,8 @@ def suffix_starts(head_dim: int, power: int) -> tuple[int, ...]:
 def multiplicities(head_dim: int, power: int) -> np.ndarray:
     """Returns how often the tensor power repeats each monomial: p! / (c_1! ... c_D!), float64, in order [F].
 
-    Raises ValueError unless power >= 1.
+    Raises:
+        ValueError: `power` is below 1.
 
     Examples:
         >>> from sympow_jax.ops import feature_maps

@@ -67,7 +67,7 @@ class KVCache:
         log_decay: Float[Array, "B T K"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple["KVCache", Bool[Array, "B T"]]:
-        """Returns the S + T positions that the new ones attend to, and a mask of the new ones that miss keys.
+        """Returns the S + T positions to attend to, and a mask of the new positions that miss keys.
 
         Without segment ids, the new positions continue the document of the last one.
         """

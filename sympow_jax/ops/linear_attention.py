@@ -28,7 +28,7 @@ _ELEMENTWISE = {"elu": feature_maps.elu_plus_one, "relu": jax.nn.relu, "identity
 _POWERS = {"symmetric": feature_maps.symmetric_power, "tensor": feature_maps.tensor_power}
 _NORMALIZERS = ("unrotated", "rotated")
 
-Turn = Callable[[Float[Array, "B T H F"]], Float[Array, "B T H L"]]
+Rotate = Callable[[Float[Array, "B T H F"]], Float[Array, "B T H L"]]
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +37,8 @@ class LinearState:
     """State of linear attention after a prefix of a document; a pytree that the caller holds.
 
     Attributes:
-        numerator: state of the weighted values, over features after `turn`.
-        denominator: state of the weights, over features before `turn` and without values. None if the normalizer of
+        numerator: state of the weighted values, over features after `rotate`.
+        denominator: state of the weights, over features before `rotate` and without values. None if the normalizer of
             `numerator` is the denominator.
     """
 
@@ -55,16 +55,20 @@ class LinearState:
         *,
         feature_map: str = "elu",
         power: int = 2,
-        turned_dim: int | None = None,
+        rotated_dim: int | None = None,
         normalizer: str = "unrotated",
         exact_window: int = 64,
         dtype=jnp.float32,
     ) -> "LinearState":
-        """Returns the state before any token. Raises ValueError if it would exceed the device's memory.
+        """Returns the state before any token.
 
-        turned_dim: the length of features after `turn`, twice that of phi if `turn` is complex; None without `turn`.
+        rotated_dim: the length of features after `rotate`, twice that of phi if `rotate` is complex; None without
+            `rotate`.
 
-        Without `turn`, the feature map `tensor` has the state of `symmetric`, which is the same kernel.
+        Without `rotate`, the feature map `tensor` has the state of `symmetric`, which is the same kernel.
+
+        Raises:
+            ValueError: the state would exceed the device's memory.
         """
         kernel = _Kernel.named(feature_map, power)
         arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
@@ -75,9 +79,9 @@ class LinearState:
             cost.require_memory(**sizes, power=power, itemsize=jnp.dtype(dtype).itemsize)
             return power_state.zeros(**sizes, power=power, exact_window=exact_window, dtype=dtype)
 
-        if turned_dim is None:
+        if rotated_dim is None:
             return cls(zeros(head_dim, value_dim, power=kernel.power), None)
-        numerator = zeros(turned_dim, value_dim, power=1)
+        numerator = zeros(rotated_dim, value_dim, power=1)
         return cls(numerator, None if normalizer == "rotated" else zeros(head_dim, 0, power=kernel.power))
 
     @classmethod
@@ -104,7 +108,7 @@ def linear_attention(
     *,
     feature_map: str = "elu",
     power: int = 2,
-    turn: Turn | None = None,
+    rotate: Rotate | None = None,
     normalizer: str = "unrotated",
     causal: bool = True,
     log_decay: Float[Array, "B S K"] | None = None,
@@ -117,32 +121,33 @@ def linear_attention(
     return_state: bool = False,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], LinearState]:
-    """Computes sum_j b_ij turn(phi(q_i)) . turn(phi(k_j)) v_j / sum_j b_ij phi(q_i) . phi(k_j) in value's dtype.
+    """Computes sum_j b_ij rotate(phi(q_i)) . rotate(phi(k_j)) v_j / sum_j b_ij phi(q_i) . phi(k_j) in value's dtype.
 
     b_ij = exp(G_i - G_j) for j <= i, and G is the running sum of log_decay. If weights have one sign, the output is
     zero where all weights are zero, as in `power_attention`. The feature map `identity`, odd powers, and features after
-    `turn` in the denominator give weights of both signs, whose sum may be negative or nearly zero. The division is then
-    by the sum itself, without an epsilon, and the output is zero only if the sum is exactly zero.
+    `rotate` in the denominator give weights of both signs, whose sum may be negative or nearly zero. The division is
+    then by the sum itself, without an epsilon, and the output is zero only if the sum is exactly zero.
 
     Args:
         query: as in `power_attention`, which documents the shared arguments in full.
         key: S == T, or S >= T in the attention form without a state.
         value: E may differ from D.
         feature_map: phi: `elu` is elu(x) + 1, `relu`, `identity`, or the `symmetric` or `tensor` power of degree
-            `power`, with phi(q) . phi(k) = (q . k)^power. Without `turn`, powers are computed as in `power_attention`.
+            `power`, with phi(q) . phi(k) = (q . k)^power. Without `rotate`, powers are computed as in
+            `power_attention`.
         power: degree of `symmetric` and `tensor`, at least 1; other feature maps ignore it.
-        turn: position-dependent linear map of features, which may change their length: a function from [B, T, H, F] to
-            [B, T, H, L]. It is called with the features of all queries (H = N), then of all keys (H = K). If there are
-            more keys than queries, it must accept both lengths. It must know the positions of the tokens itself.
+        rotate: position-dependent linear map of features, which may change their length: a function from [B, T, H, F]
+            to [B, T, H, L]. It is called with the features of all queries (H = N), then of all keys (H = K). If there
+            are more keys than queries, it must accept both lengths. It must know the positions of the tokens itself.
         normalizer: `unrotated` is the denominator above, which cannot vanish for positive features (equation 19 of
-            RoFormer); `rotated` has the weights of the numerator. They are the same without `turn`.
+            RoFormer); `rotated` has the weights of the numerator. They are the same without `rotate`.
         causal: if False, attention is bidirectional within a document, at a cost linear in T. With segment ids its
             backward pass saves one state per chunk. It supports no decays, states, forms, window or `axis_name`, and
             needs equal numbers of keys and queries. `reference` is then the formula over T x T pairs.
         log_decay: natural logarithm of the gate, at most 0 (not checked).
         segment_ids: a document starts where the id changes; negative ids are padding.
         form: `attention`, `chunked` or `recurrent`; None chooses. All agree to rounding.
-        implementation: `reference`, `xla`, or None, which chooses; `mosaic_gpu` for even powers without `turn`.
+        implementation: `reference`, `xla`, or None, which chooses; `mosaic_gpu` for even powers without `rotate`.
         chunk_size: tokens per chunk; None chooses. Changes only speed. Must be None in the recurrent form.
         exact_window: every query attends exactly to at least this many of its last keys.
         initial_state: made by `LinearState.zeros` or returned by an earlier call.
@@ -214,7 +219,7 @@ def linear_attention(
             state=state,
         )
 
-    out, state = _mean(attend, kernel, query, key, value, turn, normalizer, initial_state)
+    out, state = _mean(attend, kernel, query, key, value, rotate, normalizer, initial_state)
     return (out, state) if return_state else out
 
 
@@ -226,7 +231,7 @@ def linear_attention_step(
     *,
     feature_map: str = "elu",
     power: int = 2,
-    turn: Turn | None = None,
+    rotate: Rotate | None = None,
     normalizer: str = "unrotated",
     log_decay: Float[Array, "B K"] | None = None,
     segment_ids: Int[Array, " B"] | None = None,
@@ -234,7 +239,7 @@ def linear_attention_step(
 ) -> tuple[Float[Array, "B N E"], LinearState]:
     """Computes `linear_attention` for the next token of each row; returns its output and the state after it.
 
-    `turn` is called with features [B, 1, H, F]. Arguments and errors are those of `linear_attention`.
+    `rotate` is called with features [B, 1, H, F]. Arguments and errors are those of `linear_attention`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -251,9 +256,9 @@ def linear_attention_step(
     )
     arguments.check_attention(query, key, value, log_decay, segment_ids, step=True)
 
-    def turn_token(features):
-        assert turn is not None  # else nothing calls this
-        return turn(features[:, None])[:, 0]
+    def rotate_token(features):
+        assert rotate is not None  # else nothing calls this
+        return rotate(features[:, None])[:, 0]
 
     def attend(query, key, value, *, state, power, division):
         plan = plans.make_step(
@@ -277,7 +282,7 @@ def linear_attention_step(
             state=state,
         )
 
-    return _mean(attend, kernel, query, key, value, turn and turn_token, normalizer, state)
+    return _mean(attend, kernel, query, key, value, rotate and rotate_token, normalizer, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,7 +315,7 @@ class _Kernel:
         return _POWERS[self.feature_map](x, power=self.power) if self.feature_map in _POWERS else x
 
 
-def _mean(attend, kernel, query, key, value, turn, normalizer, state):
+def _mean(attend, kernel, query, key, value, rotate, normalizer, state):
     """Returns the output and the state after it.
 
     attend(query, key, value, state=, power=, division=) returns means or sums, with the power of q . k as weights, and
@@ -321,9 +326,9 @@ def _mean(attend, kernel, query, key, value, turn, normalizer, state):
         if state is not None:
             arguments.check_linear_state(state, LinearState, query, key, value, power=kernel.power, **options)
 
-    if turn is None:
+    if rotate is None:
         query, key = _mapped(kernel, query), _mapped(kernel, key)
-        check_state(turned_dim=None, separate=False)
+        check_state(rotated_dim=None, separate=False)
         first = None if state is None else state.numerator
         out, final = attend(query, key, value, state=first, power=kernel.power, division=kernel.division)
         return out, LinearState(final, None)
@@ -332,20 +337,20 @@ def _mean(attend, kernel, query, key, value, turn, normalizer, state):
     (query, features), (key, key_features) = (
         _expanded((kernel, scaled), x) for x, scaled in ((query, True), (key, False))
     )
-    turned = _turned(turn, features), _turned(turn, key_features)
-    if turned[0].shape[-1] != turned[1].shape[-1]:
+    rotated = _rotated(rotate, features), _rotated(rotate, key_features)
+    if rotated[0].shape[-1] != rotated[1].shape[-1]:
         raise ValueError(
-            f"turn makes features of {turned[0].shape[-1]} of queries and of {turned[1].shape[-1]} of keys; their "
-            f"lengths must be equal"
+            f"rotate returns {rotated[0].shape[-1]} features for queries and {rotated[1].shape[-1]} for keys; "
+            f"the numbers must be equal"
         )
     separate = normalizer == "unrotated"
-    check_state(turned_dim=turned[1].shape[-1], separate=separate)
+    check_state(rotated_dim=rotated[1].shape[-1], separate=separate)
     first = (None, None) if state is None else (state.numerator, state.denominator)
     if not separate:
-        out, final = attend(*turned, value, state=first[0], power=1, division=means.Division.SIGNED)
+        out, final = attend(*rotated, value, state=first[0], power=1, division=means.Division.SIGNED)
         return out, LinearState(final, None)
     sums = functools.partial(attend, division=means.Division.NONE)
-    values, numerator = sums(*turned, value, state=first[0], power=1)
+    values, numerator = sums(*rotated, value, state=first[0], power=1)
     weights, denominator = sums(query, key, value[..., :0], state=first[1], power=kernel.power)
     out = _divided((kernel.division, value.dtype), values, weights)
     return out, LinearState(numerator, denominator)
@@ -382,11 +387,11 @@ def _divided(plan, values, weights):
     return means.mean(values[..., :-1], weights, -1, division).astype(dtype)
 
 
-def _turned(turn, features):
-    turned = turn(features)
-    if turned.shape[:-1] != features.shape[:-1] or turned.dtype != features.dtype:
+def _rotated(rotate, features):
+    rotated = rotate(features)
+    if rotated.shape[:-1] != features.shape[:-1] or rotated.dtype != features.dtype:
         raise ValueError(
-            f"turn makes {turned.dtype} {turned.shape} of features {features.dtype} {features.shape}; only their "
+            f"rotate maps features {features.dtype} {features.shape} to {rotated.dtype} {rotated.shape}; only their "
             f"length may change"
         )
-    return turned
+    return rotated

@@ -62,8 +62,9 @@ def encode(
     zero, with the same two shapes. `householder` and `permutation` (pi) default to the functions of that name. Phases
     are right at any position below 2^31 (`ops.phase`). Computed in float32 or wider and returned in the dtype of x.
 
-    Raises ValueError for unknown names, a head size or an `identity_dim` that the core does not support, and shapes
-    that do not match.
+    Raises:
+        ValueError: a name is unknown, the core does not support the head size or `identity_dim`, or shapes do not
+            match.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -79,14 +80,14 @@ def encode(
     arguments.check_positions("positions", positions, "[B, T]")
     head_dim = x.shape[-1]
     arguments.check_choice("basis", basis, BASES)
-    turned = _turned(core, head_dim, identity_dim)
+    rotated = _rotated_size(core, head_dim, identity_dim)
     if householder is not None:
         _require_rows("householder", householder.shape, head_dim, x.shape[2])
     cycles = fixed_rates = None
     if core == "permutation":
         cycles, rates = _cycles_of(permutation, head_dim), None
     else:
-        count = turned if core == "unitary" else turned // 2
+        count = rotated if core == "unitary" else rotated // 2
         _require_rows("rates", None if rates is None else rates.shape, count, x.shape[2])
         if isinstance(rates, np.ndarray):
             fixed_rates, rates = (rates.shape, tuple(rates.ravel().tolist())), None
@@ -114,8 +115,8 @@ def _encode(plan, x, positions, rates, householder):
             shape, values = plan.rates
             rates = np.array(values).reshape(shape)
         angles = _angles(positions, rates, parts[0].dtype)
-        turn = _multiplied if core == "unitary" else _rotated
-        parts = turn(parts, angles)
+        rotate = _multiplied if core == "unitary" else _rotated
+        parts = rotate(parts, angles)
     return jnp.concatenate(parts, axis=-1).astype(x.dtype) if len(parts) > 1 else parts[0].astype(x.dtype)
 
 
@@ -134,8 +135,10 @@ def rates(
     paper's pseudocode are, with t from 0 and L the `reference_length`: `a` is 10000^(-2 t / d), `b` is pi (t + 1) / (2
     L R), `c` is pi / (2 L (t + 1)). `rope` is 2 pi / M^(2 t / d), with M the `max_document_length`: the rates of
     `rotary.rope`. The pseudocode divides `b` and `c` by the length of the current sequence, which is unknown if the
-    sequence will be continued. The core `permutation` has no rates, R = 0. Raises ValueError for unknown names and
-    sizes that the core does not support.
+    sequence will be continued. The core `permutation` has no rates, R = 0.
+
+    Raises:
+        ValueError: a name is unknown, or the core does not support a size.
 
     Examples:
         >>> from sympow_jax.ops import lrpe
@@ -143,16 +146,16 @@ def rates(
         [1.0, 0.1, 0.01, 0.001]
     """
     arguments.check_choice("kind", kind, KINDS)
-    turned = _turned(core, head_dim, identity_dim)
-    count = {"permutation": 0, "unitary": turned}.get(core, turned // 2)
+    rotated = _rotated_size(core, head_dim, identity_dim)
+    count = {"permutation": 0, "unitary": rotated}.get(core, rotated // 2)
     index = np.arange(count)
     if kind == "a":
-        return 10_000.0 ** (-2 * index / turned)
+        return 10_000.0 ** (-2 * index / rotated)
     if kind == "b":
         return np.pi / 2 / reference_length * (index + 1) / max(1, count)
     if kind == "c":
         return np.pi / 2 / reference_length / (index + 1)
-    return 2 * np.pi * float(max_document_length) ** (-2 * index / turned)
+    return 2 * np.pi * float(max_document_length) ** (-2 * index / rotated)
 
 
 def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
@@ -185,10 +188,11 @@ def _random_bits(count: int) -> np.ndarray:
     return np.random.PCG64(_SEED).random_raw(count)
 
 
-def _turned(core: str, head_dim: int, identity_dim: int) -> int:
+def _rotated_size(core: str, head_dim: int, identity_dim: int) -> int:
     """Returns the number of leading dimensions that the core acts on.
 
-    Raises ValueError if the core does not support the head size.
+    Raises:
+        ValueError: the core does not support the head size.
     """
     arguments.check_choice("core", core, CORES)
     if identity_dim and core != "orthogonal":
@@ -201,7 +205,7 @@ def _turned(core: str, head_dim: int, identity_dim: int) -> int:
         raise ValueError(f"head size is {head_dim}; core 'mixed' needs at least 3")
     if core == "orthogonal" and (head_dim - identity_dim) % 2:
         raise ValueError(
-            f"head size is {head_dim} and identity_dim {identity_dim}; core 'orthogonal' turns pairs of the other "
+            f"head size is {head_dim} and identity_dim {identity_dim}; core 'orthogonal' rotates pairs of the other "
             f"dimensions, whose number must be even"
         )
     if core == "mixed":
@@ -264,13 +268,13 @@ def _fourier(head_dim: int) -> np.ndarray:
 
 def _rotated(parts: list, angles) -> list:
     """Rotates the leading pairs of dimensions, one per angle; returns the rest unchanged."""
-    turned = 2 * angles.shape[-1]
-    if turned == 0:
+    rotated = 2 * angles.shape[-1]
+    if rotated == 0:
         return parts
     return [
         rotary.rotate(part, angles)
-        if turned == part.shape[-1]
-        else jnp.concatenate([rotary.rotate(part[..., :turned], angles), part[..., turned:]], axis=-1)
+        if rotated == part.shape[-1]
+        else jnp.concatenate([rotary.rotate(part[..., :rotated], angles), part[..., rotated:]], axis=-1)
         for part in parts
     ]
 
@@ -291,7 +295,7 @@ class _Cycles(NamedTuple):
 
     order: tuple[int, ...]
     start: tuple[int, ...]
-    place: tuple[int, ...]
+    offset: tuple[int, ...]
     length: tuple[int, ...]
 
 
@@ -306,7 +310,7 @@ def _cycles_of(pi, head_dim: int) -> _Cycles:
 def _cycles(pi: tuple[int, ...]) -> _Cycles:
     size = len(pi)
     order: list[int] = []
-    start, place, length = [0] * size, [0] * size, [0] * size
+    start, offset, length = [0] * size, [0] * size, [0] * size
     for first in range(size):
         if first in order:
             continue
@@ -314,9 +318,9 @@ def _cycles(pi: tuple[int, ...]) -> _Cycles:
         while pi[cycle[-1]] != first:
             cycle.append(pi[cycle[-1]])
         for i, dimension in enumerate(cycle):
-            start[dimension], place[dimension], length[dimension] = len(order), i, len(cycle)
+            start[dimension], offset[dimension], length[dimension] = len(order), i, len(cycle)
         order += cycle
-    return _Cycles(tuple(order), tuple(start), tuple(place), tuple(length))
+    return _Cycles(tuple(order), tuple(start), tuple(offset), tuple(length))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -339,7 +343,7 @@ _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 def _gathered(cycles: _Cycles, x, positions, direction: int):
     """Returns x with dimension pi^s(i), or pi^-s(i), at place i, by arithmetic within the cycle of i."""
-    order, start, place, length = (jnp.asarray(part, jnp.int32) for part in cycles)
+    order, start, offset, length = (jnp.asarray(part, jnp.int32) for part in cycles)
     steps = direction * (positions.astype(jnp.int32)[..., None] % length)
-    index = order[start + (place + steps) % length]
+    index = order[start + (offset + steps) % length]
     return jnp.take_along_axis(x, index[:, :, None], axis=-1, mode="promise_in_bounds")

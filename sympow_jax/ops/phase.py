@@ -84,7 +84,7 @@ def _learned(unit, dtype, positions, rates):
 @_learned.defjvp
 def _learned_jvp(unit, dtype, primals, tangents):
     positions, rates = primals
-    slope = _behind(positions, rates.ndim).astype(dtype) * (2 * np.pi if unit == "turns" else 1)
+    slope = _with_trailing_axes(positions, rates.ndim).astype(dtype) * (2 * np.pi if unit == "turns" else 1)
     return _learned(unit, dtype, positions, rates), slope * tangents[1].astype(dtype)
 
 
@@ -103,8 +103,8 @@ def _fraction(rates: Float[Array, "*rates"], unit: str, count: int) -> list[UInt
     first = (bits >> 23 & 0xFF) + 10  # e = exponent - 150, and the table starts at 2^160
     table = jnp.asarray(_unit_table(unit))
     index, shift = (first >> 5).astype(jnp.int32), first & 31
-    found = [table[index + i] for i in range(count + 2)]
-    window = [high << shift | low >> 1 >> (31 - shift) for high, low in itertools.pairwise(found)]
+    parts = [table[index + i] for i in range(count + 2)]
+    window = [high << shift | low >> 1 >> (31 - shift) for high, low in itertools.pairwise(parts)]
     sign = jnp.uint32(0) - (bits >> 31)
     return [word ^ sign for word in _times(window, mantissa)[:count]]
 
@@ -117,7 +117,7 @@ def _unit_table(unit: str) -> UInt32[np.ndarray, " words"]:
 
 def _angles(positions, fraction, dtype):
     """Returns 2 pi * frac(positions * fraction) in [-pi, pi]; `fraction` is words, the highest first."""
-    positions = _behind(positions, fraction[0].ndim).astype(jnp.uint32)
+    positions = _with_trailing_axes(positions, fraction[0].ndim).astype(jnp.uint32)
     high, low, *_ = _times(fraction, positions)
     turns = jax.lax.bitcast_convert_type(high, jnp.int32).astype(dtype)
     if dtype == np.float64:
@@ -140,6 +140,6 @@ def _word_count(dtype) -> int:
     return 3 if dtype == np.float64 else 2
 
 
-def _behind(positions, axes: int):
+def _with_trailing_axes(positions, axes: int):
     """Appends `axes` axes of size 1 to the positions."""
     return positions.reshape(*positions.shape, *[1] * axes)

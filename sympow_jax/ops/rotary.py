@@ -62,7 +62,8 @@ def rope(
 ) -> Float[Array, "B T N D"]:
     """Rotates queries or keys at fixed rates: R(positions * theta) x (Su et al. 2021). Positions are >= 0.
 
-    Raises ValueError for an odd head size.
+    Raises:
+        ValueError: the head size is odd.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -79,7 +80,8 @@ def rope(
 def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarray:
     """Returns the rates theta in radians per position, the fastest first; float64 [D/2].
 
-    Raises ValueError for an odd head size.
+    Raises:
+        ValueError: the head size is odd.
 
     Examples:
         >>> from sympow_jax.ops import rotary
@@ -95,7 +97,8 @@ def rope_angles(
 ) -> Float[Array, "B T 1 {head_dim//2}"]:
     """Returns the angles positions * theta in radians, reduced to [-pi, pi].
 
-    Raises ValueError for an odd head size.
+    Raises:
+        ValueError: the head size is odd.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -128,8 +131,10 @@ def learned_angles(
     1. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through the
     state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it, `state`
     is the state before the first device's tokens, and the returned position is the one after this device's tokens.
-    Without segment ids, the tokens continue the document of the state. Raises ValueError for an odd head size and for
-    shapes that do not match.
+    Without segment ids, the tokens continue the document of the state.
+
+    Raises:
+        ValueError: the head size is odd, or shapes do not match.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -224,14 +229,15 @@ def _rotate(_, x, angles):
     pairs = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     pairs = pairs.reshape(batch, time, angles.shape[2], -1, head_dim // 2, 2)
     cos, sin = (f(angles)[:, :, :, None, :, None] for f in (jnp.cos, jnp.sin))
-    turned = pairs * cos + jnp.flip(pairs, -1) * (sin * np.array([-1, 1], np.float32))
-    return turned.reshape(batch, time, heads, head_dim).astype(x.dtype)
+    rotated = pairs * cos + jnp.flip(pairs, -1) * (sin * np.array([-1, 1], np.float32))
+    return rotated.reshape(batch, time, heads, head_dim).astype(x.dtype)
 
 
 def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"]:
     """Returns the sine and cosine of positions / 10000^(2 m / M), interleaved (Vaswani et al. 2017, section 3.5).
 
-    Raises ValueError for an odd width.
+    Raises:
+        ValueError: the width is odd.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -249,7 +255,7 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
 def _require_heads_or_pairs(rate, pairs: int, state: RotaryState | None) -> None:
     if rate.ndim not in (3, 4) or rate.shape[3:] not in ((), (pairs,)):
         raise ValueError(
-            f"rate has shape {rate.shape}; it must be [B, T, K], a rate a head, or [B, T, K, {pairs}], a rate a pair"
+            f"rate has shape {rate.shape}; it must be [B, T, K], one per head, or [B, T, K, {pairs}], one per pair"
         )
     expected = (rate.shape[0], *rate.shape[2:])
     if state is not None and state.whole.shape != expected:

@@ -148,7 +148,8 @@ def _cudnn(query, key, value, log_decay, segment_ids, causal: bool, scale: float
         f"bfloat16 or float16, not {value.dtype}": value.dtype in (jnp.bfloat16, jnp.float16),
         "attention without log_decay": log_decay is None,
         "attention without segment_ids": segment_ids is None,
-        f"as many keys as queries, not {key.shape[1]} and {query.shape[1]}": key.shape[1] == query.shape[1],
+        f"equal numbers of keys and queries, not {key.shape[1]} and {query.shape[1]}": key.shape[1]
+        == query.shape[1],
     }
     for constraint, holds in supported.items():
         if not holds:

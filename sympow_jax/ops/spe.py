@@ -42,7 +42,10 @@ def encode(
     grows with them. The paper's gate, which mixes in an unencoded part, is left out.
 
     `key_positions` default to those of the queries. Computed in float32 or wider, returned in the dtypes of `query` and
-    `key`. Raises ValueError for shapes that do not match.
+    `key`.
+
+    Raises:
+        ValueError: shapes do not match.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -89,12 +92,12 @@ def _encode(_, query, key, positions, key_positions, frequencies, phases, gains,
     # Phases rotate the noise of the queries, so that queries and keys can use the same cosines and sines.
     cos, sin = (wave(phases.astype(dtype))[..., None] for wave in (jnp.cos, jnp.sin))
     even, odd = jnp.split(noise.astype(dtype), 2, axis=2)
-    turned = jnp.concatenate([even * cos + odd * sin, odd * cos - even * sin], axis=2)
+    rotated = jnp.concatenate([even * cos + odd * sin, odd * cos - even * sin], axis=2)
     scale = jnp.concatenate([gains, gains], axis=-1).astype(dtype)[..., None] * noise.shape[-1] ** -0.5
 
     waves = _waves(positions, frequencies, dtype)
     key_waves = waves if key_positions is None else _waves(key_positions, frequencies, dtype)
-    return _mixed(query, waves, scale * turned), _mixed(key, key_waves, scale * noise.astype(dtype))
+    return _mixed(query, waves, scale * rotated), _mixed(key, key_waves, scale * noise.astype(dtype))
 
 
 def _waves(positions, frequencies, dtype):

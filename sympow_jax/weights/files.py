@@ -49,14 +49,14 @@ def save(
         OSError: a file cannot be written.
     """
     path = pathlib.Path(path)
-    beside = path.with_suffix(".json")
+    settings_file = path.with_suffix(".json")
     if path.suffix != _SUFFIX:
         raise ValueError(f"{path} does not end in {_SUFFIX}, as files of weights do")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    for taken in (path, beside):
-        if os.path.lexists(taken):
-            raise ValueError(f"{taken} exists; remove it or choose another name")
+    for output in (path, settings_file):
+        if os.path.lexists(output):
+            raise ValueError(f"{output} exists; remove it or choose another name")
     tensors = {
         # Contiguous, because the library writes the raw buffer.
         name: np.asarray(leaf).astype(jnp.dtype(dtype), order="C", copy=False)
@@ -67,7 +67,7 @@ def save(
     try:
         with atomic.replace(path) as draft:
             safetensors.numpy.save_file(tensors, draft, metadata={"format": "sympow_jax"})
-            workdir.write_json(beside, dataclasses.asdict(settings))
+            workdir.write_json(settings_file, dataclasses.asdict(settings))
     except safetensors.SafetensorError as error:  # such as a full disk
         raise OSError(f"cannot write {path}: {error}") from error
     return sum(tensor.size for tensor in tensors.values())
@@ -87,9 +87,9 @@ def load(path: str | os.PathLike[str], settings: config.Config) -> models.Model:
     abstract = nnx.eval_shape(lambda: models.make(settings.model, settings.task, rngs=nnx.Rngs(0)))
     graph, *variables = nnx.split(abstract, nnx.Param, nnx.BatchStat)
     trees = [nnx.to_pure_dict(tree) for tree in variables]
-    wanted = {name: leaf.shape for tree in trees for name, leaf in _named(tree).items()}
+    parameters = {name: leaf.shape for tree in trees for name, leaf in _named(tree).items()}
     with _opened(path) as file:
-        arrays = _read(file, wanted, path)
+        arrays = _read(file, parameters, path)
     filled = (
         jax.tree_util.tree_map_with_path(lambda where, _: arrays[models.parameter_name(where)], tree)
         for tree in trees
@@ -100,8 +100,8 @@ def load(path: str | os.PathLike[str], settings: config.Config) -> models.Model:
 def settings_path(path: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the JSON file of a weights file: of the same name, or `config.json` if only that exists."""
     path = pathlib.Path(path)
-    beside, published = path.with_suffix(".json"), path.with_name("config.json")
-    return published if published.is_file() and not beside.exists() else beside
+    settings_file, published = path.with_suffix(".json"), path.with_name("config.json")
+    return published if published.is_file() and not settings_file.exists() else settings_file
 
 
 def read_settings(path: str | os.PathLike[str]) -> config.Config:
@@ -141,24 +141,24 @@ def _opened(path: pathlib.Path) -> Iterator[Any]:
 
 
 def _read(
-    file: Any, wanted: Mapping[str, tuple[int, ...]], path: pathlib.Path
+    file: Any, parameters: Mapping[str, tuple[int, ...]], path: pathlib.Path
 ) -> dict[str, Float[Array, "..."]]:
     """Returns the parameters by name, with the shapes in `wanted`."""
-    names = found = set(file.keys())
-    layout: gpt2.Layout = {name: (name,) for name in wanted}
-    if gpt2.is_layout(found):
-        layout = gpt2.layout(found, wanted)
-        names = {name for name in found if not gpt2.is_ignored(name)}
-    if problems := _mismatches(file, names, layout, wanted):
+    names = stored = set(file.keys())
+    layout: gpt2.Layout = {name: (name,) for name in parameters}
+    if gpt2.is_layout(stored):
+        layout = gpt2.layout(stored, parameters)
+        names = {name for name in stored if not gpt2.is_ignored(name)}
+    if problems := _mismatches(file, names, layout, parameters):
         raise ValueError(f"{path} does not fit the model of these settings: {'; '.join(problems)}")
     arrays = {}
     for name, parts in layout.items():
         tensor, start = file.get_tensor(name), 0
         for part in parts:
-            size = wanted[part][-1]
+            size = parameters[part][-1]
             arrays[part] = jnp.asarray(tensor[..., start : start + size], jnp.float32)
             start += size
-    if gpt2.OUTPUT in found and not np.array_equal(file.get_tensor(gpt2.OUTPUT), arrays["embedding"]):
+    if gpt2.OUTPUT in stored and not np.array_equal(file.get_tensor(gpt2.OUTPUT), arrays["embedding"]):
         raise ValueError(
             f"{gpt2.OUTPUT} of {path} is not the embedding; the output of this model is the embedding's transpose"
         )
@@ -166,7 +166,7 @@ def _read(
 
 
 def _mismatches(
-    file: Any, names: set[str], layout: gpt2.Layout, wanted: Mapping[str, tuple[int, ...]]
+    file: Any, names: set[str], layout: gpt2.Layout, parameters: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
     problems = []
     if lacking := sorted(layout.keys() - names):
@@ -175,7 +175,7 @@ def _mismatches(
         problems.append(f"the model has no {', '.join(extra)}")
     for name in sorted(layout.keys() & names):
         tensor = file.get_slice(name)
-        shapes = [wanted[part] for part in layout[name]]
+        shapes = [parameters[part] for part in layout[name]]
         shape = [*shapes[0][:-1], sum(shape[-1] for shape in shapes)]
         if list(tensor.get_shape()) != shape:
             problems.append(f"{name} is {list(tensor.get_shape())} and not {shape}")

@@ -65,26 +65,26 @@ def is_ignored(name: str) -> bool:
     return name == OUTPUT or _MASKS.fullmatch(name) is not None
 
 
-def layout(names: Iterable[str], wanted: Iterable[str]) -> Layout:
+def layout(names: Iterable[str], parameters: Iterable[str]) -> Layout:
     """Returns the parameters that each tensor of a GPT-2 file holds.
 
     Parameters that GPT-2 does not have keep their names.
 
     Args:
         names: names of the tensors in the file.
-        wanted: names of the model's parameters.
+        parameters: names of the model's parameters.
     """
-    wanted = list(wanted)
+    parameters = list(parameters)
     prefix = _PREFIX if any(name.startswith(_PREFIX) for name in names) else ""
-    layers = dict.fromkeys(name.split(".")[1] for name in wanted if name.startswith("blocks."))
+    layers = dict.fromkeys(name.split(".")[1] for name in parameters if name.startswith("blocks."))
     table = dict(_OUTSIDE) | {
         f"h.{layer}.{name}": tuple(f"blocks.{layer}.{part}" for part in parts)
         for layer in layers
         for name, parts in _LAYER.items()
     }
-    here = {prefix + name: parts for name, parts in table.items() if set(parts) <= set(wanted)}
+    here = {prefix + name: parts for name, parts in table.items() if set(parts) <= set(parameters)}
     covered = {part for parts in here.values() for part in parts}
-    return here | {name: (name,) for name in wanted if name not in covered}
+    return here | {name: (name,) for name in parameters if name not in covered}
 
 
 def is_config(values: Mapping[str, Any]) -> bool:

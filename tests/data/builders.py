@@ -33,7 +33,8 @@ def write_bin(path: pathlib.Path, documents: Sequence[Sequence[int]], dtype: str
 
 def write_zarr(path: pathlib.Path, values: np.ndarray, *, chunks: Sequence[int] | None = None) -> str:
     """Writes an array with LongCrawl64's metadata, in smaller chunks if given."""
-    metadata = longcrawl64.metadata(*values.shape, values.dtype) | {"shape": list(values.shape)}
+    rows, row_tokens = values.shape
+    metadata = longcrawl64.metadata(rows, row_tokens, values.dtype)
     if chunks is not None:
         metadata["chunks"] = list(chunks)
     spec = {**longcrawl64.spec(str(path)), "metadata": metadata, "store_data_equal_to_fill_value": True}

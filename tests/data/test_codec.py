@@ -28,13 +28,13 @@ def test_a_tokenizer_of_words(words):
     assert prompt == [1, 2]
     transcript = generation.Transcript(codec, prompt, max_tokens=9)
     assert transcript.add([2, 1, 3, 2]) == " fox the"
-    assert codec.drawn == 4
+    assert codec.sampled_vocab_size == 4
 
 
 def test_a_document_of_longcrawl64_begins_with_its_id(words):
     codec = data_lib.codec_of_run(run(source="longcrawl64", paths=("x",), vocab_size=50_304), words)
     assert codec.encode(b"fox") == [50_256, 2]
-    assert codec.drawn == 50_257
+    assert codec.sampled_vocab_size == 50_257
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_document_of_longcrawl64_begins_with_its_id(words):
         ),
     ],
 )
-def test_prompts_that_cannot_be(codec, prompt, message):
+def test_invalid_prompts(codec, prompt, message):
     with pytest.raises(ValueError, match=message):
         codec.encode(prompt)
 
@@ -57,7 +57,7 @@ def test_prompts_that_a_tokenizer_cannot_read(words):
     codec = data_lib.codec_of_run(run(source="tokens", paths=("x",), vocab_size=2), words)
     with pytest.raises(ValueError, match=r"not UTF-8 \(byte 2\), which tokenizer words\.json reads"):
         codec.encode(b"a\xff")
-    with pytest.raises(ValueError, match=r"has no tokens, says tokenizer words\.json"):
+    with pytest.raises(ValueError, match=r"tokenizer words\.json finds no tokens in"):
         codec.encode(b" ")
     with pytest.raises(ValueError, match="has tokens that the model's vocabulary of 2 lacks: 2"):
         codec.encode(b"the fox")

@@ -25,8 +25,8 @@ def folder(tmp_path):
     return tmp_path / "corpus"
 
 
-def keys(found):
-    return [file.key for file in found]
+def keys(files_read):
+    return [file.key for file in files_read]
 
 
 def test_folders_files_and_globs(folder):
@@ -47,10 +47,10 @@ def test_relative_paths_and_home(folder, monkeypatch):
     assert keys(files.find("data.paths", ["~/deep"])) == ["d.bin", "er/c.txt"]
 
 
-def test_a_file_named_twice_is_found_once(folder):
+def test_a_file_named_twice_is_read_once(folder):
     os.symlink(folder / "a.txt", folder / "link.txt")
-    found = files.find("data.paths", [f"{folder}/*.txt", str(folder / "a.txt"), str(folder)])
-    assert len(found) == 4
+    matches = files.find("data.paths", [f"{folder}/*.txt", str(folder / "a.txt"), str(folder)])
+    assert len(matches) == 4
 
 
 def test_dangling_links_are_left_out(folder):
@@ -72,7 +72,7 @@ def test_no_matching_files(folder, name, message):
         files.find("data.paths", [str(folder / "a.txt"), str(folder / name)])
 
 
-def test_hold_out_does_not_depend_on_where_the_folder_lies(folder, tmp_path):
+def test_hold_out_does_not_depend_on_the_path_of_the_folder(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "elsewhere" / "copy")
     hashes = [
         files.key_hashes(keys(files.find("data.paths", [str(root)])))

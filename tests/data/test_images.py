@@ -49,7 +49,7 @@ def write(root: pathlib.Path, contents: dict[str, np.ndarray | bytes]) -> pathli
 
 @pytest.fixture
 def root(tmp_path):
-    """Writes five gray images of 8 x 8 in two classes, one in a nested folder, and files to be ignored."""
+    """Writes five gray 8 x 8 images in two classes, one of them nested, and files to ignore."""
     grays = {
         name: random_pixels(i, 8, 8) for i, name in enumerate(("cat/a", "cat/b", "cat/c/d", "ape/e", "ape/f"))
     }
@@ -59,9 +59,9 @@ def root(tmp_path):
 
 def test_pixels_as_tokens(root):
     dataset = data.train_dataset(pixel_settings(root), task=TASK, vocab_size=256)
-    found = {tuple(dataset[i]["inputs"].tolist()): dataset[i]["labels"].item() for i in range(5)}
+    result = {tuple(dataset[i]["inputs"].tolist()): dataset[i]["labels"].item() for i in range(5)}
     # Classes are the folders in the order of their names.
-    assert found == {
+    assert result == {
         tuple(random_pixels(i, 8, 8).reshape(-1).tolist()): label for i, label in enumerate((1, 1, 1, 0, 0))
     }
     row = dataset[0]
@@ -92,7 +92,7 @@ def test_an_image_of_the_right_size_is_only_normalized(tmp_path):
 
 
 def ramps(height: int, width: int) -> np.ndarray:
-    """Returns an image whose red grows along the width from 0 to 255, and green along the height, at pixel centers."""
+    """Returns an image whose red grows from 0 to 255 along the width, and green along the height."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0] = np.round((np.arange(width) + 0.5) / width * 255)
     pixels[..., 1] = np.round((np.arange(height) + 0.5) / height * 255)[:, None]
@@ -100,7 +100,10 @@ def ramps(height: int, width: int) -> np.ndarray:
 
 
 def boxes(row) -> tuple[float, float, float, float]:
-    """Returns left, right, top and bottom of a crop of `ramps` as fractions of the image; left > right if mirrored."""
+    """Returns left, right, top and bottom of a crop of `ramps`, as fractions of the image.
+
+    Left exceeds right if the crop is mirrored.
+    """
     pixels = row["inputs"] * DEVIATION + MEAN
     side = len(pixels)
     # Slopes from the inside only: the filter stops at the edges of the image.
@@ -128,12 +131,12 @@ def test_random_crops(tmp_path):
     write(tmp_path, {"a/x.png": ramps(120, 200), "b/x.png": ramps(120, 200)})
     config = settings(tmp_path, image_size=32)
     dataset, again = (data.train_dataset(config, task=TASK, vocab_size=1) for _ in range(2))
-    found = []
+    result = []
     for i in range(200):
         row = dataset[i]
         np.testing.assert_array_equal(again[i]["inputs"], row["inputs"])
-        found.append(boxes(row))
-    left, right, top, bottom = np.array(found).T
+        result.append(boxes(row))
+    left, right, top, bottom = np.array(result).T
     assert abs(np.mean(left > right) - 0.5) < 4 * np.sqrt(0.25 / 200)
     left, right = np.minimum(left, right), np.maximum(left, right)
     assert min(left.min(), top.min()) > -0.02
@@ -151,7 +154,7 @@ def test_random_crops(tmp_path):
     assert any(np.any(reseeded[i]["inputs"] != dataset[i]["inputs"]) for i in range(4))
 
 
-def test_images_no_part_of_the_right_shape_fits_in(tmp_path):
+def test_random_crops_of_narrow_images(tmp_path):
     write(tmp_path, {"a/x.png": ramps(4, 400), "b/x.png": ramps(400, 4)})
     dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
     assert all(np.isfinite(dataset[i]["inputs"]).all() for i in range(20))
@@ -169,15 +172,15 @@ def test_fraction_held_out_and_description(tmp_path):
     pixels = encoded(random_pixels(0, 8, 8))
     write(tmp_path, {f"{name}/{i}.png": pixels for name in "ab" for i in range(200)})
     config = pixel_settings(tmp_path, heldout_fraction=0.1)
-    about = data.describe(config)
-    assert (about["classes"], about["files"], about["bytes"]) == (2, 400, 400 * len(pixels))
-    assert about["examples"] + about["heldout_examples"] == 400
-    assert abs(about["heldout_examples"] - 40) < 4 * np.sqrt(400 * 0.09)
-    held = list(data.heldout_rows(config, TASK, vocab_size=256, batch_size=16))
-    assert sum((batch["labels"] != -1).sum() for batch in held) == about["heldout_examples"]
-    assert data.describe(config) == about
+    description = data.describe(config)
+    assert (description["classes"], description["files"], description["bytes"]) == (2, 400, 400 * len(pixels))
+    assert description["examples"] + description["heldout_examples"] == 400
+    assert abs(description["heldout_examples"] - 40) < 4 * np.sqrt(400 * 0.09)
+    batches = list(data.heldout_rows(config, TASK, vocab_size=256, batch_size=16))
+    assert sum((batch["labels"] != -1).sum() for batch in batches) == description["heldout_examples"]
+    assert data.describe(config) == description
     os.remove(tmp_path / "a" / "7.png")
-    assert data.describe(config)["digest"] != about["digest"]
+    assert data.describe(config)["digest"] != description["digest"]
 
 
 def test_two_roots_and_held_out_folders(root, tmp_path):
@@ -222,7 +225,7 @@ def test_an_empty_class_folder(root):
             data.describe(config)
 
 
-def test_images_of_mixed_size_are_resized_where_they_are_no_tokens(root):
+def test_images_of_mixed_size_are_resized_unless_they_are_tokens(root):
     write(root, {"ape/g.png": random_pixels(0, 20, 7)})
     for augment in (True, False):
         dataset = data.train_dataset(settings(root, augment=augment), task=TASK, vocab_size=256)
@@ -254,7 +257,7 @@ def test_more_than_eight_bits_are_refused_rather_than_clipped(tmp_path):
         data.train_dataset(pixel_settings(tmp_path), task=TASK, vocab_size=256)[0]
 
 
-def test_folders_that_are_not_there_or_differ(root, tmp_path):
+def test_missing_or_different_folders(root, tmp_path):
     with pytest.raises(ValueError, match=r"data\.paths: there is no folder '.*/gone'; name one"):
         data.train_dataset(settings(tmp_path / "gone"), task=TASK, vocab_size=1)
     with pytest.raises(ValueError, match=r"data\.paths: .*/cat holds 1 folders; it must hold a folder of im"):

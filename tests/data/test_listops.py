@@ -42,14 +42,14 @@ def evaluate(expression: str) -> int:
 
 def depths(tokens) -> list[int]:
     """Returns the depth of every token; the outermost operation has depth 1."""
-    depth, found = 1, []
+    depth, examples = 1, []
     for token in tokens:
         symbol = listops.SYMBOLS[token]
         depth -= symbol == "]"
-        found.append(depth)
+        examples.append(depth)
         depth += symbol.startswith("[")
     assert depth == 1
-    return found
+    return examples
 
 
 def test_the_evaluator_on_the_papers_example():
@@ -75,7 +75,7 @@ def test_examples_in_long_range_arenas_settings():
     assert classes.max() <= 100
 
 
-def test_nodes_are_drawn_as_said():
+def test_nodes_have_the_documented_distribution():
     tokens = np.concatenate([listops.generate((1, i, 1), 500, 2000)[0] for i in range(100)])
     counts = np.bincount(tokens, minlength=16)
     digits, operations, ends = counts[1:11], counts[11:15], counts[15]
@@ -92,10 +92,10 @@ def test_nodes_are_drawn_as_said():
 
 @pytest.mark.parametrize("lengths", [(4, 4), (4, 60), (17, 17), (50, 60)])
 def test_short_examples(lengths):
-    found = [listops.generate((2, i, 1), *lengths) for i in range(200)]
-    assert {len(tokens) for tokens, _ in found} <= set(range(lengths[0], lengths[1] + 1))
-    assert all(evaluate(text(tokens)) == value for tokens, value in found)
-    assert {value for _, value in found} == set(range(10))
+    examples = [listops.generate((2, i, 1), *lengths) for i in range(200)]
+    assert {len(tokens) for tokens, _ in examples} <= set(range(lengths[0], lengths[1] + 1))
+    assert all(evaluate(text(tokens)) == value for tokens, value in examples)
+    assert {value for _, value in examples} == set(range(10))
 
 
 def test_rows():
@@ -117,10 +117,10 @@ def test_rows():
         seen.add(tuple(row["inputs"]))
     assert len(seen) == 20
     assert seen == {tuple(dataset[i]["inputs"]) for i in range(20, 40)}
-    held = list(data.heldout_rows(config, TASK, vocab_size=16, batch_size=4))
-    assert [batch["labels"].shape for batch in held] == [(4,), (4,)]
-    assert (held[1]["labels"] == -1).tolist() == [False, False, True, True]
-    assert not seen & {tuple(inputs) for batch in held for inputs in batch["inputs"]}
+    batches = list(data.heldout_rows(config, TASK, vocab_size=16, batch_size=4))
+    assert [batch["labels"].shape for batch in batches] == [(4,), (4,)]
+    assert (batches[1]["labels"] == -1).tolist() == [False, False, True, True]
+    assert not seen & {tuple(inputs) for batch in batches for inputs in batch["inputs"]}
 
 
 def test_an_example_is_a_function_of_its_index_and_the_seed():
@@ -133,11 +133,11 @@ def test_an_example_is_a_function_of_its_index_and_the_seed():
 
 
 def test_description():
-    about = data.describe(settings(listops_examples=(20, 6)))
-    assert (about["examples"], about["heldout_examples"]) == (20, 6)
-    assert data.describe(settings(listops_examples=(20, 6))) == about
+    description = data.describe(settings(listops_examples=(20, 6)))
+    assert (description["examples"], description["heldout_examples"]) == (20, 6)
+    assert data.describe(settings(listops_examples=(20, 6))) == description
     for changes in ({"seed": 1}, {"listops_lengths": (10, 50)}):
-        assert data.describe(settings(listops_examples=(20, 6), **changes))["digest"] != about["digest"]
+        assert data.describe(settings(listops_examples=(20, 6), **changes))["digest"] != description["digest"]
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_errors():
 
 
 @pytest.mark.slow
-def test_lengths_that_are_never_met():
+def test_impossible_lengths():
     config = settings(context_length=100_000, listops_lengths=(90_000, 90_001))
     with pytest.raises(
         ValueError, match=r"data\.listops_lengths is \(90000, 90001\); of 50000 expressions none"

@@ -28,7 +28,7 @@ def unmasked(row):
     return np.where(row["targets"] != -1, row["targets"], row["inputs"])
 
 
-def test_shares_of_what_is_shown():
+def test_fractions_of_shown_tokens():
     tokens = np.arange(100_000, dtype=np.int32) % 900
     shown, targets = masking.mask(
         tokens, np.random.default_rng(0), fraction=0.15, mask_token=MASK, vocab_size=1000
@@ -50,7 +50,7 @@ def test_shares_of_what_is_shown():
 
 
 @pytest.mark.parametrize("mask_token", [0, 3, 7])
-def test_random_tokens_are_all_but_the_mask(mask_token):
+def test_random_tokens_are_never_the_mask(mask_token):
     tokens = np.full(4000, 5, np.int32)
     shown, targets = masking.mask(
         tokens, np.random.default_rng(0), fraction=0.9, mask_token=mask_token, vocab_size=8
@@ -75,24 +75,24 @@ def test_the_number_of_masks_has_the_right_mean():
     assert (masking.mask(tokens[:1], rng, fraction=0.01, mask_token=99, vocab_size=100)[1] == 0).all()
 
 
-def test_windows_are_full_and_hold_every_whole_row_once(tmp_path):
+def test_windows_are_full_and_have_every_whole_row_once(tmp_path):
     dataset = data.train_dataset(bin_config(tmp_path, [30, 9, 5]), task=task(), vocab_size=1000)
-    found = [dataset[i] for i in range(5)]
-    assert all(set(row) == {"inputs", "targets"} for row in found)
-    assert all(value.shape == (8,) and value.dtype == np.int32 for row in found for value in row.values())
-    read = np.concatenate([unmasked(row) for row in found])
+    masked = [dataset[i] for i in range(5)]
+    assert all(set(row) == {"inputs", "targets"} for row in masked)
+    assert all(value.shape == (8,) and value.dtype == np.int32 for row in masked for value in row.values())
+    read = np.concatenate([unmasked(row) for row in masked])
     # 44 tokens make 5 rows; 4 are left out.
     assert len(set(read.tolist())) == 40
     assert set(read.tolist()) <= set(range(1, 45))
 
 
-def test_documents_hold_every_token_once_and_padding_is_not_predicted(tmp_path):
+def test_documents_have_every_token_once_and_padding_is_not_predicted(tmp_path):
     config = bin_config(tmp_path, [5, 3, 11, 2], packing="documents")
     dataset = data.train_dataset(config, task=task(mask_fraction=0.9), vocab_size=1000)
-    found = [dataset[i] for i in range(3)]
+    masked = [dataset[i] for i in range(3)]
     owner = {token: i for i, document in enumerate(builders.numbered([5, 3, 11, 2])) for token in document}
     read = []
-    for row in found:
+    for row in masked:
         real = row["segment_ids"] != -1
         assert (row["targets"][~real] == -1).all()
         assert (row["inputs"][~real] == 0).all()
@@ -104,7 +104,7 @@ def test_documents_hold_every_token_once_and_padding_is_not_predicted(tmp_path):
     assert sorted(read) == list(range(1, 22))
 
 
-def test_every_epoch_masks_anew_and_a_draw_is_a_function_of_its_index(tmp_path):
+def test_every_epoch_has_new_masks_that_depend_only_on_the_index(tmp_path):
     config = bin_config(tmp_path, [64])
     one, other = (data.train_dataset(config, task=task(), vocab_size=1000) for _ in range(2))
     epochs = [[one[8 * epoch + i] for i in range(8)] for epoch in range(3)]
@@ -122,7 +122,7 @@ def test_every_epoch_masks_anew_and_a_draw_is_a_function_of_its_index(tmp_path):
     assert any((reseeded[i]["targets"] != one[i]["targets"]).any() for i in range(8))
 
 
-def test_the_mask_is_the_last_id_unless_it_is_set(tmp_path):
+def test_the_mask_is_the_last_id_by_default(tmp_path):
     config = bin_config(tmp_path, [64])
     for changes, expected in (({}, 99), ({"mask_token": 70}, 70)):
         dataset = data.train_dataset(config, task=task(mask_fraction=0.9, **changes), vocab_size=100)
@@ -135,7 +135,7 @@ def test_the_mask_is_the_last_id_unless_it_is_set(tmp_path):
             data.train_dataset(config, task=task(mask_token=mask_token), vocab_size=vocab_size)
 
 
-def test_an_array_of_rows_is_read_without_the_id_in_front(tmp_path):
+def test_an_array_of_rows_is_read_without_the_lead_id(tmp_path):
     values = np.arange(1, 65).reshape(4, 16).astype("<u2")
     path = builders.write_zarr(tmp_path / "a.zarr", values)
     for packing in ("windows", "documents"):
@@ -147,9 +147,9 @@ def test_an_array_of_rows_is_read_without_the_id_in_front(tmp_path):
         assert read == values.reshape(8, 8).tolist()
 
 
-def test_held_out_masks_are_fixed_and_only_whole_batches_come(tmp_path):
-    held = builders.write_bin(tmp_path / "held.bin", builders.numbered([40]))
-    config = bin_config(tmp_path, [64], heldout_paths=(held,))
+def test_held_out_masks_are_fixed_and_batches_are_whole(tmp_path):
+    heldout = builders.write_bin(tmp_path / "held.bin", builders.numbered([40]))
+    config = bin_config(tmp_path, [64], heldout_paths=(heldout,))
     first, second = (list(data.heldout_rows(config, task(), vocab_size=1000, batch_size=3)) for _ in range(2))
     assert [len(batch["inputs"]) for batch in first] == [3, 3]
     for one, other in zip(first, second):
@@ -159,7 +159,7 @@ def test_held_out_masks_are_fixed_and_only_whole_batches_come(tmp_path):
     tokens = np.concatenate([unmasked(batch) for batch in first])[:5]
     assert sorted(tokens.reshape(-1).tolist()) == list(range(1, 41))
     assert all((batch["targets"][:2] != -1).any(axis=1).all() for batch in first)
-    reseeded = bin_config(tmp_path, [64], heldout_paths=(held,), seed=1)
+    reseeded = bin_config(tmp_path, [64], heldout_paths=(heldout,), seed=1)
     other = next(data.heldout_rows(reseeded, task(), vocab_size=1000, batch_size=3))
     assert (other["targets"] != first[0]["targets"]).any()
 

@@ -14,7 +14,7 @@ from tests.data import builders
 
 @pytest.fixture(params=["windows", "documents"])
 def config(request, tmp_path):
-    """Returns a config of 13 rows and a tail in training, with batches of 4: no epoch ends on a batch."""
+    """Returns a config of 13 training rows in batches of 4, so that no epoch ends on a batch."""
     documents = [[*range(1 + 10 * i, 10 + 10 * i), 0] for i in range(11)]
     path = builders.write_bin(tmp_path / "a.bin", documents)
     return builders.data_config(
@@ -73,7 +73,7 @@ def test_an_iterator_resumes_from_one_integer(config, start):
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_processes_share_the_same_batches(config, processes):
+def test_processes_read_shards_of_the_same_batches(config, processes):
     dataset = data.train_dataset(config, vocab_size=256)
     whole = data.batches(dataset, 4)
     parts = [data.batches(dataset, 4, share=p, shares=processes) for p in range(processes)]
@@ -83,8 +83,8 @@ def test_processes_share_the_same_batches(config, processes):
         assert_same({name: np.concatenate([share[name] for share in shares]) for name in shares[0]}, whole[i])
 
 
-def test_processes_that_cannot_share_a_batch(config):
-    with pytest.raises(ValueError, match="a batch has 4 rows, which cannot be divided into 3 equal shares"):
+def test_a_batch_that_processes_cannot_shard(config):
+    with pytest.raises(ValueError, match="a batch has 4 rows, which cannot be divided into 3 equal shards"):
         data.batches(data.train_dataset(config, vocab_size=256), 4, shares=3)
 
 
@@ -101,7 +101,7 @@ def test_seed_changes_the_order_only(tmp_path):
     assert orders[0] != orders[1]
 
 
-def test_a_bad_id_reaches_the_reader_of_batches_as_one_line(config):
+def test_a_bad_id_is_an_error_of_one_line(config):
     batches = data.batches(data.train_dataset(config, vocab_size=100), 4).to_iter_dataset()
     with pytest.raises(
         ValueError, match=r"a\.bin \(document at 100\) holds id 109, but model\.vocab_size"
@@ -114,13 +114,13 @@ def test_heldout_documents(tmp_path):
     documents = [[*range(1, 2 + i % 7), 0] for i in range(300)]
     path = builders.write_bin(tmp_path / "a.bin", documents)
     config = builders.data_config(source="tokens", paths=(path,), document_separator=0)
-    found = data.heldout_documents(config, vocab_size=256)
-    assert len(found) == len(found.lengths)
-    assert found.lengths.tolist() == [len(document) for document in found]
-    assert all(document.dtype == np.int32 and document.tolist() in documents for document in found)
-    assert found[-1].tolist() == found[len(found) - 1].tolist()
+    source = data.heldout_documents(config, vocab_size=256)
+    assert len(source) == len(source.lengths)
+    assert source.lengths.tolist() == [len(document) for document in source]
+    assert all(document.dtype == np.int32 and document.tolist() in documents for document in source)
+    assert source[-1].tolist() == source[len(source) - 1].tolist()
     with pytest.raises(IndexError):
-        found[len(found)]
+        source[len(source)]
     with pytest.raises(ValueError, match=r"holds id \d, but model.vocab_size is 2"):
         list(data.heldout_documents(config, vocab_size=2))
 
@@ -141,15 +141,15 @@ def test_standard_library_trains_and_evaluates():
     batch = data.batches(data.train_dataset(config, vocab_size=256), 16)[1000]
     assert batch["inputs"].shape == (16, 256)
     np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    held = data.heldout_documents(config, vocab_size=256)
+    heldout = data.heldout_documents(config, vocab_size=256)
     # The quickstart evaluates up to 4,096 and wants 20 documents.
-    assert (held.lengths > 4096).sum() >= 20
-    assert all(len(held[i]) == held.lengths[i] for i in range(5))
+    assert (heldout.lengths > 4096).sum() >= 20
+    assert all(len(heldout[i]) == heldout.lengths[i] for i in range(5))
 
 
 @pytest.fixture(params=["masked_token", "classification", "regression"])
 def task_and_data(request, tmp_path):
-    """Writes thirteen rows of every kind that a task reads, three of them held out in a file of their own."""
+    """Writes 13 rows of every kind that a task reads, three of them held out in a separate file."""
     lines = [f"line {i}\t{i % 2}\n" for i in range(13)]
     builders.write_files(
         tmp_path,
@@ -170,7 +170,7 @@ def task_and_data(request, tmp_path):
     )
 
 
-def test_every_task_resumes_and_shares_its_batches(task_and_data):
+def test_every_task_resumes_and_shards_its_batches(task_and_data):
     task, config = task_and_data
 
     def dataset():
@@ -275,7 +275,7 @@ def test_sources_that_are_not_for_the_task(source, task, message):
         data.heldout_rows(config, settings, vocab_size=256, batch_size=2)
 
 
-def test_labeled_examples_are_no_documents():
+def test_labeled_examples_are_not_documents():
     config = builders.data_config(source="listops", context_length=2048)
     with pytest.raises(ValueError, match=r"data\.source 'listops' holds labeled examples, but documents are"):
         data.heldout_documents(config, vocab_size=256)

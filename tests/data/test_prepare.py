@@ -38,8 +38,8 @@ def run(*arguments) -> None:
 def test_bin_of_bytes_round_trip(folder, capsys):
     run("--format=bin", "--out=deep/train.bin")
     assert np.fromfile("deep/train.bin", "<u2").astype(np.uint8).tobytes() == STORED
-    about = json.loads((folder / "deep/train.bin.json").read_text())
-    assert about == {
+    description = json.loads((folder / "deep/train.bin.json").read_text())
+    assert description == {
         "tokenizer": "byte",
         "vocab_size": 256,
         "separator": 0,
@@ -54,16 +54,20 @@ def test_bin_of_bytes_round_trip(folder, capsys):
     config = builders.data_config(
         source="tokens", paths=("deep/train.bin",), document_separator=0, heldout_fraction=0.0
     )
-    found = tokens.open_documents(config, heldout=False)
-    read = [bytes(found.read(i, 0, int(length)).astype(np.uint8)) for i, length in enumerate(found.lengths)]
+    source = tokens.open_documents(config, heldout=False)
+    read = [bytes(source.read(i, 0, int(length)).astype(np.uint8)) for i, length in enumerate(source.lengths)]
     assert read == [content + b"\0" for content in TEXTS.values() if content]
     assert sorted(os.listdir("deep")) == ["train.bin", "train.bin.json"]
 
 
 def test_longcrawl64_of_bytes_round_trip(folder, capsys):
     run("--format=longcrawl64", "--out=train.zarr", "--row_tokens=8")
-    about = json.loads((folder / "train.zarr/.zattrs").read_text())
-    assert (about["rows"], about["row_tokens"], about["dropped_tokens"]) == (4, 8, len(STORED) - 32)
+    description = json.loads((folder / "train.zarr/.zattrs").read_text())
+    assert (description["rows"], description["row_tokens"], description["dropped_tokens"]) == (
+        4,
+        8,
+        len(STORED) - 32,
+    )
     assert "data.source=longcrawl64 data.paths=train.zarr" in capsys.readouterr().out
     config = builders.data_config(
         source="longcrawl64", paths=("train.zarr",), document_separator=0, heldout_fraction=0.0
@@ -83,16 +87,20 @@ def test_longcrawl64_in_several_bands_of_chunks(folder, monkeypatch):
     rows = len(flat) // 11
     assert rows > 2 * 2048
     config = builders.data_config(source="longcrawl64", paths=("train.zarr",), document_separator=0)
-    found = data.heldout_documents(config, vocab_size=256)
+    source = data.heldout_documents(config, vocab_size=256)
     stored = {bytes(row.astype(np.uint8)) for row in flat[: rows * 11].reshape(rows, 11)}
-    assert {bytes(document[1:].astype(np.uint8)) for document in found} <= stored
+    assert {bytes(document[1:].astype(np.uint8)) for document in source} <= stored
 
 
 def test_tokenizers_file(word_tokenizer):
     run("--format=bin", "--out=a.bin", f"--tokenizer={word_tokenizer}")
     assert np.fromfile("a.bin", "<u2").tolist() == [1, 2, 3, 7, 0, 4, 7, 9, 7]
-    about = json.loads(pathlib.Path("a.bin.json").read_text())
-    assert (about["vocab_size"], about["separator"], about["tokenizer"]) == (10, 7, "words.json")
+    description = json.loads(pathlib.Path("a.bin.json").read_text())
+    assert (description["vocab_size"], description["separator"], description["tokenizer"]) == (
+        10,
+        7,
+        "words.json",
+    )
 
 
 def test_text_that_spells_a_special_token_is_text(folder, word_tokenizer):
@@ -101,7 +109,7 @@ def test_text_that_spells_a_special_token_is_text(folder, word_tokenizer):
     assert 7 not in loaded.encode(b"the <|endoftext|> first").tolist()
 
 
-def test_large_vocabularies_take_four_bytes(word_tokenizer):
+def test_large_vocabularies_use_four_bytes(word_tokenizer):
     for layout, out in (("bin", "a.bin"), ("longcrawl64", "a.zarr")):
         run(
             f"--format={layout}",
@@ -142,7 +150,7 @@ def test_tiktoken_encoding(folder, monkeypatch):
     assert np.fromfile("a.bin", "<u2")[0] == 257
 
 
-def test_errors_are_one_line_and_leave_nothing(folder, word_tokenizer, capsys):
+def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
     pytest.importorskip("tiktoken")
     builders.write_files(
         folder,

@@ -32,8 +32,8 @@ def led(contents) -> Led:
 
 def all_rows(source, *, length, packing, vocab_size=1000):
     config = builders.data_config(context_length=length, packing=packing)
-    found = rows.Rows(source, config, vocab_size=vocab_size)
-    return [found[row] for row in range(len(found))]
+    packed = rows.Rows(source, config, vocab_size=vocab_size)
+    return [packed[row] for row in range(len(packed))]
 
 
 LENGTHS = ([1], [8], [9], [16], [1, 1, 1, 1, 1, 1, 1, 2], [8, 8, 8], [30], [5, 11, 1, 1, 40, 3], [7, 9])
@@ -41,14 +41,14 @@ LENGTHS = ([1], [8], [9], [16], [1, 1, 1, 1, 1, 1, 1, 2], [8, 8, 8], [30], [5, 1
 
 @pytest.mark.parametrize("lengths", [case for case in LENGTHS if sum(case) > 1])
 def test_windows_follow_each_other_through_the_data(lengths):
-    found = all_rows(spans(builders.numbered(lengths)), length=8, packing="windows")
+    packed = all_rows(spans(builders.numbered(lengths)), length=8, packing="windows")
     total = sum(lengths)
-    inputs = np.concatenate([row["inputs"] for row in found])
-    targets = np.concatenate([row["targets"] for row in found])
-    assert set(found[0]) == {"inputs", "targets"}
-    assert all(value.shape == (8,) and value.dtype == np.int32 for row in found for value in row.values())
+    inputs = np.concatenate([row["inputs"] for row in packed])
+    targets = np.concatenate([row["targets"] for row in packed])
+    assert set(packed[0]) == {"inputs", "targets"}
+    assert all(value.shape == (8,) and value.dtype == np.int32 for row in packed for value in row.values())
     counted = targets != rows.NO_TARGET
-    assert all((row["targets"] != rows.NO_TARGET).any() for row in found)
+    assert all((row["targets"] != rows.NO_TARGET).any() for row in packed)
     # All but the first token are predicted once; the positions that do not count come last.
     assert counted.tolist() == [True] * (total - 1) + [False] * (len(targets) - total + 1)
     np.testing.assert_array_equal(inputs[1 : total - 1], targets[: total - 2])
@@ -56,16 +56,16 @@ def test_windows_follow_each_other_through_the_data(lengths):
 
 
 @pytest.mark.parametrize("lengths", [case for case in LENGTHS if max(case) > 1])
-def test_documents_use_every_token_once_and_stay_apart(lengths):
+def test_documents_use_every_token_once_and_are_not_mixed(lengths):
     contents = builders.numbered(lengths)
     owner = {token: i for i, content in enumerate(contents) for token in content}
     last = {content[-1] for content in contents}
-    found = all_rows(spans(contents), length=8, packing="documents")
+    packed = all_rows(spans(contents), length=8, packing="documents")
     used = []
-    for number, row in enumerate(found):
+    for number, row in enumerate(packed):
         ids, inputs = row["segment_ids"], row["inputs"]
         real = ids != rows.PADDING
-        assert real.all() or number == len(found) - 1
+        assert real.all() or number == len(packed) - 1
         assert np.all(row["targets"][~real] == rows.NO_TARGET)
         used += inputs[real].tolist()
         owners = [owner[token] for token in inputs[real]]
@@ -77,13 +77,13 @@ def test_documents_use_every_token_once_and_stay_apart(lengths):
     assert sorted(used) == list(range(1, sum(lengths) + 1))
 
 
-def test_documents_are_shuffled_by_the_seed_and_each_stays_whole():
+def test_documents_are_shuffled_by_the_seed_and_not_split():
     contents = builders.numbered([8] * 20)
     orders = []
     for seed in (0, 0, 1):
         config = builders.data_config(packing="documents", seed=seed)
-        found = rows.Rows(spans(contents), config, vocab_size=1000)
-        read = [found[row]["inputs"].tolist() for row in range(20)]
+        packed = rows.Rows(spans(contents), config, vocab_size=1000)
+        read = [packed[row]["inputs"].tolist() for row in range(20)]
         assert sorted(read) == contents
         orders.append(read)
     assert orders[0] == orders[1] != orders[2]
@@ -92,28 +92,28 @@ def test_documents_are_shuffled_by_the_seed_and_each_stays_whole():
 
 def test_lead_shifts_the_row_right():
     contents = [list(range(10, 26)), list(range(30, 46))]
-    found = all_rows(led(contents), length=8, packing="windows")
-    assert [row["targets"].tolist() for row in found] == [
+    packed = all_rows(led(contents), length=8, packing="windows")
+    assert [row["targets"].tolist() for row in packed] == [
         list(range(10, 18)),
         list(range(18, 26)),
         list(range(30, 38)),
         list(range(38, 46)),
     ]
-    for row in found:
+    for row in packed:
         assert row["inputs"].tolist() == [99, *row["targets"][:-1]]
 
 
-def test_lead_stands_in_front_of_every_document_of_a_row():
-    found = all_rows(led([[1, 2, 3, 4, 5], [11, 12, 13, 14, 15]]), length=8, packing="documents")
-    assert found[0]["inputs"].tolist() == [99, 1, 2, 3, 4, 99, 11, 12]
-    assert found[0]["targets"].tolist() == [1, 2, 3, 4, 5, 11, 12, 13]
-    assert found[0]["segment_ids"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
-    assert found[1]["inputs"].tolist() == [99, 14, 0, 0, 0, 0, 0, 0]
-    assert found[1]["targets"].tolist() == [14, 15, -1, -1, -1, -1, -1, -1]
-    assert found[1]["segment_ids"].tolist() == [0, 0, -1, -1, -1, -1, -1, -1]
+def test_lead_precedes_every_document_of_a_row():
+    packed = all_rows(led([[1, 2, 3, 4, 5], [11, 12, 13, 14, 15]]), length=8, packing="documents")
+    assert packed[0]["inputs"].tolist() == [99, 1, 2, 3, 4, 99, 11, 12]
+    assert packed[0]["targets"].tolist() == [1, 2, 3, 4, 5, 11, 12, 13]
+    assert packed[0]["segment_ids"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert packed[1]["inputs"].tolist() == [99, 14, 0, 0, 0, 0, 0, 0]
+    assert packed[1]["targets"].tolist() == [14, 15, -1, -1, -1, -1, -1, -1]
+    assert packed[1]["segment_ids"].tolist() == [0, 0, -1, -1, -1, -1, -1, -1]
 
 
-def test_rows_kept_together():
+def test_rows_that_storage_groups():
     contents = builders.numbered([16] * 6)
     config = builders.data_config()
     assert rows.Rows(led(contents), config, vocab_size=1000).together == 4

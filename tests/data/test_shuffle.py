@@ -14,9 +14,9 @@ def test_is_a_permutation(size):
 
 def test_large_sizes_do_not_repeat():
     size = 2**40 + 3
-    taken = {shuffle.permuted(index, size, (0,)) for index in range(5000)}
-    assert len(taken) == 5000
-    assert max(taken) > 2**39
+    sequence = {shuffle.permuted(index, size, (0,)) for index in range(5000)}
+    assert len(sequence) == 5000
+    assert max(sequence) > 2**39
 
 
 def test_every_order_is_equally_likely():
@@ -31,7 +31,7 @@ def test_every_order_is_equally_likely():
 
 
 @pytest.mark.parametrize(("count", "block"), [(10, 10), (10, 3), (12, 4), (3, 5), (1, 1)])
-def test_an_epoch_takes_every_row_once(count, block):
+def test_an_epoch_has_every_row_once(count, block):
     order = shuffle.Shuffle(count, block=block, seed=3)
     for epoch in range(4):
         assert sorted(order(epoch * count + draw) for draw in range(count)) == list(range(count))
@@ -50,13 +50,13 @@ def test_epochs_and_seeds_differ():
             assert sum(a == b for a, b in zip(left, right)) < 10
 
 
-def test_blocks_are_taken_whole_in_shuffled_order():
+def test_blocks_are_whole_and_in_shuffled_order():
     order = shuffle.Shuffle(80, block=10, seed=0)
     for epoch in range(2):
-        taken = [order(epoch * 80 + draw) for draw in range(80)]
-        blocks = [{row // 10 for row in taken[start : start + 10]} for start in range(0, 80, 10)]
+        sequence = [order(epoch * 80 + draw) for draw in range(80)]
+        blocks = [{row // 10 for row in sequence[start : start + 10]} for start in range(0, 80, 10)]
         assert all(len(block) == 1 for block in blocks)
         assert blocks != [{block} for block in range(8)]
-        inside = {tuple(row % 10 for row in taken[start : start + 10]) for start in range(0, 80, 10)}
+        inside = {tuple(row % 10 for row in sequence[start : start + 10]) for start in range(0, 80, 10)}
         assert len(inside) == 8
         assert tuple(range(10)) not in inside

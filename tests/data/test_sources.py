@@ -17,8 +17,8 @@ from sympow_jax.data import files, longcrawl64, text, tokens
 from tests.data import builders
 
 
-def contents(found) -> list[list[int]]:
-    return [found.read(i, 0, int(length)).tolist() for i, length in enumerate(found.lengths)]
+def contents(source) -> list[list[int]]:
+    return [source.read(i, 0, int(length)).tolist() for i, length in enumerate(source.lengths)]
 
 
 @pytest.fixture
@@ -29,13 +29,13 @@ def corpus(tmp_path):
     return str(tmp_path / "corpus")
 
 
-def test_text_reads_the_bytes_of_every_file_that_has_any(corpus):
+def test_text_reads_the_bytes_of_every_nonempty_file(corpus):
     config = builders.data_config(paths=(corpus,))
-    train, held = (contents(text.open_documents(config, heldout=side)) for side in (False, True))
-    assert sorted(bytes(document) for document in train + held) == sorted(
+    train, heldout = (contents(text.open_documents(config, heldout=side)) for side in (False, True))
+    assert sorted(bytes(document) for document in train + heldout) == sorted(
         f"document {i}".encode() for i in range(40) if i % 10 != 9
     )
-    assert held
+    assert heldout
 
 
 def test_text_heldout_paths_replace_the_hash(corpus):
@@ -46,30 +46,33 @@ def test_text_heldout_paths_replace_the_hash(corpus):
 
 def test_text_description(corpus):
     config = builders.data_config(paths=(corpus,))
-    about = data.describe(config)
-    held = data.heldout_documents(config, vocab_size=256)
+    description = data.describe(config)
+    heldout = data.heldout_documents(config, vocab_size=256)
     sizes = [os.path.getsize(f"{corpus}/{i:02}.txt") for i in range(40)]
-    assert (about["source"], about["paths"], about["files"]) == ("text", [corpus], 36)
-    assert about["bytes"] == sum(sizes) == about["tokens"] + about["heldout_tokens"]
-    assert (about["heldout_documents"], about["heldout_tokens"]) == (len(held), held.lengths.sum())
-    assert about["documents"] == 36 - len(held)
-    assert data.describe(config) == about
+    assert (description["source"], description["paths"], description["files"]) == ("text", [corpus], 36)
+    assert description["bytes"] == sum(sizes) == description["tokens"] + description["heldout_tokens"]
+    assert (description["heldout_documents"], description["heldout_tokens"]) == (
+        len(heldout),
+        heldout.lengths.sum(),
+    )
+    assert description["documents"] == 36 - len(heldout)
+    assert data.describe(config) == description
     pathlib.Path(f"{corpus}/00.txt").write_bytes(b"document X")
-    assert data.describe(config)["digest"] != about["digest"]
+    assert data.describe(config)["digest"] != description["digest"]
 
 
 def test_text_by_default_is_the_standard_library():
     root = sysconfig.get_paths()["stdlib"]
     config = builders.data_config()
-    train, held = ({file.key for file in side} for side in text._sides(config))
+    train, heldout = ({file.key for file in side} for side in text._sides(config))
     sizes = {file.key: file.size for side in text._sides(config) for file in side}
-    assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= train | held
+    assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= train | heldout
     assert all(key.endswith(".py") and "site-packages" not in key for key in sizes)
     assert all(os.path.getsize(os.path.join(root, key)) == size > 0 for key, size in sizes.items())
     assert 8e6 < sum(sizes.values()) < 64e6
-    assert not train & held
+    assert not train & heldout
     # A tenth of N files, within four standard deviations.
-    assert abs(len(held) - 0.1 * len(sizes)) < 4 * np.sqrt(0.09 * len(sizes))
+    assert abs(len(heldout) - 0.1 * len(sizes)) < 4 * np.sqrt(0.09 * len(sizes))
 
 
 def test_text_unreadable_file(corpus, monkeypatch):
@@ -123,21 +126,21 @@ def test_tokens_hold_out_a_fraction_of_documents(tmp_path):
     documents = [[i + 1, 0] for i in range(2000)]
     path = builders.write_bin(tmp_path / "a.bin", documents)
     config = builders.data_config(source="tokens", paths=(path,), document_separator=0)
-    train, held = (contents(tokens.open_documents(config, heldout=side)) for side in (False, True))
-    assert sorted(train + held) == documents
-    assert abs(len(held) - 200) < 4 * np.sqrt(2000 * 0.09)
-    about = data.describe(config)
-    assert (about["documents"], about["heldout_documents"]) == (len(train), len(held))
-    assert (about["tokens"], about["bytes"], about["files"]) == (2 * len(train), 8000, 1)
+    train, heldout = (contents(tokens.open_documents(config, heldout=side)) for side in (False, True))
+    assert sorted(train + heldout) == documents
+    assert abs(len(heldout) - 200) < 4 * np.sqrt(2000 * 0.09)
+    description = data.describe(config)
+    assert (description["documents"], description["heldout_documents"]) == (len(train), len(heldout))
+    assert (description["tokens"], description["bytes"], description["files"]) == (2 * len(train), 8000, 1)
     # The seed shuffles; it does not move documents between training and held-out.
     other = builders.data_config(source="tokens", paths=(path,), document_separator=0, seed=1)
-    assert contents(tokens.open_documents(other, heldout=True)) == held
+    assert contents(tokens.open_documents(other, heldout=True)) == heldout
 
 
 def test_tokens_heldout_paths(tmp_path):
     train = builders.write_bin(tmp_path / "train.bin", [[1, 2, 3]])
-    held = builders.write_bin(tmp_path / "held.bin", [[4, 5]])
-    config = builders.data_config(source="tokens", paths=(train,), heldout_paths=(held,))
+    heldout = builders.write_bin(tmp_path / "held.bin", [[4, 5]])
+    config = builders.data_config(source="tokens", paths=(train,), heldout_paths=(heldout,))
     assert contents(tokens.open_documents(config, heldout=False)) == [[1, 2, 3]]
     assert contents(tokens.open_documents(config, heldout=True)) == [[4, 5]]
     assert data.describe(config)["files"] == 2
@@ -174,11 +177,11 @@ def test_bad_bin(tmp_path, content, changes, message):
     assert "\n" not in str(raised.value)
 
 
-def test_bin_of_another_dtype_than_its_json_file_says(tmp_path):
+def test_bin_whose_dtype_differs_from_its_json_file(tmp_path):
     path = builders.write_bin(tmp_path / "a.bin", [[1, 2]])
     builders.write_files(tmp_path, {"a.bin.json": b'{"token_dtype": "uint32"}'})
     with pytest.raises(
-        ValueError, match=r"holds uint32 ids, says a\.bin\.json, but data\.token_dtype is 'uint16'"
+        ValueError, match=r"holds uint32 ids according to a\.bin\.json, but data\.token_dtype is 'uint16'"
     ):
         data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
 
@@ -188,26 +191,26 @@ def zarr_values(rows=20, row_tokens=32, dtype="<u2"):
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_longcrawl64_reads_rows_behind_the_lead_id(tmp_path, dtype):
+def test_longcrawl64_reads_rows_after_the_lead_id(tmp_path, dtype):
     values = zarr_values(dtype=tokens.DTYPES[dtype])
     path = builders.write_zarr(tmp_path / "a.zarr", values, chunks=(8, 16))
-    held = builders.write_zarr(tmp_path / "b.zarr", values[:3] + 1, chunks=(8, 16))
+    heldout = builders.write_zarr(tmp_path / "b.zarr", values[:3] + 1, chunks=(8, 16))
     config = builders.data_config(
-        source="longcrawl64", paths=(path,), heldout_paths=(held,), context_length=16, token_dtype=dtype
+        source="longcrawl64", paths=(path,), heldout_paths=(heldout,), context_length=16, token_dtype=dtype
     )
     dataset = data.train_dataset(config, vocab_size=50_304)
     read = [dataset[i] for i in range(40)]
     assert sorted(row["targets"].tolist() for row in read) == sorted(values.reshape(40, 16).tolist())
     for row in read:
         assert row["inputs"].tolist() == [50_256, *row["targets"][:-1]]
-    found = data.heldout_documents(config, vocab_size=50_304)
-    assert found.lengths.tolist() == [33, 33, 33]
+    opened = data.heldout_documents(config, vocab_size=50_304)
+    assert opened.lengths.tolist() == [33, 33, 33]
     np.testing.assert_array_equal(
-        np.stack(list(found)), np.insert(values[:3].astype(int) + 1, 0, 50_256, axis=1)
+        np.stack(list(opened)), np.insert(values[:3].astype(int) + 1, 0, 50_256, axis=1)
     )
-    about = data.describe(config)
-    assert (about["files"], about["documents"], about["heldout_documents"]) == (2, 20, 3)
-    assert about["bytes"] == 23 * 32 * values.itemsize
+    description = data.describe(config)
+    assert (description["files"], description["documents"], description["heldout_documents"]) == (2, 20, 3)
+    assert description["bytes"] == 23 * 32 * values.itemsize
 
 
 def test_longcrawl64_reads_band_by_band(tmp_path):
@@ -215,9 +218,9 @@ def test_longcrawl64_reads_band_by_band(tmp_path):
     config = builders.data_config(source="longcrawl64", paths=(path,), heldout_fraction=0.0)
     dataset = data.train_dataset(config, vocab_size=50_304)
     values = {tuple(row): i for i, row in enumerate(zarr_values(rows=64).reshape(-1, 8).tolist())}
-    taken = [values[tuple(dataset[i]["targets"].tolist())] for i in range(256)]
-    assert sorted(taken) == list(range(256))
-    bands = [{row // 32 for row in taken[start : start + 32]} for start in range(0, 256, 32)]
+    sequence = [values[tuple(dataset[i]["targets"].tolist())] for i in range(256)]
+    assert sorted(sequence) == list(range(256))
+    bands = [{row // 32 for row in sequence[start : start + 32]} for start in range(0, 256, 32)]
     assert all(len(band) == 1 for band in bands)
 
 
@@ -225,10 +228,10 @@ def test_longcrawl64_holds_out_a_fraction_of_rows(tmp_path):
     values = zarr_values(rows=500)
     path = builders.write_zarr(tmp_path / "a.zarr", values)
     config = builders.data_config(source="longcrawl64", paths=(f"file://{path}",))
-    train, held = (contents(longcrawl64.open_documents(config, heldout=side)) for side in (False, True))
-    assert sorted(train + held) == sorted(values.tolist())
+    train, heldout = (contents(longcrawl64.open_documents(config, heldout=side)) for side in (False, True))
+    assert sorted(train + heldout) == sorted(values.tolist())
     mask = files.held_out(files.index_hashes(500), 0.1)
-    assert held == values[mask].tolist()
+    assert heldout == values[mask].tolist()
 
 
 def test_longcrawl64_lead_id_may_be_set(tmp_path):
@@ -271,8 +274,8 @@ def test_longcrawl64_in_an_object_store(served):
     config = builders.data_config(
         source="longcrawl64", paths=(f"{url}/a.zarr",), heldout_fraction=0.0, context_length=32
     )
-    found = longcrawl64.open_documents(config, heldout=False)
-    assert contents(found) == values.tolist()
+    opened = longcrawl64.open_documents(config, heldout=False)
+    assert contents(opened) == values.tolist()
     os.remove(f"{path}/1.1")
     with pytest.raises(ValueError, match=r"\(row 9\) cannot be read: .*1\.1.* is missing; copy or prepare"):
         longcrawl64.open_documents(config, heldout=False).read(9, 0, 32)
@@ -295,12 +298,12 @@ def test_missing_chunk_is_an_error_and_not_zeros(tmp_path):
     assert all("(row " in line and "1.1" in line and "is missing; copy" in line for line in failed)
     assert not any("\n" in line for line in failed)
     whole = builders.data_config(source="longcrawl64", paths=(path,), heldout_paths=(path,))
-    held = data.heldout_documents(whole, vocab_size=50_304)
-    assert held[7].shape == (33,)
+    heldout = data.heldout_documents(whole, vocab_size=50_304)
+    assert heldout[7].shape == (33,)
     with pytest.raises(
         ValueError, match=r"\(row 8\) cannot be read: .*1\.1.* is missing; copy or prepare the array"
     ):
-        held[8]
+        heldout[8]
 
 
 def test_a_chunk_of_zeros_is_data(tmp_path):
@@ -335,7 +338,7 @@ def test_zarr_of_the_wrong_shape_or_type(tmp_path, values, message):
         data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=50_304)
 
 
-def test_no_zarr_array_there(tmp_path):
+def test_missing_zarr_array(tmp_path):
     for paths, message in (
         (
             (str(tmp_path / "none.zarr"),),

@@ -35,7 +35,7 @@ def write(folder: pathlib.Path, content: str, name: str = "a.tsv") -> pathlib.Pa
 def epoch(config, task, count, vocab_size=256):
     """Returns the rows of the first epoch as texts and labels, in the order of the texts."""
     dataset = data.train_dataset(config, task=task, vocab_size=vocab_size)
-    found = []
+    examples = []
     for i in range(count):
         row = dataset[i]
         real = row["segment_ids"] == 0
@@ -43,8 +43,8 @@ def epoch(config, task, count, vocab_size=256):
         assert not np.any(np.diff(real.astype(int)) > 0)
         assert (row["inputs"][~real] == 0).all()
         assert (row["segment_ids"][~real] == -1).all()
-        found.append((bytes(row["inputs"][real].astype(np.uint8)), row["labels"].item()))
-    return sorted(found)
+        examples.append((bytes(row["inputs"][real].astype(np.uint8)), row["labels"].item()))
+    return sorted(examples)
 
 
 def test_columns_by_name_in_the_layout_of_glue(tmp_path):
@@ -53,7 +53,7 @@ def test_columns_by_name_in_the_layout_of_glue(tmp_path):
     assert epoch(settings(path), BINARY, 2) == [("bád".encode(), 0), (b'good "one', 1)]
 
 
-def test_columns_by_number_where_there_is_no_header(tmp_path):
+def test_columns_by_number_without_a_header(tmp_path):
     path = write(tmp_path, "src\t1\t\tfine\nsrc\t0\t*\twrong is\n")
     config = settings(path, text_columns=("4",), label_column="2")
     assert epoch(config, BINARY, 2) == [(b"fine", 1), (b"wrong is", 0)]
@@ -127,24 +127,24 @@ def test_several_files_and_a_fraction_held_out(tmp_path):
     builders.write_files(tmp_path / "train", {"README.md": b"not read"})
     config = settings(tmp_path / "train", heldout_fraction=0.1)
     mask = files.held_out(files.index_hashes(1000), 0.1)
-    about = data.describe(config)
-    assert (about["files"], about["examples"], about["heldout_examples"]) == (
+    description = data.describe(config)
+    assert (description["files"], description["examples"], description["heldout_examples"]) == (
         2,
         1000 - mask.sum(),
         mask.sum(),
     )
-    train = epoch(config, BINARY, about["examples"])
+    train = epoch(config, BINARY, description["examples"])
     expected = {f"{'ab'[i // 500]}{i % 500}".encode(): out for i, out in enumerate(mask)}
     assert [text for text, _ in train] == sorted(text for text, out in expected.items() if not out)
     assert all(int(text[1:]) % 2 == label for text, label in train)
-    held = list(data.heldout_rows(config, BINARY, vocab_size=256, batch_size=32))
-    assert all(batch["inputs"].shape == (32, 16) for batch in held)
-    counted = [batch["labels"] != -1 for batch in held]
+    heldout = list(data.heldout_rows(config, BINARY, vocab_size=256, batch_size=32))
+    assert all(batch["inputs"].shape == (32, 16) for batch in heldout)
+    counted = [batch["labels"] != -1 for batch in heldout]
     assert sum(map(np.sum, counted)) == mask.sum()
     assert all(rows.all() for rows in counted[:-1])
     texts = [
         bytes(inputs[ids == 0].astype(np.uint8))
-        for batch, rows in zip(held, counted)
+        for batch, rows in zip(heldout, counted)
         for inputs, ids in zip(batch["inputs"][rows], batch["segment_ids"][rows])
     ]
     assert texts == [text for text, out in expected.items() if out]
@@ -152,8 +152,8 @@ def test_several_files_and_a_fraction_held_out(tmp_path):
 
 def test_held_out_files_may_have_other_columns(tmp_path):
     train = write(tmp_path, "sentence\tlabel\na\t1\n")
-    held = write(tmp_path, "id\tlabel\tsentence\n0\t2.5\tb\n1\t0.5\tc\n", "held.tsv")
-    config = settings(train, heldout_paths=(str(held),))
+    heldout = write(tmp_path, "id\tlabel\tsentence\n0\t2.5\tb\n1\t0.5\tc\n", "held.tsv")
+    config = settings(train, heldout_paths=(str(heldout),))
     (batch,) = data.heldout_rows(config, NUMBER, vocab_size=256, batch_size=4)
     np.testing.assert_array_equal(batch["labels"], np.float32([2.5, 0.5, np.nan, np.nan]))
     assert batch["labels"].dtype == np.float32
@@ -163,11 +163,11 @@ def test_held_out_files_may_have_other_columns(tmp_path):
 
 def test_description_is_of_the_contents(tmp_path):
     path = write(tmp_path, "sentence\tlabel\na\t1\n")
-    about = data.describe(settings(path))
-    assert data.describe(settings(path)) == about
-    assert (about["bytes"], about["examples"]) == (19, 1)
+    description = data.describe(settings(path))
+    assert data.describe(settings(path)) == description
+    assert (description["bytes"], description["examples"]) == (19, 1)
     write(tmp_path, "sentence\tlabel\na\t0\n")
-    assert data.describe(settings(path))["digest"] != about["digest"]
+    assert data.describe(settings(path))["digest"] != description["digest"]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_bad_files(tmp_path, content, changes, message):
 
 
 @pytest.mark.parametrize("label", ["", "high", "nan", "inf"])
-def test_labels_that_are_no_number(tmp_path, label):
+def test_labels_that_are_not_numbers(tmp_path, label):
     path = write(tmp_path, f"sentence\tlabel\na\t1.5\nb\t{label}\n")
     with pytest.raises(ValueError, match=rf"a\.tsv \(line 3\): label '{label}' is not a finite number"):
         data.train_dataset(settings(path), task=NUMBER, vocab_size=256)

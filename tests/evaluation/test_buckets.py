@@ -40,7 +40,7 @@ def test_sums_are_float64():
     assert mean.loss == pytest.approx(float(np.float32(0.1)), rel=1e-13)
 
 
-def test_a_loss_that_is_not_finite_shows_only_in_its_bucket():
+def test_a_nonfinite_loss_affects_only_its_bucket():
     losses = np.ones((2, 4))
     losses[0, 3] = np.inf
     first, last = buckets.bucket_means(losses, (2, 4), first_position=1)
@@ -73,11 +73,11 @@ def test_parse_lengths(capsys, text, lengths):
         ("3,...,13,100", (3, 6, 12, 100)),
     ],
 )
-def test_parse_lengths_rounds_a_last_length_that_is_no_doubling(capsys, text, lengths):
+def test_parse_lengths_rounds_the_last_length_to_a_doubling(capsys, text, lengths):
     assert buckets.parse_lengths(text) == lengths
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "is rounded down to" in said
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1
+    assert "is rounded down to" in warning
 
 
 @pytest.mark.parametrize(
@@ -125,11 +125,11 @@ def test_documents_are_long_enough_distinct_and_spread_over_the_corpus():
     np.testing.assert_array_equal(chosen, buckets.select_documents(lengths.copy(), 50, 64))
 
 
-def test_fewer_documents_than_asked_for_are_all_used():
+def test_fewer_documents_than_requested_are_all_used():
     np.testing.assert_array_equal(buckets.select_documents(np.array([5, 9, 3, 7]), 5, 64), [0, 1, 3])
 
 
-def test_documents_that_storage_keeps_together_are_read_together():
+def test_documents_that_storage_groups_are_read_together():
     lengths = np.full(1000, 50)
     chosen = buckets.select_documents(lengths, 50, 30, together=100)
     assert len(set(chosen.tolist())) == 30

@@ -90,7 +90,7 @@ def test_results_are_in_the_first_workdir_by_default(trained, capsys):
 
 
 @pytest.mark.parametrize("name", ["nothing", "c"])
-def test_a_mistake_makes_no_folder(trained, capsys, name):
+def test_a_mistake_creates_no_folder(trained, capsys, name):
     mistakes.line(eval_program.main, [f"--workdir={trained}/{name}"], capsys)
     assert not (trained / name / "evaluation").exists()
 
@@ -120,7 +120,7 @@ def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys, argume
     assert message in mistakes.line(eval_program.main, arguments, capsys)
 
 
-def test_a_mistake_leaves_no_traceback_in_a_process_of_its_own(trained, tmp_path):
+def test_a_mistake_prints_no_traceback_in_a_separate_process(trained, tmp_path):
     done = run(f"--workdir={trained}/nothing", "--context_lengths=8", f"--out={tmp_path}")
     assert done.returncode == 1
     assert done.stdout == ""

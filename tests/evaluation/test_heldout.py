@@ -42,8 +42,8 @@ def batches(labels, rows=4, time=6):
 
 def outputs(model, labels):
     classify = jax.jit(lambda tokens: model.classify(tokens))
-    found = np.concatenate([classify(jnp.asarray(batch["inputs"])) for batch in batches(labels)])
-    return found[: len(labels)].astype(np.float64)
+    results = np.concatenate([classify(jnp.asarray(batch["inputs"])) for batch in batches(labels)])
+    return results[: len(labels)].astype(np.float64)
 
 
 def test_classification_is_measured_over_the_labels_that_count():
@@ -51,24 +51,24 @@ def test_classification_is_measured_over_the_labels_that_count():
     model, labels = make(task), np.array([0, 1, 1, 0, 1, 1], np.int32)
     model.head.linear.kernel[...] *= 100
     logits = outputs(model, labels)
-    found = evaluation.heldout_metrics(model, task, batches(labels))
+    results = evaluation.heldout_metrics(model, task, batches(labels))
     losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(6), labels]
-    assert found["loss"] == pytest.approx(losses.mean(), rel=1e-5)
-    assert found["accuracy"] == np.mean(logits.argmax(-1) == labels)
-    assert list(found) == ["loss", "accuracy", "matthews", "f1", "count"]
-    assert found["count"] == 6
+    assert results["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert results["accuracy"] == np.mean(logits.argmax(-1) == labels)
+    assert list(results) == ["loss", "accuracy", "matthews", "f1", "count"]
+    assert results["count"] == 6
     correlation = np.corrcoef(labels, logits.argmax(-1))[0, 1]
-    assert found["matthews"] == pytest.approx(correlation, abs=1e-12)
+    assert results["matthews"] == pytest.approx(correlation, abs=1e-12)
 
 
 def test_regression_is_measured_over_the_labels_that_count():
     task = config.TaskConfig(name="regression")
     model, labels = make(task), np.array([0.5, -1.0, 2.0, 0.0, 3.0], np.float32)
     values = outputs(model, labels)[:, 0]
-    found = evaluation.heldout_metrics(model, task, batches(labels))
-    assert found["loss"] == pytest.approx(np.mean((values - labels) ** 2), rel=1e-5)
-    assert found["pearson"] == pytest.approx(np.corrcoef(values, labels)[0, 1], rel=1e-5)
-    assert (list(found), found["count"]) == (["loss", "pearson", "spearman", "count"], 5)
+    results = evaluation.heldout_metrics(model, task, batches(labels))
+    assert results["loss"] == pytest.approx(np.mean((values - labels) ** 2), rel=1e-5)
+    assert results["pearson"] == pytest.approx(np.corrcoef(values, labels)[0, 1], rel=1e-5)
+    assert (list(results), results["count"]) == (["loss", "pearson", "spearman", "count"], 5)
     model.head.linear.bias[...] = jnp.nan
     diverged = evaluation.heldout_metrics(model, task, batches(labels))
     assert all(math.isnan(diverged[name]) for name in ("loss", "pearson", "spearman"))
@@ -108,9 +108,9 @@ def read(folder: pathlib.Path) -> dict:
 
 
 def test_runs_end_with_their_held_out_rows(runs):
-    found = read(runs / "classes")
-    assert found["task"] == "classification"
-    (run,) = found["runs"]
+    results = read(runs / "classes")
+    assert results["task"] == "classification"
+    (run,) = results["runs"]
     assert (run["run"], run["step"]) == ("classes", 2)
     assert run["config"]["task"]["classes"] == 2
     assert set(run["metrics"]) == {"loss", "accuracy", "matthews", "f1", "count"}
@@ -128,8 +128,8 @@ def test_two_runs_in_one_table(runs, tmp_path, capsys):
     assert eval_program.main([f"--workdir={runs}/classes,{runs}/more", f"--out={tmp_path}"]) == 0
     both = {run["run"]: run["metrics"] for run in read(tmp_path)["runs"]}
     assert both["classes"] == both["more"] == read(runs / "classes")["runs"][0]["metrics"]
-    said = capsys.readouterr().out
-    assert all(name in said for name in ("classes", "more", "accuracy", "matthews", "f1"))
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("classes", "more", "accuracy", "matthews", "f1"))
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,8 @@ def input_of_first_layer(model, tokens):
 def test_weights_are_the_formulas_of_a_power_model():
     model = model_of("sympow_gated", kv_heads=1)
     tokens = list(TEXT.encode())
-    (found,) = attention_maps.attention_maps(model, tokens, [0])
-    np.testing.assert_allclose(found.weights.sum(-1), 1, atol=1e-6)
+    (layer_maps,) = attention_maps.attention_maps(model, tokens, [0])
+    np.testing.assert_allclose(layer_maps.weights.sum(-1), 1, atol=1e-6)
 
     attention, x = model.blocks[0].attention, input_of_first_layer(model, tokens)
     query = (x @ exactly(attention.query.kernel)).reshape(len(tokens), HEADS, -1)
@@ -127,11 +127,11 @@ def test_weights_are_the_formulas_of_a_power_model():
     total = np.cumsum(log_decay[:, 0])
     scores *= np.tril(np.exp(np.minimum(total[:, None] - total, 0)))
     expected = scores / scores.sum(-1, keepdims=True)
-    assert np.linalg.norm(found.weights - expected) < 1e-5 * np.linalg.norm(expected)
-    np.testing.assert_allclose(found.half_life, math.log(2) / -log_decay.T, rtol=1e-5)
+    assert np.linalg.norm(layer_maps.weights - expected) < 1e-5 * np.linalg.norm(expected)
+    np.testing.assert_allclose(layer_maps.half_life, math.log(2) / -log_decay.T, rtol=1e-5)
 
 
-def test_the_numbers_are_those_of_the_run(runs, written):
+def test_json_has_the_numbers_of_the_run(runs, written):
     assert written["run"] == "a"
     assert written["step"] == 2
     assert "".join(written["text"]) == TEXT
@@ -156,7 +156,7 @@ def test_the_numbers_are_those_of_the_run(runs, written):
     assert written["theta"][0] == pytest.approx(2 * math.pi)
 
 
-def test_the_pictures(runs, written):
+def test_figures_are_written(runs, written):
     for name in ("attention", "half_life", "rotation"):
         with PIL.Image.open(runs / "out" / f"{name}.png") as picture:
             width, height = picture.size
@@ -174,11 +174,11 @@ def test_one_layer(runs, capsys):
         "half_life.png",
         "rotation.png",
     ]
-    found = json.loads((runs / "a" / "inspect" / "inspect.json").read_text())
-    assert [layer["layer"] for layer in found["layers"]] == [1]
+    layer_maps = json.loads((runs / "a" / "inspect" / "inspect.json").read_text())
+    assert [layer["layer"] for layer in layer_maps["layers"]] == [1]
 
 
-def test_what_is_left_out_is_said(tmp_path):
+def test_omitted_figures_are_reported(tmp_path):
     settings = config.Config(
         model=config.ModelConfig(
             vocab_size=128, layers=1, width=WIDTH, heads=HEADS, attention=config.preset("sympow")
@@ -194,25 +194,25 @@ def test_what_is_left_out_is_said(tmp_path):
     }
 
 
-def draw(found, tokens, folder):
+def draw(maps, tokens, folder):
     labels = [attention_figures.visible(bytes([token])) for token in tokens]
-    attention_figures.draw_weights(folder / "attention.png", found, labels, about="x", causal=True)
-    if found[0].half_life is not None:
-        attention_figures.draw_half_lives(folder / "half_life.png", found, labels, about="x")
-    if found[0].rate is not None:
-        attention_figures.draw_rotations(folder / "rotation.png", found, labels, about="x")
+    attention_figures.draw_weights(folder / "attention.png", maps, labels, subtitle="x", causal=True)
+    if maps[0].half_life is not None:
+        attention_figures.draw_half_lives(folder / "half_life.png", maps, labels, subtitle="x")
+    if maps[0].rate is not None:
+        attention_figures.draw_rotations(folder / "rotation.png", maps, labels, subtitle="x")
     return {path.stem for path in folder.glob("*.png")}
 
 
 @pytest.mark.parametrize(
     ("heads", "time", "numbers"), [(1, 1, "one a head"), (5, 12, "vectors"), (3, 130, "one a head")]
 )
-def test_pictures_of_all_sizes(heads, time, numbers, tmp_path):
+def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
     random = np.random.default_rng(0)
     shape = (heads, time, 4) if numbers == "vectors" else (heads, time)
     half_life = random.uniform(0.01, 10, shape)
     half_life[0, 0] = math.inf
-    found = attention_maps.LayerMaps(
+    layer_maps = attention_maps.LayerMaps(
         layer=1,
         weights=random.uniform(-0.1, 1, (heads, time, time)),  # of both signs
         half_life=half_life,
@@ -220,7 +220,7 @@ def test_pictures_of_all_sizes(heads, time, numbers, tmp_path):
         theta=np.array([6.28, 1.0, 0.1, 0.01]),
     )
     tokens = [*b"a $b$ and\nc"] * time
-    assert draw([found], tokens[:time], tmp_path) == {"attention", "half_life", "rotation"}
+    assert draw([layer_maps], tokens[:time], tmp_path) == {"attention", "half_life", "rotation"}
 
 
 @pytest.mark.slow

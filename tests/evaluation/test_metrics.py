@@ -62,7 +62,7 @@ def test_perfect_and_opposite():
         assert correlation(np.arange(5), -np.arange(5)) == pytest.approx(-1, abs=1e-15)
 
 
-def test_constants_are_worth_nothing():
+def test_constant_predictions_score_zero():
     zeros, tenth = np.zeros(10, int), np.full(10, 0.1)
     assert metrics.matthews(LABELS, zeros) == metrics.matthews(zeros, LABELS) == 0
     assert metrics.matthews(zeros, zeros) == metrics.f1(zeros, zeros) == metrics.f1(LABELS, zeros) == 0
@@ -82,7 +82,7 @@ def test_half_precision_predictions_are_summed_in_double():
 def test_errors():
     for metric in (metrics.accuracy, metrics.matthews, metrics.f1, metrics.pearson, metrics.spearman):
         for sides in ((LABELS, LABELS[1:]), (LABELS[:0], LABELS[:0]), (LABELS[:, None], LABELS[:, None])):
-            with pytest.raises(ValueError, match="a metric needs as many of both, one or more"):
+            with pytest.raises(ValueError, match="a metric needs equal numbers of both, at least one"):
                 metric(*sides)
     for metric in (metrics.pearson, metrics.spearman):
         with pytest.raises(ValueError, match="1 of 2 predictions are not finite"):

@@ -55,7 +55,7 @@ def test_csv_has_exactly_the_columns_of_the_contract(tmp_path):
     assert [int(record["train_context"]) for record in records] == [256] * 3 + [64] * 3
 
 
-def test_json_holds_the_rows_and_is_valid_where_a_loss_is_not_finite(tmp_path):
+def test_json_has_the_rows_and_is_valid_for_nonfinite_losses(tmp_path):
     report.write_json(tmp_path / "x.json", make_rows("a", [2.0, 1.5, math.nan]), note=[1, 2])
 
     def reject(constant):
@@ -120,7 +120,7 @@ def test_plot_overlays_the_runs_with_a_marker_per_bucket_and_their_training_cont
     assert "tokens" in axes.get_xlabel()
 
 
-def test_plot_keeps_labels_of_lines_that_end_together_apart(monkeypatch, tmp_path):
+def test_plot_separates_labels_of_lines_that_end_together(monkeypatch, tmp_path):
     losses = [2.0, 1.5, 1.25]
     rows = [
         row for index in range(8) for row in make_rows(f"run{index}", losses, train_context=64 << index % 2)
@@ -132,7 +132,7 @@ def test_plot_keeps_labels_of_lines_that_end_together_apart(monkeypatch, tmp_pat
     assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
 
 
-def test_plot_says_where_a_loss_is_not_finite(monkeypatch, tmp_path):
+def test_plot_marks_nonfinite_losses(monkeypatch, tmp_path):
     axes = drawn(monkeypatch, tmp_path, make_rows("a", [2.0, 1.5, math.inf]) + make_rows("b", [math.nan] * 3))
     texts = [text.get_text() for text in axes.texts]
     assert "a\nnot finite at 1,024" in texts

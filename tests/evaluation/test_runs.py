@@ -83,7 +83,7 @@ def test_a_begin_token_makes_position_1_a_prediction():
     np.testing.assert_allclose([mean.loss for mean in means], expected, rtol=1e-6)
 
 
-def test_longcrawl64_predicts_position_1_from_the_token_in_front(corpus, tmp_path):
+def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
     rows, length = 22, 40
     path = str(tmp_path / "heldout.zarr")
     array = tensorstore.open(

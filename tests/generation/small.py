@@ -26,17 +26,17 @@ def model(
         dtype=dtype,
         attention=config.preset(preset, **{"exact_window": 4, **changes}),
     )
-    made = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
-    for block in made.blocks:
+    result = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
+    for block in result.blocks:
         for name in ("query", "key", "value", "out"):
             getattr(block.attention, name).kernel[...] *= 10
         for name in ("up", "down"):
             getattr(block.mlp, name).kernel[...] *= 10
-    made.embedding[...] *= 10  # logits of a few units, so that draws differ
-    made.embedding_norm.scale[...] *= (
+    result.embedding[...] *= 10  # logits of a few units, so that draws differ
+    result.embedding_norm.scale[...] *= (
         0.1  # else every token predicts itself, since the output is the embedding
     )
-    return made
+    return result
 
 
 def tokens(batch: int, time: int, seed: int = 1) -> np.ndarray:

@@ -14,11 +14,11 @@ BOUND = 1e-5
 
 def decoded(model, tokens, state, logits):
     """Returns the logits before and after each of `tokens`, [B, T + 1, V]."""
-    found = [logits]
-    for place in range(tokens.shape[1]):
-        logits, state = generation.decode(model, state, tokens[:, place])
-        found.append(logits)
-    return jnp.stack(found, axis=1)
+    actual = [logits]
+    for index in range(tokens.shape[1]):
+        logits, state = generation.decode(model, state, tokens[:, index])
+        actual.append(logits)
+    return jnp.stack(actual, axis=1)
 
 
 def keeps(state):
@@ -35,15 +35,15 @@ def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length)
     model, following = small.model(preset), small.tokens(small.ROWS, 100, seed=2)
     logits, state = small.prefilled(preset, max_length)
     assert keeps(state) == (max_length is not None)
-    found = decoded(model, following, state, logits)
+    actual = decoded(model, following, state, logits)
     rows = zip(small.tokens(small.ROWS, small.TIME), small.LENGTHS, following)
     alone = [np.concatenate([prompt[:length], more]) for prompt, length, more in rows]
     expected = small.whole(model, np.stack([np.pad(row, (0, 200 - len(row))) for row in alone]))
     assert np.std(expected) > 0.1
     for row, length in enumerate(small.LENGTHS):
         wanted = expected[row, length - 1 : length + 100]
-        assert cases.error(found[row], wanted) < BOUND
-        np.testing.assert_array_equal(found[row].argmax(-1), wanted.argmax(-1))
+        assert cases.error(actual[row], wanted) < BOUND
+        np.testing.assert_array_equal(actual[row].argmax(-1), wanted.argmax(-1))
 
 
 @pytest.mark.slow
@@ -55,10 +55,10 @@ def test_forms_agree():
     assert cases.error(chunked, attention) < BOUND
 
 
-def test_padding_takes_no_room():
+def test_padding_takes_no_cache_slots():
     logits, state = small.prefilled("softmax", 200)
-    found = decoded(small.model("softmax"), small.tokens(small.ROWS, 105), state, logits)
-    outgrown = ~np.isfinite(found).all(-1)
+    actual = decoded(small.model("softmax"), small.tokens(small.ROWS, 105), state, logits)
+    outgrown = ~np.isfinite(actual).all(-1)
     # Row 0 has room for 100 more tokens. The next token still attends to all of them; the one after it misses a key.
     np.testing.assert_array_equal(outgrown[0], [False] * 102 + [True] * 4)
     assert not outgrown[1:].any()
@@ -83,24 +83,24 @@ def test_a_kv_cache_is_folded():
     np.testing.assert_array_equal(folded.layers[0].memory.segment, expected.layers[0].memory.segment)
 
 
-def test_what_is_lost_is_not_folded():
+def test_a_cache_that_lost_tokens_is_not_folded():
     model = small.model("conformal")
     logits, state = generation.prefill(
         model, small.tokens(small.ROWS, 21), np.array([21, 11, 21]), max_length=25
     )
     for token in small.tokens(5, small.ROWS):  # rows 0 and 2 have room for 4
         _, state = generation.decode(model, state, token)
-    found = decoded(model, small.tokens(small.ROWS, 1), generation.fold(model, state), logits)
-    np.testing.assert_array_equal(np.isnan(found[:, 1]).all(-1), [True, False, True])
+    actual = decoded(model, small.tokens(small.ROWS, 1), generation.fold(model, state), logits)
+    np.testing.assert_array_equal(np.isnan(actual[:, 1]).all(-1), [True, False, True])
 
 
 def test_a_context_is_continued():
     model, following = small.model("conformal"), small.tokens(small.ROWS, small.TIME, seed=2)
     _, state = small.prefilled("conformal")
-    found, _ = generation.prefill(model, following, np.full(small.ROWS, small.TIME), state=state)
+    actual, _ = generation.prefill(model, following, np.full(small.ROWS, small.TIME), state=state)
     row = np.concatenate([small.tokens(small.ROWS, small.TIME)[0], following[0]])
     expected = small.whole(model, np.tile(row, (small.ROWS, 1)))[0, -1]
-    assert cases.error(found[0], expected) < BOUND
+    assert cases.error(actual[0], expected) < BOUND
 
 
 def test_mistakes():
@@ -116,7 +116,7 @@ def test_mistakes():
         "row 1 has length 0": lambda: generation.prefill(model, tokens, np.array([8, 0])),
         "row 0 has length 9": lambda: generation.prefill(model, tokens, np.array([9, 1])),
         "must be [B, T]": lambda: generation.prefill(model, tokens, rows[:1]),
-        "token 64 at place 3 of row 0": lambda: generation.prefill(model, beyond, rows),
+        "token 64 at position 3 of row 0": lambda: generation.prefill(model, beyond, rows),
         "2 rows and there are tokens for 1": lambda: generation.decode(model, state, tokens[:1, 0]),
         "another model: it is recurrent": lambda: generation.decode(softmax, state, tokens[:, 0]),
         "another model: it has 1 layers, this one 2": lambda: generation.decode(

@@ -130,7 +130,7 @@ def test_control_c(runs, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_mistake_leaves_no_traceback_in_a_process_of_its_own(runs):
+def test_a_mistake_prints_no_traceback_in_a_separate_process(runs):
     # Bytes of the command line that are not UTF-8 are bytes of the prompt.
     arguments = [f"--workdir={runs}/a".encode(), b"--prompt=caf\xe9"]
     done = subprocess.run(

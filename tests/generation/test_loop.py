@@ -25,7 +25,7 @@ def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
     blocks = list(
         generation.generate(model, rows, max_tokens=max_tokens, sampling=sampling, block=block, **settings)
     )
-    assert all(made.shape == (len(rows), block) for made in blocks[:-1])
+    assert all(piece.shape == (len(rows), block) for piece in blocks[:-1])
     return np.concatenate(blocks, axis=1)
 
 
@@ -36,17 +36,17 @@ def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch):
     monkeypatch.setattr(decoding, "fold", lambda *arguments: folds.append(1) or fold(*arguments))
     # Shapes are those of `test_decoding`, whose programs these are.
     model, rows = small.model("conformal"), prompts(21, 3, 11)
-    found = generated(model, rows, max_tokens=30, sampling=GREEDY, block=4)
-    assert found.shape == (3, 30)
+    actual = generated(model, rows, max_tokens=30, sampling=GREEDY, block=4)
+    assert actual.shape == (3, 30)
     assert len(folds) == 1
-    for place in range(30):
+    for index in range(30):
         tokens = np.zeros((3, 200), np.int32)
         for row, prompt in enumerate(rows):
-            tokens[row, : len(prompt) + place] = [*prompt, *found[row, :place]]
+            tokens[row, : len(prompt) + index] = [*prompt, *actual[row, :index]]
         logits = np.asarray(small.whole(model, tokens))
         for row, prompt in enumerate(rows):
-            assert logits[row, len(prompt) + place - 1].argmax() == found[row, place]
-    assert len(np.unique(found)) > 5
+            assert logits[row, len(prompt) + index - 1].argmax() == actual[row, index]
+    assert len(np.unique(actual)) > 5
 
 
 def test_drawn_tokens_do_not_depend_on_the_batch():
@@ -76,7 +76,7 @@ def test_mistakes():
         "a prompt is empty": {"prompts": [[1], []]},
         "max_tokens is 0": {"max_tokens": 0},
         "seed is -1": {"seed": -1},
-        "token 64 at place 1 of row 0": {"prompts": [[1, 64]]},
+        "token 64 at position 1 of row 0": {"prompts": [[1, 64]]},
     }.items():
         with pytest.raises(ValueError, match=message):
             generation.generate(model, **{"prompts": [[1]], "max_tokens": 1, "sampling": GREEDY, **changes})

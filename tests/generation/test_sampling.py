@@ -23,11 +23,11 @@ def frequencies(*arguments, **settings):
     return np.bincount(draws(*arguments, **settings), minlength=4) / DRAWS
 
 
-def close(found, expected):
+def close(counts, expected):
     """Checks that means agree within five standard deviations."""
     expected = np.array(expected)
     bound = 5 * np.sqrt(expected * (1 - expected) / DRAWS)
-    np.testing.assert_array_less(np.abs(found - expected), bound + 1e-9)
+    np.testing.assert_array_less(np.abs(counts - expected), bound + 1e-9)
 
 
 def test_probabilities():
@@ -49,9 +49,9 @@ def test_the_likeliest_alone():
     assert (draws(top_p=1e-9) == 0).all()
 
 
-def test_ties_leave_as_many_as_asked():
-    found = np.bincount(draws(probabilities=np.full(4, 0.25), top_k=3), minlength=4)
-    assert (found > 0).sum() == 3
+def test_ties_do_not_exceed_top_k():
+    counts = np.bincount(draws(probabilities=np.full(4, 0.25), top_k=3), minlength=4)
+    assert (counts > 0).sum() == 3
 
 
 def test_ids_that_are_never_drawn():
@@ -63,9 +63,9 @@ def test_seed_and_position_decide():
     assert (draws(seed=0) == draws(seed=0)).all()
     assert (draws(seed=0) != draws(seed=1)).any()
     logits = jax.random.normal(jax.random.key(0), (3, 8))
-    place = jnp.array([4, 9, 4])
+    positions = jnp.array([4, 9, 4])
     sample = lambda rows: generation.sample(  # noqa: E731
-        logits[rows], generation.Sampling(), seed=np.uint32(7), position=place[rows]
+        logits[rows], generation.Sampling(), seed=np.uint32(7), position=positions[rows]
     )
     together = sample(np.array([0, 1, 2]))
     for row in range(3):

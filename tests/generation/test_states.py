@@ -18,7 +18,7 @@ def same(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_a_fork_has_each_row_so_often(prefilled):
+def test_a_fork_repeats_each_row(prefilled):
     _, state = prefilled
     forked = generation.fork(state, 2)
     for slot in range(3):
@@ -37,13 +37,13 @@ def test_a_slot_changes_alone(prefilled):
     for slot in (0, 2):
         same(generation.take(changed, slot), generation.take(empty, slot))
     # A row continues in a slot as it would have in any other slot.
-    found, _ = generation.decode(model, changed, np.array([3, 4, 5]))
+    actual, _ = generation.decode(model, changed, np.array([3, 4, 5]))
     expected, _ = generation.decode(model, state, np.array([0, 0, 4]))
-    np.testing.assert_allclose(found[1], expected[2], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual[1], expected[2], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("slot", [-1, 3])
-def test_there_is_no_such_slot(prefilled, slot):
+def test_a_slot_outside_the_batch(prefilled, slot):
     _, state = prefilled
     with pytest.raises(ValueError, match=rf"slot is {slot}; the batch has slots 0 to 2"):
         generation.take(state, slot)

@@ -63,8 +63,8 @@ def test_forms_and_steps_agree_over_4096_tokens(trained, text):
     tokens = jnp.asarray(text)
     expected = small.whole(in_form(trained, "attention"), tokens[None])[0]
     assert (expected.argmax(-1)[:-1] == text[1:]).mean() > 0.2  # it has learned something
-    for found in (small.whole(in_form(trained, "chunked"), tokens[None])[0], by_steps(trained, tokens)):
-        assert cases.error(found, expected) <= BOUND
+    for actual in (small.whole(in_form(trained, "chunked"), tokens[None])[0], by_steps(trained, tokens)):
+        assert cases.error(actual, expected) <= BOUND
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_greedy_text_is_identical(trained, text):
         blocks = generation.generate(
             trained, [prompt.tolist()], max_tokens=count, sampling=generation.Sampling(temperature=0)
         )
-        found = np.concatenate(list(blocks), axis=1)[0]
+        actual = np.concatenate(list(blocks), axis=1)[0]
         # Each token is the likeliest after those before it, so the other form's greedy text is the same.
-        logits = small.whole(model, np.concatenate([prompt, found])[None])[0]
-        np.testing.assert_array_equal(found, logits[length - 1 : -1].argmax(-1))
+        logits = small.whole(model, np.concatenate([prompt, actual])[None])[0]
+        np.testing.assert_array_equal(actual, logits[length - 1 : -1].argmax(-1))

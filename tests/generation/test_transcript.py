@@ -30,7 +30,7 @@ def test_characters_are_whole(size):
     assert all("\ufffd" not in piece for piece in pieces)
 
 
-def test_bytes_that_are_no_text():
+def test_invalid_utf8():
     assert told(b"a\xffb", 1, max_tokens=3)[1].text == "a\ufffdb"
     # The beginning of a character, cut off by max_tokens.
     pieces, transcript = told("a€".encode()[:3], 1, max_tokens=3)
@@ -61,7 +61,7 @@ def test_the_text_ends_before_the_first_stop(size, text, stops, expected):
         assert expected.startswith(before)
 
 
-def test_what_comes_after_is_not_text():
+def test_tokens_after_the_end_are_ignored():
     transcript = generation.Transcript(BYTES, [1], max_tokens=3)
     assert transcript.add(list(b"ab")) == "ab"
     assert not transcript.done

@@ -78,10 +78,10 @@ def make(attention: str, model: str) -> nnx.Module:
         model,
         config.TaskConfig(name="classification", classes=3) if model == "images" else config.TaskConfig(),
     )
-    made = models.make(settings(attention, model), task, rngs=0)
+    instance = models.make(settings(attention, model), task, rngs=0)
     for name in ("query", "key", "value", "out"):
-        getattr(made.blocks[0].attention, name).kernel[...] *= 20
-    return made.blocks[0].attention if model == "layer" else made
+        getattr(instance.blocks[0].attention, name).kernel[...] *= 20
+    return instance.blocks[0].attention if model == "layer" else instance
 
 
 def inputs(model: str) -> jax.Array:
@@ -94,20 +94,20 @@ def inputs(model: str) -> jax.Array:
     return jax.random.randint(key, (BATCH, TIME), 0, VOCABULARY)
 
 
-def call(model: str, made: Any, x: jax.Array) -> jax.Array:
+def call(model: str, instance: Any, x: jax.Array) -> jax.Array:
     """Applies the model; with `stream` in two pieces, from a state of zeros, the second of one token."""
     match model:
         case "encoder":
-            return made.hidden(x)
+            return instance.hidden(x)
         case "images":
-            return made.classify(x)
+            return instance.classify(x)
         case "stream":
             # The number of rows of x here: within `shard_map`, those of one device.
-            state = made.init_state(len(x), max_length=TIME)
-            first, state = made(x[:, :-1], state=state, return_state=True)
-            second, _ = made(x[:, -1:], state=state, return_state=True)
+            state = instance.init_state(len(x), max_length=TIME)
+            first, state = instance(x[:, :-1], state=state, return_state=True)
+            second, _ = instance(x[:, -1:], state=state, return_state=True)
             return jnp.concatenate([first, second], axis=1)
-    return made(x)
+    return instance(x)
 
 
 def compare(attention: str, model: str, kind: str, how: str) -> dict[str, float]:
@@ -142,11 +142,11 @@ def compare(attention: str, model: str, kind: str, how: str) -> dict[str, float]
         x = jax.device_put(x, jax.NamedSharding(mesh, rows))
         if how == "eager":
             return {"value": error(mapped(params, x), expected)}
-        found = jax.jit(mapped)(params, x)
+        actual = jax.jit(mapped)(params, x)
         gradients = jax.jit(lambda params, x: gradient(mapped, params, x))(params, x)
     pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(wanted), strict=True)
     natural = max(float(jnp.sqrt((x**2).mean())) for x in jax.tree.leaves(wanted))
-    return {"value": error(found, expected), "gradient": max(error(a, b, natural) for a, b in pairs)}
+    return {"value": error(actual, expected), "gradient": max(error(a, b, natural) for a, b in pairs)}
 
 
 def error(actual: jax.Array, expected: jax.Array, natural: float = 0.0) -> float:
@@ -164,10 +164,10 @@ def error(actual: jax.Array, expected: jax.Array, natural: float = 0.0) -> float
 def main(report: Callable[[str], None] = print) -> None:
     for case in sys.argv[1:]:
         try:
-            found: dict[str, Any] = compare(*case.split("/"))
+            actual: dict[str, Any] = compare(*case.split("/"))
         except Exception:  # a case that fails is one line among the others
-            found = {"raised": traceback.format_exc(limit=-6)}
-        report(json.dumps({"case": case} | found))
+            actual = {"raised": traceback.format_exc(limit=-6)}
+        report(json.dumps({"case": case} | actual))
 
 
 if __name__ == "__main__":

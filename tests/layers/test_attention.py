@@ -160,7 +160,7 @@ def test_the_reference_takes_one_token_from_a_state(preset):
     np.testing.assert_allclose(last, run(layer, x)[:, -1:], atol=1e-5)
 
 
-def test_a_state_out_of_nothing():
+def test_a_state_without_tokens():
     x = inputs()
     layer = make("sympow")
     _, state = run_on(layer, x[:, :12], None)

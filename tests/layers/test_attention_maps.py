@@ -74,11 +74,11 @@ def test_outputs_are_values_by_weights(attention):
     layer = make(attention)
     x, segments = inputs()
     maps = maps_of(layer, x, segments)
-    made = np.einsum("bnts,bsne->btne", np.asarray(maps.weights, np.float64), values_of(layer, x))
+    mixed = np.einsum("bnts,bsne->btne", np.asarray(maps.weights, np.float64), values_of(layer, x))
     expected = np.asarray(nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, segments))
-    expected = expected.reshape(made.shape)
+    expected = expected.reshape(mixed.shape)
     counts = np.asarray(segments)[..., None, None] >= 0
-    error = np.linalg.norm((made - expected) * counts) / np.linalg.norm(expected * counts)
+    error = np.linalg.norm((mixed - expected) * counts) / np.linalg.norm(expected * counts)
     assert error < 2e-6
     assert (maps.log_decay is None) == (attention.decay == "none")
     assert (maps.rate is None) == (not attention.position.startswith("learned_rope"))
@@ -94,10 +94,10 @@ def test_gates_by_channel_give_the_mean_over_channels(decay):
     layer.value.kernel[...] = jnp.broadcast_to(first, (*first.shape[:2], layer.head_dim)).reshape(WIDTH, -1)
     x, segments = inputs()
     maps = maps_of(layer, x, segments)
-    made = np.einsum("bnts,bsn->btn", np.asarray(maps.weights, np.float64), values_of(layer, x)[..., 0])
+    mixed = np.einsum("bnts,bsn->btn", np.asarray(maps.weights, np.float64), values_of(layer, x)[..., 0])
     expected = np.asarray(nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, segments))
     expected = expected.reshape(*x.shape[:2], HEADS, -1).mean(-1)
     counts = np.asarray(segments)[..., None] >= 0
-    error = np.linalg.norm((made - expected) * counts) / np.linalg.norm(expected * counts)
+    error = np.linalg.norm((mixed - expected) * counts) / np.linalg.norm(expected * counts)
     assert error < 2e-6
     assert maps.log_decay.shape == (2, TIME, layer.kv_heads, layer.head_dim)

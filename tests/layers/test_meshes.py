@@ -50,11 +50,11 @@ def check(cases):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [found["case"] for found in results] == list(cases)
-    for found in results:
-        assert "raised" not in found, found
-        assert found["value"] <= VALUE_BOUND, found
-        assert found.get("gradient", 0) <= GRADIENT_BOUND, found
+    assert [result["case"] for result in results] == list(cases)
+    for result in results:
+        assert "raised" not in result, result
+        assert result["value"] <= VALUE_BOUND, result
+        assert result.get("gradient", 0) <= GRADIENT_BOUND, result
 
 
 @pytest.mark.parametrize("cases", list(itertools.batched(OFTEN, 3)), ids=",".join)

@@ -13,10 +13,10 @@ SEGMENT_IDS = np.array([[0, 0, 0, 0, -1], [0, 0, -1, -1, -1]], np.int32)
 
 def make(norm, dtype="float32"):
     model = config.ModelConfig(vocab_size=8, layers=1, width=WIDTH, heads=1, dtype=dtype, norm=norm)
-    made = layers.make_norm(model, jnp.dtype(dtype), rngs=nnx.Rngs(0))
-    made.scale[...] = jnp.linspace(0.5, 2, WIDTH)
-    made.bias[...] = jnp.linspace(-1, 1, WIDTH)
-    return made
+    module = layers.make_norm(model, jnp.dtype(dtype), rngs=nnx.Rngs(0))
+    module.scale[...] = jnp.linspace(0.5, 2, WIDTH)
+    module.bias[...] = jnp.linspace(-1, 1, WIDTH)
+    return module
 
 
 def values(shift=3.0):

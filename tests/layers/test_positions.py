@@ -79,7 +79,7 @@ def run_on(layer, x, state):
 
 
 @pytest.mark.parametrize("variant", EACH)
-def test_a_stream_is_the_whole(variant):
+def test_a_stream_equals_one_call(variant):
     layer, x = make(variant), inputs()
     state = layer.init_state(1, max_length=TIME)
     parts = []
@@ -92,7 +92,7 @@ def test_a_stream_is_the_whole(variant):
 
 
 @pytest.mark.parametrize("variant", EACH)
-def test_documents_do_not_see_each_other(variant):
+def test_documents_do_not_attend_to_each_other(variant):
     layer, x = make(variant), inputs()
     out = run(layer, x, jnp.array([[3] * 9 + [-1] * 2 + [0] * 15]))
     alone = jnp.concatenate([run(layer, x[:, :9]), jnp.zeros((1, 2, WIDTH)), run(layer, x[:, 11:])], 1)
@@ -112,7 +112,7 @@ def test_gradients_reach_every_parameter(variant):
 
 
 @pytest.mark.parametrize("preset", ["linear", "softmax", "expressive"])
-def test_without_a_direction_order_does_not_matter_but_to_positions(preset):
+def test_bidirectional_attention_ignores_order_except_in_positions(preset):
     order = np.random.default_rng(0).permutation(TIME)
     x = inputs()
     model = {"vocab_size": 32, "layers": 2, "width": WIDTH, "heads": 4, "dtype": "float32"}
@@ -125,7 +125,7 @@ def test_without_a_direction_order_does_not_matter_but_to_positions(preset):
             layer(x, return_state=True)
 
 
-def test_what_positions_make_of_sizes():
+def test_sizes_of_encoded_queries_and_keys():
     sizes = {}
     for variant in ("rope behind features", "unitary", "of symmetric features", "of powers", "stochastic"):
         kernel = make(variant).kernel

@@ -83,7 +83,7 @@ def test_states(model):
         ([[1.0]], "x is a list; it must be an array"),
     ],
 )
-def test_a_layer_takes_rows_of_its_width(x, message):
+def test_a_layer_requires_rows_of_its_width(x, message):
     layer = layers.PowerAttention(16, 2, rngs=nnx.Rngs(0))
     for call in (layer, layer.maps):
         with pytest.raises(ValueError, match=re.escape(message)):

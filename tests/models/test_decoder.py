@@ -98,7 +98,7 @@ def test_state_of_vanilla_linear_attention(size, numbers):
 @pytest.mark.parametrize(
     ("changes", "numbers"),
     [
-        # Complex features double the number; the normalizer has the features before `turn`, or those after it.
+        # Complex features double the number; the normalizer has the features before `rotate`, or those after it.
         ({"core": "unitary"}, 128 * 64 + 64),
         ({"core": "unitary", "normalizer": "rotated"}, 128 * 64 + 128),
         ({"core": "orthogonal", "feature_map": "symmetric"}, 2080 * 64 + 2080),
@@ -106,14 +106,14 @@ def test_state_of_vanilla_linear_attention(size, numbers):
         ({"kernel": "power", "core": "unitary"}, 128 * 129 // 2 * 65),
     ],
 )
-def test_state_bytes_of_turned_features_and_gates_by_channel(changes, numbers):
+def test_state_bytes_of_rotated_features_and_per_channel_gates(changes, numbers):
     lrpe = config.LrpeConfig(core=changes.pop("core", "orthogonal"))
     attention = config.preset("linear_lrpe", lrpe=lrpe, **changes)
     model = config.ModelConfig(**config.MODEL_SIZES["gpt2_124m"], attention=attention)
     assert models.state_bytes(model) == 12 * 12 * numbers * 2
 
 
-def test_state_bytes_refuses_what_has_none():
+def test_state_bytes_requires_a_recurrent_state():
     with pytest.raises(ValueError, match="no recurrent state"):
         models.state_bytes(gpt2(kernel="softmax"))
     with pytest.raises(ValueError, match="one of symmetric, tensor"):
@@ -166,14 +166,14 @@ def test_tokens_without_ids_continue_the_document_of_the_state(preset, changes):
 
 
 @pytest.mark.parametrize("preset", ["conformal", "linear", "gpt2"])
-def test_a_document_is_the_same_wherever_it_stands(preset):
+def test_a_document_does_not_depend_on_its_place_in_the_row(preset):
     model = small(preset)
     packed = run(model, tokens(), SEGMENT_IDS)
     alone = run(model, tokens()[:1, 20:])
     np.testing.assert_allclose(packed[:1, 20:], alone, atol=1e-5)
 
 
-def test_logits_do_not_see_the_future():
+def test_logits_do_not_depend_on_later_tokens():
     model = small("conformal")
     changed = tokens().at[:, 20].add(1) % 32
     before, after = run(model, tokens()), run(model, changed)
@@ -228,14 +228,14 @@ def test_logits_multiply_in_the_models_dtype_in_both_passes():
     products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
     assert len(products) == 2  # the forward one was evaluated
     assert {x.aval.dtype.name for eqn in products for x in eqn.invars} == {"bfloat16"}
-    for found, exact in zip(gradients(jnp.bfloat16), gradients(jnp.float32)):
-        assert found.dtype == jnp.float32
-        assert float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact)) < 4e-3
-    for found, exact in zip(
+    for actual, exact in zip(gradients(jnp.bfloat16), gradients(jnp.float32)):
+        assert actual.dtype == jnp.float32
+        assert float(jnp.linalg.norm(actual - exact) / jnp.linalg.norm(exact)) < 4e-3
+    for actual, exact in zip(
         gradients(jnp.float32),
         (
             jnp.einsum("btv,vm->btm", cotangent, embedding),
             jnp.einsum("btv,btm->vm", cotangent, hidden),
         ),
     ):
-        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-4)

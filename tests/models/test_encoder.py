@@ -14,12 +14,12 @@ TIME = 12
 def small(method="type2", task="classification", **changes):
     settings = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "dtype": "float32", **changes}
     model = config.ModelConfig(attention=config.lrpe_method(method, causal=False), **settings)
-    of = config.TaskConfig(name=task, classes=5 if task == "classification" else None)
-    made = models.make(model, of, rngs=nnx.Rngs(0))
-    for block in made.blocks:  # so that attention matters at this size
+    task_config = config.TaskConfig(name=task, classes=5 if task == "classification" else None)
+    result = models.make(model, task_config, rngs=nnx.Rngs(0))
+    for block in result.blocks:  # so that attention matters at this size
         for name in ("query", "key", "value", "out"):
             getattr(block.attention, name).kernel[...] *= 10
-    return made
+    return result
 
 
 def tokens(batch=2, time=TIME):
@@ -46,7 +46,7 @@ def test_shapes_and_dtypes():
 
 
 @pytest.mark.parametrize("method", ["softmax", "type2", pytest.param("base", marks=pytest.mark.slow)])
-def test_every_token_sees_its_whole_document_and_no_other(method):
+def test_every_token_attends_to_its_whole_document_only(method):
     model = small(method)
     segment_ids = jnp.asarray([[0] * 7 + [1] * 5] * 2)
     before, _ = run(model, tokens(), segment_ids)
@@ -60,8 +60,8 @@ def test_padding_does_not_matter(method):
     model, ids = small(method), jnp.zeros_like(tokens())
     _, bare = run(model, tokens(), ids)
     padded = jnp.pad(tokens(), ((0, 0), (0, 5)), constant_values=7)
-    _, found = run(model, padded, jnp.pad(ids, ((0, 0), (0, 5)), constant_values=-1))
-    np.testing.assert_allclose(found, bare, rtol=1e-5, atol=1e-6)
+    _, actual = run(model, padded, jnp.pad(ids, ((0, 0), (0, 5)), constant_values=-1))
+    np.testing.assert_allclose(actual, bare, rtol=1e-5, atol=1e-6)
     _, seen = run(model, padded, jnp.pad(ids, ((0, 0), (0, 5))))
     assert np.abs(seen - bare).max() > 1e-5
 
@@ -69,16 +69,16 @@ def test_padding_does_not_matter(method):
 def test_the_head_reads_the_mean_of_tokens():
     model = small()
     segment_ids = jnp.asarray([[0] * TIME, [0] * 4 + [-1] * (TIME - 4)])
-    hidden, found = run(model, tokens(), segment_ids)
+    hidden, actual = run(model, tokens(), segment_ids)
     hidden = np.asarray(hidden, np.float64)
     means = np.stack([hidden[0].mean(0), hidden[1, :4].mean(0)])
     kernel, bias = (
         np.asarray(x[...], np.float64) for x in (model.head.linear.kernel, model.head.linear.bias)
     )
-    np.testing.assert_allclose(found, means @ kernel + bias, rtol=1e-5)
+    np.testing.assert_allclose(actual, means @ kernel + bias, rtol=1e-5)
 
 
-def test_a_row_depends_on_its_batch_in_training_alone():
+def test_a_row_depends_on_its_batch_only_in_training():
     model, ids = small(norm="batch"), jnp.zeros_like(tokens())
     model.embedding_norm.mean[...] += 0.01
     other = tokens().at[1].set(tokens()[1, ::-1] // 2)
@@ -87,7 +87,7 @@ def test_a_row_depends_on_its_batch_in_training_alone():
     assert np.abs(run(model, tokens(), ids)[1][0] - run(model, other, ids)[1][0]).max() > 1e-3
 
 
-def test_roberta_has_as_many_parameters_as_its_shape():
+def test_roberta_has_the_number_of_parameters_of_its_shape():
     attention = config.lrpe_method("base", causal=False)
     model = config.ModelConfig(vocab_size=50_265, layers=12, width=768, heads=12, attention=attention)
     task = config.TaskConfig(name="masked_token")

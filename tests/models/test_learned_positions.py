@@ -19,8 +19,8 @@ def make(task="next_token", **changes):
     attention = config.preset("gpt2", max_document_length=LENGTH, causal=causal)
     shape = {"vocab_size": 32, "layers": 1, "width": WIDTH, "heads": 2, "dtype": "float32", **changes}
     settings = config.ModelConfig(attention=attention, **shape)
-    of = config.TaskConfig(name=task, classes=2 if task == "classification" else None)
-    return models.make(settings, of, rngs=nnx.Rngs(0))
+    task_config = config.TaskConfig(name=task, classes=2 if task == "classification" else None)
+    return models.make(settings, task_config, rngs=nnx.Rngs(0))
 
 
 def tokens(time=LENGTH):
@@ -33,7 +33,7 @@ def stem(model, x, segment_ids):
 
 
 @pytest.mark.parametrize("embedding_norm", [False, True])
-def test_rows_of_the_table_by_place(embedding_norm):
+def test_rows_of_the_table_by_position(embedding_norm):
     """Added after the norm, if there is one."""
     model = make(embedding_norm=embedding_norm)
     ids = np.array([[0, 0, 0, -1, 0, 1, 1, 2], [-1, 4, 4, 4, 4, 4, 4, 4]])
@@ -44,12 +44,12 @@ def test_rows_of_the_table_by_place(embedding_norm):
     if embedding_norm:
         x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
     for row, places in enumerate(([0, 1, 2, None, 3, 0, 1, 0], [None, 0, 1, 2, 3, 4, 5, 6])):
-        for time, place in enumerate(places):
-            if place is not None:
-                np.testing.assert_allclose(added[row, time] - x[row, time], table[place], atol=2e-6)
+        for time, index in enumerate(places):
+            if index is not None:
+                np.testing.assert_allclose(added[row, time] - x[row, time], table[index], atol=2e-6)
 
 
-def test_a_model_without_a_norm_behind_the_embedding_has_none():
+def test_a_model_without_an_embedding_norm_has_no_parameters_for_it():
     model = make(embedding_norm=False, biases=True)
     names = {
         models.parameter_name(path)
@@ -69,12 +69,12 @@ def test_beyond_the_table():
     ):
         jax.eval_shape(model, tokens(9))
     with pytest.raises(
-        ValueError, match="row 1 has 9 tokens behind 0 others, but the model's learned positions end at 8"
+        ValueError, match="row 1 has 9 tokens after 0 others, but the model's learned positions end at 8"
     ):
         generation.prefill(model, np.zeros((2, 9), np.int32), np.array([3, 9]), max_length=20)
     state = generation.init_state(model, 2, max_length=20)
     state = dataclasses.replace(state, position=documents.PositionState(jnp.array([6, 5]), jnp.zeros(2, int)))
-    with pytest.raises(ValueError, match="row 0 has 3 tokens behind 6 others"):
+    with pytest.raises(ValueError, match="row 0 has 3 tokens after 6 others"):
         generation.prefill(model, tokens(3), np.array([3, 1]), state=state)
     with pytest.raises(
         ValueError, match="prompt has 6 tokens and max_tokens is 3, but the model's learned positions end"
@@ -96,7 +96,7 @@ def test_rows_may_be_longer_than_the_table():
     np.testing.assert_array_equal(np.isnan(traced).any((0, 2)), np.arange(16) == 11)
 
 
-def test_encoders_have_them_too():
+def test_encoders_have_learned_positions():
     images = make("classification", patch_size=2, channels=1, vocab_size=0)
     assert jax.eval_shape(images.classify, jnp.zeros((2, 8, 4, 1))).shape == (2, 2)
     with pytest.raises(ValueError, match="a document has 16 tokens, but learned positions end"):

@@ -14,12 +14,12 @@ POSITIONS = np.array([0, 1, 77, 2**20, 2**20 + 77, 2**31 - 1], np.int32)
 
 def angles(positions, rates, turn=2 * PI) -> np.ndarray:
     """Returns positions * rates in radians, in [-pi, pi], float64; `turn` is one turn in the unit of the rates."""
-    found = np.empty((np.size(positions), np.size(rates)))
+    radians = np.empty((np.size(positions), np.size(rates)))
     for i, position in enumerate(np.ravel(positions)):
         for j, rate in enumerate(np.ravel(rates)):
             turns = int(position) * fractions.Fraction(float(rate)) / turn
-            found[i, j] = (turns - round(turns)) * 2 * PI
-    return found.reshape(*np.shape(positions), *np.shape(rates))
+            radians[i, j] = (turns - round(turns)) * 2 * PI
+    return radians.reshape(*np.shape(positions), *np.shape(rates))
 
 
 def largest_difference(actual, expected) -> float:

@@ -20,22 +20,22 @@ def attention(
     *,
     feature_map="elu",
     power=2,
-    turn=None,
+    rotate=None,
     normalizer="unrotated",
     causal=True,
     log_decay=None,
     segment_ids=None,
 ):
-    """Computes sum_j b_ij turn(phi_i) . turn(phi_j) v_j / sum_j b_ij phi_i . phi_j, or zero if the divisor is zero.
+    """Computes sum_j b_ij rotate(phi_i) . rotate(phi_j) v_j / sum_j b_ij phi_i . phi_j, or zero if the divisor is zero.
 
     A document is a run of equal ids, across padding between them.
     """
     batch, time, heads, _ = query.shape
     group = heads // key.shape[2]
     query, key = MAPS[feature_map](query, power), MAPS[feature_map](key, power)
-    turned = (query, key) if turn is None else (turn(query), turn(key))
+    rotated = (query, key) if rotate is None else (rotate(query), rotate(key))
     if normalizer == "rotated":
-        query, key = turned
+        query, key = rotated
     seen = _seen(batch, time, segment_ids)
     decay = jnp.ones((batch, time, time, heads))
     if causal:
@@ -52,7 +52,7 @@ def attention(
         return decay * jnp.einsum("btnf,bsnf->btsn", query, jnp.repeat(key, group, 2), precision="highest")
 
     numerator = jnp.einsum(
-        "btsn,bsne->btne", weights(*turned), jnp.repeat(value, group, 2), precision="highest"
+        "btsn,bsne->btne", weights(*rotated), jnp.repeat(value, group, 2), precision="highest"
     )
     denominator = weights(query, key).sum(2)[..., None]
     some = denominator != 0
@@ -74,13 +74,13 @@ def _seen(batch, time, segment_ids):
 
 
 def rotation(positions=None, *, rate=0.1, doubled=False):
-    """Returns a `turn` that rotates the two halves of features by position times rate.
+    """Returns a `rotate` that rotates the two halves of features by position times rate.
 
     positions: [S]; None counts from 0. Queries are the last of them. doubled: multiplies every feature by (cos, sin)
     instead.
     """
 
-    def turn(x):
+    def rotate(x):
         steps = jnp.arange(x.shape[1]) if positions is None else positions[-x.shape[1] :]
         width = x.shape[-1] if doubled else x.shape[-1] // 2
         angles = rate * steps[:, None] / (1 + jnp.arange(width))
@@ -90,4 +90,4 @@ def rotation(positions=None, *, rate=0.1, doubled=False):
         first, second, rest = x[..., :width], x[..., width : 2 * width], x[..., 2 * width :]
         return jnp.concatenate([first * cos - second * sin, first * sin + second * cos, rest], -1)
 
-    return turn
+    return rotate

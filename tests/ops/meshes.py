@@ -108,19 +108,19 @@ def channel_gated_step():
     return ops.power_attention_step, arrays | {"state": state}, layouts, (STEP_OUT, state_layout)
 
 
-def turned(f, positions, **arguments):
+def rotated(f, positions, **arguments):
     """Calls `f` with features rotated by position."""
 
-    def turn(features):
+    def rotate(features):
         angles = rotary.rope_angles(positions, features.shape[-1])
         return rotary.rotate(features, angles)
 
-    return f(**arguments, turn=turn)
+    return f(**arguments, rotate=rotate)
 
 
 def linear():
     call = functools.partial(
-        turned, ops.linear_attention, form="chunked", exact_window=WINDOW, return_state=True
+        rotated, ops.linear_attention, form="chunked", exact_window=WINDOW, return_state=True
     )
 
     def arguments(**options):
@@ -140,7 +140,7 @@ def linear_step():
     arrays = last({name: x for name, x in arguments.items() if name not in ("initial_state", "positions")})
     arrays["positions"] = arguments["positions"][:, -1:]
     layouts = STEP | {"positions": "B T", "state": state_layout}
-    step = functools.partial(turned, ops.linear_attention_step)
+    step = functools.partial(rotated, ops.linear_attention_step)
     return step, arrays | {"state": state}, layouts, (STEP_OUT, state_layout)
 
 
@@ -331,11 +331,11 @@ def results(way, f, arrays, layouts, outputs):
         return maybe_jit(functools.partial(outputs_and_gradients, call))(arrays)
     arrays = jax.tree.map(lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec)), arrays, specs)
     with jax.set_mesh(mesh) if backward else contextlib.nullcontext():
-        found = maybe_jit(functools.partial(outputs_and_gradients, f, backward=backward))(arrays)
+        actual = maybe_jit(functools.partial(outputs_and_gradients, f, backward=backward))(arrays)
     if kind == "Explicit":
-        for x, layout in zip(jax.tree.leaves(found[0]), jax.tree.leaves(outputs), strict=True):
+        for x, layout in zip(jax.tree.leaves(actual[0]), jax.tree.leaves(outputs), strict=True):
             assert x.sharding.is_equivalent_to(jax.NamedSharding(mesh, spec_of(layout)), x.ndim), (x, layout)
-    return found
+    return actual
 
 
 def check(name, ways):
@@ -347,13 +347,16 @@ def check(name, ways):
         if "within" in way and name in ("lrpe", "lrpe-complex"):
             continue  # the gradient of rates that all devices share is a sum over devices
         try:
-            found = results(way, f, arrays, layouts, outputs)
+            actual = results(way, f, arrays, layouts, outputs)
         except Exception as error:
             errors[way] = f"{type(error).__name__}: {error}"
             continue
-        wanted = expected if found[1] or not expected[1] else (expected[0], [])
+        needed = expected if actual[1] or not expected[1] else (expected[0], [])
         errors[way] = max(
-            (cases.error(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)),
+            (
+                cases.error(a, b)
+                for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(needed), strict=True)
+            ),
             default=0.0,
         )
     return errors

@@ -11,7 +11,7 @@ from sympow_jax.ops._shared import decay as decays
 from tests.ops import cases
 
 
-def test_features_alone_lose_what_the_window_keeps():
+def test_features_lose_precision_that_the_window_keeps():
     """After strong gates few keys count, and sums over features cancel.
 
     The error is 1e-3 and worse in float32, 2e-6 with W = 64.
@@ -33,7 +33,7 @@ def test_features_alone_lose_what_the_window_keeps():
     assert exact <= 2e-6
 
 
-def test_a_running_sum_loses_what_the_split_sum_keeps():
+def test_a_running_sum_loses_precision_that_the_split_sum_keeps():
     """A float32 sum past -1e4 rounds later steps to 1e-3.
 
     The difference of split sums is right to rounding.

@@ -241,7 +241,7 @@ def test_a_state_of_32_bits_refuses_ids_of_64():
 
 
 @pytest.mark.parametrize("return_state", [False, True])
-def test_a_window_beyond_all_tokens_costs_what_all_tokens_cost(return_state):
+def test_a_window_longer_than_the_sequence_costs_the_same(return_state):
     x = jax.ShapeDtypeStruct((1, 20, 2, 4), jnp.float32)
 
     def loss(x, exact_window):
@@ -258,7 +258,7 @@ def test_a_window_beyond_all_tokens_costs_what_all_tokens_cost(return_state):
     assert memory(20_000) <= memory(20) + 4 * slots + 1024
 
 
-def test_a_window_beyond_all_tokens_changes_nothing():
+def test_a_window_longer_than_the_sequence_changes_nothing():
     arrays = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 40, 2, 4)), jnp.float32)
     segments = jnp.asarray(np.repeat([[0, 0, -1, 1]], 10, axis=1))
     for options in ({}, {"segment_ids": segments}):
@@ -289,7 +289,7 @@ HEADS_FIRST = jnp.ones((2, 3, 50, 8))
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE.keys() - {"channel_gated"}))
-def test_heads_before_time_is_warned_of_once(name):
+def test_heads_before_time_warns_once(name):
     call = WHOLE[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -318,13 +318,13 @@ def test_fewer_keys_than_queries_hints_at_heads_before_time():
         [jnp.ones((1, 5, 4, 8))] * 3,
     ],
 )
-def test_no_warning_of_other_shapes(arrays):
+def test_other_shapes_do_not_warn(arrays):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ops.power_attention(*arrays)
 
 
-def test_layers_and_models_know_their_layout():
+def test_layers_and_models_do_not_warn_of_layout():
     """In a new process, since pytest has warning filters of its own."""
     import subprocess
     import sys

@@ -135,7 +135,7 @@ steps = jax.jit(by_steps, static_argnames="exact_window")
     ("exact_window", "lengths"),
     [(6, (50, 50, 50)), (0, (75, 75)), pytest.param(64, (1, 49, 100), marks=pytest.mark.slow)],
 )
-def test_any_split_is_the_whole(exact_window, lengths):
+def test_any_split_equals_one_call(exact_window, lengths):
     drawn = arrays(STATEFUL)
     with jax.enable_x64(True):
         state, outputs, begin = (
@@ -154,7 +154,7 @@ def test_any_split_is_the_whole(exact_window, lengths):
 
 
 @pytest.mark.parametrize("exact_window", [0, 6])
-def test_steps_are_the_whole(exact_window):
+def test_steps_equal_one_call(exact_window):
     drawn = arrays(STATEFUL)
     with jax.enable_x64(True):
         actual, state = steps(cast(drawn, "float64"), exact_window=exact_window)
@@ -173,11 +173,11 @@ def test_gradients_through_states():
     drawn = arrays(STATEFUL)
 
     def loss(arguments):
-        given = drawn | arguments
+        inputs = drawn | arguments
         first, state = ops.power_attention(
-            **part(given, 0, 130), exact_window=6, chunk_size=16, return_state=True
+            **part(inputs, 0, 130), exact_window=6, chunk_size=16, return_state=True
         )
-        second, _ = by_steps(given, exact_window=6, begin=130, state=state)
+        second, _ = by_steps(inputs, exact_window=6, begin=130, state=state)
         return (jnp.concatenate([first, second], 1) * drawn["dout"]).sum()
 
     with jax.enable_x64(True):

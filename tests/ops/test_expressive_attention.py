@@ -52,8 +52,8 @@ def outputs_and_gradients(arrays, dtype, **options):
     with jax.enable_x64(True):
         varied = {name: arrays[name] for name in cases.GRADIENTS if arrays[name] is not None}
         varied, dout = jax.tree.map(lambda x: jnp.asarray(x, dtype), (varied, arrays["dout"]))
-        found = run(varied, dout, arrays["segment_ids"], tuple(options.items()))
-        return {name: np.asarray(x, np.float64) for name, x in found.items()}
+        actual = run(varied, dout, arrays["segment_ids"], tuple(options.items()))
+        return {name: np.asarray(x, np.float64) for name, x in actual.items()}
 
 
 @functools.cache
@@ -62,9 +62,9 @@ def expected_of(name):
     return outputs_and_gradients(arrays, "float64", implementation="reference", **options)
 
 
-def check(found, expected, value_bound, gradient_bound):
-    assert found.keys() == expected.keys()
-    for name, x in found.items():
+def check(actual, expected, value_bound, gradient_bound):
+    assert actual.keys() == expected.keys()
+    for name, x in actual.items():
         error = cases.error(x, expected[name])
         assert error <= (value_bound if name == "out" else gradient_bound), (name, error)
 
@@ -83,12 +83,12 @@ def check(found, expected, value_bound, gradient_bound):
 )
 def test_blocks_are_the_formula(name, dtype, block_size):
     arrays, options = drawn(**OPTIONS[name])
-    found = outputs_and_gradients(arrays, dtype, block_size=block_size, **options)
-    check(found, expected_of(name), *((1e-10, 1e-10) if dtype == "float64" else (2e-6, 1e-5)))
+    actual = outputs_and_gradients(arrays, dtype, block_size=block_size, **options)
+    check(actual, expected_of(name), *((1e-10, 1e-10) if dtype == "float64" else (2e-6, 1e-5)))
     if arrays["segment_ids"] is not None:
-        padding = arrays["segment_ids"][:, -found["out"].shape[1] :] < 0
+        padding = arrays["segment_ids"][:, -actual["out"].shape[1] :] < 0
         assert padding.any() == (OPTIONS[name]["segments"] == "padded")
-        assert not found["out"][padding].any()
+        assert not actual["out"][padding].any()
 
 
 def test_reference_is_equation_2():
@@ -158,53 +158,55 @@ def check_sizes(arrays, query_size, key_size):
 def test_gradients_stay_finite(size):
     arrays, _ = drawn(**SIZES)
     arrays["query"] = arrays["query"] * size
-    found = outputs_and_gradients(arrays, "float32", block_size=32)
-    assert all(np.isfinite(x).all() for x in found.values())
+    actual = outputs_and_gradients(arrays, "float32", block_size=32)
+    assert all(np.isfinite(x).all() for x in actual.values())
     if size < 1:
-        assert not any(x.any() for x in found.values())
+        assert not any(x.any() for x in actual.values())
     else:
         ones = arrays | {"query": np.ones_like(arrays["query"]), "key": np.full_like(arrays["key"], 1e3)}
         expected = outputs_and_gradients(ones, "float64", implementation="reference")
-        assert cases.error(found["out"], expected["out"]) <= 2e-6  # all keys count the same
+        assert cases.error(actual["out"], expected["out"]) <= 2e-6  # all keys count the same
 
 
 def test_a_row_without_weights_is_zero():
     arrays, _ = drawn(**SIZES)
     arrays["segment_ids"][:] = 0
     arrays["query"][:, 7] = arrays["key"][:, :3] = 0
-    found = outputs_and_gradients(arrays, "float32", block_size=32)
-    assert all(np.isfinite(x).all() for x in found.values())
-    assert not found["out"][:, [0, 1, 2, 7]].any()
-    assert not found["query"][:, [0, 1, 2, 7]].any()
-    assert found["out"][:, 8].all()
+    actual = outputs_and_gradients(arrays, "float32", block_size=32)
+    assert all(np.isfinite(x).all() for x in actual.values())
+    assert not actual["out"][:, [0, 1, 2, 7]].any()
+    assert not actual["query"][:, [0, 1, 2, 7]].any()
+    assert actual["out"][:, 8].all()
 
 
-def test_far_keys_count_where_near_ones_are_orthogonal():
+def test_distant_keys_count_if_close_ones_are_orthogonal():
     """Decays to them cancel in the division, across blocks and within one, up to 174 nats."""
     arrays, _ = drawn(**SIZES)
     arrays["segment_ids"][:] = 0
     arrays["key"][:, 1:] = 0
     arrays["log_decay"][:] = -2.5
-    found = outputs_and_gradients(arrays, "float32", block_size=32)
+    actual = outputs_and_gradients(arrays, "float32", block_size=32)
     np.testing.assert_allclose(
-        found["out"], np.broadcast_to(arrays["value"][:, :1], found["out"].shape), rtol=1e-5
+        actual["out"], np.broadcast_to(arrays["value"][:, :1], actual["out"].shape), rtol=1e-5
     )
 
 
 def test_small_scores_are_power_attention():
     """For small z the weights are z^2: power attention with p = 2."""
     arrays, _ = drawn(**SIZES)
-    found = outputs_and_gradients(arrays | {"query": arrays["query"] * 1e-8}, "float32", block_size=32)["out"]
+    actual = outputs_and_gradients(arrays | {"query": arrays["query"] * 1e-8}, "float32", block_size=32)[
+        "out"
+    ]
     arguments = {name: jnp.asarray(x) for name, x in arrays.items() if name != "dout"}
     expected = power_attention(**arguments, power=2, form="attention", implementation="reference")
-    assert cases.error(found, expected) <= 2e-6
+    assert cases.error(actual, expected) <= 2e-6
 
 
 @pytest.mark.slow
 def test_bfloat16():
     arrays = cases.arrays(cases.Case(**SIZES | {"decay": "none"}), kv_heads=2, dtype="bfloat16")
-    found = outputs_and_gradients(arrays, "bfloat16", block_size=32)
-    check(found, outputs_and_gradients(arrays, "float64", implementation="reference"), 1e-2, 1e-2)
+    actual = outputs_and_gradients(arrays, "bfloat16", block_size=32)
+    check(actual, outputs_and_gradients(arrays, "float64", implementation="reference"), 1e-2, 1e-2)
 
 
 def test_memory_is_linear():
@@ -241,7 +243,7 @@ def test_memory_is_linear():
     ],
 )
 def test_arguments_that_do_not_fit(change, message):
-    given = {"query": (2, 33, 4, 8), "key": (2, 33, 2, 8), "value": (2, 33, 2, 8)} | change
-    given = {name: jnp.zeros(x) if isinstance(x, tuple) else x for name, x in given.items()}
+    inputs = {"query": (2, 33, 4, 8), "key": (2, 33, 2, 8), "value": (2, 33, 2, 8)} | change
+    inputs = {name: jnp.zeros(x) if isinstance(x, tuple) else x for name, x in inputs.items()}
     with pytest.raises(ValueError, match=message):
-        expressive_attention(**given)
+        expressive_attention(**inputs)

@@ -16,9 +16,9 @@ from tests.ops import cases, linear_formula
 REFERENCES = (("reference", "attention"), ("reference", "recurrent"))
 FORMS = (("xla", "attention"), ("xla", "chunked"), ("xla", "recurrent"))
 DEGREES = {"elu": (2,), "relu": (2,), "identity": (2,), "symmetric": (1, 2, 3), "tensor": (2,)}
-STATIC = ("feature_map", "power", "turn", "normalizer", "causal")
+STATIC = ("feature_map", "power", "rotate", "normalizer", "causal")
 OPTIONS = ("implementation", "form", "exact_window", "chunk_size")
-TURNS = {
+ROTATIONS = {
     "none": (None, "unrotated"),
     "rotation": (linear_formula.rotation(), "unrotated"),
     "doubled": (linear_formula.rotation(doubled=True), "unrotated"),
@@ -29,22 +29,22 @@ TURNS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Combination of a feature map and a `turn`."""
+    """Combination of a feature map and a `rotate`."""
 
     feature_map: str = "elu"
     power: int = 2
-    turn: str = "none"
+    rotate: str = "none"
 
     def __str__(self):
-        return f"{self.feature_map}{self.power}-{self.turn}"
+        return f"{self.feature_map}{self.power}-{self.rotate}"
 
     @property
     def arguments(self):
-        turn, normalizer = TURNS[self.turn]
+        rotate, normalizer = ROTATIONS[self.rotate]
         return {
             "feature_map": self.feature_map,
             "power": self.power,
-            "turn": turn,
+            "rotate": rotate,
             "normalizer": normalizer,
         }
 
@@ -57,7 +57,9 @@ class Kind:
         return drawn
 
 
-KINDS = [Kind(name, power, turn) for name, powers in DEGREES.items() for power in powers for turn in TURNS]
+KINDS = [
+    Kind(name, power, rotate) for name, powers in DEGREES.items() for power in powers for rotate in ROTATIONS
+]
 SMALL = cases.Case(head_dim=5, value_dim=3, time=37, decay="gentle", segments="padded", group=2)
 GRID = cases.pairwise(
     {
@@ -117,20 +119,20 @@ def compare(actual, expected, drawn, dtype, fixed):
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
         natural = cases.natural_size(name, drawn)
-        found = cases.error(actual[name], x, natural)
+        rms = cases.error(actual[name], x, natural)
         bound = {"float64": 1e-10, "float32": 2e-6 if name == "out" else 1e-5}[dtype]
-        if found > bound and dtype == "float32":
+        if rms > bound and dtype == "float32":
             # Precision that the plain formula loses in float32 is not an error of a form.
             plain = outputs_and_gradients(cast(drawn, dtype), implementation="formula", **fixed)
             bound = max(bound, 4 * cases.error(plain[name], x, natural))
-        assert found <= bound, (dtype, name, found, bound)
+        assert rms <= bound, (dtype, name, rms, bound)
 
 
 @pytest.mark.parametrize(
     ("kind", "form", "dtype"),
     [
-        (Kind(turn="doubled"), "chunked", "float32"),
-        (Kind("identity", turn="rotated"), "attention", "float64"),
+        (Kind(rotate="doubled"), "chunked", "float32"),
+        (Kind("identity", rotate="rotated"), "attention", "float64"),
     ],
     ids=str,
 )
@@ -139,11 +141,11 @@ def test_forms(kind, form, dtype):
 
 
 def test_reference():
-    check(Kind("tensor", turn="rotation"), SMALL, REFERENCES[:1], ("float64",))
+    check(Kind("tensor", rotate="rotation"), SMALL, REFERENCES[:1], ("float64",))
 
 
 def test_whole_documents():
-    check(Kind("relu", turn="rotation"), WHOLE, [("xla", None)], ("float32",), causal=False, chunk_size=8)
+    check(Kind("relu", rotate="rotation"), WHOLE, [("xla", None)], ("float32",), causal=False, chunk_size=8)
 
 
 @pytest.mark.slow
@@ -163,19 +165,19 @@ def part(drawn, begin, end):
 
 
 def rotation_from(begin, *, doubled=False):
-    """Returns the `turn` of a call whose first token is at `begin`; the numbers of keys and queries must be equal."""
+    """Returns the `rotate` of a call whose first token is at `begin`, with a key for every query."""
 
-    def turn(x):
+    def rotate(x):
         return linear_formula.rotation(begin + jnp.arange(x.shape[1]), doubled=doubled)(x)
 
-    return turn
+    return rotate
 
 
 STATES = [("elu", "rotation", "unrotated"), ("symmetric", None, "unrotated"), ("relu", "doubled", "rotated")]
 
 
 @pytest.mark.parametrize(
-    ("feature_map", "turn", "normalizer", "form", "cuts"),
+    ("feature_map", "rotate", "normalizer", "form", "cuts"),
     [
         ("elu", "rotation", "unrotated", "chunked", (0, 21, 37)),
         *(
@@ -185,13 +187,13 @@ STATES = [("elu", "rotation", "unrotated"), ("symmetric", None, "unrotated"), ("
         ),
     ],
 )
-def test_any_split_and_steps_are_the_whole(feature_map, turn, normalizer, form, cuts):
+def test_any_split_and_steps_equal_one_call(feature_map, rotate, normalizer, form, cuts):
     """Runs calls, then steps from their state, with gradients through states."""
     kind = Kind(feature_map, 2)
     fixed = {"feature_map": feature_map, "normalizer": normalizer}
 
-    def turning(begin):
-        return None if turn is None else rotation_from(begin, doubled=turn == "doubled")
+    def rotation_at(begin):
+        return None if rotate is None else rotation_from(begin, doubled=rotate == "doubled")
 
     def by_parts(varied):
         arrays = drawn | varied
@@ -200,7 +202,7 @@ def test_any_split_and_steps_are_the_whole(feature_map, turn, normalizer, form, 
             out, state = ops.linear_attention(
                 **part(arrays, begin, end),
                 **fixed,
-                turn=turning(begin),
+                rotate=rotation_at(begin),
                 form=form,
                 **SHORT,
                 initial_state=state,
@@ -210,23 +212,25 @@ def test_any_split_and_steps_are_the_whole(feature_map, turn, normalizer, form, 
         tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in part(arrays, cuts[-2], None).items()}
 
         def step(carry, token):
-            state, place = carry
-            out, state = ops.linear_attention_step(**token, **fixed, state=state, turn=turning(place))
-            return (state, place + 1), out
+            state, position = carry
+            out, state = ops.linear_attention_step(
+                **token, **fixed, state=state, rotate=rotation_at(position)
+            )
+            return (state, position + 1), out
 
         _, out = jax.lax.scan(step, (state, jnp.array(cuts[-2])), tokens)
         out = jnp.concatenate([*outputs, jnp.moveaxis(out, 0, 1)], 1)
         return (out * drawn["dout"]).sum(), out
 
     def whole(varied):
-        out = linear_formula.attention(**part(drawn | varied, 0, None), **fixed, turn=turning(0))
+        out = linear_formula.attention(**part(drawn | varied, 0, None), **fixed, rotate=rotation_at(0))
         return (out * drawn["dout"]).sum(), out
 
     with jax.enable_x64(True):
         drawn = cast(kind.arrays(SMALL), "float64")
-        dim = {None: None, "rotation": SMALL.head_dim, "doubled": 2 * SMALL.head_dim}[turn]
+        dim = {None: None, "rotation": SMALL.head_dim, "doubled": 2 * SMALL.head_dim}[rotate]
         zeros = ops.LinearState.zeros(
-            2, 2, SMALL.head_dim, SMALL.value_dim, turned_dim=dim, exact_window=4, dtype="float64", **fixed
+            2, 2, SMALL.head_dim, SMALL.value_dim, rotated_dim=dim, exact_window=4, dtype="float64", **fixed
         )
         varied = {name: drawn[name] for name in cases.GRADIENTS}
         (actual, out), (expected, expected_out) = (
@@ -239,25 +243,25 @@ def test_any_split_and_steps_are_the_whole(feature_map, turn, normalizer, form, 
         assert cases.error(actual[name], x, cases.natural_size(name, drawn)) <= 1e-10, name
 
 
-def test_more_keys_than_queries_are_the_last_queries_of_the_whole():
+def test_queries_are_the_last_positions_of_the_keys():
     drawn = cast(Kind().arrays(SMALL), "float32")
-    turn = linear_formula.rotation(jnp.arange(SMALL.time))
+    rotate = linear_formula.rotation(jnp.arange(SMALL.time))
 
     @jax.jit
     def both(arrays):
-        kept = ops.linear_attention(**arrays | {"query": arrays["query"][:, 30:]}, turn=turn)
-        return kept, linear_formula.attention(**arrays, turn=turn)[:, 30:]
+        kept = ops.linear_attention(**arrays | {"query": arrays["query"][:, 30:]}, rotate=rotate)
+        return kept, linear_formula.attention(**arrays, rotate=rotate)[:, 30:]
 
     assert cases.error(*both(part(drawn, 0, None))) <= 2e-6
 
 
-def quarter_turn(x):
+def quarter_rotation(x):
     """Rotates pairs by exactly a quarter turn per position."""
     first, second = jnp.split(x, 2, -1)
     turns = [(first, second), (-second, first), (-first, -second), (second, -first)]
     choices = jnp.stack([jnp.concatenate(t, -1) for t in turns])
-    place = (jnp.arange(x.shape[1]) % 4)[None, None, :, None, None]
-    return jnp.take_along_axis(choices, place, 0)[0]
+    position = (jnp.arange(x.shape[1]) % 4)[None, None, :, None, None]
+    return jnp.take_along_axis(choices, position, 0)[0]
 
 
 @pytest.mark.parametrize("form", ["chunked", None, pytest.param("attention", marks=pytest.mark.slow)])
@@ -268,7 +272,7 @@ def test_a_denominator_that_vanishes_gives_zero_and_finite_gradients(form):
     """
     x = jnp.ones((1, 8, 1, 2))
     value = jax.random.normal(jax.random.key(0), x.shape)
-    options = {"turn": quarter_turn, "normalizer": "rotated", "feature_map": "identity"}
+    options = {"rotate": quarter_rotation, "normalizer": "rotated", "feature_map": "identity"}
     if form is None:
         options["causal"] = False
     else:
@@ -307,25 +311,27 @@ def test_documents_never_mix_in_either_direction():
 
 
 X = jnp.ones((1, 4, 1, 4))
-STATE = ops.LinearState.zeros(1, 1, 4, 4, turned_dim=8)
+STATE = ops.LinearState.zeros(1, 1, 4, 4, rotated_dim=8)
 BAD = {
     "feature_map is 'cosine'; it must be one of 'elu', 'relu', 'identity', 'symmetric', 'tensor'": {
         "feature_map": "cosine"
     },
     "power is 0; it must be at least 1": {"feature_map": "tensor", "power": 0},
     "normalizer is 'none'; it must be one of 'unrotated', 'rotated'": {"normalizer": "none"},
-    "only their length may change": {"turn": lambda x: x[:, 1:]},
-    "turn makes features of 3 of queries and of 4 of keys": {
-        "turn": lambda x: x[..., : 5 - x.shape[2]],
+    "only their length may change": {"rotate": lambda x: x[:, 1:]},
+    "rotate returns 3 features for queries and 4 for keys": {
+        "rotate": lambda x: x[..., : 5 - x.shape[2]],
         "query": jnp.ones((1, 4, 2, 4)),
     },
     "the state is a PowerState; make it with LinearState.zeros": {
         "initial_state": ops.PowerState.zeros(1, 1, 4, 4, power=2)
     },
-    "the state has a denominator of its own, unlike this turn and normalizer": {"initial_state": STATE},
+    "the state has a denominator of its own, which does not fit rotate and normalizer": {
+        "initial_state": STATE
+    },
     "kv has shape (1, 1, 8, 4); these inputs need (1, 1, 4, 4); make it with": {
         "initial_state": STATE,
-        "turn": lambda x: x,
+        "rotate": lambda x: x,
     },
     "causal is False, which does not support log_decay": {"causal": False, "log_decay": X[..., 0]},
     "causal is False, which does not support initial_state": {"causal": False, "initial_state": STATE},
@@ -351,18 +357,18 @@ def test_bad_input_is_one_line(message, arguments):
 
 
 @pytest.mark.parametrize("options", [{"form": "attention"}, {"form": "chunked"}, {"causal": False}], ids=str)
-def test_gradients_with_turn_inside_shard_map(options):
+def test_gradients_with_rotate_inside_shard_map(options):
     """The denominator's values have width 0; jax 0.11 forgets which mesh axes such arrays vary over."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    turn, spec = linear_formula.rotation(jnp.arange(24)), jax.sharding.PartitionSpec("data")
+    rotate, spec = linear_formula.rotation(jnp.arange(24)), jax.sharding.PartitionSpec("data")
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 24, 2, 8)), jnp.float32)
 
     def attend(x):
-        return ops.linear_attention(x, x, x, turn=turn, feature_map="elu", **options)
+        return ops.linear_attention(x, x, x, rotate=rotate, feature_map="elu", **options)
 
     def loss(attend, x):
         return (attend(x) ** 2).sum()
 
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
-    found, expected = (jax.jit(jax.grad(functools.partial(loss, f)))(x) for f in (sharded, attend))
-    assert cases.error(found, expected) <= 1e-6
+    actual, expected = (jax.jit(jax.grad(functools.partial(loss, f)))(x) for f in (sharded, attend))
+    assert cases.error(actual, expected) <= 1e-6

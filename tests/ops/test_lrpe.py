@@ -101,7 +101,7 @@ def test_proposition_3_2(core, basis):
         vectors = np.broadcast_to(np.eye(HEAD_DIM), (1, len(places), HEAD_DIM, HEAD_DIM))
         columns = complex_of(encode(vectors, np.int32([places]), **options), HEAD_DIM)[0].swapaxes(1, 2)
         places = dict(zip(places, columns))
-        turn = {s: places[0].conj().T @ found for s, found in places.items()}
+        turn = {s: places[0].conj().T @ actual for s, actual in places.items()}
         query, key = normal(2, 1, 1, 1, HEAD_DIM)
         steps = jax.jit(lambda x, p: lrpe.encode(x, p, **options))
         for s, t in pairs:
@@ -120,8 +120,8 @@ def test_rope_is_orthogonal_in_the_basis_identity_to_the_bit(head_dim):
     positions = np.concatenate([np.arange(2000), POSITIONS]).astype(np.int32)[None]
     x = normal(1, positions.size, 2, head_dim).astype(np.float32)
     rates = lrpe.rates("orthogonal", head_dim, kind="rope")
-    found = encode(x, positions, core="orthogonal", basis="identity", rates=rates)
-    np.testing.assert_array_equal(found, jax.jit(rotary.rope)(x, positions))
+    actual = encode(x, positions, core="orthogonal", basis="identity", rates=rates)
+    np.testing.assert_array_equal(actual, jax.jit(rotary.rope)(x, positions))
 
 
 def test_kind_a_is_the_rope_of_roformer():
@@ -132,23 +132,23 @@ def test_kind_a_is_the_rope_of_roformer():
     crossed = np.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
     expected = x * np.cos(angles) + crossed * np.sin(angles)
     rates = lrpe.rates("orthogonal", 16, kind="a")
-    found = encode(x.astype("float32"), positions[None], core="orthogonal", basis="identity", rates=rates)
-    assert cases.error(found, expected) < 5e-7
+    actual = encode(x.astype("float32"), positions[None], core="orthogonal", basis="identity", rates=rates)
+    assert cases.error(actual, expected) < 5e-7
 
 
 def test_permutation_is_permuteformer():
     """P_pi^i x at position i (section 3.2 of Chen 2021), its r = 1."""
     x = normal(2, 50, 3, 12).astype(np.float32)
-    found = encode(x, jnp.arange(50)[None].repeat(2, 0), core="permutation", basis="identity")
+    actual = encode(x, jnp.arange(50)[None].repeat(2, 0), core="permutation", basis="identity")
     pi = lrpe.permutation(12)
     for i in range(50):
         expected = x[:, i]
         for _ in range(i):
             expected = expected[..., pi]
-        np.testing.assert_array_equal(found[:, i], expected)
+        np.testing.assert_array_equal(actual[:, i], expected)
 
 
-def test_a_given_permutation_has_its_own_cycles():
+def test_a_custom_permutation_has_its_own_cycles():
     x = jnp.arange(5.0).reshape(1, 1, 1, 5)
     pi = np.array([1, 2, 0, 4, 3])
     steps = jax.jit(lambda p: lrpe.encode(x, p, core="permutation", basis="identity", permutation=pi))
@@ -167,25 +167,25 @@ def test_the_gradient_of_a_permutation_is_its_inverse():
 def test_odd_even_is_the_pseudocodes():
     for head_dim, expected in ((6, [0, 3, 1, 4, 2, 5]), (5, [0, 3, 1, 4, 2])):
         x = jnp.arange(float(head_dim)).reshape(1, 1, 1, -1)
-        found = encode(x, jnp.zeros((1, 1), jnp.int32), core="permutation", basis="odd_even")
-        np.testing.assert_array_equal(found.ravel(), expected)
+        actual = encode(x, jnp.zeros((1, 1), jnp.int32), core="permutation", basis="odd_even")
+        np.testing.assert_array_equal(actual.ravel(), expected)
 
 
-def test_what_is_not_turned_stays():
+def test_unrotated_dimensions_are_unchanged():
     x, positions = jnp.ones((1, 1, 1, 6)), jnp.int32([[5]])
     rates = lrpe.rates("orthogonal", 6, kind="a", identity_dim=2)
     np.testing.assert_allclose(rates, [1, 0.01])
-    found = encode(x, positions, core="orthogonal", basis="identity", rates=rates, identity_dim=2).ravel()
-    np.testing.assert_array_equal(found[4:], 1)
-    assert np.all(np.abs(found[:4] - 1) > 0.01)
+    actual = encode(x, positions, core="orthogonal", basis="identity", rates=rates, identity_dim=2).ravel()
+    np.testing.assert_array_equal(actual[4:], 1)
+    assert np.all(np.abs(actual[:4] - 1) > 0.01)
     none = lrpe.rates("orthogonal", 6, kind="a", identity_dim=6)
-    found = encode(x, positions, core="orthogonal", basis="identity", rates=none, identity_dim=6)
-    np.testing.assert_array_equal(found, x)
+    actual = encode(x, positions, core="orthogonal", basis="identity", rates=none, identity_dim=6)
+    np.testing.assert_array_equal(actual, x)
     for head_dim, turned in ((3, 2), (4, 2), (6, 4), (8, 4), (9, 4)):
         rates = lrpe.rates("mixed", head_dim, kind="a")
         x = jnp.ones((1, 1, 1, head_dim))
-        found = encode(x, positions, core="mixed", basis="identity", rates=rates).ravel()
-        np.testing.assert_array_equal(found != 1, np.arange(head_dim) < turned)
+        actual = encode(x, positions, core="mixed", basis="identity", rates=rates).ravel()
+        np.testing.assert_array_equal(actual != 1, np.arange(head_dim) < turned)
 
 
 def test_rates_are_the_pseudocodes():
@@ -195,12 +195,12 @@ def test_rates_are_the_pseudocodes():
         np.testing.assert_allclose(
             lrpe.rates(core, head_dim, kind="a"), 10_000 ** (-2 / (4 * per_pair) * d), rtol=1e-15
         )
-        found = lrpe.rates(core, head_dim, kind="b", reference_length=100)
-        np.testing.assert_allclose(found, np.pi / 2 / 100 / 4 * (d + 1), rtol=1e-15)
-        found = lrpe.rates(core, head_dim, kind="c", reference_length=100)
-        np.testing.assert_allclose(found, np.pi / 2 / 100 / (d + 1), rtol=1e-15)
-    found = lrpe.rates("orthogonal", 8, kind="rope", max_document_length=1024)
-    np.testing.assert_allclose(found, 2 * np.pi / 1024 ** (2 * d / 8), rtol=1e-15)
+        actual = lrpe.rates(core, head_dim, kind="b", reference_length=100)
+        np.testing.assert_allclose(actual, np.pi / 2 / 100 / 4 * (d + 1), rtol=1e-15)
+        actual = lrpe.rates(core, head_dim, kind="c", reference_length=100)
+        np.testing.assert_allclose(actual, np.pi / 2 / 100 / (d + 1), rtol=1e-15)
+    actual = lrpe.rates("orthogonal", 8, kind="rope", max_document_length=1024)
+    np.testing.assert_allclose(actual, 2 * np.pi / 1024 ** (2 * d / 8), rtol=1e-15)
     assert lrpe.rates("permutation", 8, kind="a").shape == (0,)
 
 
@@ -212,10 +212,10 @@ def test_learned_rates_by_group_at_any_position(core, dtype):
     x = normal(1, len(POSITIONS), 4, HEAD_DIM)
     with jax.enable_x64(dtype == "float64"):
         encode = jax.jit(lambda x, p, rates: lrpe.encode(x, p, core=core, basis="identity", rates=rates))
-        found = encode(x.astype(dtype), POSITIONS[None], learned.astype(dtype))
+        actual = encode(x.astype(dtype), POSITIONS[None], learned.astype(dtype))
     transforms = [[core_matrix(core, HEAD_DIM, int(s), learned[n // 2]) for n in range(4)] for s in POSITIONS]
     expected = np.einsum("tnij,btnj->btni", np.array(transforms), x)
-    assert complex_error(complex_of(found, HEAD_DIM), expected) < TOLERANCE[dtype]
+    assert complex_error(complex_of(actual, HEAD_DIM), expected) < TOLERANCE[dtype]
 
 
 def test_gradients_of_learned_rates_and_reflections():
@@ -262,10 +262,10 @@ def test_a_split_sequence_is_identical_to_the_bit(core, basis):
 def test_bfloat16_is_encoded_in_float32(core, basis):
     x = jnp.asarray(normal(1, 6, 2, HEAD_DIM), jnp.bfloat16)
     options = {"core": core, "basis": basis, "rates": rates_of(core)}
-    found = encode(x, POSITIONS[None], **options)
-    assert found.dtype == jnp.bfloat16
+    actual = encode(x, POSITIONS[None], **options)
+    assert actual.dtype == jnp.bfloat16
     expected = encode(x.astype(jnp.float32), POSITIONS[None], **options)
-    np.testing.assert_array_equal(found, expected.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(actual, expected.astype(jnp.bfloat16))
 
 
 def test_fixed_draws_stay():

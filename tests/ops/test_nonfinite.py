@@ -1,4 +1,4 @@
-"""Tests that a NaN or an infinity reaches only tokens that may attend to it, and that padding may hold anything."""
+"""Tests that NaN and infinity reach only tokens that may attend to them, and that padding is ignored."""
 
 import dataclasses
 import functools
@@ -30,7 +30,9 @@ POWER = {
 }
 OTHERS = {
     "linear": functools.partial(ops.linear_attention, form="chunked", exact_window=4, chunk_size=8),
-    "linear, turned": functools.partial(ops.linear_attention, turn=lambda x: x, exact_window=4, chunk_size=8),
+    "linear, rotated": functools.partial(
+        ops.linear_attention, rotate=lambda x: x, exact_window=4, chunk_size=8
+    ),
     "channels": lambda *x, log_decay, **options: ops.power_attention(
         *x,
         log_decay=jnp.broadcast_to(log_decay[..., None], x[2].shape),
@@ -84,7 +86,7 @@ def run(name, packed):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("name", EVERY)
-def test_what_is_not_finite_reaches_what_may_see_it(name, packed):
+def test_nonfinite_tokens_reach_only_tokens_that_attend_to_them(name, packed):
     arrays = drawn()
     clean = np.asarray(run(name, packed)(arrays))
     end = -(-BAD // DOCUMENT) * DOCUMENT if packed else TIME
@@ -147,7 +149,7 @@ RECURRENT = {
 
 @pytest.mark.parametrize("array", ["key", "value"])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_state_keeps_it_until_its_document_ends(name, array):
+def test_nan_stays_in_the_state_until_its_document_ends(name, array):
     arrays, segments = drawn(), jnp.asarray(SEGMENTS)
     bad = arrays | {array: arrays[array].at[0, BAD, 1, 2].set(np.nan)}
     call = jax.jit(functools.partial(RECURRENT[name], return_state=True))
@@ -225,7 +227,7 @@ def test_minus_infinity_is_a_decay():
         np.testing.assert_allclose(forgets, starts, rtol=1e-5)
 
 
-def test_a_state_that_is_not_finite_is_left_alone_by_other_rows():
+def test_a_nonfinite_state_does_not_affect_other_rows():
     state = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)
     state = dataclasses.replace(state, kv=state.kv.at[0, 1].set(np.nan), segment=state.segment.at[:].set(0))
     arrays = drawn()

@@ -34,7 +34,7 @@ def test_learned_rates_at_any_position(dtype, unit):
     assert exact_angles.largest_difference(angles, exact) < DTYPES[dtype]
 
 
-def test_what_the_integers_are_for():
+def test_float32_products_of_positions_are_inexact():
     positions, rates = np.arange(2**20, 2**20 + 100), np.float32([1 / 3])
     plain = positions.astype(np.float32)[:, None] * rates
     assert exact_angles.largest_difference(plain, exact_angles.angles(positions, rates)) > 0.01
@@ -61,6 +61,6 @@ def test_gradient_is_the_position():
         np.testing.assert_allclose(gradient, scale * expected, rtol=1e-6)
 
 
-def test_a_rate_that_is_not_finite_shows():
+def test_a_nonfinite_rate_gives_nan():
     angles = jax.jit(phase.learned)(np.arange(3), jnp.float32([np.inf, np.nan, 1.0]))
     np.testing.assert_array_equal(np.isnan(angles), [[True, True, False]] * 3)

@@ -22,14 +22,14 @@ def crossover(**shape):
     return next(time for time in times if explain(time=time, **shape).form == "chunked")
 
 
-def test_the_form_with_fewer_flops_is_taken():
+def test_the_form_with_fewer_flops_is_chosen():
     # 2 (D + E) T / 2 and 4 F E + (D + E) (128 + 2 W).
     assert cost.default_chunk("chunked") == 128
     assert 4160 + 256 < crossover() < 1.05 * (4160 + 256)
     assert crossover() == crossover(batch=8)
 
 
-def test_the_faster_kernels_are_taken():
+def test_the_faster_kernels_are_chosen():
     """At shapes measured on an H200, (D, T) of p = 2: benchmarks/results/h200/kernels-brief.json."""
 
     def faster(head_dim, time):
@@ -79,7 +79,7 @@ def test_a_large_state_is_a_reason(monkeypatch):
     assert "do not fit in memory" in dict(explain(time=65_536).not_taken)["chunked"]
 
 
-def test_a_plan_says_what_a_call_does():
+def test_a_plan_describes_the_call():
     arrays = [jnp.ones((1, 300, 2, 8))] * 3
     plan = ops.explain(*arrays, form="chunked", chunk_size=32)
     program = jax.jit(lambda *arrays: ops.power_attention(*arrays, form="chunked", chunk_size=32))
@@ -110,7 +110,7 @@ def test_the_reference_always_has_a_form():
         ({"axis_name": "context"}, "'context', which needs one decay per key head"),
     ],
 )
-def test_decays_per_value_name_the_form_that_lacks_them(options, words):
+def test_errors_of_per_channel_decays_name_the_form(options, words):
     log_decay = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
     with pytest.raises(NotImplementedError, match=words):
         explain(time=16, heads=2, head_dim=8, value_dim=8, log_decay=log_decay, **options)

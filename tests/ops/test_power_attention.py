@@ -262,7 +262,7 @@ def test_one_overwhelming_gate_everywhere_keeps_only_the_own_value():
 
 @pytest.mark.parametrize("power", [2, 4])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_more_keys_than_queries_are_the_last_queries_of_the_whole(power, queries):
+def test_queries_are_the_last_positions_of_the_keys(power, queries):
     case = cases.Case(
         power=power, head_dim=8, value_dim=5, time=90, decay="mixed", segments="padded", group=2
     )

@@ -61,7 +61,7 @@ def by_steps(drawn, power, exact_window, *, begin=0, end=None, state=None):
 
 @pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
 @pytest.mark.parametrize("exact_window", [0, 6])
-def test_any_split_is_the_whole(form, exact_window):
+def test_any_split_equals_one_call(form, exact_window):
     drawn = cases.arrays(CASE)
     document = 9 + int(np.argmax(np.diff(drawn["segment_ids"][0, 8:]) != 0))
     with jax.enable_x64(True):
@@ -79,7 +79,7 @@ def test_any_split_is_the_whole(form, exact_window):
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_forms_hand_states_to_each_other(implementation):
+def test_forms_accept_states_of_each_other(implementation):
     drawn = cases.arrays(CASE)
     forms = (
         ("attention", "recurrent") if implementation == "reference" else ("recurrent", "chunked", "attention")
@@ -101,7 +101,7 @@ def test_forms_hand_states_to_each_other(implementation):
 
 
 @pytest.mark.parametrize(("power", "exact_window"), [(2, 0), (2, 3), (2, 64), (4, 6)])
-def test_steps_are_the_whole(power, exact_window):
+def test_steps_equal_one_call(power, exact_window):
     drawn = cases.arrays(CASE)
     with jax.enable_x64(True):
         actual, state = by_steps(drawn, power, exact_window)
@@ -148,15 +148,15 @@ def gradients_through_a_state(drawn, *, form, implementation):
     """Returns gradients of a call from one state to the next; the reference makes and reads the states."""
 
     def loss(arguments):
-        given = drawn | arguments
+        inputs = drawn | arguments
         _, state = ops.power_attention(
-            **part(given, 0, 40), exact_window=6, implementation="reference", return_state=True
+            **part(inputs, 0, 40), exact_window=6, implementation="reference", return_state=True
         )
         if form == "step":
-            out, state = by_steps(given, 2, 6, begin=40, end=60, state=state)
+            out, state = by_steps(inputs, 2, 6, begin=40, end=60, state=state)
         else:
             out, state = ops.power_attention(
-                **part(given, 40, 60),
+                **part(inputs, 40, 60),
                 exact_window=6,
                 form=form,
                 implementation=implementation,
@@ -165,7 +165,7 @@ def gradients_through_a_state(drawn, *, form, implementation):
             )
         # Compare results for later queries, so that the split between window and features is free.
         after = ops.power_attention(
-            **part(given, 60, 80), exact_window=6, implementation="reference", initial_state=state
+            **part(inputs, 60, 80), exact_window=6, implementation="reference", initial_state=state
         )
         return (out * drawn["dout"][:, 40:60]).sum() + (after * drawn["dout"][:, 60:80]).sum()
 

@@ -93,7 +93,7 @@ def test_any_split_is_identical_to_the_bit():
         jax.tree.map(np.testing.assert_array_equal, state, end)
 
 
-def test_documents_restart_and_padding_does_not_turn():
+def test_documents_restart_and_padding_does_not_rotate():
     rate = random_rates((1, 9, 2))
     segment_ids = jnp.array([[3, 3, -1, -1, 3, 1, 1, 3, 3]])
     angles, _ = learned_angles(rate, 8, segment_ids=segment_ids)
@@ -144,7 +144,7 @@ def test_documents_restart_for_each_pair():
         assert largest_error(angles[:, np.array(tokens)], exact) < 1e-6
 
 
-def test_turns_pairs_of_dimensions():
+def test_rotates_pairs_of_dimensions():
     x = jnp.array([1.0, 0.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
     turned = rotary.rotate(x, jnp.array([0.3, 0.5]).reshape(1, 1, 1, 2))
     expected = [np.cos(0.3), np.sin(0.3), -2 * np.sin(0.5), 2 * np.cos(0.5)]
@@ -168,7 +168,7 @@ def test_groups_share_the_angles_of_their_key():
     np.testing.assert_array_equal(rotary.rotate(x, angles), rotary.rotate(x, jnp.repeat(angles, 2, axis=2)))
 
 
-def test_bfloat16_is_turned_in_float32():
+def test_bfloat16_is_rotated_in_float32():
     x = jax.random.normal(jax.random.key(0), (1, 50, 2, 8), jnp.bfloat16)
     angles = rope_angles(jnp.arange(50)[None], 8)
     assert angles.dtype == jnp.float32

@@ -150,7 +150,7 @@ def test_alibi_slopes():
     assert alibi_slopes(1) == [2.0**-8]
 
 
-def test_small_decays_count_behind_large_ones():
+def test_small_decays_count_after_large_ones():
     query, key, value = inputs(time=256, keys=2048, batch=1, heads=1, kv_heads=1)
     log_decay = np.full((1, 2048, 1), -0.003, np.float32)
     log_decay[:, :1792:3] = -9e3
@@ -199,7 +199,7 @@ def test_no_array_is_as_large_as_all_scores():
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
 
 
-def test_decays_need_a_direction():
+def test_decays_require_causal_attention():
     query, key, value = inputs()
     with pytest.raises(ValueError, match="decays run in one direction"):
         softmax_attention(query, key, value, log_decay=mixed_decays((2, 33, 2)), causal=False)
@@ -233,28 +233,28 @@ def half(**sizes):
 @pytest.fixture
 def gpu(monkeypatch):
     """Pretends that a GPU with cuDNN exists; returns the implementations that are requested from JAX."""
-    asked = []
+    requested = []
     monkeypatch.setattr(target, "device", lambda: types.SimpleNamespace(platform="gpu", device_kind="GPU"))
     attention = jax.nn.dot_product_attention
 
     def record(*arguments, implementation=None, **options):
-        asked.append(implementation)
+        requested.append(implementation)
         return attention(*arguments, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
-    return asked
+    return requested
 
 
 CANNOT = {
     "bfloat16 or float16, not float32": ({}, {}, jnp.float32),
     "without log_decay": ({}, {"log_decay": jax.ShapeDtypeStruct((2, 64, 2), jnp.float32)}, None),
     "without segment_ids": ({}, {"segment_ids": jax.ShapeDtypeStruct((2, 64), jnp.int32)}, None),
-    "as many keys as queries, not 64 and 8": ({"time": 8}, {}, None),
+    "equal numbers of keys and queries, not 64 and 8": ({"time": 8}, {}, None),
 }
 
 
 @pytest.mark.parametrize("message", CANNOT)
-def test_cudnn_names_what_it_cannot_do_and_is_not_chosen_for_it(gpu, message):
+def test_cudnn_names_unsupported_requests_and_is_not_chosen_for_them(gpu, message):
     sizes, options, dtype = CANNOT[message]
     arrays = [jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in half(**sizes)]
 
@@ -310,9 +310,9 @@ def test_cudnn():
         return out, *pull_back(dout.astype(out.dtype))
 
     cudnn = functools.partial(softmax_attention, implementation="cudnn")
-    found = jax.jit(functools.partial(both, cudnn))(*arrays)
+    gradients = jax.jit(functools.partial(both, cudnn))(*arrays)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
         expected = jax.tree.map(np.asarray, both(functools.partial(exact, xp=jnp), *wide))
-    for actual, right, bound in zip(found, expected, (1e-2, 2e-2, 2e-2, 2e-2), strict=True):
+    for actual, right, bound in zip(gradients, expected, (1e-2, 2e-2, 2e-2, 2e-2), strict=True):
         assert relative_error(actual, right) < bound

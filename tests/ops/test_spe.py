@@ -22,12 +22,12 @@ def parameters(dtype="float64"):
     shape = KV_HEADS, DIM, SINES
     # Frequencies up to half a turn, small ones among them.
     frequencies = np.abs(normal(*shape, seed=1)) * [0.2, 1e-4]
-    found = {
+    encoded = {
         "frequencies": frequencies.astype("float32"),
         "phases": normal(*shape, seed=2),
         "gains": normal(*shape, seed=3),
     }
-    return {name: array.astype(dtype) for name, array in found.items()}
+    return {name: array.astype(dtype) for name, array in encoded.items()}
 
 
 def whitened_noise(dtype="float64"):
@@ -45,8 +45,8 @@ def template(frequencies, phases, gains, query_positions, key_positions):
     return np.einsum("kds,tukds->kdtu", np.square(gains, dtype=np.float64), np.cos(angles))
 
 
-def formula(query, key, given, query_positions=POSITIONS, key_positions=POSITIONS):
-    distance = template(**given, query_positions=query_positions, key_positions=key_positions)
+def formula(query, key, params, query_positions=POSITIONS, key_positions=POSITIONS):
+    distance = template(**params, query_positions=query_positions, key_positions=key_positions)
     query = query.reshape(*query.shape[:2], KV_HEADS, HEADS // KV_HEADS, DIM)
     scores = np.einsum("btkgd,bukd,kdtu->bkgtu", query, key, distance)
     return scores.reshape(query.shape[0], HEADS, *scores.shape[-2:])
@@ -60,17 +60,17 @@ def scores_of(query, key):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("float64", 1e-12)])
 def test_second_moments_are_the_formula_at_any_position(dtype, tolerance):
     query, key = normal(1, len(POSITIONS), HEADS, DIM), normal(1, len(POSITIONS), KV_HEADS, DIM, seed=5)
-    given = parameters()
+    params = parameters()
     with jax.enable_x64(dtype == "float64"):
-        found = encode(
+        encoded = encode(
             query.astype(dtype),
             key.astype(dtype),
             POSITIONS[None],
             **parameters(dtype),
             noise=whitened_noise(dtype),
         )
-    assert {x.dtype.name for x in found} == {dtype}
-    assert cases.error(scores_of(*found), formula(query, key, given)) < tolerance
+    assert {x.dtype.name for x in encoded} == {dtype}
+    assert cases.error(scores_of(*encoded), formula(query, key, params)) < tolerance
 
 
 def test_mean_over_realizations_is_the_formula():
@@ -88,15 +88,15 @@ def test_mean_over_realizations_is_the_formula():
     assert deviation.max() < 0.1 * np.abs(expected).max()
 
 
-def test_a_split_sequence_is_the_whole():
+def test_a_split_sequence_equals_one_call():
     query, key = (
         normal(1, 40, HEADS, DIM).astype("float32"),
         normal(1, 40, KV_HEADS, DIM, seed=5).astype("float32"),
     )
-    given = parameters("float32") | {"noise": whitened_noise("float32")}
+    params = parameters("float32") | {"noise": whitened_noise("float32")}
     positions = np.arange(2**20, 2**20 + 40, dtype=np.int32)[None]
-    whole = encode(query, key, positions, **given)
-    parts = [encode(query[:, a:b], key[:, a:b], positions[:, a:b], **given) for a, b in ((0, 7), (7, 40))]
+    whole = encode(query, key, positions, **params)
+    parts = [encode(query[:, a:b], key[:, a:b], positions[:, a:b], **params) for a, b in ((0, 7), (7, 40))]
     for x, *split in zip(whole, *parts):
         np.testing.assert_allclose(np.concatenate(split, 1), x, rtol=2e-6, atol=2e-6)
 
@@ -104,7 +104,7 @@ def test_a_split_sequence_is_the_whole():
 def test_keys_may_have_their_own_positions():
     query, key = normal(1, 1, HEADS, DIM), normal(1, 4, KV_HEADS, DIM, seed=5)
     positions = np.int32([9]), np.int32([2, 9, 2**20, 11])
-    found = encode(
+    encoded = encode(
         query.astype("float32"),
         key.astype("float32"),
         positions[0][None],
@@ -112,7 +112,7 @@ def test_keys_may_have_their_own_positions():
         **parameters("float32"),
         noise=whitened_noise("float32"),
     )
-    assert cases.error(scores_of(*found), formula(query, key, parameters(), *positions)) < 2e-6
+    assert cases.error(scores_of(*encoded), formula(query, key, parameters(), *positions)) < 2e-6
 
 
 def test_gradients_are_those_of_the_formula():
@@ -120,16 +120,16 @@ def test_gradients_are_those_of_the_formula():
     positions = np.arange(5, dtype=np.int32)[None]
     weight = normal(1, HEADS, 5, 5, seed=7)
 
-    def loss(given, query, key):
-        q, k = spe.encode(query, key, positions, **given, noise=whitened_noise(query.dtype))
+    def loss(params, query, key):
+        q, k = spe.encode(query, key, positions, **params, noise=whitened_noise(query.dtype))
         return (jnp.einsum("btnr,bunr->bntu", q, jnp.repeat(k, 2, axis=2)) * weight.astype(q.dtype)).sum()
 
-    def exact(given, query, key):
+    def exact(params, query, key):
         distance = (positions[0][:, None] - positions[0]).astype("float64")
         angles = (
-            2 * np.pi * given["frequencies"][..., None, None] * distance + given["phases"][..., None, None]
+            2 * np.pi * params["frequencies"][..., None, None] * distance + params["phases"][..., None, None]
         )
-        templates = (given["gains"][..., None, None] ** 2 * jnp.cos(angles)).sum(2)
+        templates = (params["gains"][..., None, None] ** 2 * jnp.cos(angles)).sum(2)
         templates, key = jnp.repeat(templates, 2, axis=0), jnp.repeat(key, 2, axis=2)
         return (jnp.einsum("btnd,bund,ndtu->bntu", query, key, templates, precision="highest") * weight).sum()
 
@@ -145,17 +145,17 @@ def test_gradients_are_those_of_the_formula():
 
 def test_mistakes_are_one_line():
     query, key = np.ones((1, 2, HEADS, DIM), "float32"), np.ones((1, 2, KV_HEADS, DIM), "float32")
-    given = parameters("float32") | {"noise": whitened_noise("float32")}
+    params = parameters("float32") | {"noise": whitened_noise("float32")}
     for q, changes, message in (
         (query[..., :2], {}, "query has 4 heads of size 2 and key 2 of size 3"),
         (query[:, :, :3], {}, "query has 3 heads"),
-        (query, {"gains": given["gains"][..., :1]}, r"gains has shape \(2, 3, 1\); it must be \[2, 3, 2\]"),
+        (query, {"gains": params["gains"][..., :1]}, r"gains has shape \(2, 3, 1\); it must be \[2, 3, 2\]"),
         (
             query,
-            {"noise": given["noise"][:, :, :2]},
+            {"noise": params["noise"][:, :, :2]},
             r"noise has shape \(2, 3, 2, 12\); it must be \[2, 3, 4, real",
         ),
     ):
         with pytest.raises(ValueError, match=message) as raised:
-            spe.encode(q, key, jnp.zeros((1, 2), jnp.int32), **given | changes)
+            spe.encode(q, key, jnp.zeros((1, 2), jnp.int32), **params | changes)
         assert "\n" not in str(raised.value)

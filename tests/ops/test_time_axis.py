@@ -20,12 +20,12 @@ def results(group):
     return json.loads(done.stdout)
 
 
-def check_ops(found):
+def check_ops(report):
     for way in ("angles", "all angles", "angles of one document", "angles of pairs"):
-        for devices, angles in found.pop(way, {}).items():
+        for devices, angles in report.pop(way, {}).items():
             assert angles["identical"], (way, devices)
             assert angles["rate"] <= 1e-5, (way, devices, angles)
-    for case, runs in found.items():
+    for case, runs in report.items():
         for run, errors in runs.items():
             for name, error in errors.items():
                 bound = 2e-6 if name == "out" else 1e-5
@@ -43,10 +43,10 @@ def check_refused(messages):
             "NotImplementedError: ",
             "does not support states; leave out initial_state and return_state",
         ),
-        "reference": ("NotImplementedError: ", "'reference' cannot; use implementation='xla'"),
-        "kept": ("NotImplementedError: ", "as many keys as queries"),
-        "kept by softmax": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),
-        "kept by expressive": ("NotImplementedError: ", "as many keys as queries, not 8 and 7"),
+        "reference": ("NotImplementedError: ", "'reference' does not support; use implementation='xla'"),
+        "KV cache": ("NotImplementedError: ", "equal numbers of keys and queries"),
+        "KV cache of softmax": ("NotImplementedError: ", "equal numbers of keys and queries, not 8 and 7"),
+        "KV cache of expressive": ("NotImplementedError: ", "equal numbers of keys and queries, not 8 and 7"),
         "exact_window": ("ValueError: ", "holds 8 of 16 positions, fewer than the window of 9; use a longer"),
     }
     assert messages.keys() == expected.keys()
@@ -55,12 +55,12 @@ def check_refused(messages):
         assert words in messages[name], messages[name]
 
 
-def check_programs(found):
+def check_programs(report):
     # Two rows of documents' summaries, and of segment ids, in int32.
     summaries, ids = 8 * 2 * 4, 8 * 128 * 2 * 4
     # Two rows of 8 heads, D = E = 16: a window's keys, and states with their normalizers, of up to 160 features.
     exact_window, state = 64 * 2 * 8 * 16 * 4, 160 * 17 * 2 * 8 * 4
-    for case, collectives in found.items():
+    for case, collectives in report.items():
         kinds = {kind for kind, _ in collectives}
         gathered = [size for kind, size in collectives if kind == "all-gather"]
         if case.startswith("chunked"):
@@ -78,31 +78,31 @@ def check_programs(found):
             assert [size for size in gathered if size > summaries] == [ids], (case, gathered)
 
 
-def check_kernels(found):
-    for errors in found.values():
+def check_kernels(report):
+    for errors in report.values():
         interpreted.check(errors["kernel"], errors["plain"])
 
 
 def test_ops_over_devices_are_those_of_one():
-    found = results("ops")
-    check_refused(found.pop("refused"))
-    check_ops(found)
+    report = results("ops")
+    check_refused(report.pop("refused"))
+    check_ops(report)
 
 
 def test_kernels_over_devices_are_as_exact_as_plain_jax_on_one():
     check_kernels(results("kernels"))
 
 
-def test_what_is_exchanged():
+def test_collectives():
     check_programs(results("programs"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_ops_over_devices():
-    found = results("all-ops")
-    check_refused(found.pop("refused"))
-    check_ops(found)
+    report = results("all-ops")
+    check_refused(report.pop("refused"))
+    check_ops(report)
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_all_kernels_over_devices():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_all_that_is_exchanged():
+def test_all_collectives():
     check_programs(results("all-programs"))
 
 

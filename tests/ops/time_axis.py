@@ -91,9 +91,10 @@ def compare(drawn, formula, runs):
     results = {}
     for name, (op, devices, dtype) in runs.items():
         with jax.enable_x64(dtype == "float64"):
-            found = run(op, devices, dtype)
+            result = run(op, devices, dtype)
         results[name] = {
-            of: cases.error(found[of], x, cases.natural_size(of, drawn)) for of, x in expected.items()
+            name: cases.error(result[name], x, cases.natural_size(name, drawn))
+            for name, x in expected.items()
         }
     return results
 
@@ -113,9 +114,9 @@ def check_ops(everything):
     )
     recurrent = functools.partial(ops.power_attention, form="recurrent", exact_window=SHORT["exact_window"])
     extreme, gentle = drawn_for(ids), drawn_for(ids, decay="gentle")
-    linear = functools.partial(turned_linear, form="chunked", **SHORT)
-    linear_by_heads = functools.partial(turned_linear, form="attention", **SHORT)
-    of_linear = functools.partial(turned_linear, implementation="reference")
+    linear = functools.partial(rotated_linear, form="chunked", **SHORT)
+    linear_by_heads = functools.partial(rotated_linear, form="attention", **SHORT)
+    of_linear = functools.partial(rotated_linear, implementation="reference")
     alibi = extreme | {
         "log_decay": np.broadcast_to(-np.array(ops.alibi_slopes(2)), extreme["log_decay"].shape)
     }
@@ -181,12 +182,12 @@ def check_ops(everything):
     }
 
 
-def turned_linear(*, axis_name, **arguments):
+def rotated_linear(*, axis_name, **arguments):
     """Computes linear attention whose features are rotated by their positions on all devices."""
     time = arguments["query"].shape[1]
     begin = 0 if axis_name is None else time * jax.lax.axis_index(axis_name)
-    turn = linear_formula.rotation(begin + jnp.arange(time))
-    return ops.linear_attention(**arguments, turn=turn, axis_name=axis_name)
+    rotate = linear_formula.rotation(begin + jnp.arange(time))
+    return ops.linear_attention(**arguments, rotate=rotate, axis_name=axis_name)
 
 
 def angles(ids, devices, pairs=()):
@@ -202,17 +203,17 @@ def angles(ids, devices, pairs=()):
         segments = arrays.get("segment_ids")
 
         def loss(rate):
-            found, end = rotary.learned_angles(
+            result, end = rotary.learned_angles(
                 rate, 8, segment_ids=segments, state=state, axis_name=axis_name
             )
-            return (found * arrays["weight"]).sum(), (found, end)
+            return (result * arrays["weight"]).sum(), (result, end)
 
-        gradient, (found, end) = jax.grad(loss, has_aux=True)(arrays["rate"])
+        gradient, (result, end) = jax.grad(loss, has_aux=True)(arrays["rate"])
         segments = jnp.zeros(rate.shape[:2], jnp.int32) if segments is None else segments
         begun = documents.PositionState(jnp.full(3, 11), state.segment)
         places, last = documents.positions(segments[:, : arrays["rate"].shape[1]], begun, axis_name=axis_name)
         ends = jax.tree.map(lambda x: x[:, None], (end, last))
-        return gradient, (found, places, ends)
+        return gradient, (result, places, ends)
 
     one = jax.device_get(jax.jit(functools.partial(f, None))(arrays))
     spec = jax.sharding.PartitionSpec(None, AXIS)
@@ -236,9 +237,9 @@ def refused():
             x, x, x, axis_name=axis, initial_state=state, exact_window=4
         ),
         "reference": lambda x, axis: ops.power_attention(x, x, x, axis_name=axis, implementation="reference"),
-        "kept": lambda x, axis: ops.power_attention(x[:, 1:], x, x, axis_name=axis),
-        "kept by softmax": lambda x, axis: ops.softmax_attention(x[:, 1:], x, x, axis_name=axis),
-        "kept by expressive": lambda x, axis: ops.expressive_attention(x[:, 1:], x, x, axis_name=axis),
+        "KV cache": lambda x, axis: ops.power_attention(x[:, 1:], x, x, axis_name=axis),
+        "KV cache of softmax": lambda x, axis: ops.softmax_attention(x[:, 1:], x, x, axis_name=axis),
+        "KV cache of expressive": lambda x, axis: ops.expressive_attention(x[:, 1:], x, x, axis_name=axis),
         "exact_window": lambda x, axis: ops.power_attention(
             x, x, x, axis_name=axis, form="chunked", exact_window=9
         ),
@@ -289,7 +290,7 @@ def _kernel_errors(drawn, power, devices):
 
     with jax.enable_x64(True):
         expected = run(present, 1, implementation="reference")
-    found = {
+    result = {
         "kernel": run(short, devices, implementation="mosaic_gpu", form="chunked", chunk_size=64),
         "plain": run(short, 1, implementation="xla", form="chunked", chunk_size=64),
     }
@@ -298,7 +299,7 @@ def _kernel_errors(drawn, power, devices):
             name: cases.error(results[name], x, cases.natural_size(name, drawn))
             for name, x in expected.items()
         }
-        for by, results in found.items()
+        for by, results in result.items()
     }
 
 
@@ -326,12 +327,12 @@ def check_programs(everything):
 
 def exchanges(program):
     """Returns [kind, bytes of the result] of every collective in a compiled program."""
-    found = []
+    result = []
     for line in program.splitlines():
         kind, arrays = collectives.called(line)
         if arrays:
-            found.append([kind, sum(collectives.Collective(kind, (), *array).nbytes for array in arrays)])
-    return found
+            result.append([kind, sum(collectives.Collective(kind, (), *array).nbytes for array in arrays)])
+    return result
 
 
 def long():
@@ -347,8 +348,8 @@ def long():
     dout = jnp.asarray(random.standard_normal((*shape, 32)), jnp.float32)
 
     def f(axis_name, arrays):
-        turns, _ = rotary.learned_angles(arrays["rate"], 32, axis_name=axis_name)
-        query, key = (rotary.rotate(arrays[name], turns) for name in ("query", "key"))
+        angles, _ = rotary.learned_angles(arrays["rate"], 32, axis_name=axis_name)
+        query, key = (rotary.rotate(arrays[name], angles) for name in ("query", "key"))
         return ops.power_attention(
             query, key, arrays["value"], log_decay=arrays["log_decay"], form="chunked", axis_name=axis_name
         )

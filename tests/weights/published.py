@@ -33,7 +33,7 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
     def normal(*shape: int, scale: float, mean: float = 0) -> np.ndarray:
         return (mean + scale * generator.normal(size=shape)).astype(np.float32)
 
-    found = {
+    tensors = {
         "wte.weight": normal(VOCABULARY, WIDTH, scale=1.0),
         "wpe.weight": normal(LENGTH, WIDTH, scale=0.5),
         "ln_f.weight": normal(WIDTH, scale=0.2, mean=1.0),
@@ -46,14 +46,14 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
             ("mlp.c_fc", WIDTH, 4 * WIDTH),
             ("mlp.c_proj", 4 * WIDTH, WIDTH),
         ):
-            found[f"h.{layer}.{name}.weight"] = normal(size_in, size_out, scale=1.5 / size_in**0.5)
-            found[f"h.{layer}.{name}.bias"] = normal(size_out, scale=0.3)
+            tensors[f"h.{layer}.{name}.weight"] = normal(size_in, size_out, scale=1.5 / size_in**0.5)
+            tensors[f"h.{layer}.{name}.bias"] = normal(size_out, scale=0.3)
         for name in ("ln_1", "ln_2"):
-            found[f"h.{layer}.{name}.weight"] = normal(WIDTH, scale=0.2, mean=1.0)
-            found[f"h.{layer}.{name}.bias"] = normal(WIDTH, scale=0.2)
-        found[f"h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, LENGTH, LENGTH), np.float32))
-        found[f"h.{layer}.attn.masked_bias"] = np.array(-1e4, np.float32)
-    return found
+            tensors[f"h.{layer}.{name}.weight"] = normal(WIDTH, scale=0.2, mean=1.0)
+            tensors[f"h.{layer}.{name}.bias"] = normal(WIDTH, scale=0.2)
+        tensors[f"h.{layer}.attn.bias"] = np.tril(np.ones((1, 1, LENGTH, LENGTH), np.float32))
+        tensors[f"h.{layer}.attn.masked_bias"] = np.array(-1e4, np.float32)
+    return tensors
 
 
 def forward(weights: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:

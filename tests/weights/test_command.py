@@ -72,7 +72,7 @@ def test_generated_tokens_are_those_of_the_formula(gpt2, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_optimizer_and_the_data_begin_anew(gpt2):
+def test_the_optimizer_and_the_data_start_fresh(gpt2):
     made = program(gpt2 / "run")
     with checkpoint.Checkpoints(gpt2 / "run", made.config) as checkpoints:
         state, position = made.restore_or_begin(checkpoints)
@@ -87,7 +87,7 @@ def losses(folder: pathlib.Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_training_goes_on(gpt2, tmp_path):
+def test_training_continues(gpt2, tmp_path):
     settings = workdir.read_config(gpt2 / "run")
     settings = dataclasses.replace(settings, training=dataclasses.replace(settings.training, steps=3))
     weights = f"--weights={gpt2}/gpt2/model.safetensors"
@@ -181,7 +181,7 @@ def test_evaluation(gpt2, tmp_path, capsys):
         ([], "export|import"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(gpt2, tmp_path, capsys, arguments, message):
+def test_a_mistake_is_one_line_and_leaves_no_files(gpt2, tmp_path, capsys, arguments, message):
     places = {
         "folder": gpt2,
         "out": tmp_path,

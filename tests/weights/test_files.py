@@ -45,7 +45,7 @@ RUNS = {
 }
 
 
-def made(settings: config.Config, seed=0) -> models.Model:
+def make_model(settings: config.Config, seed=0) -> models.Model:
     """Returns a model in which every parameter differs from its initial value."""
     model = models.make(settings.model, settings.task, rngs=nnx.Rngs(seed))
     generator = np.random.default_rng(seed)
@@ -66,21 +66,21 @@ def variables(model: models.Model) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_round_trip_is_exact(tmp_path, name):
     settings = RUNS[name]
-    model, path = made(settings), tmp_path / "model.safetensors"
+    model, path = make_model(settings), tmp_path / "model.safetensors"
     count = weights.save(path, settings, model)
     assert weights.read_settings(weights.settings_path(path)) == settings
-    found, expected = variables(weights.load(path, settings)), variables(model)
+    actual, expected = variables(weights.load(path, settings)), variables(model)
     assert count == sum(leaf.size for leaf in expected.values())
-    assert found.keys() == expected.keys() == safetensors.numpy.load_file(path).keys()
+    assert actual.keys() == expected.keys() == safetensors.numpy.load_file(path).keys()
     for key, leaf in expected.items():
-        assert found[key].dtype == leaf.dtype
-        np.testing.assert_array_equal(found[key], leaf)
+        assert actual[key].dtype == leaf.dtype
+        np.testing.assert_array_equal(actual[key], leaf)
 
 
 @pytest.mark.parametrize("name", ["conformal", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_logits_are_the_same_to_the_bit(tmp_path, name):
     settings, path = RUNS[name], tmp_path / "model.safetensors"
-    model = made(settings)
+    model = make_model(settings)
     weights.save(path, settings, model)
     run = nnx.jit(lambda model, tokens: model(tokens))
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 32)
@@ -93,8 +93,8 @@ def test_names(tmp_path):
     """Compares with the names in the documentation."""
     settings = decoder("conformal", layers=1, biases=True)
     path = tmp_path / "model.safetensors"
-    weights.save(path, settings, made(settings))
-    found = {name: x.shape for name, x in safetensors.numpy.load_file(path).items()}
+    weights.save(path, settings, make_model(settings))
+    actual = {name: x.shape for name, x in safetensors.numpy.load_file(path).items()}
     projections = {
         "attention.query": (16, 16),
         "attention.key": (16, 8),
@@ -104,7 +104,7 @@ def test_names(tmp_path):
         "mlp.down": (64, 16),
     }
     norms = ("embedding_norm", "final_norm", "blocks.0.attention_norm", "blocks.0.mlp_norm")
-    assert found == (
+    assert actual == (
         {
             "embedding": (32, 16),
             "blocks.0.attention.decay.kernel": (16, 2),
@@ -118,12 +118,12 @@ def test_names(tmp_path):
 
 def test_bfloat16_rounds(tmp_path):
     settings, path = RUNS["conformal"], tmp_path / "model.safetensors"
-    model = made(settings)
+    model = make_model(settings)
     weights.save(path, settings, model, dtype="bfloat16")
-    found = variables(weights.load(path, settings))
+    actual = variables(weights.load(path, settings))
     for name, leaf in variables(model).items():
-        assert found[name].dtype == jnp.float32
-        np.testing.assert_array_equal(found[name], leaf.astype(jnp.bfloat16).astype(jnp.float32))
+        assert actual[name].dtype == jnp.float32
+        np.testing.assert_array_equal(actual[name], leaf.astype(jnp.bfloat16).astype(jnp.float32))
     full = tmp_path / "full.safetensors"
     weights.save(full, settings, model)
     assert path.stat().st_size < 0.7 * full.stat().st_size
@@ -131,7 +131,7 @@ def test_bfloat16_rounds(tmp_path):
 
 def test_all_mismatches_are_listed(tmp_path):
     path = tmp_path / "model.safetensors"
-    weights.save(path, decoder(layers=1), made(decoder(layers=1)))
+    weights.save(path, decoder(layers=1), make_model(decoder(layers=1)))
     tensors = safetensors.numpy.load_file(path)
     tensors["extra"] = tensors.pop("final_norm.scale")
     tensors["blocks.0.mlp.up.kernel"] = tensors["blocks.0.mlp.up.kernel"].T.copy()
@@ -146,10 +146,10 @@ def test_all_mismatches_are_listed(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\x00" * 64, None], ids=["empty", "text", "zeros", "cut"])
-def test_a_file_that_is_none(tmp_path, content):
+def test_a_file_that_is_not_safetensors(tmp_path, content):
     path = tmp_path / "model.safetensors"
     if content is None:
-        weights.save(path, decoder(), made(decoder()))
+        weights.save(path, decoder(), make_model(decoder()))
         content = path.read_bytes()[:-100]
     path.write_bytes(content)
     with pytest.raises(ValueError, match="is not a safetensors file, or is damaged") as raised:
@@ -157,9 +157,9 @@ def test_a_file_that_is_none(tmp_path, content):
     assert "\n" not in str(raised.value)
 
 
-def test_files_that_are_not_there_or_are(tmp_path):
+def test_missing_and_existing_files(tmp_path):
     settings, path = decoder(layers=1), tmp_path / "a" / "model.safetensors"
-    model = made(settings)
+    model = make_model(settings)
     with pytest.raises(ValueError, match="there is no file"):
         weights.load(path, settings)
     with pytest.raises(ValueError, match=r"does not end in \.safetensors"):
@@ -175,7 +175,7 @@ def test_files_that_are_not_there_or_are(tmp_path):
         weights.save(path, settings, model)
 
 
-def test_settings_that_are_none(tmp_path):
+def test_invalid_settings(tmp_path):
     path = tmp_path / "settings.json"
     values = dataclasses.asdict(decoder())
     for content, message in (

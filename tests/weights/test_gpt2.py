@@ -42,24 +42,24 @@ def test_tokens_one_at_a_time(loaded):
     """Decodes a prompt, then steps, up to the last position."""
     expected = published.forward(published.weights(), tokens())
     lengths = np.array([9, 5])
-    found, state = generation.prefill(loaded, tokens(), lengths, max_length=published.LENGTH)
+    actual, state = generation.prefill(loaded, tokens(), lengths, max_length=published.LENGTH)
     for _ in range(11):
-        assert cases.error(found, expected[[0, 1], lengths - 1]) <= BOUND
-        found, state = generation.decode(loaded, state, tokens()[[0, 1], lengths])
+        assert cases.error(actual, expected[[0, 1], lengths - 1]) <= BOUND
+        actual, state = generation.decode(loaded, state, tokens()[[0, 1], lengths])
         lengths = lengths + 1
-    found, _ = generation.decode(loaded, state, np.array([0, 0]))
-    assert np.isnan(found[0]).all()
-    assert np.isfinite(found[1]).all()
+    actual, _ = generation.decode(loaded, state, np.array([0, 0]))
+    assert np.isnan(actual[0]).all()
+    assert np.isfinite(actual[1]).all()
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_names_with_a_prefix_and_the_output_once_more(tmp_path, loaded, dtype):
+def test_names_with_a_prefix_and_a_copy_of_the_output(tmp_path, loaded, dtype):
     plain = {name: value.astype(dtype) for name, value in published.weights().items()}
     tensors = {f"transformer.{name}": value for name, value in plain.items()}
     path = published.write(tmp_path, tensors | {"lm_head.weight": plain["wte.weight"]})
     model = weights.load(path, weights.read_settings(tmp_path / "config.json"))
-    found, expected = (jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (model, loaded))
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = (jax.tree.leaves(nnx.state(x, nnx.Param)) for x in (model, loaded))
+    for one, other in zip(actual, expected, strict=True):
         assert one.dtype == np.float32
         np.testing.assert_array_equal(one, np.asarray(other).astype(dtype))
 
@@ -96,7 +96,7 @@ def test_settings(tmp_path):
         ({"n_head": 5}, "model.heads is 5 and does not divide model.width 24"),
     ],
 )
-def test_settings_that_cannot_be_had(tmp_path, changes, message):
+def test_unsupported_settings(tmp_path, changes, message):
     published.write(tmp_path, **changes)
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         weights.read_settings(tmp_path / "config.json")
@@ -122,7 +122,7 @@ def test_all_mismatches_are_listed(tmp_path):
     )
 
 
-def test_what_gpt2_has_not_is_lacking_by_its_own_name(tmp_path):
+def test_parameters_that_gpt2_lacks_are_listed_by_name(tmp_path):
     path = published.write(tmp_path)
     settings = weights.read_settings(tmp_path / "config.json")
     attention = dataclasses.replace(settings.model.attention, kernel="power", decay="learned")

@@ -304,7 +304,7 @@ class Attention(nnx.Module):
             attention = self.kernel.attention
             raise ValueError(
                 f"return_state is set without a state, but kernel {attention.kernel!r} in form "
-                f"{attention.form or 'attention'!r} keeps keys; pass state=init_state(batch, max_length=...)"
+                f"{attention.form or 'attention'!r} uses a KV cache; pass state=init_state(batch, max_length=...)"
             )
         return self._recurrent_state(batch)
 

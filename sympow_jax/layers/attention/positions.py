@@ -224,12 +224,12 @@ class Lrpe(_Rotating):
             self.householder = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32))
 
     def learned(self):
-        found = {}
+        parameters = {}
         if self.attention.lrpe.learned_rates:
-            found["rates"] = self.rates[...]
+            parameters["rates"] = self.rates[...]
         if self.attention.lrpe.learned_basis:
-            found["householder"] = self.householder[...]
-        return found
+            parameters["householder"] = self.householder[...]
+        return parameters
 
     def rotation(self, rate, learned, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)

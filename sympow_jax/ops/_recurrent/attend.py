@@ -78,8 +78,8 @@ def _attend(plan, query, key, value, log_decay, segment_ids, state):
     if plan.axis_name is None:
         # Limit the window to the number of positions: only `enters_state` determines which tokens enter the state. Over
         # devices the window is the length of a halo.
-        seen = min(plan.exact_window, prepared.rows.query.shape[1])
-        results = chunked(dataclasses.replace(plan, exact_window=seen), prepared.rows)
+        window = min(plan.exact_window, prepared.rows.query.shape[1])
+        results = chunked(dataclasses.replace(plan, exact_window=window), prepared.rows)
     else:
         results = chunked(plan, prepared.rows)
     return rows.finish(plan, prepared, *results, query, value.dtype)

@@ -101,8 +101,8 @@ def _step(plan, carry, inputs):
     sums += _from_state(plan, query, state, prefix)
     numerator, denominator = jnp.split(sums, 2, axis=-1)
     out = means.mean(numerator[..., None], denominator[..., None], -1)[..., 0]
-    kept = jax.tree.map(lambda x: x[plan.chunk :], tokens)
-    return (_updated_state(plan, state, exact), kept), out
+    carried = jax.tree.map(lambda x: x[plan.chunk :], tokens)
+    return (_updated_state(plan, state, exact), carried), out
 
 
 def _before_block(plan, query, tokens, prefix):

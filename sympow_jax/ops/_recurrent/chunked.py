@@ -32,7 +32,7 @@ def chunked(
     enters_state: Bool[Array, " X"],
     state: features.Groups,
 ) -> tuple[Float[Array, "G E X"], features.Groups]:
-    """Returns the weighted mean of values for the G query heads of one key head, and the state after its last update.
+    """Returns the weighted means for the G query heads of one key head, and the state after its last update.
 
     With `Division.NONE` the result is sums [G, E + 1, X] in place of the mean, to which other sums may be added.
 
@@ -53,15 +53,15 @@ def _forward(plan, query, key, value, log_decay, enters_state, state):
 
     def step(state, index):
         block = blocks[index]
-        weights, _ = _near_weights(plan, block)
+        weights, _ = _exact_weights(plan, block)
         sums = jnp.einsum("ek,gqk->geq", block.value, weights, precision=plan.precision)
-        far = features.query(
+        from_state = features.query(
             features.weighted(state, blocks.weights),
             layout.merge_heads(block.query),
             plan.power,
             plan.precision,
         )
-        sums += block.to_query * layout.split_heads(far, len(query))
+        sums += block.to_query * layout.split_heads(from_state, len(query))
         state = _updated_state(plan, state, block)
         if plan.division is means.Division.NONE:
             return state, (sums,)
@@ -151,7 +151,7 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
         index, read = inputs
         block = blocks[index]
         dsums_block = blocks.of_queries(dsums, index)
-        dquery, dkey, dvalue, dlog_query, dlog_key = _near_vjp(plan, block, dsums_block)
+        dquery, dkey, dvalue, dlog_query, dlog_key = _exact_vjp(plan, block, dsums_block)
         dlog_near = (-dlog_key).at[exact_window:].add(dlog_query + read)
 
         old, value = block.key[:, :chunk], block.value[:, :chunk] * block.to_state
@@ -195,7 +195,7 @@ class _Block(NamedTuple):
     query: Float[Array, "G D C"]
     key: Float[Array, "D C+W"]
     value: Float[Array, "E+1 C+W"]
-    near: Float[Array, "C C+W"]  # from each key to each query, zero if the key is masked
+    in_window: Float[Array, "C C+W"]  # from each key to each query, zero if the key is masked
     to_query: Float[Array, " C"]  # from the state to each query
     to_state: Float[Array, " C"]  # from each of the first C keys to the state after it
     carry: Float[Array, ""]  # from the state to the next one
@@ -229,26 +229,26 @@ class _Blocks:
 
     def __getitem__(self, index) -> _Block:
         chunk, exact_window = self.plan.chunk, self.plan.exact_window
-        seen = jnp.tri(chunk, chunk + exact_window, exact_window, bool)
+        visible = jnp.tri(chunk, chunk + exact_window, exact_window, bool)
         enters_state = self.enters_state_at(index).astype(self.dtype)
         if self.has_decay:
             coarse, fine = jax.lax.optimization_barrier((self.coarse[index], self.fine[index]))
             between = (coarse[exact_window:, None] - coarse) + (fine[exact_window:, None] - fine)
-            near = jnp.where(seen, decays.exp(between), 0)
+            in_window = jnp.where(visible, decays.exp(between), 0)
             to_query, to_state, carry = (
                 self.to_query[index],
                 self.to_state[index] * enters_state,
                 self.carry[index],
             )
         else:
-            near = seen.astype(self.dtype)
+            in_window = visible.astype(self.dtype)
             to_query, to_state, carry = jnp.ones(chunk, self.dtype), enters_state, jnp.ones((), self.dtype)
         value = self._cut(self.value, index, chunk + exact_window)
         return _Block(
             query=self.of_queries(self.query, index),
             key=self._cut(self.key, index, chunk + exact_window),
             value=jnp.concatenate([value, jnp.ones_like(value, shape=(1, chunk + exact_window))]),
-            near=near,
+            in_window=in_window,
             to_query=to_query,
             to_state=to_state,
             carry=carry,
@@ -268,17 +268,17 @@ class _Blocks:
         return jax.lax.optimization_barrier(part.astype(self.dtype))
 
 
-def _near_weights(plan, block):
+def _exact_weights(plan, block):
     scores = jnp.einsum("gdq,dk->gqk", block.query, block.key, precision=plan.precision)
-    return block.near * jax.lax.integer_pow(scores, plan.power), scores
+    return block.in_window * jax.lax.integer_pow(scores, plan.power), scores
 
 
-def _near_vjp(plan, block, dsums):
+def _exact_vjp(plan, block, dsums):
     """Returns the gradients of the block's exact part, and sums of d/d(log weight) by query and by key."""
-    weights, scores = _near_weights(plan, block)
+    weights, scores = _exact_weights(plan, block)
     dweights = jnp.einsum("geq,ek->gqk", dsums, block.value, precision=plan.precision)
     power = plan.power
-    dscores = dweights * block.near * power * jax.lax.integer_pow(scores, power - 1)
+    dscores = dweights * block.in_window * power * jax.lax.integer_pow(scores, power - 1)
     # Scores keep their layout, queries first. For dq only the result is transposed.
     dquery = jnp.einsum("gqk,dk->gqd", dscores, block.key, precision=plan.precision).swapaxes(1, 2)
     dkey = jnp.einsum("gqk,gdq->dk", dscores, block.query, precision=plan.precision)

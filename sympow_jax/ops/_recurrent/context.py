@@ -32,7 +32,8 @@ def with_halo(
     ragged: whether any position is invalid. If so, the W tokens may come from several devices and are right-aligned in
     W positions; invalid positions hold zeros.
 
-    Raises ValueError if a shard is shorter than the window.
+    Raises:
+        ValueError: a shard is shorter than the window.
     """
     batch, time = valid.shape
     if time < exact_window:
@@ -45,8 +46,8 @@ def with_halo(
     if ragged:
         halo, halo_valid = _tokens_before(tokens, valid, exact_window, axis_name)
         valid = jnp.concatenate([halo_valid, valid], 1)
-        behind = jnp.cumsum(valid[:, ::-1], 1)[:, ::-1] - valid
-        enters_state = behind >= exact_window
+        following = jnp.cumsum(valid[:, ::-1], 1)[:, ::-1] - valid
+        enters_state = following >= exact_window
     else:
         # The first device receives zeros, whose weight is zero.
         halo = time_axis.from_left(
@@ -70,15 +71,15 @@ def _tokens_before(tokens, valid, exact_window, axis_name):
     def at(x, index):
         return jnp.take_along_axis(x, layout.with_rank(index, x.ndim), axis=1)
 
-    def last_of_both(far, near):
-        """Keeps the last W tokens of two right-aligned runs: tokens of `far` move up to those of `near`."""
-        count = near["valid"].sum(1, dtype=jnp.int32)[:, None]
+    def last_of_both(earlier, later):
+        """Returns the last W tokens of two right-aligned runs: `earlier` moves up to the first token of `later`."""
+        count = later["valid"].sum(1, dtype=jnp.int32)[:, None]
         steps = jnp.arange(exact_window, dtype=jnp.int32)
-        kept = steps >= exact_window - count
+        is_later = steps >= exact_window - count
         moved = jnp.minimum(steps + count, exact_window - 1)
         return {
-            name: jnp.where(layout.with_rank(kept, x.ndim), x, at(far[name], moved))
-            for name, x in near.items()
+            name: jnp.where(layout.with_rank(is_later, x.ndim), x, at(earlier[name], moved))
+            for name, x in later.items()
         }
 
     own = {name: at(x, newest) for name, x in (tokens | {"valid": valid}).items()}
@@ -94,16 +95,15 @@ def log_decay_over(log_decay: Float[Array, "B X K"] | None, enters_state, kv_hea
     return jnp.where(enters_state[..., None], log_decay, 0).sum(1)
 
 
-def combined(far, near):
-    """Combines (sum of log decays [B, K], state) of one run of tokens with that of the run that follows it.
+def combined(earlier, later):
+    """Combines the (sum of log decays [B, K], state) of two consecutive runs of tokens.
 
-    Array axes begin with [B, K]. Gradients of the states before two runs combine in the same way; `near` is then the
-    earlier run.
+    Array axes begin with [B, K]. Gradients of the states before two runs combine in the same way, in reverse order.
     """
-    (far_decay, far_state), (near_decay, near_state) = far, near
-    decay = decays.exp(near_decay)
-    state = jax.tree.map(lambda x, y: layout.with_rank(decay, x.ndim) * x + y, far_state, near_state)
-    return far_decay + near_decay, state
+    (earlier_decay, earlier_state), (later_decay, later_state) = earlier, later
+    decay = decays.exp(later_decay)
+    state = jax.tree.map(lambda x, y: layout.with_rank(decay, x.ndim) * x + y, earlier_state, later_state)
+    return earlier_decay + later_decay, state
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

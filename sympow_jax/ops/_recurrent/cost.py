@@ -71,8 +71,8 @@ def faster_kernel(flops: Mapping[str, float], time: int) -> str:
 
     Fitted to an H200 at batch 1 with 8 heads (benchmarks/results/h200): a FLOP over features takes at least twice as
     long as one over pairs, and the chunked form has more small launches. FLOPs count a chunk of 128, whatever the
-    kernels choose. Both forms take equally long at about 6,000
-    tokens for p = 2, D = 32 (both passes), and at 7,000 (both passes) to 12,000 (forward) for D = 64.
+    kernels choose. Both forms take equally long at about 6,000 tokens for p = 2, D = 32 (both passes), and at 7,000
+    (both passes) to 12,000 (forward) for D = 64.
     """
     pays = time >= _LEAST_CHUNKED_TIME and _FEATURE_COST * flops["chunked"] < flops["attention"]
     return "chunked" if pays else "attention"

@@ -59,7 +59,10 @@ def of_sums(sums: Float[Array, "*rest"], axis: int, division: Division) -> Float
 
 
 def mean_vjp(out, denominator, dout, axis, division=Division.POSITIVE):
-    """Returns the gradients of numerator and denominator: with o = n / d, dn = do / d and dd = -(dn . o)."""
+    """Returns the gradients of numerator and denominator.
+
+    With o = n / d, dn = do / d and dd = -(dn . o).
+    """
     some = _some(denominator, division)
     dnumerator = jnp.where(some, dout / jnp.where(some, denominator, 1), 0)
     return dnumerator, -(dnumerator * out).sum(axis, keepdims=True)

@@ -103,8 +103,8 @@ def _attention_bwd(power, interpret, residuals, dout):
         gradients = attention_kernel.power_attention_vjp(**arrays, power=power, interpret=interpret)
         return {name: g for name, g in zip(_DIFFERENTIABLE, gradients) if g is not None}
 
-    wanted = tuple(name for name in _DIFFERENTIABLE if arrays[name] is not None)
-    gradients = per_device(compute, arrays | results | {"dout": dout}, wanted)
+    differentiable = tuple(name for name in _DIFFERENTIABLE if arrays[name] is not None)
+    gradients = per_device(compute, arrays | results | {"dout": dout}, differentiable)
     return *(gradients.get(name) for name in _DIFFERENTIABLE), None
 
 
@@ -178,16 +178,22 @@ def _chunked_bwd(plan, residuals, cotangents):
         arguments, results = _arguments(arrays), (arrays["out"], arrays["denominator"])
         states = state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields))
         dfinal = (arrays["final_kv"], arrays["final_norm"]) if plan.return_state else None
-        dual, initial = state_kernel.fold_vjp(*arguments, *results, arrays["dout"], dfinal, call=call)
+        dstates, initial = state_kernel.fold_vjp(*arguments, *results, arrays["dout"], dfinal, call=call)
         if plan.axis_name is not None:
-            dual, initial = _add_incoming(dual, initial, arguments[1:], call, plan.axis_name, reverse=True)
-        gradients = state_kernel.attend_vjp(*arguments, *results, states, dual, arrays["dout"], call=call)
+            dstates, initial = _add_incoming(
+                dstates, initial, arguments[1:], call, plan.axis_name, reverse=True
+            )
+        gradients = state_kernel.attend_vjp(*arguments, *results, states, dstates, arrays["dout"], call=call)
         gradients = gradients._asdict() | dict(zip(("kv", "norm"), initial))
-        return {name: gradients[name] for name in wanted}
+        return {name: gradients[name] for name in differentiable}
 
     arrays = rows._asdict() | saved | dict(zip(("dout", "final_kv", "final_norm"), rounded(cotangents)))
-    wanted = tuple(name for name, x in rows._asdict().items() if x is not None and name != "enters_state")
-    return (rows_of.Rows(**dict.fromkeys(rows_of.Rows._fields) | per_device(compute, arrays, wanted)),)
+    differentiable = tuple(
+        name for name, x in rows._asdict().items() if x is not None and name != "enters_state"
+    )
+    return (
+        rows_of.Rows(**dict.fromkeys(rows_of.Rows._fields) | per_device(compute, arrays, differentiable)),
+    )
 
 
 _chunked.defvjp(_chunked_fwd, _chunked_bwd)
@@ -264,8 +270,8 @@ def _spec(name, batch, head, time=None):
 def _over(names, spec):
     """Returns the spec restricted to the axes in `names`."""
     axes = ((part,) if isinstance(part, str) else part or () for part in spec)
-    kept = (tuple(axis for axis in part if axis in names) or None for part in axes)
-    return jax.sharding.PartitionSpec(*kept)
+    parts = (tuple(axis for axis in part if axis in names) or None for part in axes)
+    return jax.sharding.PartitionSpec(*parts)
 
 
 def _dividing(size, names, mesh):
@@ -273,10 +279,10 @@ def _dividing(size, names, mesh):
 
     Arrays are replicated over the other axes.
     """
-    taken = []
+    chosen = []
     for name in names:
         if size % mesh.shape[name]:
             break
         size //= mesh.shape[name]
-        taken.append(name)
-    return tuple(taken) or None
+        chosen.append(name)
+    return tuple(chosen) or None

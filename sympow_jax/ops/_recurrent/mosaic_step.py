@@ -124,11 +124,11 @@ def _fold_share(arrays, *, power, interpret):
     count = active.sum(dtype=jnp.int32)
     chosen_first = jnp.pad(jnp.argsort(~active, stable=True), (0, -len(active) % size))
 
-    def fold(block, held):
+    def fold(block, sums):
         chosen = jax.lax.dynamic_slice_in_dim(chosen_first, block * size, size).astype(jnp.int32)
         features = feature_maps.symmetric_power(jnp.moveaxis(key[chosen], 1, 2), power) * decay[chosen]
         left = count - block * size
-        return kernels.fold(*held, chosen, left, features, value[chosen], carry[chosen], interpret=interpret)
+        return kernels.fold(*sums, chosen, left, features, value[chosen], carry[chosen], interpret=interpret)
 
     blocks = (count + size - 1) // size
     kv, norm = jax.lax.fori_loop(jnp.int32(0), blocks, fold, (arrays["kv"], arrays["norm"]))

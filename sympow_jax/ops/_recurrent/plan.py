@@ -80,7 +80,9 @@ def make(
 ) -> Plan:
     """Checks the arguments of `power_attention`, which may be abstract, and decides how to compute them.
 
-    Raises ValueError or NotImplementedError, as `power_attention` documents.
+    Raises:
+        ValueError: as `power_attention`.
+        NotImplementedError: as `power_attention`.
     """
     sizes = arguments.check_attention(
         query,
@@ -303,7 +305,7 @@ def _check_per_channel(form, implementation, axis_name, *, more_keys) -> None:
         raise NotImplementedError(_ONE_DECAY_PER_HEAD)
     if axis_name is not None:
         raise NotImplementedError(
-            f"time is divided over the mesh axis {axis_name!r}, which needs one decay per key head, not one per value "
+            f"time is sharded over the mesh axis {axis_name!r}, which needs one decay per key head, not one per value "
             f"channel; leave out axis_name"
         )
     if implementation == "reference":
@@ -332,7 +334,7 @@ def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
         target.require_hopper()
         if division is not means.Division.POSITIVE:
             raise NotImplementedError(
-                "implementation 'mosaic_gpu' has even powers without turn as its only weights; use "
+                "implementation 'mosaic_gpu' supports only even powers without `rotate`; use "
                 "implementation='xla' for others"
             )
         # Pallas takes a second to import, so import it only if a kernel may run.
@@ -347,16 +349,16 @@ def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
 
 def _check_sharded_time(axis_name, implementation, *, more_keys, stateless) -> None:
     """Raises NotImplementedError, naming the constraint, for requests that need all of the time on one device."""
-    divided = f"time is divided over the mesh axis {axis_name!r}, which"
+    sharded = f"time is sharded over the mesh axis {axis_name!r}, which"
     if not stateless:
         raise NotImplementedError(
-            f"{divided} does not support states; leave out initial_state and return_state, or axis_name"
+            f"{sharded} does not support states; leave out initial_state and return_state, or axis_name"
         )
     if more_keys:
         raise NotImplementedError(
-            f"{divided} needs as many keys as queries; leave out a KV cache, or axis_name"
+            f"{sharded} needs equal numbers of keys and queries; leave out a KV cache, or axis_name"
         )
     if implementation == "reference":
         raise NotImplementedError(
-            f"{divided} implementation 'reference' cannot; use implementation='xla', or leave out axis_name"
+            f"{sharded} implementation 'reference' does not support; use implementation='xla', or leave out axis_name"
         )

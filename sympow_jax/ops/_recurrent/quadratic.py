@@ -42,24 +42,24 @@ def _sums(plan, query, key, value, log_decay, first):
 
     def row(_, i):
         q = pairs.cut(query, i)
-        near = _product(
-            plan, pairs.value(i + pairs.offset), pairs.weights(q, i + pairs.offset)[0] * pairs.near(i)
+        in_block = _product(
+            plan, pairs.value(i + pairs.offset), pairs.weights(q, i + pairs.offset)[0] * pairs.in_block(i)
         )
 
         def column(n, carry):
-            far, between = carry
+            earlier, between = carry
             j = i + pairs.offset - 1 - n
             weights, _ = pairs.weights(q, j)
-            far += _product(plan, pairs.value(j) * pairs.to_end(j, between), weights)
-            return far, between + pairs.total[j]
+            earlier += _product(plan, pairs.value(j) * pairs.to_end(j, between), weights)
+            return earlier, between + pairs.total[j]
 
-        far, _ = jax.lax.fori_loop(
+        earlier, _ = jax.lax.fori_loop(
             0,
             jnp.maximum(i + pairs.offset - first, 0),
             column,
-            (jnp.zeros_like(near), jnp.zeros_like(near, shape=())),
+            (jnp.zeros_like(in_block), jnp.zeros_like(in_block, shape=())),
         )
-        return None, near + pairs.from_start[i] * far
+        return None, in_block + pairs.from_start[i] * earlier
 
     _, out = jax.lax.scan(row, None, jnp.arange(query.shape[-1] // plan.chunk, dtype=jnp.int32))
     return layout.join_chunks(out)
@@ -79,20 +79,20 @@ def _sums_bwd(plan, residuals, dsums):
         q, d = pairs.cut(query, i), pairs.cut(dsums, i)
         diagonal = i + pairs.offset
         dquery, dkey, dvalue, dlog_row, dlog_column = pairs.vjp(
-            q, d, diagonal, pairs.value(diagonal), pairs.near(i)
+            q, d, diagonal, pairs.value(diagonal), pairs.in_block(i)
         )
         dkeys, dvalues = _add(carry[0], dkey, diagonal, block), _add(carry[1], dvalue, diagonal, block)
-        near = decays.sums_from(dlog_row) - decays.sums_from(dlog_column)
+        in_block = decays.sums_from(dlog_row) - decays.sums_from(dlog_column)
 
         def column(n, carry):
-            dquery_far, dkeys, dvalues, dlog_rows, dlog_columns, between = carry
+            dquery_earlier, dkeys, dvalues, dlog_rows, dlog_columns, between = carry
             j = diagonal - 1 - n
             scale = pairs.to_end(j, between)
             dq, dk, dv, dlog_row, dlog_column = pairs.vjp(
                 q, pairs.from_start[i] * d, j, pairs.value(j) * scale, None
             )
             return (
-                dquery_far + dq,
+                dquery_earlier + dq,
                 _add(dkeys, dk, j, block),
                 _add(dvalues, dv * scale, j, block),
                 dlog_rows + dlog_row,
@@ -108,7 +108,7 @@ def _sums_bwd(plan, residuals, dsums):
             jnp.zeros_like(dlog_column, shape=(len(pairs.total), block)),
             jnp.zeros_like(dlog_row, shape=()),
         )
-        dquery_far, dkeys, dvalues, dlog_rows, dlog_columns, _ = jax.lax.fori_loop(
+        dquery_earlier, dkeys, dvalues, dlog_rows, dlog_columns, _ = jax.lax.fori_loop(
             0, jnp.maximum(diagonal - first, 0), column, start
         )
         # Pairs that cross t: in the query's block those with a later query, in the key's block those with an earlier
@@ -119,8 +119,8 @@ def _sums_bwd(plan, residuals, dsums):
             + jnp.where(jnp.arange(len(by_column)) < diagonal, jnp.cumsum(by_column) - by_column, 0)[:, None]
         )
         crossing += decays.prefix_sums(dlog_columns) - dlog_columns
-        crossing = crossing.at[diagonal].add(near + decays.sums_from(dlog_rows))
-        return (dkeys, dvalues, crossing), dquery + dquery_far
+        crossing = crossing.at[diagonal].add(in_block + decays.sums_from(dlog_rows))
+        return (dkeys, dvalues, crossing), dquery + dquery_earlier
 
     start = (
         jnp.zeros_like(key, dtype),
@@ -163,7 +163,7 @@ class _Pairs:
     def value(self, j):
         return self.cut(self._value, j)
 
-    def near(self, i):
+    def in_block(self, i):
         """Returns the decay from each key to each query of the diagonal block, zero where the key is later."""
         coarse, fine = self.coarse[i + self.offset], self.fine[i + self.offset]
         between = (coarse[:, None] - coarse) + (fine[:, None] - fine)
@@ -177,15 +177,15 @@ class _Pairs:
         scores = jnp.einsum("gdq,dk->gqk", q, self.cut(self._key, j), precision=self.plan.precision)
         return jax.lax.integer_pow(scores, self.plan.power), scores
 
-    def vjp(self, q, d, j, value, near):
+    def vjp(self, q, d, j, value, decay):
         """Returns gradients of sum(d * value weights^T), and sums over keys and over queries of d/d(log weight)."""
         power, precision = self.plan.power, self.plan.precision
         key = self.cut(self._key, j)
         weights, scores = self.weights(q, j)
         dweights = jnp.einsum("geq,ek->gqk", d, value, precision=precision)
         slope = power * jax.lax.integer_pow(scores, power - 1)
-        if near is not None:
-            weights, slope = weights * near, slope * near
+        if decay is not None:
+            weights, slope = weights * decay, slope * decay
         dscores, dlog = dweights * slope, dweights * weights
         return (
             jnp.einsum("gqk,dk->gdq", dscores, key, precision=precision),

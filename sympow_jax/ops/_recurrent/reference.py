@@ -47,15 +47,15 @@ def _attention(plan, query, key, value, log_decay, segment_ids, state):
     tokens = _tokens(plan, key, value, log_decay, segment_ids, state)
     q_BKGTD = _by_group(query.astype(plan.dtype), key.shape[2])
     document = tokens.document
-    seen = (document[:, -time:, None] == document[:, None]) & tokens.valid[:, None]
+    visible = (document[:, -time:, None] == document[:, None]) & tokens.valid[:, None]
     steps = jnp.arange(document.shape[1])
-    seen &= steps[-time:, None] >= steps
+    visible &= steps[-time:, None] >= steps
 
     # Entry (i, j) is the sum of log decays over j < m <= i; each column starts its own sum.
     later = (steps[:, None] > steps)[:, :, None]
     log_BKXc = jnp.moveaxis(tokens.log_decay, 1, 2)
     between_BKTXc = jnp.cumsum(jnp.where(later, log_BKXc[:, :, :, None], 0), 2)[:, :, -time:]
-    decay_BKTXc = jnp.where(seen[:, None, :, :, None], jnp.exp(between_BKTXc), 0)
+    decay_BKTXc = jnp.where(visible[:, None, :, :, None], jnp.exp(between_BKTXc), 0)
     scores = jnp.einsum("bkgtd,bxkd->bkgtx", q_BKGTD, tokens.key, precision="highest")
     numerator, denominator = _weighted(scores**plan.power, decay_BKTXc, tokens.value)
 
@@ -110,8 +110,8 @@ def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
     out = _ungrouped(jnp.moveaxis(out, 0, 3)[..., -time:, :])
     if not plan.return_state:
         return out, None
-    kept = {name: getattr(empty, name) for name in ("keys", "values", "log_decays", "length")}
-    return out, power_state.PowerState(kv=kv, norm=norm, segment=tokens.last[1], **kept)
+    window = {name: getattr(empty, name) for name in ("keys", "values", "log_decays", "length")}
+    return out, power_state.PowerState(kv=kv, norm=norm, segment=tokens.last[1], **window)
 
 
 FORMS = {"attention": _attention, "recurrent": _recurrent}
@@ -136,11 +136,11 @@ def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:
     if state is not None:
         slots = state.keys.shape[1]
         in_use = jnp.arange(slots) < state.length[:, None]
-        held_decays = state.log_decays.reshape(batch, slots, kv_heads, channels)
-        held = (state.keys, state.values, held_decays)
-        arrays = [jnp.concatenate([x.astype(plan.dtype), y], 1) for x, y in zip(held, arrays)]
-        held_ids = jnp.where(in_use, before[:, None], -1)
-        segment_ids = jnp.concatenate([held_ids, segment_ids], 1)
+        window_decays = state.log_decays.reshape(batch, slots, kv_heads, channels)
+        window = (state.keys, state.values, window_decays)
+        arrays = [jnp.concatenate([x.astype(plan.dtype), y], 1) for x, y in zip(window, arrays)]
+        window_ids = jnp.where(in_use, before[:, None], -1)
+        segment_ids = jnp.concatenate([window_ids, segment_ids], 1)
 
     def count(carry, segment):
         current, number = carry
@@ -162,11 +162,11 @@ def _state_after(plan, tokens, state):
     of_last = tokens.valid & (tokens.document == number[:, None])
     # Number of tokens of the last document that follow each of its tokens.
     following = jnp.cumsum(of_last[:, ::-1], 1)[:, ::-1] - of_last
-    held, folded = of_last & (following < plan.exact_window), of_last & (following >= plan.exact_window)
+    in_window, folded = of_last & (following < plan.exact_window), of_last & (following >= plan.exact_window)
     # Decay from each token to the last folded one; decays of the window are left out.
-    log_decay = jnp.where(held[..., None, None], 0, tokens.log_decay)
-    behind = jnp.pad(log_decay[:, 1:], [(0, 0), (0, 1), (0, 0), (0, 0)])
-    decay_BXKc = jnp.exp(jnp.cumsum(behind[:, ::-1], 1)[:, ::-1])
+    log_decay = jnp.where(in_window[..., None, None], 0, tokens.log_decay)
+    later_decay = jnp.pad(log_decay[:, 1:], [(0, 0), (0, 1), (0, 0), (0, 0)])
+    decay_BXKc = jnp.exp(jnp.cumsum(later_decay[:, ::-1], 1)[:, ::-1])
     decay_BXKc = jnp.where(folded[..., None, None], decay_BXKc, 0)
     features = feature_maps.symmetric_power(tokens.key, plan.power)
     kv = jnp.einsum("bxkf,bxke->bkfe", features, tokens.value * decay_BXKc, precision="highest")
@@ -175,9 +175,9 @@ def _state_after(plan, tokens, state):
         old = jnp.where((number == 0)[:, None, None], jnp.exp(log_decay.sum(1)), 0)[:, :, None]
         old_norm = state.norm if plan.per_channel else state.norm[..., None]
         kv, norm = old * state.kv + kv, old * old_norm + norm
-    # Slot s holds the s-th of the held tokens.
-    place = jnp.where(held, jnp.cumsum(held, 1) - 1, -1)
-    chosen = (place[:, :, None] == jnp.arange(2 * plan.exact_window)).astype(plan.dtype)
+    # Slot s holds the s-th token of the window.
+    slot = jnp.where(in_window, jnp.cumsum(in_window, 1) - 1, -1)
+    chosen = (slot[:, :, None] == jnp.arange(2 * plan.exact_window)).astype(plan.dtype)
     slots = (
         jnp.einsum("bxs,bxkd->bskd", chosen, x, precision="highest")
         for x in (tokens.key, tokens.value, tokens.log_decay)
@@ -189,13 +189,13 @@ def _state_after(plan, tokens, state):
         keys=keys,
         values=values,
         log_decays=log_decays if plan.per_channel else log_decays[..., 0],
-        length=held.sum(1, dtype=jnp.int32),
+        length=in_window.sum(1, dtype=jnp.int32),
         segment=segment,
     )
 
 
 def _weighted(powers, decay_BKTXc, value):
-    """Returns sums over keys of weighted values and of weights, [B, K, G, T, E] and [B, K, G, T, c]."""
+    """Returns sums over keys: of weighted values [B, K, G, T, E] and of weights [B, K, G, T, c]."""
     weights = powers[..., None] * decay_BKTXc[:, :, None]
     if weights.shape[-1] == 1:
         numerator = jnp.einsum("bkgtx,bxke->bkgte", weights[..., 0], value, precision="highest")

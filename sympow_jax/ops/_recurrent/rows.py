@@ -67,8 +67,8 @@ def prepare(plan, query, key, value, log_decay, segment_ids, state) -> Prepared:
     order = None
     if ragged:
         # Move padding and empty slots to the end, so that windows and chunks count tokens only.
-        there = jnp.argsort(~valid, axis=1, stable=True)
-        order = there, jnp.argsort(there, axis=1)
+        tokens_first = jnp.argsort(~valid, axis=1, stable=True)
+        order = tokens_first, jnp.argsort(tokens_first, axis=1)
         arrays = {name: _permuted(x, *order) for name, x in arrays.items()}
     kv, norm = (None, None) if state is None else (state.kv, state.norm)
     return Prepared(Rows(**{"log_decay": None} | arrays, kv=kv, norm=norm), sequence, order)
@@ -136,7 +136,7 @@ def _unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
 
 
 @jax.custom_vjp
-def _permuted(x: Float[Array, "B X *rest"], order: Int[Array, "B X"], back: Int[Array, "B X"]):
+def _permuted(x: Float[Array, "B X *rest"], order: Int[Array, "B X"], inverse: Int[Array, "B X"]):
     """Returns x in the given order of positions; its gradient is also a gather, not a scatter."""
     return jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
 

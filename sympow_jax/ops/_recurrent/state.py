@@ -75,9 +75,9 @@ class PowerState:
     @classmethod
     def layout(cls, *, per_channel: bool = False) -> "PowerState":
         """Returns the axes of each array."""
-        held, channels = "B 2W K", " E" if per_channel else ""
-        decays = held + channels
-        return cls("B K F E", "B K F" + channels, held + " D", held + " E", decays, "B", "B")  # type: ignore[arg-type]
+        slots, channels = "B 2W K", " E" if per_channel else ""
+        decays = slots + channels
+        return cls("B K F E", "B K F" + channels, slots + " D", slots + " E", decays, "B", "B")  # type: ignore[arg-type]
 
     @property
     def exact_window(self) -> int:
@@ -165,9 +165,9 @@ class Sequence:
             if plan.axis_name is not None:
                 previous = documents.segment_before(segment_ids, plan.axis_name)
             start, valid, segment = documents.boundaries(segment_ids, previous)
-        held = jnp.arange(window["keys"].shape[1]) < length[:, None]
-        valid = jnp.concatenate([held, valid], 1)
-        start = jnp.concatenate([jnp.zeros_like(held), start], 1)
+        in_use = jnp.arange(window["keys"].shape[1]) < length[:, None]
+        valid = jnp.concatenate([in_use, valid], 1)
+        start = jnp.concatenate([jnp.zeros_like(in_use), start], 1)
 
         def joined(window, new):
             both = jnp.concatenate([window.astype(jnp.result_type(window, new)), new], 1)
@@ -198,16 +198,16 @@ class Sequence:
 
 def window_of(sequence: Sequence, exact_window: int, dtype) -> dict[str, Array]:
     """Returns the window fields of the state after `sequence`: its last min(W, length of the document) tokens."""
-    held = sequence.after < exact_window
+    in_window = sequence.after < exact_window
     # A stable sort brings the held tokens to the front in order of time; slots beyond them are zeroed.
-    order = jnp.argsort(~held, axis=1, stable=True)[:, : 2 * exact_window]
-    length = held.sum(1, dtype=jnp.int32)
+    order = jnp.argsort(~in_window, axis=1, stable=True)[:, : 2 * exact_window]
+    length = in_window.sum(1, dtype=jnp.int32)
     in_use = jnp.arange(2 * exact_window) < length[:, None]
 
     def slots(x):
-        taken = jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
-        taken = jnp.pad(taken, [(0, 0), (0, 2 * exact_window - taken.shape[1])] + [(0, 0)] * (x.ndim - 2))
-        return jnp.where(layout.with_rank(in_use, x.ndim), taken, 0).astype(dtype)
+        x = jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
+        x = jnp.pad(x, [(0, 0), (0, 2 * exact_window - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        return jnp.where(layout.with_rank(in_use, x.ndim), x, 0).astype(dtype)
 
     return {
         "keys": slots(sequence.key),

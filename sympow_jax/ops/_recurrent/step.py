@@ -88,7 +88,7 @@ def _appended(state, token, active):
     """Returns the state with a token in the next slot of the window, in the active rows."""
     # Written in place if the state is donated; writes to a slot beyond the window are dropped.
     slot = jnp.where(active, state.length, 2 * state.exact_window)
-    put = jax.vmap(lambda held, i, x: held.at[i].set(x[0], mode="drop"))
+    put = jax.vmap(lambda slots, i, x: slots.at[i].set(x[0], mode="drop"))
     fields = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
     return dataclasses.replace(state, **fields, length=state.length + active)
 
@@ -115,7 +115,7 @@ def _in_place_bwd(f, residuals, cotangent):
     active, state = residuals
 
     def conditional(state):
-        return jax.lax.cond(active.any(), functools.partial(f, active), lambda held: held, state)
+        return jax.lax.cond(active.any(), functools.partial(f, active), lambda unchanged: unchanged, state)
 
     return None, *jax.vjp(conditional, state)[1](cotangent)
 
@@ -129,7 +129,7 @@ def _emptied(active, state):
 
 
 def _read(plan, query, state):
-    """Attends with one query per head, [B, K, G, D] -> [B, K, G, E], to the window and the recurrent state."""
+    """Attends to the window and the recurrent state with one query per head: [B, K, G, D] -> [B, K, G, E]."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 2)
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
     weights = jax.lax.integer_pow(scores, plan.power) * decays.exp(decays.sums_after(log_decay))[:, :, None]
@@ -152,8 +152,10 @@ def _read_channels(plan, query, state):
     to_query = decays.exp(log_decay.sum(-1))[:, :, None]
 
     def sums(window, state_sums):
-        near = jnp.einsum("bkgw,bkew->bkge", scores, window, precision=plan.precision)
-        return near + to_query * jnp.einsum("bkgf,bkfe->bkge", phi, state_sums, precision=plan.precision)
+        from_window = jnp.einsum("bkgw,bkew->bkge", scores, window, precision=plan.precision)
+        return from_window + to_query * jnp.einsum(
+            "bkgf,bkfe->bkge", phi, state_sums, precision=plan.precision
+        )
 
     numerator = sums(decay * jnp.moveaxis(state.values, 1, 3), state.kv)
     return means.mean(numerator[..., None], sums(decay, state.norm)[..., None], -1)[..., 0]

@@ -133,9 +133,9 @@ def _sums(plan, query, sequence, state):
         )[..., :time]
     if state is None:
         return sums
-    far = functools.partial(context.sums_from_earlier_state, power, precision)
+    from_state = functools.partial(context.sums_from_earlier_state, power, precision)
     groups = _groups_of(state.kv, state.norm, key.shape[2], power)
-    return sums + jax.vmap(jax.vmap(far))(groups, query, decay)
+    return sums + jax.vmap(jax.vmap(from_state))(groups, query, decay)
 
 
 def _sums_of_last(query, sequence, decay, power, precision):
@@ -168,12 +168,12 @@ def _updated_state(plan, sequence, state):
 
 
 def _sums_from_edges(decay):
-    """Returns sums over the positions after each of the X + 1 edges of positions: [B, K, X] -> [B, K, X + 1]."""
+    """Returns the sum over the positions after each edge of a position: [B, K, X] -> [B, K, X + 1]."""
     return jnp.pad(jnp.cumsum(decay[..., ::-1], -1)[..., ::-1], [(0, 0), (0, 0), (0, 1)])
 
 
 def _keys_time_last(sequence):
-    """Returns keys [B, K, D, X], values with a row of ones [B, K, E+1, X], and decays [B, K, X]."""
+    """Returns keys [B, K, D, X], values with a row of ones [B, K, E+1, X] and decays [B, K, X]."""
     value = jnp.moveaxis(sequence.value, 1, 3)
     value = jnp.pad(value, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     decay = decays.bounded(sequence.log_decay, sequence.start[..., None])

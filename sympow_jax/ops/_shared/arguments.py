@@ -63,7 +63,8 @@ class Sizes(TypedDict):
 def to_arrays(**arguments) -> list[Any]:
     """Returns the arguments as JAX arrays, in order; None stays None.
 
-    Raises ValueError for arguments that are not arrays, and for segment ids that do not fit in int32.
+    Raises:
+        ValueError: an argument is not an array, or segment ids do not fit in int32.
     """
     return [None if x is None else to_array(name, x) for name, x in arguments.items()]
 
@@ -83,7 +84,8 @@ def to_shapes(**arguments) -> list[Any]:
 def to_array(name: str, x) -> jax.Array:
     """Returns a JAX or NumPy array as a JAX array.
 
-    Raises ValueError for anything else, and for segment ids that do not fit in int32.
+    Raises:
+        ValueError: it is not an array, or segment ids do not fit in int32.
     """
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ValueError(f"{name} is a {type(x).__name__}; it must be an array; pass jnp.asarray({name})")
@@ -170,8 +172,8 @@ def _check_decay(log_decay, per_head, per_value, per_channel: bool | None) -> No
     if not expected.get(log_decay.shape):
         by_head = f"{per_head}, one per token and key head"
         by_channel = f"{per_value}, one per value channel"
-        wanted = {False: by_head, True: by_channel, None: f"{by_head}, or {by_channel}"}[per_channel]
-        raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {wanted}")
+        shapes = {False: by_head, True: by_channel, None: f"{by_head}, or {by_channel}"}[per_channel]
+        raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {shapes}")
     check_floating("log_decay", log_decay)
 
 
@@ -259,7 +261,7 @@ def check_linear_state(
     value,
     *,
     power: int,
-    turned_dim: int | None,
+    rotated_dim: int | None,
     separate: bool,
 ) -> None:
     """Raises ValueError if the state's sizes or feature map do not match the arguments.
@@ -271,21 +273,21 @@ def check_linear_state(
         key: [..., K, D].
         value: [..., K, E].
         power: the degree of the feature map.
-        turned_dim: number of features after `turn`; None without one.
+        rotated_dim: number of features after `rotate`; None without one.
         separate: the denominator has a state of its own.
     """
     batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
     sizes = f"{batch}, {kv_heads}, {head_dim}, {value_dim}"
-    remedy = f"make it with LinearState.zeros({sizes}, turned_dim={turned_dim}, ...)"
+    remedy = f"make it with LinearState.zeros({sizes}, rotated_dim={rotated_dim}, ...)"
     if not isinstance(state, kind):
         raise ValueError(f"the state is a {type(state).__name__}; {remedy}")
     if separate != (state.denominator is not None):
         has = "no" if separate else "a"
         raise ValueError(
-            f"the state has {has} denominator of its own, unlike this turn and normalizer; {remedy}"
+            f"the state has {has} denominator of its own, which does not fit rotate and normalizer; {remedy}"
         )
     features = math.comb(head_dim + power - 1, power)
-    expected = {"numerator": (batch, kv_heads, turned_dim or features, value_dim)}
+    expected = {"numerator": (batch, kv_heads, rotated_dim or features, value_dim)}
     if separate:
         expected["denominator"] = (batch, kv_heads, features, 0)
     for name, shape in expected.items():

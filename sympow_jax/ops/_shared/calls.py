@@ -46,8 +46,8 @@ def op[**P, R](
         @functools.wraps(f)
         def call(plan, **arrays):
             spec = _Specs(layouts, arrays)
-            wanted = jax.tree.map(spec, outputs(plan))
-            return on_any_mesh(functools.partial(f, plan), arrays, wanted)
+            out_types = jax.tree.map(spec, outputs(plan))
+            return on_any_mesh(functools.partial(f, plan), arrays, out_types)
 
         return call
 

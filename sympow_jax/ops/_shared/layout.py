@@ -1,4 +1,4 @@
-"""Changes of layout: axes of size 1, time as the last axis, chunks of time, and the query heads of a key head."""
+"""Changes of layout: time as the last axis, chunks of time, query heads of a key head."""
 
 import jax.numpy as jnp
 

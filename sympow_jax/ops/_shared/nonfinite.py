@@ -33,7 +33,10 @@ class Finite(NamedTuple):
 
 
 def without_padding(segment_ids: Int[Array, "B S"] | None, *arrays: Array | None) -> list[Any]:
-    """Returns arrays [B, S, ...], or of the last tokens [B, T, ...], with zeros at padding; its gradients are zero."""
+    """Returns arrays with zeros at padding, whose gradients are then zero.
+
+    Arrays are [B, S, ...], or [B, T, ...] for the last tokens.
+    """
     if segment_ids is None:
         return list(arrays)
     valid = segment_ids >= 0
@@ -110,7 +113,7 @@ def restore(
 
 
 def restore_state(state: Any, finite: Finite) -> Any:
-    """Returns the state after the tokens, with its sums set to NaN if they include a bad token of its document."""
+    """Returns the state after the tokens, with NaN sums if they include a bad token of its document."""
     last = finite.reached[:, -1]
     sums = {
         name: jnp.where(layout.with_rank(last, x.ndim), jnp.nan, x)

@@ -1,4 +1,4 @@
-"""Arrays of 16 bits that stay what they are: XLA may otherwise compute with them as they were before their rounding."""
+"""Protects the rounding of 16-bit arrays, since XLA may otherwise compute with the values before it."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ __all__ = ["rounded"]
 
 
 def rounded(arrays):
-    """Returns a tree of arrays, those of 16 bits with the rounding that made them, in all that is computed from them.
+    """Returns a tree of arrays in which XLA cannot remove the rounding of 16-bit ones.
 
     XLA skips a conversion to 16 bits and back where it fuses both, which may be in one pass and not in the other. The
     backward pass divides the weights of its own scores by the forward pass's sum of weights. With other keys and

@@ -35,21 +35,21 @@ def is_hopper() -> bool:
     """
     if interpret() is not None:
         return True
-    found = device()
-    if hasattr(found, "compute_capability"):
-        return str(found.compute_capability).startswith("9.")
-    if found.device_kind:
-        return any(kind in found.device_kind for kind in _HOPPER_KINDS)
-    return found.platform == "gpu"
+    current = device()
+    if hasattr(current, "compute_capability"):
+        return str(current.compute_capability).startswith("9.")
+    if current.device_kind:
+        return any(kind in current.device_kind for kind in _HOPPER_KINDS)
+    return current.platform == "gpu"
 
 
 def require_hopper() -> None:
     """Raises NotImplementedError unless `is_hopper`."""
     if not is_hopper():
-        found = device()
+        current = device()
         raise NotImplementedError(
             f"implementation 'mosaic_gpu' needs a Hopper GPU (compute capability 9.x), "
-            f"not {found.device_kind or found.platform}"
+            f"not {current.device_kind or current.platform}"
         )
 
 

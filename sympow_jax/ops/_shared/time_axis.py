@@ -23,7 +23,7 @@ def from_left(tree, axis_name: str):
 def exclusive_prefix(combine: Callable, tree, axis_name: str, *, reverse: bool = False):
     """Returns the combination of the arrays of all devices before this one; zeros on the first.
 
-    `combine(far, near)` is associative and zeros are its identity; `near` comes from the devices closer to this one.
+    `combine(earlier, later)` is associative and zeros are its identity; in reverse, `later` comes from earlier devices.
     reverse: combine the arrays of all devices after this one.
 
     The scan is a shift by one, then shifts by 1, 2, 4, ... below P - 1. Each device sends its arrays 1 + ceil(log2(P -
@@ -46,14 +46,14 @@ def carried(step: Callable, initial, summary, axis_name: str, *, reverse: bool =
     reverse: run over the devices after this one, from the last.
     """
 
-    def taken(carry, of_device):
-        return step(carry, of_device), carry
+    def emit_carry(carry, shard):
+        return step(carry, shard), carry
 
-    shares = jax.lax.all_gather(summary, axis_name)
+    shards = jax.lax.all_gather(summary, axis_name)
     # Within `shard_map` with its checks, the carry must vary over the mesh axes from the start.
-    carry_type = jax.eval_shape(step, initial, jax.tree.map(lambda x: x[0], shares))
+    carry_type = jax.eval_shape(step, initial, jax.tree.map(lambda x: x[0], shards))
     initial = jax.tree.map(_as_varying, initial, carry_type)
-    _, before = jax.lax.scan(taken, initial, shares, reverse=reverse, unroll=8)
+    _, before = jax.lax.scan(emit_carry, initial, shards, reverse=reverse, unroll=8)
     index = jax.lax.axis_index(axis_name)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), before)
 
@@ -86,11 +86,12 @@ def by_heads(
     queries that makes P divide them, at most once per query head. If P does not divide the number of query heads
     either, heads of zeros pad the last device.
 
-    Raises NotImplementedError for more keys than queries.
+    Raises:
+        NotImplementedError: there are more keys than queries.
     """
     if key.shape[1] > query.shape[1]:
         raise NotImplementedError(
-            f"time is divided over the mesh axis {axis_name!r}, which needs as many keys as queries, not "
+            f"time is sharded over the mesh axis {axis_name!r}, which needs equal numbers of keys and queries, not "
             f"{key.shape[1]} and {query.shape[1]}; leave out a KV cache, or axis_name"
         )
     devices, heads, kv_heads = jax.lax.axis_size(axis_name), query.shape[2], key.shape[2]

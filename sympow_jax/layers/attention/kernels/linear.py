@@ -56,7 +56,7 @@ class LinearKernel(kernel.RecurrentKernel):
             self.head_dim,
             feature_map=attention.feature_map,
             power=attention.power,
-            turned_dim=self.rotated_dim,
+            rotated_dim=self.rotated_dim,
             normalizer=attention.normalizer,
             exact_window=attention.exact_window,
         )
@@ -105,7 +105,7 @@ class LinearKernel(kernel.RecurrentKernel):
         return {
             "power": attention.power,
             "feature_map": attention.feature_map,
-            "turn": rotate,
+            "rotate": rotate,
             "normalizer": attention.normalizer,
             "implementation": attention.implementation,
         }
