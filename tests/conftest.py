@@ -1,13 +1,20 @@
 """Settings of all tests."""
 
+import gc
 import os
+import pathlib
 
 import jax
 import pytest
 
+# XLA crashes at Linux's limit of 65,530 memory mappings; a module of the full grids adds up to 30,000.
+_MAPPINGS = 20_000
+
 
 def pytest_configure(config):
     """Reduces XLA's compilation effort, except for tests at real sizes, which use the default as users do."""
+    # Traces make many objects that stay: by default a third of the collections' time is spent on those.
+    gc.set_threshold(20_000, 20, 20)
     chosen = config.getoption("markexpr")
     if any(mark in chosen and f"not {mark}" not in chosen for mark in ("slow", "gpu")):
         return
@@ -17,8 +24,18 @@ def pytest_configure(config):
     )
 
 
+def pytest_collection_finish():
+    """Leaves modules, which live as long as the process, out of all later garbage collections."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _programs_of_one_module():
-    """Clears a module's compiled programs: they are memory mappings, and XLA crashes at Linux's limit of 65,530."""
+def _room_for_programs():
+    """Clears compiled programs once their memory mappings are many; until then modules share them."""
     yield
-    jax.clear_caches()
+    try:
+        mappings = pathlib.Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:  # only Linux has it
+        return
+    if mappings > _MAPPINGS:
+        jax.clear_caches()
