@@ -7,13 +7,13 @@ import pathlib
 import jax
 import pytest
 
-# XLA crashes at Linux's limit of 65,530 memory mappings; a module of the full grids adds up to 30,000.
+# XLA crashes at Linux's limit of 65,530 memory mappings; a program of an op with its gradients has 50 to 200.
 _MAPPINGS = 20_000
 
 
 def pytest_configure(config):
     """Reduces XLA's compilation effort, except for tests at real sizes, which use the default as users do."""
-    # Traces make many objects that stay: by default a third of the collections' time is spent on those.
+    # Traces make many objects that stay, which frequent collections visit in vain.
     gc.set_threshold(20_000, 20, 20)
     chosen = config.getoption("markexpr")
     if any(mark in chosen and f"not {mark}" not in chosen for mark in ("slow", "gpu")):
