@@ -1,12 +1,16 @@
 """Settings of all tests."""
 
+import gc
 import os
+import pathlib
 import shutil
 import tempfile
 
 import jax
 import pytest
 
+# XLA crashes at Linux's limit of 65,530 memory mappings; a program of an op with its gradients has 50 to 200.
+_MAPPINGS = 20_000
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _made: list[str] = []
 
@@ -21,6 +25,8 @@ def pytest_configure(config):
         os.environ[_CACHE] = _made[0]
     # The variable is for other processes; this one has imported JAX already.
     jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
+    # Traces make many objects that stay, which frequent collections visit in vain.
+    gc.set_threshold(20_000, 20, 20)
     chosen = config.getoption("markexpr")
     if any(mark in chosen and f"not {mark}" not in chosen for mark in ("slow", "gpu")):
         return
@@ -36,8 +42,18 @@ def pytest_unconfigure():
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def pytest_collection_finish():
+    """Leaves modules, which live as long as the process, out of all later garbage collections."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
-def _programs_of_one_module():
-    """Clears a module's compiled programs: they are memory mappings, and XLA crashes at Linux's limit of 65,530."""
+def _room_for_programs():
+    """Clears compiled programs once their memory mappings are many; until then modules share them."""
     yield
-    jax.clear_caches()
+    try:
+        mappings = pathlib.Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:  # only Linux has it
+        return
+    if mappings > _MAPPINGS:
+        jax.clear_caches()

@@ -147,7 +147,8 @@ def test_a_layer_streams_in_pieces(name):
     state = layer.init_state(BATCH, max_length=TIME)
     assert type(state.memory) is KERNELS[name].memory
     parts = []
-    for start, stop in ((0, 7), (7, 8), (8, TIME)):
+    # Pieces of two lengths, each of which compiles.
+    for start, stop in ((0, 10), (10, 11), (11, TIME)):
         out, state = call(layer, x[:, start:stop], SEGMENT_IDS[:, start:stop], state)
         parts.append(out)
     whole = nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, SEGMENT_IDS)

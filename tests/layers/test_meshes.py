@@ -17,9 +17,9 @@ from tests.layers import meshes
 
 VALUE_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
 OFTEN = [
-    "power/layer/explicit/jit",
+    "power/decoder/explicit/jit",
     "power/stream/shard_map/jit",
-    "power/decoder/explicit/eager",
+    "power/layer/explicit/eager",
     "table/decoder/time/jit",
     "linear/encoder/explicit/jit",
     "softmax/images/explicit/jit",

@@ -57,7 +57,7 @@ def power(form, **options):
     """Returns the op from a state to a state."""
     options |= {} if form == "recurrent" else {"chunk_size": 8}
     call = functools.partial(ops.power_attention, form=form, exact_window=WINDOW, **options)
-    state = call(**drawn(11, seed=1), return_state=True)[1]
+    state = jax.jit(functools.partial(call, return_state=True))(**drawn(11, seed=1))[1]
     layouts = LAYOUTS | {"initial_state": ops.PowerState.layout()}
     return (
         functools.partial(call, return_state=True),
@@ -75,9 +75,8 @@ def plain(form):
 
 def power_step(tokens):
     """Returns a step after `tokens` tokens; for some values the window is full."""
-    state = ops.power_attention(
-        **drawn(tokens, seed=1), exact_window=WINDOW, return_state=True, form="chunked"
-    )[1]
+    call = functools.partial(ops.power_attention, exact_window=WINDOW, return_state=True, form="chunked")
+    state = jax.jit(call)(**drawn(tokens, seed=1))[1]
     layouts = STEP | {"state": ops.PowerState.layout()}
     arguments = last(drawn()) | {"state": state}
     return ops.power_attention_step, arguments, layouts, (STEP_OUT, ops.PowerState.layout())
@@ -90,7 +89,7 @@ def channel_gated():
         arrays = drawn(**options)
         return arrays | {"log_decay": arrays["log_decay"][..., None] * (1 + arrays["value"] ** 2)}
 
-    state = call(**arguments(time=11, seed=1))[1]
+    state = jax.jit(call)(**arguments(time=11, seed=1))[1]
     layouts = LAYOUTS | {"log_decay": "B S K E", "initial_state": ops.PowerState.layout(per_channel=True)}
     return (
         call,
@@ -102,7 +101,7 @@ def channel_gated():
 
 def channel_gated_step():
     call, arguments, layouts, (_, state_layout) = channel_gated()
-    state = call(**arguments)[1]
+    state = jax.jit(call)(**arguments)[1]
     arrays = last({name: x for name, x in arguments.items() if name != "initial_state"})
     layouts = STEP | {"log_decay": "B K E", "state": state_layout}
     return ops.power_attention_step, arrays | {"state": state}, layouts, (STEP_OUT, state_layout)
@@ -128,7 +127,7 @@ def linear():
         count = jnp.cumsum(jnp.ones_like(arrays["segment_ids"]), 1)
         return arrays | {"positions": count}
 
-    state = call(**arguments(time=11, seed=1))[1]
+    state = jax.jit(call)(**arguments(time=11, seed=1))[1]
     layouts = LAYOUTS | {"positions": "B T", "initial_state": ops.LinearState.layout(separate=True)}
     outputs = OUT, ops.LinearState.layout(separate=True)
     return call, arguments() | {"initial_state": state}, layouts, outputs
@@ -136,7 +135,7 @@ def linear():
 
 def linear_step():
     call, arguments, _, (_, state_layout) = linear()
-    state = call(**arguments)[1]
+    state = jax.jit(call)(**arguments)[1]
     arrays = last({name: x for name, x in arguments.items() if name not in ("initial_state", "positions")})
     arrays["positions"] = arguments["positions"][:, -1:]
     layouts = STEP | {"positions": "B T", "state": state_layout}
@@ -256,6 +255,7 @@ WAYS = (
     "Explicit jit",
     "Explicit eager",
     "Explicit without a mesh in scope",
+    "Explicit jit without a mesh in scope",
     "shard_map jit",
     "shard_map eager",
     "shard_map jit check_vma=False",
@@ -263,8 +263,8 @@ WAYS = (
 )
 
 
-# Both types of mesh axes.
-FEW = "Explicit jit", "shard_map jit", "Explicit without a mesh in scope"
+# Both types of mesh axes; eager calls compile each of their operations.
+FEW = "Explicit jit", "shard_map jit", "Explicit jit without a mesh in scope"
 
 
 def spec_of(layout):

@@ -58,37 +58,62 @@ BIDIRECTIONAL = {
 EVERY = POWER | OTHERS | BIDIRECTIONAL
 
 
-def drawn() -> dict[str, jax.Array]:
+def drawn() -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
 
     def normal(heads, width):
-        return jnp.asarray(random.normal(size=(2, TIME, heads, width)), jnp.float32)
+        return random.normal(size=(2, TIME, heads, width)).astype("float32")
 
     return {
         "query": normal(4, 4),
         "key": normal(2, 4),
         "value": normal(2, 3),
-        "log_decay": -0.1 * jnp.abs(normal(2, 1)[..., 0]),
+        "log_decay": -np.float32(0.1) * np.abs(normal(2, 1)[..., 0]),
     }
 
 
-@functools.cache
-def run(name, packed):
-    @jax.jit
-    def call(arrays):
-        options = {"segment_ids": jnp.asarray(SEGMENTS)} if packed else {}
-        return EVERY[name](
-            arrays["query"], arrays["key"], arrays["value"], log_decay=arrays["log_decay"], **options
-        )
+def changed(array, place, number) -> np.ndarray:
+    """Returns a copy with the number at a place."""
+    array = array.copy()
+    array[place] = number
+    return array
 
-    return call
+
+@functools.cache
+def run(name):
+    """Returns the compiled op for one document, which is no `segment_ids`."""
+    return jax.jit(
+        lambda arrays: EVERY[name](
+            *(arrays[x] for x in ("query", "key", "value")), log_decay=arrays["log_decay"]
+        )
+    )
+
+
+@functools.cache
+def outputs_and_gradients(name):
+    """Returns the compiled op for documents, with gradients of a weighted sum of its outputs."""
+
+    def loss(arrays, segments):
+        out = EVERY[name](
+            *(arrays[x] for x in ("query", "key", "value")),
+            log_decay=arrays["log_decay"],
+            segment_ids=segments,
+        )
+        return (out * jnp.arange(out.shape[1])[:, None, None]).sum(), out
+
+    return jax.jit(jax.grad(loss, has_aux=True))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("name", EVERY)
 def test_nonfinite_tokens_reach_only_tokens_that_attend_to_them(name, packed):
+    def outputs(arrays):
+        if packed:
+            return np.asarray(outputs_and_gradients(name)(arrays, SEGMENTS)[1])
+        return np.asarray(run(name)(arrays))
+
     arrays = drawn()
-    clean = np.asarray(run(name, packed)(arrays))
+    clean = outputs(arrays)
     end = -(-BAD // DOCUMENT) * DOCUMENT if packed else TIME
     begin = BAD if name not in BIDIRECTIONAL else end - DOCUMENT if packed else 0
     for array in ("query", "key", "value", "log_decay"):
@@ -97,8 +122,7 @@ def test_nonfinite_tokens_reach_only_tokens_that_attend_to_them(name, packed):
         for number in (np.nan, np.inf):
             if (array, number) == ("log_decay", np.inf) and "softmax" in name:
                 continue  # counts as no decay
-            bad = arrays | {array: arrays[array].at[0, BAD, 1].set(number)}
-            out = np.asarray(run(name, packed)(bad))
+            out = outputs(arrays | {array: changed(arrays[array], (0, BAD, 1), number)})
             heads = slice(1, 2) if array == "query" else slice(2, 4)
             seen = np.zeros((2, TIME, 4), bool)
             seen[0, slice(BAD, BAD + 1) if array == "query" else slice(begin, end), heads] = True
@@ -114,67 +138,81 @@ def test_padding_may_hold_anything(name):
     padding[0, BAD : BAD + 9] = padding[1, 30:] = padding[1, 0] = True
     segments[padding] = -1
 
-    @jax.jit
-    def outputs_and_gradients(arrays):
-        def loss(arrays):
-            out = EVERY[name](
-                *(arrays[x] for x in ("query", "key", "value")),
-                log_decay=arrays["log_decay"],
-                segment_ids=jnp.asarray(segments),
-            )
-            return (out * jnp.arange(out.shape[1])[:, None, None]).sum(), out
-
-        return jax.grad(loss, has_aux=True)(arrays)
-
     def padded(number):
-        return {
-            k: jnp.where(padding.reshape(padding.shape + (1,) * (x.ndim - 2)), number, x)
-            for k, x in drawn().items()
-        }
+        return {k: changed(x, padding, number) for k, x in drawn().items()}
 
-    expected = outputs_and_gradients(padded(0))
+    expected = outputs_and_gradients(name)(padded(0), segments)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
     assert (np.asarray(expected[1])[padding] == 0).all()
     for number in (np.nan, np.inf):
-        jax.tree.map(np.testing.assert_array_equal, outputs_and_gradients(padded(number)), expected)
+        actual = outputs_and_gradients(name)(padded(number), segments)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+# Ops with their empty states.
 RECURRENT = {
-    "power attention": functools.partial(ops.power_attention, form="attention", exact_window=4),
-    "power chunked": functools.partial(ops.power_attention, form="chunked", exact_window=4, chunk_size=8),
-    "linear": functools.partial(ops.linear_attention, exact_window=4, chunk_size=8),
-    "channels": OTHERS["channels"],
+    "power attention": (
+        functools.partial(ops.power_attention, form="attention", exact_window=4),
+        ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4),
+    ),
+    "power chunked": (
+        functools.partial(ops.power_attention, form="chunked", exact_window=4, chunk_size=8),
+        ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4),
+    ),
+    "linear": (
+        functools.partial(ops.linear_attention, exact_window=4, chunk_size=8),
+        ops.LinearState.zeros(2, 2, 4, 3, exact_window=4),
+    ),
+    "channels": (
+        OTHERS["channels"],
+        ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4, per_channel=True),
+    ),
 }
+
+
+@functools.cache
+def with_state(name):
+    """Returns the compiled op from a state or None to outputs and a state."""
+
+    @jax.jit
+    def call(arrays, segments, state):
+        return RECURRENT[name][0](
+            *(arrays[k] for k in ("query", "key", "value")),
+            log_decay=arrays["log_decay"],
+            segment_ids=segments,
+            initial_state=state,
+            return_state=True,
+        )
+
+    return call
 
 
 @pytest.mark.parametrize("array", ["key", "value"])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_nan_stays_in_the_state_until_its_document_ends(name, array):
-    arrays, segments = drawn(), jnp.asarray(SEGMENTS)
-    bad = arrays | {array: arrays[array].at[0, BAD, 1, 2].set(np.nan)}
-    call = jax.jit(functools.partial(RECURRENT[name], return_state=True))
+    arrays, half = drawn(), TIME // 2
+    # The second document continues in the second half, so that both halves are one compiled function.
+    begin, end = half - 6, half + 6
+    segments = (SEGMENTS + (np.arange(TIME) % DOCUMENT >= DOCUMENT // 2)).astype(np.int32)
 
     def part(arrays, begin, end, state=None):
         cut = {k: x[:, begin:end] for k, x in arrays.items()}
-        out, state = call(
-            *(cut[k] for k in ("query", "key", "value")),
-            log_decay=cut["log_decay"],
-            segment_ids=segments[:, begin:end],
-            **({} if state is None else {"initial_state": state}),
-        )
+        out, state = with_state(name)(cut, segments[:, begin:end], state)
         return np.asarray(out), state
 
     clean, _ = part(arrays, 0, TIME)
-    whole, last = part(bad, 0, TIME)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(last))
-    for cut in (BAD + 1, BAD + 5):
-        first, state = part(bad, 0, cut)
-        rest, _ = part(bad, cut, TIME, state)
+    for bad_token in (half - 1, half - 5):
+        bad = arrays | {array: changed(arrays[array], (0, bad_token, 1, 2), np.nan)}
+        whole, last = part(bad, 0, TIME)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(last))
+        first, state = part(bad, 0, half, RECURRENT[name][1])
+        rest, _ = part(bad, half, TIME, state)
         np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-5, atol=1e-6)
-    nan = np.isnan(whole)
-    assert nan[0, BAD:24, 2:].all()
-    assert nan.sum() == nan[0, BAD:24, 2:].size
-    np.testing.assert_allclose(whole[~nan], clean[~nan], rtol=1e-5, atol=1e-6)
+        nan = np.isnan(whole)
+        assert begin < bad_token < end
+        assert nan[0, bad_token:end, 2:].all()
+        assert nan.sum() == nan[0, bad_token:end, 2:].size
+        np.testing.assert_allclose(whole[~nan], clean[~nan], rtol=1e-5, atol=1e-6)
 
 
 STEPS = {
@@ -186,7 +224,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_give_nan_until_the_document_ends(name):
     arrays = drawn()
-    arrays["key"] = arrays["key"].at[0, BAD, 1, 2].set(np.nan)
+    arrays["key"] = changed(arrays["key"], (0, BAD, 1, 2), np.nan)
     step, state = STEPS[name]
 
     def advance(state, token):
@@ -208,11 +246,9 @@ def test_steps_give_nan_until_the_document_ends(name):
 
 def test_more_keys_than_queries():
     arrays = drawn()
-    arrays["key"] = arrays["key"].at[0, BAD, 1].set(np.nan)
+    arrays["key"] = changed(arrays["key"], (0, BAD, 1), np.nan)
     for name in ("power xla attention", "softmax", "expressive", "expressive reference"):
-        out = EVERY[name](
-            arrays["query"][:, -40:], *(arrays[k] for k in ("key", "value")), log_decay=arrays["log_decay"]
-        )
+        out = run(name)(arrays | {"query": arrays["query"][:, -40:]})
         nan = np.isnan(out)
         assert nan[0, BAD - 8 :, 2:].all()
         assert nan.sum() == nan[0, BAD - 8 :, 2:].size
@@ -220,10 +256,11 @@ def test_more_keys_than_queries():
 
 def test_minus_infinity_is_a_decay():
     arrays = drawn()
-    decay = arrays["log_decay"].at[0, BAD].set(-np.inf)
     for name in ("power xla attention", "power xla chunked", "power reference recurrent"):
-        forgets = run(name, False)(arrays | {"log_decay": decay})
-        starts = run(name, False)(arrays | {"log_decay": arrays["log_decay"].at[0, BAD].set(-1e4)})
+        forgets, starts = (
+            run(name)(arrays | {"log_decay": changed(arrays["log_decay"], (0, BAD), number)})
+            for number in (-np.inf, -1e4)
+        )
         np.testing.assert_allclose(forgets, starts, rtol=1e-5)
 
 
@@ -231,12 +268,8 @@ def test_a_nonfinite_state_does_not_affect_other_rows():
     state = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)
     state = dataclasses.replace(state, kv=state.kv.at[0, 1].set(np.nan), segment=state.segment.at[:].set(0))
     arrays = drawn()
-    out = ops.power_attention(
-        *(arrays[k] for k in ("query", "key", "value")),
-        segment_ids=jnp.asarray(SEGMENTS),
-        initial_state=state,
-        exact_window=4,
-    )
+    call = jax.jit(functools.partial(ops.power_attention, exact_window=4))
+    out = call(*(arrays[k] for k in ("query", "key", "value")), segment_ids=SEGMENTS, initial_state=state)
     nan = np.isnan(out)
     assert nan[0, :DOCUMENT, 2:].all()
     assert nan.sum() == nan[0, :DOCUMENT, 2:].size

@@ -59,18 +59,34 @@ def over_time(f, devices, arrays, out=None):
 def outputs_and_gradients(f, arrays, dout):
     """Returns f's output and gradients with respect to all arrays except segment ids."""
     fixed = {name: x for name, x in arrays.items() if name == "segment_ids"}
+    varied = {name: x for name, x in arrays.items() if name not in fixed and x is not None}
+    return jax.device_get(_compiled(f)(varied, fixed, dout))
+
+
+@functools.cache
+def _compiled(f):
+    def loss(varied, fixed, dout):
+        out = f(varied | fixed)
+        return (out * dout).sum(dtype=jnp.promote_types(out.dtype, jnp.float32)), out
 
     @jax.jit
-    def run(varied):
-        def loss(varied):
-            out = f(varied | fixed)
-            return (out * dout).sum(dtype=jnp.promote_types(out.dtype, jnp.float32)), out
-
-        gradients, out = jax.grad(loss, has_aux=True)(varied)
+    def run(varied, fixed, dout):
+        gradients, out = jax.grad(loss, has_aux=True)(varied, fixed, dout)
         return {"out": out} | gradients
 
-    varied = {name: x for name, x in arrays.items() if name not in fixed and x is not None}
-    return jax.device_get(run(varied))
+    return run
+
+
+@functools.cache
+def _on_devices(op, devices, names):
+    """Returns the op as a function of the named arrays, with time sharded over devices if there are several."""
+
+    def call(axis_name, arrays):
+        return op(**arrays, axis_name=axis_name)
+
+    return (
+        functools.partial(call, None) if devices == 1 else over_time(call, devices, dict.fromkeys(names, 0))
+    )
 
 
 def compare(drawn, formula, runs):
@@ -78,11 +94,7 @@ def compare(drawn, formula, runs):
 
     def run(op, devices, dtype):
         arrays = {name: x if name == "segment_ids" else jnp.asarray(x, dtype) for name, x in present.items()}
-
-        def call(axis_name, arrays):
-            return op(**arrays, axis_name=axis_name)
-
-        f = functools.partial(call, None) if devices == 1 else over_time(call, devices, arrays)
+        f = _on_devices(op, devices, tuple(arrays))
         return outputs_and_gradients(f, arrays, jnp.asarray(drawn["dout"], dtype))
 
     present = {name: x for name, x in drawn.items() if x is not None and name != "dout"}

@@ -7,7 +7,9 @@ their sums may differ.
 import contextlib
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
@@ -40,22 +42,29 @@ def update(key, value, carry, start, *, layout, config, chunk, terms, interpret)
     """Computes `update.update`."""
     heads, chunks = carry.shape
     segments, value_dim = config.segments, value.shape[1]
-    key, value = (_in_chunks(x, chunk) for x in (key, value))
     start = jnp.swapaxes(start, 2, 3).reshape(heads, layouts.TILE, value_dim, layout.width)
     each = -(-chunks // segments)
-    states, finals = [], []
-    for segment in range(segments):
-        state = start if segment == 0 else jnp.zeros_like(start)
-        for c in range(segment * each, min((segment + 1) * each, chunks)):
-            states.append(preparation.split(state, key.dtype, terms))
-            # [H, 16, P, C] times [H, E, C]; each product of two entries is rounded once.
-            scalar, vector = key[:, c, layout.indices[..., 0]], key[:, c, layout.indices[..., 1]]
-            scaled = (value[:, c, None, None] * scalar[:, :, :, None]).astype(key.dtype)
-            new = jnp.einsum("hjpex,hjpx->hjep", scaled, vector, preferred_element_type=jnp.float32)
-            state = carry[:, c, None, None, None] * state + new
-        finals.append(state)
-    finals = jnp.stack(finals, 1).reshape(heads, segments, *start.shape[1:3], layout.sections, -1)
-    return jnp.stack(states, 1), jnp.swapaxes(finals, 3, 4)
+
+    def step(state, inputs):
+        key, value, carry, begins = inputs
+        state = jnp.where(begins, 0, state)
+        # [H, 16, P, C] times [H, E, C]; each product of two entries is rounded once.
+        scalar, vector = key[:, layout.indices[..., 0]], key[:, layout.indices[..., 1]]
+        scaled = (value[:, None, None] * scalar[:, :, :, None]).astype(key.dtype)
+        new = jnp.einsum("hjpex,hjpx->hjep", scaled, vector, preferred_element_type=jnp.float32)
+        after = carry[:, None, None, None] * state + new
+        return after, (preparation.split(state, key.dtype, terms), after)
+
+    by_chunk = (_in_chunks(key, chunk), _in_chunks(value, chunk), carry)
+    by_chunk = tuple(jnp.moveaxis(x, 1, 0) for x in by_chunk)
+    # Segments after the first begin with zeros.
+    begins = (np.arange(chunks) % each == 0) & (np.arange(chunks) > 0)
+    _, (states, after) = jax.lax.scan(step, start, (*by_chunk, begins))
+    begin = np.arange(segments) * each
+    finals = jnp.moveaxis(after[np.minimum(begin + each, chunks) - 1], 0, 1)
+    finals = jnp.where((begin < chunks)[:, None, None, None], finals, 0)
+    finals = finals.reshape(heads, segments, *start.shape[1:3], layout.sections, -1)
+    return jnp.moveaxis(states, 0, 1), jnp.swapaxes(finals, 3, 4)
 
 
 def norms(key, weights, *, interpret):
@@ -92,27 +101,28 @@ def query_states(
 ):
     """Computes `query.query_states`."""
     heads, time, head_dim = query.shape
-    group, value_dim = heads // len(key), value.shape[-1]
-    out, total = [], []
-    for head in range(heads):
-        held = head // group
-        for c in range(time // chunk):
-            own, seen = slice(c * chunk, (c + 1) * chunk), slice(c * chunk, (c + 1) * chunk + exact_window)
-            scalar = scalars[head, :, own].T
-            features = scalar[:, layout.indices[..., 0]] * layout.weights.astype(scalar.dtype)
-            features = (features * scalar[:, layout.indices[..., 1]]).astype(jnp.float32)
-            state = state_vjp.whole(states[held, c].astype(jnp.float32), value_dim)
-            matrix = state_vjp.whole(norm[held, c].astype(jnp.float32), head_dim)
-            q, k, v = (x.astype(jnp.float32) for x in (query[head, own], key[held, seen], value[held, seen]))
-            factor = scale[held].reshape(-1)[own]
-            scores, gamma = state_vjp.pairs(q, k, decay[held, c], exact_window)
-            weights = gamma * scores**2
-            sums = factor[:, None] * jnp.einsum("xjp,jep->xe", features, state) + weights @ v
-            total.append(factor * ((q @ matrix) * q).sum(1) + weights.sum(1))
-            out.append(jnp.where(total[-1][:, None] > 0, sums / total[-1][:, None], 0))
-    shape = (heads, time)
-    out = jnp.concatenate(out).reshape(*shape, -1).astype(value.dtype)
-    return as_arguments(out, batch_time), jnp.concatenate(total).reshape(shape)
+    group, value_dim, shape = heads // len(key), value.shape[-1], (time // chunk, chunk)
+    seen = np.arange(time // chunk)[:, None] * chunk + np.arange(chunk + exact_window)
+    states = state_vjp.whole(states.astype(jnp.float32), value_dim)
+    norm = state_vjp.whole(norm.astype(jnp.float32), head_dim)
+    scale = scale.reshape(len(scale), -1)[:, :time].reshape(len(scale), *shape)
+
+    def one(query, scalar, state, matrix, key, value, decay, factor):
+        features = scalar[:, layout.indices[..., 0]] * layout.weights.astype(scalar.dtype)
+        features = (features * scalar[:, layout.indices[..., 1]]).astype(jnp.float32)
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        scores, gamma = state_vjp.pairs(query, key, decay, exact_window)
+        weights = gamma * scores**2
+        sums = factor[:, None] * jnp.einsum("xjp,jep->xe", features, state) + weights @ value
+        total = factor * ((query @ matrix) * query).sum(1) + weights.sum(1)
+        return jnp.where(total[:, None] > 0, sums / total[:, None], 0), total
+
+    shared = (states, norm, key[:, seen], value[:, seen], decay, scale)
+    shared = [jnp.repeat(x, group, 0) for x in shared]
+    each = [x.reshape(heads, *shape, -1) for x in (query, jnp.swapaxes(scalars, 1, 2))]
+    out, total = jax.vmap(jax.vmap(one))(*each, *shared)
+    out = out.reshape(heads, time, -1).astype(value.dtype)
+    return as_arguments(out, batch_time), total.reshape(heads, time)
 
 
 def as_arguments(x, batch_time, before=0):

@@ -4,6 +4,7 @@ They run in seconds, where interpreting the kernels takes minutes, and cover lay
 normalizers.
 """
 
+import jax
 import pytest
 
 from tests.ops import cases
@@ -16,6 +17,11 @@ from tests.pallas_kernels import test_power_state_quartic as interpreted
 def _without_kernels():
     with plain.kernels():
         yield
+
+
+def run_compiled(drawn, **options):
+    """Runs the code around the kernels as one program, which compiles faster than each of its operations."""
+    return jax.jit(lambda: states.run_kernels(drawn, **options))()
 
 
 CASES = [
@@ -35,7 +41,7 @@ CASES = [
 def test_output_and_state(case, chunk):
     drawn = states.drawn_case(case, kv_heads=2 if case.head_dim == 16 else 1)
     expected = states.formula(drawn, power=4)
-    out, _, _ = states.run_kernels(drawn, chunk=chunk, power=4)
+    out, _, _ = run_compiled(drawn, chunk=chunk, power=4)
     assert cases.error(out, expected) <= 1.2 * interpreted.error_of_plain(drawn, chunk, expected)
 
 
@@ -45,13 +51,13 @@ def test_states_in_and_out():
     drawn = states.drawn_case(case, kv_heads=2)
     cut = 150
     first = {name: None if x is None else x[:, :cut] for name, x in drawn.items()}
-    _, _, state = states.run_kernels(first, chunk=64, power=4)
+    _, _, state = run_compiled(first, chunk=64, power=4)
     _, wanted = states.formula(first, power=4, return_state=True)
     for actual, expected in zip(state, (wanted.kv, wanted.norm), strict=True):
         assert cases.error(actual, expected) <= interpreted.STATE_ERROR
 
     rest = {name: None if x is None else x[:, cut - 64 :] for name, x in drawn.items()}
-    out, _, _ = states.run_kernels(rest, chunk=64, power=4, initial_state=state)
+    out, _, _ = run_compiled(rest, chunk=64, power=4, initial_state=state)
     expected = states.formula(drawn, power=4)
     bound = 1.2 * interpreted.error_of_plain(drawn, 64, expected)
     assert cases.error(out, expected[:, cut - 64 :]) <= bound
