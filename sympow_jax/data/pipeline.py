@@ -2,13 +2,15 @@
 
 import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import grain
 import numpy as np
 
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents, examples, longcrawl64, masking, rows, shuffle, text, tokens
+
+if TYPE_CHECKING:
+    import grain
 
 __all__ = [
     "batches",
@@ -75,7 +77,7 @@ def _open(
 
 def train_dataset(
     config: config_lib.DataConfig, *, task: config_lib.TaskConfig | None = None, vocab_size: int
-) -> grain.MapDataset:
+) -> "grain.MapDataset":
     """Returns the training rows of a task, shuffled anew each epoch and repeated indefinitely.
 
     The default task is to predict the next token. Element i is a function of i, the data, `config.seed` and the task
@@ -95,14 +97,16 @@ def train_dataset(
     task = task or config_lib.TaskConfig()
     dataset = _open(config, task, vocab_size=vocab_size, heldout=False)
     order = shuffle.Shuffle(len(dataset), block=dataset.together, seed=config.seed)
+    import grain  # only here, because it would delay the start of programs that do not train
+
     return grain.MapDataset.range(_ENDLESS).map(
         lambda draw: dataset.row(order(draw), (config.seed, int(draw), _TRAINING))
     )
 
 
 def batches(
-    dataset: grain.MapDataset, batch_size: int, *, share: int = 0, shares: int = 1
-) -> grain.MapDataset:
+    dataset: "grain.MapDataset", batch_size: int, *, share: int = 0, shares: int = 1
+) -> "grain.MapDataset":
     """Returns shard `share` of every batch, its rows stacked.
 
     A batch is divided into `shares` equal shards, in the order of its rows. Batch i is the rows from i * batch_size,

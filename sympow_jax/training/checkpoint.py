@@ -441,8 +441,9 @@ def _quiet() -> Iterator[None]:
         with warnings.catch_warnings(action="ignore"):
             try:
                 yield
-            finally:
+            except BaseException:
                 gc.collect()
+                raise
     finally:
         logging.disable(logging.NOTSET)
         sys.unraisablehook = hook

@@ -1,5 +1,6 @@
 """Tests of Weights & Biases, with a stand-in module."""
 
+import dataclasses
 import importlib.machinery
 import json
 import sys
@@ -51,7 +52,9 @@ def wandb(monkeypatch):
 def test_one_run_for_all_starts(tmp_path, with_training, wandb):
     folder = tmp_path / "run"
     for steps in (4, 8):
-        assert train.train(with_training(steps=steps, log_every=2, wandb_project="papers"), folder) == 0
+        settings = with_training(steps=steps, log_every=2, wandb_project="papers")
+        settings = dataclasses.replace(settings, evaluation=dataclasses.replace(settings.evaluation, every=2))
+        assert train.train(settings, folder) == 0
     first, second = wandb.runs
     assert first.id == second.id == json.loads((folder / "wandb.json").read_text())["id"]
     assert [values["step"] for values in first.logged] == [2, 4]
