@@ -33,7 +33,7 @@ from sympow_jax.commands import command_line
 from sympow_jax.commands import train as train_lib
 from sympow_jax.config import serialize
 from sympow_jax.evaluation import figures, report, workdirs
-from sympow_jax.training import cli, sharding, workdir
+from sympow_jax.training import cli, machine, sharding, workdir
 
 __all__ = [
     "Options",
@@ -323,9 +323,8 @@ def train_all(options: Options, runs: Mapping[str, config.Config]) -> list[pathl
     Raises:
         ValueError: `train.train` raised it, or the folders have runs on different data.
     """
-    if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]  # a flag that JAX defines
-        # Runs with different seeds compile the same programs.
-        jax.config.update("jax_compilation_cache_dir", str(options.runs / "compilation_cache"))
+    # Runs with different seeds compile the same programs.
+    machine.cache_programs()
     folders = [options.runs / name for name in runs]
     for number, (folder, wanted) in enumerate(zip(folders, runs.values()), start=1):
         done = _is_done(folder, wanted)
