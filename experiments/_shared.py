@@ -22,9 +22,6 @@ from typing import Any
 import jax
 import matplotlib.axes
 import numpy as np
-import rich.box
-import rich.table
-import rich.text
 from flax import nnx
 from jaxtyping import Float
 
@@ -514,17 +511,11 @@ def _without_nan(value: Any) -> Any:
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Prints the rows as a table; floats have four digits after the decimal point."""
-    console = report.make_console()
-    table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        cells = (
-            f"{x:.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x) for x in row
-        )
-        table.add_row(*map(rich.text.Text, cells))
-    console.print(title, style="bold", highlight=False)
-    console.print(table, crop=False)
+    cells = [
+        [f"{x:.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x) for x in row]
+        for row in rows
+    ]
+    report.print_cells(title, columns, cells, report.make_console())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

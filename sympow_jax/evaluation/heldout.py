@@ -10,10 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-import rich.box
 import rich.console
-import rich.table
-import rich.text
 from flax import nnx
 from jaxtyping import Array, Float, PyTree
 
@@ -181,12 +178,9 @@ def _fixed(config: config_lib.Config) -> dict[str, Any]:
 def _print(
     results: Mapping[str, Mapping[str, float]], task: config_lib.TaskConfig, console: rich.console.Console
 ) -> None:
-    table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
     names = list(next(iter(results.values())))
-    for name in ("run", *names):
-        table.add_column(name, justify="left" if name == "run" else "right")
-    for run, values in results.items():
-        cells = [f"{values[name]:,}" if name == "count" else f"{values[name]:.4f}" for name in names]
-        table.add_row(rich.text.Text(run), *cells)
-    console.print(f"Held-out rows, task {task.name!r}", style="bold", highlight=False)
-    console.print(table, crop=False)
+    lines = [
+        [run, *(f"{values[name]:,}" if name == "count" else f"{values[name]:.4f}" for name in names)]
+        for run, values in results.items()
+    ]
+    report.print_cells(f"Held-out rows, task {task.name!r}", ["run", *names], lines, console)

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TextIO
 
 import numpy as np
@@ -17,7 +17,16 @@ import rich.text
 from sympow_jax import atomic
 from sympow_jax.evaluation import buckets
 
-__all__ = ["COLUMNS", "Row", "make_console", "make_rows", "print_table", "write_csv", "write_json"]
+__all__ = [
+    "COLUMNS",
+    "Row",
+    "make_console",
+    "make_rows",
+    "print_cells",
+    "print_table",
+    "write_csv",
+    "write_json",
+]
 
 COLUMNS = (
     "run",
@@ -112,27 +121,38 @@ def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
     for row in rows:
         by_run.setdefault(row.run, []).append(row)
     runs = list(by_run.values())
-    table = rich.table.Table(
-        box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2,
-    )
-    table.add_column("positions up to", justify="right")
-    for name in by_run:
-        # Text instead of a string, so that a run named [x] is not parsed as markup.
-        table.add_column(rich.text.Text("loss" if len(runs) == 1 else name), justify="right")
-    if len(runs) == 1:
-        table.add_column("perplexity", justify="right")
-        table.add_column("bits per token", justify="right")
-    table.add_column("predictions", justify="right")
+    one = len(runs) == 1
+    columns = ["positions up to", *(["loss"] if one else by_run)]
+    columns += ["perplexity", "bits per token"] if one else []
+    lines = []
     for same_length in zip(*runs, strict=True):
         first = same_length[0]
-        cells = [f"{first.context_length:,}"]
-        cells += [_loss_cell(row) for row in same_length]
-        if len(runs) == 1:
-            cells += [f"{first.perplexity:,.3f}", f"{first.bits_per_token:.4f}"]
-        table.add_row(*cells, f"{first.tokens:,}")
-    console.print("Held-out loss by position, nats per token", style="bold")
-    console.print(table, crop=False)
+        cells = [f"{first.context_length:,}", *map(_loss_cell, same_length)]
+        cells += [f"{first.perplexity:,.3f}", f"{first.bits_per_token:.4f}"] if one else []
+        lines.append([*cells, f"{first.tokens:,}"])
+    print_cells(
+        "Held-out loss by position, nats per token", [*columns, "predictions"], lines, console, names=0
+    )
     console.print(_caption(runs), style="dim", highlight=False, soft_wrap=True)
+
+
+def print_cells(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    console: rich.console.Console,
+    *,
+    names: int = 1,
+) -> None:
+    """Prints a table, of which the first `names` columns are aligned to the left."""
+    table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
+    # Text instead of strings, so that a run named [x] is not parsed as markup.
+    for index, column in enumerate(columns):
+        table.add_column(rich.text.Text(column), justify="left" if index < names else "right")
+    for row in rows:
+        table.add_row(*map(rich.text.Text, row))
+    console.print(title, style="bold", highlight=False)
+    console.print(table, crop=False)
 
 
 def _loss_cell(row: Row) -> str:
