@@ -12,7 +12,7 @@ from tests.ops import meshes
 FAST = (
     ("plain-chunked", "chunked"),
     ("attention",),
-    ("step-that-folds", "kept"),
+    ("step-that-folds", "kv_cache"),
     ("bidirectional-documents", "softmax", "expressive"),
     ("learned-positions", "positions", "rope", "lrpe", "spe", "feature-map"),
 )
