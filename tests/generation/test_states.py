@@ -8,7 +8,7 @@ from sympow_jax import generation
 from tests.generation import small
 
 
-@pytest.fixture(scope="module", params=[("conformal", None), ("softmax", 200)], ids=["recurrent", "kept"])
+@pytest.fixture(scope="module", params=[("conformal", None), ("softmax", 200)], ids=["recurrent", "kv_cache"])
 def prefilled(request):
     preset, max_length = request.param
     return small.model(preset), small.prefilled(preset, max_length)[1]

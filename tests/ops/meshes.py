@@ -203,7 +203,7 @@ def spe():
     return ops.spe.encode, arguments, layouts, ("B T N R", "B T K R")
 
 
-def kept():
+def append_to_cache():
     """Returns a call that appends to a KV cache and drops the oldest positions."""
 
     def call(state, **new):
@@ -246,7 +246,7 @@ OPS = {
     "lrpe-complex": functools.partial(lrpe, "unitary", "fourier"),
     "lrpe-permutation": functools.partial(lrpe, "permutation", "odd_even"),
     "spe": spe,
-    "kept": kept,
+    "kv_cache": append_to_cache,
     "feature-map": feature_map,
 }
 WAYS = (

@@ -234,10 +234,10 @@ def test_a_state_of_32_bits_refuses_ids_of_64():
     with jax.enable_x64(True):
         step = jax.jit(lambda ids: ops.power_attention_step(token, token, token, STATE, segment_ids=ids))
         raises_one_line("segment_ids has dtype int64 and the state int32", step, np.zeros(1, np.int64))
-        kept = ops.KVCache.zeros(1, 2, 1, 4, 4)
-        joined = jax.jit(lambda ids: kept.append(X, X, None, ids)[0].segment_ids)(LARGE_IDS[:, 6:10])
+        cache = ops.KVCache.zeros(1, 2, 1, 4, 4)
+        joined = jax.jit(lambda ids: cache.append(X, X, None, ids)[0].segment_ids)(LARGE_IDS[:, 6:10])
         assert joined.tolist() == [[-1, -1, 5, 5, 5 + 2**32, 5 + 2**32]]
-    raises_one_line("segment_ids holds 4294967301", kept.append, X, X, None, LARGE_IDS[:, 6:10])
+    raises_one_line("segment_ids holds 4294967301", cache.append, X, X, None, LARGE_IDS[:, 6:10])
 
 
 @pytest.mark.parametrize("return_state", [False, True])

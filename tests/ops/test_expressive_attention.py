@@ -16,25 +16,25 @@ OPTIONS = {
     "not causal": {"causal": False},
     "documents": {"segments": "padded", "group": 3, "value_dim": 5},
     "documents, not causal": {"segments": "padded", "group": 2, "causal": False},
-    "documents at edges, KV cache": {"segments": "edges", "kept": 70},
-    "not causal, KV cache": {"segments": "padded", "causal": False, "kept": 31},
+    "documents at edges, KV cache": {"segments": "edges", "cached": 70},
+    "not causal, KV cache": {"segments": "padded", "causal": False, "cached": 31},
     "decays": {"decay": "mixed", "group": 2},
     "gentle decays": {"decay": "gentle", "value_dim": 7},
-    "decays, documents, KV cache": {"decay": "mixed", "segments": "padded", "kept": 70, "group": 2},
-    "fewer queries than a block": {"decay": "mixed", "segments": "padded", "kept": 110, "group": 2},
-    "fewer queries, not causal": {"segments": "padded", "kept": 110, "causal": False},
-    "one query": {"decay": "gentle", "segments": "edges", "time": 121, "kept": 120},
+    "decays, documents, KV cache": {"decay": "mixed", "segments": "padded", "cached": 70, "group": 2},
+    "fewer queries than a block": {"decay": "mixed", "segments": "padded", "cached": 110, "group": 2},
+    "fewer queries, not causal": {"segments": "padded", "cached": 110, "causal": False},
+    "one query": {"decay": "gentle", "segments": "edges", "time": 121, "cached": 120},
 }
 # All have one shape, so that it is compiled once.
 SIZES = {"time": 70, "segments": "padded", "decay": "gentle"}
 FIRST = "decays, documents, KV cache"
 
 
-def drawn(kept=0, causal=True, **options):
+def draw(cached=0, causal=True, **options):
     """Draws arrays in float64 and static options; queries and their cotangent belong to the last positions."""
     arrays = cases.arrays(cases.Case(**({"decay": "none"} | options)), kv_heads=2)
     for name in ("query", "dout"):
-        arrays[name] = arrays[name][:, kept:]
+        arrays[name] = arrays[name][:, cached:]
     return arrays, {"causal": causal}
 
 
@@ -58,7 +58,7 @@ def outputs_and_gradients(arrays, dtype, **options):
 
 @functools.cache
 def expected_of(name):
-    arrays, options = drawn(**OPTIONS[name])
+    arrays, options = draw(**OPTIONS[name])
     return outputs_and_gradients(arrays, "float64", implementation="reference", **options)
 
 
@@ -82,7 +82,7 @@ def check(actual, expected, value_bound, gradient_bound):
     ],
 )
 def test_blocks_are_the_formula(name, dtype, block_size):
-    arrays, options = drawn(**OPTIONS[name])
+    arrays, options = draw(**OPTIONS[name])
     actual = outputs_and_gradients(arrays, dtype, block_size=block_size, **options)
     check(actual, expected_of(name), *((1e-10, 1e-10) if dtype == "float64" else (2e-6, 1e-5)))
     if arrays["segment_ids"] is not None:
@@ -93,7 +93,7 @@ def test_blocks_are_the_formula(name, dtype, block_size):
 
 def test_reference_is_equation_2():
     """Uses loops, so that it can be checked by inspection: decays, documents, grouped heads and a KV cache."""
-    arrays, _ = drawn(time=14, segments="padded", decay="gentle", group=2, kept=4)
+    arrays, _ = draw(time=14, segments="padded", decay="gentle", group=2, cached=4)
     out = outputs_and_gradients(arrays, "float64", implementation="reference", scale=0.7)["out"]
     query, key, value, ids = (arrays[name] for name in ("query", "key", "value", "segment_ids"))
     expected = np.zeros_like(out)
@@ -118,7 +118,7 @@ def test_reference_is_equation_2():
 @pytest.mark.parametrize("size", [1e-25, 1e-12, 1e-3])
 def test_small_scores(size):
     """z^2 vanishes in float32 below 1e-19, but the rows are means of the same values."""
-    arrays, _ = drawn(**SIZES)
+    arrays, _ = draw(**SIZES)
     check_sizes(arrays, np.sqrt(size), np.sqrt(size))
 
 
@@ -128,7 +128,7 @@ def test_large_scores(size):
 
     Scores are one product of numbers from 1 to 2, so that rounding does not grow.
     """
-    arrays, _ = drawn(**SIZES)
+    arrays, _ = draw(**SIZES)
     for name in ("query", "key"):
         arrays[name] = np.sign(arrays[name]) * (1 + np.abs(arrays[name]) % 1)
         arrays[name][..., 1:] = 0
@@ -137,7 +137,7 @@ def test_large_scores(size):
 
 def test_rows_of_many_sizes():
     """Mixes queries and keys of all sizes: larger scores come first, last and between."""
-    arrays, _ = drawn(**SIZES)
+    arrays, _ = draw(**SIZES)
     rng = np.random.default_rng(0)
     lengths = 10.0 ** rng.integers(-30, 0, (2, 70, 1, 1))
     arrays["dout"] = arrays["dout"] * lengths  # so that gradients of queries are of one size
@@ -156,7 +156,7 @@ def check_sizes(arrays, query_size, key_size):
 
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e20, 1e37])
 def test_gradients_stay_finite(size):
-    arrays, _ = drawn(**SIZES)
+    arrays, _ = draw(**SIZES)
     arrays["query"] = arrays["query"] * size
     actual = outputs_and_gradients(arrays, "float32", block_size=32)
     assert all(np.isfinite(x).all() for x in actual.values())
@@ -169,7 +169,7 @@ def test_gradients_stay_finite(size):
 
 
 def test_a_row_without_weights_is_zero():
-    arrays, _ = drawn(**SIZES)
+    arrays, _ = draw(**SIZES)
     arrays["segment_ids"][:] = 0
     arrays["query"][:, 7] = arrays["key"][:, :3] = 0
     actual = outputs_and_gradients(arrays, "float32", block_size=32)
@@ -181,7 +181,7 @@ def test_a_row_without_weights_is_zero():
 
 def test_distant_keys_count_if_close_ones_are_orthogonal():
     """Decays to them cancel in the division, across blocks and within one, up to 174 nats."""
-    arrays, _ = drawn(**SIZES)
+    arrays, _ = draw(**SIZES)
     arrays["segment_ids"][:] = 0
     arrays["key"][:, 1:] = 0
     arrays["log_decay"][:] = -2.5
@@ -193,7 +193,7 @@ def test_distant_keys_count_if_close_ones_are_orthogonal():
 
 def test_small_scores_are_power_attention():
     """For small z the weights are z^2: power attention with p = 2."""
-    arrays, _ = drawn(**SIZES)
+    arrays, _ = draw(**SIZES)
     actual = outputs_and_gradients(arrays | {"query": arrays["query"] * 1e-8}, "float32", block_size=32)[
         "out"
     ]

@@ -249,8 +249,8 @@ def test_queries_are_the_last_positions_of_the_keys():
 
     @jax.jit
     def both(arrays):
-        kept = ops.linear_attention(**arrays | {"query": arrays["query"][:, 30:]}, rotate=rotate)
-        return kept, linear_formula.attention(**arrays, rotate=rotate)[:, 30:]
+        last = ops.linear_attention(**arrays | {"query": arrays["query"][:, 30:]}, rotate=rotate)
+        return last, linear_formula.attention(**arrays, rotate=rotate)[:, 30:]
 
     assert cases.error(*both(part(drawn, 0, None))) <= 2e-6
 

@@ -11,7 +11,7 @@ from tests.ops import meshes
 # Ops that together cover most loops and custom gradients, in two processes of equal length.
 FAST = (
     ("plain-chunked", "attention", "softmax", "learned-positions", "positions", "rope", "feature-map"),
-    ("chunked", "step-that-folds", "kept", "bidirectional-documents", "expressive", "lrpe", "spe"),
+    ("chunked", "step-that-folds", "kv_cache", "bidirectional-documents", "expressive", "lrpe", "spe"),
 )
 
 

@@ -315,15 +315,15 @@ def test_queries_are_the_last_positions_of_the_keys(power, queries):
     drawn["segment_ids"][:, -30:] = 7  # a document over the last queries
     drawn["dout"][:, :-queries] = 0
 
-    @functools.partial(jax.jit, static_argnames="kept")
-    def run(drawn, *, kept):
+    @functools.partial(jax.jit, static_argnames="cached")
+    def run(drawn, *, cached):
         def loss(arguments):
             out = ops.power_attention(
-                arguments["query"][:, -queries:] if kept else arguments["query"],
+                arguments["query"][:, -queries:] if cached else arguments["query"],
                 **{name: arguments[name] for name in ("key", "value", "log_decay")},
                 segment_ids=drawn["segment_ids"],
                 power=power,
-                implementation="xla" if kept else "reference",
+                implementation="xla" if cached else "reference",
                 form="attention",
             )[:, -queries:]
             return (out * drawn["dout"][:, -queries:]).sum(), out
@@ -333,10 +333,10 @@ def test_queries_are_the_last_positions_of_the_keys(power, queries):
 
     with jax.enable_x64(True):
         wide = cast(drawn, "float64")
-        expected = jax.device_get(run(wide, kept=False))
-        for name, value in errors(jax.device_get(run(wide, kept=True)), expected, drawn).items():
+        expected = jax.device_get(run(wide, cached=False))
+        for name, value in errors(jax.device_get(run(wide, cached=True)), expected, drawn).items():
             assert value <= 1e-10, (name, value)
-    for name, value in errors(run(cast(drawn, "float32"), kept=True), expected, drawn).items():
+    for name, value in errors(run(cast(drawn, "float32"), cached=True), expected, drawn).items():
         assert value <= (2e-6 if name == "out" else 1e-5), (name, value)
 
 
