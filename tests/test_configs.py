@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, models
-from sympow_jax.commands import train
+from sympow_jax.commands import launch
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["layers=2", "width=32", "heads=2", "dtype=float32"]
@@ -153,7 +153,7 @@ def test_small_copies_learn(spec, source, changes, files):
     if "wikitext" in spec:
         settings.append("evaluation.context_lengths=()")
     arguments = [f"--config={ROOT}/configs/{spec}", f"--workdir={files / 'run'}"]
-    assert train.main([*arguments, *(f"--config.{setting}" for setting in settings)]) == 0
+    assert launch.main([*arguments, *(f"--config.{setting}" for setting in settings)]) == 0
     losses = [json.loads(line)["loss"] for line in (files / "run" / "metrics.jsonl").read_text().splitlines()]
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
     if "wikitext" not in spec:

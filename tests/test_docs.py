@@ -23,7 +23,7 @@ import typing
 import pytest
 
 from sympow_jax import commands, config, models
-from sympow_jax.commands import command_line, train
+from sympow_jax.commands import command_line, launch
 
 ROOT = pathlib.Path(__file__).parents[1]
 PATTERNS = (
@@ -82,7 +82,7 @@ def folder(tmp_path_factory):
         "evaluation.context_lengths": "16,32,64",
     }
     arguments = [f"--config={ROOT}/configs/quickstart.py", f"--workdir={folder}/runs/quickstart"]
-    assert train.main([*arguments, *(f"--config.{name}={value}" for name, value in settings.items())]) == 0
+    assert launch.main([*arguments, *(f"--config.{name}={value}" for name, value in settings.items())]) == 0
     return folder
 
 

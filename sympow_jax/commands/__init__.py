@@ -12,7 +12,7 @@ from sympow_jax import extras, spelling
 __all__ = ["COMMANDS", "main", "run"]
 
 COMMANDS = {
-    "train": ("sympow_jax.commands.train", "train a model, or resume a run"),
+    "train": ("sympow_jax.commands.launch", "train a model, or resume a run"),
     "eval": ("sympow_jax.commands.evaluate", "evaluate runs on held-out data, by context length"),
     "generate": ("sympow_jax.commands.generate", "continue prompts with a trained model"),
     "prepare": ("sympow_jax.commands.prepare", "turn text files into token files"),

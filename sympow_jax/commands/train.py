@@ -1,20 +1,15 @@
-"""Trains a model: `sympow train --config=quickstart --workdir=runs/quickstart`.
-
-Running the same command again resumes the run in the workdir, bit for bit.
-"""
+"""The training loop: from a config and a workdir to a trained run, or one that has been resumed, bit for bit."""
 
 import pathlib
-from collections.abc import Sequence
 
 import grain
 
 from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
-from sympow_jax.commands import command_line
-from sympow_jax.training import checkpoint, cli, hosts, machine, metrics, sharding, summary, workdir
+from sympow_jax.training import checkpoint, cli, hosts, metrics, sharding, summary, workdir
 
-__all__ = ["main", "train"]
+__all__ = ["train"]
 
 # Number of batches that are read ahead of the current step.
 PREFETCH = 4
@@ -99,17 +94,3 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     evaluation.finish(config, folder)
     hosts.say("\n".join(summary.results(folder)))
     return 0
-
-
-def main(arguments: Sequence[str], program: str = "sympow train") -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
-    with hosts.ending(), cli.user_errors():
-        config, folder, launch = command_line.parse_training(arguments, program)
-        machine.cache_programs()
-        hosts.join(launch)
-        if advice := machine.unused_gpu():
-            hosts.say(advice, error=True)
-        code = train(config, folder)
-        if code == 0:
-            hosts.say(summary.next_command(config, folder, program))
-        return code

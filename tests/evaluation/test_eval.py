@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sympow_jax.commands import evaluate as eval_program
-from sympow_jax.commands import train
+from sympow_jax.commands import launch
 from tests import mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def trained(tmp_path_factory):
             "--config.training.steps=2",
             "--config.evaluation.context_lengths=8,16,32",
         ]
-        assert train.main(arguments) == 0
+        assert launch.main(arguments) == 0
     untrained = folder / "c"
     untrained.mkdir()
     (untrained / "config.json").write_text((folder / "a" / "config.json").read_text())

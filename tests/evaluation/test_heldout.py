@@ -14,7 +14,7 @@ from flax import nnx
 
 from sympow_jax import config, evaluation, models
 from sympow_jax.commands import evaluate as eval_program
-from sympow_jax.commands import train
+from sympow_jax.commands import launch
 from sympow_jax.training import workdir
 
 MODEL = {"layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
@@ -97,7 +97,7 @@ def runs(tmp_path_factory) -> pathlib.Path:
     ]
     masked = [*encoder, "--config.task.name=masked_token", f"--config.data.paths={folder}/*.txt"]
     for name, arguments in {"classes": classes, "masked": masked}.items():
-        assert train.main([*arguments, *small, f"--workdir={folder / name}"]) == 0
+        assert launch.main([*arguments, *small, f"--workdir={folder / name}"]) == 0
     shutil.copytree(folder / "classes", folder / "more")
     workdir.open_workdir(folder / "tokens", config.load("configs/quickstart.py"))
     return folder

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import generation, models, training
-from sympow_jax.commands import train
+from sympow_jax.commands import launch
 from tests.generation import small
 from tests.ops import cases
 
@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     arguments = [f"--config={ROOT}/configs/quickstart.py", f"--workdir={folder}"]
     arguments += ["--config.training.steps=100", "--config.evaluation.context_lengths=64"]
-    assert train.main(arguments) == 0
+    assert launch.main(arguments) == 0
     return training.restore_model(folder)[1]
 
 

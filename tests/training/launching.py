@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from sympow_jax.commands import train
+from sympow_jax.commands import launch, train
 
 # Leftovers of a killed process are removed at the end, and need no warning.
 sys.warnoptions.append("ignore:resource_tracker:UserWarning")
@@ -140,4 +140,4 @@ def _run(
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if prepare is not None:
         prepare()
-    sys.exit(train.main(arguments))
+    sys.exit(launch.main(arguments))

@@ -15,7 +15,7 @@ import pytest
 import tensorboardX
 
 from sympow_jax import config, data, evaluation, training
-from sympow_jax.commands import train
+from sympow_jax.commands import launch, train
 from sympow_jax.training import cli, metrics, sharding
 from tests.training import launching
 
@@ -339,7 +339,7 @@ def test_a_mistake_is_one_line(tmp_path, settings):
 )
 def test_mistakes_found_before_anything_is_written(tmp_path, settings, capsys, more, message):
     with pytest.raises(SystemExit) as caught:
-        train.main(_command(settings, tmp_path / "run", *more)[2:])
+        launch.main(_command(settings, tmp_path / "run", *more)[2:])
     assert caught.value.code == 1
     captured = capsys.readouterr()
     assert captured.out == ""

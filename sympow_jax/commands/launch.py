@@ -1,0 +1,31 @@
+"""Trains a model: `sympow train --config=quickstart --workdir=runs/quickstart`.
+
+Running the same command again resumes the run in the workdir, bit for bit.
+"""
+
+import importlib
+from collections.abc import Sequence
+
+from sympow_jax import extras
+from sympow_jax.commands import command_line
+from sympow_jax.training import cli, hosts, machine
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str], program: str = "sympow train") -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
+    with hosts.ending(), cli.user_errors():
+        config, folder, launch = command_line.parse_training(arguments, program)
+        machine.cache_programs()
+        # Imported only now, because they take seconds, for which a mistake in the command line should not wait.
+        with extras.required("train", program, exits=True):
+            train = importlib.import_module("sympow_jax.commands.train")
+            summary = importlib.import_module("sympow_jax.training.summary")
+        hosts.join(launch)
+        if advice := machine.unused_gpu():
+            hosts.say(advice, error=True)
+        code = train.train(config, folder)
+        if code == 0:
+            hosts.say(summary.next_command(config, folder, program))
+        return code
