@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from sympow_jax.config import _checks as checks
@@ -25,14 +25,14 @@ __all__ = [
 ]
 
 
-def about(help: str, *, choices: Iterable[str] = ()) -> dict[str, Any]:
+def about(help: str, *, choices: Collection[str] = ()) -> dict[str, Any]:
     """Returns the metadata of a setting, for `dataclasses.field(metadata=...)`.
 
     Args:
         help: a noun phrase that names the setting, and further sentences.
-        choices: valid values; empty if there is no list of them.
+        choices: valid values; empty if there is no list of them. Those of a table include rows added to it later.
     """
-    return {"help": help, "choices": tuple(choices)}
+    return {"help": help, "choices": choices}
 
 
 class Occasion(enum.Enum):
@@ -141,7 +141,7 @@ def groups(kind: Any, path: str = "", *, resumable: bool = False) -> list[Group]
             inner += groups(hint, below, resumable=may_change)
         else:
             help, choices = field.metadata["help"], field.metadata["choices"]
-            settings.append(Setting(below, hint, field.default, help, choices, may_change))
+            settings.append(Setting(below, hint, field.default, help, tuple(choices), may_change))
     return ([Group(path, kind, tuple(settings))] if settings else []) + inner
 
 

@@ -1,5 +1,6 @@
 """Tests of states: splits, steps, ragged rows, gradients, and the accuracy of a long state."""
 
+import dataclasses
 import functools
 
 import jax
@@ -176,10 +177,18 @@ def gradients_through_a_state(drawn, *, form, implementation):
     return jax.grad(loss)({name: drawn[name] for name in GRADIENT_NAMES})
 
 
+def drawn_for_gradients():
+    """Draws strong gates in the first row; in the second, decays after which a state keeps all of its tokens."""
+    strong, gentle = cases.arrays(CASE), cases.arrays(dataclasses.replace(CASE, decay="gentle"))
+    strong["log_decay"][1] = gentle["log_decay"][1]
+    strong["segment_ids"][1] = 0
+    return jax.tree.map(jnp.asarray, strong)
+
+
 @functools.cache
 def reference_gradients_through_a_state():
     with jax.enable_x64(True):
-        drawn = jax.tree.map(jnp.asarray, cases.arrays(CASE))
+        drawn = drawn_for_gradients()
         return gradients_through_a_state(drawn, form="attention", implementation="reference")
 
 
@@ -188,7 +197,7 @@ def test_gradients_through_a_state(form):
     """Compares gradients of the input state, and through the returned state, with the reference."""
     expected = reference_gradients_through_a_state()
     with jax.enable_x64(True):
-        drawn = jax.tree.map(jnp.asarray, cases.arrays(CASE))
+        drawn = drawn_for_gradients()
         actual = gradients_through_a_state(drawn, form=form, implementation="xla")
     for name in GRADIENT_NAMES:
         assert cases.error(actual[name], expected[name], cases.natural_size(name, drawn)) <= 1e-10, name
