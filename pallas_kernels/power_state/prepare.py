@@ -2,7 +2,7 @@
 
 The state kernels work in float16, which has three more bits than bfloat16 but a small range. Each key is therefore
 divided by a power of two that brings its largest entry below 1, and the state before chunk c by 2^shift_c, chosen from
-a bound on its entries. Both are exact, and undone where states are queried or returned.
+a bound on its entries. Both are exact for normal numbers, and undone where states are queried or returned.
 """
 
 import math
@@ -51,7 +51,7 @@ HEADROOM = 13
 _NOTHING = -1e4
 # Up to this number of chunks, states of all are summed at once from those of all earlier ones.
 _FEW_CHUNKS = 128
-# Base-2 logarithm of a decay to zero: no difference of two scales can compensate for it.
+# Base-2 logarithm of a decay to zero between states: below _NOTHING, whatever the difference of their scales.
 _NEVER = -1e5
 
 
@@ -128,7 +128,10 @@ def carried_keys(of: Tokens, start_size, power) -> Carried:
 
 
 def size_of(state, known):
-    """Returns the largest entry of each state [H, A, B, C], float32 [H]; zero if `known` is None."""
+    """Returns the largest entry of each head's state, float32 [H]; zero if `known` is None.
+
+    state: [H, ...], with three axes after the first at all powers.
+    """
     # XLA would constant-fold the maximum of many zeros at compile time, which takes seconds per layer.
     return jnp.zeros(len(state)) if known is None else jnp.abs(state).max((1, 2, 3))
 
@@ -152,9 +155,9 @@ def queries(query, chunk):
 
 
 def tokens(key, value, log_decay, folds, *, sizes: tuple[int, int], call: configs.Call) -> Tokens:
-    """Converts key [B, T, K, D], value [B, T, K, E], log_decay [B, T, K] and folds [B, T].
+    """Returns `Tokens` of key [B, T, K, D], value [B, T, K, E] and log_decay [B, T, K].
 
-    sizes: D and E of the kernels, to which keys and values are padded with zeros.
+    folds: bool [B, T], which positions enter a state. sizes: D and E of the kernels, to which keys and values are padded with zeros.
     """
     chunk, exact_window = call.chunk, call.exact_window
     extra = -key.shape[1] % chunk
@@ -249,7 +252,7 @@ def time_last(x):
 
 
 def norms(log2_carry, new, start):
-    """Returns Z before each chunk and after the last, scaled like the states.
+    """Returns the normalizers Z before each chunk and after the last, [H, n + 1, D, D], scaled like the states.
 
     new: the contribution of each chunk, [H, n, D, D].
     """
@@ -260,15 +263,16 @@ def norms(log2_carry, new, start):
     return _recurrence(log2_carry, new, start, add)
 
 
-def _shift(strength, size, carry, start):
+def _shift(strength, size, log2_carry, start_size):
     """Returns exponents, int32 [H, n + 1], whose powers of two bring the states below 2^HEADROOM."""
-    size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), _NOTHING)
-    start = jnp.where(start > 0, jnp.log2(jnp.where(start > 0, start, 1)), _NOTHING)
+
+    def log2(x):
+        return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
 
     def add(weights, x):
         return _log2_sum(weights + x[..., None, :])
 
-    bound = _recurrence(carry, _log2_sum(strength + size), start, add)
+    bound = _recurrence(log2_carry, _log2_sum(strength + log2(size)), log2(start_size), add)
     # An empty state needs no scale.
     return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
 
@@ -285,6 +289,7 @@ def _recurrence(log2_carry, new, start, add):
     length = math.isqrt(count)
     runs = -(-count // length)
 
+    # Chunks of zeros at the end, which no other chunk reads.
     def in_runs(x):
         x = jnp.pad(x, [(0, 0), (0, runs * length - count)] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(heads, runs, length, *x.shape[2:])
