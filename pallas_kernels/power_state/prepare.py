@@ -157,7 +157,8 @@ def queries(query, chunk):
 def tokens(key, value, log_decay, folds, *, sizes: tuple[int, int], call: configs.Call) -> Tokens:
     """Returns `Tokens` of key [B, T, K, D], value [B, T, K, E] and log_decay [B, T, K].
 
-    folds: bool [B, T], which positions enter a state. sizes: D and E of the kernels, to which keys and values are padded with zeros.
+    folds: bool [B, T], which positions enter a state.
+    sizes: D and E of the kernels, to which keys and values are padded with zeros.
     """
     chunk, exact_window = call.chunk, call.exact_window
     extra = -key.shape[1] % chunk
