@@ -126,6 +126,8 @@ def _describe(setting: fields.Setting, values: config.Config | None) -> str:
         parts.append("May change when a run is resumed.")
     if setting.choices:
         parts.append(f"One of {', '.join(setting.choices)}.")
+    if setting.form == fields.form(tuple[str, ...]):
+        parts.append(fields.QUOTING)
     default = setting.default if values is None else operator.attrgetter(setting.path)(values)
     required = default is dataclasses.MISSING
     parts.append("Every config sets it." if required else f"Default: {fields.written(default)}.")

@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import inspect
+import itertools
 import pathlib
+import re
 import runpy
 import traceback
 import typing
@@ -122,7 +124,8 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
 def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
     """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as typed by the user.
 
-    A tuple is written "64,128" or "(64,128)", and None is written "none". Fields that `base` derives from others are
+    A tuple is written "64,128" or "(64,128)", with quotes around an item that has commas or has spaces at its ends.
+    A quote inside such an item is doubled. None is written "none". Fields that `base` derives from others are
     derived again: overriding `model.heads` changes `model.kv_heads`.
 
     Raises:
@@ -195,8 +198,6 @@ def _same_without(node: Any, name: str) -> bool:
 def _read_value(name: str, text: str, annotation: Any) -> Any:
     """Reads a value of a type, as users write it.
 
-    A tuple is written "64,128" or "(64,128)", and None is written "none".
-
     Args:
         name: name of the setting in error messages.
         text: the value as written.
@@ -211,13 +212,37 @@ def _read_value(name: str, text: str, annotation: Any) -> Any:
     try:
         if typing.get_origin(kind) is tuple:
             item = _READERS.get(typing.get_args(kind)[0], str)
-            parts = (part.strip().strip("'\"") for part in text.strip().strip("()[]").split(","))
-            return tuple(item(part) for part in parts if part)
+            return tuple(item(part) for part in _items(text))
         return _READERS.get(kind, str)(text)
     except ValueError:
-        kind_name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-        hint = ", true or false" if kind is bool else ""
-        raise ValueError(f"{name} is {text!r}; it must be of type {kind_name}{hint}") from None
+        form = fields.form(annotation).replace("|", " or ") + (" or none" if optional else "")
+        raise ValueError(f"{name} is {text!r}; it must be {form}") from None
+
+
+# An item in quotes, inside which a quote is doubled, or one without, and the comma after it.
+_ITEM = re.compile(r"""\s*(?:'((?:[^']|'')*)'|"((?:[^"]|"")*)"|([^,]*?))\s*(?:,|\Z)""")
+_QUOTED = re.compile(r"""(?<![^,(\[\s])(?:'[^']*'|"[^"]*")""")
+
+
+def _items(text: str) -> list[str]:
+    """Splits "64,128" or "(64,128)" at the commas outside quotes."""
+    text = text.strip()
+    bare = _QUOTED.sub(lambda match: " " * len(match[0]), text)
+    for opening, closing in ("()", "[]"):
+        depths = list(itertools.accumulate((x == opening) - (x == closing) for x in bare))
+        # The first bracket is closed by the last character, unlike in "(a),(b)".
+        if depths and depths[-1] == 0 and min(depths[:-1], default=0) > 0:
+            text = text[1:-1]
+            break
+    items = []
+    for single, double, plain in (match.groups() for match in _ITEM.finditer(text)):
+        if single is not None:
+            items.append(single.replace("''", "'"))
+        elif double is not None:
+            items.append(double.replace('""', '"'))
+        elif plain:  # nothing before a comma, or after the last one, is no item
+            items.append(plain)
+    return items
 
 
 def _finite(text: str) -> float:

@@ -98,7 +98,7 @@ def test_text_takes_paths():
         ),
         ("gpt2_124m:sympow,preset=sympow", "multiple values for argument 'preset'"),
         ("gpt2_124m:p=2,p=4", "config 'gpt2_124m' is given argument 'p' twice"),
-        ("gpt2_124m:p=two", "argument 'p' of config 'gpt2_124m' is 'two'; it must be of type int"),
+        ("gpt2_124m:p=two", "argument 'p' of config 'gpt2_124m' is 'two'; it must be INT"),
         ("gpt2_124m:sympow,context=300", "context is 300; it must be one of 256, 512"),
     ],
 )
