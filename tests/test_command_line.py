@@ -1,6 +1,7 @@
 """Tests of the command line: overrides, derived fields and one clear line for every mistake."""
 
 import dataclasses
+import os
 import pathlib
 import re
 
@@ -140,6 +141,20 @@ def test_mistakes_in_overrides(arguments, message):
 def test_missing_flags(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         command_line.parse_training(arguments)
+
+
+def test_a_workdir_is_utf8(tmp_path, monkeypatch):
+    latin = os.fsdecode(b"caf\xe9")
+    with pytest.raises(
+        ValueError, match=r"--workdir is '.*caf\\udce9', which is not UTF-8; checkpoints need"
+    ):
+        _parse(f"--workdir={latin}")
+    (tmp_path / latin).mkdir()
+    monkeypatch.chdir(tmp_path / latin)
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        command_line.parse_training(["--config=quickstart", "--workdir=a"])
+    monkeypatch.chdir(tmp_path)
+    assert command_line.parse_training(["--config=quickstart", "--workdir=café"])[1].name == "café"
 
 
 def test_dashes_are_underscores():
