@@ -11,8 +11,9 @@ HEAD = (
     "# Settings\n\n"
     "All settings of a run, with their defaults: the fields of [`config.Config`](config.md#a-run). A config file sets "
     "them in Python, the command line with `--config.model.layers=4`, also written `--config.model.layers 4`. Several "
-    "values are separated by commas, and `none` is no value. `docs/settings.py` writes this page from the metadata of "
-    "the fields.\n"
+    "values are separated by commas, and `none` is no value. An item that has commas, or spaces at its ends, is "
+    "quoted, as in `--config.evaluation.prompts='\"Hello, world\",the'`. `docs/settings.py` writes this page from the "
+    "metadata of the fields.\n"
 )
 
 

@@ -1,6 +1,7 @@
 """Tests of the command line: overrides, derived fields and one clear line for every mistake."""
 
 import dataclasses
+import os
 import pathlib
 import re
 
@@ -44,6 +45,15 @@ def test_without_overrides_the_file_decides():
         ("evaluation.context_lengths", "", ()),
         ("data.paths", "a/*.txt", ("a/*.txt",)),
         ("data.paths", "007,'b c'", ("007", "b c")),
+        ("data.paths", "src/*.[ch]", ("src/*.[ch]",)),
+        ("data.paths", "/d/corpus (1)", ("/d/corpus (1)",)),
+        ("data.paths", "(a (1), b)", ("a (1)", "b")),
+        ("data.paths", "[a],[b]", ("[a]", "[b]")),
+        ("evaluation.prompts", "def f(x)", ("def f(x)",)),
+        ("evaluation.prompts", "\"Hello, world\",'def '", ("Hello, world", "def ")),
+        ("evaluation.prompts", '["a)", (b]', ("a)", "(b")),
+        ("evaluation.prompts", "don't, 'tis,", ("don't", "'tis")),
+        ("evaluation.prompts", '"say ""yes"", then go"', ('say "yes", then go',)),
         ("data.document_separator", "0", 0),
     ],
 )
@@ -94,14 +104,14 @@ def test_a_field_that_the_file_sets_is_kept():
         (["--config.model=3"], "no setting --config.model; it is a group, which has vocab_size, layers"),
         (["--config.model.layers.x=3"], "did you mean --config.model.layers?"),
         (["--config.x=3"], "the groups are model, model.attention, model.attention.lrpe"),
-        (["--config.model.layers=three"], "--config.model.layers is 'three'; it must be of type int"),
-        (["--config.model.layers=2.5"], "must be of type int"),
-        (["--config.model.biases=yes"], "is 'yes'; it must be of type bool, true or false"),
-        (["--config.model.layers=none"], "must be of type int"),
-        (["--config.optimizer.learning_rate=fast"], "must be of type float"),
-        (["--config.optimizer.learning_rate=nan"], "must be of type float"),
-        (["--config.evaluation.context_lengths=64,x"], "must be of type tuple[int, ...]"),
-        (["--config.optimizer.clip_norm=x"], "must be of type float | None"),
+        (["--config.model.layers=three"], "--config.model.layers is 'three'; it must be INT"),
+        (["--config.model.layers=2.5"], "must be INT"),
+        (["--config.model.biases=yes"], "is 'yes'; it must be true or false"),
+        (["--config.model.layers=none"], "must be INT"),
+        (["--config.optimizer.learning_rate=fast"], "must be FLOAT"),
+        (["--config.optimizer.learning_rate=nan"], "must be FLOAT"),
+        (["--config.evaluation.context_lengths=64,x"], "must be INT,INT,... or none"),
+        (["--config.optimizer.clip_norm=x"], "must be FLOAT or none"),
         (["--config.model.attention.power=3"], "attention.power is 3; it must be positive and even"),
         (["--config.model.heads=3"], "does not divide model.width 128"),
         (["--config.model.layers"], "--config.model.layers"),
@@ -131,6 +141,20 @@ def test_mistakes_in_overrides(arguments, message):
 def test_missing_flags(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         command_line.parse_training(arguments)
+
+
+def test_a_workdir_is_utf8(tmp_path, monkeypatch):
+    latin = os.fsdecode(b"caf\xe9")
+    with pytest.raises(
+        ValueError, match=r"--workdir is '.*caf\\udce9', which is not UTF-8; checkpoints need"
+    ):
+        _parse(f"--workdir={latin}")
+    (tmp_path / latin).mkdir()
+    monkeypatch.chdir(tmp_path / latin)
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        command_line.parse_training(["--config=quickstart", "--workdir=a"])
+    monkeypatch.chdir(tmp_path)
+    assert command_line.parse_training(["--config=quickstart", "--workdir=café"])[1].name == "café"
 
 
 def test_dashes_are_underscores():
@@ -167,6 +191,7 @@ def test_help_explains_every_setting(capsys, monkeypatch):
             assert f"--config.{setting.path} {form} {setting.help}{resumable}{choices} " in words
     assert "Number of blocks. Every config sets it. " in words
     assert "Tokens per row. Default: 1024. " in words
+    assert words.count("Quote an item that has commas, or spaces at its ends. Default: ()") == 5
     assert max(map(len, printed.splitlines())) <= 80
     # Each config has a line with its arguments, and one with its summary.
     assert "\n    gpt2_124m:preset=conformal,p=2,context=4096\n      The papers' recipe" in printed

@@ -126,6 +126,8 @@ def _describe(setting: fields.Setting, values: config.Config | None) -> str:
         parts.append("May change when a run is resumed.")
     if setting.choices:
         parts.append(f"One of {', '.join(setting.choices)}.")
+    if setting.form == fields.form(tuple[str, ...]):
+        parts.append(fields.QUOTING)
     default = setting.default if values is None else operator.attrgetter(setting.path)(values)
     required = default is dataclasses.MISSING
     parts.append("Every config sets it." if required else f"Default: {fields.written(default)}.")
@@ -195,7 +197,19 @@ def parse_training(
     )
     parser.add_settings(config.load(spec) if spec else None)
     known = parser.parse_args(arguments)
+    _check_utf8(known.workdir)
     return read_settings(known, config.load(known.config)), known.workdir, _read_launch(known)
+
+
+def _check_utf8(workdir: pathlib.Path) -> None:
+    """Raises ValueError for a folder that checkpoints cannot be written to, which is noticed at the first one."""
+    path = os.path.abspath(workdir)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"--workdir is {path!r}, which is not UTF-8; checkpoints need a path that is"
+        ) from None
 
 
 def _find_config(arguments: Sequence[str]) -> str | None:

@@ -148,7 +148,7 @@ class LrpeConfig:
     )
 
     def __post_init__(self):
-        fields.check_choices(self, "attention.lrpe")
+        fields.validate(self, "attention.lrpe")
         checks.require_at_least(0, **{"attention.lrpe.identity_dim": self.identity_dim})
         checks.require_at_least(1, **{"attention.lrpe.reference_length": self.reference_length})
         if self.learned_basis and self.basis != "householder":
@@ -195,6 +195,7 @@ class SpeConfig:
     )
 
     def __post_init__(self):
+        fields.validate(self, "attention.spe")
         values = {f"attention.spe.{name}": value for name, value in dataclasses.asdict(self).items()}
         checks.require_at_least(1, **values)
 
@@ -284,7 +285,7 @@ class AttentionConfig:
     spe: SpeConfig = dataclasses.field(default_factory=SpeConfig)
 
     def __post_init__(self):
-        fields.check_choices(self, "attention")
+        fields.validate(self, "attention")
         if self.implementation is not None:
             choices = KERNELS[self.kernel].implementations
             checks.require_choice("attention.implementation", self.implementation, choices)

@@ -134,7 +134,7 @@ class DataConfig:
     )
 
     def __post_init__(self):
-        fields.check_choices(self, "data")
+        fields.validate(self, "data")
         checks.require_fraction(**{"data.heldout_fraction": self.heldout_fraction})
         checks.require_at_least(
             1, **{"data.context_length": self.context_length, "data.image_size": self.image_size}
@@ -145,9 +145,6 @@ class DataConfig:
                 f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of "
                 f"data.context_length {self.context_length}"
             )
-        for field in dataclasses.fields(self):
-            if isinstance(getattr(self, field.name), list):
-                object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
         if self.source not in _PATHLESS and not self.paths:
             raise ValueError(f"data.paths is empty; source {self.source!r} needs the path of its data")
         if self.source == "tsv":

@@ -13,14 +13,16 @@ from typing import Any
 from sympow_jax.config import _checks as checks
 
 __all__ = [
+    "QUOTING",
     "Group",
     "Occasion",
     "Setting",
     "about",
-    "check_choices",
+    "form",
     "groups",
     "may_differ",
     "split_optional",
+    "validate",
     "written",
 ]
 
@@ -57,17 +59,58 @@ def may_differ(*occasions: Occasion) -> dict[str, Any]:
     return {"may_differ": frozenset(occasions)}
 
 
-def check_choices(node: Any, prefix: str) -> None:
-    """Raises ValueError if a field of a dataclass is not one of its choices.
+def validate(node: Any, prefix: str = "") -> None:
+    """Raises ValueError if a field of a dataclass has the wrong type, or is not one of its choices.
+
+    An int may stand for a float. A list may stand for a tuple, and is replaced by one.
 
     Args:
-        node: instance of a dataclass.
-        prefix: name of the dataclass in error messages, before a dot and the field.
+        node: instance of a frozen dataclass.
+        prefix: name of the dataclass in error messages, before a dot and the field; empty for the outermost.
     """
+    hints = typing.get_type_hints(type(node))
     for field in dataclasses.fields(node):
-        choices, value = field.metadata.get("choices"), getattr(node, field.name)
-        if choices and not (value is None and field.default is None):
-            checks.require_choice(f"{prefix}.{field.name}", value, choices)
+        name = f"{prefix}.{field.name}".lstrip(".")
+        value = getattr(node, field.name)
+        if isinstance(value, list):
+            value = tuple(value)
+            object.__setattr__(node, field.name, value)
+        _check_type(name, value, hints[field.name])
+        choices = field.metadata.get("choices")
+        if choices and value is not None:
+            checks.require_choice(name, value, choices)
+
+
+def _check_type(name: str, value: Any, annotation: Any) -> None:
+    kind, optional = split_optional(annotation)
+    if _is_of(value, kind) or (optional and value is None):
+        return
+    several = typing.get_origin(kind) is tuple
+    item = typing.get_args(kind)[0] if several else kind
+    expected = f"a tuple of {item.__name__}" if several else f"{_article(item)} {item.__name__}"
+    remedy = ""
+    if several and _is_of(value, item):
+        remedy = f": write ({value!r},)"
+    elif kind is int and isinstance(value, float) and value.is_integer():
+        remedy = f": write {int(value):_}"
+    raise ValueError(
+        f"{name} is {value!r}, {_article(type(value))} {type(value).__name__}; it must be {expected}"
+        f"{' or None' if optional else ''}{remedy}"
+    )
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        return isinstance(value, tuple) and all(_is_of(x, item) for x in value)
+    # A bool is an int in Python.
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _article(kind: type) -> str:
+    return "an" if kind.__name__[0].lower() in "aeiou" else "a"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +136,7 @@ class Setting:
     @property
     def form(self) -> str:
         """Form of a value on the command line, such as `INT`, `true|false` or `INT,INT,...`."""
-        kind = split_optional(self.annotation)[0]
-        several = typing.get_origin(kind) is tuple
-        kind = typing.get_args(kind)[0] if several else kind
-        name = "NAME" if self.choices else _FORMS[kind]
-        return f"{name},{name},..." if several else name
+        return form(self.annotation, "NAME" if self.choices else "")
 
     @property
     def optional(self) -> bool:
@@ -106,6 +145,23 @@ class Setting:
 
 
 _FORMS = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}
+
+
+def form(annotation: Any, name: str = "") -> str:
+    """Returns the form of a value of a type on the command line, such as `INT,INT,...`; None is not in it.
+
+    Args:
+        annotation: bool, int, float, str, or a tuple of one of these, or one of these or None.
+        name: word for the value, or for an item of a tuple; empty for the word of its type.
+    """
+    kind = split_optional(annotation)[0]
+    several = typing.get_origin(kind) is tuple
+    name = name or _FORMS[typing.get_args(kind)[0] if several else kind]
+    return f"{name},{name},..." if several else name
+
+
+QUOTING = "Quote an item that has commas, or spaces at its ends."
+"""Help on tuples of text, in addition to that of their setting."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,5 +212,12 @@ def split_optional(annotation: Any) -> tuple[Any, bool]:
 def written(value: Any) -> str:
     """Returns a value of a setting as it is written on the command line."""
     if isinstance(value, tuple):
-        return ",".join(map(written, value)) or "()"
+        return ",".join(_quoted(written(item)) for item in value) or "()"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _quoted(item: str) -> str:
+    """Returns an item of a tuple in quotes if it would be read as another one without."""
+    if item and item == item.strip() and "," not in item and item[0] not in "'\"([":
+        return item
+    return '"{}"'.format(item.replace('"', '""'))

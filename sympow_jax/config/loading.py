@@ -3,7 +3,9 @@
 import dataclasses
 import difflib
 import inspect
+import itertools
 import pathlib
+import re
 import runpy
 import traceback
 import typing
@@ -11,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sympow_jax import spelling
+from sympow_jax.config import _checks as checks
 from sympow_jax.config import fields, run
 
 __all__ = ["describe_configs", "load", "nearest_setting", "override", "unknown_setting"]
@@ -37,10 +40,11 @@ def load(spec: str) -> run.Config:
             raise ValueError(f"{path} has no function get_config; it must have one that returns a Config")
         arguments = _bind(name, get_config, text.split(",") if colon else [])
         loaded = get_config(*arguments.args, **arguments.kwargs)
-    except ValueError:
-        raise
-    except Exception as error:  # any error of the user's file
+    except (Exception, SystemExit) as error:  # any error of the user's file
         frames = traceback.extract_tb(error.__traceback__)
+        # An error of this package, or of one of its configs, names what is wrong.
+        if isinstance(error, ValueError) and _is_ours(frames[-1].filename):
+            raise
         lines = [f" in line {frame.lineno}" for frame in frames if frame.filename == str(path)]
         raise ValueError(
             f"--config {spec!r} failed{lines[-1] if lines else ''} with {type(error).__name__}: {error}"
@@ -48,6 +52,14 @@ def load(spec: str) -> run.Config:
     if not isinstance(loaded, run.Config):
         raise ValueError(f"get_config of {name!r} returned {type(loaded).__name__}; it must return a Config")
     return loaded
+
+
+def _is_ours(file: str) -> bool:
+    """Returns whether a file of source code is one of this package, or a config that comes with it."""
+    path = pathlib.Path(file).resolve()
+    return path.is_relative_to(pathlib.Path(__file__).resolve().parents[1]) or path in (
+        config.resolve() for config in _package_configs().values()
+    )
 
 
 def _package_configs() -> dict[str, pathlib.Path]:
@@ -82,20 +94,22 @@ def _find(name: str) -> pathlib.Path:
 
 def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArguments:
     signature = inspect.signature(get_config, eval_str=True)
-    kinds = {key: parameter.kind for key, parameter in signature.parameters.items()}
-    keys = [key for key, kind in kinds.items() if kind is not inspect.Parameter.VAR_POSITIONAL]
-    usage = (
-        f"the arguments of config {name!r} are {', '.join(kinds)}" if kinds else f"config {name!r} has none"
-    )
+    parameters = signature.parameters.values()
+    several = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    keys = [parameter.name for parameter in parameters if parameter.kind not in several]
+    any_values, any_keys = (any(parameter.kind is kind for parameter in parameters) for kind in several)
+    listed = ", ".join(f"{several.get(parameter.kind, '')}{parameter.name}" for parameter in parameters)
+    usage = f"the arguments of config {name!r} are {listed}" if listed else f"config {name!r} has none"
     positional: list[str] = []
     named: dict[str, str] = {}
     for part in parts:
         key, equals, text = part.partition("=")
         key = key.strip().replace("-", "_")
+        known = key in keys or any_keys
         # A function that takes any number of values may be given some that contain "=".
-        if not equals or (key not in keys and len(keys) < len(kinds)):
+        if not equals or (any_values and not known):
             positional.append(part)
-        elif key not in keys:
+        elif not known:
             raise ValueError(
                 f"config {name!r} has no argument {key!r}; {spelling.remedy(key, keys, otherwise=usage)}"
             )
@@ -108,21 +122,28 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
     except TypeError as error:
         spec = f"{name}:{','.join(parts)}" if parts else name
         raise ValueError(f"--config {spec!r}: {error}; {usage}") from error
+
+    def read(key: str, text: str, annotation: Any) -> Any:
+        return _read_value(f"argument {key!r} of config {name!r}", text, annotation)
+
     for key, value in arguments.arguments.items():
         annotation = signature.parameters[key].annotation
         if annotation is inspect.Parameter.empty:
             continue
-        label = f"argument {key!r} of config {name!r}"
-        several = isinstance(value, tuple)
-        values = [_read_value(label, text, annotation) for text in (value if several else [value])]
-        arguments.arguments[key] = tuple(values) if several else values[0]
+        if isinstance(value, dict):
+            arguments.arguments[key] = {x: read(x, text, annotation) for x, text in value.items()}
+        elif isinstance(value, tuple):
+            arguments.arguments[key] = tuple(read(key, text, annotation) for text in value)
+        else:
+            arguments.arguments[key] = read(key, value, annotation)
     return arguments
 
 
 def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
     """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as typed by the user.
 
-    A tuple is written "64,128" or "(64,128)", and None is written "none". Fields that `base` derives from others are
+    A tuple is written "64,128" or "(64,128)", with quotes around an item that has commas or has spaces at its ends.
+    A quote inside such an item is doubled. None is written "none". Fields that `base` derives from others are
     derived again: overriding `model.heads` changes `model.kv_heads`.
 
     Raises:
@@ -195,29 +216,60 @@ def _same_without(node: Any, name: str) -> bool:
 def _read_value(name: str, text: str, annotation: Any) -> Any:
     """Reads a value of a type, as users write it.
 
-    A tuple is written "64,128" or "(64,128)", and None is written "none".
-
     Args:
         name: name of the setting in error messages.
         text: the value as written.
-        annotation: bool, int, float, str, or a tuple of one of these, or one of these or None.
+        annotation: bool, int, float, str, a literal, or a tuple of one of the first four, or one of these or None.
 
     Raises:
-        ValueError: the text is not a value of the type.
+        ValueError: the text is not a value of the type, or the type is another one.
     """
     kind, optional = fields.split_optional(annotation)
     if optional and text.strip().lower() == "none":
         return None
+    if typing.get_origin(kind) is typing.Literal:
+        values = {str(value): value for value in typing.get_args(kind)}
+        checks.require_choice(name, text, values)
+        return values[text]
+    several = typing.get_origin(kind) is tuple
+    item = typing.get_args(kind)[0] if several else kind
+    if item not in _READERS:
+        raise ValueError(
+            f"{name} has the type {inspect.formatannotation(annotation)}, which cannot be read from a command line; "
+            f"annotate it as {', '.join(x.__name__ for x in _READERS)}, a Literal, a tuple such as tuple[int, ...], "
+            f"or one of these or None"
+        )
     try:
-        if typing.get_origin(kind) is tuple:
-            item = _READERS.get(typing.get_args(kind)[0], str)
-            parts = (part.strip().strip("'\"") for part in text.strip().strip("()[]").split(","))
-            return tuple(item(part) for part in parts if part)
-        return _READERS.get(kind, str)(text)
+        return tuple(map(_READERS[item], _items(text))) if several else _READERS[item](text)
     except ValueError:
-        kind_name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-        hint = ", true or false" if kind is bool else ""
-        raise ValueError(f"{name} is {text!r}; it must be of type {kind_name}{hint}") from None
+        form = fields.form(annotation).replace("|", " or ") + (" or none" if optional else "")
+        raise ValueError(f"{name} is {text!r}; it must be {form}") from None
+
+
+# An item in quotes, inside which a quote is doubled, or one without, and the comma after it.
+_ITEM = re.compile(r"""\s*(?:'((?:[^']|'')*)'|"((?:[^"]|"")*)"|([^,]*?))\s*(?:,|\Z)""")
+_QUOTED = re.compile(r"""(?<![^,(\[\s])(?:'[^']*'|"[^"]*")""")
+
+
+def _items(text: str) -> list[str]:
+    """Splits "64,128" or "(64,128)" at the commas outside quotes."""
+    text = text.strip()
+    bare = _QUOTED.sub(lambda match: " " * len(match[0]), text)
+    for opening, closing in ("()", "[]"):
+        depths = list(itertools.accumulate((x == opening) - (x == closing) for x in bare))
+        # The first bracket is closed by the last character, unlike in "(a),(b)".
+        if depths and depths[-1] == 0 and min(depths[:-1], default=0) > 0:
+            text = text[1:-1]
+            break
+    items = []
+    for single, double, plain in (match.groups() for match in _ITEM.finditer(text)):
+        if single is not None:
+            items.append(single.replace("''", "'"))
+        elif double is not None:
+            items.append(double.replace('""', '"'))
+        elif plain:  # nothing before a comma, or after the last one, is no item
+            items.append(plain)
+    return items
 
 
 def _finite(text: str) -> float:

@@ -93,13 +93,13 @@ class ModelConfig:
     )
 
     def __post_init__(self):
+        object.__setattr__(self, "dtype", checks.dtype_name(self.dtype))
+        fields.validate(self, "model")
         positive = ["layers", "width", "heads", "mlp_ratio", "channels"]
         positive += ["vocab_size"] if self.patch_size is None else []
         checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
         if self.patch_size is not None:
             checks.require_at_least(1, **{"model.patch_size": self.patch_size})
-        object.__setattr__(self, "dtype", checks.dtype_name(self.dtype))
-        fields.check_choices(self, "model")
         sizes = checks.head_sizes(
             width=self.width,
             heads=self.heads,

@@ -68,7 +68,7 @@ class OptimizerConfig:
     )
 
     def __post_init__(self):
-        fields.check_choices(self, "optimizer")
+        fields.validate(self, "optimizer")
         checks.require_at_least(
             0,
             **{
@@ -119,9 +119,9 @@ class TrainingConfig:
     )
 
     def __post_init__(self):
+        fields.validate(self, "training")
         names = ("steps", "log_every", "checkpoint_every", "keep_checkpoints")
         checks.require_at_least(1, **{f"training.{name}": getattr(self, name) for name in names})
-        object.__setattr__(self, "profile_steps", tuple(self.profile_steps))
         steps = self.profile_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(
@@ -158,6 +158,7 @@ class ShardingConfig:
     context: int = dataclasses.field(default=1, metadata=fields.about("Number of shards of the sequence."))
 
     def __post_init__(self):
+        fields.validate(self, "sharding")
         sizes = {name: size for name, size in dataclasses.asdict(self).items() if size is not None}
         checks.require_at_least(1, **{f"sharding.{name}": size for name, size in sizes.items()})
 
@@ -197,14 +198,12 @@ class EvaluationConfig:
     )
 
     def __post_init__(self):
+        fields.validate(self, "evaluation")
         checks.require_at_least(0, **{"evaluation.every": self.every or 0})
-        lengths = None if self.context_lengths is None else tuple(self.context_lengths)
-        object.__setattr__(self, "context_lengths", lengths)
-        lengths = lengths or ()
+        lengths = self.context_lengths or ()
         if any(length < 1 for length in lengths) or list(lengths) != sorted(set(lengths)):
             raise ValueError(f"evaluation.context_lengths is {lengths}; it must be positive and increasing")
         checks.require_at_least(1, **{"evaluation.documents": self.documents})
-        object.__setattr__(self, "prompts", tuple(self.prompts))
         if "" in self.prompts:
             raise ValueError(f"evaluation.prompts is {self.prompts}; each must have at least one character")
 
@@ -222,6 +221,7 @@ class Config:
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig, metadata=_ON_RESUME)
 
     def __post_init__(self):
+        fields.validate(self)
         if self.data.batch_size % self.optimizer.accumulate:
             raise ValueError(
                 f"optimizer.accumulate is {self.optimizer.accumulate} and does not divide the "

@@ -48,7 +48,7 @@ class TaskConfig:
     )
 
     def __post_init__(self):
-        fields.check_choices(self, "task")
+        fields.validate(self, "task")
         checks.require_fraction(**{"task.mask_fraction": self.mask_fraction})
         if self.name == "classification":
             checks.require_at_least(2, **{"task.classes": self.classes or 0})

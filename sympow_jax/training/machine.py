@@ -27,13 +27,16 @@ def cache_programs() -> None:
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return
-    root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = root / "sympow-jax" / f"jaxlib-{importlib.metadata.version('jaxlib')}-{_cpu()}"
     try:
+        root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        folder = root / "sympow-jax" / f"jaxlib-{importlib.metadata.version('jaxlib')}-{_cpu()}"
         # Only for the user, because whoever writes to the cache can run code in the process that reads it.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return  # a home folder that cannot be written needs no cache
+    except (OSError, RuntimeError):
+        return  # no home folder, or one that cannot be written, needs no cache
+    # JAX would warn for each program. The folder may be another user's, or on a file system that is now read-only.
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)

@@ -55,6 +55,22 @@ def test_values_are_written_as_they_are_read():
     assert config.override(base, texts) == base
 
 
+@pytest.mark.parametrize(
+    "items",
+    [
+        ("Hello, world", "def ", "\n"),
+        ("'tis", "don't", 'say "yes", then', '"'),
+        ("(a)", "[b", "f(x)", "src/*.[ch]"),
+        ("(a)",),
+        ("",),
+        ("()",),
+    ],
+)
+def test_items_are_written_as_they_are_read(items):
+    base = config.load("quickstart")
+    assert config.override(base, {"data.labels": fields.written(items)}).data.labels == items
+
+
 def test_the_reference_page_is_up_to_date():
     script = runpy.run_path(str(ROOT / "docs" / "settings.py"))
     page = ROOT / "docs" / "reference" / "settings.md"

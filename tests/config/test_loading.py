@@ -44,6 +44,16 @@ def test_a_wheel_has_its_configs_inside_the_package(tmp_path, monkeypatch):
             "from sympow_jax import config\ndef get_config(): return config.ModelConfig(layer=1)",
             "unexpected keyword argument 'layer'",
         ),
+        (
+            "def get_config():\n    return int('x1')",
+            "failed in line 2 with ValueError: invalid literal for int()",
+        ),
+        ("import sys\nsys.exit()", "failed in line 2 with SystemExit: "),
+        ("import json\ndef get_config(): return json.loads('{')", "failed in line 2 with JSONDecodeError: "),
+        (
+            "from sympow_jax import config\ndef get_config(): return config.preset('x')",
+            "^preset is 'x'; it must be one of",
+        ),
     ],
 )
 def test_mistakes_inside_files(tmp_path, source, message):
@@ -98,7 +108,7 @@ def test_text_takes_paths():
         ),
         ("gpt2_124m:sympow,preset=sympow", "multiple values for argument 'preset'"),
         ("gpt2_124m:p=2,p=4", "config 'gpt2_124m' is given argument 'p' twice"),
-        ("gpt2_124m:p=two", "argument 'p' of config 'gpt2_124m' is 'two'; it must be of type int"),
+        ("gpt2_124m:p=two", "argument 'p' of config 'gpt2_124m' is 'two'; it must be INT"),
         ("gpt2_124m:sympow,context=300", "context is 300; it must be one of 256, 512"),
     ],
 )
@@ -125,5 +135,29 @@ def test_arguments_have_the_types_of_the_signature(tmp_path, monkeypatch):
         (1, None, (3, 4), "", True, "x"),
         (1, 0.5, (), "a=b", False, "y"),
     ]
+    (tmp_path / "mine.py").write_text(
+        "from sympow_jax import config\n"
+        "from typing import Literal, Optional\n"
+        "def get_config(a: Literal[1, 'x'], *rest: int, **changes: Optional[int]):\n"
+        "    got.append((a, rest, changes))\n"
+        "    return config.load('quickstart')\n"
+    )
+    got.clear()
+    for arguments in ("1,2,b=3,c=none", "a=x,a-b=4"):
+        config.load(f"{tmp_path}/mine.py:{arguments}")
+    assert got == [(1, (2,), {"b": 3, "c": None}), ("x", (), {"a_b": 4})]
+    for arguments, message in (
+        ("1,b=x", "argument 'b' of config '.*' is 'x'; it must be INT or none"),
+        ("2", "argument 'a' of config '.*' is '2'; it must be one of 1, x"),
+        ("1,b=3,b=4", "given argument 'b' twice"),
+        ("", "is ''; it must be one of 1, x"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config.load(f"{tmp_path}/mine.py:{arguments}")
+    (tmp_path / "mine.py").write_text("def get_config(a: list[int]): pass")
+    with pytest.raises(
+        ValueError, match=r"argument 'a' of config .* has the type list\[int\], which cannot be"
+    ):
+        config.load(f"{tmp_path}/mine.py:1")
     # In a path, "=" has no meaning.
     assert config.load("text:a=b.txt,c").data.paths == ("a=b.txt", "c")

@@ -92,6 +92,48 @@ def test_tasks_that_cannot_be(task, message):
         config.TaskConfig(**task)
 
 
+@pytest.mark.parametrize(
+    ("make_one", "message"),
+    [
+        (
+            lambda: config.TrainingConfig(steps=1e5),
+            "training.steps is 100000.0, a float; it must be an int: write 100_000",
+        ),
+        (lambda: config.TrainingConfig(steps=2.5), "training.steps is 2.5, a float; it must be an int"),
+        (lambda: config.TrainingConfig(steps=True), "training.steps is True, a bool; it must be an int"),
+        (
+            lambda: config.EvaluationConfig(prompts="the "),
+            "evaluation.prompts is 'the ', a str; it must be a tuple of str: write ('the ',)",
+        ),
+        (
+            lambda: config.DataConfig(paths="texts"),
+            "data.paths is 'texts', a str; it must be a tuple of str: write ('texts',)",
+        ),
+        (
+            lambda: config.EvaluationConfig(context_lengths=[8, "16"]),
+            "evaluation.context_lengths is (8, '16'), a tuple; it must be a tuple of int or None",
+        ),
+        (
+            lambda: config.OptimizerConfig(clip_norm="1"),
+            "optimizer.clip_norm is '1', a str; it must be a float or None",
+        ),
+        (lambda: config.ModelConfig(layers=None, width=8, heads=1), "model.layers is None, a NoneType; it"),
+        (lambda: config.preset("sympow", form=2), "attention.form is 2, an int; it must be a str or None"),
+        (lambda: config.SpeConfig(sines="5"), "attention.spe.sines is '5', a str; it must be an int"),
+        (lambda: config.Config(model={}), "model is {}, a dict; it must be a ModelConfig"),
+    ],
+)
+def test_values_of_a_wrong_type(make_one, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        make_one()
+    assert str(raised.value) == message or str(raised.value).startswith(f"{message} ")
+
+
+def test_an_int_is_a_float_and_a_list_is_a_tuple():
+    assert config.OptimizerConfig(learning_rate=1, clip_norm=1).clip_norm == 1.0
+    assert config.TrainingConfig(profile_steps=[1, 2]).profile_steps == (1, 2)
+
+
 def test_methods_of_the_paper():
     type1, rope = config.lrpe_method("type1", causal=False), config.lrpe_method("rope")
     assert dataclasses.replace(type1.lrpe, core="orthogonal") == config.lrpe_method("type2").lrpe

@@ -1,5 +1,7 @@
 """Tests of the cache of compiled programs, and of the line about an unused GPU."""
 
+import os
+
 import jax
 import pytest
 
@@ -49,6 +51,25 @@ def test_jax_may_be_told_otherwise(config, tmp_path):
 def test_a_home_that_cannot_be_written_needs_no_cache(config, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    machine.cache_programs()
+    assert config.jax_compilation_cache_dir is None
+
+
+def test_a_user_without_a_home_needs_no_cache(config, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    # A user id that has no account.
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
+    machine.cache_programs()
+    assert config.jax_compilation_cache_dir is None
+
+
+def test_a_cache_that_cannot_be_written_is_not_used(config, tmp_path, monkeypatch):
+    machine.cache_programs()
+    config.update("jax_compilation_cache_dir", None)
+    (folder,) = (tmp_path / "sympow-jax").iterdir()
+    # In place of its mode, which does not stop root.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != folder or not mode & os.W_OK)
     machine.cache_programs()
     assert config.jax_compilation_cache_dir is None
 
