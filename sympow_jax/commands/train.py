@@ -74,19 +74,22 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                 if periodic.is_due(number):
                     # Before the next update, to which the state is donated.
                     scalars |= periodic.losses(state)
-                    reporter.write_texts(number, periodic.texts(state))
                 if pending:
                     reporter.report(*pending)
                 pending = (number, scalars)
                 checkpoints.check()
                 stop = votes.cast(signals.received or 0, now=number == steps)
-                if number % every == 0 or number == steps or stop:
-                    # A state is saved only once its update is known to be finite.
+                saves = number % every == 0 or number == steps or stop
+                if saves or periodic.has_texts(number):
+                    # A state is saved, and continues prompts, only once its update is known to be finite.
                     reporter.report(*pending)
                     pending = None
+                if saves:
                     checkpoints.save(number, state, batches.get_state())
                 if stop:
                     break
+                if periodic.has_texts(number):
+                    reporter.write_texts(number, periodic.texts(state))
 
     if stop:
         hosts.say(f"stopped after step {number}, which is saved; the same command again goes on")
