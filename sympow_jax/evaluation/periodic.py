@@ -4,6 +4,8 @@ import dataclasses
 import functools
 from typing import cast
 
+import jax
+
 from sympow_jax import data, generation, models, training
 from sympow_jax.array_types import Array, Float
 from sympow_jax.training import sharding
@@ -70,9 +72,17 @@ class Periodic:
 
     def losses(self, state: training.TrainState) -> dict[str, Float[Array, ""]]:
         """Returns `heldout_loss`, or nothing if nothing is held out; computes it in the background."""
-        if self._batch is None:
+        if self.heldout_loss is None:
             return {}
-        return {"heldout_loss": self._program.heldout_loss(state.params, state.statistics, self._batch)}
+        return {"heldout_loss": self.heldout_loss(state.params, state.statistics, self._batch)}
+
+    @functools.cached_property
+    def heldout_loss(self) -> jax.stages.Compiled | None:
+        """`Program.heldout_loss`, compiled for the held-out batch; None if there is none."""
+        if self._batch is None:
+            return None
+        program = self._program
+        return program.heldout_loss.lower(program.params, program.statistics, self._batch).compile()
 
     def has_texts(self, step: int) -> bool:
         """Returns whether prompts are continued after update `step`."""

@@ -17,7 +17,7 @@ import tensorboardX
 
 from sympow_jax import config, data, evaluation, generation, training
 from sympow_jax.commands import launch, train
-from sympow_jax.training import cli, metrics, sharding
+from sympow_jax.training import checkpoint, cli, metrics, sharding
 from tests.training import launching
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -350,7 +350,7 @@ def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     assert code == -signal.SIGKILL
     code, out, err = start_and_send(signal.SIGINT, 60)
     assert code == 130
-    assert err == ""
+    assert err == f"{cli.SAVING}\n"
     *plan, last = out.splitlines()
     assert plan[0].startswith("model: softmax, 1 layer of width 16, ")
     assert "devices: 1 x cpu" in plan
@@ -360,6 +360,56 @@ def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     stopped = int(last.split()[3].rstrip(","))
     assert (workdir / "checkpoints" / str(stopped)).is_dir()
     assert list(_losses(workdir)) == list(range(1, stopped + 1))
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_while_compiling_ends_at_once(tmp_path, settings, monkeypatch, capfd):
+    compile_it = jax.stages.Lowered.compile
+
+    def interrupt(lowered, *arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return compile_it(lowered, *arguments, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", interrupt)
+    with pytest.raises(SystemExit) as caught, cli.user_errors():
+        train.train(settings, tmp_path)
+    assert caught.value.code == 130
+    assert capfd.readouterr().err == "interrupted\n"
+    assert not (tmp_path / "metrics.jsonl").read_text()
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_signal_during_the_last_save_stops_before_the_evaluation(
+    tmp_path, with_training, monkeypatch, capfd
+):
+    settings = dataclasses.replace(
+        with_training(steps=4), evaluation=config.EvaluationConfig(context_lengths=(8,))
+    )
+    save = checkpoint.Checkpoints.save
+
+    def save_and_signal(checkpoints, number, *arguments):
+        save(checkpoints, number, *arguments)
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", save_and_signal)
+    assert train.train(settings, tmp_path) == 128 + signal.SIGTERM
+    captured = capfd.readouterr()
+    assert captured.err == f"{cli.SAVING}\n"
+    assert captured.out.splitlines()[-1].startswith("stopped after step 4, which is saved")
+    assert not (tmp_path / "context_loss.csv").exists()
+    assert train.train(settings, tmp_path) == 0
+    assert (tmp_path / "context_loss.csv").exists()
+
+
+def test_an_error_of_the_held_out_loss_comes_before_the_first_update(tmp_path, settings, monkeypatch):
+    def fail(*_):
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(training.Program, "heldout_loss", jax.jit(fail))
+    with pytest.raises(ValueError, match="out of memory"):
+        train.train(settings, tmp_path)
+    assert not (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_mistake_is_one_line(tmp_path, settings):
