@@ -28,6 +28,7 @@ import jax
 import numpy as np
 
 from sympow_jax import training
+from sympow_jax.training import cli
 from tests.data import builders
 from tests.training import launching
 from tools import small_disk
@@ -214,7 +215,7 @@ def signals(stage: Stage, tries: int) -> Iterable[Reason]:
         time.sleep(stage.random.uniform(0, 0.5))
         one.send(signal.SIGTERM)
         code, saved = one.wait(), steps(run)
-        if code != 128 + signal.SIGTERM or saved[-1] != losses(run)[-1][0] or one.errors():
+        if code != 128 + signal.SIGTERM or saved[-1] != losses(run)[-1][0] or one.errors() != [cli.SAVING]:
             raise NotSurvived(f"it ended with {code}, {one.errors()}, checkpoints {saved}")
         stage.finish(run, **options)
         check_same(run, expected)

@@ -1,5 +1,6 @@
 """The training loop: from a config and a workdir to a trained run, or one that has been resumed, bit for bit."""
 
+import contextlib
 import pathlib
 
 import grain
@@ -53,20 +54,21 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             hosts.say(advice)
         hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps}")
 
-        with (
-            metrics.Reporter(
-                folder, config, start=start, devices=mesh.devices.flat, writes=hosts.is_first()
-            ) as reporter,
-            cli.StopSignals() as signals,
-        ):
-            update: training.Update = program.update
+        with contextlib.ExitStack() as stack:
+            reporter = stack.enter_context(
+                metrics.Reporter(
+                    folder, config, start=start, devices=mesh.devices.flat, writes=hosts.is_first()
+                )
+            )
             if start < steps:
-                update = compiled = traced.lower().compile()
-                plan.append(summary.memory(program, compiled))
+                update = traced.lower().compile()
+                plan.append(summary.memory(program, update, periodic.heldout_loss))
                 hosts.say(plan[-1])
             workdir.record_plan(folder, plan)
-            stop, votes = 0, hosts.Vote()
+            number, stop, votes = start, 0, hosts.Vote()
             pending = None  # the update whose metrics are not on the host yet
+            # Only now, because until the first update there is nothing to save.
+            signals = stack.enter_context(cli.StopSignals())
             for number in range(start + 1, steps + 1):
                 with reporter.reading(number):
                     batch = sharding.place_batch(next(batches), mesh)
@@ -74,23 +76,29 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                 if periodic.is_due(number):
                     # Before the next update, to which the state is donated.
                     scalars |= periodic.losses(state)
-                    reporter.write_texts(number, periodic.texts(state))
                 if pending:
                     reporter.report(*pending)
                 pending = (number, scalars)
                 checkpoints.check()
                 stop = votes.cast(signals.received or 0, now=number == steps)
-                if number % every == 0 or number == steps or stop:
-                    # A state is saved only once its update is known to be finite.
+                saves = number % every == 0 or number == steps or stop
+                if saves or periodic.has_texts(number):
+                    # A state is saved, and continues prompts, only once its update is known to be finite.
                     reporter.report(*pending)
                     pending = None
+                if saves:
                     checkpoints.save(number, state, batches.get_state())
                 if stop:
                     break
+                if periodic.has_texts(number):
+                    reporter.write_texts(number, periodic.texts(state))
+            # A signal during the last save stops the run too, instead of its evaluation.
+            checkpoints.check(wait=True)
+            stop = stop or votes.cast(signals.received or 0, now=True)
 
     if stop:
         hosts.say(f"stopped after step {number}, which is saved; the same command again goes on")
         return 128 + stop  # as a shell reports a signal
-    evaluation.finish(config, folder)
-    hosts.say("\n".join(summary.results(folder)))
+    written = evaluation.finish(config, folder)
+    hosts.say("\n".join(summary.results(folder, written, steps)))
     return 0

@@ -1,6 +1,7 @@
 """Evaluation during training: the loss of a fixed batch of held-out rows, and continuations of prompts."""
 
-import os
+import dataclasses
+import functools
 from typing import cast
 
 import jax
@@ -47,12 +48,22 @@ class Periodic:
 
     def _open_prompts(self) -> data.Codec:
         config = self._program.config
-        if config.task.name != "next_token" or config.data.source != "text" or jax.process_count() > 1:
+        # Parameters of several devices might not fit on the one that continues the prompts.
+        devices = self._program.mesh.size
+        if config.task.name != "next_token" or config.data.source != "text" or devices > 1:
             raise ValueError(
-                "evaluation.prompts are for one process that trains a decoder of data.source text; leave them out"
+                f"evaluation.prompts are for a decoder of data.source text on one device; this run has the task "
+                f"{config.task.name}, data.source {config.data.source} and {devices} "
+                f"device{'s' if devices > 1 else ''}: leave them out"
             )
         codec = data.codec_of_run(config)
-        self._prompts = [codec.encode(os.fsencode(prompt)) for prompt in config.evaluation.prompts]
+        self._prompts = [_encode(codec, prompt) for prompt in config.evaluation.prompts]
+        longest = config.model.attention.longest_document
+        if longest is not None and max(map(len, self._prompts)) + _TOKENS > longest:
+            raise ValueError(
+                f"evaluation.prompts: a prompt and its {_TOKENS} tokens must fit model.attention.max_document_length, "
+                f"{longest}; shorten or leave out the prompts"
+            )
         return codec
 
     def is_due(self, step: int) -> bool:
@@ -61,17 +72,28 @@ class Periodic:
 
     def losses(self, state: training.TrainState) -> dict[str, Float[Array, ""]]:
         """Returns `heldout_loss`, or nothing if nothing is held out; computes it in the background."""
-        if self._batch is None:
+        if self.heldout_loss is None:
             return {}
-        return {"heldout_loss": self._program.heldout_loss(state.params, state.statistics, self._batch)}
+        return {"heldout_loss": self.heldout_loss(state.params, state.statistics, self._batch)}
+
+    @functools.cached_property
+    def heldout_loss(self) -> jax.stages.Compiled | None:
+        """`Program.heldout_loss`, compiled for the held-out batch; None if there is none."""
+        if self._batch is None:
+            return None
+        program = self._program
+        return program.heldout_loss.lower(program.params, program.statistics, self._batch).compile()
+
+    def has_texts(self, step: int) -> bool:
+        """Returns whether prompts are continued after update `step`."""
+        return self._codec is not None and self.is_due(step)
 
     def texts(self, state: training.TrainState) -> dict[str, str]:
-        """Returns each prompt with its continuation, on one device; empty without prompts."""
+        """Returns each prompt with its continuation; empty without prompts."""
         codec = self._codec
         if codec is None:
             return {}
-        trees = jax.device_put((state.params, state.statistics), jax.local_devices()[0])
-        model = cast(models.DecoderLM, self._program.merge(*trees))
+        model = cast(models.DecoderLM, self._generator.merge(state.params, state.statistics))
         transcripts = [generation.Transcript(codec, row, max_tokens=_TOKENS) for row in self._prompts]
         sampling = generation.Sampling(temperature=_TEMPERATURE, vocab_size=codec.sampled_vocab_size)
         for block in generation.generate(model, self._prompts, max_tokens=_TOKENS, sampling=sampling):
@@ -79,3 +101,20 @@ class Periodic:
                 transcript.add(tokens.tolist())
         prompts = self._program.config.evaluation.prompts
         return {prompt: prompt + transcript.text for prompt, transcript in zip(prompts, transcripts)}
+
+    @functools.cached_property
+    def _generator(self) -> training.Program:
+        # Steps of the implementation that trains may not support the model.
+        config = self._program.config
+        attention = dataclasses.replace(config.model.attention, implementation=None)
+        model = dataclasses.replace(config.model, attention=attention)
+        return training.Program(dataclasses.replace(config, model=model), self._program.mesh)
+
+
+def _encode(codec: data.Codec, prompt: str) -> list[int]:
+    try:
+        # Not as `sympow generate`, which takes any bytes: TensorBoard's texts are UTF-8.
+        encoded = prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"evaluation.prompts: {prompt!r} is not UTF-8") from None
+    return codec.encode(encoded, name=f"evaluation.prompts: {prompt!r}")

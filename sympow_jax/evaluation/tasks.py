@@ -20,13 +20,20 @@ def check_settings(config: config_lib.Config) -> None:
         runs.select_documents(config, lengths, config.evaluation.documents)
 
 
-def finish(config: config_lib.Config, folder: pathlib.Path) -> None:
-    """Evaluates a run at the end of training on what is held out: a decoder by position, others on rows."""
+def finish(config: config_lib.Config, folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Evaluates a run at the end of training on what is held out: a decoder by position, others on rows.
+
+    Returns:
+        The table and the plot that were written to the folder; empty if there is no evaluation.
+    """
     if config.task.name == "next_token":
         if lengths := runs.lengths_of(config):
             runs.evaluate_runs([folder], lengths, out=folder)
+            return {"table": folder / "context_loss.csv", "plot": folder / "context_loss.png"}
     elif heldout.open_rows(config) is not None:
         heldout.evaluate_heldout([folder], out=folder)
+        return {"table": folder / "heldout.json"}
+    return {}
 
 
 def evaluate(

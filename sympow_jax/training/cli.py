@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -9,8 +10,11 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["StopSignals", "user_errors"]
+__all__ = ["SAVING", "StopSignals", "user_errors"]
 
+# Line on stderr after the first signal.
+SAVING = "saving after this step; once more ends at once"
+_STDERR = 2
 # Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
 _ONE_PRESS = 1.0
 
@@ -40,7 +44,7 @@ def user_errors() -> Iterator[None]:
 
 
 class StopSignals:
-    """Context manager that records the first SIGINT or SIGTERM, so that the current step can finish.
+    """Context manager that records the first SIGINT or SIGTERM and says so, so that the current step can finish.
 
     A second signal, a second or more after the first, has its usual effect. An earlier one is taken for the first,
     forwarded by a parent, and is ignored. Works in the main thread only, like all signal handlers.
@@ -64,6 +68,9 @@ class StopSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._at = signal.Signals(number), now
+            # Not by `print`, which a handler must not call: the signal may have come within another.
+            with contextlib.suppress(OSError):
+                os.write(_STDERR, f"{SAVING}\n".encode())
         elif now - self._at >= _ONE_PRESS:
             self._restore()
             signal.raise_signal(number)

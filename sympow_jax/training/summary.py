@@ -1,15 +1,19 @@
 """Lines that tell what a run will do, before it does it, and where its results are at the end."""
 
 import collections
+import dataclasses
 import functools
+import math
 import pathlib
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from sympow_jax import config as config_lib
+from sympow_jax.layers import partitioning
 from sympow_jax.layers.attention import kernels
 from sympow_jax.training import program as programs
 from sympow_jax.training import sharding, workdir
@@ -18,13 +22,9 @@ __all__ = ["describe", "memory", "next_command", "results"]
 
 # Scopes that the ops are traced in, named by form and implementation.
 _SCOPE = re.compile(r"\b(attention|chunked|recurrent|softmax|expressive)_(reference|xla|mosaic_gpu|cudnn)\b")
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-# Files that an evaluation writes, with what they are.
-_RESULTS = (
-    ("table", "context_loss.csv"),
-    ("plot", "context_loss.png"),
-    ("table", "heldout.json"),
-)
+_UNITS = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+# Fraction of a unit that has three digits in the unit below, 999, instead of rounding to 1000.
+_LEAST = 0.9995
 
 
 def describe(
@@ -60,15 +60,21 @@ def _attention(program: programs.Program, traced: jax.stages.Traced) -> Iterator
     """Yields lines with form and implementation of attention, and the reasons against others."""
     scopes = set(_SCOPE.findall(traced.jaxpr.jaxpr.pretty_print(name_stack=True, use_color=False)))
     used = ", ".join(f"{form} by {implementation}" for form, implementation in sorted(scopes))
-    rows = program.config.data.batch_size // program.config.optimizer.accumulate
-    shape = rows, program.config.data.context_length
-    for kernel, layers in collections.Counter(program.kernels).items():
-        yield f"attention of {_layers(layers)}: {used or kernel.attention.kernel}"
-        reasons = collections.defaultdict(list)
-        for choice, reason in kernel.explain(*shape):
+    config, sizes = program.config, program.mesh.shape
+    yield f"attention of {_layers(config.model.layers)}: {used or config.model.attention.kernel}"
+    if sizes[partitioning.CONTEXT] > 1:
+        return  # reasons of a call on shards of time are known only within it
+    # The layer calls the op on shards of rows and heads.
+    rows = config.data.batch_size // config.optimizer.accumulate
+    rows //= math.prod(sizes[axis] for axis in partitioning.BATCH)
+    tensor = sizes[partitioning.TENSOR]
+    reasons: dict[str, list[str]] = collections.defaultdict(list)
+    for kernel in dict.fromkeys(program.kernels):
+        heads = {"num_heads": kernel.num_heads // tensor, "num_kv_heads": kernel.num_kv_heads // tensor}
+        for choice, reason in dataclasses.replace(kernel, **heads).explain(rows, config.data.context_length):
             reasons[reason].append(choice)
-        for reason, choices in reasons.items():
-            yield f"  not {', '.join(choices)}: {reason}"
+    for reason, choices in reasons.items():
+        yield f"  not {', '.join(choices)}: {reason}"
 
 
 def _decoding(program: programs.Program) -> str:
@@ -84,9 +90,9 @@ def _decoding(program: programs.Program) -> str:
             token += _nbytes(kernel.init_cache, 1, 2) - _nbytes(kernel.init_cache, 1, 1)
             longest = kernel.max_cache_length or 0
     if not state:
-        return f"KV cache while generating: {_size(token)} a token and row"
-    before = f"; for up to {longest:,} tokens a KV cache of {_size(token)} a token" if token else ""
-    return f"state while generating: {_size(state)} a row, at any length{before}"
+        return f"KV cache while generating: {_size(token)} per token and row"
+    before = f"; for up to {longest:,} tokens a KV cache of {_size(token)} per token" if token else ""
+    return f"state while generating: {_size(state)} per row, at any length{before}"
 
 
 def _nbytes(make: Callable[..., Any], *arguments: int) -> int:
@@ -102,25 +108,45 @@ def _data(config: config_lib.Config, data: Mapping[str, Any]) -> str:
     return f"data: {config.data.source}, {data[unit]:,} {unit} to train on, {kept}"
 
 
-def memory(program: programs.Program, compiled: jax.stages.Compiled) -> str:
-    """Returns a line with the memory of an update on a device, according to the compiler."""
-    held = f"{_size(sharding.bytes_per_device(program.abstract))} for parameters and optimizer state"
-    found: Any = compiled.memory_analysis()
-    if found is None:
+def memory(
+    program: programs.Program, update: jax.stages.Compiled, heldout: jax.stages.Compiled | None
+) -> str:
+    """Returns a line with the memory of training on a device, according to the compiler.
+
+    Args:
+        program: program of the run.
+        update: its update, compiled.
+        heldout: its held-out loss, compiled; None if nothing is held out.
+    """
+    state = sharding.bytes_per_device(program.abstract)
+    held = f"{_size(state)} for parameters and optimizer state"
+    total = _total_bytes(update)
+    if total is None:
         return f"memory of a device: {held}"
-    total = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    total += found.temp_size_in_bytes
+    what = "an update"
+    # The optimizer state is no argument of the held-out loss, but stays on the device.
+    arguments = sharding.bytes_per_device((program.params, program.statistics))
+    evaluation = 0 if heldout is None else (_total_bytes(heldout) or 0) + state - arguments
+    if evaluation > total:
+        total, what = evaluation, "a held-out loss"
     (device, *_) = program.mesh.local_devices
     limit = (device.memory_stats() or {}).get("bytes_limit")
     available = f" of {_size(limit)}" if limit else ""
-    return f"memory of a device: {_size(total)}{available} in an update, {held}"
+    return f"memory of a device: {_size(total)}{available} in {what}, {held}"
 
 
-def results(folder: pathlib.Path) -> list[str]:
-    """Returns a line for each result of a run: its table, plot, and newest checkpoint."""
-    found = [f"{what}: {folder / name}" for what, name in _RESULTS if (folder / name).is_file()]
-    newest = workdir.checkpoint_steps(folder)[-1]
-    return [*found, f"checkpoint: {folder / workdir.CHECKPOINTS / str(newest)}"]
+def _total_bytes(compiled: jax.stages.Compiled) -> int | None:
+    found: Any = compiled.memory_analysis()
+    if found is None:
+        return None
+    total = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return total + found.temp_size_in_bytes
+
+
+def results(folder: pathlib.Path, written: Mapping[str, pathlib.Path], step: int) -> list[str]:
+    """Returns a line for each result of a run: the files that its evaluation wrote, and its last checkpoint."""
+    found = [f"{what}: {path}" for what, path in written.items()]
+    return [*found, f"checkpoint: {folder / workdir.CHECKPOINTS / str(step)}"]
 
 
 def next_command(config: config_lib.Config, folder: pathlib.Path, program: str) -> str:
@@ -132,17 +158,19 @@ def next_command(config: config_lib.Config, folder: pathlib.Path, program: str) 
         program: name of the program that trained it, `train.py` or `sympow train`.
     """
     script = program.endswith(".py")
-    tokenizer = "" if config.data.source in ("text", "tsv") else " --tokenizer=FILE"
+    run = f"--workdir={shlex.quote(str(folder))}"
+    tokenizer = "" if config.data.source == "text" else " --tokenizer=FILE"
     if config.task.name == "next_token":
         name = "uv run generate.py" if script else "sympow generate"
         # Without paths, the text is Python's standard library.
         prompt = "The " if config.data.paths else "def "
-        return f'next: {name} --workdir={folder} --prompt="{prompt}"{tokenizer}'
-    if config.model.patch_size is None:
+        return f'next: {name} {run} --prompt="{prompt}"{tokenizer}'
+    # Of other sources, no text can be read.
+    if config.data.source in ("text", "tokens", "longcrawl64"):
         name = "uv run sympow inspect" if script else "sympow inspect"
-        return f'next: {name} --workdir={folder} --text="The"{tokenizer}'
+        return f'next: {name} {run} --text="The"{tokenizer}'
     name = "uv run eval.py" if script else "sympow eval"
-    return f"next: {name} --workdir={folder} --out={folder}"
+    return f"next: {name} {run}"
 
 
 def _layers(count: int) -> str:
@@ -150,4 +178,5 @@ def _layers(count: int) -> str:
 
 
 def _size(nbytes: float) -> str:
-    return next((f"{nbytes / unit:.3g} {name}" for unit, name in _UNITS if nbytes >= unit), f"{nbytes} bytes")
+    fitting = (f"{nbytes / unit:.3g} {name}" for unit, name in _UNITS if nbytes >= _LEAST * unit)
+    return next(fitting, f"{nbytes} bytes")

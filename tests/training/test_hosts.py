@@ -17,7 +17,7 @@ import pytest
 
 from sympow_jax import config, data, evaluation
 from sympow_jax.commands import command_line
-from sympow_jax.training import hosts, sharding, workdir
+from sympow_jax.training import cli, hosts, sharding, workdir
 from tests.training import launching
 
 
@@ -164,7 +164,7 @@ def test_a_signal_to_one_of_two_and_a_second_run(start, tmp_path, arguments):
     stopped = int(said.split()[3].rstrip(","))
     assert _saved(folder)[-1] == stopped
     assert list(_losses(folder)) == list(range(1, stopped + 1))
-    assert [one.errors() for one in started] == [[], []]
+    assert [one.errors() for one in started] == [[], [cli.SAVING]]
 
 
 def test_settings_that_differ(start, tmp_path):

@@ -2,12 +2,17 @@
 
 import dataclasses
 import json
+import pathlib
+import types
 
+import jax
 import numpy as np
 import pytest
 
 from sympow_jax import config, training
 from sympow_jax.commands import train
+from sympow_jax.layers import partitioning
+from sympow_jax.layers.attention.kernels import power
 from sympow_jax.training import sharding, summary
 
 
@@ -43,7 +48,7 @@ def test_softmax_has_a_cache(settings):
     lines = describe(settings)
     assert lines[1:3] == [
         "attention of 1 layer: softmax by xla",
-        "KV cache while generating: 140 bytes a token and row",
+        "KV cache while generating: 140 bytes per token and row",
     ]
 
 
@@ -74,9 +79,100 @@ def test_results_and_plan_of_a_run(settings, tmp_path, capsys):
     assert plan[-1].startswith("memory of a device: ")
 
 
+def test_results_are_those_that_were_written_now(settings, tmp_path, capsys):
+    (tmp_path / "context_loss.csv").write_text("of an earlier step")
+    training_config = dataclasses.replace(settings.training, steps=2)
+    assert train.train(dataclasses.replace(settings, training=training_config), tmp_path) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == f"checkpoint: {tmp_path}/checkpoints/2"
+    assert not any(line.startswith("table: ") for line in printed)
+
+
+def test_reasons_are_those_of_a_shard(settings, monkeypatch):
+    settings = with_attention(settings, "conformal", form="chunked", chunk_size=8)
+    program = training.Program(settings, sharding.whole_mesh())
+    tokens = np.zeros(settings.data.context_length, np.int32)
+    traced = program.trace({"inputs": tokens, "targets": tokens})
+    explained = []
+    monkeypatch.setattr(
+        power.PowerKernel,
+        "explain",
+        lambda kernel, *shape: explained.append((kernel.num_heads, kernel.num_kv_heads, *shape)) or (),
+    )
+
+    def describe_on(**sizes: int) -> None:
+        shape = dict.fromkeys(partitioning.AXES, 1) | sizes
+        program.mesh = types.SimpleNamespace(size=4, shape=shape, devices=np.array(jax.devices()[:1]))
+        summary.describe(program, traced, {"tokens": 1234, "heldout_tokens": 0}, "runs/a")
+
+    describe_on(fsdp=2, tensor=2)
+    assert explained == [(1, 1, 2, 16)]
+    describe_on(context=2, tensor=2)
+    assert len(explained) == 1
+
+
+def test_memory_is_that_of_the_larger_program(settings):
+    program = training.Program(settings, sharding.whole_mesh())
+    state = sharding.bytes_per_device(program.abstract)
+    arguments = sharding.bytes_per_device(program.params)
+
+    def compiled(temporary: int) -> types.SimpleNamespace:
+        sizes = {"argument": arguments, "output": 0, "alias": 0, "temp": temporary}
+        analysis = types.SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
+        return types.SimpleNamespace(memory_analysis=lambda: analysis)
+
+    one, other = compiled(3 * state), compiled(10**9 - state)
+    update = summary.memory(program, one, None)
+    assert " in an update, " in update
+    assert summary.memory(program, one, compiled(0)) == update
+    assert summary.memory(program, one, other).startswith("memory of a device: 1 GB in a held-out loss, ")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(999, "999 bytes"), (999_400_000, "999 MB"), (999_600_000, "1 GB"), (1.5e12, "1.5 TB")],
+)
+def test_sizes_have_three_digits(settings, nbytes, text):
+    program = training.Program(settings, sharding.whole_mesh())
+    analysis = types.SimpleNamespace(
+        argument_size_in_bytes=nbytes, output_size_in_bytes=0, alias_size_in_bytes=0, temp_size_in_bytes=0
+    )
+    line = summary.memory(program, types.SimpleNamespace(memory_analysis=lambda: analysis), None)
+    assert line.startswith(f"memory of a device: {text} in an update, ")
+
+
 @pytest.mark.parametrize(
     ("program", "command"), [("train.py", "uv run generate.py"), ("sympow train", "sympow generate")]
 )
 def test_next_command(settings, program, command):
-    line = summary.next_command(settings, "runs/a", program)
-    assert line == f'next: {command} --workdir=runs/a --prompt="The "'
+    line = summary.next_command(settings, pathlib.Path("runs/a b"), program)
+    assert line == f"next: {command} --workdir='runs/a b' --prompt=\"The \""
+
+
+GENERATE, INSPECT, EVAL = "generate", 'inspect --workdir=runs/a --text="The"', "eval --workdir=runs/a"
+NEXT_OF_CONFIG = {
+    "deit_small.py": EVAL,
+    "glue.py:cola,type1": EVAL,
+    "gpt2.py": GENERATE,
+    "gpt2_124m.py": GENERATE,
+    "lra.py:text": EVAL,
+    "lra.py:listops": EVAL,
+    "lra.py:image": EVAL,
+    "quickstart.py": GENERATE,
+    "roberta_wikibook.py": INSPECT,
+    "text.py:corpus": GENERATE,
+    "wikitext103.py": GENERATE,
+}
+
+
+def test_every_config_has_a_next_command():
+    folder = pathlib.Path(__file__).parents[2] / "configs"
+    assert {spec.partition(":")[0] for spec in NEXT_OF_CONFIG} == {path.name for path in folder.glob("*.py")}
+    for spec, expected in NEXT_OF_CONFIG.items():
+        settings = config.load(f"{folder}/{spec}")
+        found = summary.next_command(settings, pathlib.Path("runs/a"), "sympow train")
+        command, _, tokenizer = found.removeprefix("next: sympow ").partition(" --tokenizer=")
+        assert command == expected or (
+            expected == GENERATE and command.startswith("generate --workdir=runs/a ")
+        )
+        assert bool(tokenizer) == (expected != EVAL and settings.data.source != "text")

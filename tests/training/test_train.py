@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
 import pytest
 import tensorboardX
 
-from sympow_jax import config, data, evaluation, training
+from sympow_jax import config, data, evaluation, generation, training
 from sympow_jax.commands import launch, train
-from sympow_jax.training import cli, metrics, sharding
+from sympow_jax.training import checkpoint, cli, metrics, sharding
 from tests.training import launching
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -130,10 +131,56 @@ def test_prompts_are_continued_and_change_nothing(tmp_path, with_training, monke
     assert seen["a\nb", 4].startswith("    a\n    b")
     assert len(seen["the ", 2]) > len("    the ")
     assert _losses(tmp_path / "with") == _losses(tmp_path / "without")
+
+
+def _with_prompts(settings: config.Config, *prompts: str, **attention) -> config.Config:
+    changed = dataclasses.replace(settings.model.attention, **attention)
+    return dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, attention=changed),
+        evaluation=dataclasses.replace(settings.evaluation, prompts=prompts),
+    )
+
+
+def test_prompts_that_a_run_cannot_have_are_errors_at_its_start(settings):
+    def error(settings: config.Config) -> str:
+        with pytest.raises(ValueError, match=r"evaluation\.prompts") as caught:
+            evaluation.Periodic(training.Program(settings, sharding.whole_mesh()))
+        return str(caught.value)
+
     tokens = dataclasses.replace(settings.data, source="tokens", heldout_fraction=0.0)
-    tokens = dataclasses.replace(settings, evaluation=prompted, data=tokens)
-    with pytest.raises(ValueError, match=r"evaluation\.prompts are for one process that trains a decoder"):
-        evaluation.Periodic(training.Program(tokens, sharding.whole_mesh()))
+    found = error(dataclasses.replace(_with_prompts(settings, "the "), data=tokens))
+    assert "data.source tokens and 1 device: leave them out" in found
+    assert (
+        error(_with_prompts(settings, "the", "caf\udce9")) == "evaluation.prompts: 'caf\\udce9' is not UTF-8"
+    )
+    learned = {"position": "learned_absolute", "max_document_length": 130}
+    evaluation.Periodic(training.Program(_with_prompts(settings, "th", **learned), sharding.whole_mesh()))
+    assert error(_with_prompts(settings, "a", "the", **learned)) == (
+        "evaluation.prompts: a prompt and its 128 tokens must fit model.attention.max_document_length, 130; shorten "
+        "or leave out the prompts"
+    )
+    nothing_held_out = dataclasses.replace(settings.data, heldout_fraction=0.0)
+    program = training.Program(
+        dataclasses.replace(_with_prompts(settings, "the "), data=nothing_held_out), sharding.whole_mesh()
+    )
+    program.mesh = types.SimpleNamespace(size=8)
+    with pytest.raises(ValueError, match=r"data\.source text and 8 devices: leave them out"):
+        evaluation.Periodic(program)
+
+
+def test_prompts_are_continued_without_the_implementation_that_trains(settings, monkeypatch):
+    program = training.Program(_with_prompts(settings, "a", implementation="xla"), sharding.whole_mesh())
+    used = []
+    generate = generation.generate
+
+    def record(model, *arguments, **options):
+        used.append(model.config.attention.implementation)
+        return generate(model, *arguments, **options)
+
+    monkeypatch.setattr(generation, "generate", record)
+    assert evaluation.Periodic(program).texts(program.init_state())["a"].startswith("a")
+    assert used == [None]
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, batches):
@@ -160,9 +207,10 @@ def test_a_damaged_newest_checkpoint(tmp_path, with_training, capfd):
     assert _losses(tmp_path / "run") == losses
 
 
-def test_a_loss_that_is_not_finite(tmp_path, settings):
+@pytest.mark.parametrize("prompts", [(), ("the ",)])
+def test_a_loss_that_is_not_finite(tmp_path, settings, prompts):
     settings = dataclasses.replace(
-        settings,
+        _with_prompts(settings, *prompts),
         optimizer=config.OptimizerConfig(name="sgd", learning_rate=1e30),
         training=dataclasses.replace(settings.training, checkpoint_every=1),
     )
@@ -302,7 +350,7 @@ def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     assert code == -signal.SIGKILL
     code, out, err = start_and_send(signal.SIGINT, 60)
     assert code == 130
-    assert err == ""
+    assert err == f"{cli.SAVING}\n"
     *plan, last = out.splitlines()
     assert plan[0].startswith("model: softmax, 1 layer of width 16, ")
     assert "devices: 1 x cpu" in plan
@@ -312,6 +360,56 @@ def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     stopped = int(last.split()[3].rstrip(","))
     assert (workdir / "checkpoints" / str(stopped)).is_dir()
     assert list(_losses(workdir)) == list(range(1, stopped + 1))
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_ctrl_c_while_compiling_ends_at_once(tmp_path, settings, monkeypatch, capfd):
+    compile_it = jax.stages.Lowered.compile
+
+    def interrupt(lowered, *arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        return compile_it(lowered, *arguments, **options)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", interrupt)
+    with pytest.raises(SystemExit) as caught, cli.user_errors():
+        train.train(settings, tmp_path)
+    assert caught.value.code == 130
+    assert capfd.readouterr().err == "interrupted\n"
+    assert not (tmp_path / "metrics.jsonl").read_text()
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_signal_during_the_last_save_stops_before_the_evaluation(
+    tmp_path, with_training, monkeypatch, capfd
+):
+    settings = dataclasses.replace(
+        with_training(steps=4), evaluation=config.EvaluationConfig(context_lengths=(8,))
+    )
+    save = checkpoint.Checkpoints.save
+
+    def save_and_signal(checkpoints, number, *arguments):
+        save(checkpoints, number, *arguments)
+        if number == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", save_and_signal)
+    assert train.train(settings, tmp_path) == 128 + signal.SIGTERM
+    captured = capfd.readouterr()
+    assert captured.err == f"{cli.SAVING}\n"
+    assert captured.out.splitlines()[-1].startswith("stopped after step 4, which is saved")
+    assert not (tmp_path / "context_loss.csv").exists()
+    assert train.train(settings, tmp_path) == 0
+    assert (tmp_path / "context_loss.csv").exists()
+
+
+def test_an_error_of_the_held_out_loss_comes_before_the_first_update(tmp_path, settings, monkeypatch):
+    def fail(*_):
+        raise ValueError("out of memory")
+
+    monkeypatch.setattr(training.Program, "heldout_loss", jax.jit(fail))
+    with pytest.raises(ValueError, match="out of memory"):
+        train.train(settings, tmp_path)
+    assert not (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_a_mistake_is_one_line(tmp_path, settings):
