@@ -95,7 +95,7 @@ def _find(name: str) -> pathlib.Path:
 def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArguments:
     signature = inspect.signature(get_config, eval_str=True)
     parameters = signature.parameters.values()
-    several = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    several: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     keys = [parameter.name for parameter in parameters if parameter.kind not in several]
     any_values, any_keys = (any(parameter.kind is kind for parameter in parameters) for kind in several)
     listed = ", ".join(f"{several.get(parameter.kind, '')}{parameter.name}" for parameter in parameters)
