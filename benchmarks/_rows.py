@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -59,7 +59,8 @@ def in_processes(
     Args:
         rows: descriptions, to which the results are added.
         command: prints the result of a row, which is added to it as `--row=JSON`, by `print_result`.
-        seconds: time limit of a row, without waiting for other processes.
+        seconds: time limit of a row that is measured alone. Each of the other processes at once adds a quarter, since
+            a row waits for the device while they use it.
         deadline: value of `time.monotonic` after which no row is begun.
         jobs: number of processes at once. They compile at the same time, but take turns on the device.
     """
@@ -68,7 +69,7 @@ def in_processes(
         outcomes = supervisor.run_all(
             names,
             lambda name: [*command, f"--row={name}"],
-            seconds=seconds * (1 + jobs / 4),
+            seconds=seconds * (1 + (jobs - 1) / 4),
             deadline=deadline,
             jobs=jobs,
         )
@@ -145,17 +146,21 @@ def _shared(jobs: int) -> Iterator[None]:
 
     Variables that are set already are kept: two benchmarks share the device with the same file in `_LOCK`.
     """
-    before = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+        variables = {"JAX_COMPILATION_CACHE_DIR": folder}
         if jobs > 1:
-            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-            os.environ.setdefault(_LOCK, str(pathlib.Path(folder, "lock")))
+            variables |= {
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+                _LOCK: str(pathlib.Path(folder, "lock")),
+            }
+        added = {name: value for name, value in variables.items() if name not in os.environ}
+        os.environ.update(added)
         try:
             yield
         finally:
-            for name in os.environ.keys() - before.keys():
-                del os.environ[name]
+            # Only these: the caller runs between rows, and may set others.
+            for name in added:
+                os.environ.pop(name, None)
 
 
 @contextlib.contextmanager
@@ -176,8 +181,8 @@ def record(report: dict, rows: Iterable[dict], path: pathlib.Path | None) -> dic
     """
     report = {**report, "rows": []}
     for row in rows:
-        report["machine"] = report["machine"] | row.pop("machine", {})
-        report["rows"].append(row)
+        report["machine"] = report["machine"] | row.get("machine", {})
+        report["rows"].append({name: value for name, value in row.items() if name != "machine"})
         write(path, report)
     return report
 
@@ -206,7 +211,7 @@ def print_tables(report: dict, tables: Iterable[rich.table.Table]) -> None:
         console.print(table)
 
 
-def make_table(title: str, columns: Iterable[str], texts: Iterable[str]) -> rich.table.Table:
+def make_table(title: str, columns: Iterable[str], texts: Collection[str]) -> rich.table.Table:
     """Returns a table without rows; those of its columns that are `texts` are aligned to the left."""
     table = rich.table.Table(title=title)
     for column in columns:

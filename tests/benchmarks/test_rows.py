@@ -45,9 +45,19 @@ def test_a_row_that_fails_is_lost_alone(fault, note):
 
 def test_a_row_that_hangs_is_ended():
     # The other row must import JAX in this time, on a busy machine too.
-    hung, row = measured("time.sleep(600)", seconds=20.0, jobs=2)
+    hung, row = measured("time.sleep(600)", seconds=24.0, jobs=2)
     assert hung["note"] == "no result within 30 s"
     assert row["seconds"] == 1.0
+
+
+@pytest.mark.parametrize(("jobs", "limit"), [(1, 8.0), (2, 10.0), (5, 16.0)])
+def test_only_other_processes_lengthen_the_time_limit(monkeypatch, jobs, limit):
+    limits = []
+    monkeypatch.setattr(
+        _rows.supervisor, "run_all", lambda *_, seconds, **options: limits.append(seconds) or []
+    )
+    assert list(_rows.in_processes([], ["none"], seconds=8.0, jobs=jobs)) == []
+    assert limits == [limit]
 
 
 def test_what_is_left_when_the_time_is_over_has_notes():
@@ -64,6 +74,23 @@ def test_processes_share_compiled_programs_and_take_turns(monkeypatch):
         with _rows.exclusive():
             pass
     assert dict(os.environ) == before
+
+
+def test_variables_of_others_are_kept(monkeypatch):
+    for name in ("JAX_COMPILATION_CACHE_DIR", "SYMPOW_BENCHMARK_LOCK", "SYMPOW_TEST_OTHER"):
+        monkeypatch.setenv(name, "of the test")
+    monkeypatch.delenv("SYMPOW_TEST_OTHER")
+    with _rows._shared(2):
+        os.environ["SYMPOW_TEST_OTHER"] = "set inside"
+    assert os.environ["SYMPOW_TEST_OTHER"] == "set inside"
+    assert os.environ["SYMPOW_BENCHMARK_LOCK"] == "of the test"
+
+
+def test_rows_of_the_caller_keep_their_machine():
+    rows = [{"number": 0, "machine": {"torch": "2"}}]
+    report = _rows.record({"machine": {}}, rows, None)
+    assert report == {"machine": {"torch": "2"}, "rows": [{"number": 0}]}
+    assert rows == [{"number": 0, "machine": {"torch": "2"}}]
 
 
 def test_rows_are_written_as_they_come(tmp_path):
