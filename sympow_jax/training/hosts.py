@@ -5,16 +5,19 @@ writes files, except for checkpoints, which all write. An error or a signal in o
 the collectives here, which all processes call in the same order.
 """
 
+import collections
 import contextlib
 import dataclasses
+import glob
 import importlib.util
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +49,9 @@ _LAST_PORT, _PORTS = 65_535, 4096
 # Variable from which JAX's cluster detection takes the port of the coordinator.
 _PORT_VARIABLE = "JAX_COORDINATOR_PORT"
 _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
+_GPU_DEVICES = "/dev/nvidia[0-9]*"
+# Part of JAX's error if devices were used before `jax.distributed.initialize`.
+_TOO_LATE = "before any JAX calls"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,11 @@ class Launch:
             self.coordinator, self.count, self.index, cluster_detection_method="deactivate", **options
         )
 
+    @property
+    def could_not(self) -> str:
+        """Start of the error if `initialize` fails."""
+        return f"the processes could not be connected through {self.coordinator}"
+
     def why_not(self) -> str:
         """Returns why the processes have not met within the timeout."""
         if self.index == 0:
@@ -131,20 +142,18 @@ class Cluster:
         _check_timeout(self.timeout)
 
     def initialize(self, **options: Any) -> None:
-        """Calls `jax.distributed.initialize`.
-
-        Raises:
-            ValueError: JAX does not detect the cluster.
-        """
+        """Calls `jax.distributed.initialize`."""
         if self.coordinator_port is not None:
             os.environ[_PORT_VARIABLE] = str(self.coordinator_port)
-        try:
-            jax.distributed.initialize(local_device_ids=self.devices, **options)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"{self.name} started this process, but JAX does not find the others: {_line(error)}; give "
-                f"--coordinator_address, --process_count and --process_id"
-            ) from error
+        jax.distributed.initialize(local_device_ids=self.devices, **options)
+
+    @property
+    def could_not(self) -> str:
+        """Start of the error if `initialize` fails."""
+        return (
+            f"{self.name} started this process, but JAX does not connect it to the others (--coordinator_address, "
+            f"--process_count and --process_id would do so without {self.name})"
+        )
 
     def why_not(self) -> str:
         """Returns why the processes have not met within the timeout."""
@@ -159,13 +168,15 @@ def detect(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Cluster
     * It waits for the tasks of a SLURM job in a shell of the job too, and fails where there is no cluster. So it is
       called only where variables tell of several processes.
     * It gives each process of SLURM and Open MPI the device of its index on the host. That is wrong if the process is
-      alone on its host, and should use all devices, or if it sees only its own.
+      alone on its host, and should use all devices, or if it sees only its own: one, or with --gpus-per-task as many as
+      that says. (All tasks see all GPUs if --gpu-bind=none is given too.)
     * Two steps of a SLURM job would have the same port.
     """
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        visible = environment.get("CUDA_VISIBLE_DEVICES", "")
         alone = environment["SLURM_STEP_NUM_NODES"] == environment["SLURM_STEP_NUM_TASKS"]
-        alone |= bool(visible) and "," not in visible
+        # A number, or numbers after types, such as a100:2,h100:1.
+        own = sum(map(int, re.findall(r"\b(\d+)(?:,|$)", environment.get("SLURM_GPUS_PER_TASK", ""))))
+        alone |= len(_listed(environment.get("CUDA_VISIBLE_DEVICES", ""))) in {1, own} - {0}
         step = 16 * int(environment["SLURM_JOB_ID"]) + int(environment.get("SLURM_STEP_ID", 0))
         port = int(environment.get(_PORT_VARIABLE, _LAST_PORT - step % _PORTS))
         return Cluster(
@@ -178,11 +189,12 @@ def detect(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Cluster
     if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
         alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
         return Cluster(name="Open MPI", timeout=timeout, devices=() if alone else None)
+    if importlib.util.find_spec("libtpu") and any(map(os.path.exists, _TPU_DEVICES)):
+        # Before Kubernetes, as in JAX: on GKE the hosts of a slice are an indexed job.
+        return Cluster(name="the TPU's host", timeout=timeout)
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         # Without the package, JAX can ask Kubernetes nothing; then flags tell it.
         return Cluster(name="Kubernetes", timeout=timeout) if importlib.util.find_spec("kubernetes") else None
-    if importlib.util.find_spec("libtpu") and any(map(os.path.exists, _TPU_DEVICES)):
-        return Cluster(name="the TPU's host", timeout=timeout)
     return None
 
 
@@ -193,8 +205,8 @@ def join(launch: Launch | Cluster | None) -> None:
     one line on stderr, because JAX would abort.
 
     Raises:
-        ValueError: another program listens on the coordinator's port, JAX does not detect the cluster, or processes
-            have different numbers of devices.
+        ValueError: another program listens on the coordinator's port, JAX does not connect the processes, or they have
+            different numbers of devices.
     """
     if launch is None:
         return
@@ -206,20 +218,31 @@ def join(launch: Launch | Cluster | None) -> None:
     watchdog = threading.Timer(launch.timeout, _give_up, [launch])
     watchdog.daemon = True
     watchdog.start()
-    launch.initialize(
-        initialization_timeout=2 * launch.timeout,  # the watchdog ends first
-        heartbeat_timeout_seconds=_HEARTBEAT,
-    )
-    watchdog.cancel()
-    if jax.local_device_count() * jax.process_count() != jax.device_count():
-        raise ValueError(
-            f"process {jax.process_index()} has {jax.local_device_count()} of {jax.device_count()} devices of "
-            f"{jax.process_count()} processes; each must have as many"
+    try:
+        launch.initialize(
+            initialization_timeout=2 * launch.timeout,  # the watchdog ends first
+            heartbeat_timeout_seconds=_HEARTBEAT,
         )
+    except Exception as error:  # of any type: Kubernetes and the cloud's metadata have their own
+        if _TOO_LATE in str(error):
+            raise ValueError(
+                "devices were used before the processes were connected; a config file must not use devices, not "
+                "even count them"
+            ) from error
+        raise ValueError(f"{launch.could_not}: {_line(error)}") from error
+    finally:
+        watchdog.cancel()
+    _check_devices()
     # Use only kernels that every process has verified, so that all compile the same program.
     from pallas_kernels.check import verdict
 
     verdict.agree(jax.devices()[0].device_kind)
+    if jax.devices()[0].platform == "gpu":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = glob.glob(_GPU_DEVICES) if visible is None else _listed(visible)
+        mine = (socket.gethostname(), names, jax.local_device_count())
+        if advice := _unused([json.loads(text) for text in gather(json.dumps(mine))]):
+            say(advice, error=True)
 
 
 @contextlib.contextmanager
@@ -254,10 +277,11 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def gather(text: str) -> list[str]:
-    """Returns the texts of all processes, by index, on every process."""
+    """Returns the texts of all processes, by index, on every process; what is not UTF-8 is escaped."""
     if jax.process_count() == 1:
         return [text]
-    encoded = np.frombuffer(text.encode(), np.uint8)
+    # Paths in errors may have surrogates. An error here would leave the other processes waiting.
+    encoded = np.frombuffer(text.encode("utf-8", "backslashreplace"), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(encoded.size))
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: encoded.size] = encoded
@@ -340,6 +364,43 @@ def _check_port(port: int) -> None:
             f"port {port} of --coordinator_address cannot be used on {socket.gethostname()}: "
             f"{error.strerror}; end what listens there or choose another port"
         ) from error
+
+
+def _check_devices() -> None:
+    """Raises ValueError, the same in all processes, if they have different numbers of devices."""
+    numbers = collections.Counter(device.process_index for device in jax.devices())
+    order = sorted(numbers, key=lambda index: (numbers[index], index))
+    if numbers[least := order[0]] != numbers[most := order[-1]]:
+        raise ValueError(
+            f"the processes must have the same number of devices; process {least} has {numbers[least]} and process "
+            f"{most} has {numbers[most]}"
+        )
+
+
+def _unused(processes: Sequence[tuple[str, Sequence[str], int]]) -> str | None:
+    """Returns a line if a host has visible GPUs that no process uses, or None.
+
+    Args:
+        processes: host, names of the visible GPUs and number of those in use, for each process.
+    """
+    visible: dict[str, set[str]] = collections.defaultdict(set)
+    used: collections.Counter[str] = collections.Counter()
+    for host, names, number in processes:
+        visible[host].update(names)
+        used[host] += number
+    # Tasks that each see only their own GPUs may use the same names for them.
+    unused = {host: len(names) - used[host] for host, names in visible.items() if len(names) > used[host]}
+    if not unused:
+        return None
+    host = next(iter(unused))
+    return (
+        f"unused GPUs: {sum(unused.values())}; on {host}, the processes use {used[host]} of "
+        f"{len(visible[host])}; start one process per GPU, or one per host for all of its GPUs"
+    )
+
+
+def _listed(visible: str) -> list[str]:
+    return [name for name in visible.split(",") if name]
 
 
 def _give_up(launch: Launch | Cluster) -> None:
