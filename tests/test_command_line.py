@@ -4,6 +4,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import runpy
 
 import pytest
 
@@ -195,6 +196,14 @@ def test_help_explains_every_setting(capsys, monkeypatch):
     assert max(map(len, printed.splitlines())) <= 80
     # Each config has a line with its arguments, and one with its summary.
     assert "\n    gpt2_124m:preset=conformal,p=2,context=4096\n      The papers' recipe" in printed
+
+
+def test_configs_are_run_only_for_help(monkeypatch):
+    ran = []
+    run_path = runpy.run_path
+    monkeypatch.setattr(runpy, "run_path", lambda path: ran.append(pathlib.Path(path).stem) or run_path(path))
+    _parse()
+    assert ran == ["quickstart"]
 
 
 def test_help_with_a_config_has_its_values(capsys, monkeypatch):

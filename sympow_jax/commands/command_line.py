@@ -184,18 +184,11 @@ def parse_training(
         help="Folder for settings, metrics and checkpoints.",
     )
     _add_launch(parser)
-    spec = _find_config(arguments) if _HELP & set(arguments) else None
-    summaries = (
-        f"  {usage}\n{textwrap.fill(summary, 74, initial_indent='    ', subsequent_indent='    ')}"
-        for usage, summary in loading.describe_configs().items()
-    )
-    parser.add_argument_group("configs, with their arguments and defaults", "\n".join(summaries))
-    parser.add_argument_group(
-        "settings",
-        f"Each is changed with --config.GROUP.NAME=VALUE. The defaults below are those of {spec or 'the classes'}"
-        f"{'' if spec else '; with --config=CONFIG --help, those of the config'}.",
-    )
-    parser.add_settings(config.load(spec) if spec else None)
+    # Configs are run only for a help that has them.
+    if _HELP & set(arguments):
+        _add_help(parser, _find_config(arguments))
+    else:
+        parser.add_settings(hidden=True)
     known = parser.parse_args(arguments)
     _check_utf8(known.workdir)
     return read_settings(known, config.load(known.config)), known.workdir, _read_launch(known)
@@ -210,6 +203,21 @@ def _check_utf8(workdir: pathlib.Path) -> None:
         raise ValueError(
             f"--workdir is {path!r}, which is not UTF-8; checkpoints need a path that is"
         ) from None
+
+
+def _add_help(parser: Parser, spec: str | None) -> None:
+    """Adds the list of configs and that of settings, with the values of config `spec` if it is given."""
+    summaries = (
+        f"  {usage}\n{textwrap.fill(summary, 74, initial_indent='    ', subsequent_indent='    ')}"
+        for usage, summary in loading.describe_configs().items()
+    )
+    parser.add_argument_group("configs, with their arguments and defaults", "\n".join(summaries))
+    parser.add_argument_group(
+        "settings",
+        f"Each is changed with --config.GROUP.NAME=VALUE. The defaults below are those of {spec or 'the classes'}"
+        f"{'' if spec else '; with --config=CONFIG --help, those of the config'}.",
+    )
+    parser.add_settings(config.load(spec) if spec else None)
 
 
 def _find_config(arguments: Sequence[str]) -> str | None:

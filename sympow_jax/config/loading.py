@@ -95,10 +95,11 @@ def _find(name: str) -> pathlib.Path:
 def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArguments:
     signature = inspect.signature(get_config, eval_str=True)
     parameters = signature.parameters.values()
-    several: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    keys = [parameter.name for parameter in parameters if parameter.kind not in several]
-    any_values, any_keys = (any(parameter.kind is kind for parameter in parameters) for kind in several)
-    listed = ", ".join(f"{several.get(parameter.kind, '')}{parameter.name}" for parameter in parameters)
+    any_values = any(x.kind is x.VAR_POSITIONAL for x in parameters)
+    any_keys = any(x.kind is x.VAR_KEYWORD for x in parameters)
+    keys = [x.name for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    # As in "preset, *paths".
+    listed = ", ".join(str(x.replace(annotation=x.empty, default=x.empty)) for x in parameters)
     usage = f"the arguments of config {name!r} are {listed}" if listed else f"config {name!r} has none"
     positional: list[str] = []
     named: dict[str, str] = {}

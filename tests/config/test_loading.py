@@ -151,6 +151,7 @@ def test_arguments_have_the_types_of_the_signature(tmp_path, monkeypatch):
         ("2", "argument 'a' of config '.*' is '2'; it must be one of 1, x"),
         ("1,b=3,b=4", "given argument 'b' twice"),
         ("", "is ''; it must be one of 1, x"),
+        ("b=3", r"missing a required argument: 'a'; the arguments of config .* are a, \*rest, \*\*changes$"),
     ):
         with pytest.raises(ValueError, match=message):
             config.load(f"{tmp_path}/mine.py:{arguments}")
