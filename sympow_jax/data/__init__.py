@@ -11,7 +11,6 @@ with extras.required("train", __name__):
         heldout_batch,
         heldout_documents,
         heldout_rows,
-        holds_out,
         train_dataset,
     )
 
@@ -24,6 +23,5 @@ __all__ = [
     "heldout_batch",
     "heldout_documents",
     "heldout_rows",
-    "holds_out",
     "train_dataset",
 ]

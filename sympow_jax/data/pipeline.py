@@ -18,7 +18,6 @@ __all__ = [
     "heldout_batch",
     "heldout_documents",
     "heldout_rows",
-    "holds_out",
     "train_dataset",
 ]
 
@@ -58,21 +57,30 @@ def _documents(config: config_lib.DataConfig, *, vocab_size: int, heldout: bool)
 
 def _open(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
-) -> examples.Examples:
+) -> examples.Examples | None:
+    """Returns the rows of a task; None if they are to be held out and none is."""
     fitting = _EXAMPLES.get(config.source, ("next_token", "masked_token"))
     if task.name not in fitting:
         raise ValueError(
             f"task.name is {task.name!r}, but data.source {config.source!r} is for {' and '.join(fitting)}; change "
             f"one of them"
         )
+    if heldout and not _may_hold_out(config):
+        return None
     if config.source in _EXAMPLES:
-        return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
+        opened = _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
+        return opened if len(opened) or not heldout else None
     source = _documents(config, vocab_size=vocab_size, heldout=heldout)
     if heldout and not rows.has_targets(source, config):
-        raise _nothing_held_out(config, "document")
+        return None
     if task.name == "masked_token":
         return masking.MaskedRows(source, config, task, vocab_size=vocab_size)
     return rows.Rows(source, config, vocab_size=vocab_size)
+
+
+def _may_hold_out(config: config_lib.DataConfig) -> bool:
+    # The files of ListOps are those of training, validation and test.
+    return bool(config.heldout_paths) or config.heldout_fraction > 0 or config.source == "listops"
 
 
 def train_dataset(
@@ -96,6 +104,7 @@ def train_dataset(
     """
     task = task or config_lib.TaskConfig()
     dataset = _open(config, task, vocab_size=vocab_size, heldout=False)
+    assert dataset is not None  # only held-out rows may be none
     order = shuffle.Shuffle(len(dataset), block=dataset.together, seed=config.seed)
     import grain  # only here, because it would delay the start of programs that do not train
 
@@ -128,54 +137,32 @@ def _share_size(batch_size: int, shares: int) -> int:
     return batch_size // shares
 
 
-def _nothing_held_out(config: config_lib.DataConfig, what: str) -> ValueError:
-    return ValueError(
-        f"no {what} is held out: data.heldout_paths is empty and data.heldout_fraction is "
-        f"{config.heldout_fraction}; name held-out files, or hold out a part of at least two {what}s"
-    )
-
-
-def heldout_documents(config: config_lib.DataConfig, *, vocab_size: int) -> documents.HeldoutDocuments:
-    """Returns the documents held out from training, in the source's order.
+def heldout_documents(config: config_lib.DataConfig, *, vocab_size: int) -> documents.HeldoutDocuments | None:
+    """Returns the documents held out from training, in the source's order; None if none is.
 
     Raises:
-        ValueError: as `train_dataset`, or no document is held out.
+        ValueError: as `train_dataset`.
     """
+    if not _may_hold_out(config):
+        return None
     source = _documents(config, vocab_size=vocab_size, heldout=True)
-    if not len(source.lengths):
-        raise _nothing_held_out(config, "document")
-    return documents.HeldoutDocuments(source, vocab_size=vocab_size)
+    return documents.HeldoutDocuments(source, vocab_size=vocab_size) if len(source.lengths) else None
 
 
 def heldout_rows(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, batch_size: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """Returns batches of the held-out rows of a task, each row once, in a fixed order.
+) -> Iterator[dict[str, np.ndarray]] | None:
+    """Returns batches of the held-out rows of a task, each row once, in a fixed order; None if none is held out.
 
     Rows are as in `train_dataset`, except that images are center crops, and that the masked tokens are a function of
     the row and `config.seed`. The last batch is padded with copies of its last row to the size of the others. In the
     copies, `targets` or `labels` are -1 (NaN in `regression`) and do not count.
 
     Raises:
-        ValueError: on the call itself, as `train_dataset`, or nothing is held out.
+        ValueError: on the call itself, as `train_dataset`.
     """
     dataset = _open(config, task, vocab_size=vocab_size, heldout=True)
-    if not len(dataset):
-        raise _nothing_held_out(config, "example")
-    return _in_batches(dataset, config.seed, batch_size)
-
-
-def holds_out(config: config_lib.DataConfig, *, vocab_size: int) -> bool:
-    """Returns whether the settings hold out a part of the data, and there is one.
-
-    Raises:
-        ValueError: the data cannot be opened as configured.
-    """
-    if not config.heldout_paths and not config.heldout_fraction and config.source != "listops":
-        return False
-    if config.source not in _DOCUMENTS:
-        return True
-    return rows.has_targets(_documents(config, vocab_size=vocab_size, heldout=True), config)
+    return None if dataset is None else _in_batches(dataset, config.seed, batch_size)
 
 
 def heldout_batch(
@@ -185,8 +172,8 @@ def heldout_batch(
     vocab_size: int,
     share: int = 0,
     shares: int = 1,
-) -> dict[str, np.ndarray]:
-    """Returns shard `share` of a batch of held-out rows, drawn at random by `config.seed`.
+) -> dict[str, np.ndarray] | None:
+    """Returns shard `share` of a batch of held-out rows, drawn by `config.seed`; None if none is held out.
 
     The batch is a function of the data, the seed and the task only. It has as many rows as a batch of training, padded
     as in `heldout_rows` if fewer are held out.
@@ -195,8 +182,8 @@ def heldout_batch(
         ValueError: as `heldout_rows`, or `shares` does not divide the number of rows.
     """
     dataset = _open(config, task, vocab_size=vocab_size, heldout=True)
-    if not len(dataset):
-        raise _nothing_held_out(config, "example")
+    if dataset is None:
+        return None
     count = _share_size(config.batch_size, shares)
     order = shuffle.Shuffle(len(dataset), block=dataset.together, seed=config.seed)
     chosen = [order(draw) for draw in range(min(config.batch_size, len(dataset)))]

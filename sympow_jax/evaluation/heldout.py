@@ -28,14 +28,12 @@ _CALL_TOKENS = 16_384
 
 
 def open_rows(config: config_lib.Config) -> Iterable[Mapping[str, np.ndarray]] | None:
-    """Returns batches of the held-out rows of a run's task; None if its settings hold nothing out.
+    """Returns batches of the held-out rows of a run's task; None if nothing is held out.
 
     Raises:
-        ValueError: the data cannot be opened as configured, or no row is held out.
+        ValueError: the data cannot be opened as configured.
     """
     source = config.data
-    if not data.holds_out(source, vocab_size=config.model.vocab_size):
-        return None
     devices = jax.local_device_count()
     rows = min(_CALL_TOKENS // source.context_length, -(-source.batch_size // devices))
     batch_size = devices * max(1, rows)
@@ -132,7 +130,8 @@ def evaluate_heldout(
     folder = workdirs_lib.writable_folder(out)
     if open_rows(configs[0]) is None:
         raise ValueError(
-            f"the run in {paths[0]} holds nothing out: data.heldout_paths is empty and data.heldout_fraction 0"
+            f"no example is held out of the data of {paths[0]}: data.heldout_paths is empty and data.heldout_fraction "
+            f"is {configs[0].data.heldout_fraction}; name held-out files, or hold out a part of at least two examples"
         )
     workdirs_lib.warn_of_changed_data(console, paths, configs[0])
 

@@ -36,15 +36,14 @@ class Periodic:
         self._steps, self._every = config.training.steps, config.heldout_every
         if not self._every:
             return
-        vocab_size = config.model.vocab_size
-        if data.holds_out(config.data, vocab_size=vocab_size):
-            share, shares = sharding.batch_share(program.mesh)
-            rows = data.heldout_batch(
-                config.data, config.task, vocab_size=vocab_size, share=share, shares=shares
-            )
-            self._batch = sharding.place_batch(rows, program.mesh)
         if config.evaluation.prompts:
             self._codec = self._open_prompts()
+        share, shares = sharding.batch_share(program.mesh)
+        rows = data.heldout_batch(
+            config.data, config.task, vocab_size=config.model.vocab_size, share=share, shares=shares
+        )
+        if rows is not None:
+            self._batch = sharding.place_batch(rows, program.mesh)
 
     def _open_prompts(self) -> data.Codec:
         config = self._program.config

@@ -183,9 +183,9 @@ def lengths_of(config: config_lib.Config) -> tuple[int, ...]:
     lengths, model = config.evaluation.context_lengths, config.model
     if lengths is not None:
         return lengths
-    if not data.holds_out(config.data, vocab_size=model.vocab_size):
-        return ()
     heldout = data.heldout_documents(config.data, vocab_size=model.vocab_size)
+    if heldout is None:
+        return ()
     lead = 0 if heldout.lead is None else 1
     longest = _CONTEXTS * config.data.context_length
     if model.attention.longest_document is not None:
@@ -207,6 +207,11 @@ def select_documents(
         ValueError: no document is held out, or none is as long as the last of `lengths`.
     """
     heldout = data.heldout_documents(config.data, vocab_size=config.model.vocab_size)
+    if heldout is None:
+        raise ValueError(
+            f"no document is held out: data.heldout_paths is empty and data.heldout_fraction is "
+            f"{config.data.heldout_fraction}; name held-out files, or hold out a part of at least two documents"
+        )
     lead = 0 if heldout.lead is None else 1  # a begin token before position 1
     buckets.check_lengths(lengths, first_position=2 - lead)
     indices = buckets.select_documents(heldout.lengths - lead, lengths[-1], count, together=heldout.together)

@@ -15,7 +15,9 @@ def check_settings(config: config_lib.Config) -> None:
     """Raises ValueError, before hours of training, if the run could not be evaluated at its end."""
     if config.task.name != "next_token":
         heldout.open_rows(config)
-    elif lengths := runs.lengths_of(config):
+        return
+    lengths = runs.lengths_of(config)
+    if config.evaluation.context_lengths:  # otherwise they are chosen to fit model and documents
         runs.require_places(config, lengths, "the model")
         runs.select_documents(config, lengths, config.evaluation.documents)
 

@@ -130,10 +130,7 @@ def test_nothing_held_out(tmp_path):
     for fraction in (0.0, 0.5):
         config = builders.data_config(source="tokens", paths=(path,), heldout_fraction=fraction)
         assert data.train_dataset(config, vocab_size=256)[0]["targets"].tolist() == [2, 3, *[-1] * 6]
-        with pytest.raises(
-            ValueError, match=f"no document is held out: .*heldout_fraction is {fraction}; name"
-        ):
-            data.heldout_documents(config, vocab_size=256)
+        assert data.heldout_documents(config, vocab_size=256) is None
 
 
 def test_standard_library_trains_and_evaluates():
@@ -225,7 +222,6 @@ def test_the_held_out_batch_is_shared_and_padded(task_and_data):
     # The three held-out rows, in another order.
     (rows,) = data.heldout_rows(config, task, vocab_size=256, batch_size=3)
     assert sorted(map(bytes, whole["inputs"][:3])) == sorted(map(bytes, rows["inputs"]))
-    assert data.holds_out(config, vocab_size=256)
 
 
 @pytest.mark.parametrize(("size", "pieces"), [(4000, 20), (400, 5), (100, 1)])
@@ -240,8 +236,9 @@ def test_the_end_of_an_only_file_is_held_out(tmp_path, size, pieces):
     assert (described["tokens"], described["heldout_tokens"]) == (size * 9 // 10, size // 10)
     assert described["heldout_note"] == "the end of the only file"
     # Nothing is held out of a file too short to be cut, or if nothing is to be held out.
-    assert not data.holds_out(dataclasses.replace(config, heldout_fraction=0.0), vocab_size=256)
-    assert not data.holds_out(dataclasses.replace(config, heldout_fraction=1 / size), vocab_size=256)
+    for fraction in (0.0, 1 / size):
+        without = dataclasses.replace(config, heldout_fraction=fraction)
+        assert data.heldout_batch(without, config_lib.TaskConfig(), vocab_size=256) is None
 
 
 @pytest.mark.parametrize(
@@ -285,5 +282,5 @@ def test_no_example_is_held_out(tmp_path):
     builders.write_files(tmp_path, {"a.tsv": b"text\tlabel\na\t1\n"})
     config = builders.data_config(source="tsv", paths=(str(tmp_path / "a.tsv"),), text_columns=("text",))
     task = config_lib.TaskConfig(name="regression")
-    with pytest.raises(ValueError, match=r"no example is held out: data\.heldout_paths is empty"):
-        data.heldout_rows(config, task, vocab_size=256, batch_size=2)
+    assert data.heldout_rows(config, task, vocab_size=256, batch_size=2) is None
+    assert data.heldout_batch(config, task, vocab_size=256) is None

@@ -132,6 +132,15 @@ def test_two_runs_in_one_table(runs, tmp_path, capsys):
     assert all(name in printed for name in ("classes", "more", "accuracy", "matthews", "f1"))
 
 
+def test_nothing_held_out_is_an_error(runs, tmp_path):
+    folder = tmp_path / "classes"
+    shutil.copytree(runs / "classes", folder)
+    written = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(written.replace('"heldout_fraction": 0.4', '"heldout_fraction": 0.0'))
+    with pytest.raises(ValueError, match=r"no example is held out .*heldout_fraction is 0\.0; name"):
+        evaluation.evaluate_heldout([folder], out=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

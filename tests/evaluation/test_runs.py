@@ -245,6 +245,9 @@ def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch):
         evaluate([run], (1, 8), out=tmp_path / "out")
     with pytest.raises(ValueError, match="number of documents is 0"):
         evaluate([run], (8,), out=tmp_path / "out", documents=0)
+    nothing = make_run(corpus, "nothing held out", heldout_paths=(), heldout_fraction=0.0)
+    with pytest.raises(ValueError, match=r"no document is held out: .*heldout_fraction is 0\.0; name"):
+        evaluate([nothing], (8,), out=tmp_path / "out")
 
 
 def test_documents_must_reach_the_longest_length():

@@ -17,6 +17,7 @@ import tensorboardX
 
 from sympow_jax import config, data, evaluation, generation, training
 from sympow_jax.commands import launch, train
+from sympow_jax.data import text
 from sympow_jax.training import checkpoint, cli, metrics, sharding
 from tests.training import launching
 
@@ -400,6 +401,25 @@ def test_a_signal_during_the_last_save_stops_before_the_evaluation(
     assert not (tmp_path / "context_loss.csv").exists()
     assert train.train(settings, tmp_path) == 0
     assert (tmp_path / "context_loss.csv").exists()
+
+
+def test_held_out_data_is_opened_for_each_evaluation_once(tmp_path, settings, monkeypatch):
+    opened = []
+    open_documents = text.open_documents
+
+    def record(data_config, *, heldout):
+        opened.append(heldout)
+        return open_documents(data_config, heldout=heldout)
+
+    monkeypatch.setattr(text, "open_documents", record)
+    for lengths in (None, (8,)):
+        opened.clear()
+        evaluated = config.EvaluationConfig(context_lengths=lengths)
+        changed = dataclasses.replace(settings, evaluation=evaluated)
+        data.train_dataset(changed.data, vocab_size=256)
+        evaluation.check_settings(changed)
+        evaluation.Periodic(training.Program(changed, sharding.whole_mesh()))
+        assert opened == [False, True, True]
 
 
 def test_an_error_of_the_held_out_loss_comes_before_the_first_update(tmp_path, settings, monkeypatch):
