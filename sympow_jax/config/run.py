@@ -189,7 +189,7 @@ class EvaluationConfig:
         default=(),
         metadata=fields.about(
             "Prompts that the model continues at each of these steps, for TensorBoard's texts. For decoders of "
-            "bytes, in one process."
+            "bytes, on one device."
         ),
     )
     documents: int = dataclasses.field(
