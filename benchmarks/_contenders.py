@@ -12,13 +12,13 @@ from benchmarks import _rows, _timing
 from benchmarks._shapes import CONTENDERS, WINDOW, Row
 from sympow_jax import ops
 from sympow_jax.ops._shared import target
+from sympow_jax.training import sharding
 
 __all__ = [
     "Prepared",
     "WrongResult",
     "draw",
     "prepare",
-    "program_bytes",
     "require_close",
 ]
 
@@ -83,7 +83,7 @@ def prepare(row: Row) -> Prepared:
     return Prepared(
         functools.partial(_timing.queued, program, inputs),
         error,
-        program_bytes(program),
+        sharding.program_bytes(program),
         functools.partial(_timing.kernel_seconds, program, inputs),
     )
 
@@ -93,13 +93,6 @@ def _run(function, *arguments):
     program = jax.jit(function).lower(*arguments).compile()
     with _rows.exclusive():
         return program, jax.block_until_ready(program(*arguments))
-
-
-def program_bytes(compiled) -> int:
-    """Returns the peak bytes of a compiled program according to the compiler, arguments and results included."""
-    found = compiled.memory_analysis()
-    own = found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
-    return own - found.alias_size_in_bytes
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -301,7 +294,7 @@ def _prepare_step(row):
     return Prepared(
         functools.partial(_timing.queued, program, inputs),
         error,
-        program_bytes(program),
+        sharding.program_bytes(program),
         functools.partial(_timing.kernel_seconds, program, inputs),
         steps=row.time,
     )

@@ -169,7 +169,7 @@ def measure(row: dict) -> dict:
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
-        "program_bytes": _contenders.program_bytes(update),
+        "program_bytes": sharding.program_bytes(update),
         "compile_seconds": compile_seconds,
         **traced,
     }

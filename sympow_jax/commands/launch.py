@@ -3,7 +3,6 @@
 Running the same command again resumes the run in the workdir, bit for bit.
 """
 
-import importlib
 from collections.abc import Sequence
 
 from sympow_jax import extras
@@ -20,8 +19,8 @@ def main(arguments: Sequence[str], program: str = "sympow train") -> int:
         machine.cache_programs()
         # Imported only now, because they take seconds, for which a mistake in the command line should not wait.
         with extras.required("train", program, exits=True):
-            train = importlib.import_module("sympow_jax.commands.train")
-            summary = importlib.import_module("sympow_jax.training.summary")
+            from sympow_jax.commands import train
+            from sympow_jax.training import summary
         hosts.join(launch)
         if advice := machine.unused_gpu():
             hosts.say(advice, error=True)

@@ -51,9 +51,7 @@ class Program:
     def __init__(self, config: config_lib.Config, mesh: jax.sharding.Mesh):
         self.config, self.mesh = config, mesh
         model = nnx.eval_shape(lambda: models.make(config.model, config.task, rngs=nnx.Rngs(0)))
-        # Every variable must be a parameter or a running statistic; nnx.split fails on other kinds.
-        self._graph, *variables = nnx.split(model, nnx.Param, nnx.BatchStat)
-        params, statistics = (nnx.to_pure_dict(tree) for tree in variables)
+        self._graph, params, statistics = _split(model)
         specs = models.parameter_specs(model)
 
         def shard(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -98,9 +96,7 @@ class Program:
 
         def init() -> TrainState:
             rngs = nnx.Rngs(self.config.training.seed)
-            model = models.make(self.config.model, self.config.task, rngs=rngs)
-            _, *variables = nnx.split(model, nnx.Param, nnx.BatchStat)
-            params, statistics = (nnx.to_pure_dict(tree) for tree in variables)
+            _, params, statistics = _split(models.make(self.config.model, self.config.task, rngs=rngs))
             return TrainState(jnp.int32(0), params, self._optimizer.init(params), statistics)
 
         with _random_kernels():
@@ -245,7 +241,7 @@ class Program:
         """Returns the sums over rows, their gradients and the new statistics."""
 
         def total(params: Params):
-            model = nnx.merge(self._graph, params, statistics)
+            model = self.merge(params, statistics)
             model.train()
             sums = loss.sums(model, rows)
             return sums.loss, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
@@ -273,6 +269,13 @@ class Program:
             lambda rows: rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:]).swapaxes(0, 1),
             dict(batch),
         )
+
+
+def _split(model: models.Model) -> tuple[nnx.GraphDef, Params, Params]:
+    """Returns the graph, parameters and running statistics of a model; fails if it has other variables."""
+    graph, *variables = nnx.split(model, nnx.Param, nnx.BatchStat)
+    params, statistics = (nnx.to_pure_dict(tree) for tree in variables)
+    return graph, params, statistics
 
 
 @contextlib.contextmanager

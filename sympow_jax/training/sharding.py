@@ -18,6 +18,7 @@ __all__ = [
     "describe",
     "make_mesh",
     "place_batch",
+    "program_bytes",
     "replicated",
     "whole_mesh",
 ]
@@ -123,6 +124,18 @@ def describe(mesh: jax.sharding.Mesh) -> str:
     kind = mesh.devices.flat[0].device_kind
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return f"{mesh.size} x {kind}{processes}{f': {axes}' if axes else ''}"
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """Returns the peak bytes of a program on each device according to the compiler, with arguments and results.
+
+    None if the compiler does not say.
+    """
+    found: Any = compiled.memory_analysis()
+    if found is None:
+        return None
+    own = found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
+    return own - found.alias_size_in_bytes
 
 
 def bytes_per_device(state: Any) -> int:

@@ -96,8 +96,7 @@ def _decoding(program: programs.Program) -> str:
 
 
 def _nbytes(make: Callable[..., Any], *arguments: int) -> int:
-    made = jax.eval_shape(functools.partial(make, *arguments))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
+    return jax.eval_shape(functools.partial(make, *arguments)).nbytes
 
 
 def _data(config: config_lib.Config, data: Mapping[str, Any]) -> str:
@@ -120,27 +119,19 @@ def memory(
     """
     state = sharding.bytes_per_device(program.abstract)
     held = f"{_size(state)} for parameters and optimizer state"
-    total = _total_bytes(update)
+    total = sharding.program_bytes(update)
     if total is None:
         return f"memory of a device: {held}"
     what = "an update"
     # The optimizer state is no argument of the held-out loss, but stays on the device.
     arguments = sharding.bytes_per_device((program.params, program.statistics))
-    evaluation = 0 if heldout is None else (_total_bytes(heldout) or 0) + state - arguments
+    evaluation = 0 if heldout is None else (sharding.program_bytes(heldout) or 0) + state - arguments
     if evaluation > total:
         total, what = evaluation, "a held-out loss"
     (device, *_) = program.mesh.local_devices
     limit = (device.memory_stats() or {}).get("bytes_limit")
     available = f" of {_size(limit)}" if limit else ""
     return f"memory of a device: {_size(total)}{available} in {what}, {held}"
-
-
-def _total_bytes(compiled: jax.stages.Compiled) -> int | None:
-    found: Any = compiled.memory_analysis()
-    if found is None:
-        return None
-    total = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    return total + found.temp_size_in_bytes
 
 
 def results(folder: pathlib.Path, written: Mapping[str, pathlib.Path], step: int) -> list[str]:
