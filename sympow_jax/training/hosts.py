@@ -168,8 +168,8 @@ def detect(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Cluster
     * It waits for the tasks of a SLURM job in a shell of the job too, and fails where there is no cluster. So it is
       called only where variables tell of several processes.
     * It gives each process of SLURM and Open MPI the device of its index on the host. That is wrong if the process is
-      alone on its host, and should use all devices, or if it sees only its own: one, or with --gpus-per-task as many as
-      that says. (All tasks see all GPUs if --gpu-bind=none is given too.)
+      alone on its host, and should use all devices, or if it sees only its own: one, or the number that --gpus-per-task
+      says. (All tasks see all GPUs if --gpu-bind=none is given too.)
     * Two steps of a SLURM job would have the same port.
     """
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
@@ -271,7 +271,7 @@ def is_first() -> bool:
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Prints a line in the first process only, to stderr if it is an error."""
+    """Prints text in the first process only, to stderr if it is an error."""
     if is_first():
         print(text, file=sys.stderr if error else sys.stdout, flush=True)
 

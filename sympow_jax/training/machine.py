@@ -1,4 +1,4 @@
-"""What a command finds on its machine: a folder for compiled programs, and a GPU that JAX does not use."""
+"""Machine of a command: the folder of its compiled programs, and a GPU that JAX does not use."""
 
 import hashlib
 import importlib.metadata

@@ -92,7 +92,7 @@ def query_states(
             keys.copy_decays(ready)
             blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["scale"].at[tile.key_head, blocks], smem["scale_smem"], ready)
-            # The normalizer in blocks of 64 rows, each in as many copies as the slots of keys wait for.
+            # The normalizer in blocks of 64 rows, each in the number of copies that slots of keys wait for.
             state_copies.copy_norms(gmem, smem, tile, keys.copies)
             # The states, one step for each term of each part of each group.
             steps = state_copies.copy_states(gmem, smem, tile, config.parts)
