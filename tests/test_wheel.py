@@ -94,6 +94,16 @@ def trainer(wheel, tmp_path_factory):
     return install(f"{wheel}[train]", tmp_path_factory.mktemp("train")).with_name("sympow")
 
 
+@pytest.fixture(scope="module")
+def run(trainer, tmp_path_factory):
+    """Returns the workdir of a short run of the installed command."""
+    folder = tmp_path_factory.mktemp("trained")
+    settings = [f"--config.{name}={value}" for name, value in TINY.items()]
+    done = call(trainer, "train", "--config=quickstart:sympow", "--workdir=run", *settings, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
 def test_the_wheel_holds_two_packages_and_the_configs(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.partition("/")[0] for name in names}
@@ -132,16 +142,25 @@ def test_the_command_explains_itself_without_the_extra(python, tmp_path):
     assert done.stderr == "error: sympow has no command 'evl'; did you mean eval?\n"
 
 
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_every_command_explains_itself_without_the_extra(python, tmp_path, name):
+    done = call(python.with_name("sympow"), name, "--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: sympow {name} ")
+
+
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
-        ("train.py", ["--config=x", "--workdir=y"]),
-        ("eval.py", ["--workdir=x", "--out=y"]),
-        ("generate.py", ["--workdir=x", "--prompt=y"]),
-        *((f"sympow {name}", ["--help"]) for name in commands.COMMANDS if name != "check"),
+        ("train.py", ["--config=quickstart", "--workdir=new"]),
+        ("eval.py", ["--workdir=run"]),
+        ("sympow train", ["--config=quickstart", "--workdir=new"]),
+        ("sympow eval", ["--workdir=run"]),
+        ("sympow inspect", ["--workdir=run", "--text=y"]),
     ],
 )
-def test_a_program_without_the_extra_says_so_in_one_line(python, tmp_path, program, arguments):
+def test_a_program_without_the_extra_says_so_in_one_line(python, run, tmp_path, program, arguments):
+    shutil.copytree(run, tmp_path / "run")
     name, *subcommand = program.split()
     if subcommand:
         started = [python.with_name(name), *subcommand]
@@ -156,12 +175,7 @@ def test_a_program_without_the_extra_says_so_in_one_line(python, tmp_path, progr
     assert done.stderr.count("\n") == 1
 
 
-def test_the_check_of_the_kernels_needs_no_extra(python, tmp_path):
-    done = call(python.with_name("sympow"), "check", "--help", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_every_command_works_without_a_clone(trainer, tmp_path):
+def test_every_command_works_without_a_clone(trainer, run, tmp_path):
     """The extra `train` has every package that the commands import, except tokenizers."""
 
     def sympow(*arguments):
@@ -169,13 +183,10 @@ def test_every_command_works_without_a_clone(trainer, tmp_path):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    settings = [f"--config.{name}={value}" for name, value in TINY.items()]
-    sympow("train", "--config=quickstart:sympow", "--workdir=run", *settings)
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
-    assert (tmp_path / "run" / "context_loss.png").is_file()
-    assert (
-        json.loads((tmp_path / "run" / "config.json").read_text())["model"]["attention"]["kernel"] == "power"
-    )
+    shutil.copytree(run, tmp_path / "run")
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert (run / "context_loss.png").is_file()
+    assert json.loads((run / "config.json").read_text())["model"]["attention"]["kernel"] == "power"
     sympow("eval", "--workdir=run", "--out=again", "--documents=2")
     assert (tmp_path / "again" / "context_loss.csv").is_file()
     assert sympow("generate", "--workdir=run", "--prompt=def ", "--max_tokens=4").startswith("def ")

@@ -58,10 +58,9 @@ def run(name: str, arguments: Sequence[str], *, program: str) -> int:
     Raises:
         SystemExit: the user made a mistake, which is printed in one line, or asked for help.
     """
-    # Imported only now, because most subcommands import jax, which takes seconds.
     with extras.required("train", program, exits=True):
-        command = importlib.import_module(COMMANDS[name][0])
-    return command.main(arguments, program)
+        # Imported only now, because most subcommands import jax, which takes seconds.
+        return importlib.import_module(COMMANDS[name][0]).main(arguments, program)
 
 
 def _help() -> str:

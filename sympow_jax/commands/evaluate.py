@@ -10,7 +10,6 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from sympow_jax import evaluation
 from sympow_jax.commands import command_line
 from sympow_jax.training import cli, machine
 
@@ -59,6 +58,9 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
     with cli.user_errors():
         flags = _parse(arguments, program)
         machine.cache_programs()
+        # Imported only now, because it takes seconds and needs the extra `train`, which `--help` does not.
+        from sympow_jax import evaluation
+
         workdirs = flags.workdir.split(",")
         lengths = None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths)
         # Not the workdir itself, which has the evaluation at the end of training.

@@ -6,7 +6,6 @@ import pathlib
 from collections.abc import Sequence
 
 from sympow_jax.commands import command_line
-from sympow_jax.evaluation import inspect
 from sympow_jax.training import cli, machine
 
 __all__ = ["main"]
@@ -20,7 +19,7 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     )
     parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
     texts = parser.add_mutually_exclusive_group(required=True)
-    texts.add_argument("--text", metavar="TEXT", help=f"Text of at most {inspect.MAX_TOKENS} tokens.")
+    texts.add_argument("--text", metavar="TEXT", help="Text to draw.")
     texts.add_argument("--text_file", metavar="FILE", help="File with the text.")
     parser.add_argument("--layer", type=int, metavar="L", help="Layer to draw, from 0. Default: all.")
     parser.add_argument("--out", metavar="DIR", help="Folder to write to. Default: WORKDIR/inspect.")
@@ -33,6 +32,9 @@ def main(arguments: Sequence[str], program: str = "sympow inspect") -> int:
     with cli.user_errors():
         flags = _parse(arguments, program)
         machine.cache_programs()
+        # Imported only now, because it takes seconds and needs the extra `train`, which `--help` does not.
+        from sympow_jax.evaluation import inspect
+
         # The bytes that the shell passed, whether UTF-8 or not.
         given = flags.text_file is None
         text = os.fsencode(flags.text) if given else pathlib.Path(flags.text_file).read_bytes()

@@ -5,7 +5,6 @@ Running the same command again resumes the run in the workdir, bit for bit.
 
 from collections.abc import Sequence
 
-from sympow_jax import extras
 from sympow_jax.commands import command_line
 from sympow_jax.training import cli, hosts, machine
 
@@ -18,9 +17,9 @@ def main(arguments: Sequence[str], program: str = "sympow train") -> int:
         config, folder, launch = command_line.parse_training(arguments, program)
         machine.cache_programs()
         # Imported only now, because they take seconds, for which a mistake in the command line should not wait.
-        with extras.required("train", program, exits=True):
-            from sympow_jax.commands import train
-            from sympow_jax.training import summary
+        from sympow_jax.commands import train
+        from sympow_jax.training import summary
+
         hosts.join(launch)
         if advice := machine.unused_gpu():
             hosts.say(advice, error=True)
