@@ -87,7 +87,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                     reporter.report(*pending)
                     pending = None
                 if saves:
-                    checkpoints.save(number, state, batches.get_state())
+                    checkpoints.save(number, program.by_layer(state), batches.get_state())
                 if stop:
                     break
                 if periodic.has_texts(number):

@@ -103,6 +103,14 @@ class TrainingConfig:
     keep_checkpoints: int = dataclasses.field(
         default=3, metadata=fields.about("Number of newest checkpoints that are not deleted.") | _ON_RESUME
     )
+    scan_layers: bool | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Whether an update runs the layers as a loop, which is compiled once, instead of one after another, which "
+            "may be a little faster. None: from 16 layers on."
+        )
+        | _ON_RESUME,
+    )
     profile_steps: tuple[int, ...] = dataclasses.field(
         default=(),
         metadata=fields.about(

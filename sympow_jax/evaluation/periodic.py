@@ -81,7 +81,8 @@ class Periodic:
         if self._batch is None:
             return None
         program = self._program
-        return program.heldout_loss.lower(program.params, program.statistics, self._batch).compile()
+        state = program.abstract
+        return program.heldout_loss.lower(state.params, state.statistics, self._batch).compile()
 
     def has_texts(self, step: int) -> bool:
         """Returns whether prompts are continued after update `step`."""
@@ -92,6 +93,7 @@ class Periodic:
         codec = self._codec
         if codec is None:
             return {}
+        state = self._program.by_layer(state)
         model = cast(models.DecoderLM, self._generator.merge(state.params, state.statistics))
         transcripts = [generation.Transcript(codec, row, max_tokens=_TOKENS) for row in self._prompts]
         sampling = generation.Sampling(temperature=_TEMPERATURE, vocab_size=codec.sampled_vocab_size)

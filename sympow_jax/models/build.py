@@ -15,16 +15,18 @@ Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier
 """Type of the models that `make` returns."""
 
 
-def make(config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int) -> Model:
-    """Returns a new model for a task.
+def make(
+    config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int, stacked: bool = False
+) -> Model:
+    """Returns a new model for a task, with its blocks `stacked` or in a list.
 
     It is an image classifier if it has a patch size, a decoder to predict the next token, and an encoder otherwise.
     """
     if config.patch_size is not None:
-        return image_classifier.ImageClassifier(config, task, rngs=rngs)
+        return image_classifier.ImageClassifier(config, task, rngs=rngs, stacked=stacked)
     if task.name == "next_token":
-        return decoder.DecoderLM(config, rngs=rngs)
-    return encoder.Encoder(config, task, rngs=rngs)
+        return decoder.DecoderLM(config, rngs=rngs, stacked=stacked)
+    return encoder.Encoder(config, task, rngs=rngs, stacked=stacked)
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:

@@ -18,9 +18,16 @@ class Encoder(trunk.TokenTrunk):
     in `config.dtype`. Parameters, the residual stream, logits and the head are float32.
     """
 
-    def __init__(self, config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int):
+    def __init__(
+        self,
+        config: configs.ModelConfig,
+        task: configs.TaskConfig,
+        *,
+        rngs: nnx.Rngs | int,
+        stacked: bool = False,
+    ):
         rngs = initializers.as_rngs(rngs)
-        super().__init__(config, rngs=rngs)
+        super().__init__(config, rngs=rngs, stacked=stacked)
         if task.outputs is not None:
             self.head = head.Head(config, task.outputs, rngs=rngs)
 

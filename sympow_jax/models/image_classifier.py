@@ -19,12 +19,19 @@ class ImageClassifier(trunk.Trunk):
     Parameters, the residual stream and the head are float32.
     """
 
-    def __init__(self, config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int):
+    def __init__(
+        self,
+        config: configs.ModelConfig,
+        task: configs.TaskConfig,
+        *,
+        rngs: nnx.Rngs | int,
+        stacked: bool = False,
+    ):
         assert config.patch_size is not None  # `Config` requires it for images
         assert task.outputs is not None
         self.patch_size = config.patch_size
         rngs = initializers.as_rngs(rngs)
-        super().__init__(config, rngs=rngs)
+        super().__init__(config, rngs=rngs, stacked=stacked)
         self.head = head.Head(config, task.outputs, rngs=rngs)
 
     def _init_embedding(self, rngs):

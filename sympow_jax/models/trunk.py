@@ -23,6 +23,8 @@ _SAVED = {
     "attention": jax.checkpoint_policies.save_only_these_names("power_attention_out"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+# The axis of layers in the variables of stacked blocks has no logical name: it is not sharded.
+_LAYER_AXIS = {nnx.PARTITION_NAME: None}
 
 
 class Block(nnx.Module):
@@ -61,9 +63,18 @@ class Trunk(nnx.Module, abc.ABC):
     Args:
         config: the shape of the model.
         rngs: source of initial values, or a seed.
+        stacked: whether the model has `stacked_blocks` instead of `blocks`. Its layers are a loop that is compiled
+            once. It has the same initial values, but no states.
+
+    Attributes:
+        blocks: blocks in order.
+        stacked_blocks: all blocks as one, whose variables have the layers as their first axis.
     """
 
-    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int):
+    blocks: nnx.List[Block]
+    stacked_blocks: Block
+
+    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int, stacked: bool = False):
         rngs = initializers.as_rngs(rngs)
         self.config = config
         self._init_embedding(rngs)
@@ -73,7 +84,10 @@ class Trunk(nnx.Module, abc.ABC):
             self.position_embedding = initializers.table(
                 config.attention.max_document_length, config.width, names=("position", "embed"), rngs=rngs
             )
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        if stacked:
+            self.stacked_blocks = _stacked_blocks(config, rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
 
     @abc.abstractmethod
@@ -90,8 +104,16 @@ class Trunk(nnx.Module, abc.ABC):
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, _ = self.stem(x, segment_ids)
         x = residual_stream(x)
-        for block in self.blocks:
-            x = residual_stream(_rematerialized(block, x, segment_ids, self.config.remat))
+
+        def apply(block: Block, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+            return residual_stream(_rematerialized(block, x, segment_ids, self.config.remat))
+
+        if hasattr(self, "stacked_blocks"):
+            scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=_LAYER_AXIS)
+            x = scan(self.stacked_blocks, x)
+        else:
+            for block in self.blocks:
+                x = apply(block, x)
         return layers.normalize(self.final_norm, x, segment_ids)
 
     def stem(
@@ -208,6 +230,16 @@ def _product(hidden, embedding, dtype, result_dtype):
     return jnp.einsum(
         "btm,vm->btv", hidden.astype(dtype), embedding.astype(dtype), preferred_element_type=result_dtype
     )
+
+
+def _stacked_blocks(config: configs.ModelConfig, rngs: nnx.Rngs) -> Block:
+    @nnx.scan(
+        in_axes=nnx.Carry, out_axes=(nnx.Carry, 0), length=config.layers, transform_metadata=_LAYER_AXIS
+    )
+    def make(rngs: nnx.Rngs) -> tuple[nnx.Rngs, Block]:
+        return rngs, Block(config, rngs=rngs)
+
+    return make(rngs)[1]
 
 
 def _rematerialized(

@@ -35,8 +35,16 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     return lambda count: schedule(count + 1)
 
 
-def make_optimizer(settings: config.OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns Adam, AdamW (decay on matrices only) or SGD with momentum `b1`, after clipping by global norm."""
+def make_optimizer(
+    settings: config.OptimizerConfig, steps: int, params: optax.Params
+) -> optax.GradientTransformation:
+    """Returns Adam, AdamW (decay on matrices only) or SGD with momentum `b1`, after clipping by global norm.
+
+    Args:
+        settings: settings of the optimizer.
+        steps: number of updates, at which the schedules end.
+        params: tree of the parameters' shapes, of one layer where they are stacked.
+    """
     rate = learning_rate(settings, steps)
     if settings.name == "adam":
         update = optax.adam(rate, settings.b1, settings.b2, settings.epsilon)
@@ -47,7 +55,7 @@ def make_optimizer(settings: config.OptimizerConfig, steps: int) -> optax.Gradie
             settings.b2,
             settings.epsilon,
             weight_decay=settings.weight_decay,
-            mask=_matrices,
+            mask=jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
         )
     else:
         update = optax.sgd(rate, momentum=settings.b1)
@@ -58,7 +66,3 @@ def make_optimizer(settings: config.OptimizerConfig, steps: int) -> optax.Gradie
 
 def _inverse_sqrt(peak: float, warmup: int, since_warmup: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     return peak * (max(warmup, 1) / (warmup + since_warmup)) ** 0.5
-
-
-def _matrices(params: optax.Params) -> optax.Params:
-    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)

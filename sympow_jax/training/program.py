@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,13 @@ from sympow_jax import config as config_lib
 from sympow_jax import models
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import partitioning
-from sympow_jax.training import checkpoint, hosts, initial, loss, optimizer, sharding, workdir
+from sympow_jax.training import checkpoint, hosts, initial, loss, optimizer, sharding, stacking, workdir
 from sympow_jax.training.state import Params, TrainState
 
 __all__ = ["Program", "Update", "restore_exact", "restore_model"]
+
+# Layers from which on an update scans them, unless the config says. The other way takes 2 s of CPU a layer to compile.
+_SCANNED_LAYERS = 16
 
 Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Array, ""]]]]
 """Maps (state, batch) to (updated state, metrics)."""
@@ -29,12 +32,13 @@ Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Ar
 class Program:
     """Model graph, optimizer, state and update of a run on a mesh.
 
-    The model is built once, abstractly, and once more where `init_state` is traced. All else is derived from these.
+    The state has its parameters by layer or, if an update scans the layers, stacked; `stacking` describes both forms.
+    Models and checkpoints have them by layer (`by_layer`).
 
     Attributes:
         config: config of the run.
         mesh: mesh that state and batches are sharded over.
-        params: shapes, dtypes and shardings of the parameters.
+        params: shapes, dtypes and shardings of the parameters, by layer.
         statistics: those of the running statistics of batch normalization; empty without it.
         kernels: attention kernel of each layer.
 
@@ -50,8 +54,13 @@ class Program:
 
     def __init__(self, config: config_lib.Config, mesh: jax.sharding.Mesh):
         self.config, self.mesh = config, mesh
-        model = nnx.eval_shape(lambda: models.make(config.model, config.task, rngs=nnx.Rngs(0)))
+        model = nnx.eval_shape(lambda: self._make(0, stacked=False))
         self._graph, params, statistics = _split(model)
+        scans = config.training.scan_layers
+        self._scans = config.model.layers >= _SCANNED_LAYERS if scans is None else scans
+        self._trained_graph = self._graph
+        if self._scans:
+            self._trained_graph, _, _ = _split(nnx.eval_shape(lambda: self._make(0, stacked=True)))
         specs = models.parameter_specs(model)
 
         def shard(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -60,7 +69,10 @@ class Program:
         self.params: Params = jax.tree_util.tree_map_with_path(shard, params)
         self.statistics: Params = jax.tree.map(self._placed, statistics)
         self.kernels = tuple(block.attention.kernel for block in model.blocks)
-        self._optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps)
+        one_layer = self.params
+        if self._scans:
+            one_layer = stacking.stack(self.params, join=lambda leaves: leaves[0])
+        self._optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, one_layer)
 
     def _placed(
         self, leaf: Any, spec: jax.sharding.PartitionSpec = partitioning.REPLICATED
@@ -73,30 +85,84 @@ class Program:
     @functools.cached_property
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameters."""
+        params, statistics = self.params, self.statistics
+        if self._scans:
+            params, statistics = stacking.stack((params, statistics), join=self._stacked)
         opt_state = optax.tree_map_params(
             self._optimizer,
             lambda _, param: param,
-            jax.eval_shape(self._optimizer.init, self.params),
-            self.params,
+            jax.eval_shape(self._optimizer.init, params),
+            params,
             transform_non_params=self._placed,
         )
         step: Any = self._placed(jax.ShapeDtypeStruct((), jnp.int32))
-        return TrainState(step=step, params=self.params, opt_state=opt_state, statistics=self.statistics)
+        return TrainState(step=step, params=params, opt_state=opt_state, statistics=statistics)
+
+    def _stacked(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
+        shape, sharding = (len(leaves), *leaves[0].shape), leaves[0].sharding
+        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+        return jax.ShapeDtypeStruct(
+            shape, leaves[0].dtype, sharding=jax.sharding.NamedSharding(self.mesh, spec)
+        )
+
+    @functools.cached_property
+    def abstract_by_layer(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state `by_layer`, which is what a checkpoint holds."""
+        if not self._scans:
+            return self.abstract
+
+        def take(leaf: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
+            return self._placed(
+                jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
+                jax.sharding.PartitionSpec(*leaf.sharding.spec[1:]),
+            )
+
+        return stacking.unstack(self.abstract, self.config.model.layers, take)
+
+    def by_layer(self, state: TrainState) -> TrainState:
+        """Returns a state with the parameters and optimizer state of each layer on their own."""
+        return self._by_layer(state) if self._scans else state
+
+    @functools.cached_property
+    def _by_layer(self) -> Callable[[TrainState], TrainState]:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_by_layer)
+        return jax.jit(
+            lambda state: stacking.unstack(state, self.config.model.layers), out_shardings=shardings
+        )
+
+    def from_layers(self, state: TrainState) -> TrainState:
+        """Returns the state of which `state` is the form `by_layer`; an optimizer state of `()` stays."""
+        if not self._scans:
+            return state
+        shardings = self._shardings
+        if state.opt_state == ():
+            shardings = dataclasses.replace(shardings, opt_state=())
+        return jax.jit(stacking.stack, out_shardings=shardings)(state)
 
     @functools.cached_property
     def _shardings(self) -> TrainState:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
 
     def merge(self, params: Params, statistics: Params | None = None) -> models.Model:
-        """Returns the model with these parameters and running statistics, in evaluation mode."""
+        """Returns the model with these parameters and running statistics by layer, in evaluation mode."""
         return nnx.merge(self._graph, params, statistics or {})
+
+    def _merge_trained(self, params: Params, statistics: Params) -> models.Model:
+        """Returns the model with parameters and running statistics as they are in the state."""
+        return nnx.merge(self._trained_graph, params, statistics)
+
+    def _make(self, seed: int, *, stacked: bool) -> models.Model:
+        return models.make(self.config.model, self.config.task, rngs=nnx.Rngs(seed), stacked=stacked)
 
     def init_state(self) -> TrainState:
         """Returns the state of a new model before the first update, a function of the config only."""
 
         def init() -> TrainState:
-            rngs = nnx.Rngs(self.config.training.seed)
-            _, params, statistics = _split(models.make(self.config.model, self.config.task, rngs=rngs))
+            # Stacked, because layers that are initialized by a loop compile in the time of one.
+            _, *variables = _split(self._make(self.config.training.seed, stacked=True))
+            params, statistics = (
+                variables if self._scans else stacking.unstack(variables, self.config.model.layers)
+            )
             return TrainState(jnp.int32(0), params, self._optimizer.init(params), statistics)
 
         with _random_kernels():
@@ -125,9 +191,11 @@ class Program:
         hosts.say(
             f"the {kind} is that of step {number} of {folder}, a run of the task {first.config.task.name!r}"
         )
-        state = self.init_state()
+        state = self.by_layer(self.init_state())
         params = initial.replace(state.params, arrays["params"], folder)
-        return dataclasses.replace(state, params=params, statistics=arrays.get("statistics", {}))
+        return self.from_layers(
+            dataclasses.replace(state, params=params, statistics=arrays.get("statistics", {}))
+        )
 
     def restore_or_begin(self, checkpoints: checkpoint.Checkpoints) -> tuple[TrainState, Any]:
         """Returns the newest good state of a run, or the state before the first update if there is no checkpoint.
@@ -138,10 +206,10 @@ class Program:
         Raises:
             ValueError: as `Checkpoints.restore` and `begin`.
         """
-        restored = checkpoints.restore(self.abstract)
+        restored = checkpoints.restore(self.abstract_by_layer)
         if restored is None:
             return self.begin(), None
-        state, position = restored
+        state, position = self.from_layers(restored[0]), restored[1]
         if state.opt_state == ():  # a checkpoint of imported weights
             init = jax.jit(self._optimizer.init, out_shardings=self._shardings.opt_state)
             state = dataclasses.replace(state, opt_state=init(state.params))
@@ -220,14 +288,14 @@ class Program:
 
     @functools.cached_property
     def heldout_loss(self) -> Any:
-        """Jitted function of (params, statistics, batch) to the mean loss of the model in evaluation mode.
+        """Jitted function of (params, statistics, batch), as in the state, to the mean loss in evaluation mode.
 
         Rows are taken in micro-batches as in an update, so that it needs no more memory.
         """
 
         def mean(params: Params, statistics: Params, batch: loss.Batch) -> Float[Array, ""]:
             def add(total: Float[Array, ""], rows: loss.Batch) -> tuple[Float[Array, ""], None]:
-                return total + loss.sums(self.merge(params, statistics), rows).loss, None
+                return total + loss.sums(self._merge_trained(params, statistics), rows).loss, None
 
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 total, _ = jax.lax.scan(add, jnp.float32(0), self._micro_batches(batch))
@@ -241,7 +309,7 @@ class Program:
         """Returns the sums over rows, their gradients and the new statistics."""
 
         def total(params: Params):
-            model = self.merge(params, statistics)
+            model = self._merge_trained(params, statistics)
             model.train()
             sums = loss.sums(model, rows)
             return sums.loss, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))

@@ -27,12 +27,12 @@ ROWS, CONTEXT, WINDOW = 8, 64, 8
 def settings(preset: str, arrangement: dict) -> config.Config:
     """Returns a config of a layer of width 64 in float32 on `arrangement`.
 
-    `arrangement` may also set `layers`, `remat` and `accumulate`. Key heads are grouped if every axis allows it, and
-    power attention has the form with a state. GPT-2 has its biases and no norm after the embedding.
+    `arrangement` may also set `layers`, `scan_layers`, `remat` and `accumulate`. Key heads are grouped if every axis
+    allows it, and power attention has the form with a state. GPT-2 has its biases and no norm after the embedding.
     """
     sizes = {axis: 1 for axis in ("data", "fsdp", "tensor", "context")} | arrangement
     remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
-    layers = sizes.pop("layers", 1)
+    layers, scan_layers = sizes.pop("layers", 1), sizes.pop("scan_layers", False)
     recurrent = preset not in ("softmax", "softmax_alibi", "gpt2", "even_power")
     form = {"form": "chunked", "chunk_size": 16, "exact_window": WINDOW} if recurrent else {}
     return config.Config(
@@ -52,6 +52,7 @@ def settings(preset: str, arrangement: dict) -> config.Config:
         data=config.DataConfig(context_length=CONTEXT, batch_tokens=ROWS * CONTEXT, packing="documents"),
         # After one update, the state of this optimizer is the gradient.
         optimizer=config.OptimizerConfig(name="sgd", learning_rate=0.1, accumulate=accumulate),
+        training=config.TrainingConfig(scan_layers=scan_layers),
         sharding=config.ShardingConfig(**sizes),
     )
 
@@ -76,7 +77,7 @@ def first_state(program: training.Program) -> training.TrainState:
     so that each token's own weight is large. With few keys, all nearly orthogonal to the query, one unit in the last
     place of the kernels would change gradients by 1.6e-5.
     """
-    of, state = program.config, program.init_state()
+    of, state = program.config, program.by_layer(program.init_state())
     for block in state.params["blocks"].values():
         attention = block["attention"]
         query = attention["query"]["kernel"]
@@ -87,7 +88,7 @@ def first_state(program: training.Program) -> training.TrainState:
             norm = block["attention_norm"]["bias"]
             block["attention_norm"]["bias"] = jnp.ones_like(norm)
             attention["decay"]["kernel"] += 4 / of.model.width
-    return state
+    return program.from_layers(state)
 
 
 def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
@@ -100,7 +101,8 @@ def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list
         state, metrics = program.update(state, placed)
         losses.append(float(metrics["loss"]))
         # Copied: the state is donated to the next update.
-        gradients = gradients or [np.array(x) for x in jax.tree.leaves(state.opt_state) if x.ndim]
+        by_layer = program.by_layer(state).opt_state
+        gradients = gradients or [np.array(x) for x in jax.tree.leaves(by_layer) if x.ndim]
     losses.append(float(program.heldout_loss(state.params, state.statistics, placed)))
     return losses, gradients
 
@@ -114,7 +116,12 @@ def compare(preset: str, arrangements: list[dict]) -> None:
     for arrangement in arrangements:
         of = settings(preset, arrangement)
         if of.model.kv_heads not in expected:
-            one = dataclasses.replace(of, sharding=config.ShardingConfig(), optimizer=_whole(of.optimizer))
+            one = dataclasses.replace(
+                of,
+                training=config.TrainingConfig(scan_layers=False),
+                sharding=config.ShardingConfig(),
+                optimizer=_whole(of.optimizer),
+            )
             one = dataclasses.replace(one, model=dataclasses.replace(of.model, remat="none"))
             expected[of.model.kv_heads] = train(one, sharding.whole_mesh(jax.devices()[:1]))
         losses, gradients = train(of, sharding.make_mesh(of))

@@ -19,7 +19,7 @@ def _rates(steps: int, **changes) -> list[float]:
 
 
 def _one_update(grad: float, **changes) -> dict[str, np.ndarray]:
-    tx = optimizer.make_optimizer(config.OptimizerConfig(learning_rate=0.1, **changes), 10)
+    tx = optimizer.make_optimizer(config.OptimizerConfig(learning_rate=0.1, **changes), 10, PARAMS)
     grads = {name: jnp.full_like(leaf, grad) for name, leaf in PARAMS.items()}
     return tx.update(grads, tx.init(PARAMS), PARAMS)[0]
 
@@ -67,7 +67,7 @@ def test_clipping_bounds_the_global_norm():
 
 def test_sgd_has_momentum_b1():
     settings = config.OptimizerConfig(name="sgd", learning_rate=0.1, b1=0.8)
-    tx = optimizer.make_optimizer(settings, 10)
+    tx = optimizer.make_optimizer(settings, 10, PARAMS)
     grads = {name: jnp.ones_like(leaf) for name, leaf in PARAMS.items()}
     _, state = tx.update(grads, tx.init(PARAMS), PARAMS)
     changes, _ = tx.update(grads, state, PARAMS)

@@ -69,8 +69,9 @@ def test_there_are_twenty_factorizations():
     assert len({tuple(x.items()) for x in FACTORIZATIONS}) == 20
 
 
-def test_conformal_over_devices(compilation_cache):
-    check("conformal", [{"fsdp": 2, "context": 2, "tensor": 2, "remat": "full"}], compilation_cache)
+def test_scanned_layers_of_conformal_over_devices(compilation_cache):
+    arrangement = {"fsdp": 2, "context": 2, "tensor": 2, "remat": "full", "layers": 2, "scan_layers": True}
+    check("conformal", [arrangement], compilation_cache)
 
 
 def test_softmax_over_devices(compilation_cache):

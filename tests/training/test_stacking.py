@@ -1,0 +1,153 @@
+"""Tests that an update which scans the layers is the update that runs them one after another."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, models, training
+from sympow_jax.commands import train
+from sympow_jax.training import checkpoint, sharding, stacking, workdir
+from tests.training import test_tasks
+
+LAYERS = 3
+
+
+def _deep(
+    settings: config.Config, *, scan_layers: bool | None, layers: int = LAYERS, **model
+) -> config.Config:
+    model = {"attention": config.preset("sympow_gated", exact_window=4), "layers": layers, **model}
+    return dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, **model),
+        # Weights decay so much that decaying norms too would show.
+        optimizer=config.OptimizerConfig(name="adamw", learning_rate=1e-2, weight_decay=1.0),
+        training=dataclasses.replace(settings.training, scan_layers=scan_layers),
+    )
+
+
+def _program(settings: config.Config) -> training.Program:
+    return training.Program(settings, sharding.whole_mesh())
+
+
+def _rows(settings: config.Config) -> dict[str, jax.Array]:
+    shape = (settings.data.batch_size, settings.data.context_length)
+    tokens = jax.random.randint(jax.random.key(0), shape, 0, 256)
+    return {"inputs": tokens, "targets": jnp.roll(tokens, -1, axis=1)}
+
+
+def _two_updates(settings: config.Config, rows) -> tuple[training.TrainState, dict, float]:
+    """Returns the state by layer, the last metrics, and the held-out loss."""
+    program = _program(settings)
+    state = program.init_state()
+    for _ in range(2):
+        state, metrics = program.update(state, rows)
+    return program.by_layer(state), metrics, program.heldout_loss(state.params, state.statistics, rows)
+
+
+def _assert_close(found, expected) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def test_forms_of_a_tree():
+    block = {"kernel": np.zeros((2, 3)), "bias": np.zeros(3)}
+    params = {
+        "embedding": np.ones(4),
+        "blocks": {n: jax.tree.map(lambda x, n=n: x + n, block) for n in range(11)},
+    }
+    tree = (np.int32(5), {"mu": params, "nu": params}, ())
+    stacked = stacking.stack(tree)
+    assert stacked[1]["mu"]["stacked_blocks"]["kernel"].shape == (11, 2, 3)
+    # Layer 10 comes after layer 9, not after layer 1.
+    np.testing.assert_array_equal(stacked[1]["nu"]["stacked_blocks"]["bias"][:, 0], np.arange(11))
+    back = stacking.unstack(stacked, 11)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+
+
+@pytest.mark.parametrize("remat", ["none", "attention"])
+def test_an_update_is_that_of_layers_one_after_another(settings, remat):
+    expected, expected_metrics, expected_loss = _two_updates(
+        _deep(settings, scan_layers=False), _rows(settings)
+    )
+    found, metrics, heldout_loss = _two_updates(
+        _deep(settings, scan_layers=True, remat=remat), _rows(settings)
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    _assert_close(found, expected)
+    _assert_close((metrics, heldout_loss), (expected_metrics, expected_loss))
+
+
+def test_running_means_are_those_of_layers_one_after_another():
+    settings = test_tasks.make(norm="batch", layers=2, accumulate=2)
+    states = []
+    for scan_layers in (False, True):
+        changed = dataclasses.replace(settings, training=config.TrainingConfig(scan_layers=scan_layers))
+        program = _program(changed)
+        state, _ = program.update(
+            program.init_state(), sharding.place_batch(test_tasks.batch(), program.mesh)
+        )
+        states.append(program.by_layer(state))
+    _assert_close(states[1].statistics, states[0].statistics)
+    _assert_close(states[1].params, states[0].params)
+
+
+def test_initial_parameters_are_those_of_the_model(settings):
+    for scan_layers in (False, True):
+        deep = _deep(settings, scan_layers=scan_layers)
+        program = _program(deep)
+        state = program.by_layer(program.init_state())
+        model = models.make(deep.model, deep.task, rngs=deep.training.seed)
+        expected = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        jax.tree.map(np.testing.assert_array_equal, state.params, expected)
+
+
+def test_a_deeper_model_has_no_larger_program(settings):
+    sizes = []
+    for layers in (4, 48):
+        program = _program(_deep(settings, scan_layers=None if layers == 48 else True, layers=layers))
+        sizes.append(len(str(program.update.trace(program.abstract, _rows(settings)).jaxpr)))
+    assert sizes[1] < 1.02 * sizes[0]
+
+
+def test_abstract_states_are_those_of_the_states(settings):
+    program = _program(_deep(settings, scan_layers=True))
+    state = program.init_state()
+    for found, abstract in ((state, program.abstract), (program.by_layer(state), program.abstract_by_layer)):
+        assert jax.tree.structure(found) == jax.tree.structure(abstract)
+        for leaf, shape in zip(jax.tree.leaves(found), jax.tree.leaves(abstract)):
+            assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
+
+
+def test_a_run_resumes_to_the_bit_and_in_the_other_form(tmp_path, settings):
+    deep = _deep(settings, scan_layers=True)
+    assert train.train(deep, tmp_path / "whole") == 0
+    half = dataclasses.replace(deep, training=dataclasses.replace(deep.training, steps=4))
+    assert train.train(half, tmp_path / "halves") == 0
+    assert train.train(deep, tmp_path / "halves") == 0
+    program = _program(deep)
+    whole, halves = (program.restore_arrays(tmp_path / name)[0]["params"] for name in ("whole", "halves"))
+    assert sorted(whole["blocks"]) == list(range(LAYERS))
+    jax.tree.map(np.testing.assert_array_equal, halves, whole)
+    # The rest of the run by the other form, which a checkpoint does not depend on.
+    other = _deep(settings, scan_layers=False)
+    assert train.train(half, tmp_path / "other") == 0
+    assert train.train(other, tmp_path / "other") == 0
+    _assert_close(program.restore_arrays(tmp_path / "other")[0]["params"], whole)
+
+
+def test_imported_weights_begin_with_a_new_optimizer_state(tmp_path, settings):
+    deep = _deep(settings, scan_layers=True)
+    program = _program(deep)
+    params = jax.tree.map(lambda x: x + 1, program.by_layer(program.init_state()).params)
+    workdir.open_workdir(tmp_path / "run", deep)
+    with checkpoint.Checkpoints(tmp_path / "run", deep) as checkpoints:
+        checkpoints.save(0, training.TrainState(jnp.int32(0), params, ()), None)
+    with checkpoint.Checkpoints(tmp_path / "run", deep) as checkpoints:
+        state, position = program.restore_or_begin(checkpoints)
+    assert position is None
+    jax.tree.map(np.testing.assert_array_equal, program.by_layer(state).params, params)
+    assert jax.tree.structure(state) == jax.tree.structure(program.abstract)
