@@ -10,7 +10,7 @@ from sympow_jax.config import fields
 __all__ = ["MODEL_SIZES", "ModelConfig"]
 
 DTYPES = ("float32", "bfloat16")
-REMATS = ("none", "attention", "full")
+REMATS = ("none", "elementwise", "attention", "full")
 ACTIVATIONS = ("gelu", "relu")
 NORMS = ("layer", "batch")
 
@@ -74,7 +74,9 @@ class ModelConfig:
     remat: str = dataclasses.field(
         default="none",
         metadata=fields.about(
-            "Values that are saved for the backward pass; all others are recomputed. `none` saves all values. "
+            "Values that are saved for the backward pass; all others are recomputed. `none` saves all values, or "
+            "those of `elementwise` if layers are scanned. `elementwise` saves all but the results of elementwise "
+            "functions. "
             "`attention` saves the input of each block and the output of its attention, so that attention "
             "itself is not recomputed. `full` saves only the input of each block. This changes memory and "
             "time, not the model.",

@@ -18,8 +18,24 @@ from sympow_jax.ops._shared import arguments
 
 __all__ = ["Block", "TokenTrunk", "Trunk", "logits"]
 
+# Primitives whose results cost little to compute again: XLA fuses them with what needs them.
+_ELEMENTWISE = frozenset(
+    """
+    abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos div eq erf exp exp2
+    expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pad pow
+    reduce_precision reshape rev round rsqrt select_n sign sin slice sqrt square squeeze stop_gradient sub tanh
+    transpose xor
+    """.split()  # noqa: SIM905
+)
+
+
+def _is_not_elementwise(primitive: Any, *_, **__) -> bool:
+    return primitive.name not in _ELEMENTWISE
+
+
 # Values that are saved for the backward pass of a block in addition to its input, by `config.remat`.
 _SAVED = {
+    "elementwise": _is_not_elementwise,
     "attention": jax.checkpoint_policies.save_only_these_names("power_attention_out"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -104,11 +120,15 @@ class Trunk(nnx.Module, abc.ABC):
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, _ = self.stem(x, segment_ids)
         x = residual_stream(x)
+        stacked, remat = hasattr(self, "stacked_blocks"), self.config.remat
+        if stacked and remat == "none":
+            # XLA chooses which elementwise values to compute again, but those of an earlier loop it cannot.
+            remat = "elementwise"
 
         def apply(block: Block, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-            return residual_stream(_rematerialized(block, x, segment_ids, self.config.remat))
+            return residual_stream(_rematerialized(block, x, segment_ids, remat))
 
-        if hasattr(self, "stacked_blocks"):
+        if stacked:
             scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=_LAYER_AXIS)
             x = scan(self.stacked_blocks, x)
         else:

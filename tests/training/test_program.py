@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from sympow_jax import config, models, training
+from sympow_jax.config.model import REMATS
 from sympow_jax.training import loss, sharding
 
 
@@ -151,24 +153,33 @@ def test_a_batch_without_targets_moves_nothing(settings):
 
 
 def test_rematerialization_keeps_less_for_the_backward_pass(settings):
-    """`full` saves a block's input, `attention` also the output of attention and its denominators."""
+    """`full` saves a block's input, `attention` also the output of attention and its denominators.
+
+    Stacked layers with `none` save no more than with `elementwise`.
+    """
     layers, batch = 3, {name: jnp.tile(x, (1, 16)) for name, x in _batch(settings).items()}
     rows, time = batch["inputs"].shape
     kept = {}
-    for remat in ("none", "attention", "full"):
+    for remat in (*REMATS, "stacked"):
         attention = config.preset("conformal", form="chunked", chunk_size=64)
-        model = dataclasses.replace(settings.model, layers=layers, attention=attention, remat=remat)
-        changed = dataclasses.replace(settings, model=model)
-        program = _program(changed)
+        model = dataclasses.replace(settings.model, layers=layers, attention=attention)
+        stacked = remat == "stacked"
+        model = dataclasses.replace(model, remat="none" if stacked else remat)
+        made = nnx.eval_shape(
+            lambda model=model, stacked=stacked: models.DecoderLM(model, rngs=0, stacked=stacked)
+        )
+        graph, params = nnx.split(made)
 
-        def residuals(params, program=program):
-            return jax.vjp(lambda tree: loss.sums(program.merge(tree), batch).loss, params)[1]
+        def residuals(params, graph=graph):
+            return jax.vjp(lambda tree: loss.sums(nnx.merge(graph, tree), batch).loss, params)[1]
 
         # Residuals of tokens only: parameters and constants are saved in every mode.
-        shapes = jax.tree.leaves(jax.eval_shape(residuals, program.params))
-        leaves = [x for x in shapes if x.shape[:1] == (rows,) and time in x.shape]
+        shapes = jax.tree.leaves(jax.eval_shape(residuals, params))
+        leaves = [x for x in shapes if rows in x.shape[:2] and time in x.shape]
         kept[remat] = sum(x.size * x.dtype.itemsize for x in leaves)
     heads, head_dim = settings.model.heads, settings.model.head_dim
     of_attention = layers * rows * time * heads * (head_dim + 1) * 4
     assert kept["attention"] - kept["full"] == of_attention
+    assert kept["none"] > kept["elementwise"] > kept["attention"]
     assert kept["none"] > 3 * kept["attention"]
+    assert kept["attention"] < kept["stacked"] <= kept["elementwise"]

@@ -100,7 +100,7 @@ def test_running_means_of_the_first_norm_are_the_formula(accumulate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["attention", "full"])
+@pytest.mark.parametrize("remat", ["elementwise", "attention", "full"])
 def test_rematerialization_changes_neither_gradients_nor_running_means(remat):
     expected, _ = update(make(norm="batch"), batch())
     state, _ = update(make(norm="batch", remat=remat), batch())
