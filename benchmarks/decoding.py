@@ -1,13 +1,13 @@
-"""Measures decoding time per token and state size of power and softmax attention after prompts of 64 to 65,536 tokens.
+"""Measures the time per decoded token and the state size of power and softmax attention.
 
     uv run python -m benchmarks.decoding --out=DIR [--brief]
 
-It compares two models of the same size. Their parameters are random, since no measured number depends on them. Tokens
-are decoded in compiled blocks, as in `generation.generate`. No prompt is computed, since the values of a state do not
-matter either: decoding starts from a state of the right size, which is the recurrent state or a KV cache. Models and
-lengths take turns and times are medians, so a change of the machine's speed affects all. The prefill of real prompts is
-timed against the forward pass of training, loss included, on the same tokens. `--brief` uses a smaller model and
-lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
+It compares two models of the same size after prompts of 64 to 65,536 tokens. Their parameters are random, since no
+measured number depends on them. Tokens are decoded in compiled blocks, as in `generation.generate`. No prompt is
+computed, since the values of a state do not matter either: decoding starts from a state of the right size, which is the
+recurrent state or a KV cache. Models and lengths take turns and times are medians, so a change of the machine's speed
+affects all. The prefill of real prompts is timed against the forward pass of training, loss included, on the same
+tokens. `--brief` uses a smaller model and lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
 """
 
 import argparse

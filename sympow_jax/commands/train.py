@@ -1,4 +1,4 @@
-"""The training loop: from a config and a workdir to a trained run, or one that has been resumed, bit for bit."""
+"""Trains a config in a workdir, or resumes the run there bit for bit."""
 
 import contextlib
 import pathlib

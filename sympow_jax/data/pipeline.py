@@ -49,7 +49,7 @@ def _documents(config: config_lib.DataConfig, *, vocab_size: int, heldout: bool)
     source = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)
     if source.lead is not None and not 0 <= source.lead < vocab_size:
         raise ValueError(
-            f"the id in front of every row is {source.lead}, but model.vocab_size is {vocab_size}; set "
+            f"the first id of every row is {source.lead}, but model.vocab_size is {vocab_size}; set "
             f"data.document_separator to the id that the data was prepared with"
         )
     return source
@@ -175,8 +175,8 @@ def heldout_batch(
 ) -> dict[str, np.ndarray] | None:
     """Returns shard `share` of a batch of held-out rows, drawn by `config.seed`; None if none is held out.
 
-    The batch is a function of the data, the seed and the task only. It has as many rows as a batch of training, padded
-    as in `heldout_rows` if fewer are held out.
+    The batch is a function of the data, the seed and the task only. It has the number of rows of a training batch,
+    padded as in `heldout_rows` if fewer are held out.
 
     Raises:
         ValueError: as `heldout_rows`, or `shares` does not divide the number of rows.

@@ -239,7 +239,7 @@ def test_longcrawl64_lead_id_may_be_set(tmp_path):
     config = builders.data_config(source="longcrawl64", paths=(path,), document_separator=0)
     assert data.train_dataset(config, vocab_size=256)[0]["inputs"][0] == 0
     with pytest.raises(
-        ValueError, match=r"in front of every row is 50256, but model.vocab_size is 256; set data.doc"
+        ValueError, match=r"the first id of every row is 50256, but model.vocab_size is 256; set data.doc"
     ):
         data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=256)
 
