@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows:
         kind = "keys kept" if row.kept else "recurrent"
         print(
-            f"{row.preset:>10} after {row.length:>6,}: {1e6 * row.seconds:9.1f} us a token, "
+            f"{row.preset:>10} after {row.length:>6,}: {1e6 * row.seconds:9.1f} us/token, "
             f"{row.state_bytes / 2**20:7.2f} MiB, {kind}"
         )
     prefills = [

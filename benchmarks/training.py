@@ -207,7 +207,7 @@ def _print(report: dict) -> None:
     tokens = report["rows"][0]["tokens"]
     columns = ("context", "preset", "attention", "ms", "spread", "tokens/s", "/ softmax", "MFU", "peak GB")
     table = _rows.make_table(
-        f"training, {tokens:,} tokens a step",
+        f"training, {tokens:,} tokens per step",
         (*columns, "program GB", "loss", "kernels, note"),
         ("preset", "attention", "kernels, note"),
     )
@@ -247,8 +247,8 @@ def _plot(path: pathlib.Path, report: dict) -> None:
         axes.plot(*zip(*points), marker=marker, label=preset)
     figures.set_log2_ticks(axes, sorted({context for _, context in rates}))
     axes.set_yscale("log")
-    title = f"Training 124M parameters, {report['rows'][0]['tokens']:,} tokens a step"
-    figures.style(axes, x_label="context (tokens)", y_label="tokens a second", title=title)
+    title = f"Training 124M parameters, {report['rows'][0]['tokens']:,} tokens per step"
+    figures.style(axes, x_label="context (tokens)", y_label="tokens/s", title=title)
     axes.legend()
     figures.save(figure, path)
 

@@ -167,7 +167,7 @@ def parse_training(
     parser = Parser(
         prog=program,
         usage="%(prog)s --config=CONFIG --workdir=DIR [--config.GROUP.NAME=VALUE]",
-        description="Trains a model. The same command again resumes the run in --workdir.",
+        description="Trains a model. The same command resumes the run in --workdir.",
     )
     parser.add_argument(
         "--config",

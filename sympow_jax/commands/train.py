@@ -97,7 +97,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             stop = stop or votes.cast(signals.received or 0, now=True)
 
     if stop:
-        hosts.say(f"stopped after step {number}, which is saved; the same command again goes on")
+        hosts.say(f"stopped after step {number}, which is saved; the same command resumes the run")
         return 128 + stop  # as a shell reports a signal
     written = evaluation.finish(config, folder)
     hosts.say("\n".join(summary.results(folder, written, steps)))

@@ -181,8 +181,8 @@ class Checkpoints:
             yield
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors if they cannot write
             raise ValueError(
-                f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; those before it are kept: "
-                f"make room or mend the folder, and the same command goes on"
+                f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; earlier ones are kept; "
+                f"make room or repair the folder, then the same command resumes the run"
             ) from error
 
 
@@ -272,7 +272,7 @@ def _newest_good[T](
             if not isinstance(error, _DamagedError):
                 raise ValueError(
                     f"the checkpoint of step {number} in {folder} cannot be read, and stays where it is: "
-                    f"{_reason(error)}; remove the cause, and the same command goes on"
+                    f"{_reason(error)}; remove the cause, then the same command resumes the run"
                 ) from error
             hosts.say(
                 f"the checkpoint of step {number} in {folder} is damaged, trying the one before it: {_reason(error)}",

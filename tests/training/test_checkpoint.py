@@ -289,7 +289,7 @@ def _large() -> training.TrainState:
     return dataclasses.replace(next(_states(1)), params=params)
 
 
-_NOT_SAVED = r"a checkpoint could not be saved in .*File too large.*; those before it are kept"
+_NOT_SAVED = r"a checkpoint could not be saved in .*File too large.*; earlier ones are kept"
 
 
 def test_a_failed_save_surfaces(tmp_path, settings, small_files):

@@ -250,7 +250,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, c
     capsys.readouterr()
     assert train.train(settings, tmp_path / "stopped") == 128 + number
     # Update 3 was running when the metrics of update 2 arrived.
-    assert "stopped after step 3, which is saved; the same command again goes on" in capsys.readouterr().out
+    assert "stopped after step 3, which is saved; the same command resumes the run" in capsys.readouterr().out
     assert (tmp_path / "stopped" / "checkpoints" / "3").is_dir()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(metrics.Reporter, "report", report)
