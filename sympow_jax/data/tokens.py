@@ -1,7 +1,6 @@
 """Flat little-endian `.bin` files of token ids, memory-mapped."""
 
 import hashlib
-import json
 import pathlib
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from sympow_jax import config as config_lib
+from sympow_jax.config import serialize
 from sympow_jax.data import documents, files
 
 __all__ = ["DTYPES", "describe", "open_documents", "sidecar"]
@@ -35,7 +35,7 @@ def _map(file: files.File, config: config_lib.DataConfig) -> Integer[np.ndarray,
         )
     metadata = sidecar(file.path)
     if metadata.is_file():
-        stored = json.loads(metadata.read_text()).get("token_dtype")
+        stored = serialize.read_object(metadata).get("token_dtype")
         if stored != config.token_dtype:
             raise ValueError(
                 f"{file.path} holds {stored} ids according to {metadata.name}, but data.token_dtype is "

@@ -1,7 +1,6 @@
 """Workdirs of the runs to evaluate, names of runs, and the folder of the results."""
 
 import contextlib
-import json
 import os
 import pathlib
 import tempfile
@@ -12,6 +11,7 @@ import rich.console
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
+from sympow_jax.config import serialize
 from sympow_jax.training import workdir
 
 __all__ = ["read_runs", "run_names", "warn", "warn_of_changed_data", "writable_folder", "writing"]
@@ -43,7 +43,7 @@ def warn_of_changed_data(
     digest = data.describe(config.data)["digest"]
     for path in paths:
         record = path / "data.json"
-        if record.is_file() and json.loads(record.read_text())["digest"] != digest:
+        if record.is_file() and serialize.read_object(record).get("digest") != digest:
             warn(console, f"the data has changed since {path} was trained on it; see its data.json")
 
 

@@ -184,6 +184,9 @@ def test_bin_whose_dtype_differs_from_its_json_file(tmp_path):
         ValueError, match=r"holds uint32 ids according to a\.bin\.json, but data\.token_dtype is 'uint16'"
     ):
         data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
+    builders.write_files(tmp_path, {"a.bin.json": b"[" * 1000 + b"]" * 1000})
+    with pytest.raises(ValueError, match=r"a\.bin\.json: it has no JSON object"):
+        data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
 
 
 def zarr_values(rows=20, row_tokens=32, dtype="<u2"):
