@@ -47,7 +47,7 @@ def test_text_heldout_paths_replace_the_hash(corpus):
 def test_text_description(corpus):
     config = builders.data_config(paths=(corpus,))
     description = data.describe(config)
-    heldout = data.heldout_documents(config, vocab_size=256)
+    heldout = data.HeldoutData(config, vocab_size=256).documents
     sizes = [os.path.getsize(f"{corpus}/{i:02}.txt") for i in range(40)]
     assert (description["source"], description["paths"], description["files"]) == ("text", [corpus], 36)
     assert description["bytes"] == sum(sizes) == description["tokens"] + description["heldout_tokens"]
@@ -206,7 +206,7 @@ def test_longcrawl64_reads_rows_after_the_lead_id(tmp_path, dtype):
     assert sorted(row["targets"].tolist() for row in read) == sorted(values.reshape(40, 16).tolist())
     for row in read:
         assert row["inputs"].tolist() == [50_256, *row["targets"][:-1]]
-    opened = data.heldout_documents(config, vocab_size=50_304)
+    opened = data.HeldoutData(config, vocab_size=50_304).documents
     assert opened.lengths.tolist() == [33, 33, 33]
     np.testing.assert_array_equal(
         np.stack(list(opened)), np.insert(values[:3].astype(int) + 1, 0, 50_256, axis=1)
@@ -301,7 +301,7 @@ def test_missing_chunk_is_an_error_and_not_zeros(tmp_path):
     assert all("(row " in line and "1.1" in line and "is missing; copy" in line for line in failed)
     assert not any("\n" in line for line in failed)
     whole = builders.data_config(source="longcrawl64", paths=(path,), heldout_paths=(path,))
-    heldout = data.heldout_documents(whole, vocab_size=50_304)
+    heldout = data.HeldoutData(whole, vocab_size=50_304).documents
     assert heldout[7].shape == (33,)
     with pytest.raises(
         ValueError, match=r"\(row 8\) cannot be read: .*1\.1.* is missing; copy or prepare the array"
