@@ -1,6 +1,5 @@
 """Validation of settings, with errors that name the setting."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,7 +52,7 @@ def require_seed(**values: int) -> None:
 
 def require_representable(name: str, value: object) -> None:
     """Raises ValueError, which calls the setting `name`, for a float that is not finite or an int of over 64 bits."""
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, float) and not np.isfinite(value):
         raise ValueError(f"{name} is {value}; it must be a finite number")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         # Python refuses to print the longest of them.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sympow_jax import config as config_lib
-from sympow_jax.data import documents, examples, longcrawl64, masking, rows, shuffle, text, tokens
+from sympow_jax.data import documents, longcrawl64, masking, rows, shuffle, text, tokens
 
 if TYPE_CHECKING:
     import grain
@@ -49,7 +49,7 @@ def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig)
 
 def _open(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
-) -> documents.Documents | examples.Examples:
+) -> documents.Documents | rows.Examples:
     """Opens the training or the held-out part of a source."""
     if config.source in _EXAMPLES:
         return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
@@ -63,12 +63,12 @@ def _open(
 
 
 def _rows(
-    source: documents.Documents | examples.Examples,
+    source: documents.Documents | rows.Examples,
     config: config_lib.DataConfig,
     task: config_lib.TaskConfig,
     *,
     vocab_size: int,
-) -> examples.Examples:
+) -> rows.Examples:
     """Returns the rows of a task: those cut from documents, or labeled examples as they are."""
     if not isinstance(source, documents.Documents):
         return source
@@ -154,7 +154,7 @@ class HeldoutData:
             ValueError: as `train_dataset`.
         """
         self.documents: documents.HeldoutDocuments | None = None
-        self.rows: examples.Examples | None = None
+        self.rows: rows.Examples | None = None
         self._config, task = config, task or config_lib.TaskConfig()
         _require_fitting(config, task)
         if not _may_hold_out(config):
@@ -200,18 +200,18 @@ class HeldoutData:
         spare = [] if len(batch) == count else [_uncounted(self._row(chosen[0]))]
         return _stacked(batch + spare * (count - len(batch)))
 
-    def _row(self, index: int) -> examples.Row:
+    def _row(self, index: int) -> rows.Row:
         assert self.rows is not None
         return self.rows.row(index, (self._config.seed, index, _HELD_OUT))
 
 
-def _stacked(batch: list[examples.Row]) -> dict[str, np.ndarray]:
+def _stacked(batch: list[rows.Row]) -> dict[str, np.ndarray]:
     return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
 
-def _uncounted(row: examples.Row) -> examples.Row:
+def _uncounted(row: rows.Row) -> rows.Row:
     answer = "labels" if "labels" in row else "targets"
-    none = np.nan if row[answer].dtype == np.float32 else examples.NO_LABEL
+    none = np.nan if row[answer].dtype == np.float32 else rows.NO_LABEL
     return {**row, answer: np.full_like(row[answer], none)}
 
 

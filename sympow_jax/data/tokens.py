@@ -1,7 +1,7 @@
 """Flat little-endian `.bin` files of token ids, memory-mapped."""
 
-import hashlib
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -103,16 +103,14 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts of files, documents and tokens, and a SHA-256 of keys, sizes, first and last MiB of files."""
     train, heldout = (side.lengths for side in _sides(config))
-    matches = files.find("data.paths", config.paths, suffix=".bin")
-    if config.heldout_paths:
-        matches += files.find("data.heldout_paths", config.heldout_paths, suffix=".bin")
-    digest = hashlib.sha256()
-    for file in matches:
-        digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
+    matches = files.find_all(config, suffix=".bin")
+
+    def ends(file: files.File) -> Iterator[bytes]:
         with file.path.open("rb") as stream:
-            digest.update(stream.read(_DIGEST_BYTES))
+            yield stream.read(_DIGEST_BYTES)
             stream.seek(max(0, file.size - _DIGEST_BYTES))
-            digest.update(stream.read(_DIGEST_BYTES))
+            yield stream.read(_DIGEST_BYTES)
+
     return {
         "files": len(matches),
         "bytes": sum(file.size for file in matches),
@@ -120,6 +118,6 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         "tokens": int(train.sum()),
         "heldout_documents": len(heldout),
         "heldout_tokens": int(heldout.sum()),
-        "digest": digest.hexdigest(),
+        "digest": files.digest(matches, ends),
         "digest_of": "names, sizes, first and last MiB of each file",
     }

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import os
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -117,7 +116,7 @@ def evaluate_heldout(
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     paths, configs = workdirs_lib.read_runs(workdirs)
-    _require_same_rows(paths, configs)
+    workdirs_lib.require_comparable(paths, [_fixed(config) for config in configs])
     for path in paths:
         checkpoint.require_checkpoint(path)
     folder = workdirs_lib.writable_folder(out)
@@ -157,15 +156,6 @@ def evaluate_heldout(
             workdir.write_json(folder / "heldout.json", {"task": configs[0].task.name, "runs": runs})
     _print(results, configs[0].task, console)
     return results
-
-
-def _require_same_rows(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
-    fixed = [_fixed(config) for config in configs]
-    for path, other in zip(paths[1:], fixed[1:]):
-        if different := serialize.differences(fixed[0], other):
-            raise ValueError(
-                f"{paths[0]} and {path} cannot be compared: {different} in the other; evaluate them apart"
-            )
 
 
 def _fixed(config: config_lib.Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import rich.console
@@ -18,7 +18,7 @@ from jaxtyping import Int
 from sympow_jax import config as config_lib
 from sympow_jax import data, models, training
 from sympow_jax.config import fields, serialize
-from sympow_jax.evaluation import buckets, plot, report, streaming
+from sympow_jax.evaluation import buckets, report, streaming
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.training import checkpoint, hosts
 
@@ -120,7 +120,7 @@ def evaluate_runs(
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     paths, configs = workdirs_lib.read_runs(workdirs)
-    _require_same_data(paths, configs)
+    workdirs_lib.require_comparable(paths, [_fixed(config) for config in configs])
     for path in paths:  # checked before hours are spent on earlier runs
         checkpoint.require_checkpoint(path)
     folder = workdirs_lib.writable_folder(out)
@@ -236,22 +236,10 @@ def require_places(config: config_lib.Config, lengths: Sequence[int], name: str)
         )
 
 
-def _require_same_data(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
-    """Raises ValueError unless all runs predict the same tokens, so that losses can be compared."""
-    first, *others = (
-        serialize.flatten(
-            {"model": {"vocab_size": config.model.vocab_size}, "data": config.data},
-            fields.Occasion.HELDOUT_DOCUMENTS,
-        )
-        for config in configs
-    )
-    for path, other in zip(paths[1:], others):
-        for name, value in first.items():
-            if value != other[name]:
-                raise ValueError(
-                    f"{paths[0]} and {path} cannot be compared: {name} is {value!r} in one and {other[name]!r} in the "
-                    f"other; evaluate them apart"
-                )
+def _fixed(config: config_lib.Config) -> dict[str, Any]:
+    """Returns the settings in which runs must agree, so that they predict the same tokens."""
+    values = {"model": {"vocab_size": config.model.vocab_size}, "data": config.data}
+    return serialize.flatten(values, fields.Occasion.HELDOUT_DOCUMENTS)
 
 
 @contextlib.contextmanager
@@ -277,4 +265,4 @@ def _write(folder: pathlib.Path, rows: Sequence[report.Row], chosen: Selection, 
             document_indices=chosen.indices.tolist(),
             runs=runs,
         )
-        plot.write_plot(folder / "context_loss.png", rows)
+        report.write_plot(folder / "context_loss.png", rows)

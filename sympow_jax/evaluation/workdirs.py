@@ -5,7 +5,8 @@ import os
 import pathlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import rich.console
 
@@ -14,7 +15,15 @@ from sympow_jax import data
 from sympow_jax.config import serialize
 from sympow_jax.training import workdir
 
-__all__ = ["read_runs", "run_names", "warn", "warn_of_changed_data", "writable_folder", "writing"]
+__all__ = [
+    "read_runs",
+    "require_comparable",
+    "run_names",
+    "warn",
+    "warn_of_changed_data",
+    "writable_folder",
+    "writing",
+]
 
 
 def read_runs(
@@ -34,6 +43,20 @@ def read_runs(
         if resolved[path.resolve()] > 1:
             raise ValueError(f"workdir {path} is given more than once")
     return paths, configs
+
+
+def require_comparable(paths: Sequence[pathlib.Path], settings: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError unless the flattened settings of every run are those of the first."""
+    for path, other in zip(paths[1:], settings[1:]):
+        different = [
+            f"{name} is {value!r} in one and {other.get(name)!r} in the other"
+            for name, value in settings[0].items()
+            if value != other.get(name)
+        ]
+        if different:
+            raise ValueError(
+                f"{paths[0]} and {path} cannot be compared: {', '.join(different)}; evaluate them apart"
+            )
 
 
 def warn_of_changed_data(
