@@ -284,13 +284,6 @@ def _items(text: str) -> list[str]:
     return [_plain(piece.strip()) for piece in _pieces(text) if piece.strip()]
 
 
-def _finite(text: str) -> float:
-    value = float(text)
-    if value - value != 0:
-        raise ValueError(f"{text} is not finite")
-    return value
-
-
 def _truth(text: str) -> bool:
     """Parses a boolean as written in Python or in shells."""
     values = {"true": True, "1": True, "false": False, "0": False}
@@ -300,4 +293,4 @@ def _truth(text: str) -> bool:
         raise ValueError(f"{text!r} is neither true nor false") from None
 
 
-_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: int, float: _finite, str: str}
+_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: int, float: float, str: str}
