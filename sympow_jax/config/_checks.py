@@ -51,7 +51,7 @@ def require_seed(**values: int) -> None:
 
 
 def require_representable(name: str, value: object) -> None:
-    """Raises ValueError, which calls the setting `name`, for a float that is not finite or an int of over 64 bits."""
+    """Raises ValueError for a value that is an infinite or NaN float, or an int of more than 64 bits."""
     if isinstance(value, float) and not np.isfinite(value):
         raise ValueError(f"{name} is {value}; it must be a finite number")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -1,4 +1,4 @@
-"""Settings as flat mappings and back, the differences of two, and the JSON files that hold settings and metadata."""
+"""Settings as flat mappings and back, their differences, and the JSON files that hold them."""
 
 import dataclasses
 import json

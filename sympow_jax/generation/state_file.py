@@ -90,7 +90,7 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         header = serialize.parse_object(str(arrays.pop(_HEADER)))
         if not isinstance(header["model"], dict) or not {"parameters", "kv_cache"} <= header.keys():
             raise KeyError("a part of the header")
-        # Every array has an axis of rows, and of as many positions if it is a cache.
+        # Every array has an axis of rows; those of a KV cache have one of its capacity too.
         if any(not 0 < size < 2**31 for size in (header["rows"], header["capacity"] or 1)):
             raise ValueError("sizes that no array has")
         return header, arrays
