@@ -51,6 +51,16 @@ class Prepared:
     steps: int = 1
 
 
+def _prepared(program: jax.stages.Compiled, inputs: list[tuple], error: float, *, steps: int = 1) -> Prepared:
+    return Prepared(
+        functools.partial(_timing.queued, program, inputs),
+        error,
+        sharding.program_bytes(program),
+        functools.partial(_timing.kernel_seconds, program, inputs),
+        steps,
+    )
+
+
 def prepare(row: Row) -> Prepared:
     """Compiles the contender of a row, runs it and checks its result.
 
@@ -80,12 +90,7 @@ def prepare(row: Row) -> Prepared:
     errors = [_run(functools.partial(_row_error, contender.formula, end), inputs[0], out)[1] for end in ends]
     error = float(max(errors))
     require_close("the output", error, VALUE_BOUND)
-    return Prepared(
-        functools.partial(_timing.queued, program, inputs),
-        error,
-        sharding.program_bytes(program),
-        functools.partial(_timing.kernel_seconds, program, inputs),
-    )
+    return _prepared(program, inputs, error)
 
 
 def _run(function, *arguments):
@@ -291,13 +296,7 @@ def _prepare_step(row):
     _, expected = _run(_power(row.power), whole[0][:, second], *whole[1:])
     error = float(rms_error(out[-1:], expected))
     require_close("the output", error, VALUE_BOUND)
-    return Prepared(
-        functools.partial(_timing.queued, program, inputs),
-        error,
-        sharding.program_bytes(program),
-        functools.partial(_timing.kernel_seconds, program, inputs),
-        steps=row.time,
-    )
+    return _prepared(program, inputs, error, steps=row.time)
 
 
 @jax.jit

@@ -3,6 +3,7 @@
 A kernel that crashes or hangs loses only its own row. A benchmark measures one row with the flag `--row`.
 """
 
+import argparse
 import contextlib
 import fcntl
 import importlib.metadata
@@ -80,6 +81,22 @@ def in_processes(
                 yield row | {"note": "not measured: the time was over"}
             else:
                 yield row | {"note": outcome.detail.strip().splitlines()[-1].removeprefix("exit status 1: ")}
+
+
+def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses arguments, after adding the options --out, --smoke, --jobs and --row to a benchmark's own."""
+    parser.add_argument("--out", type=pathlib.Path, help="the JSON file")
+    parser.add_argument(
+        "--smoke", action="store_true", help="tiny shapes, on any device, in this process; writes only --out"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="rows that compile at once; they take turns on the device"
+    )
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs is {options.jobs}; it must be at least 1")
+    return options
 
 
 def in_this_process(rows: Iterable[dict], measure: Callable[[dict], dict]) -> Iterator[dict]:

@@ -97,10 +97,10 @@ def kernel_seconds(call: Callable, inputs: Sequence[tuple], runs: int = 5) -> di
 
 
 def traced_seconds(call: Callable[[], None]) -> dict[str, float]:
-    """Returns the seconds of each kernel and copy that a GPU ran during one call, longest first, from a profiler trace.
+    """Returns the seconds of each kernel and copy of one call on a GPU, longest first.
 
-    Unlike `kernel_seconds`, it calls only once, so arguments may be donated. The call must wait for its results.
-    Empty on other devices.
+    They come from a profiler trace. Unlike `kernel_seconds`, it calls only once, so arguments may be donated. The call
+    must wait for its results. Empty on other devices.
     """
     total: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

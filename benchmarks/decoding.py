@@ -1,13 +1,13 @@
-"""Measures decoding time per token and state size of power and softmax attention after prompts of 64 to 65,536 tokens.
+"""Measures the time per decoded token and the state size of power and softmax attention.
 
     uv run python -m benchmarks.decoding --out=DIR [--brief]
 
-It compares two models of the same size. Their parameters are random, since no measured number depends on them. Tokens
-are decoded in compiled blocks, as in `generation.generate`. No prompt is computed, since the values of a state do not
-matter either: decoding starts from a state of the right size, which is the recurrent state or a KV cache. Models and
-lengths take turns and times are medians, so a change of the machine's speed affects all. The prefill of real prompts is
-timed against the forward pass of training, loss included, on the same tokens. `--brief` uses a smaller model and
-lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
+It compares two models of the same size after prompts of 64 to 65,536 tokens. Their parameters are random, since no
+measured number depends on them. Tokens are decoded in compiled blocks, as in `generation.generate`. No prompt is
+computed, since the values of a state do not matter either: decoding starts from a state of the right size, which is the
+recurrent state or a KV cache. Models and lengths take turns and times are medians, so a change of the machine's speed
+affects all. The prefill of real prompts is timed against the forward pass of training, loss included, on the same
+tokens. `--brief` uses a smaller model and lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows:
         kind = "keys kept" if row.kept else "recurrent"
         print(
-            f"{row.preset:>10} after {row.length:>6,}: {1e6 * row.seconds:9.1f} us a token, "
+            f"{row.preset:>10} after {row.length:>6,}: {1e6 * row.seconds:9.1f} us/token, "
             f"{row.state_bytes / 2**20:7.2f} MiB, {kind}"
         )
     prefills = [

@@ -20,7 +20,6 @@ measured in the same run. Memory is the peak of a call according to the compiler
 import argparse
 import dataclasses
 import itertools
-import pathlib
 import statistics
 import sys
 import time
@@ -42,17 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", action="append", choices=_shapes.PARTS, help="may be given several times")
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON file")
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny shapes, on any device, in this process; writes only --out"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="rows that compile at once; they take turns on the device"
-    )
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.jobs < 1:
-        parser.error(f"--jobs is {options.jobs}; it must be at least 1")
+    options = _rows.read_options(parser, arguments)
     if options.row:
         _rows.print_result(measure, options.row)
         return

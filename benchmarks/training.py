@@ -98,22 +98,12 @@ def _options(arguments):
     )
     parser.add_argument("--context", action="append", type=int, choices=CONTEXTS, help="may be given again")
     parser.add_argument("--preset", action="append", help="may be given again")
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON file")
     parser.add_argument(
         "--brief", action="store_true", help="contexts 1,024, 8,192 and 65,536; ends within 8 minutes"
     )
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny shapes, on any device, in this process; writes only --out"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="rows that compile at once; they take turns on the device"
-    )
-    parser.add_argument("--row", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = _rows.read_options(parser, arguments)
     if options.context and (options.smoke or options.brief):
         parser.error("--smoke and --brief have contexts of their own")
-    if options.jobs < 1:
-        parser.error(f"--jobs is {options.jobs}; it must be at least 1")
     for preset in options.preset or ():
         try:
             config.load(f"gpt2_124m:{preset}")
@@ -207,7 +197,7 @@ def _print(report: dict) -> None:
     tokens = report["rows"][0]["tokens"]
     columns = ("context", "preset", "attention", "ms", "spread", "tokens/s", "/ softmax", "MFU", "peak GB")
     table = _rows.make_table(
-        f"training, {tokens:,} tokens a step",
+        f"training, {tokens:,} tokens per step",
         (*columns, "program GB", "loss", "kernels, note"),
         ("preset", "attention", "kernels, note"),
     )
@@ -247,8 +237,8 @@ def _plot(path: pathlib.Path, report: dict) -> None:
         axes.plot(*zip(*points), marker=marker, label=preset)
     figures.set_log2_ticks(axes, sorted({context for _, context in rates}))
     axes.set_yscale("log")
-    title = f"Training 124M parameters, {report['rows'][0]['tokens']:,} tokens a step"
-    figures.style(axes, x_label="context (tokens)", y_label="tokens a second", title=title)
+    title = f"Training 124M parameters, {report['rows'][0]['tokens']:,} tokens per step"
+    figures.style(axes, x_label="context (tokens)", y_label="tokens/s", title=title)
     axes.legend()
     figures.save(figure, path)
 

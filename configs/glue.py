@@ -1,4 +1,6 @@
-"""Fine-tuning on GLUE (Qin et al. 2023, Table 1): `--config=configs/glue.py:TASK[,METHOD]`, for instance `:sst2,type2`.
+"""Fine-tuning on GLUE (Qin et al. 2023, Table 1): `--config=configs/glue.py:TASK[,METHOD]`.
+
+An example is `--config=configs/glue.py:sst2,type2`.
 
 TASK is one of the keys of `TASKS`; its files `train.tsv` and `dev.tsv` must be in `data/glue/TASK` as the benchmark
 distributes them. METHOD, one of `sympow_jax.config.LRPE_METHODS`, and the model must match the run of

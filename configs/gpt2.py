@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al. 2019), to continue training from its published weights: `--config=configs/gpt2.py[:SIZE]`.
+"""GPT-2 (Radford et al. 2019), trained further from its published weights: `--config=configs/gpt2.py[:SIZE]`.
 
 SIZE is `gpt2`, `gpt2-medium`, `gpt2-large` or `gpt2-xl`. `task.initial_run` is a workdir created by
 `sympow weights import`. The attention may differ from the one that the weights were trained with:

@@ -1,10 +1,11 @@
-"""The long-range tasks (Qin et al. 2023, Table 9): `--config=configs/lra.py:TASK[,METHOD]`, such as `:image,type1`.
+"""The long-range tasks (Qin et al. 2023, Table 9): `--config=configs/lra.py:TASK[,METHOD]`.
 
-TASK is text, listops, retrieval, pathfinder or image; METHOD is one of `sympow_jax.config.LRPE_METHODS`. ListOps is
-generated. Text is read as bytes from a TSV file with the columns `text` and `label`. Retrieval reads the benchmark's
-files of pairs; the two documents of a pair are one row here, while the benchmark encodes them separately. Pathfinder
-and image are 32 x 32 grayscale images with one folder per class (`docs/data.md`). The table does not specify heads, the
-feed-forward layer, the schedule and weight decay: these are our choices.
+An example is `--config=configs/lra.py:image,type1`. TASK is text, listops, retrieval, pathfinder or image; METHOD is
+one of `sympow_jax.config.LRPE_METHODS`. ListOps is generated. Text is read as bytes from a TSV file with the columns
+`text` and `label`. Retrieval reads the benchmark's files of pairs; the two documents of a pair are one row here, while
+the benchmark encodes them separately. Pathfinder and image are 32 x 32 grayscale images with one folder per class
+(`docs/data.md`). The table does not specify heads, the feed-forward layer, the schedule and weight decay: these are our
+choices.
 """
 
 from typing import Any

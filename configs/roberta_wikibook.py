@@ -1,8 +1,8 @@
-"""Masked tokens in RoBERTa's shape (Qin et al. 2023, Table 8, BLM): `--config=configs/roberta_wikibook.py:type2`.
+"""Masked tokens in RoBERTa's shape (Qin et al. 2023, Table 8, BLM): `configs/roberta_wikibook.py:METHOD`.
 
-The argument names a method of the paper's tables; see `sympow_jax.config.LRPE_METHODS`. `data.paths` are token files
-created by `sympow prepare` with RoBERTa's tokenizer, whose last id, 50,264, is the mask. The table
-prints a sequence length of 51, read here as 512. Weight decay is decoupled and applies to matrices only.
+METHOD is a method of the paper's tables, such as `type2`; see `sympow_jax.config.LRPE_METHODS`. `data.paths` are token
+files created by `sympow prepare` with RoBERTa's tokenizer, whose last id, 50,264, is the mask. The table prints a
+sequence length of 51, read here as 512. Weight decay is decoupled and applies to matrices only.
 """
 
 from sympow_jax import config

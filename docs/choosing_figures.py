@@ -42,7 +42,7 @@ def flops() -> matplotlib.figure.Figure:
             if crossing < LENGTHS[-1]:
                 axes.plot([crossing], [features], "o", color=color, markersize=6, markeredgecolor="white")
             ends.append((f"D = {size}", color, features))
-        _style_costs(axes, "FLOPs a token and head" if power == 2 else "", f"p = {power}")
+        _style_costs(axes, "FLOPs per token and head" if power == 2 else "", f"p = {power}")
         named.append((axes, ends))
     _name_lines(named)
     return figure
@@ -60,7 +60,7 @@ def predicted_times() -> matplotlib.figure.Figure:
                 seconds = [_predicted(form, time, power, size) for time in lengths]
                 axes.plot(lengths, seconds, color=color, linestyle=style, linewidth=1.6)
             ends.append((f"D = {size}", color, seconds[-1]))
-        _style_costs(axes, "ms a layer, both passes, 65,536 tokens" if power == 2 else "", f"p = {power}")
+        _style_costs(axes, "ms per layer, both passes, 65,536 tokens" if power == 2 else "", f"p = {power}")
         named.append((axes, ends))
     _name_lines(named)
     return figure

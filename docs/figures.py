@@ -1,4 +1,7 @@
-"""Draws the figures of the pages: `uv run docs/figures.py [NAME ...]`, all of them unless named. Nothing is timed."""
+"""Draws the figures of the pages: `uv run docs/figures.py [NAME ...]`.
+
+Without names it draws all of them. Nothing is timed.
+"""
 
 import pathlib
 import sys

@@ -1,7 +1,7 @@
-"""Trains our layer in another codebase's trainer on an Explicit mesh, with parameters sharded by their axis names.
+"""Trains our layer in another codebase's trainer on an Explicit mesh.
 
-Rows are sharded over `data`, and so are parameters along the width (FSDP). Heads are sharded over `model` (tensor
-parallelism).
+Parameters are sharded by their axis names. Rows are sharded over `data`, and so are parameters along the width (FSDP).
+Heads are sharded over `model` (tensor parallelism).
 """
 
 import jax

@@ -520,7 +520,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Lines over one x axis, by name: x, y and, optionally, the lower and the upper edge of a band around y.
+    """Lines over one x axis, by name: x, y and, optionally, the edges of a band around y.
 
     Ticks are those of a logarithmic axis unless `linear` is set. `level` is a gray horizontal line, `mark` a dashed
     vertical one with its name.

@@ -110,7 +110,10 @@ def test_a_field_that_the_file_sets_is_kept():
         (["--config.model.biases=yes"], "is 'yes'; it must be true or false"),
         (["--config.model.layers=none"], "must be INT"),
         (["--config.optimizer.learning_rate=fast"], "must be FLOAT"),
-        (["--config.optimizer.learning_rate=nan"], "must be FLOAT"),
+        (
+            ["--config.optimizer.learning_rate=nan"],
+            "optimizer.learning_rate is nan; it must be a finite number",
+        ),
         (["--config.evaluation.context_lengths=64,x"], "must be INT,INT,... or none"),
         (["--config.optimizer.clip_norm=x"], "must be FLOAT or none"),
         (["--config.model.attention.power=3"], "attention.power is 3; it must be positive and even"),
@@ -183,6 +186,7 @@ def _read_help(capsys, monkeypatch, *arguments: str) -> str:
 def test_help_explains_every_setting(capsys, monkeypatch):
     printed = _read_help(capsys, monkeypatch)
     words = " ".join(printed.split())
+    assert """Quote a value that has commas, as in 'FILE.py:lengths="64,128"'. """ in words
     for group in fields.groups(config.Config):
         assert f"\n{group.path}:\n  " in printed
         for setting in group.settings:

@@ -1,4 +1,4 @@
-"""Prints the XLA launches around the kernels of `ops.power_attention`, with the bytes that each reads and writes.
+"""Prints the XLA launches around the kernels of `ops.power_attention`, with the bytes that each moves.
 
     uv run --group h100 python -m tools.launches [--form=chunked] [--time=65536] [--head-dim=64] [--power=2]
         [--rows=12] [--passes=forward|both]

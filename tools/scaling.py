@@ -248,7 +248,7 @@ def tables() -> dict[str, str]:
     header = [
         "context",
         "GPUs",
-        "tokens a batch",
+        "tokens per batch",
         "mesh",
         "form",
         "remat",
@@ -256,7 +256,7 @@ def tables() -> dict[str, str]:
         "million tokens/s",
         "MFU, %",
     ]
-    header += ["GB a GPU", "GB sent by NVLink", "GB by InfiniBand", "ms sent", "takes most"]
+    header += ["GB per GPU", "GB sent by NVLink", "GB by InfiniBand", "ms sent", "takes most"]
     found = {}
     for name, batch_tokens in MODELS.items():
         sizes: Any = config.MODEL_SIZES[name]

@@ -1,4 +1,4 @@
-"""What the cases of the state kernels in `tools.compiled` share: parts of their names, sizes, and units of time."""
+"""Parts of names, sizes and units of time that the cases of the state kernels in `tools.compiled` share."""
 
 import re
 from typing import NamedTuple

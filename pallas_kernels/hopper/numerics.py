@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["exponent", "factors", "length_exponent", "running_sums", "scaled", "sums_behind"]
+__all__ = ["exponent", "factors", "length_exponent", "running_sums", "scaled", "suffix_sums"]
 
 # The product of two factors of at most 2^126 each.
 _LARGEST_EXPONENT = 252
@@ -73,7 +73,7 @@ def running_sums(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
     return sums[0], sums[1]
 
 
-def sums_behind(x: jax.Array) -> jax.Array:
+def suffix_sums(x: jax.Array) -> jax.Array:
     """Returns, for each entry of the last axis, the sum over itself and all later entries."""
     return jnp.flip(jnp.cumsum(jnp.flip(x, -1), -1), -1)
 

@@ -36,9 +36,10 @@ def key_vjp(
     config: configs.VjpConfig,
     interpret=None,
 ):
-    """Returns float32 sums of dS^T Q' [B, S, K, D], of P^T dO [B, S, K, E] and of P (dP - delta) [B, S, K].
+    """Returns the gradients of keys and of values, and the sums over queries for the gradient of decays.
 
-    They are in the scales of the operands.
+    They are float32 sums of dS^T Q' [B, S, K, D], of P^T dO [B, S, K, E] and of P (dP - delta) [B, S, K], in the scales
+    of the operands.
 
     positions: of the keys, without the padding to whole blocks.
     interpret: `plgpu.InterpretGPUParams` to run on a CPU.

@@ -92,8 +92,8 @@ class Decay:
     """
 
     def __init__(self, log_decay):
-        behind = jnp.pad(log_decay[..., 1:], [(0, 0)] * 3 + [(0, 1)])
-        self.after = numerics.sums_behind(behind)
+        later = jnp.pad(log_decay[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+        self.after = numerics.suffix_sums(later)
         self.total = log_decay.sum(-1)
         self.coarse, self.fine = numerics.running_sums(log_decay, -_FORGET)
 
@@ -123,8 +123,8 @@ def last_blocks(log_decay, block):
     forgets = jax.lax.cummin(
         jnp.where(log_decay < FLOOR, steps, length), axis=log_decay.ndim - 1, reverse=True
     )
-    behind = jnp.pad(forgets[..., block::block], [(0, 0), (0, 0), (0, 1)], constant_values=length)
-    return (behind - 1) // block
+    reset = jnp.pad(forgets[..., block::block], [(0, 0), (0, 0), (0, 1)], constant_values=length)
+    return (reset - 1) // block
 
 
 def unit_length(x):

@@ -171,7 +171,7 @@ def tokens(key, value, log_decay, folds, *, sizes: tuple[int, int], call: config
     block, folded = _decays(log_decay, folds, chunk, exact_window)
     coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
     block = jnp.where(folded, block[..., :chunk], 0)
-    after = numerics.sums_behind(block)
+    after = numerics.suffix_sums(block)
     to_state = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
     return Tokens(
         key=key,

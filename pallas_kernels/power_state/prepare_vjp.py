@@ -157,12 +157,12 @@ def decay_gradient(of: preparation.Tokens, sums: Sums, exact_window) -> jax.Arra
     reads = jnp.pad(sums.state_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (exact_window, 0)])
     before = jnp.cumsum(sums.state_key, -1) - sums.state_key + sums.inner[..., None]
     folded = jnp.where(of.folded, before, 0)
-    seen = numerics.sums_behind(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, exact_window)])
+    seen = numerics.suffix_sums(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, exact_window)])
     # The last positions of a chunk and its window are the first of the next chunk.
     own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - exact_window)])
     own, next_one = own.reshape(heads, -1), next_one.reshape(heads, -1)
     total = jnp.pad(own, [(0, 0), (0, chunk)]) + jnp.pad(next_one, [(0, 0), (chunk, 0)])
-    return numerics.sums_behind(window) + total[:, : window.shape[1]]
+    return numerics.suffix_sums(window) + total[:, : window.shape[1]]
 
 
 def _frames(of):

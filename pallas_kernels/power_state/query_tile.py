@@ -1,4 +1,4 @@
-"""Tile of query rows that a thread block processes: its position, its sums over in-window keys, and its final store."""
+"""Position of a thread block's query rows, their sums over in-window keys, and their final store."""
 
 from typing import NamedTuple
 

@@ -25,9 +25,10 @@ _PRODUCTS = 32 * 128
 
 
 def read(features, kv, norm, query, keys, values, decay, *, power, config, interpret=None):
-    """Returns sums over rows of the state and of the window: numerators [B, K, P, G, E], denominators [B, K, P, G, R].
+    """Returns sums over rows of the state and of the window.
 
-    The caller sums over P, the blocks that share a head, and over R, since these are small.
+    These are numerators [B, K, P, G, E] and denominators [B, K, P, G, R]. The caller sums over P, the blocks that share
+    a head, and over R, since these are small.
 
     features: [B, K, G, F], of the queries, times the decay since the state; kv: [B, K, F, E]; norm: [B, K, F]. query:
     [B, K, G, D]; keys: [B, 2W, K, D]; values: [B, 2W, K, E]; decay: [B, K, 2W]. All float32.

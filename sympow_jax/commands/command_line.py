@@ -167,14 +167,15 @@ def parse_training(
     parser = Parser(
         prog=program,
         usage="%(prog)s --config=CONFIG --workdir=DIR [--config.GROUP.NAME=VALUE]",
-        description="Trains a model. The same command again resumes the run in --workdir.",
+        description="Trains a model. The same command resumes the run in --workdir.",
     )
     parser.add_argument(
         "--config",
         required=True,
         metavar="CONFIG[:ARGUMENTS]",
         help="FILE.py with a function get_config, or a name in the list below. ARGUMENTS are those of get_config, "
-        "such as quickstart:sympow or gpt2_124m:sympow,p=4.",
+        "in order or by name, such as quickstart:sympow or gpt2_124m:sympow,p=4. Quote a value that has commas, as in "
+        "'FILE.py:lengths=\"64,128\"'.",
     )
     parser.add_argument(
         "--workdir",

@@ -1,4 +1,4 @@
-"""The training loop: from a config and a workdir to a trained run, or one that has been resumed, bit for bit."""
+"""Trains a config in a workdir, or resumes the run there bit for bit."""
 
 import contextlib
 import pathlib
@@ -26,14 +26,15 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     # Check data, model and workdir first, so that their errors do not wait for compilation or the end of training.
     with hosts.all_or_none():
         rows = data.train_dataset(config.data, task=config.task, vocab_size=config.model.vocab_size)
-        evaluation.check_settings(config)
+        heldout = data.HeldoutData(config.data, config.task, vocab_size=config.model.vocab_size)
+        evaluation.check_settings(config, heldout)
         metrics.check_settings(config)
         mesh = sharding.make_mesh(config)
         share, shares = sharding.batch_share(mesh)
         program = training.Program(config, mesh)
         traced = program.trace(rows[0])
         description = data.describe(config.data)
-        periodic = evaluation.Periodic(program)
+        periodic = evaluation.Periodic(program, heldout)
     workdir.open_run(folder, config, description)
     read = data.batches(rows, config.data.batch_size, share=share, shares=shares)
     batches = iter(read.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)))
@@ -97,8 +98,8 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             stop = stop or votes.cast(signals.received or 0, now=True)
 
     if stop:
-        hosts.say(f"stopped after step {number}, which is saved; the same command again goes on")
+        hosts.say(f"stopped after step {number}, which is saved; the same command resumes the run")
         return 128 + stop  # as a shell reports a signal
-    written = evaluation.finish(config, folder)
+    written = evaluation.finish(config, folder, heldout)
     hosts.say("\n".join(summary.results(folder, written, steps)))
     return 0

@@ -7,7 +7,18 @@ import numpy as np
 
 from sympow_jax import spelling
 
-__all__ = ["dtype_name", "head_sizes", "require_at_least", "require_choice", "require_fraction"]
+__all__ = [
+    "dtype_name",
+    "head_sizes",
+    "require_at_least",
+    "require_choice",
+    "require_fraction",
+    "require_representable",
+    "require_seed",
+]
+
+# JAX draws keys from 32 bits of a seed, so larger seeds would repeat smaller ones.
+_SEEDS = 2**32
 
 
 def require_choice(name: str, value: object, choices: Iterable[object]) -> None:
@@ -30,6 +41,22 @@ def require_fraction(**values: float) -> None:
     for name, value in values.items():
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {value}; it must lie in [0, 1)")
+
+
+def require_seed(**values: int) -> None:
+    """Raises ValueError for the first of the named seeds that is outside [0, 2^32)."""
+    for name, value in values.items():
+        if not 0 <= value < _SEEDS:
+            raise ValueError(f"{name} is {value}; it must be at least 0 and below {_SEEDS}")
+
+
+def require_representable(name: str, value: object) -> None:
+    """Raises ValueError for a value that is an infinite or NaN float, or an int of more than 64 bits."""
+    if isinstance(value, float) and not np.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be a finite number")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        # Python refuses to print the longest of them.
+        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; it must fit in 64")
 
 
 def head_sizes(
@@ -67,4 +94,9 @@ def head_sizes(
 
 def dtype_name(dtype: Any) -> str:
     """Returns the name of a dtype: "bfloat16" for `jnp.bfloat16` and for "bfloat16"."""
-    return dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if isinstance(dtype, str):
+        return dtype
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        raise ValueError(f"dtype is {dtype!r}; it must be a dtype or its name, such as bfloat16") from None

@@ -139,7 +139,7 @@ class DataConfig:
         checks.require_at_least(
             1, **{"data.context_length": self.context_length, "data.image_size": self.image_size}
         )
-        checks.require_at_least(0, **{"data.seed": self.seed})
+        checks.require_seed(**{"data.seed": self.seed})
         if self.batch_tokens < self.context_length or self.batch_tokens % self.context_length:
             raise ValueError(
                 f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of "

@@ -60,9 +60,10 @@ def may_differ(*occasions: Occasion) -> dict[str, Any]:
 
 
 def validate(node: Any, prefix: str = "") -> None:
-    """Raises ValueError if a field of a dataclass has the wrong type, or is not one of its choices.
+    """Raises ValueError if a field of a dataclass has the wrong type, or a value outside its choices.
 
-    An int may stand for a float. A list may stand for a tuple, and is replaced by one.
+    A float must be finite, and an int must fit in 64 bits. An int may stand for a float. A list may stand for a tuple,
+    and is replaced by one.
 
     Args:
         node: instance of a frozen dataclass.
@@ -76,6 +77,8 @@ def validate(node: Any, prefix: str = "") -> None:
             value = tuple(value)
             object.__setattr__(node, field.name, value)
         _check_type(name, value, hints[field.name])
+        for item in value if isinstance(value, tuple) else (value,):
+            checks.require_representable(name, item)
         choices = field.metadata.get("choices")
         if choices and value is not None:
             checks.require_choice(name, value, choices)

@@ -23,7 +23,7 @@ def load(spec: str) -> run.Config:
     """Loads a config by running its `get_config`.
 
     In `CONFIG:VALUE,key=VALUE` the values are arguments of `get_config`, in order or by name, with the types of its
-    signature.
+    signature. A value with commas is quoted, as in `CONFIG:"a,b",key="64,128"`. A quote inside it is doubled.
 
     Args:
         spec: path of a Python file or name of a config of the package, and optionally ":" and arguments.
@@ -38,7 +38,7 @@ def load(spec: str) -> run.Config:
         get_config = runpy.run_path(str(path)).get("get_config")
         if not callable(get_config):
             raise ValueError(f"{path} has no function get_config; it must have one that returns a Config")
-        arguments = _bind(name, get_config, text.split(",") if colon else [])
+        arguments = _bind(name, get_config, _pieces(text) if colon else [])
         loaded = get_config(*arguments.args, **arguments.kwargs)
     except (Exception, SystemExit) as error:  # any error of the user's file
         frames = traceback.extract_tb(error.__traceback__)
@@ -108,8 +108,8 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
         key = key.strip().replace("-", "_")
         known = key in keys or any_keys
         # A function that takes any number of values may be given some that contain "=".
-        if not equals or (any_values and not known):
-            positional.append(part)
+        if not equals or (any_values and not known) or _unquoted(part) is not None:
+            positional.append(_plain(part))
         elif not known:
             raise ValueError(
                 f"config {name!r} has no argument {key!r}; {spelling.remedy(key, keys, otherwise=usage)}"
@@ -117,7 +117,7 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
         elif key in named:
             raise ValueError(f"config {name!r} is given argument {key!r} twice")
         else:
-            named[key] = text
+            named[key] = _plain(text)
     try:
         arguments = signature.bind(*positional, **named)
     except TypeError as error:
@@ -247,37 +247,41 @@ def _read_value(name: str, text: str, annotation: Any) -> Any:
         raise ValueError(f"{name} is {text!r}; it must be {form}") from None
 
 
-# An item in quotes, inside which a quote is doubled, or one without, and the comma after it.
-_ITEM = re.compile(r"""\s*(?:'((?:[^']|'')*)'|"((?:[^"]|"")*)"|([^,]*?))\s*(?:,|\Z)""")
-_QUOTED = re.compile(r"""(?<![^,(\[\s])(?:'[^']*'|"[^"]*")""")
+# A text in quotes, inside which a quote is doubled.
+_QUOTED = r"""(?:'(?:[^']|'')*'|"(?:[^"]|"")*")"""
+# A quoted item, or a key and a quoted value, or text without quotes, before a comma.
+_PIECE = re.compile(rf"(\s*(?:[\w-]+=)?{_QUOTED}\s*|[^,]*),")
+
+
+def _pieces(text: str) -> list[str]:
+    """Splits a text at the commas outside quotes, which open at the start of an item or of the value of a key."""
+    return _PIECE.findall(f"{text},")
+
+
+def _unquoted(text: str) -> str | None:
+    """Returns the text inside quotes; None if there are none around the whole text."""
+    text = text.strip()
+    return text[1:-1].replace(text[0] * 2, text[0]) if re.fullmatch(_QUOTED, text) else None
+
+
+def _plain(text: str) -> str:
+    """Returns a value without its quotes, if it has any."""
+    inside = _unquoted(text)
+    return text if inside is None else inside
 
 
 def _items(text: str) -> list[str]:
     """Splits "64,128" or "(64,128)" at the commas outside quotes."""
     text = text.strip()
-    bare = _QUOTED.sub(lambda match: " " * len(match[0]), text)
+    bare = re.sub(rf"(?<![^,(\[\s]){_QUOTED}", lambda match: " " * len(match[0]), text)
     for opening, closing in ("()", "[]"):
         depths = list(itertools.accumulate((x == opening) - (x == closing) for x in bare))
         # The first bracket is closed by the last character, unlike in "(a),(b)".
         if depths and depths[-1] == 0 and min(depths[:-1], default=0) > 0:
             text = text[1:-1]
             break
-    items = []
-    for single, double, plain in (match.groups() for match in _ITEM.finditer(text)):
-        if single is not None:
-            items.append(single.replace("''", "'"))
-        elif double is not None:
-            items.append(double.replace('""', '"'))
-        elif plain:  # nothing before a comma, or after the last one, is no item
-            items.append(plain)
-    return items
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value - value != 0:
-        raise ValueError(f"{text} is not finite")
-    return value
+    # Nothing before a comma, or after the last one, is no item.
+    return [_plain(piece.strip()) for piece in _pieces(text) if piece.strip()]
 
 
 def _truth(text: str) -> bool:
@@ -289,4 +293,4 @@ def _truth(text: str) -> bool:
         raise ValueError(f"{text!r} is neither true nor false") from None
 
 
-_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: int, float: _finite, str: str}
+_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: int, float: float, str: str}

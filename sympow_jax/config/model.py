@@ -10,6 +10,9 @@ from sympow_jax.config import fields
 __all__ = ["MODEL_SIZES", "ModelConfig"]
 
 DTYPES = ("float32", "bfloat16")
+# Building a model takes about 20 ms per layer, so that a mistyped number would seem to hang. The deepest published
+# transformers have 1,000 layers (Wang et al. 2022).
+_MAX_LAYERS = 1024
 REMATS = ("none", "elementwise", "attention", "full")
 ACTIVATIONS = ("gelu", "relu")
 NORMS = ("layer", "batch")
@@ -100,6 +103,8 @@ class ModelConfig:
         positive = ["layers", "width", "heads", "mlp_ratio", "channels"]
         positive += ["vocab_size"] if self.patch_size is None else []
         checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
+        if self.layers > _MAX_LAYERS:
+            raise ValueError(f"model.layers is {self.layers}; it must be at most {_MAX_LAYERS}")
         if self.patch_size is not None:
             checks.require_at_least(1, **{"model.patch_size": self.patch_size})
         sizes = checks.head_sizes(

@@ -130,6 +130,7 @@ class TrainingConfig:
         fields.validate(self, "training")
         names = ("steps", "log_every", "checkpoint_every", "keep_checkpoints")
         checks.require_at_least(1, **{f"training.{name}": getattr(self, name) for name in names})
+        checks.require_seed(**{"training.seed": self.seed})
         steps = self.profile_steps
         if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
             raise ValueError(

@@ -1,13 +1,18 @@
-"""Settings as flat mappings and back, and the differences of two."""
+"""Settings as flat mappings and back, their differences, and the JSON files that hold them."""
 
 import dataclasses
+import json
+import pathlib
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 from sympow_jax.config import fields
 
-__all__ = ["differences", "flatten", "from_dict"]
+__all__ = ["differences", "flatten", "from_dict", "parse_object", "read_object"]
+
+# Levels of the JSON that is read. What this project writes has 5; deeper values would exhaust the stack elsewhere.
+_LEVELS = 32
 
 
 def flatten(values: Any, occasion: fields.Occasion | None = None, *, prefix: str = "") -> dict[str, Any]:
@@ -64,6 +69,46 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
             for name, value in values.items()
         }
     )
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Returns the object that a text has as JSON.
+
+    Raises:
+        ValueError: the text is not JSON, not an object, or is nested too deeply.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    except RecursionError:
+        raise ValueError(f"its JSON has more than {_LEVELS} levels") from None
+    if not isinstance(value, dict):
+        raise ValueError("it has no JSON object, which begins with {")
+    level: list[Any] = [value]
+    for _ in range(_LEVELS):
+        level = [
+            below
+            for node in level
+            if isinstance(node, dict | list)
+            for below in (node.values() if isinstance(node, dict) else node)
+        ]
+    if level:
+        raise ValueError(f"its JSON has more than {_LEVELS} levels")
+    return value
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the JSON object in a file.
+
+    Raises:
+        ValueError: as `parse_object`, or the file is not UTF-8.
+        OSError: the file cannot be read.
+    """
+    try:
+        return parse_object(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _has_no_default(field: dataclasses.Field) -> bool:

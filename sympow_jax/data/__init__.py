@@ -6,22 +6,18 @@ with extras.required("train", __name__):
     from sympow_jax.data.codec import Codec, codec_of_run
     from sympow_jax.data.documents import HeldoutDocuments
     from sympow_jax.data.pipeline import (
+        HeldoutData,
         batches,
         describe,
-        heldout_batch,
-        heldout_documents,
-        heldout_rows,
         train_dataset,
     )
 
 __all__ = [
     "Codec",
+    "HeldoutData",
     "HeldoutDocuments",
     "batches",
     "codec_of_run",
     "describe",
-    "heldout_batch",
-    "heldout_documents",
-    "heldout_rows",
     "train_dataset",
 ]

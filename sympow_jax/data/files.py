@@ -5,12 +5,14 @@ import glob
 import hashlib
 import os
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Buffer, Callable, Collection, Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float64
 
-__all__ = ["File", "below", "find", "held_out", "index_hashes", "key_hashes"]
+from sympow_jax import config as config_lib
+
+__all__ = ["File", "below", "digest", "find", "find_all", "held_out", "index_hashes", "key_hashes"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,22 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
             # Otherwise, a file with two names could be trained on under one name and held out under the other.
             matches.setdefault(os.path.realpath(file.path), file)
     return _ordered(list(matches.values()))
+
+
+def find_all(config: config_lib.DataConfig, *, suffix: str) -> list[File]:
+    """Returns the files of `data.paths` and then those of `data.heldout_paths`, each as in `find`."""
+    heldout = config.heldout_paths and find("data.heldout_paths", config.heldout_paths, suffix=suffix)
+    return [*find("data.paths", config.paths, suffix=suffix), *heldout]
+
+
+def digest(files: Iterable[File], read: Callable[[File], Iterable[Buffer]]) -> str:
+    """Returns the SHA-256 of every file's key, size and the parts of its content that `read` returns, in order."""
+    total = hashlib.sha256()
+    for file in files:
+        total.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
+        for part in read(file):
+            total.update(part)
+    return total.hexdigest()
 
 
 def key_hashes(keys: Sequence[str]) -> Float64[np.ndarray, " documents"]:

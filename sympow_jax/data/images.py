@@ -1,15 +1,16 @@
 """Images in one folder per class, as arrays for a model of patches or as sequences of gray pixels."""
 
-import hashlib
+import dataclasses
 import os
-from typing import Any, NamedTuple
+import pathlib
+from typing import Any
 
 import numpy as np
 import PIL.Image
 from jaxtyping import Float32, Int32, UInt8
 
 from sympow_jax import config as config_lib
-from sympow_jax.data import examples, files
+from sympow_jax.data import files, rows
 
 __all__ = ["Images", "describe", "open_examples"]
 
@@ -24,16 +25,16 @@ _CENTER = 0.875
 _AREA, _RATIO, _CROPS = (0.08, 1.0), (3 / 4, 4 / 3), 10
 
 
-class _Image(NamedTuple):
-    path: str
-    key: str  # class/name
-    size: int
+@dataclasses.dataclass(frozen=True)
+class _Image(files.File):
+    """A file, whose key is class/name, and the index of its class."""
+
     label: int
 
 
 def _class_folders(setting: str, root: str) -> list[str]:
     if not os.path.isdir(root):
-        raise ValueError(f"{setting}: there is no folder {root!r}; name one that holds a folder a class")
+        raise ValueError(f"{setting}: there is no folder {root!r}; name one that holds one folder per class")
     with os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     if len(names) < 2:
@@ -71,7 +72,7 @@ def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Im
                 raise ValueError(
                     f"{setting}: the class folder {folder} holds no image ({', '.join(_SUFFIXES)}); fill or remove it"
                 )
-            images += [_Image(str(file.path), f"{name}/{file.key}", file.size, label) for file in inside]
+            images += [_Image(file.path, f"{name}/{file.key}", file.size, label) for file in inside]
     return images
 
 
@@ -84,12 +85,12 @@ def _sides(config: config_lib.DataConfig, classes: list[str]) -> tuple[list[_Ima
     return [i for i, out in zip(images, mask) if not out], [i for i, out in zip(images, mask) if out]
 
 
-def _unreadable(path: str, error: Exception) -> ValueError:
+def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
     reason = " ".join(str(error).split()) or type(error).__name__
     return ValueError(f"{path} cannot be read as an image ({reason}); replace or remove it")
 
 
-def _size(path: str) -> tuple[int, int]:
+def _size(path: pathlib.Path) -> tuple[int, int]:
     """Returns width and height, reading only the header."""
     try:
         with PIL.Image.open(path) as image:
@@ -98,7 +99,7 @@ def _size(path: str) -> tuple[int, int]:
         raise _unreadable(path, error) from error
 
 
-def _decode(path: str, mode: str) -> PIL.Image.Image:
+def _decode(path: pathlib.Path, mode: str) -> PIL.Image.Image:
     try:
         with PIL.Image.open(path) as image:
             if image.mode.startswith(("I", "F")):
@@ -168,7 +169,7 @@ class Images:
 
     together = property(__len__)
 
-    def row(self, index: int, key: tuple[int, ...]) -> examples.Row:
+    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns image `index`; in training, `key` determines the crop and the mirroring."""
         image = _decode(self._paths[index], _MODES[self._config.image_mode])
         read = self._pixels(image) if self._config.image_tokens else self._array(image, key)
@@ -224,15 +225,12 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts, bytes, and the SHA-256 of names and sizes; reading contents would delay the start."""
     classes = _classes(config)
     train, heldout = _sides(config, classes)
-    digest = hashlib.sha256()
-    for image in [*train, *heldout]:
-        digest.update(f"{image.key}\0{image.size}\0".encode("utf-8", "surrogateescape"))
     return {
         "classes": len(classes),
         "files": len(train) + len(heldout),
         "bytes": sum(image.size for image in [*train, *heldout]),
         "examples": len(train),
         "heldout_examples": len(heldout),
-        "digest": digest.hexdigest(),
+        "digest": files.digest([*train, *heldout], lambda _: ()),
         "digest_of": "names and sizes",
     }

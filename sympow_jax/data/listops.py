@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from sympow_jax import config as config_lib
-from sympow_jax.data import examples
+from sympow_jax.data import rows
 
 __all__ = ["CLASSES", "SYMBOLS", "ListOps", "describe", "generate", "open_examples"]
 
@@ -131,10 +131,10 @@ class ListOps:
         key = (self._config.seed, index, 1 + self._heldout)
         return generate(key, *self._config.listops_lengths)
 
-    def row(self, index: int, key: tuple[int, ...]) -> examples.Row:
+    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns example `index`; `key` is unused."""
         tokens, value = self.example(index)
-        return {**examples.padded(tokens, self._config.context_length), "labels": np.array(value, np.int32)}
+        return {**rows.padded(tokens, self._config.context_length), "labels": np.array(value, np.int32)}
 
 
 def open_examples(

@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sympow_jax import config as config_lib
-from sympow_jax.data import documents, examples, longcrawl64, masking, rows, shuffle, text, tokens
+from sympow_jax.data import documents, longcrawl64, masking, rows, shuffle, text, tokens
 
 if TYPE_CHECKING:
     import grain
 
 __all__ = [
+    "HeldoutData",
     "batches",
     "describe",
-    "heldout_batch",
-    "heldout_documents",
-    "heldout_rows",
     "train_dataset",
 ]
 
@@ -40,39 +38,40 @@ def _source(name: str) -> Any:
     return _DOCUMENTS[name] if name in _DOCUMENTS else importlib.import_module(f"sympow_jax.data.{name}")
 
 
-def _documents(config: config_lib.DataConfig, *, vocab_size: int, heldout: bool) -> documents.Documents:
-    if config.source not in _DOCUMENTS:
-        raise ValueError(
-            f"data.source {config.source!r} holds labeled examples, but documents are asked for; use one of "
-            f"{', '.join(_DOCUMENTS)}"
-        )
-    source = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)
-    if source.lead is not None and not 0 <= source.lead < vocab_size:
-        raise ValueError(
-            f"the id in front of every row is {source.lead}, but model.vocab_size is {vocab_size}; set "
-            f"data.document_separator to the id that the data was prepared with"
-        )
-    return source
-
-
-def _open(
-    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
-) -> examples.Examples | None:
-    """Returns the rows of a task; None if they are to be held out and none is."""
+def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> None:
     fitting = _EXAMPLES.get(config.source, ("next_token", "masked_token"))
     if task.name not in fitting:
         raise ValueError(
             f"task.name is {task.name!r}, but data.source {config.source!r} is for {' and '.join(fitting)}; change "
             f"one of them"
         )
-    if heldout and not _may_hold_out(config):
-        return None
+
+
+def _open(
+    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
+) -> documents.Documents | rows.Examples:
+    """Opens the training or the held-out part of a source."""
     if config.source in _EXAMPLES:
-        opened = _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
-        return opened if len(opened) or not heldout else None
-    source = _documents(config, vocab_size=vocab_size, heldout=heldout)
-    if heldout and not rows.has_targets(source, config):
-        return None
+        return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
+    source = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)
+    if source.lead is not None and not 0 <= source.lead < vocab_size:
+        raise ValueError(
+            f"the first id of every row is {source.lead}, but model.vocab_size is {vocab_size}; set "
+            f"data.document_separator to the id that the data was prepared with"
+        )
+    return source
+
+
+def _rows(
+    source: documents.Documents | rows.Examples,
+    config: config_lib.DataConfig,
+    task: config_lib.TaskConfig,
+    *,
+    vocab_size: int,
+) -> rows.Examples:
+    """Returns the rows of a task: those cut from documents, or labeled examples as they are."""
+    if not isinstance(source, documents.Documents):
+        return source
     if task.name == "masked_token":
         return masking.MaskedRows(source, config, task, vocab_size=vocab_size)
     return rows.Rows(source, config, vocab_size=vocab_size)
@@ -103,8 +102,9 @@ def train_dataset(
             row, an id is outside the vocabulary, a Zarr chunk is missing or a file is not an image.
     """
     task = task or config_lib.TaskConfig()
-    dataset = _open(config, task, vocab_size=vocab_size, heldout=False)
-    assert dataset is not None  # only held-out rows may be none
+    _require_fitting(config, task)
+    opened = _open(config, task, vocab_size=vocab_size, heldout=False)
+    dataset = _rows(opened, config, task, vocab_size=vocab_size)
     order = shuffle.Shuffle(len(dataset), block=dataset.together, seed=config.seed)
     import grain  # only here, because it would delay the start of programs that do not train
 
@@ -137,74 +137,81 @@ def _share_size(batch_size: int, shares: int) -> int:
     return batch_size // shares
 
 
-def heldout_documents(config: config_lib.DataConfig, *, vocab_size: int) -> documents.HeldoutDocuments | None:
-    """Returns the documents held out from training, in the source's order; None if none is.
+class HeldoutData:
+    """Held-out data of a run, opened once.
 
-    Raises:
-        ValueError: as `train_dataset`.
+    Attributes:
+        documents: whole documents in the source's order; None if none is held out, or the source has labeled examples.
+        rows: rows of the task; None if none with anything to predict is held out.
     """
-    if not _may_hold_out(config):
-        return None
-    source = _documents(config, vocab_size=vocab_size, heldout=True)
-    return documents.HeldoutDocuments(source, vocab_size=vocab_size) if len(source.lengths) else None
+
+    def __init__(
+        self, config: config_lib.DataConfig, task: config_lib.TaskConfig | None = None, *, vocab_size: int
+    ):
+        """Opens the data; the default task is to predict the next token.
+
+        Raises:
+            ValueError: as `train_dataset`.
+        """
+        self.documents: documents.HeldoutDocuments | None = None
+        self.rows: rows.Examples | None = None
+        self._config, task = config, task or config_lib.TaskConfig()
+        _require_fitting(config, task)
+        if not _may_hold_out(config):
+            return
+        opened = _open(config, task, vocab_size=vocab_size, heldout=True)
+        if not isinstance(opened, documents.Documents):
+            self.rows = opened if len(opened) else None
+            return
+        if len(opened.lengths):
+            self.documents = documents.HeldoutDocuments(opened, vocab_size=vocab_size)
+        if rows.has_targets(opened, config):
+            self.rows = _rows(opened, config, task, vocab_size=vocab_size)
+
+    def batches(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+        """Yields batches of the rows, each row once, in a fixed order.
+
+        Rows are as in `train_dataset`, except that images are center crops, and that the masked tokens are a function
+        of the row and `config.seed`. The last batch is padded with copies of its last row to the size of the others. In
+        the copies, `targets` or `labels` are -1 (NaN in `regression`) and do not count.
+        """
+        count = 0 if self.rows is None else len(self.rows)
+        for start in range(0, count, batch_size):
+            batch = [self._row(index) for index in range(start, min(start + batch_size, count))]
+            batch += [_uncounted(batch[-1])] * (batch_size - len(batch))
+            yield _stacked(batch)
+
+    def sample(self, *, share: int = 0, shares: int = 1) -> dict[str, np.ndarray] | None:
+        """Returns shard `share` of a batch of rows, drawn by `config.seed`; None if there are no rows.
+
+        The batch is a function of the data, the seed and the task only. It has the number of rows of a training batch,
+        padded as in `batches` if fewer are held out.
+
+        Raises:
+            ValueError: `shares` does not divide the number of rows.
+        """
+        if self.rows is None:
+            return None
+        config = self._config
+        count = _share_size(config.batch_size, shares)
+        order = shuffle.Shuffle(len(self.rows), block=self.rows.together, seed=config.seed)
+        chosen = [order(draw) for draw in range(min(config.batch_size, len(self.rows)))]
+        batch = [self._row(index) for index in chosen[share * count : (share + 1) * count]]
+        spare = [] if len(batch) == count else [_uncounted(self._row(chosen[0]))]
+        return _stacked(batch + spare * (count - len(batch)))
+
+    def _row(self, index: int) -> rows.Row:
+        assert self.rows is not None
+        return self.rows.row(index, (self._config.seed, index, _HELD_OUT))
 
 
-def heldout_rows(
-    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, batch_size: int
-) -> Iterator[dict[str, np.ndarray]] | None:
-    """Returns batches of the held-out rows of a task, each row once, in a fixed order; None if none is held out.
-
-    Rows are as in `train_dataset`, except that images are center crops, and that the masked tokens are a function of
-    the row and `config.seed`. The last batch is padded with copies of its last row to the size of the others. In the
-    copies, `targets` or `labels` are -1 (NaN in `regression`) and do not count.
-
-    Raises:
-        ValueError: on the call itself, as `train_dataset`.
-    """
-    dataset = _open(config, task, vocab_size=vocab_size, heldout=True)
-    return None if dataset is None else _in_batches(dataset, config.seed, batch_size)
-
-
-def heldout_batch(
-    config: config_lib.DataConfig,
-    task: config_lib.TaskConfig,
-    *,
-    vocab_size: int,
-    share: int = 0,
-    shares: int = 1,
-) -> dict[str, np.ndarray] | None:
-    """Returns shard `share` of a batch of held-out rows, drawn by `config.seed`; None if none is held out.
-
-    The batch is a function of the data, the seed and the task only. It has as many rows as a batch of training, padded
-    as in `heldout_rows` if fewer are held out.
-
-    Raises:
-        ValueError: as `heldout_rows`, or `shares` does not divide the number of rows.
-    """
-    dataset = _open(config, task, vocab_size=vocab_size, heldout=True)
-    if dataset is None:
-        return None
-    count = _share_size(config.batch_size, shares)
-    order = shuffle.Shuffle(len(dataset), block=dataset.together, seed=config.seed)
-    chosen = [order(draw) for draw in range(min(config.batch_size, len(dataset)))]
-    mine = chosen[share * count : (share + 1) * count]
-    batch = [dataset.row(index, (config.seed, index, _HELD_OUT)) for index in mine]
-    spare = [] if len(batch) == count else [_uncounted(dataset.row(chosen[0], (config.seed, 0, _HELD_OUT)))]
-    batch += spare * (count - len(batch))
+def _stacked(batch: list[rows.Row]) -> dict[str, np.ndarray]:
     return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
 
-def _in_batches(dataset: examples.Examples, seed: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-    for start in range(0, len(dataset), batch_size):
-        stop = min(start + batch_size, len(dataset))
-        batch = [dataset.row(index, (seed, index, _HELD_OUT)) for index in range(start, stop)]
-        batch += [_uncounted(batch[-1])] * (batch_size - len(batch))
-        yield {name: np.stack([row[name] for row in batch]) for name in batch[0]}
-
-
-def _uncounted(row: examples.Row) -> examples.Row:
+def _uncounted(row: rows.Row) -> rows.Row:
     answer = "labels" if "labels" in row else "targets"
-    none = np.nan if row[answer].dtype == np.float32 else examples.NO_LABEL
+    none = np.nan if row[answer].dtype == np.float32 else rows.NO_LABEL
     return {**row, answer: np.full_like(row[answer], none)}
 
 

@@ -1,19 +1,68 @@
-"""Rows of fixed length from documents of any length, by index arithmetic on cumulative lengths."""
+"""Interface of every source of rows, helpers for labeled ones, and the rows of documents.
 
-from typing import NamedTuple
+Rows have a fixed length. Documents of any length become rows by index arithmetic on cumulative lengths.
+"""
+
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32, Int64, Integer
 
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents
 
-__all__ = ["NO_TARGET", "PADDING", "Row", "Rows", "has_targets"]
+__all__ = [
+    "NO_LABEL",
+    "NO_TARGET",
+    "PADDING",
+    "Examples",
+    "Row",
+    "Rows",
+    "has_targets",
+    "label_dtype",
+    "padded",
+]
 
+NO_LABEL = -1
 NO_TARGET = -1
 PADDING = -1  # segment id
 
-Row = dict[str, Int32[np.ndarray, " T"]]
+Row = dict[str, Any]  # arrays by name
+
+
+class Examples(Protocol):
+    """The training or the held-out rows of a source.
+
+    `together` is the number of consecutive rows that storage groups. If any order of reading costs the same, it is
+    the number of all rows.
+    """
+
+    @property
+    def together(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int, key: tuple[int, ...]) -> Row:
+        """Returns row `index`, whose random choices are a function of `key` only."""
+
+
+def label_dtype(task: config_lib.TaskConfig) -> type[np.generic]:
+    """Returns the dtype of labels."""
+    return np.float32 if task.name == "regression" else np.int32
+
+
+def padded(tokens: Integer[np.ndarray, " tokens"], length: int) -> dict[str, Int32[np.ndarray, " T"]]:
+    """Returns `inputs` padded with 0 to `length`, and `segment_ids`, 0 for tokens and -1 for padding."""
+    return {
+        "inputs": _filled(tokens, length, 0),
+        "segment_ids": _filled(np.zeros(len(tokens), np.int32), length, PADDING),
+    }
+
+
+def _filled(values: np.ndarray, length: int, fill: int) -> Int32[np.ndarray, " T"]:
+    row = np.full(length, fill, np.int32)
+    row[: len(values)] = values
+    return row
 
 
 class _Stretch(NamedTuple):
@@ -131,15 +180,10 @@ class Rows:
         targets: Int32[np.ndarray, " targets"],
         document: Int64[np.ndarray, " inputs"],
     ) -> Row:
-        return {**self._inputs(inputs, document), "targets": self._padded(targets, NO_TARGET)}
+        return {**self._inputs(inputs, document), "targets": _filled(targets, self._length, NO_TARGET)}
 
     def _inputs(self, inputs: Int32[np.ndarray, " inputs"], document: Int64[np.ndarray, " inputs"]) -> Row:
-        row = {"inputs": self._padded(inputs, 0)}
+        row = {"inputs": _filled(inputs, self._length, 0)}
         if self._segmented:
-            row["segment_ids"] = self._padded(document - document[0], PADDING)
+            row["segment_ids"] = _filled(document - document[0], self._length, PADDING)
         return row
-
-    def _padded(self, values: np.ndarray, fill: int) -> Int32[np.ndarray, " T"]:
-        padded = np.full(self._length, fill, np.int32)
-        padded[: len(values)] = values
-        return padded

@@ -3,7 +3,6 @@
 The end of a file that is the only one is held out, if no other files are.
 """
 
-import hashlib
 import sysconfig
 from typing import Any
 
@@ -97,11 +96,7 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts of files and bytes, and the SHA-256 of every file's key, size and bytes in order."""
-    digest = hashlib.sha256()
     sides = _sides(config)
-    for file in [*sides[0], *sides[1]]:
-        digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
-        digest.update(_bytes(file))
     counts = [(len(side), sum(file.size for file in side)) for side in sides]
     number, size = counts[0][0] + counts[1][0], counts[0][1] + counts[1][1]
     note = {}
@@ -117,6 +112,6 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         "heldout_documents": counts[1][0],
         "heldout_tokens": counts[1][1],
         **note,
-        "digest": digest.hexdigest(),
+        "digest": files.digest([*sides[0], *sides[1]], lambda file: [_bytes(file)]),
         "digest_of": "names, sizes and contents",
     }

@@ -1,14 +1,14 @@
 """Flat little-endian `.bin` files of token ids, memory-mapped."""
 
-import hashlib
-import json
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, Integer
 
 from sympow_jax import config as config_lib
+from sympow_jax.config import serialize
 from sympow_jax.data import documents, files
 
 __all__ = ["DTYPES", "describe", "open_documents", "sidecar"]
@@ -35,7 +35,7 @@ def _map(file: files.File, config: config_lib.DataConfig) -> Integer[np.ndarray,
         )
     metadata = sidecar(file.path)
     if metadata.is_file():
-        stored = json.loads(metadata.read_text()).get("token_dtype")
+        stored = serialize.read_object(metadata).get("token_dtype")
         if stored != config.token_dtype:
             raise ValueError(
                 f"{file.path} holds {stored} ids according to {metadata.name}, but data.token_dtype is "
@@ -103,16 +103,14 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts of files, documents and tokens, and a SHA-256 of keys, sizes, first and last MiB of files."""
     train, heldout = (side.lengths for side in _sides(config))
-    matches = files.find("data.paths", config.paths, suffix=".bin")
-    if config.heldout_paths:
-        matches += files.find("data.heldout_paths", config.heldout_paths, suffix=".bin")
-    digest = hashlib.sha256()
-    for file in matches:
-        digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
+    matches = files.find_all(config, suffix=".bin")
+
+    def ends(file: files.File) -> Iterator[bytes]:
         with file.path.open("rb") as stream:
-            digest.update(stream.read(_DIGEST_BYTES))
+            yield stream.read(_DIGEST_BYTES)
             stream.seek(max(0, file.size - _DIGEST_BYTES))
-            digest.update(stream.read(_DIGEST_BYTES))
+            yield stream.read(_DIGEST_BYTES)
+
     return {
         "files": len(matches),
         "bytes": sum(file.size for file in matches),
@@ -120,6 +118,6 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         "tokens": int(train.sum()),
         "heldout_documents": len(heldout),
         "heldout_tokens": int(heldout.sum()),
-        "digest": digest.hexdigest(),
+        "digest": files.digest(matches, ends),
         "digest_of": "names, sizes, first and last MiB of each file",
     }

@@ -1,6 +1,5 @@
 """Labeled texts in tab-separated columns, one example per line, without quoting or escapes (GLUE's layout)."""
 
-import hashlib
 import math
 import mmap
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ import numpy as np
 from jaxtyping import Int64, Integer, Shaped
 
 from sympow_jax import config as config_lib
-from sympow_jax.data import documents, examples, files
+from sympow_jax.data import documents, files, rows
 from sympow_jax.data import tokenizer as tokenizer_lib
 
 __all__ = ["Table", "TsvExamples", "describe", "open_examples"]
@@ -211,7 +210,7 @@ class TsvExamples:
         self, config: config_lib.DataConfig, task: config_lib.TaskConfig
     ) -> Shaped[np.ndarray, " n"]:
         read = _label_reader(config, task)
-        labels = np.empty(len(self._lines), examples.label_dtype(task))
+        labels = np.empty(len(self._lines), rows.label_dtype(task))
         for index, line in enumerate(self._lines):
             texts, label = self._table.read(line)
             try:
@@ -228,7 +227,7 @@ class TsvExamples:
 
     together = property(__len__)
 
-    def row(self, index: int, key: tuple[int, ...]) -> examples.Row:
+    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns the tokens and the label of example `index`; `key` is unused."""
         line = self._lines[index]
         texts = [self._encode(text, line) for text in self._table.read(line)[0]]
@@ -238,7 +237,7 @@ class TsvExamples:
                 f"{self._table.name(line)}: the tokenizer finds no token in the text; leave the line out"
             )
         documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=self._table.name(line))
-        return {**examples.padded(tokens, self._length), "labels": np.array(self._labels[index])}
+        return {**rows.padded(tokens, self._length), "labels": np.array(self._labels[index])}
 
     def _encode(self, text: bytes, line: int) -> Integer[np.ndarray, " tokens"]:
         try:
@@ -274,18 +273,12 @@ def open_examples(
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts of files, bytes and examples, and the SHA-256 of every file's key, size and bytes."""
     (_, train), (_, heldout) = _sides(config)
-    matches = files.find("data.paths", config.paths, suffix=".tsv")
-    if config.heldout_paths:
-        matches += files.find("data.heldout_paths", config.heldout_paths, suffix=".tsv")
-    digest = hashlib.sha256()
-    for file in matches:
-        digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
-        digest.update(_map(file))
+    matches = files.find_all(config, suffix=".tsv")
     return {
         "files": len(matches),
         "bytes": sum(file.size for file in matches),
         "examples": len(train),
         "heldout_examples": len(heldout),
-        "digest": digest.hexdigest(),
+        "digest": files.digest(matches, lambda file: [_map(file)]),
         "digest_of": "names, sizes and contents",
     }

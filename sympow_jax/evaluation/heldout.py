@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import os
-import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,24 +20,10 @@ from sympow_jax.evaluation import metrics, report
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.training import checkpoint, hosts, loss, sharding, workdir
 
-__all__ = ["evaluate_heldout", "heldout_metrics", "open_rows"]
+__all__ = ["evaluate_heldout", "heldout_metrics"]
 
 # Maximum number of tokens or patches per device and call.
 _CALL_TOKENS = 16_384
-
-
-def open_rows(config: config_lib.Config) -> Iterable[Mapping[str, np.ndarray]] | None:
-    """Returns batches of the held-out rows of a run's task; None if nothing is held out.
-
-    Raises:
-        ValueError: the data cannot be opened as configured.
-    """
-    source = config.data
-    devices = jax.local_device_count()
-    rows = min(_CALL_TOKENS // source.context_length, -(-source.batch_size // devices))
-    batch_size = devices * max(1, rows)
-    vocab_size = config.model.vocab_size
-    return data.heldout_rows(source, config.task, vocab_size=vocab_size, batch_size=batch_size)
 
 
 def heldout_metrics(
@@ -108,12 +93,19 @@ def evaluate_heldout(
     workdirs: Sequence[str | os.PathLike[str]],
     *,
     out: str | os.PathLike[str],
+    heldout: data.HeldoutData | None = None,
     console: rich.console.Console | None = None,
 ) -> dict[str, dict[str, float]]:
     """Evaluates the newest checkpoint of every run on the same held-out rows.
 
     Writes `heldout.json` into `out` and prints a table. With several processes, each evaluates on its own, and only the
     first writes and prints.
+
+    Args:
+        workdirs: workdirs of the runs.
+        out: folder to write to.
+        heldout: held-out data of the first run; None opens it.
+        console: console to print to.
 
     Returns:
         `heldout_metrics` by the name of the run.
@@ -124,22 +116,28 @@ def evaluate_heldout(
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     paths, configs = workdirs_lib.read_runs(workdirs)
-    _require_same_rows(paths, configs)
+    workdirs_lib.require_comparable(paths, [_fixed(config) for config in configs])
     for path in paths:
         checkpoint.require_checkpoint(path)
     folder = workdirs_lib.writable_folder(out)
-    if open_rows(configs[0]) is None:
+    source = configs[0].data
+    if heldout is None:
+        heldout = data.HeldoutData(source, configs[0].task, vocab_size=configs[0].model.vocab_size)
+    if heldout.rows is None:
         raise ValueError(
             f"no example is held out of the data of {paths[0]}: data.heldout_paths is empty and data.heldout_fraction "
-            f"is {configs[0].data.heldout_fraction}; name held-out files, or hold out a part of at least two examples"
+            f"is {source.heldout_fraction}; name held-out files, or hold out a part of at least two examples"
         )
     workdirs_lib.warn_of_changed_data(console, paths, configs[0])
 
+    devices = jax.local_device_count()
+    rows = min(_CALL_TOKENS // source.context_length, -(-source.batch_size // devices))
+    batch_size = devices * max(1, rows)
     results: dict[str, dict[str, float]] = {}
     runs = []
     for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
         _, model, step = training.restore_model(path)
-        results[name] = heldout_metrics(model, config.task, open_rows(configs[0]) or ())
+        results[name] = heldout_metrics(model, config.task, heldout.batches(batch_size))
         runs.append(
             {
                 "run": name,
@@ -158,15 +156,6 @@ def evaluate_heldout(
             workdir.write_json(folder / "heldout.json", {"task": configs[0].task.name, "runs": runs})
     _print(results, configs[0].task, console)
     return results
-
-
-def _require_same_rows(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
-    fixed = [_fixed(config) for config in configs]
-    for path, other in zip(paths[1:], fixed[1:]):
-        if different := serialize.differences(fixed[0], other):
-            raise ValueError(
-                f"{paths[0]} and {path} cannot be compared: {different} in the other; evaluate them apart"
-            )
 
 
 def _fixed(config: config_lib.Config) -> dict[str, Any]:

@@ -23,8 +23,8 @@ class Periodic:
     Every process opens its rows of the held-out batch, and all call `losses` at the same steps.
     """
 
-    def __init__(self, program: training.Program):
-        """Opens the held-out rows and the tokenizer of the prompts of `program.config`.
+    def __init__(self, program: training.Program, heldout: data.HeldoutData):
+        """Draws a batch of the held-out data of `program.config`, and encodes its prompts.
 
         Raises:
             ValueError: the held-out data cannot be read, or the run cannot have prompts.
@@ -39,9 +39,7 @@ class Periodic:
         if config.evaluation.prompts:
             self._codec = self._open_prompts()
         share, shares = sharding.batch_share(program.mesh)
-        rows = data.heldout_batch(
-            config.data, config.task, vocab_size=config.model.vocab_size, share=share, shares=shares
-        )
+        rows = heldout.sample(share=share, shares=shares)
         if rows is not None:
             self._batch = sharding.place_batch(rows, program.mesh)
 

@@ -7,7 +7,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import rich.console
@@ -18,7 +18,7 @@ from jaxtyping import Int
 from sympow_jax import config as config_lib
 from sympow_jax import data, models, training
 from sympow_jax.config import fields, serialize
-from sympow_jax.evaluation import buckets, plot, report, streaming
+from sympow_jax.evaluation import buckets, report, streaming
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.training import checkpoint, hosts
 
@@ -30,12 +30,27 @@ _CONTEXTS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Documents:
-    """Documents of an evaluation: their indices among the held-out documents, and their tokens."""
+class Selection:
+    """Documents of an evaluation.
 
+    Attributes:
+        documents: the held-out documents.
+        indices: those to evaluate.
+        lead: number of tokens before position 1.
+    """
+
+    documents: data.HeldoutDocuments
     indices: Int[np.ndarray, " documents"]
-    tokens: list[Int[np.ndarray, " length"]]
-    first_position: int
+    lead: int
+
+    @property
+    def first_position(self) -> int:
+        """Position of a document's second token, which is the first to be predicted."""
+        return 2 - self.lead
+
+    def read(self, length: int) -> list[Int[np.ndarray, " length"]]:
+        """Returns the tokens of each document up to position `length`."""
+        return [self.documents[int(index)][: length + self.lead] for index in self.indices]
 
 
 def context_loss(
@@ -80,6 +95,7 @@ def evaluate_runs(
     *,
     out: str | os.PathLike[str],
     documents: int | None = None,
+    heldout: data.HeldoutData | None = None,
     console: rich.console.Console | None = None,
 ) -> list[report.Row]:
     """Evaluates the newest checkpoint of every run and writes `context_loss.{csv,json,png}` into `out`.
@@ -92,6 +108,7 @@ def evaluate_runs(
         lengths: context lengths; None means those of the first run (`lengths_of`).
         out: folder to write to.
         documents: maximum number of documents; None means that of the first run's `evaluation` settings.
+        heldout: held-out data of the first run; None opens it.
         console: console to print to.
 
     Returns:
@@ -103,18 +120,22 @@ def evaluate_runs(
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     paths, configs = workdirs_lib.read_runs(workdirs)
-    _require_same_data(paths, configs)
+    workdirs_lib.require_comparable(paths, [_fixed(config) for config in configs])
     for path in paths:  # checked before hours are spent on earlier runs
         checkpoint.require_checkpoint(path)
     folder = workdirs_lib.writable_folder(out)
+    if heldout is None:
+        first = configs[0]
+        heldout = data.HeldoutData(first.data, first.task, vocab_size=first.model.vocab_size)
     if lengths is None:
-        lengths = lengths_of(configs[0])
+        lengths = lengths_of(configs[0], heldout)
     if documents is None:
         documents = configs[0].evaluation.documents
     for path, config in zip(paths, configs):
         require_places(config, lengths, f"the model of {path}")
-    chosen = _choose_documents(configs[0], lengths, documents)
-    count = len(chosen.tokens)
+    chosen = select_documents(configs[0], heldout, lengths, documents)
+    tokens = chosen.read(lengths[-1])
+    count = len(tokens)
     if count < _FEW_DOCUMENTS:
         workdirs_lib.warn(
             console,
@@ -126,7 +147,7 @@ def evaluate_runs(
     rows: list[report.Row] = []
     runs = []
     for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
-        means, step = _evaluate(console, name, path, chosen, lengths)
+        means, step = _evaluate(console, name, path, tokens, lengths, chosen.first_position)
         rows += report.make_rows(name, means, train_context=config.data.context_length)
         runs.append({"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)})
     diverged = sorted({row.run for row in rows if not math.isfinite(row.loss)})
@@ -144,18 +165,17 @@ def _evaluate(
     console: rich.console.Console,
     name: str,
     path: pathlib.Path,
-    chosen: _Documents,
+    tokens: Sequence[Int[np.ndarray, " length"]],
     lengths: Sequence[int],
+    first_position: int,
 ) -> tuple[list[buckets.Bucket], int]:
     """Returns the buckets and the step of one run; its model is freed after this call."""
     started = time.perf_counter()
     _, restored, step = training.restore_model(path)
     model = cast(models.DecoderLM, restored)  # the task is 'next_token'
-    count = len(chosen.tokens)
+    count = len(tokens)
     with _progress(console, name, count * lengths[-1]) as advance:
-        means = context_loss(
-            model, chosen.tokens, lengths, first_position=chosen.first_position, on_call=advance
-        )
+        means = context_loss(model, tokens, lengths, first_position=first_position, on_call=advance)
     console.print(
         f"{name}: step {step:,}, {count} documents of {lengths[-1]:,} tokens, "
         f"{time.perf_counter() - started:.1f} s",
@@ -166,16 +186,7 @@ def _evaluate(
     return means, step
 
 
-def _choose_documents(config: config_lib.Config, lengths: Sequence[int], count: int) -> _Documents:
-    heldout, lead, indices = select_documents(config, lengths, count)
-    return _Documents(
-        indices=indices,
-        tokens=[heldout[int(index)][: lengths[-1] + lead] for index in indices],
-        first_position=2 - lead,
-    )
-
-
-def lengths_of(config: config_lib.Config) -> tuple[int, ...]:
+def lengths_of(config: config_lib.Config, opened: data.HeldoutData) -> tuple[int, ...]:
     """Returns the context lengths of a run's evaluation, chosen from the held-out documents unless they are set.
 
     They are empty if the settings turn the evaluation off, or nothing is held out.
@@ -183,7 +194,7 @@ def lengths_of(config: config_lib.Config) -> tuple[int, ...]:
     lengths, model = config.evaluation.context_lengths, config.model
     if lengths is not None:
         return lengths
-    heldout = data.heldout_documents(config.data, vocab_size=model.vocab_size)
+    heldout = opened.documents
     if heldout is None:
         return ()
     lead = 0 if heldout.lead is None else 1
@@ -196,17 +207,14 @@ def lengths_of(config: config_lib.Config) -> tuple[int, ...]:
 
 
 def select_documents(
-    config: config_lib.Config, lengths: Sequence[int], count: int
-) -> tuple[data.HeldoutDocuments, int, Int[np.ndarray, " documents"]]:
-    """Selects the documents to evaluate.
-
-    Returns:
-        The held-out documents, the number of tokens before position 1, and the indices of the selected documents.
+    config: config_lib.Config, opened: data.HeldoutData, lengths: Sequence[int], count: int
+) -> Selection:
+    """Selects the documents to evaluate; their tokens are read later.
 
     Raises:
         ValueError: no document is held out, or none is as long as the last of `lengths`.
     """
-    heldout = data.heldout_documents(config.data, vocab_size=config.model.vocab_size)
+    heldout = opened.documents
     if heldout is None:
         raise ValueError(
             f"no document is held out: data.heldout_paths is empty and data.heldout_fraction is "
@@ -215,7 +223,7 @@ def select_documents(
     lead = 0 if heldout.lead is None else 1  # a begin token before position 1
     buckets.check_lengths(lengths, first_position=2 - lead)
     indices = buckets.select_documents(heldout.lengths - lead, lengths[-1], count, together=heldout.together)
-    return heldout, lead, indices
+    return Selection(documents=heldout, indices=indices, lead=lead)
 
 
 def require_places(config: config_lib.Config, lengths: Sequence[int], name: str) -> None:
@@ -228,22 +236,10 @@ def require_places(config: config_lib.Config, lengths: Sequence[int], name: str)
         )
 
 
-def _require_same_data(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
-    """Raises ValueError unless all runs predict the same tokens, so that losses can be compared."""
-    first, *others = (
-        serialize.flatten(
-            {"model": {"vocab_size": config.model.vocab_size}, "data": config.data},
-            fields.Occasion.HELDOUT_DOCUMENTS,
-        )
-        for config in configs
-    )
-    for path, other in zip(paths[1:], others):
-        for name, value in first.items():
-            if value != other[name]:
-                raise ValueError(
-                    f"{paths[0]} and {path} cannot be compared: {name} is {value!r} in one and {other[name]!r} in the "
-                    f"other; evaluate them apart"
-                )
+def _fixed(config: config_lib.Config) -> dict[str, Any]:
+    """Returns the settings in which runs must agree, so that they predict the same tokens."""
+    values = {"model": {"vocab_size": config.model.vocab_size}, "data": config.data}
+    return serialize.flatten(values, fields.Occasion.HELDOUT_DOCUMENTS)
 
 
 @contextlib.contextmanager
@@ -259,7 +255,7 @@ def _progress(
         yield lambda done: progress.advance(task, done)
 
 
-def _write(folder: pathlib.Path, rows: Sequence[report.Row], chosen: _Documents, runs: list[dict]) -> None:
+def _write(folder: pathlib.Path, rows: Sequence[report.Row], chosen: Selection, runs: list[dict]) -> None:
     with workdirs_lib.writing(folder):
         report.write_csv(folder / "context_loss.csv", rows)
         report.write_json(
@@ -269,4 +265,4 @@ def _write(folder: pathlib.Path, rows: Sequence[report.Row], chosen: _Documents,
             document_indices=chosen.indices.tolist(),
             runs=runs,
         )
-        plot.write_plot(folder / "context_loss.png", rows)
+        report.write_plot(folder / "context_loss.png", rows)

@@ -5,35 +5,34 @@ import pathlib
 from collections.abc import Sequence
 
 from sympow_jax import config as config_lib
+from sympow_jax import data
 from sympow_jax.evaluation import heldout, runs
 from sympow_jax.evaluation import workdirs as workdirs_lib
 
 __all__ = ["check_settings", "evaluate", "finish"]
 
 
-def check_settings(config: config_lib.Config) -> None:
-    """Raises ValueError, before hours of training, if the run could not be evaluated at its end."""
-    if config.task.name != "next_token":
-        heldout.open_rows(config)
-        return
-    lengths = runs.lengths_of(config)
-    if config.evaluation.context_lengths:  # otherwise they are chosen to fit model and documents
+def check_settings(config: config_lib.Config, opened: data.HeldoutData) -> None:
+    """Raises ValueError, before hours of training, if a run could not be evaluated at its end on its held-out data."""
+    if lengths := config.evaluation.context_lengths:  # otherwise they are chosen to fit model and documents
         runs.require_places(config, lengths, "the model")
-        runs.select_documents(config, lengths, config.evaluation.documents)
+        runs.select_documents(config, opened, lengths, config.evaluation.documents)
 
 
-def finish(config: config_lib.Config, folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Evaluates a run at the end of training on what is held out: a decoder by position, others on rows.
+def finish(
+    config: config_lib.Config, folder: pathlib.Path, opened: data.HeldoutData
+) -> dict[str, pathlib.Path]:
+    """Evaluates a run at the end of training on its held-out data: a decoder by position, others on rows.
 
     Returns:
         The table and the plot that were written to the folder; empty if there is no evaluation.
     """
     if config.task.name == "next_token":
-        if lengths := runs.lengths_of(config):
-            runs.evaluate_runs([folder], lengths, out=folder)
+        if lengths := runs.lengths_of(config, opened):
+            runs.evaluate_runs([folder], lengths, out=folder, heldout=opened)
             return {"table": folder / "context_loss.csv", "plot": folder / "context_loss.png"}
-    elif heldout.open_rows(config) is not None:
-        heldout.evaluate_heldout([folder], out=folder)
+    elif opened.rows is not None:
+        heldout.evaluate_heldout([folder], out=folder, heldout=opened)
         return {"table": folder / "heldout.json"}
     return {}
 

@@ -1,20 +1,29 @@
 """Workdirs of the runs to evaluate, names of runs, and the folder of the results."""
 
 import contextlib
-import json
 import os
 import pathlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import rich.console
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
+from sympow_jax.config import serialize
 from sympow_jax.training import workdir
 
-__all__ = ["read_runs", "run_names", "warn", "warn_of_changed_data", "writable_folder", "writing"]
+__all__ = [
+    "read_runs",
+    "require_comparable",
+    "run_names",
+    "warn",
+    "warn_of_changed_data",
+    "writable_folder",
+    "writing",
+]
 
 
 def read_runs(
@@ -36,6 +45,20 @@ def read_runs(
     return paths, configs
 
 
+def require_comparable(paths: Sequence[pathlib.Path], settings: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError unless the flattened settings of every run are those of the first."""
+    for path, other in zip(paths[1:], settings[1:]):
+        different = [
+            f"{name} is {value!r} in one and {other.get(name)!r} in the other"
+            for name, value in settings[0].items()
+            if value != other.get(name)
+        ]
+        if different:
+            raise ValueError(
+                f"{paths[0]} and {path} cannot be compared: {', '.join(different)}; evaluate them apart"
+            )
+
+
 def warn_of_changed_data(
     console: rich.console.Console, paths: Sequence[pathlib.Path], config: config_lib.Config
 ) -> None:
@@ -43,7 +66,7 @@ def warn_of_changed_data(
     digest = data.describe(config.data)["digest"]
     for path in paths:
         record = path / "data.json"
-        if record.is_file() and json.loads(record.read_text())["digest"] != digest:
+        if record.is_file() and serialize.read_object(record).get("digest") != digest:
             warn(console, f"the data has changed since {path} was trained on it; see its data.json")
 
 

@@ -16,6 +16,8 @@ from sympow_jax.generation import sampling as sampling_lib
 __all__ = ["decode_block", "generate"]
 
 _SEEDS = 2**32
+# Positions are int32.
+_POSITIONS = 2**31
 
 
 def generate(
@@ -35,15 +37,15 @@ def generate(
 
     Raises:
         ValueError: before the first block: there is no prompt, a prompt is empty or has a token outside the
-            vocabulary, `max_tokens` is below 1, the tokens exceed learned positions, or the seed is outside [0, 2^32).
-            Later: logits are not finite.
+            vocabulary, `max_tokens` is outside [1, 2^31), the tokens exceed learned positions, or the seed is
+            outside [0, 2^32). Later: logits are not finite.
     """
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError(
             "there is no prompt" if not prompts else "a prompt is empty; it needs at least one token"
         )
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+    if not 1 <= max_tokens < _POSITIONS:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1 and below {_POSITIONS}")
     if not 0 <= seed < _SEEDS:
         raise ValueError(f"seed is {seed}; it must be at least 0 and below {_SEEDS}")
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)

@@ -71,7 +71,7 @@ def _truncated(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, 
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ranks = jnp.argsort(order, axis=-1)
     if sampling.top_k is not None:
-        logits = jnp.where(ranks < sampling.top_k, logits, -jnp.inf)
+        logits = jnp.where(ranks < min(sampling.top_k, logits.shape[-1]), logits, -jnp.inf)
     ordered = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
     likelier = jnp.cumsum(ordered, axis=-1) - ordered
     likelier = jnp.take_along_axis(likelier, ranks, axis=-1)

@@ -87,7 +87,13 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = dict(file.items())
-        return json.loads(str(arrays.pop(_HEADER))), arrays
+        header = serialize.parse_object(str(arrays.pop(_HEADER)))
+        if not isinstance(header["model"], dict) or not {"parameters", "kv_cache"} <= header.keys():
+            raise KeyError("a part of the header")
+        # Every array has an axis of rows; those of a KV cache have one of its capacity too.
+        if any(not 0 < size < 2**31 for size in (header["rows"], header["capacity"] or 1)):
+            raise ValueError("sizes that no array has")
+        return header, arrays
     except (
         ValueError,
         KeyError,

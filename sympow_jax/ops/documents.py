@@ -63,9 +63,10 @@ def numbered(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 def continued(previous: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Returns the segment id of tokens without ids after a token of segment `previous`, whose document they continue.
+    """Returns the segment id of tokens without ids after a token of segment `previous`.
 
-    It is 0 before the first token. All states of a layer use this rule, so that they agree on where documents start.
+    They continue its document. The id is 0 before the first token. All states of a layer use this rule, so that they
+    agree on where documents start.
     """
     return jnp.where(previous == NO_SEGMENT, 0, previous)
 

@@ -1,9 +1,9 @@
-"""Linear attention: the weight of key j for query i is phi(q_i) . phi(k_j), optionally with a positional feature map.
+"""Linear attention: the weight of key j for query i is phi(q_i) . phi(k_j).
 
-"Transformers are RNNs" (Katharopoulos et al. 2020). Positional maps of features are those of "RoFormer" (Su et al.
-2021, equation 19) and "Linearized Relative Positional Encoding" (Qin et al. 2023). Linear attention is power attention
-of mapped queries and keys, with power 1 or, where phi is a power, that power: it shares forms, windows and states with
-`power_attention`.
+"Transformers are RNNs" (Katharopoulos et al. 2020). phi may depend on the position. Positional maps of features are
+those of "RoFormer" (Su et al. 2021, equation 19) and "Linearized Relative Positional Encoding" (Qin et al. 2023).
+Linear attention is power attention of mapped queries and keys, with power 1 or, where phi is a power, that power: it
+shares forms, windows and states with `power_attention`.
 """
 
 import dataclasses

@@ -170,7 +170,9 @@ def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
 
 
 def householder(head_dim: int) -> Float[np.ndarray, " D"]:
-    """Returns the fixed Householder vector v, of length 1, drawn once from a normal distribution for every head size.
+    """Returns the fixed Householder vector v, of length 1, of a head size.
+
+    It was drawn once from a normal distribution.
 
     Examples:
         >>> from sympow_jax.ops import lrpe

@@ -33,10 +33,10 @@ def power_attention(
     return_state: bool = False,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], PowerState]:
-    """Computes causal attention with weights exp(G_i - G_j) (q_i . k_j)^p for j <= i, G the running sum of log_decay.
+    """Computes causal attention with weights exp(G_i - G_j) (q_i . k_j)^p for j <= i.
 
-    Returns the weighted mean of values in value's dtype, zero where every weight is zero. There is no scale argument: a
-    scale cancels in the mean.
+    G is the running sum of log_decay. Returns the weighted mean of values in value's dtype, zero where every weight is
+    zero. There is no scale argument: a scale cancels in the mean.
 
     Shapes are those of `jax.nn.dot_product_attention`, batch axis included. These of its other arguments have no
     counterpart: `bias` (if it grows with distance, use `log_decay`); `mask`, `query_seq_lengths` and

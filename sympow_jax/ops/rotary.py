@@ -120,11 +120,12 @@ def learned_angles(
     state: RotaryState | None = None,
     axis_name: str | None = None,
 ) -> tuple[Float[Array, "B T K {head_dim//2}"], RotaryState]:
-    """Returns mu_i = mu_{i-1} + beta_i theta in radians, reduced to [-pi, pi], and the position after the last token.
+    """Returns the angles mu_i = mu_{i-1} + beta_i theta and the position after the last token.
 
-    (Section 3.2 of Kumar et al. 2025; `rate` is beta = 1 + tanh(W x), anything in [0, 2].) `rate` is one beta per head,
-    [B, T, K], or one for each pair of its dimensions, [B, T, K, D/2]: mu_{i,m} = mu_{i-1,m} + beta_{i,m} theta_m,
-    independent rotations, which the paper leaves to future work. Where betas are equal, so are the angles, bit for bit.
+    Section 3.2 of Kumar et al. 2025. Angles are in radians, reduced to [-pi, pi]. `rate` is beta = 1 + tanh(W x),
+    anything in [0, 2]: one beta per head, [B, T, K], or one for each pair of its dimensions, [B, T, K, D/2]: mu_{i,m} =
+    mu_{i-1,m} + beta_{i,m} theta_m, independent rotations, which the paper leaves to future work. Where betas are
+    equal, so are the angles, bit for bit.
 
     beta is rounded to a multiple of 2^-32 and summed in integers, restarting with every document. The angles are
     therefore bitwise identical for any split of a sequence, and equal to those of `rope` at positions from 1 if beta is

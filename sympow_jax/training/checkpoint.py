@@ -46,7 +46,7 @@ _DAMAGED = "damaged_checkpoints"
 _OPTIMIZER = "opt_state"
 # Errors of Orbax and TensorStore for files with other content than was saved, or without some of the files, as found by
 # flipping bits and cutting files. The base class stands for itself only: Orbax wraps others in it.
-_MALFORMED = (ValueError, LookupError, AttributeError, TypeError, FileNotFoundError)
+_MALFORMED = (ValueError, LookupError, AttributeError, TypeError, FileNotFoundError, RecursionError)
 # Beginning of TensorStore's errors, and the statuses among them that are about content. Most have none.
 _STATUS = re.compile("([A-Z]+(?:_[A-Z]+)*): ")
 _MALFORMED_STATUSES = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
@@ -60,16 +60,26 @@ class Checkpoints:
     """
 
     def __init__(self, folder: pathlib.Path, settings: config.Config):
-        """Opens the checkpoints in the workdir `folder`; the newest `training.keep_checkpoints` are kept."""
+        """Opens the checkpoints in the workdir `folder`; the newest `training.keep_checkpoints` are kept.
+
+        Raises:
+            ValueError: the metadata of a checkpoint is nested so deeply that Orbax fails to read it.
+        """
         self._folder = folder.absolute() / workdir.CHECKPOINTS
         self._settings = settings
-        self._orbax = ocp.training.Checkpointer(
-            self._folder,
-            preservation_policy=ocp.training.preservation_policies.LatestN(
-                settings.training.keep_checkpoints
-            ),
-            cleanup_tmp_directories=True,  # leftovers of a killed save
-        )
+        try:
+            self._orbax = ocp.training.Checkpointer(
+                self._folder,
+                preservation_policy=ocp.training.preservation_policies.LatestN(
+                    settings.training.keep_checkpoints
+                ),
+                cleanup_tmp_directories=True,  # leftovers of a killed save
+            )
+        except RecursionError:
+            raise ValueError(
+                f"the metadata of a checkpoint in {self._folder} has too many levels, and was not saved by a run; move "
+                f"that checkpoint elsewhere, then the same command resumes the run"
+            ) from None
         self._saving: ocp.AsyncResponse[bool] | None = None
         self._failure = _Failure()
 
@@ -181,8 +191,8 @@ class Checkpoints:
             yield
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors if they cannot write
             raise ValueError(
-                f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; those before it are kept: "
-                f"make room or mend the folder, and the same command goes on"
+                f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; earlier ones are kept; "
+                f"make room or repair the folder, then the same command resumes the run"
             ) from error
 
 
@@ -272,7 +282,7 @@ def _newest_good[T](
             if not isinstance(error, _DamagedError):
                 raise ValueError(
                     f"the checkpoint of step {number} in {folder} cannot be read, and stays where it is: "
-                    f"{_reason(error)}; remove the cause, and the same command goes on"
+                    f"{_reason(error)}; remove the cause, then the same command resumes the run"
                 ) from error
             hosts.say(
                 f"the checkpoint of step {number} in {folder} is damaged, trying the one before it: {_reason(error)}",

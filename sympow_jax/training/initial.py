@@ -68,7 +68,7 @@ def replace(new: Params, found: Params, folder: pathlib.Path) -> Params:
         )
     for what, names in (
         ("new", wanted.keys() - taken),
-        ("left behind", {name for name in saved if name not in wanted}),
+        ("dropped", {name for name in saved if name not in wanted}),
     ):
         if names:
             hosts.say(f"{what}: {', '.join(_of_any_layer(names))}")

@@ -48,7 +48,7 @@ def describe(
         *_attention(program, traced),
         *([_decoding(program)] if config.task.name == "next_token" else []),
         _data(config, data),
-        f"batch: {config.data.batch_tokens:,} tokens a step, {rows} rows of {config.data.context_length:,}"
+        f"batch: {config.data.batch_tokens:,} tokens per step, {rows} rows of {config.data.context_length:,}"
         f"{accumulated}",
         f"devices: {sharding.describe(mesh)}",
         f"results: {folder}, with a checkpoint every {config.training.checkpoint_every:,} steps",

@@ -108,7 +108,7 @@ def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
     path = workdir / "data.json"
     description = json.loads(json.dumps(description))
     if holds_run(workdir) and path.exists():
-        before = json.loads(path.read_text())
+        before = serialize.read_object(path)
         if changed := serialize.differences(serialize.flatten(before), serialize.flatten(description)):
             raise ValueError(
                 f"the data is no longer what the run in {workdir} began with: {changed}; "
@@ -122,7 +122,7 @@ def record_plan(workdir: pathlib.Path, lines: Sequence[str]) -> None:
     if not hosts.is_first():
         return
     path = workdir / "environment.json"
-    write_json(path, json.loads(path.read_text()) | {"plan": list(lines)})
+    write_json(path, serialize.read_object(path) | {"plan": list(lines)})
 
 
 def read_config(workdir: pathlib.Path) -> config.Config:
@@ -134,8 +134,9 @@ def read_config(workdir: pathlib.Path) -> config.Config:
     path = workdir / "config.json"
     if not path.is_file():
         raise ValueError(f"{workdir} is not the workdir of a run: it has no config.json")
+    values = serialize.read_object(path)
     try:
-        return serialize.from_dict(config.Config, json.loads(path.read_text()))
+        return serialize.from_dict(config.Config, values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -204,8 +205,8 @@ def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
 def _require_settings(path: pathlib.Path) -> None:
     """Raises ValueError unless a file has settings of a run, because other programs name theirs `config.json` too."""
     try:
-        serialize.from_dict(config.Config, json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:  # a TypeError if there is text in place of a number
+        serialize.from_dict(config.Config, serialize.read_object(path))
+    except ValueError as error:
         raise ValueError(
             f"{path} is not the settings of a run and would be overwritten; use another --workdir"
         ) from error

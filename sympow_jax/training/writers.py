@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import tensorboardX
 
 from sympow_jax import atomic
+from sympow_jax.config import serialize
 from sympow_jax.training import workdir as workdir_lib
 
 __all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "require_wandb"]
@@ -92,7 +93,7 @@ class Wandb:
         import wandb
 
         path = workdir / "wandb.json"
-        run_id = json.loads(path.read_text())["id"] if path.exists() else None
+        run_id = serialize.read_object(path).get("id") if path.exists() else None
         try:
             self._run = wandb.init(
                 project=project,
@@ -145,6 +146,6 @@ def _cut(path: pathlib.Path, last_step: int) -> None:
 def _step(line: str) -> float:
     # A killed run can leave an incomplete line, which belongs to a step after the last checkpoint.
     try:
-        return json.loads(line)["step"]
-    except json.JSONDecodeError:
+        return serialize.parse_object(line).get("step", math.inf)
+    except ValueError:
         return math.inf

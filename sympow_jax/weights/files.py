@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -112,16 +111,12 @@ def read_settings(path: str | os.PathLike[str]) -> config.Config:
     """
     path = pathlib.Path(path)
     try:
-        values = json.loads(path.read_text())
+        values = serialize.read_object(path)
     except OSError as error:
         raise ValueError(f"cannot read the settings {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
     try:
-        if isinstance(values, dict) and gpt2.is_config(values):
-            return gpt2.settings(values)
-        return serialize.from_dict(config.Config, values)
-    except (TypeError, ValueError) as error:  # a TypeError if there is text in place of a number
+        return gpt2.settings(values) if gpt2.is_config(values) else serialize.from_dict(config.Config, values)
+    except (TypeError, ValueError) as error:  # a TypeError if GPT-2's has text in place of a number
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -1,6 +1,7 @@
 """Tests of the metadata of settings, and of the reference page made from it."""
 
 import dataclasses
+import math
 import pathlib
 import re
 import runpy
@@ -69,6 +70,40 @@ def test_values_are_written_as_they_are_read():
 def test_items_are_written_as_they_are_read(items):
     base = config.load("quickstart")
     assert config.override(base, {"data.labels": fields.written(items)}).data.labels == items
+
+
+def test_floats_are_finite():
+    for setting in SETTINGS:
+        for value in (math.nan, math.inf, -math.inf):
+            if fields.split_optional(setting.annotation)[0] is float:
+                with pytest.raises(
+                    ValueError, match=f"{setting.path} is {value}; it must be a finite number"
+                ):
+                    replace(setting.path, value)
+
+
+def test_integers_fit_in_64_bits():
+    for setting in SETTINGS:
+        kind = fields.split_optional(setting.annotation)[0]
+        for value in (10**30, -(2**63) - 1, 10**5000):
+            if kind in (int, float, tuple[int, ...]):
+                message = f"{setting.path.removeprefix('model.')} is an integer of {value.bit_length()} bits; it must"
+                with pytest.raises(ValueError, match=message):
+                    replace(setting.path, (value,) if kind == tuple[int, ...] else value)
+
+
+@pytest.mark.parametrize("path", ["training.seed", "data.seed"])
+@pytest.mark.parametrize("value", [-1, 2**32])
+def test_seeds_have_32_bits(path, value):
+    with pytest.raises(ValueError, match=f"{path} is {value}; it must be at least 0 and below 4294967296"):
+        replace(path, value)
+
+
+def replace(path, value, node=None):
+    """Replaces a setting of the quickstart config as a config file does."""
+    node = config.load("quickstart") if node is None else node
+    name, _, rest = path.partition(".")
+    return dataclasses.replace(node, **{name: replace(rest, value, getattr(node, name)) if rest else value})
 
 
 def test_the_reference_page_is_up_to_date():

@@ -155,6 +155,24 @@ def test_arguments_have_the_types_of_the_signature(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             config.load(f"{tmp_path}/mine.py:{arguments}")
+    (tmp_path / "mine.py").write_text(
+        "from sympow_jax import config\n"
+        "def get_config(a: str = '', b: tuple[int, ...] = (), *rest: str, c: tuple[str, ...] = ()):\n"
+        "    got.append((a, b, rest, c))\n"
+        "    return config.load('quickstart')\n"
+    )
+    got.clear()
+    for arguments in (
+        "'x,y',\"64,128\",'a=b'",
+        'b="64,128", a="say ""x,y""",c=\'"p,1",q\'',
+        "it's,5,\"open,c=p",
+    ):
+        config.load(f"{tmp_path}/mine.py:{arguments}")
+    assert got == [
+        ("x,y", (64, 128), ("a=b",), ()),
+        ('say "x,y"', (64, 128), (), ("p,1", "q")),
+        ("it's", (5,), ('"open',), ("p",)),
+    ]
     (tmp_path / "mine.py").write_text("def get_config(a: list[int]): pass")
     with pytest.raises(
         ValueError, match=r"argument 'a' of config .* has the type list\[int\], which cannot be"
@@ -162,3 +180,4 @@ def test_arguments_have_the_types_of_the_signature(tmp_path, monkeypatch):
         config.load(f"{tmp_path}/mine.py:1")
     # In a path, "=" has no meaning.
     assert config.load("text:a=b.txt,c").data.paths == ("a=b.txt", "c")
+    assert config.load("text:'a,b.txt',c").data.paths == ("a,b.txt", "c")

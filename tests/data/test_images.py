@@ -119,7 +119,7 @@ def boxes(row) -> tuple[float, float, float, float]:
 def test_the_center_of_held_out_images(tmp_path):
     write(tmp_path, {"a/x.png": ramps(120, 200), "b/x.png": ramps(120, 200)})
     config = settings(tmp_path, heldout_paths=(str(tmp_path),), image_size=32)
-    (batch,) = data.heldout_rows(config, TASK, vocab_size=1, batch_size=2)
+    (batch,) = data.HeldoutData(config, TASK, vocab_size=1).batches(2)
     left, right, top, bottom = boxes({"inputs": batch["inputs"][0]})
     # 7/8 of 120 is 105 of both sides.
     np.testing.assert_allclose((left, right), ((200 - 105) / 400, (200 + 105) / 400), atol=0.01)
@@ -176,7 +176,7 @@ def test_fraction_held_out_and_description(tmp_path):
     assert (description["classes"], description["files"], description["bytes"]) == (2, 400, 400 * len(pixels))
     assert description["examples"] + description["heldout_examples"] == 400
     assert abs(description["heldout_examples"] - 40) < 4 * np.sqrt(400 * 0.09)
-    batches = list(data.heldout_rows(config, TASK, vocab_size=256, batch_size=16))
+    batches = list(data.HeldoutData(config, TASK, vocab_size=256).batches(16))
     assert sum((batch["labels"] != -1).sum() for batch in batches) == description["heldout_examples"]
     assert data.describe(config) == description
     os.remove(tmp_path / "a" / "7.png")
@@ -189,7 +189,7 @@ def test_two_roots_and_held_out_folders(root, tmp_path):
     )
     config = pixel_settings(root, paths=(str(root), str(other)), heldout_paths=(str(other),))
     assert data.describe(config)["examples"] == 7
-    (batch,) = data.heldout_rows(config, TASK, vocab_size=256, batch_size=3)
+    (batch,) = data.HeldoutData(config, TASK, vocab_size=256).batches(3)
     assert batch["labels"].tolist() == [0, 1, -1]
     np.testing.assert_array_equal(batch["inputs"][0], random_pixels(8, 8, 8).reshape(-1))
 

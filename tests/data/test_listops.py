@@ -117,7 +117,7 @@ def test_rows():
         seen.add(tuple(row["inputs"]))
     assert len(seen) == 20
     assert seen == {tuple(dataset[i]["inputs"]) for i in range(20, 40)}
-    batches = list(data.heldout_rows(config, TASK, vocab_size=16, batch_size=4))
+    batches = list(data.HeldoutData(config, TASK, vocab_size=16).batches(4))
     assert [batch["labels"].shape for batch in batches] == [(4,), (4,)]
     assert (batches[1]["labels"] == -1).tolist() == [False, False, True, True]
     assert not seen & {tuple(inputs) for batch in batches for inputs in batch["inputs"]}

@@ -150,7 +150,7 @@ def test_an_array_of_rows_is_read_without_the_lead_id(tmp_path):
 def test_held_out_masks_are_fixed_and_batches_are_whole(tmp_path):
     heldout = builders.write_bin(tmp_path / "held.bin", builders.numbered([40]))
     config = bin_config(tmp_path, [64], heldout_paths=(heldout,))
-    first, second = (list(data.heldout_rows(config, task(), vocab_size=1000, batch_size=3)) for _ in range(2))
+    first, second = (list(data.HeldoutData(config, task(), vocab_size=1000).batches(3)) for _ in range(2))
     assert [len(batch["inputs"]) for batch in first] == [3, 3]
     for one, other in zip(first, second):
         for name in ("inputs", "targets"):
@@ -160,7 +160,7 @@ def test_held_out_masks_are_fixed_and_batches_are_whole(tmp_path):
     assert sorted(tokens.reshape(-1).tolist()) == list(range(1, 41))
     assert all((batch["targets"][:2] != -1).any(axis=1).all() for batch in first)
     reseeded = bin_config(tmp_path, [64], heldout_paths=(heldout,), seed=1)
-    other = next(data.heldout_rows(reseeded, task(), vocab_size=1000, batch_size=3))
+    other = next(data.HeldoutData(reseeded, task(), vocab_size=1000).batches(3))
     assert (other["targets"] != first[0]["targets"]).any()
 
 
@@ -170,6 +170,6 @@ def test_less_than_a_row(tmp_path):
         ValueError, match=r"have 7 tokens, less than one row of data\.context_length 8; name more"
     ):
         data.train_dataset(config, task=task(), vocab_size=1000)
-    assert data.heldout_rows(config, task(), vocab_size=1000, batch_size=2) is None
+    assert data.HeldoutData(config, task(), vocab_size=1000).rows is None
     short = bin_config(tmp_path, [4, 3], packing="documents")
     assert (data.train_dataset(short, task=task(), vocab_size=1000)[0]["segment_ids"][7:] == -1).all()

@@ -114,7 +114,7 @@ def test_heldout_documents(tmp_path):
     documents = [[*range(1, 2 + i % 7), 0] for i in range(300)]
     path = builders.write_bin(tmp_path / "a.bin", documents)
     config = builders.data_config(source="tokens", paths=(path,), document_separator=0)
-    source = data.heldout_documents(config, vocab_size=256)
+    source = data.HeldoutData(config, vocab_size=256).documents
     assert len(source) == len(source.lengths)
     assert source.lengths.tolist() == [len(document) for document in source]
     assert all(document.dtype == np.int32 and document.tolist() in documents for document in source)
@@ -122,7 +122,7 @@ def test_heldout_documents(tmp_path):
     with pytest.raises(IndexError):
         source[len(source)]
     with pytest.raises(ValueError, match=r"holds id \d, but model.vocab_size is 2"):
-        list(data.heldout_documents(config, vocab_size=2))
+        list(data.HeldoutData(config, vocab_size=2).documents)
 
 
 def test_nothing_held_out(tmp_path):
@@ -130,7 +130,7 @@ def test_nothing_held_out(tmp_path):
     for fraction in (0.0, 0.5):
         config = builders.data_config(source="tokens", paths=(path,), heldout_fraction=fraction)
         assert data.train_dataset(config, vocab_size=256)[0]["targets"].tolist() == [2, 3, *[-1] * 6]
-        assert data.heldout_documents(config, vocab_size=256) is None
+        assert data.HeldoutData(config, vocab_size=256).documents is None
 
 
 def test_standard_library_trains_and_evaluates():
@@ -138,7 +138,7 @@ def test_standard_library_trains_and_evaluates():
     batch = data.batches(data.train_dataset(config, vocab_size=256), 16)[1000]
     assert batch["inputs"].shape == (16, 256)
     np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    heldout = data.heldout_documents(config, vocab_size=256)
+    heldout = data.HeldoutData(config, vocab_size=256).documents
     # The quickstart evaluates up to 4,096 and wants 20 documents.
     assert (heldout.lengths > 4096).sum() >= 20
     assert all(len(heldout[i]) == heldout.lengths[i] for i in range(5))
@@ -191,7 +191,7 @@ def test_every_task_resumes_and_shards_its_batches(task_and_data):
 
 def test_every_task_has_its_held_out_rows_in_order(task_and_data):
     task, config = task_and_data
-    once, again = (list(data.heldout_rows(config, task, vocab_size=256, batch_size=2)) for _ in range(2))
+    once, again = (list(data.HeldoutData(config, task, vocab_size=256).batches(2)) for _ in range(2))
     assert len(once) == len(again) == 2
     for one, other in zip(once, again):
         assert_same(one, other)
@@ -204,7 +204,7 @@ def test_every_task_has_its_held_out_rows_in_order(task_and_data):
     counted = ~np.isnan(answers) if task.name == "regression" else answers != -1
     assert counted.any(axis=1).tolist() == [True, True, True, False]
     # One batch may hold them all.
-    (large,) = data.heldout_rows(config, task, vocab_size=256, batch_size=7)
+    (large,) = data.HeldoutData(config, task, vocab_size=256).batches(7)
     rows = {name: np.concatenate([batch[name] for batch in once])[:3] for name in large}
     assert_same({name: value[:3] for name, value in large.items()}, rows)
 
@@ -212,15 +212,17 @@ def test_every_task_has_its_held_out_rows_in_order(task_and_data):
 def test_the_held_out_batch_is_shared_and_padded(task_and_data):
     task, config = task_and_data
     config = dataclasses.replace(config, batch_tokens=4 * config.context_length)
-    whole = data.heldout_batch(config, task, vocab_size=256)
-    assert_same(whole, data.heldout_batch(config, task, vocab_size=256))
-    parts = [data.heldout_batch(config, task, vocab_size=256, share=share, shares=2) for share in range(2)]
+    whole = data.HeldoutData(config, task, vocab_size=256).sample()
+    assert_same(whole, data.HeldoutData(config, task, vocab_size=256).sample())
+    parts = [
+        data.HeldoutData(config, task, vocab_size=256).sample(share=share, shares=2) for share in range(2)
+    ]
     assert_same({name: np.concatenate([part[name] for part in parts]) for name in whole}, whole)
     answers = whole["labels" if "labels" in whole else "targets"].reshape(4, -1)
     counted = ~np.isnan(answers) if task.name == "regression" else answers != -1
     assert counted.any(axis=1).tolist() == [True, True, True, False]
     # The three held-out rows, in another order.
-    (rows,) = data.heldout_rows(config, task, vocab_size=256, batch_size=3)
+    (rows,) = data.HeldoutData(config, task, vocab_size=256).batches(3)
     assert sorted(map(bytes, whole["inputs"][:3])) == sorted(map(bytes, rows["inputs"]))
 
 
@@ -229,7 +231,7 @@ def test_the_end_of_an_only_file_is_held_out(tmp_path, size, pieces):
     text = bytes(np.random.default_rng(0).integers(0, 256, size).astype(np.uint8))
     (tmp_path / "a.txt").write_bytes(text)
     config = builders.data_config(paths=(str(tmp_path),), heldout_fraction=0.1, packing="documents")
-    held = data.heldout_documents(config, vocab_size=256)
+    held = data.HeldoutData(config, vocab_size=256).documents
     assert len(held) == pieces
     assert b"".join(bytes(one.astype(np.uint8)) for one in held) == text[size * 9 // 10 :]
     described = data.describe(config)
@@ -238,7 +240,7 @@ def test_the_end_of_an_only_file_is_held_out(tmp_path, size, pieces):
     # Nothing is held out of a file too short to be cut, or if nothing is to be held out.
     for fraction in (0.0, 1 / size):
         without = dataclasses.replace(config, heldout_fraction=fraction)
-        assert data.heldout_batch(without, config_lib.TaskConfig(), vocab_size=256) is None
+        assert data.HeldoutData(without, config_lib.TaskConfig(), vocab_size=256).sample() is None
 
 
 @pytest.mark.parametrize(
@@ -269,18 +271,15 @@ def test_sources_that_are_not_for_the_task(source, task, message):
     with pytest.raises(ValueError, match=message):
         data.train_dataset(config, task=settings, vocab_size=256)
     with pytest.raises(ValueError, match=message):
-        data.heldout_rows(config, settings, vocab_size=256, batch_size=2)
-
-
-def test_labeled_examples_are_not_documents():
-    config = builders.data_config(source="listops", context_length=2048)
-    with pytest.raises(ValueError, match=r"data\.source 'listops' holds labeled examples, but documents are"):
-        data.heldout_documents(config, vocab_size=256)
+        data.HeldoutData(config, settings, vocab_size=256)
 
 
 def test_no_example_is_held_out(tmp_path):
     builders.write_files(tmp_path, {"a.tsv": b"text\tlabel\na\t1\n"})
     config = builders.data_config(source="tsv", paths=(str(tmp_path / "a.tsv"),), text_columns=("text",))
     task = config_lib.TaskConfig(name="regression")
-    assert data.heldout_rows(config, task, vocab_size=256, batch_size=2) is None
-    assert data.heldout_batch(config, task, vocab_size=256) is None
+    opened = data.HeldoutData(config, task, vocab_size=256)
+    assert opened.rows is None
+    assert opened.documents is None
+    assert opened.sample() is None
+    assert list(opened.batches(2)) == []

@@ -87,7 +87,7 @@ def test_longcrawl64_in_several_bands_of_chunks(folder, monkeypatch):
     rows = len(flat) // 11
     assert rows > 2 * 2048
     config = builders.data_config(source="longcrawl64", paths=("train.zarr",), document_separator=0)
-    source = data.heldout_documents(config, vocab_size=256)
+    source = data.HeldoutData(config, vocab_size=256).documents
     stored = {bytes(row.astype(np.uint8)) for row in flat[: rows * 11].reshape(rows, 11)}
     assert {bytes(document[1:].astype(np.uint8)) for document in source} <= stored
 

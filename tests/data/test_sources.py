@@ -47,7 +47,7 @@ def test_text_heldout_paths_replace_the_hash(corpus):
 def test_text_description(corpus):
     config = builders.data_config(paths=(corpus,))
     description = data.describe(config)
-    heldout = data.heldout_documents(config, vocab_size=256)
+    heldout = data.HeldoutData(config, vocab_size=256).documents
     sizes = [os.path.getsize(f"{corpus}/{i:02}.txt") for i in range(40)]
     assert (description["source"], description["paths"], description["files"]) == ("text", [corpus], 36)
     assert description["bytes"] == sum(sizes) == description["tokens"] + description["heldout_tokens"]
@@ -184,6 +184,9 @@ def test_bin_whose_dtype_differs_from_its_json_file(tmp_path):
         ValueError, match=r"holds uint32 ids according to a\.bin\.json, but data\.token_dtype is 'uint16'"
     ):
         data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
+    builders.write_files(tmp_path, {"a.bin.json": b"[" * 1000 + b"]" * 1000})
+    with pytest.raises(ValueError, match=r"a\.bin\.json: it has no JSON object"):
+        data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
 
 
 def zarr_values(rows=20, row_tokens=32, dtype="<u2"):
@@ -203,7 +206,7 @@ def test_longcrawl64_reads_rows_after_the_lead_id(tmp_path, dtype):
     assert sorted(row["targets"].tolist() for row in read) == sorted(values.reshape(40, 16).tolist())
     for row in read:
         assert row["inputs"].tolist() == [50_256, *row["targets"][:-1]]
-    opened = data.heldout_documents(config, vocab_size=50_304)
+    opened = data.HeldoutData(config, vocab_size=50_304).documents
     assert opened.lengths.tolist() == [33, 33, 33]
     np.testing.assert_array_equal(
         np.stack(list(opened)), np.insert(values[:3].astype(int) + 1, 0, 50_256, axis=1)
@@ -239,7 +242,7 @@ def test_longcrawl64_lead_id_may_be_set(tmp_path):
     config = builders.data_config(source="longcrawl64", paths=(path,), document_separator=0)
     assert data.train_dataset(config, vocab_size=256)[0]["inputs"][0] == 0
     with pytest.raises(
-        ValueError, match=r"in front of every row is 50256, but model.vocab_size is 256; set data.doc"
+        ValueError, match=r"the first id of every row is 50256, but model.vocab_size is 256; set data.doc"
     ):
         data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=256)
 
@@ -298,7 +301,7 @@ def test_missing_chunk_is_an_error_and_not_zeros(tmp_path):
     assert all("(row " in line and "1.1" in line and "is missing; copy" in line for line in failed)
     assert not any("\n" in line for line in failed)
     whole = builders.data_config(source="longcrawl64", paths=(path,), heldout_paths=(path,))
-    heldout = data.heldout_documents(whole, vocab_size=50_304)
+    heldout = data.HeldoutData(whole, vocab_size=50_304).documents
     assert heldout[7].shape == (33,)
     with pytest.raises(
         ValueError, match=r"\(row 8\) cannot be read: .*1\.1.* is missing; copy or prepare the array"

@@ -137,7 +137,7 @@ def test_several_files_and_a_fraction_held_out(tmp_path):
     expected = {f"{'ab'[i // 500]}{i % 500}".encode(): out for i, out in enumerate(mask)}
     assert [text for text, _ in train] == sorted(text for text, out in expected.items() if not out)
     assert all(int(text[1:]) % 2 == label for text, label in train)
-    heldout = list(data.heldout_rows(config, BINARY, vocab_size=256, batch_size=32))
+    heldout = list(data.HeldoutData(config, BINARY, vocab_size=256).batches(32))
     assert all(batch["inputs"].shape == (32, 16) for batch in heldout)
     counted = [batch["labels"] != -1 for batch in heldout]
     assert sum(map(np.sum, counted)) == mask.sum()
@@ -154,7 +154,7 @@ def test_held_out_files_may_have_other_columns(tmp_path):
     train = write(tmp_path, "sentence\tlabel\na\t1\n")
     heldout = write(tmp_path, "id\tlabel\tsentence\n0\t2.5\tb\n1\t0.5\tc\n", "held.tsv")
     config = settings(train, heldout_paths=(str(heldout),))
-    (batch,) = data.heldout_rows(config, NUMBER, vocab_size=256, batch_size=4)
+    (batch,) = data.HeldoutData(config, NUMBER, vocab_size=256).batches(4)
     np.testing.assert_array_equal(batch["labels"], np.float32([2.5, 0.5, np.nan, np.nan]))
     assert batch["labels"].dtype == np.float32
     assert batch["inputs"][:, 0].tolist() == [ord("b"), ord("c"), ord("c"), ord("c")]

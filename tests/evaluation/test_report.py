@@ -9,7 +9,7 @@ import math
 import pytest
 import rich.console
 
-from sympow_jax.evaluation import buckets, plot, report
+from sympow_jax.evaluation import buckets, report
 
 LENGTHS = (64, 256, 1024)
 
@@ -93,14 +93,14 @@ def test_table_on_a_terminal_does_not_read_a_name_as_markup():
 def drawn(monkeypatch, tmp_path, rows):
     """Returns the axes that `write_plot` saved."""
     figures = []
-    save = plot.matplotlib.figure.Figure.savefig
+    save = report.matplotlib.figure.Figure.savefig
 
     def record(figure, *args, **kwargs):
         figures.append(figure)
         save(figure, *args, **kwargs)
 
-    monkeypatch.setattr(plot.matplotlib.figure.Figure, "savefig", record)
-    plot.write_plot(tmp_path / "x.png", rows)
+    monkeypatch.setattr(report.matplotlib.figure.Figure, "savefig", record)
+    report.write_plot(tmp_path / "x.png", rows)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     return figures[0].axes[0]
 

@@ -75,6 +75,7 @@ def test_mistakes():
         "there is no prompt": {"prompts": []},
         "a prompt is empty": {"prompts": [[1], []]},
         "max_tokens is 0": {"max_tokens": 0},
+        "max_tokens is 1000000000000000000000000000000; it must be": {"max_tokens": 10**30},
         "seed is -1": {"seed": -1},
         "token 64 at position 1 of row 0": {"prompts": [[1, 64]]},
     }.items():

@@ -40,6 +40,7 @@ def test_probabilities():
 def test_the_likeliest_alone():
     close(frequencies(top_k=2), [2 / 3, 1 / 3, 0, 0])
     close(frequencies(top_k=9), PROBABILITIES)
+    close(frequencies(top_k=10**30), PROBABILITIES)
     close(frequencies(top_p=0.8), [5 / 9, 2.5 / 9, 1.5 / 9, 0])
     close(frequencies(top_p=0.5), [1, 0, 0, 0])
     # top_p is applied after top_k, which leaves the first token with 2/3, more than top_p.

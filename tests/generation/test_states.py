@@ -1,5 +1,7 @@
 """Tests of states of a running batch: forked, inserted, extracted, saved and restored."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -90,7 +92,18 @@ def test_a_state_of_another_model(prefilled, tmp_path):
         generation.restore_state(path, small.model(preset, exact_window=8))
     with pytest.raises(ValueError, match="of another model"):
         generation.save_state(path, small.model(preset, layers=2), state)
-    path.write_bytes(path.read_bytes()[:-100])
+    whole = path.read_bytes()
+    with np.load(path) as file:
+        arrays = dict(file.items())
+    header = json.loads(str(arrays["header"]))
+    headers = ({"rows": 10**30}, {"rows": "x"}, {"capacity": 2**63}, {"model": []}, {"rows": None})
+    texts = [json.dumps(header | changes) for changes in headers]
+    for text in (*texts, "{}", "[" * 1000 + "]" * 1000, '{"model": ' * 100_000 + "0" + "}" * 100_000):
+        with path.open("wb") as opened:
+            np.savez(opened, **(arrays | {"header": np.array(text)}))
+        with pytest.raises(ValueError, match="not a saved state, or is damaged"):
+            generation.restore_state(path, model)
+    path.write_bytes(whole[:-100])
     with pytest.raises(ValueError, match="not a saved state, or is damaged"):
         generation.restore_state(path, model)
     with pytest.raises(OSError, match="nothing"):

@@ -26,9 +26,9 @@ def attention(
     log_decay=None,
     segment_ids=None,
 ):
-    """Computes sum_j b_ij rotate(phi_i) . rotate(phi_j) v_j / sum_j b_ij phi_i . phi_j, or zero if the divisor is zero.
+    """Computes sum_j b_ij rotate(phi_i) . rotate(phi_j) v_j / sum_j b_ij phi_i . phi_j.
 
-    A document is a run of equal ids, across padding between them.
+    It is zero if the divisor is zero. A document is a run of equal ids, across padding between them.
     """
     batch, time, heads, _ = query.shape
     group = heads // key.shape[2]

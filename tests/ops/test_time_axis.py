@@ -1,4 +1,7 @@
-"""Tests that context-parallel ops equal those on one device; each group of checks has a process with eight devices."""
+"""Tests that context-parallel ops equal those on one device.
+
+Each group of checks has a process with eight devices.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,7 @@
-"""Shards arrays over eight CPU devices, whose number is fixed when a process starts: `python -m` this, prints JSON."""
+"""Shards arrays over eight CPU devices and prints JSON.
+
+The number of devices is fixed when a process starts, so `python -m` runs this in one of its own.
+"""
 
 import json
 

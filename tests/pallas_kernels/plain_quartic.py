@@ -253,7 +253,7 @@ def query_states(
 
 
 def _beside(state, layout):
-    """Computes `layout.beside` without JAX, which a callback must not wait for."""
+    """Computes `layout.side_by_side` without JAX, which a callback must not wait for."""
     split = state.reshape(-1, layout.per_stack, layout.value_dim, layouts.COLUMNS)
     return np.swapaxes(split, 1, 2).reshape(-1, layout.value_dim, layout.width)
 

@@ -184,13 +184,13 @@ def _print_table(*names: str) -> None:
         "model": "---",
         "p": "---:",
         "context": "---:",
-        "tokens a batch": "---:",
+        "tokens per batch": "---:",
         "devices": "---",
         "remat": "---",
         "form": "---",
         "state, GB": "---:",
         "peak, GB": "---:",
-        "GB a device sends in a step": "---",
+        "GB sent per device and step": "---",
     }
     print(f"| {' | '.join(columns)} |\n| {' | '.join(columns.values())} |", flush=True)
     for name in names or CASES:

@@ -177,6 +177,21 @@ def test_another_position_in_the_data_falls_back(tmp_path, settings):
     assert position == {"next_index": 1}
 
 
+def test_metadata_of_many_levels_is_damage(tmp_path, settings, capfd):
+    copies = _save(tmp_path, settings)
+    (path,) = _files(tmp_path, 2, "_CHECKPOINT_METADATA")
+    path.write_text('{"a": ' * 100_000 + "0" + "}" * 100_000)
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=r"the metadata of a checkpoint in .* has too many levels") as caught:
+        _restore(tmp_path, settings)
+    assert "\n" not in str(caught.value)
+    _, number = checkpoint.restore_arrays(tmp_path, {"params": copies[1].params})
+    assert number == 1
+    assert len(capfd.readouterr().err.splitlines()) == 1
+    path.write_text('{"a": ' * 900 + "0" + "}" * 900)
+    _assert_same(_restore(tmp_path, settings)[0], copies[1])
+
+
 def test_an_emptied_step_falls_back(tmp_path, settings):
     copies = _save(tmp_path, settings)
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "params")
@@ -289,7 +304,7 @@ def _large() -> training.TrainState:
     return dataclasses.replace(next(_states(1)), params=params)
 
 
-_NOT_SAVED = r"a checkpoint could not be saved in .*File too large.*; those before it are kept"
+_NOT_SAVED = r"a checkpoint could not be saved in .*File too large.*; earlier ones are kept"
 
 
 def test_a_failed_save_surfaces(tmp_path, settings, small_files):

@@ -439,7 +439,7 @@ def test_a_cluster_that_jax_does_not_detect_is_one_line(start):
 )
 def test_an_error_of_any_type_while_connecting_is_one_line(monkeypatch, launch):
     class ConfigException(Exception):
-        """As that of the package kubernetes."""
+        """Exception with the name and fields of that of the package `kubernetes`."""
 
     def fail(*_, **options):
         raise ConfigException("Service host/port\nis not set.")

@@ -43,7 +43,7 @@ def test_a_decoder_starts_from_another_with_other_attention(settings, first, cap
     printed = capsys.readouterr().out
     assert f"the model is that of step 7 of {folder}, a run of the task 'next_token'\n" in printed
     assert "\nnew: blocks.*.attention.decay.kernel\n" in printed
-    assert "\nleft behind: position_embedding\n" in printed
+    assert "\ndropped: position_embedding\n" in printed
     gate = state.params["blocks"][0]["attention"].pop("decay")
     jax.tree.map(np.testing.assert_array_equal, gate, new.params["blocks"][0]["attention"]["decay"])
     del params["position_embedding"]

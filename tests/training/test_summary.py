@@ -37,7 +37,7 @@ def test_a_fact_a_line(settings):
     assert lines[3].startswith("state while generating: ")
     assert lines[4:] == [
         "data: text, 1,234 tokens to train on, nothing held out",
-        "batch: 64 tokens a step, 4 rows of 16",
+        "batch: 64 tokens per step, 4 rows of 16",
         "devices: 1 x cpu",
         "results: runs/a, with a checkpoint every 4 steps",
         "metrics: tensorboard --logdir=runs/a",

@@ -111,7 +111,7 @@ def test_held_out_losses_are_those_of_the_formula_and_change_nothing(tmp_path, w
     }
     assert list(found) == [2, 4]
     _, model, _ = training.restore_model(tmp_path / "with")
-    rows = data.heldout_batch(settings.data, settings.task, vocab_size=256)
+    rows = data.HeldoutData(settings.data, settings.task, vocab_size=256).sample()
     logs = np.asarray(jax.nn.log_softmax(model(rows["inputs"])), np.float64)
     counts = rows["targets"] >= 0
     picked = np.take_along_axis(logs, np.maximum(rows["targets"], 0)[..., None], -1)[..., 0]
@@ -143,10 +143,16 @@ def _with_prompts(settings: config.Config, *prompts: str, **attention) -> config
     )
 
 
+def _periodic(program: training.Program) -> evaluation.Periodic:
+    settings = program.config
+    opened = data.HeldoutData(settings.data, settings.task, vocab_size=settings.model.vocab_size)
+    return evaluation.Periodic(program, opened)
+
+
 def test_prompts_that_a_run_cannot_have_are_errors_at_its_start(settings):
     def error(settings: config.Config) -> str:
         with pytest.raises(ValueError, match=r"evaluation\.prompts") as caught:
-            evaluation.Periodic(training.Program(settings, sharding.whole_mesh()))
+            _periodic(training.Program(settings, sharding.whole_mesh()))
         return str(caught.value)
 
     tokens = dataclasses.replace(settings.data, source="tokens", heldout_fraction=0.0)
@@ -156,7 +162,7 @@ def test_prompts_that_a_run_cannot_have_are_errors_at_its_start(settings):
         error(_with_prompts(settings, "the", "caf\udce9")) == "evaluation.prompts: 'caf\\udce9' is not UTF-8"
     )
     learned = {"position": "learned_absolute", "max_document_length": 130}
-    evaluation.Periodic(training.Program(_with_prompts(settings, "th", **learned), sharding.whole_mesh()))
+    _periodic(training.Program(_with_prompts(settings, "th", **learned), sharding.whole_mesh()))
     assert error(_with_prompts(settings, "a", "the", **learned)) == (
         "evaluation.prompts: a prompt and its 128 tokens must fit model.attention.max_document_length, 130; shorten "
         "or leave out the prompts"
@@ -167,7 +173,7 @@ def test_prompts_that_a_run_cannot_have_are_errors_at_its_start(settings):
     )
     program.mesh = types.SimpleNamespace(size=8)
     with pytest.raises(ValueError, match=r"data\.source text and 8 devices: leave them out"):
-        evaluation.Periodic(program)
+        _periodic(program)
 
 
 def test_prompts_are_continued_without_the_implementation_that_trains(settings, monkeypatch):
@@ -180,7 +186,7 @@ def test_prompts_are_continued_without_the_implementation_that_trains(settings, 
         return generate(model, *arguments, **options)
 
     monkeypatch.setattr(generation, "generate", record)
-    assert evaluation.Periodic(program).texts(program.init_state())["a"].startswith("a")
+    assert _periodic(program).texts(program.init_state())["a"].startswith("a")
     assert used == [None]
 
 
@@ -250,7 +256,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, c
     capsys.readouterr()
     assert train.train(settings, tmp_path / "stopped") == 128 + number
     # Update 3 was running when the metrics of update 2 arrived.
-    assert "stopped after step 3, which is saved; the same command again goes on" in capsys.readouterr().out
+    assert "stopped after step 3, which is saved; the same command resumes the run" in capsys.readouterr().out
     assert (tmp_path / "stopped" / "checkpoints" / "3").is_dir()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(metrics.Reporter, "report", report)
@@ -403,7 +409,7 @@ def test_a_signal_during_the_last_save_stops_before_the_evaluation(
     assert (tmp_path / "context_loss.csv").exists()
 
 
-def test_held_out_data_is_opened_for_each_evaluation_once(tmp_path, settings, monkeypatch):
+def test_data_is_opened_once(tmp_path, settings, monkeypatch):
     opened = []
     open_documents = text.open_documents
 
@@ -416,10 +422,8 @@ def test_held_out_data_is_opened_for_each_evaluation_once(tmp_path, settings, mo
         opened.clear()
         evaluated = config.EvaluationConfig(context_lengths=lengths)
         changed = dataclasses.replace(settings, evaluation=evaluated)
-        data.train_dataset(changed.data, vocab_size=256)
-        evaluation.check_settings(changed)
-        evaluation.Periodic(training.Program(changed, sharding.whole_mesh()))
-        assert opened == [False, True, True]
+        assert train.train(changed, tmp_path / str(lengths)) == 0
+        assert opened == [False, True]
 
 
 def test_an_error_of_the_held_out_loss_comes_before_the_first_update(tmp_path, settings, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -132,6 +133,39 @@ def test_not_a_workdir(tmp_path):
     (tmp_path / "config.json").write_text('{"model": {"depth": 3}}')
     with pytest.raises(ValueError, match="ModelConfig has no depth"):
         workdir.read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("model.layers", "100000", "model.layers is 100000; it must be at most 1024"),
+        ("model.layers", "1.0", "model.layers is 1.0, a float; it must be an int: write 1"),
+        ("model.width", str(10**30), "model.width is an integer of 100 bits; it must fit in 64"),
+        ("model.dtype", "1", "dtype is 1; it must be a dtype or its name"),
+        ("training.seed", str(10**30), "training.seed is an integer of 100 bits; it must fit in 64"),
+        ("data.seed", str(2**32), "data.seed is 4294967296; it must be at least 0 and below 4294967296"),
+        ("optimizer.learning_rate", "NaN", "optimizer.learning_rate is nan; it must be a finite number"),
+        ("optimizer.clip_norm", "Infinity", "optimizer.clip_norm is inf; it must be a finite number"),
+        ("model.attention", "[" * 1000 + "]" * 1000, "its JSON has more than 32 levels"),
+    ],
+)
+def test_settings_that_no_run_can_have(tmp_path, path, value, message):
+    values = dataclasses.asdict(_settings())
+    group, name = path.split(".")
+    values[group][name] = "here"
+    (tmp_path / "config.json").write_text(json.dumps(values).replace('"here"', value))
+    with pytest.raises(ValueError, match=re.escape(f"config.json: {message}")) as caught:
+        workdir.read_config(tmp_path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="is not the settings of a run and would be overwritten"):
+        workdir.open_workdir(tmp_path, _settings())
+
+
+def test_data_that_cannot_be_read(tmp_path):
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    (tmp_path / "data.json").write_text('{"a": ' * 1000 + "0" + "}" * 1000)
+    with pytest.raises(ValueError, match=r"data\.json: its JSON has more than 32 levels"):
+        workdir.record_data(tmp_path, {"digest": "a"})
 
 
 def test_files_of_the_user_are_not_overwritten_through_links(tmp_path):

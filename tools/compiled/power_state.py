@@ -44,9 +44,8 @@ CASES = [
 # Every supported size, dtype of states and number of warpgroups.
 SIZES, QUERY_CHUNKS = cases.sizes((32, 64, 128), (64, 128)), (64, 128, 192, 384)
 RARE = [f"update-{size}-{dtype}" for size in SIZES for dtype in cases.STATES]
-RARE += [
-    f"query-{size}-c{chunk}-{dtype}" for size in SIZES for chunk in QUERY_CHUNKS for dtype in cases.STATES
-]
+QUERIES = [f"{size}-c{chunk}-{dtype}" for size in SIZES for chunk in QUERY_CHUNKS for dtype in cases.STATES]
+RARE += [f"query-{case}" for case in QUERIES]
 RARE = sorted(set(RARE) - set(CASES))
 # Latency of the last wgmma of each product and of barriers; a guess, not a measurement.
 WAITING_CYCLES = 120

@@ -26,13 +26,7 @@ CASES = [
 ]
 
 # Every supported size, dtype of states and number of warpgroups.
-RARE = [
-    f"dq-{size}-c{chunk}-{dtype}"
-    for size in forward.SIZES
-    for chunk in forward.QUERY_CHUNKS
-    for dtype in cases.STATES
-]
-RARE = sorted(set(RARE) - set(CASES))
+RARE = sorted({f"dq-{case}" for case in forward.QUERIES} - set(CASES))
 
 
 def build(case: str):

@@ -99,7 +99,7 @@ def stored_start(state, key, value):
     """Converts a state (kv, norm) to the layout of stored states, but in float32 and in its own scale."""
     layout = layouts.layout_for(key.shape[-1], value.shape[-1])
     start, norm = start_of(state, key.shape[0] * key.shape[2], key.shape[-1], layout)
-    return layouts.beside(start * _weights(layout), layout), norm
+    return layouts.side_by_side(start * _weights(layout), layout), norm
 
 
 def _weights(layout):
@@ -149,16 +149,16 @@ def states_of(vector, scalars, value, carried, start, *, layout, call: configs.C
     )
 
     def stored(state):
-        return layouts.beside(state * weights, layout)
+        return layouts.side_by_side(state * weights, layout)
 
     return segments.join(states, finals, carried.log2_carry, stored, interpret=call.interpret)
 
 
 def norms(vector, strength, carried, start):
-    """Returns Z, sums of y y^T with weights `strength`, before each chunk and after the last, [H, n + 1, rows, rows].
+    """Returns the normalizers Z before each chunk and after the last, [H, n + 1, rows, rows].
 
-    vector: y, float16 [H, rows, X]; strength: float32 [H, n, C], of either sign; start: float32 [H, rows, rows]. The
-    result is float32, scaled like the states.
+    Z is the sum of y y^T with weights `strength`. vector: y, float16 [H, rows, X]; strength: float32 [H, n, C], of
+    either sign; start: float32 [H, rows, rows]. The result is float32, scaled like the states.
 
     Operands are float16: two roundings of 2^-12 in each of many terms, far below the effect of the states' roundings on
     the numerators. Weights are first divided by the largest of their chunk, to stay in range.

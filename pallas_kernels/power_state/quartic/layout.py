@@ -33,13 +33,13 @@ __all__ = [
     "UNIT",
     "WEIGHT_BITS",
     "Layout",
-    "beside",
     "canonical_of",
     "from_canonical",
     "layout_for",
     "norm_from_canonical",
     "norm_to_canonical",
     "pairs",
+    "side_by_side",
     "to_canonical",
 ]
 
@@ -89,7 +89,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Number of entries of y, including the zeros in front of them."""
+        """Number of entries of y, including the zeros before them."""
         return self.blocks * COLUMNS
 
     @functools.cached_property
@@ -184,7 +184,7 @@ def pairs(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
     return np.triu_indices(head_dim)
 
 
-def beside(state: jax.Array, layout: Layout) -> jax.Array:
+def side_by_side(state: jax.Array, layout: Layout) -> jax.Array:
     """Converts stacks in accumulator layout, [..., 64, 48], to [..., E, P], with their scalars side by side."""
     split = state.reshape(*state.shape[:-2], layout.per_stack, layout.value_dim, COLUMNS)
     return jnp.swapaxes(split, -3, -2).reshape(*state.shape[:-2], layout.value_dim, layout.width)

@@ -65,10 +65,10 @@ def tables(layout):
     16], the matrices that select the first and the second index of each product.
     """
     low, high = layouts.pairs(layout.head_dim)
-    front = layout.rows - layout.products
-    block = _selections(low, high, front, 0, layout).reshape(-1, layout.blocks, layouts.COLUMNS)
-    behind = layout.scalar_rows - layout.products
-    scalar = _selections(*layout.scalars.T, 0, behind, layout).reshape(
+    before = layout.rows - layout.products
+    block = _selections(low, high, before, 0, layout).reshape(-1, layout.blocks, layouts.COLUMNS)
+    after = layout.scalar_rows - layout.products
+    scalar = _selections(*layout.scalars.T, 0, after, layout).reshape(
         -1, layout.scalar_rows // _SCALARS, _SCALARS
     )
     scalar = np.pad(scalar, [(0, 0), (0, 0), (0, _COLUMNS - _SCALARS)])
@@ -79,13 +79,13 @@ def tables(layout):
     }
 
 
-def _selections(low, high, front, behind, layout):
+def _selections(low, high, before, after, layout):
     """Returns two stacked matrices, [2 D, products], that select the first and second index of each product.
 
     Each column of a matrix has a single one.
     """
     both = np.concatenate([np.arange(layout.head_dim)[:, None] == index for index in (low, high)])
-    return np.pad(both, [(0, 0), (front, behind)]).astype(np.float32)
+    return np.pad(both, [(0, 0), (before, after)]).astype(np.float32)
 
 
 def scratch(layout, count, stages, vector, scalars, states):

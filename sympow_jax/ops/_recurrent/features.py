@@ -167,7 +167,7 @@ def _splits(head_dim: int, power: int) -> tuple[int, ...]:
 
 @functools.cache
 def _table(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns each feature's canonical position, and each canonical feature's number of occurrences and first position.
+    """Returns each feature's canonical position, and the number and first of each canonical feature's occurrences.
 
     Positions are int32: with int64 the dtype would depend on whether the caller has enabled 64-bit types in JAX.
     """

@@ -37,11 +37,11 @@ class _Tokens(NamedTuple):
 
 
 def _attention(plan, query, key, value, log_decay, segment_ids, state):
-    """Computes Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p and b_ij = prod_{j < m <= i} gamma_m.
+    """Computes Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p.
 
-    This is the attention formulation of section 3.1. Keys already in `state` contribute through their features. `key`
-    may be longer than `query`; the queries are its last tokens. With decays per value channel, b_ij differs per
-    channel, which the paper leaves to future work.
+    This is the attention formulation of section 3.1, with b_ij = prod_{j < m <= i} gamma_m. Keys already in `state`
+    contribute through their features. `key` may be longer than `query`; the queries are its last tokens. With decays
+    per value channel, b_ij differs per channel, which the paper leaves to future work.
     """
     time = query.shape[1]
     tokens = _tokens(plan, key, value, log_decay, segment_ids, state)

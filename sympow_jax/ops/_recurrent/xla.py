@@ -1,7 +1,7 @@
-"""Power attention in plain JAX, on any device: the chunked form, its context-parallel version, and the attention form.
+"""Power attention in plain JAX: the chunked form, its context-parallel version, and the attention form.
 
-Products of float32 inputs use the highest precision, those of bfloat16 inputs are in float32 at the device's default
-precision.
+It runs on any device. Products of float32 inputs use the highest precision, those of bfloat16 inputs are in float32 at
+the device's default precision.
 """
 
 import dataclasses
