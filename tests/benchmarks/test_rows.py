@@ -9,38 +9,39 @@ import pytest
 
 from benchmarks import _rows
 
-# Measures the row {"number": n}; the first has a fault.
+# Measures the row {"number": n}; the first ones have a fault each.
 PROGRAM = """
-import sys, time
+import os, sys, time
 from benchmarks import _rows
 def measure(row):
     print("noise")
-    if row["number"] == 0:
-        FAULT
+    match row["number"]:
+FAULTS
     with _rows.exclusive():
         return {"seconds": 1.0, "machine": {"jax": str(row["number"])}}
 _rows.print_result(measure, sys.argv[1].removeprefix("--row="))
 """
 
 
-def measured(fault, count=2, **limits):
-    command = [sys.executable, "-c", PROGRAM.replace("FAULT", fault)]
+def measured(*faults, count=2, **limits):
+    cases = (f"        case {number}:\n            {fault}" for number, fault in enumerate(faults))
+    command = [sys.executable, "-c", PROGRAM.replace("FAULTS", "\n".join(cases))]
     return list(_rows.in_processes([{"number": n} for n in range(count)], command, **limits))
 
 
-@pytest.mark.parametrize(
-    ("fault", "note"),
-    [
-        ("raise ValueError('a mistake')", "ValueError: a mistake"),
-        ("raise NotImplementedError('there is no GPU')", "there is no GPU"),
-        ("sys.exit('segmentation fault')", "segmentation fault"),
-        ("import os; os.kill(os.getpid(), 11)", "exit status -11: no message"),
-    ],
-)
-def test_a_row_that_fails_is_lost_alone(fault, note):
-    failed, measured_row = measured(fault, seconds=60.0, jobs=2)
-    assert failed == {"number": 0, "note": note}
-    assert measured_row == {"number": 1, "seconds": 1.0, "machine": {"jax": "1"}}
+NOTES = {
+    "raise ValueError('a mistake')": "ValueError: a mistake",
+    "raise NotImplementedError('there is no GPU')": "there is no GPU",
+    "sys.exit('segmentation fault')": "segmentation fault",
+    "os.kill(os.getpid(), 11)": "exit status -11: no message",
+}
+
+
+def test_a_row_that_fails_is_lost_alone():
+    *failed, measured_row = measured(*NOTES, count=len(NOTES) + 1, seconds=60.0, jobs=2)
+    assert failed == [{"number": number, "note": note} for number, note in enumerate(NOTES.values())]
+    last = len(NOTES)
+    assert measured_row == {"number": last, "seconds": 1.0, "machine": {"jax": str(last)}}
 
 
 def test_a_row_that_hangs_is_ended():

@@ -54,12 +54,12 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def test_two_runs_end_to_end(trained, tmp_path):
-    done = run(
-        f"--workdir={trained}/a,{trained}/b/", "--context_lengths=4,...,32", f"--out={tmp_path}/new/folder"
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "positions up to" in done.stdout
+def test_two_runs_end_to_end(trained, tmp_path, capsys):
+    workdirs, out = f"--workdir={trained}/a,{trained}/b/", f"--out={tmp_path}/new/folder"
+    assert eval_program.main([workdirs, "--context_lengths=4,...,32", out]) == 0
+    printed, error = capsys.readouterr()
+    assert error == ""
+    assert "positions up to" in printed
     records = read(tmp_path / "new" / "folder" / "context_loss.csv")
     assert [(record["run"], record["context_length"]) for record in records] == [
         (name, str(length)) for name in "ab" for length in (4, 8, 16, 32)

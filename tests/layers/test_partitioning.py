@@ -25,25 +25,29 @@ auto = (jax.sharding.AxisType.Auto,) * 4
 mesh = jax.make_mesh((2, 1, 2, 2), partitioning.AXES, axis_types=auto)
 
 @jax.jit
-def run(params, x):
+def run(params, x, counts):
     def loss(params, x):
         out = nnx.merge(graph, params)(x)
-        return (out * jnp.cos(out)).sum(), out
+        return (counts * out * jnp.cos(out)).sum(), out
     (_, out), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
-    return out, gradients
+    return gradients[0], (out, gradients[1])
 
 def worst(actual, expected):
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in map(jax.device_get, pairs))
 
-# Rows and times that the mesh divides, and some that it does not.
-for shape in ((4, 32), (3, 31)):
-    x = jax.random.normal(jax.random.key(1), (*shape, 48))
-    alone = run(params, x)
+# Rows and times that the mesh divides, and some that it does not. Alone, these are the first of all rows and times,
+# which are one program.
+whole = jax.random.normal(jax.random.key(1), (4, 32, 48))
+for rows, times in ((4, 32), (3, 31)):
+    part = np.s_[:rows, :times]
+    gradients, arrays = run(params, whole, jnp.zeros((4, 32, 1)).at[part].set(1))
+    alone = gradients, [x[part] for x in arrays]
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        divided = run(jax.device_put(params, everywhere), jax.device_put(x, everywhere))
-    print(json.dumps(worst(divided, alone)))
+        x, counts = whole[part], jnp.ones((rows, times, 1))
+        gradients, arrays = run(*(jax.device_put(x, everywhere) for x in (params, x, counts)))
+    print(json.dumps(worst((gradients, list(arrays)), alone)))
 """
 
 

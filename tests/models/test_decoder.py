@@ -15,7 +15,9 @@ TIME = 30
 SEGMENT_IDS = np.array([[0] * 7 + [1] * 6 + [-1] * 3 + [1] * 4 + [0] * 10, [5] * TIME], np.int32)
 
 
-def small(preset, *, layers=1, **changes):
+def small(preset, **changes):
+    """Returns a model of one layer, of two where the form is the attention form."""
+    layers = 2 if changes.get("form") == "attention" else 1
     attention = config.preset(preset, **{"exact_window": 4, **changes})
     model = config.ModelConfig(
         vocab_size=32, layers=layers, width=16, heads=4, kv_heads=2, dtype="float32", attention=attention
@@ -133,12 +135,21 @@ MEMORIES = {
 }
 
 
+# Conformal attention has the gates of the one and the positions of the other.
+RARE = ("sympow_gated", "sympow_learned_rope")
+
+
 @pytest.mark.parametrize(
-    ("preset", "changes"), [(name, changes) for name, many in MEMORIES.items() for changes in many]
+    ("preset", "changes"),
+    [
+        pytest.param(name, changes, marks=pytest.mark.slow if name in RARE else ())
+        for name, many in MEMORIES.items()
+        for changes in many
+    ],
 )
 def test_streaming_equals_one_call(preset, changes):
     """Documents begin and end inside calls, with padding, calls of one token and calls of many."""
-    model = small(preset, layers=2 if changes == {"form": "attention"} else 1, **changes)
+    model = small(preset, **changes)
     whole = run(model, tokens(), SEGMENT_IDS)
     state, parts = model.init_state(2, max_length=TIME), []
     cuts = (0, 1, 15, 16, TIME)  # within documents, within padding, one token and fourteen at a time

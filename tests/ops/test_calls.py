@@ -30,6 +30,9 @@ def test_a_second_call_compiles_nothing(name):
     jax.block_until_ready(f(**arguments))
     assert not [event for event in _events if "compile" in event]
 
-    jitted = jax.jit(f)
-    jax.block_until_ready(jitted(**arguments))
-    assert seconds(f, arguments) <= 2 * seconds(jitted, arguments) + 5e-3
+    allowance = 5e-3
+    if (own := seconds(f, arguments)) > allowance:
+        # Compiled only for a call that is slow enough to be compared.
+        jitted = jax.jit(f)
+        jax.block_until_ready(jitted(**arguments))
+        assert own <= 2 * seconds(jitted, arguments) + allowance

@@ -266,10 +266,14 @@ def test_minus_infinity_is_a_decay():
 
 def test_a_nonfinite_state_does_not_affect_other_rows():
     state = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)
-    state = dataclasses.replace(state, kv=state.kv.at[0, 1].set(np.nan), segment=state.segment.at[:].set(0))
-    arrays = drawn()
-    call = jax.jit(functools.partial(ops.power_attention, exact_window=4))
-    out = call(*(arrays[k] for k in ("query", "key", "value")), segment_ids=SEGMENTS, initial_state=state)
+    state = dataclasses.replace(
+        state,
+        kv=jnp.asarray(changed(np.asarray(state.kv), (0, 1), np.nan)),
+        segment=jnp.zeros_like(state.segment),
+    )
+    arrays = {name: x[:, : TIME // 2] for name, x in drawn().items()}
+    # The program that also continues states in the tests above.
+    out, _ = with_state("power chunked")(arrays, SEGMENTS[:, : TIME // 2], state)
     nan = np.isnan(out)
     assert nan[0, :DOCUMENT, 2:].all()
     assert nan.sum() == nan[0, :DOCUMENT, 2:].size

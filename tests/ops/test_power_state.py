@@ -148,15 +148,26 @@ def test_float32_after_float64_in_one_process():
 GRADIENT_NAMES = ("query", "key", "value", "log_decay")
 
 
-@functools.partial(jax.jit, static_argnames=("form", "implementation"))
-def gradients_through_a_state(drawn, *, form, implementation):
-    """Returns gradients of a call from one state to the next; the reference makes and reads the states."""
+def first_state(arguments, drawn):
+    """Returns the state after 40 tokens by the reference: its floats, which have gradients, and the other arrays."""
+    _, state = ops.power_attention(
+        **part(drawn | arguments, 0, 40), exact_window=6, implementation="reference", return_state=True
+    )
+    integers = {"length": state.length, "segment": state.segment}
+    return {name: x for name, x in vars(state).items() if name not in integers}, integers
 
-    def loss(arguments):
-        inputs = drawn | arguments
-        _, state = ops.power_attention(
-            **part(inputs, 0, 40), exact_window=6, implementation="reference", return_state=True
-        )
+
+@jax.jit
+def first_state_vjp(arguments, drawn, cotangent):
+    return jax.vjp(lambda arguments: first_state(arguments, drawn)[0], arguments)[1](cotangent)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("form", "implementation"))
+def gradients_from_a_state(arguments, floats, integers, drawn, *, form, implementation):
+    """Returns gradients of a call from one state to the next, which the reference reads."""
+
+    def loss(arguments, floats):
+        inputs, state = drawn | arguments, ops.PowerState(**floats, **integers)
         if form == "step":
             out, state = by_steps(inputs, 2, 6, begin=40, end=60, state=state)
         else:
@@ -174,7 +185,15 @@ def gradients_through_a_state(drawn, *, form, implementation):
         )
         return (out * drawn["dout"][:, 40:60]).sum() + (after * drawn["dout"][:, 60:80]).sum()
 
-    return jax.grad(loss)({name: drawn[name] for name in GRADIENT_NAMES})
+    return jax.grad(loss, (0, 1))(arguments, floats)
+
+
+def gradients_through_a_state(drawn, **options):
+    """Returns gradients of all arguments; those of the first tokens come through the state that they make."""
+    arguments = {name: drawn[name] for name in GRADIENT_NAMES}
+    floats, integers = jax.jit(first_state)(arguments, drawn)
+    direct, cotangent = gradients_from_a_state(arguments, floats, integers, drawn, **options)
+    return jax.tree.map(jnp.add, direct, first_state_vjp(arguments, drawn, cotangent))
 
 
 def drawn_for_gradients():

@@ -7,7 +7,6 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 import types
 
 import jax
@@ -323,42 +322,28 @@ def _command(settings: config.Config, workdir: pathlib.Path, *more: str) -> list
     return [sys.executable, "train.py", *arguments]
 
 
-def _environment(cache: pathlib.Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-    }
-
-
 def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     workdir = tmp_path / "run"
     command = _command(
         settings, workdir, "--config.training.steps=1000000", "--config.training.checkpoint_every=20"
     )
 
-    def start_and_send(number: int, least_step: int) -> tuple[int, str, str]:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=_environment(compilation_cache),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+    def start_and_send(number: int, least_step: int) -> launching.Started:
+        (run,) = launching.start(command[2:], tmp_path / "says", cache=compilation_cache)
+        launching.wait_until(
+            lambda: any(
+                int(path.name) >= least_step for path in workdir.glob("checkpoints/*") if path.name.isdigit()
+            ),
+            [run],
         )
-        while process.poll() is None and not any(
-            int(path.name) >= least_step for path in workdir.glob("checkpoints/*") if path.name.isdigit()
-        ):
-            time.sleep(0.05)
-        process.send_signal(number)
-        return process.wait(), *process.communicate()
+        run.send(number)
+        return run
 
-    code, _, _ = start_and_send(signal.SIGKILL, 20)
-    assert code == -signal.SIGKILL
-    code, out, err = start_and_send(signal.SIGINT, 60)
-    assert code == 130
-    assert err == f"{cli.SAVING}\n"
-    *plan, last = out.splitlines()
+    assert start_and_send(signal.SIGKILL, 20).wait() == -signal.SIGKILL
+    run = start_and_send(signal.SIGINT, 60)
+    assert run.wait() == 130
+    assert run.errors() == [cli.SAVING]
+    *plan, last = run.said()
     assert plan[0].startswith("model: softmax, 1 layer of width 16, ")
     assert "devices: 1 x cpu" in plan
     (first,) = (line for line in plan if line.startswith("training: step "))
