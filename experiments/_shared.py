@@ -148,7 +148,7 @@ def run(
             choices=tuple(plans),
             default="toy",
             metavar="toy|paper",
-            help="Two CPU cores and 15 minutes, or the paper's models.",
+            help="Minutes on two CPU cores, or the paper's models.",
         )
         parser.add_argument(
             "--seeds", type=_seeds, metavar="0,1,2", help="Seeds of parameters and the order of data."

@@ -20,6 +20,6 @@ run time in the tests only.
 """
 
 from jax import Array
-from jaxtyping import Bool, Float, Int, Shaped, UInt32
+from jaxtyping import Bool, Float, Int, Shaped, UInt, UInt32
 
-__all__ = ["Array", "Bool", "Float", "Int", "Shaped", "UInt32"]
+__all__ = ["Array", "Bool", "Float", "Int", "Shaped", "UInt", "UInt32"]

@@ -1,6 +1,7 @@
 """Settings of the optimizer, training, sharding and evaluation, and of a whole run."""
 
 import dataclasses
+import math
 
 from sympow_jax.config import _checks as checks
 from sympow_jax.config import data as data_lib
@@ -60,6 +61,14 @@ class OptimizerConfig:
             "Global norm that gradients are scaled down to if theirs is larger. If none, they are not."
         ),
     )
+    learning_rate_factors: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=fields.about(
+            "Factors of the learning rate, as PATTERN=FACTOR, for the parameters whose names match, such as "
+            "`*.attention.rate.kernel=0.1`. `*` matches any text. A factor of 0 keeps them as they are. A parameter "
+            "that matches several patterns has the product of their factors."
+        ),
+    )
     accumulate: int = dataclasses.field(
         default=1,
         metadata=fields.about(
@@ -86,6 +95,26 @@ class OptimizerConfig:
             )
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"optimizer.clip_norm is {self.clip_norm}; it must be positive")
+        _ = self.factors_by_pattern
+
+    @property
+    def factors_by_pattern(self) -> tuple[tuple[str, float], ...]:
+        """`learning_rate_factors` as pairs of a pattern and a factor."""
+        return tuple(map(_read_factor, self.learning_rate_factors))
+
+
+def _read_factor(item: str) -> tuple[str, float]:
+    pattern, _, text = item.partition("=")
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = math.nan
+    if not (pattern and 0 <= factor < math.inf):
+        raise ValueError(
+            f"optimizer.learning_rate_factors has {item!r}; it must be PATTERN=FACTOR with a factor of at least 0, "
+            f"such as *.attention.rate.kernel=0.1"
+        )
+    return pattern, factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,8 @@ def linear(
         use_bias: whether there is a bias.
         scale: factor of the initial standard deviation. GPT-2 has 1 / sqrt(2 * layers) for outputs that are added to
             the residual stream.
-        exact: whether to compute in float32, whatever `dtype`, and without a bias. Used for decays and rotation rates.
+        exact: whether to compute in float32 if `dtype` is shorter, and without a bias. Used for decays and rotation
+            rates.
         rngs: source of initial values.
     """
     return Linear(
@@ -54,7 +55,7 @@ def linear(
         size_out,
         names=names,
         use_bias=use_bias and not exact,
-        dtype=jnp.float32 if exact else jnp.dtype(dtype),
+        dtype=jnp.promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype),
         precision=jax.lax.Precision.HIGHEST if exact else None,
         scale=scale,
         rngs=rngs,

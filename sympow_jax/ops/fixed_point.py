@@ -1,51 +1,64 @@
 """Exact running sums, which do not depend on the order of addition or on where a sequence is split.
 
 A float32 sum loses terms that are small against it. These sums are 64-bit integers in units of 2^-32, stored as an
-int32 for the whole part and a uint32 for the fraction, since JAX has no wider integers by default.
+int32 for the whole part and a uint32 for the fraction, since JAX has no wider integers by default. Sums of float64 can
+have a uint64 for the fraction, in units of 2^-64.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 
-from sympow_jax.array_types import Array, Float, Int, UInt32
+from sympow_jax.array_types import Array, Float, Int, UInt
 
-__all__ = ["add", "multiply_high", "running_sum", "subtract"]
+__all__ = ["add", "bits", "multiply_high", "running_sum", "subtract"]
+
+
+def bits(x: UInt[Array, "..."]) -> int:
+    """Returns the number of bits of each integer."""
+    return 8 * x.dtype.itemsize
 
 
 def running_sum(
-    x: Float[Array, "B T K"], before: tuple[Int[Array, "B K"], UInt32[Array, "B K"]] | None = None
-) -> tuple[Int[Array, "B T K"], UInt32[Array, "B T K"]]:
-    """Returns the sums of x over time, each x >= 0 rounded to a multiple of 2^-32.
+    x: Float[Array, "B T K"],
+    before: tuple[Int[Array, "B K"], UInt[Array, "B K"]] | None = None,
+    *,
+    dtype: Any = jnp.uint32,
+) -> tuple[Int[Array, "B T K"], UInt[Array, "B T K"]]:
+    """Returns the sums of x over time, each x >= 0 rounded to a multiple of 2^-32, or of 2^-64 if `dtype` is uint64.
 
     `before` is added to the first element.
     """
     floor = jnp.floor(x)
     whole = floor.astype(jnp.int32)
-    fraction = jnp.round((x - floor) * 2.0**32).astype(jnp.uint32)
+    fraction = jnp.round((x - floor) * 2.0 ** (8 * jnp.dtype(dtype).itemsize)).astype(dtype)
     if before is not None:
         first = before[1] + fraction[:, 0]
         whole = whole.at[:, 0].add(before[0] + (first < before[1]))
         fraction = fraction.at[:, 0].set(first)
-    total = jnp.cumsum(fraction, axis=1, dtype=jnp.uint32)
+    total = jnp.cumsum(fraction, axis=1, dtype=dtype)
     # Unsigned sums wrap around; a sum smaller than its last summand has carried.
     carried = (total < fraction).astype(jnp.int32)
     return jnp.cumsum(whole + carried, axis=1, dtype=jnp.int32), total
 
 
-def add(a, b) -> tuple[Int[Array, "*shape"], UInt32[Array, "*shape"]]:
+def add(a, b) -> tuple[Int[Array, "*shape"], UInt[Array, "*shape"]]:
     """Returns the sum of two numbers, each a whole part and a fraction."""
     (whole_a, fraction_a), (whole_b, fraction_b) = a, b
     fraction = fraction_a + fraction_b
     return whole_a + whole_b + (fraction < fraction_b), fraction
 
 
-def subtract(a, b) -> tuple[Int[Array, "*shape"], UInt32[Array, "*shape"]]:
+def subtract(a, b) -> tuple[Int[Array, "*shape"], UInt[Array, "*shape"]]:
     """Returns the difference of two numbers, each a whole part and a fraction."""
     (whole_a, fraction_a), (whole_b, fraction_b) = a, b
     return whole_a - whole_b - (fraction_a < fraction_b), fraction_a - fraction_b
 
 
-def multiply_high(a: UInt32[Array, "..."], b) -> UInt32[Array, "..."]:
-    """Returns the upper 32 bits of the 64-bit product a b, from halves of 16 bits."""
-    a_high, a_low, b_high, b_low = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
-    middle = a_high * b_low + (a_low * b_low >> 16)
-    return a_high * b_high + (middle >> 16) + (a_low * b_high + (middle & 0xFFFF) >> 16)
+def multiply_high(a: UInt[Array, "..."], b) -> UInt[Array, "..."]:
+    """Returns the upper half of the bits of the product a b, from products of halves of a and b."""
+    half = bits(a) // 2
+    low = (1 << half) - 1
+    a_high, a_low, b_high, b_low = a >> half, a & low, b >> half, b & low
+    middle = a_high * b_low + (a_low * b_low >> half)
+    return a_high * b_high + (middle >> half) + (a_low * b_high + (middle & low) >> half)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax.array_types import Array, Float, Int, UInt32
+from sympow_jax.array_types import Array, Float, Int, UInt, UInt32
 from sympow_jax.ops import fixed_point
 
 __all__ = ["fixed", "learned", "words"]
@@ -56,16 +56,21 @@ def learned(
     return _learned_call(unit, np.dtype(dtype), jnp.asarray(positions), jnp.asarray(rates))
 
 
-def words(rates: Float[np.ndarray, "*rates"], count: int) -> list[UInt32[np.ndarray, "*rates"]]:
-    """Converts rates in radians to fractions of a turn, modulo one, in `count` words of 32 bits, the highest first."""
+def words(
+    rates: Float[np.ndarray, "*rates"], count: int, *, bits: int = 32
+) -> list[UInt[np.ndarray, "*rates"]]:
+    """Converts rates in radians to fractions of a turn, modulo one, in `count` words, the highest first.
+
+    A word has 32 or 64 bits.
+    """
     ratios = [float(rate).as_integer_ratio() for rate in np.ravel(rates)]
     turns = [
-        (numerator * _TURNS_PER_RADIAN << 32 * count) // (denominator << 256)
+        (numerator * _TURNS_PER_RADIAN << bits * count) // (denominator << 256)
         for numerator, denominator in ratios
     ]
-    shifts = range(32 * (count - 1), -1, -32)
-    parts = ([turn >> shift & 0xFFFFFFFF for turn in turns] for shift in shifts)
-    return [np.array(part, np.uint32).reshape(np.shape(rates)) for part in parts]
+    shifts = range(bits * (count - 1), -1, -bits)
+    parts = ([turn >> shift & (1 << bits) - 1 for turn in turns] for shift in shifts)
+    return [np.array(part, f"uint{bits}").reshape(np.shape(rates)) for part in parts]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -5,18 +5,19 @@ D), M the maximum document length (appendix A.1.2 of "Conformal Transformations 
 et al. 2025). Angles are computed in integers, since a float32 sum of positions is off by 0.15 after 2^20 tokens. A
 position is a whole number and a 32-bit fraction, and a rate theta_m / (2 pi) is a 64-bit fraction of a turn. Their
 product modulo one turn is exact to 2^-31 before it becomes a float32. The error of sine and cosine is 3e-7 after 2^20
-tokens, and nothing depends on how a sequence is split.
+tokens, and nothing depends on how a sequence is split. Float64 inputs get float64 angles, from integers of twice the
+size.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax.array_types import Array, Float, Int, UInt32
+from sympow_jax.array_types import Array, Float, Int, UInt
 from sympow_jax.ops import documents, fixed_point, phase
 from sympow_jax.ops._shared import arguments, calls
 
@@ -26,27 +27,36 @@ __all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rope_rates",
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RotaryState:
-    """Learned position after a prefix of a document, whole + fraction / 2^32, and the document's segment id.
+    """Learned position after a prefix of a document, and the document's segment id.
 
     There is one position per head, or one for each of its D/2 pairs.
 
     Attributes:
         whole: whole part of the position, in units of the rates.
-        fraction: fractional part of the position, in units of 2^-32.
+        fraction: fractional part of the position, a uint32 in units of 2^-32 or a uint64 in units of 2^-64.
         segment: segment id of the document, -1 before the first token.
     """
 
     whole: Int[Array, "B K *pairs"]
-    fraction: UInt32[Array, "B K *pairs"]
+    fraction: UInt[Array, "B K *pairs"]
     segment: Int[Array, " B"]
 
     @classmethod
-    def zeros(cls, batch: int, kv_heads: int, pairs: int | None = None) -> "RotaryState":
-        """Returns the state before any token; `pairs` is D/2 if every pair has a rate of its own."""
+    def zeros(
+        cls, batch: int, kv_heads: int, pairs: int | None = None, *, dtype: Any = jnp.float32
+    ) -> "RotaryState":
+        """Returns the state before any token.
+
+        Args:
+            batch: number of rows.
+            kv_heads: number of key/value heads.
+            pairs: D/2 if every pair has a rate of its own.
+            dtype: dtype of the angles, float32 or float64.
+        """
         shape = (batch, kv_heads) if pairs is None else (batch, kv_heads, pairs)
         return cls(
             whole=jnp.zeros(shape, jnp.int32),
-            fraction=jnp.zeros(shape, jnp.uint32),
+            fraction=jnp.zeros(shape, jnp.uint64 if dtype == jnp.float64 else jnp.uint32),
             segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
         )
 
@@ -74,7 +84,10 @@ def rope(
     """
     x = arguments.to_array("x", x)
     arguments.check_axes("x", x, "[B, T, N, D]")
-    return rotate(x, rope_angles(positions, x.shape[-1], max_document_length=max_document_length))
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return rotate(
+        x, rope_angles(positions, x.shape[-1], max_document_length=max_document_length, dtype=dtype)
+    )
 
 
 def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarray:
@@ -93,9 +106,13 @@ def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarra
 
 
 def rope_angles(
-    positions: Int[Array, "B T"], head_dim: int, *, max_document_length: int = 65_536
+    positions: Int[Array, "B T"],
+    head_dim: int,
+    *,
+    max_document_length: int = 65_536,
+    dtype: Any = jnp.float32,
 ) -> Float[Array, "B T 1 {head_dim//2}"]:
-    """Returns the angles positions * theta in radians, reduced to [-pi, pi].
+    """Returns the angles positions * theta in radians, reduced to [-pi, pi], in float32 or float64.
 
     Raises:
         ValueError: the head size is odd.
@@ -108,7 +125,9 @@ def rope_angles(
     """
     positions = arguments.to_array("positions", positions)
     arguments.check_positions("positions", positions, "[B, T]")
-    return phase.fixed(positions[..., None], rope_rates(head_dim, max_document_length=max_document_length))
+    return phase.fixed(
+        positions[..., None], rope_rates(head_dim, max_document_length=max_document_length), dtype
+    )
 
 
 def learned_angles(
@@ -129,10 +148,11 @@ def learned_angles(
 
     beta is rounded to a multiple of 2^-32 and summed in integers, restarting with every document. The angles are
     therefore bitwise identical for any split of a sequence, and equal to those of `rope` at positions from 1 if beta is
-    1. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through the
-    state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it, `state`
-    is the state before the first device's tokens, and the returned position is the one after this device's tokens.
-    Without segment ids, the tokens continue the document of the state.
+    1. Angles are float64 if `rate` is, or if the state is one of float64 angles. Then beta is rounded to a multiple of
+    2^-64. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through
+    the state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it,
+    `state` is the state before the first device's tokens, and the returned position is the one after this device's
+    tokens. Without segment ids, the tokens continue the document of the state.
 
     Raises:
         ValueError: the head size is odd, or shapes do not match.
@@ -172,17 +192,21 @@ def _learned_angles(plan, rate, segment_ids, state):
     rates, by_pair, axis_name = np.array(plan.rates), plan.by_pair, plan.axis_name
     batch, time, *heads = rate.shape
     if state is None:
-        state = RotaryState.zeros(batch, *heads)
+        state = RotaryState.zeros(batch, *heads, dtype=rate.dtype)
+    if rate.dtype == jnp.float64 and fixed_point.bits(state.fraction) == 32:
+        state = dataclasses.replace(state, fraction=state.fraction.astype(jnp.uint64) << 32)
+    word = state.fraction.dtype
+    dtype = jnp.dtype(f"float{fixed_point.bits(state.fraction)}")
     if segment_ids is None:
         segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], (batch, time))
     valid = (segment_ids >= 0).reshape(batch, time, *[1] * len(heads))
-    rate = jnp.where(valid, rate.astype(jnp.float32), 0)
+    rate = jnp.where(valid, rate.astype(dtype), 0)
     steps = _flat(jax.lax.stop_gradient(rate), 2)
 
     def reach(state):
         starts, _, last = documents.boundaries(segment_ids, state.segment)
         reached = _flat(state.whole, 1), _flat(state.fraction, 1)
-        sums = fixed_point.running_sum(steps, reached)
+        sums = fixed_point.running_sum(steps, reached, dtype=word)
         before = (documents.before_document(x, starts, first) for x, first in zip(sums, reached, strict=True))
         whole, fraction = (x.reshape(rate.shape) for x in fixed_point.subtract(sums, tuple(before)))
         return whole, fraction, starts, RotaryState(whole[:, -1], fraction[:, -1], last)
@@ -190,7 +214,7 @@ def _learned_angles(plan, rate, segment_ids, state):
     if axis_name is not None:
         state = documents.state_before(lambda state: reach(state)[-1], _add, segment_ids, state, axis_name)
     whole, fraction, starts, state = reach(state)
-    theta = jnp.asarray(rates, jnp.float32)
+    theta = jnp.asarray(rates, dtype)
     reached = (whole, fraction) if by_pair else (whole[..., None], fraction[..., None])
     return _with_gradient(axis_name, by_pair, _angles(*reached, rates), rate, starts, theta), state
 
@@ -272,18 +296,20 @@ def _flat(x, lead: int):
 
 
 def _angles(
-    whole: Int[Array, "*batch #R"], fraction: UInt32[Array, "*batch #R"], rates: Float[np.ndarray, " R"]
+    whole: Int[Array, "*batch #R"], fraction: UInt[Array, "*batch #R"], rates: Float[np.ndarray, " R"]
 ) -> Float[Array, "*batch R"]:
-    """Returns (whole + fraction / 2^32) * rates in radians, reduced to [-pi, pi], for rates up to one turn.
+    """Returns (whole + fraction / 2^bits) * rates in radians, reduced to [-pi, pi], for rates up to one turn.
 
-    A position shared by all rates has a last axis of size 1.
+    The angles have as many bits as the fraction. A position shared by all rates has a last axis of size 1.
     """
-    high, low = phase.words(rates, 2)
-    whole = whole.astype(jnp.uint32)
-    # In units of 2^-32 turns; uint32 wraps around modulo one turn.
+    bits = fixed_point.bits(fraction)
+    high, low = phase.words(rates, 2, bits=bits)
+    whole = whole.astype(fraction.dtype)
+    # In units of 2^-bits turns; unsigned integers wrap around modulo one turn.
     turn = whole * high + fixed_point.multiply_high(whole, low) + fixed_point.multiply_high(fraction, high)
-    signed = jax.lax.bitcast_convert_type(turn, jnp.int32)
-    return signed.astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
+    signed = jax.lax.bitcast_convert_type(turn, jnp.dtype(f"int{bits}"))
+    dtype = jnp.dtype(f"float{bits}")
+    return signed.astype(dtype) * np.asarray(2 * np.pi / 2**bits, dtype)
 
 
 def _add(a: RotaryState, b: RotaryState) -> RotaryState:

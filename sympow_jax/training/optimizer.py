@@ -1,13 +1,17 @@
 """Optax optimizers from an `OptimizerConfig`."""
 
+import fnmatch
 import functools
+import math
+from typing import Any
 
 import jax
+import numpy as np
 import optax
 
-from sympow_jax import config
+from sympow_jax import config, models, spelling
 
-__all__ = ["learning_rate", "make_optimizer"]
+__all__ = ["factors", "learning_rate", "make_optimizer"]
 
 
 def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedule:
@@ -35,15 +39,41 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     return lambda count: schedule(count + 1)
 
 
+def factors(settings: config.OptimizerConfig, params: optax.Params) -> Any:
+    """Returns the factor of each parameter's learning rate, for parameters by layer.
+
+    It is the product of the factors of all patterns in `learning_rate_factors` that the parameter's name matches.
+
+    Raises:
+        ValueError: a pattern matches no parameter.
+    """
+    names = jax.tree_util.tree_map_with_path(lambda path, _: models.parameter_name(path), params)
+    known = jax.tree.leaves(names)
+    pairs = settings.factors_by_pattern
+    for pattern, _ in pairs:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
+            near = spelling.remedy(pattern, known, otherwise=f"the names are {', '.join(known)}")
+            raise ValueError(
+                f"optimizer.learning_rate_factors has the pattern {pattern!r}, which matches no parameter; {near}"
+            )
+    return jax.tree.map(
+        lambda name: math.prod(factor for pattern, factor in pairs if fnmatch.fnmatchcase(name, pattern)),
+        names,
+    )
+
+
 def make_optimizer(
-    settings: config.OptimizerConfig, steps: int, params: optax.Params
+    settings: config.OptimizerConfig, steps: int, params: optax.Params, factors: Any
 ) -> optax.GradientTransformation:
     """Returns Adam, AdamW (decay on matrices only) or SGD with momentum `b1`, after clipping by global norm.
+
+    Updates, with their weight decay, are then multiplied by the factors, which have no state.
 
     Args:
         settings: settings of the optimizer.
         steps: number of updates, at which the schedules end.
         params: tree of the parameters' shapes, of one layer where they are stacked.
+        factors: tree of the factors of the learning rate, arrays of one per layer where parameters are stacked.
     """
     rate = learning_rate(settings, steps)
     if settings.name == "adam":
@@ -59,10 +89,22 @@ def make_optimizer(
         )
     else:
         update = optax.sgd(rate, momentum=settings.b1)
-    if settings.clip_norm is None:
-        return update
-    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
+    if settings.clip_norm is not None:
+        update = optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
+    if settings.learning_rate_factors:
+        update = optax.chain(
+            update, optax.stateless(lambda changes, _: jax.tree.map(_scaled, changes, factors))
+        )
+    return update
 
 
 def _inverse_sqrt(peak: float, warmup: int, since_warmup: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     return peak * (max(warmup, 1) / (warmup + since_warmup)) ** 0.5
+
+
+def _scaled(change: Any, factor: Any) -> Any:
+    """Returns the change times its factor, or its factors by layer."""
+    if np.all(factor == 1):
+        return change
+    factor = np.asarray(factor, change.dtype)
+    return change * factor.reshape(*factor.shape, *[1] * (change.ndim - factor.ndim))

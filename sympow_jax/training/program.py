@@ -69,10 +69,13 @@ class Program:
         self.params: Params = jax.tree_util.tree_map_with_path(shard, params)
         self.statistics: Params = jax.tree.map(self._placed, statistics)
         self.kernels = tuple(block.attention.kernel for block in model.blocks)
-        one_layer = self.params
+        one_layer, factors = self.params, optimizer.factors(config.optimizer, self.params)
         if self._scans:
             one_layer = stacking.stack(self.params, join=lambda leaves: leaves[0])
-        self._optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, one_layer)
+            factors = stacking.stack(factors, join=np.array)
+        self._optimizer = optimizer.make_optimizer(
+            config.optimizer, config.training.steps, one_layer, factors
+        )
 
     def _placed(
         self, leaf: Any, spec: jax.sharding.PartitionSpec = partitioning.REPLICATED

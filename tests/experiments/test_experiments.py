@@ -89,6 +89,26 @@ def test_parameters_of_gate_and_learned_rotary_are_the_papers():
     assert more == pytest.approx({"sympow": 0, "gated": 0.09, "conformal": 0.18}, abs=0.005)
 
 
+def test_rotation_rates(experiment):
+    rows, content = experiment("rotation_rates", "--variants=gated,conformal,conformal 0.1")
+    assert [(row["variant"], row["seed"]) for row in rows] == [
+        (variant, seed) for seed in "01" for variant in ("gated", "conformal", "conformal 0.1")
+    ]
+    assert content["runs"]["conformal_p2_context16_tokens32_steps2_seed0"] == {
+        "model.attention.position": "learned_rope"
+    }
+    assert content["runs"]["conformal_0.1_p2_context16_tokens32_steps2_seed0"] == {
+        "model.attention.position": "learned_rope",
+        "optimizer.learning_rate_factors": ["*.attention.rate.kernel=0.1"],
+    }
+    for column in ("training", "heldout_16", "heldout_32"):
+        by_seed = [float(rows[i + 2][column]) - float(rows[i][column]) for i in (0, 3)]
+        found = content["differences_from_gated"][column]["conformal 0.1"]
+        assert found["mean"] == pytest.approx(sum(by_seed) / 2, abs=2e-6)
+        # Of two numbers, half of their distance.
+        assert found["standard_error"] == pytest.approx(abs(by_seed[0] - by_seed[1]) / 2, abs=2e-6)
+
+
 def test_lrpe(experiment):
     rows, content = experiment("lrpe", "--variants=rope")
     assert [row["variant"] for row in rows] == ["rope"]

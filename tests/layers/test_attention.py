@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, layers
+from sympow_jax import config, layers, ops
+from sympow_jax.layers.attention import kernels
 from sympow_jax.ops import kv_cache
 
 WIDTH, TIME = 16, 24
@@ -95,6 +96,36 @@ def test_bfloat16_is_for_matrix_products_only(preset):
     exact = run(make(preset, exact_window=4), x.astype(jnp.float32))
     error = out.astype(jnp.float32) - exact
     assert np.sqrt((error**2).mean() / (exact**2).mean()) < 2e-2
+
+
+@pytest.mark.parametrize("preset", ["conformal", "sympow_gated"])
+def test_float64_is_right_to_float64(preset):
+    x = np.random.default_rng(0).standard_normal((1, TIME, WIDTH))
+    with jax.enable_x64(True):
+        kernel = kernels.make(config.preset(preset), num_heads=4, num_kv_heads=2, head_dim=4, dtype="float64")
+        layer = layers.Attention(WIDTH, kernel, dtype=jnp.float64, rngs=0)
+        names = ("query", "key", "value", "out", "decay") + (("rate",) if preset == "conformal" else ())
+        weights = {name: np.asarray(getattr(layer, name).kernel[...], np.float64) for name in names}
+        out = np.asarray(run(layer, jnp.asarray(x)))
+
+    def heads(name):
+        return (x[0] @ weights[name]).reshape(TIME, -1, 4)
+
+    beta = 1 + np.tanh(x[0] @ weights["rate"]) if preset == "conformal" else np.ones((TIME, 2))
+    turns = np.exp(1j * np.cumsum(beta, 0)[..., None] * ops.rotary.rope_rates(4))
+    query, key = (
+        (found[..., 0::2] + 1j * found[..., 1::2]) * np.repeat(turns, found.shape[1] // 2, axis=1)
+        for found in map(heads, ("query", "key"))
+    )
+    decay = np.cumsum(-np.log1p(np.exp(-x[0] @ weights["decay"])), 0)
+    mixed = []
+    for head in range(4):
+        scores = (query[:, head] @ key[:, head // 2].conj().T).real
+        discount = np.exp(np.minimum(decay[:, None, head // 2] - decay[None, :, head // 2], 0))
+        power = np.tril(scores**2 * discount)
+        mixed.append(power / power.sum(1, keepdims=True) @ heads("value")[:, head // 2])
+    expected = np.concatenate(mixed, 1) @ weights["out"]
+    np.testing.assert_allclose(out[0], expected, rtol=1e-10, atol=1e-10 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,10 @@
 """Tests of exact running sums against Python's integers."""
 
+import functools
+
 import jax
 import numpy as np
+import pytest
 
 from sympow_jax.ops import fixed_point
 
@@ -32,9 +35,24 @@ def test_differences_borrow():
     np.testing.assert_array_equal(as_integers(fixed_point.subtract(a, b)), as_integers(a) - as_integers(b))
 
 
-def test_multiply_high():
+@pytest.mark.parametrize("bits", [32, 64])
+def test_multiply_high(bits):
     rng = np.random.default_rng(0)
-    a, b = rng.integers(0, SCALE, (2, 1000), dtype=np.uint64).astype(np.uint32)
-    a[:2], b[:2] = SCALE - 1, (SCALE - 1, 0)
-    exact = [int(m) * int(n) >> 32 for m, n in zip(a, b, strict=True)]
-    np.testing.assert_array_equal(fixed_point.multiply_high(a, b), exact)
+    largest = 2**bits - 1
+    a, b = rng.integers(0, largest, (2, 1000), dtype=np.uint64, endpoint=True).astype(f"uint{bits}")
+    a[:2], b[:2] = largest, (largest, 0)
+    exact = np.array([int(m) * int(n) >> bits for m, n in zip(a, b, strict=True)], f"uint{bits}")
+    with jax.enable_x64(bits == 64):
+        np.testing.assert_array_equal(jax.jit(fixed_point.multiply_high)(a, b), exact)
+
+
+def test_sums_of_float64_are_exact_to_64_bits():
+    x = 2 * np.random.default_rng(0).random((1, 500, 3))
+    with jax.enable_x64(True):
+        whole, fraction = (
+            np.asarray(part)
+            for part in jax.jit(functools.partial(fixed_point.running_sum, dtype=np.uint64))(x)
+        )
+    # A float64 of at least 2^-11 is a multiple of 2^-64.
+    exact = np.cumsum([[[int(number * 2.0**64) for number in row] for row in x[0]]], axis=1)
+    np.testing.assert_array_equal(whole.astype(object) * 2**64 + fraction.astype(object), exact)

@@ -1,11 +1,15 @@
 """Tests of rotary encodings against float64, over long documents and any split."""
 
+import fractions
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sympow_jax.ops import rotary
+from tests.ops import exact_angles as rational
 
 LONGEST = 65_536
 
@@ -213,13 +217,66 @@ def test_gradient_is_that_of_the_unrounded_sum(pairs):
     assert not gradients[0][0, 10:14].any()  # padding
 
 
-def test_works_with_x64():
+def test_float32_angles_are_the_same_with_x64():
     rate = random_rates((1, 20, 1))
     expected, _ = learned_angles(rate, 8)
+    fixed = rope_angles(np.arange(20)[None], 8)
     with jax.enable_x64(True):
-        angles, state = learned_angles(rate.astype(np.float64), 8)
+        angles, state = learned_angles(rate, 8)
         assert (state.whole.dtype, state.fraction.dtype, angles.dtype) == (jnp.int32, jnp.uint32, jnp.float32)
         np.testing.assert_array_equal(angles, expected)
+        np.testing.assert_array_equal(rope_angles(np.arange(20)[None], 8), fixed)
+
+
+def rational_angles(reached, head_dim):
+    """Returns the angles, in [-pi, pi], at positions that are fractions, in rational arithmetic, [positions, D/2]."""
+    turn = 2 * rational.PI
+    turns = [
+        [position * fractions.Fraction(rate) / turn for rate in rotary.rope_rates(head_dim).tolist()]
+        for position in reached
+    ]
+    return np.array([[float((x - round(x)) * turn) for x in row] for row in turns])
+
+
+@pytest.mark.parametrize("split", [None, 1000])
+def test_learned_angles_of_float64_rates(split):
+    rate = 1 + np.tanh(np.random.default_rng(0).standard_normal((1, 2**14, 1)))
+    reached = list(itertools.accumulate(map(fractions.Fraction, rate.ravel().tolist())))
+    with jax.enable_x64(True):
+        if split is None:
+            angles, state = learned_angles(rate, 8)
+        else:
+            # Of the float32 kind, as a layer makes it.
+            first, state = learned_angles(rate[:, :split], 8, state=rotary.RotaryState.zeros(1, 1))
+            rest, state = learned_angles(rate[:, split:], 8, state=state)
+            angles = jnp.concatenate([first, rest], 1)
+        assert (state.fraction.dtype, angles.dtype) == (jnp.uint64, jnp.float64)
+    exact = rational_angles(reached[::97], 8)
+    assert rational.largest_difference(angles[0, ::97, 0], exact) < 1e-14
+
+
+def test_rope_of_float64_vectors():
+    positions = np.array([0, 1, 77, 2**20 + 77], np.int32)
+    x = np.random.default_rng(0).standard_normal((1, 4, 1, 8))
+    exact = rational_angles(positions.tolist(), 8)
+    with jax.enable_x64(True):
+        rotated = np.asarray(jax.jit(rotary.rope)(x, positions[None]))
+    assert rotated.dtype == np.float64
+    expected = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * exact)[:, None]
+    np.testing.assert_allclose(rotated[..., 0::2] + 1j * rotated[..., 1::2], expected, atol=1e-14)
+
+
+def test_gradient_of_float64_rates():
+    rate = 1 + np.tanh(np.random.default_rng(0).standard_normal((1, 9, 2)))
+    weight = np.random.default_rng(1).standard_normal((1, 9, 2, 4))
+
+    def loss(rate):
+        return (rotary.learned_angles(rate, 8)[0] * weight).sum()
+
+    with jax.enable_x64(True):
+        gradient = np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(rate)))
+    expected = np.cumsum((weight * rotary.rope_rates(8)).sum(-1)[:, ::-1], 1)[:, ::-1]
+    np.testing.assert_allclose(gradient, expected, rtol=1e-12)
 
 
 def test_an_odd_head_size_is_an_error():

@@ -81,6 +81,22 @@ def test_an_update_is_that_of_layers_one_after_another(settings, remat):
     _assert_close((metrics, heldout_loss), (expected_metrics, expected_loss))
 
 
+def test_learning_rate_factors_are_those_of_each_layer(settings):
+    factors = ("blocks.1.*=0", "blocks.*.attention.decay.kernel=0.5", "embedding=0.25")
+    params = []
+    for scan_layers in (False, True):
+        deep = _deep(settings, scan_layers=scan_layers)
+        optimizer = dataclasses.replace(deep.optimizer, learning_rate_factors=factors)
+        state, _, _ = _two_updates(dataclasses.replace(deep, optimizer=optimizer), _rows(settings))
+        params.append(state.params)
+    _assert_close(params[1], params[0])
+    begun = _program(deep).by_layer(_program(deep).init_state()).params
+    jax.tree.map(np.testing.assert_array_equal, params[1]["blocks"][1], begun["blocks"][1])
+    plain, _, _ = _two_updates(deep, _rows(settings))
+    kernel, other = (tree["blocks"][0]["attention"]["decay"]["kernel"] for tree in (params[1], plain.params))
+    assert not np.array_equal(kernel, other)
+
+
 def test_running_means_are_those_of_layers_one_after_another():
     settings = test_tasks.make(norm="batch", layers=2, accumulate=2)
     states = []

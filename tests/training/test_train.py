@@ -96,6 +96,34 @@ def test_ten_steps_equal_five_and_five(tmp_path, with_training, batches):
     assert found == expected
 
 
+def test_a_run_with_learning_rate_factors_is_resumed(tmp_path, with_training):
+    def with_factors(steps: int, *factors: str) -> config.Config:
+        settings = with_training(steps=steps)
+        optimizer = dataclasses.replace(settings.optimizer, learning_rate_factors=factors)
+        return dataclasses.replace(settings, optimizer=optimizer)
+
+    frozen = "*.attention.value.kernel=0"
+    with pytest.raises(
+        ValueError, match=r"matches no parameter; did you mean blocks\.0\.attention\.value\.kernel\?"
+    ):
+        train.train(with_factors(2, "blocks.0.attention.values.kernel=0"), tmp_path / "halves")
+    assert not (tmp_path / "halves").exists()
+    for steps in (2, 4):
+        assert train.train(with_factors(steps, frozen), tmp_path / "halves") == 0
+    assert train.train(with_factors(4, frozen), tmp_path / "whole") == 0
+    assert _losses(tmp_path / "whole") == _losses(tmp_path / "halves")
+    _assert_same_params(tmp_path / "whole", tmp_path / "halves")
+    _, model, _ = training.restore_model(tmp_path / "whole")
+    begun = (
+        training.Program(with_factors(4), sharding.whole_mesh()).init_state().params["blocks"][0]["attention"]
+    )
+    attention = model.blocks[0].attention
+    np.testing.assert_array_equal(attention.value.kernel[...], begun["value"]["kernel"])
+    assert (attention.key.kernel[...] != begun["key"]["kernel"]).all()
+    with pytest.raises(ValueError, match=r"optimizer\.learning_rate_factors"):
+        train.train(with_factors(6), tmp_path / "whole")
+
+
 def test_held_out_losses_are_those_of_the_formula_and_change_nothing(tmp_path, with_training):
     settings = with_training(steps=4, checkpoint_every=2)
     every = dataclasses.replace(settings.evaluation, every=2)

@@ -91,7 +91,8 @@ class Attention(nnx.Module):
     "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 3). `learned_rope_pairs`
     has a rate per pair of dimensions. The decays `channel_...` are per value channel. `channel_fixed` has ALiBi's
     slopes over all channels, `channel_constant` learns constants that start at these slopes, and `channel_learned` is
-    sigmoid(W x). Decays, rotation rates and angles, the state and the normalizer are float32, whatever `dtype` is.
+    sigmoid(W x). The state is float32, whatever `dtype` is. Decays, rotation rates and angles and the normalizer are
+    float32, or float64 if `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
     mesh with Explicit axes, rows keep the sharding of `x`, heads have that of the parameters that produce them, and
@@ -148,7 +149,7 @@ class Attention(nnx.Module):
             of_features=kernel.rotates_features,
             rngs=rngs,
         )
-        # Decays and rates are computed exactly: in float32, whatever the dtype, and without a bias.
+        # Decays and rates are computed exactly: in float32 if the dtype is shorter, and without a bias.
         if self.decay_kind.source is attention_lib.DecaySource.DATA:
             decays = kv_width if self.decay_kind.per_channel else self.kv_heads
             self.decay = project(width, decays, ("embed", "gates"), exact=True)

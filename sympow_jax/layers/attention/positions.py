@@ -160,8 +160,7 @@ class Rope(_Rotating):
     def rotation(self, rate, learned, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)
         longest = self.attention.max_document_length
-        angles = rotary.rope_angles(places, self.size, max_document_length=longest)
-        return functools.partial(rotary.rotate, angles=angles), state
+        return functools.partial(rotary.rope, positions=places, max_document_length=longest), state
 
 
 class LearnedRope(_Rotating):
