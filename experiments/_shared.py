@@ -16,6 +16,7 @@ import platform
 import shlex
 import statistics
 import time
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -93,6 +94,7 @@ class Options:
     """Options of an experiment: its flags, with the plan of its scale as defaults.
 
     `results` is the folder that the experiment writes to. `runs` is the folder of workdirs, which experiments share.
+    `more` has the flags of this experiment alone, None for those that were not given.
     """
 
     scale: str
@@ -103,6 +105,7 @@ class Options:
     runs: pathlib.Path
     data: tuple[str, ...]
     heldout: tuple[str, ...]
+    more: Mapping[str, Any]
     command: str
 
 
@@ -117,6 +120,7 @@ def run(
     base: str | None = None,
     powers: Sequence[int] = (2,),
     trains: bool = True,
+    more: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({}),
 ) -> int:
     """Runs an experiment with the arguments after its name, and returns the exit code.
 
@@ -130,6 +134,7 @@ def run(
         base: variant that may not be left out.
         powers: degrees that --power offers.
         trains: whether there are flags about data.
+        more: flags of this experiment alone, by name, each with the keyword arguments of `add_argument`.
     """
 
     def chosen(text: str) -> tuple[str, ...]:
@@ -179,6 +184,8 @@ def run(
                 metavar="PATHS",
                 help="Held-out data. For toy: if not given, a tenth of the text.",
             )
+        for flag, about in more.items():
+            parser.add_argument(f"--{flag}", **about)
         flags = parser.parse_args(arguments)
         if flags.scale == "paper" and trains and not (flags.data and flags.heldout):
             raise ValueError(
@@ -194,6 +201,7 @@ def run(
             runs=flags.out / "runs" / flags.scale,
             data=flags.data or (),
             heldout=flags.heldout or (),
+            more={flag: getattr(flags, flag) for flag in more},
             command=shlex.join(["python", "-m", f"experiments.{name}", *arguments]),
         )
         experiment(options)
@@ -486,7 +494,7 @@ def _about(options: Options, folders: Sequence[pathlib.Path]) -> dict[str, Any]:
         | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "devices": [device.device_kind for device in jax.devices()],
         "cpus": os.cpu_count(),
-    }
+    } | workdir.revision()
     if folders:
         # The full settings of the first run, and the differences of each from them.
         flat = {folder.name: serialize.flatten(workdir.read_config(folder)) for folder in folders}
@@ -537,11 +545,23 @@ class Panel:
     mark: tuple[float, str] | None = None
 
 
-def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, subtitle: str) -> None:
-    """Draws the panels side by side; one panel has its lines named at their ends, several have a legend."""
+def draw_lines(
+    path: pathlib.Path, panels: Sequence[Panel], *, title: str, subtitle: str, columns: int | None = None
+) -> None:
+    """Draws the panels side by side; one panel has its lines named at their ends, several have a legend.
+
+    If `columns` is given, panels are drawn in rows of so many.
+    """
     many = len(panels) > 1
     shared = len({panel.y_label for panel in panels}) == 1
-    figure, all_axes = figures.make(len(panels), width=max(8.0, 3.6 * len(panels)), sharey=shared)
+    columns = min(columns or len(panels), len(panels))
+    rows = -(-len(panels) // columns)
+    height = 4.8 if rows == 1 else 1.2 + 2.8 * rows
+    figure, all_axes = figures.make(
+        columns, rows=rows, width=max(8.0, 3.6 * columns), height=height, sharey=shared
+    )
+    for axes in all_axes[len(panels) :]:
+        axes.remove()
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     for axes, panel in zip(all_axes, panels):
         ends = [_draw(axes, name, _index(name, names), *line) for name, line in panel.lines.items()]
@@ -554,7 +574,7 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, subti
         if panel.level is not None:
             axes.axhline(panel.level, color="#999999", linewidth=1.0, zorder=1)
         above = {"title": panel.title} if many else {"title": title, "subtitle": subtitle}
-        y_label = "" if shared and axes is not all_axes[0] else panel.y_label
+        y_label = "" if shared and all_axes.index(axes) % columns else panel.y_label
         figures.style(axes, x_label=panel.x_label, y_label=y_label, **above)
         if panel.mark is not None:
             figures.mark(axes, *panel.mark)
@@ -562,7 +582,7 @@ def draw_lines(path: pathlib.Path, panels: Sequence[Panel], *, title: str, subti
             figures.label_lines(axes, ends)
     if many:
         figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, color=figures.INK)
-        figure.text(0.01, 0.925, subtitle, fontsize=9, color=figures.GRAY)
+        figure.text(0.01, 1 - 0.36 / height, subtitle, fontsize=9, color=figures.GRAY)
         shown = {
             line.get_label(): line for axes in all_axes for line in axes.lines if line.get_label() in names
         }

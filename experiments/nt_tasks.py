@@ -1,11 +1,8 @@
-"""NT tasks learned by expressive attention and by softmax, as curves and a table.
+"""NT tasks learned by expressive and by softmax attention: learning curves, attention matrices and robustness.
 
-uv run python -m experiments.nt_tasks --task=NT --base=16 --delay=2 --context=32 --runs=16
-uv run python -m experiments.nt_tasks --figure=3 --scale=toy
-
-Figures 3 to 7 of "Reorganizing attention-space geometry with expressive attention" (Gros 2024). A task is to continue
-series in which each symbol, 0 to base - 1, is a sum of earlier ones. With base N, delay tau and x(t) the symbol at t
-(equations 4, 8 and 9):
+Figures 3 to 7 of "Reorganizing attention-space geometry with expressive attention" (Gros 2024), and its claim that they
+are robust. A task is to continue series in which each symbol, 0 to base - 1, is a sum of earlier ones. With base N,
+delay tau and x(t) the symbol at t (equations 4, 8 and 9):
 
 NT: x(t) = x(t - tau) + x(t - tau - 1) mod N; XOR for N = 2, tau = 1.
 NT-S: x(t) = x(t - 1) + ... + x(t - tau - 1) mod N.
@@ -13,200 +10,215 @@ NT-R: NT-S where x(t - tau - 1) = 0, NT elsewhere.
 
 The first tau + 1 symbols determine a series, so there are N^(tau + 1) of each task.
 
-The model (section 4) has one head as wide as the base, one-hot symbols, no positions, LayerNorm before attention and
-before the feed-forward layer, skip connections, and one matrix from all positions to the next symbol. Weights are
-either separate for each position, as the paper's count of 802 parameters (N = 2, 16 positions) implies, or shared by
-all positions. Many copies are trained in one compiled program.
+The model (section 4) is as wide as the base. It has one-hot symbols, no positions, LayerNorm before attention and
+before the feed-forward layer, skip connections, and one matrix from all positions to the next symbol. The paper's 802
+parameters for N = 2 and 16 positions imply weights of each position's own: 66 belong to the readout with its bias, and
+each position has 12 in attention, 32 in the feed-forward layer, and a vector of 2 that the paper does not name. Here
+that vector is the bias of both LayerNorms; the matrices after them absorb their gains. Without the bias the model could
+not compute XOR: for N = 2 LayerNorm leaves only a sign, so z^2 would be the same for all symbols and the outputs would
+be odd functions of them.
 
-Of the 802 parameters, 66 belong to the readout with its bias. Each position has 46: 12 in attention, 32 in the
-feed-forward layer, and a vector of 2 that the paper does not name. Here that vector is the bias of both LayerNorms; the
-matrices after them absorb their gains. Without the bias the model could not compute XOR: for N = 2 LayerNorm leaves
-only a sign, so z^2 would be the same for all symbols and the outputs would be odd functions of them.
+An epoch is one update on a batch of 40 predictions, the next 40 symbols of one fresh series. The loss is the squared
+difference, summed over the outputs. The paper does not give the initial parameters. Matrices with n inputs begin at
+0.1 / sqrt(n), except the readout at 1 / sqrt(n). With small matrices scores are small, so that softmax attention is
+uniform and its gradient vanishes, while z^2 / sum z^2 does not depend on the scale of z. The model `readout` has no
+layers, only the readout of the one-hot symbols.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
 import json
 import pathlib
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from experiments import _shared
 from sympow_jax import atomic
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.commands import command_line
+from sympow_jax.config import fields
 from sympow_jax.evaluation import figures
-from sympow_jax.training import cli
+from sympow_jax.training import machine
 
+MODELS = ("expressive", "softmax", "readout")
 TASKS = ("NT", "NT-S", "NT-R")
-ATTENTIONS = ("expressive", "softmax")
-WEIGHTS = ("shared", "position")
-INITIALS = ("normal", "uniform")
-LEARNING_RATE, MOMENTUM = 0.02, 0.8
-PREDICTIONS = 40  # predictions per epoch, on one series, with one update each
-GREEDY = 50  # symbols predicted per test series
-TEST_BATCH = 100  # test series per batch; evaluations during training use one batch
+INITIALS = {"small": 0.1, "normal": 1.0}  # times 1 / sqrt(number of inputs)
+PREDICTIONS = 40  # per epoch
+GREEDY, LONG_GREEDY = 50, 100  # symbols after the context that test series have; the second only at the end
+_POINTS = 16  # of a learning curve
+_POINT_SERIES = 25  # test series of each run at a point of its curve
+_TEST_BATCH = 25  # series that a run continues at once
+_MIXTURES = ["+".join(chosen) for n in (1, 2, 3) for chosen in itertools.combinations(TASKS, n)]
 
-# Tasks, contexts and 16 runs are the paper's. The epochs are where its curves end or, if it names none, enough to see
-# what it describes. Weights are separate for each position, as its parameter counts imply. Figure 3 also has shared
-# weights, which show its plateau near 0.55.
-FIGURES: dict[str, dict[str, Any]] = {
-    "3": {"context": "32,52,56", "weights": "shared,position", "epochs": 14_000},
-    "4": {"base": 2, "delay": 5, "context": "16", "weights": "position", "epochs": 10_000},
-    "5": {"delay": 5, "context": "128", "weights": "position", "epochs": 2_000},
-    "6": {"task": "NT,NT-S", "weights": "position", "epochs": 4_000, "drop_after": 2_500},
-    "7": {"task": "NT-R", "context": "64,128", "weights": "position", "epochs": 4_000},
+# `documents` is the number of test series at the end of each run; 16 runs of the toy scale have the paper's 10,000 in
+# all. `steps` replaces the epochs of all figures unless it is 0.
+PLANS = {
+    "toy": _shared.Plan(seeds=tuple(range(16)), steps=0, documents=625),
+    "paper": _shared.Plan(seeds=tuple(range(16)), steps=0, documents=10_000),
+    "tiny": _shared.Plan(seeds=(0, 1), steps=4, documents=50),
 }
-# Overrides for the toy scale, which finishes within 15 minutes on two cores.
-TOY: dict[str, dict[str, Any]] = {
-    "3": {"context": "32", "runs": 4, "epochs": 1_500},
-    "4": {"runs": 8, "epochs": 2_000},
-    "5": {"runs": 2, "epochs": 1_000},
-    "6": {"runs": 4, "epochs": 2_000, "drop_after": 1_500},
-    "7": {"runs": 2, "epochs": 600},
+# By default the toy scale trains fewer runs of longer contexts, whose epochs take 2 and 7 ms.
+_TOY_CONTEXT, _TOY_SEEDS = 56, 4
+
+
+def _flag(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
+    return dataclasses.field(default=default, metadata=fields.about(help, choices=choices))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Settings of one training of several runs. Those with a help are flags, which change all figures."""
+
+    task: str = _flag("NT", "Task, or an even mixture of several.", _MIXTURES)
+    base: int = _flag(16, "Number of symbols, and width of the model.")
+    delay: int = _flag(2, "Symbols between the next one and its sum.")
+    context: int = _flag(32, "Symbols that the model sees.")
+    heads: int = _flag(1, "Heads, which divide the width.")
+    layers: int = _flag(1, "Layers of attention and feed-forward.")
+    rate: float = _flag(0.02, "Learning rate.")
+    momentum: float = _flag(0.8, "Momentum of SGD.")
+    beta: float = _flag(1.0, "Factor of softmax attention's scores (equation 1).")
+    initial: str = _flag("small", "Initial matrices, except the readout.", tuple(INITIALS))
+    attention: str = "expressive"
+    epochs: int = 500
+    drop_after: int = 0  # epochs after which the learning rate is a quarter; 0 if it stays
+
+    def __post_init__(self):
+        fields.validate(self)
+        for name, least in {"base": 2, "delay": 1, "heads": 1, "layers": 1, "rate": 0, "momentum": 0}.items():
+            if (value := getattr(self, name)) < least:
+                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if self.context <= self.delay:
+            raise ValueError(
+                f"context is {self.context}; with delay {self.delay} the next symbol is determined by the last "
+                f"{self.delay + 1}: use at least as many"
+            )
+        if self.base % self.heads:
+            raise ValueError(
+                f"heads is {self.heads}; it must divide the width, which is the base, {self.base}"
+            )
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks."""
+        return tuple(self.task.split("+"))
+
+    def name(self, task: str) -> str:
+        """Returns the paper's name of a task with this base and delay."""
+        return f"N{self.base}T{self.delay}{task[2:]}"
+
+    @property
+    def label(self) -> str:
+        """Tasks and context, and the flags that are not the defaults."""
+        listed = ("task", "base", "delay", "context")
+        changed = [f for f in dataclasses.fields(self) if "help" in f.metadata and f.name not in listed]
+        changes = [f"{f.name} {x}" for f in changed if (x := getattr(self, f.name)) != f.default]
+        return ", ".join([" + ".join(map(self.name, self.tasks)), str(self.context), *changes])
+
+
+# The paper's series and contexts, and as many epochs as show what it describes.
+FIGURES: dict[str, list[Setting]] = {
+    "figure3": [Setting(context=context) for context in (32, 52, 56)],
+    "figure4": [Setting(base=2, delay=5, context=16, epochs=10_000)],
+    "figure5": [Setting(delay=5, context=128, epochs=2_000)],
+    "figure6": [Setting(task="NT+NT-S", epochs=3_000, drop_after=2_500)],
+    "figure7": [Setting(task="NT-R", context=context, epochs=2_000) for context in (64, 128)],
+    "robustness": [
+        dataclasses.replace(setting, epochs=300)
+        for setting in (
+            Setting(),
+            Setting(heads=2),
+            Setting(layers=2),
+            *(Setting(rate=rate) for rate in (0.01, 0.04)),
+            *(Setting(momentum=momentum) for momentum in (0.5, 0.9)),
+            Setting(beta=0.25),
+            Setting(initial="normal"),
+        )
+    ],
 }
 
 
 def continue_series(
-    first: Int[Array, "*batch W"], tasks: tuple[str, ...], task: Int[Array, "*batch"], base: int, length: int
+    first: Int[Array, "*batch W"], tasks: Sequence[str], task: Int[Array, "*batch"], base: int, length: int
 ) -> Int[Array, "*batch T"]:
-    """Returns the series of `length` symbols that begin with `first`.
-
-    Args:
-        first: first delay + 1 symbols of each series.
-        tasks: names of tasks.
-        task: index into `tasks`, per series.
-        base: number of symbols.
-        length: number of symbols to return, including `first`.
-    """
+    """Returns series of `length` symbols, of which `first` are the first delay + 1; `task` indexes `tasks`."""
 
     def step(last, _):
-        return jnp.concatenate([last[..., 1:], _next(last, tasks, task, base)[..., None]], -1), last[..., 0]
+        delayed, summed = (last[..., 0] + last[..., 1]) % base, last.sum(-1) % base
+        following = {"NT": delayed, "NT-S": summed, "NT-R": jnp.where(last[..., 0] == 0, summed, delayed)}
+        chosen = jnp.select([task == index for index in range(len(tasks))], [following[x] for x in tasks])
+        return jnp.concatenate([last[..., 1:], chosen[..., None]], -1), last[..., 0]
 
     _, symbols = jax.lax.scan(step, first, length=length)
     return jnp.moveaxis(symbols, 0, -1)
 
 
 def draw(
-    key: Array, shape: tuple[int, ...], *, tasks: tuple[str, ...], base: int, delay: int, length: int
-) -> tuple[Int[Array, "*batch T"], Int[Array, "*batch"]]:
-    """Returns random series and the index of each one's task.
+    setting: Setting, key: Array, shape: tuple[int, ...], tasks: Sequence[str], after: int
+) -> Int[Array, "*batch T"]:
+    """Draws series that have `after` symbols after the context.
 
     All tasks are equally likely, and so are all series of a task.
     """
-    of_task, of_first = jax.random.split(key)
-    task = jax.random.randint(of_task, shape, 0, len(tasks))
-    first = jax.random.randint(of_first, (*shape, delay + 1), 0, base)
-    return continue_series(first, tasks, task, base, length), task
+    task_key, first_key = jax.random.split(key)
+    task = jax.random.randint(task_key, shape, 0, len(tasks))
+    first = jax.random.randint(first_key, (*shape, setting.delay + 1), 0, setting.base)
+    return continue_series(first, tasks, task, setting.base, setting.context + after)
 
 
-def cycles(task: str, base: int, delay: int) -> dict[int, int]:
-    """Returns {length: number of cycles} of the cycles that a task's series end in, longest first.
+def initial(setting: Setting, key: Array) -> dict[str, Array]:
+    """Draws the parameters of a model. Biases are zero."""
+    width, layers = setting.base, () if setting.attention == "readout" else (setting.layers, setting.context)
+    shapes: dict[str, tuple[int, ...]] = {"readout": (setting.context * width, width)}
+    if layers:
+        shapes |= {"attention": (*layers, width, 3 * width), "hidden": (*layers, width, 4 * width)}
+        shapes |= {"output": (*layers, 4 * width, width)}
+    drawn = {
+        name: jax.random.normal(key, shape) / np.sqrt(shape[-2])
+        for key, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items())
+    }
+    small = {name: x if name == "readout" else INITIALS[setting.initial] * x for name, x in drawn.items()}
+    biases = {"norm_bias": jnp.zeros((*layers, width))} if layers else {}
+    return small | biases | {"readout_bias": jnp.zeros(width)}
 
-    These are equations 6 and 7 of the paper. Takes base^(delay + 1) steps and integers of memory.
+
+def attention_weights(
+    attention: str, scores: Float[Array, "*batch T T"], beta: float = 1.0
+) -> Float[Array, "*batch T T"]:
+    """Computes causal attention weights by equation 2, or for softmax by equation 1.
+
+    It does not call `ops.expressive_attention`, which returns no weights.
     """
-    states = np.stack(np.unravel_index(np.arange(base ** (delay + 1)), (base,) * (delay + 1)), -1)
-    symbols = np.asarray(_next(states, (task,), 0, base))
-    following = (np.arange(len(states)) * base % len(states) + symbols).tolist()
-    seen_from = [-1] * len(following)
-    lengths: collections.Counter[int] = collections.Counter()
-    for start in range(len(following)):
-        path, state = [], start
-        while seen_from[state] < 0:
-            seen_from[state] = start
-            path.append(state)
-            state = following[state]
-        if seen_from[state] == start:
-            lengths[len(path) - path.index(state)] += 1
-    return dict(sorted(lengths.items(), reverse=True))
-
-
-def _next(last, tasks, task, base):
-    """Returns the symbol after the last delay + 1 symbols; last[..., 0] is the oldest of them."""
-    delayed, summed = (last[..., 0] + last[..., 1]) % base, last.sum(-1) % base
-    symbols = {"NT": delayed, "NT-S": summed, "NT-R": jnp.where(last[..., 0] == 0, summed, delayed)}
-    return jnp.select(
-        [jnp.asarray(task) == index for index in range(len(tasks))], [symbols[name] for name in tasks]
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """A model with one kind of attention; its parameters are a dict of arrays."""
-
-    attention: str
-    base: int
-    context: int
-    weights: str = "shared"
-    initial_weights: str = "normal"
-
-    def initial(self, key: Array) -> dict[str, Array]:
-        """Draws random parameters; the paper does not specify how.
-
-        Biases are zero. Matrices with n inputs are `normal` with variance 1 / n, or `uniform` within 1 / sqrt(n), which
-        is a third of that variance and PyTorch's default.
-        """
-        width, hidden = self.base, 4 * self.base
-        own = (self.context,) if self.weights == "position" else ()
-        shapes = {
-            "attention": (*own, width, 3 * width),
-            "hidden": (*own, width, hidden),
-            "output": (*own, hidden, width),
-            "readout": (self.context * width, width),
-        }
-        uniform = functools.partial(jax.random.uniform, minval=-1, maxval=1)
-        draw = jax.random.normal if self.initial_weights == "normal" else uniform
-        drawn = {
-            name: draw(key, shape) / np.sqrt(shape[-2])
-            for key, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True)
-        }
-        return drawn | {"norm_bias": jnp.zeros((*own, width)), "readout_bias": jnp.zeros(width)}
-
-    def parameters(self) -> int:
-        """Returns the number of trained parameters."""
-        shapes = jax.eval_shape(self.initial, jax.random.key(0))
-        return sum(x.size for x in shapes.values())
-
-    def outputs(self, parameters: dict[str, Array], symbols: Int[Array, " T"]) -> Float[Array, " base"]:
-        """Computes the outputs, which are trained to be the one-hot next symbol."""
-        multiply = "ti,tij->tj" if self.weights == "position" else "ti,ij->tj"
-
-        def times(x, name):
-            return jnp.einsum(multiply, x, parameters[name])
-
-        bias = parameters["norm_bias"]
-        x = jax.nn.one_hot(symbols, self.base)
-        query, key, value = jnp.split(times(_normalized(x) + bias, "attention"), 3, axis=-1)
-        x = x + attention_weights(self.attention, query @ key.T) @ value
-        x = x + times(jnp.tanh(times(_normalized(x) + bias, "hidden")), "output")
-        return x.reshape(-1) @ parameters["readout"] + parameters["readout_bias"]
-
-    def loss(
-        self, parameters: dict[str, Array], symbols: Int[Array, " T"], following: Int[Array, ""]
-    ) -> Array:
-        """Computes the mean squared error of the outputs."""
-        return jnp.square(self.outputs(parameters, symbols) - jax.nn.one_hot(following, self.base)).mean()
-
-
-def attention_weights(attention: str, scores: Float[Array, "T T"]) -> Float[Array, "T T"]:
-    """Computes causal attention weights by equation 2, or for softmax by equation 1 with beta = 1.
-
-    It does not call `ops.expressive_attention`, whose blocks of time are longer than these whole sequences.
-    """
-    seen = np.tri(len(scores), dtype=bool)
+    seen = np.tri(scores.shape[-1], dtype=bool)
     if attention == "softmax":
-        return jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        return jax.nn.softmax(jnp.where(seen, beta * scores, -jnp.inf), axis=-1)
     weights = jnp.where(seen, 1 - 1 / (1 + jnp.square(scores)), 0)
     total = weights.sum(-1, keepdims=True)
     return weights / jnp.where(total > 0, total, 1)
+
+
+def forward(
+    setting: Setting, parameters: Mapping[str, Array], symbols: Int[Array, " T"]
+) -> tuple[Float[Array, " base"], list[Float[Array, "N T T"]]]:
+    """Computes the outputs, which are trained to be the one-hot next symbol, and each layer's attention weights."""
+    x, weights = jax.nn.one_hot(symbols, setting.base, dtype=parameters["readout"].dtype), []
+    for layer in range(setting.layers if setting.attention != "readout" else 0):
+        own = {name: x[layer] for name, x in parameters.items() if not name.startswith("readout")}
+        entry = _normalized(x) + own["norm_bias"]
+        projected = jnp.einsum("ti,tij->tj", entry, own["attention"])
+        query, key, value = jnp.moveaxis(projected.reshape(len(x), 3, setting.heads, -1), 1, 0)
+        scores = jnp.einsum("tnd,snd->nts", query, key)
+        weights.append(attention_weights(setting.attention, scores, setting.beta))
+        x = x + jnp.einsum("nts,snd->tnd", weights[-1], value).reshape(x.shape)
+        hidden = jnp.tanh(jnp.einsum("ti,tij->tj", _normalized(x) + own["norm_bias"], own["hidden"]))
+        x = x + jnp.einsum("ti,tij->tj", hidden, own["output"])
+    return x.reshape(-1) @ parameters["readout"] + parameters["readout_bias"], weights
 
 
 def _normalized(x):
@@ -215,374 +227,279 @@ def _normalized(x):
     return centered * jax.lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-5)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Settings of one training, which has `runs` models for each attention.
+def loss(setting: Setting, parameters: Mapping[str, Array], series: Int[Array, " T"]) -> Float[Array, ""]:
+    """Computes the squared difference of predicting each symbol after the context, summed over the outputs.
 
-    After `drop_after` epochs the learning rate is a quarter. `initial` is the distribution of the initial matrices. If
-    None, it is normal for shared weights and uniform for weights per position, which diverge from normal ones.
+    It is the mean over the predictions.
     """
-
-    tasks: tuple[str, ...]
-    base: int
-    delay: int
-    context: int
-    weights: str
-    attentions: tuple[str, ...]
-    runs: int
-    epochs: int
-    initial: str | None = None
-    drop_after: int | None = None
-    evaluations: int = 50
-    test_series: int = 10_000
-    seed: int = 0
-
-    def __post_init__(self):
-        if self.initial is None:
-            object.__setattr__(self, "initial", "normal" if self.weights == "shared" else "uniform")
-        chosen = [("weights", self.weights, WEIGHTS), ("initial", self.initial, INITIALS)]
-        chosen += [("task", task, TASKS) for task in self.tasks]
-        chosen += [("attention", attention, ATTENTIONS) for attention in self.attentions]
-        for name, choice, choices in chosen:
-            if choice not in choices:
-                raise ValueError(f"{name} is {choice!r}; it must be one of {', '.join(choices)}")
-        least = {"base": 2, "drop_after": 0} | dict.fromkeys(("delay", "runs", "epochs", "evaluations"), 1)
-        for name, limit in least.items():
-            if (value := getattr(self, name)) is not None and value < limit:
-                raise ValueError(f"{name} is {value}; it must be at least {limit}")
-        if self.context <= self.delay:
-            raise ValueError(
-                f"context is {self.context}; with delay {self.delay} the next symbol is determined by the last "
-                f"{self.delay + 1}: use at least as many"
-            )
-        if self.test_series < 1 or self.test_series % TEST_BATCH:
-            raise ValueError(
-                f"test_series is {self.test_series}; it must be a multiple of the {TEST_BATCH} that are continued at "
-                f"once"
-            )
-
-    def model(self, attention: str) -> Model:
-        """Returns the model with this attention."""
-        assert self.initial is not None  # __post_init__ derives it
-        return Model(
-            attention=attention,
-            base=self.base,
-            context=self.context,
-            weights=self.weights,
-            initial_weights=self.initial,
-        )
-
-    def series(self, tasks: tuple[str, ...], key: Array, shape: tuple[int, ...], after: int) -> Array:
-        """Draws series that have `after` symbols after the context."""
-        length = self.context + after
-        return draw(key, shape, tasks=tasks, base=self.base, delay=self.delay, length=length)[0]
+    starts = np.arange(len(series) - setting.context)
+    windows = series[starts[:, None] + np.arange(setting.context)]
+    outputs, _ = jax.vmap(functools.partial(forward, setting, parameters))(windows)
+    targets = jax.nn.one_hot(series[setting.context :], setting.base)
+    return jnp.square(outputs - targets).sum(-1).mean()
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """Results after `epoch` epochs, for each attention.
+def optimizer(setting: Setting) -> optax.GradientTransformation:
+    """Returns SGD with momentum, at a quarter of the rate after `drop_after` epochs."""
+    drops = {setting.drop_after: 0.25} if setting.drop_after else {}
+    return optax.sgd(optax.piecewise_constant_schedule(setting.rate, drops), momentum=setting.momentum)
 
-    loss: [runs], the mean loss since the previous progress. greedy: [runs, tasks], the fraction of correct symbols when
-    predictions are fed back. given: the same when the true symbols are fed instead.
+
+def train(
+    setting: Setting, seeds: Sequence[int], path: pathlib.Path, *, points: int, series: int
+) -> dict[str, Any]:
+    """Trains a run for each seed, all in one program, and returns their learning curves.
+
+    They are saved to `path` at each of their points, and resumed from there. Their lists are [seeds] or [seeds, tasks].
+    The last point is of `series` series and has also `long_greedy`.
     """
-
-    epoch: int
-    loss: dict[str, np.ndarray]
-    greedy: dict[str, np.ndarray]
-    given: dict[str, np.ndarray]
-
-
-def train(setting: Setting) -> Iterator[Progress]:
-    """Trains all runs of all attentions and yields progress; the last is on `test_series` series, others on 100."""
-    # Each run folds its index into the key, so that its result does not depend on the number of runs.
-    keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(setting.seed)))(
-        jnp.arange(setting.runs)
-    )
-    state = jax.jit(lambda: {name: _initial(setting, name, keys) for name in setting.attentions})()
+    # Each run has keys of its own seed, so that its result does not depend on the other runs.
+    keys = jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32))
+    parameters = jax.vmap(functools.partial(initial, setting))(keys)
+    state = parameters, optimizer(setting).init(parameters)
+    progress: dict[str, Any] = {"setting": dataclasses.asdict(setting), "seeds": list(seeds)}
+    progress |= {"points": points, "series": series}
+    progress["parameters"] = sum(x.size for x in parameters.values()) // len(seeds)
+    curve: list[dict[str, Any]] = []
+    leaves, tree = jax.tree.flatten(state)
+    if path.exists():
+        with np.load(path) as file:
+            before = json.loads(str(file["progress"]))
+            if before | progress == before:
+                curve = before["curve"]
+                state = jax.tree.unflatten(tree, [file[f"arr_{index}"] for index in range(len(leaves))])
     advance = jax.jit(functools.partial(_advance, setting), donate_argnums=0)
-    test = jax.jit(functools.partial(_tested, setting))
-    points = np.unique(np.linspace(0, setting.epochs, setting.evaluations + 1).round().astype(int))
-    for start, stop in itertools.pairwise(points):
-        state, loss = advance(state, keys, start, stop)
-        batches = setting.test_series // TEST_BATCH if stop == setting.epochs else 1
-        accuracies = [jax.device_get(test(state, keys, stop, batch)) for batch in range(batches)]
-        greedy, given = jax.tree.map(lambda *x: np.mean(x, axis=0), *accuracies)
-        yield Progress(int(stop), jax.device_get(loss), greedy, given)
-
-
-def _initial(setting, attention, keys):
-    parameters = jax.vmap(setting.model(attention).initial)(keys)
-    return parameters, jax.tree.map(jnp.zeros_like, parameters)
+    stops = np.unique(np.linspace(0, setting.epochs, points + 1).round().astype(int)).tolist()
+    for start, stop in itertools.pairwise(stops):
+        if start < (curve[-1]["epoch"] if curve else 0):
+            continue
+        state, losses = advance(state, keys, start, stop)
+        last = stop == setting.epochs
+        length, number = (LONG_GREEDY, series) if last else (GREEDY, _POINT_SERIES)
+        right = np.asarray(_test(setting, length, number, state[0], keys, stop))
+        curve.append(
+            {"epoch": stop, "loss": losses.tolist(), "greedy": right[..., :GREEDY].mean(-1).tolist()}
+        )
+        if last:
+            curve[-1]["long_greedy"] = right.mean(-1).tolist()
+        with atomic.replace(path) as draft:
+            np.savez(draft, *jax.tree.leaves(state), progress=json.dumps(progress | {"curve": curve}))
+        print(f"  epoch {stop:,} of {setting.epochs:,}: {np.mean(curve[-1]['greedy']):.3f}", flush=True)
+    decades = _decades(setting, state[0], keys).tolist()
+    return progress | {"curve": curve, "decades": decades, "weights": jax.tree.map(np.asarray, state[0])}
 
 
 def _advance(setting, state, keys, start, stop):
-    """Runs epochs `start` to `stop` of all runs; returns the state and the mean losses by attention."""
-    losses = {}
-    for name in setting.attentions:
+    """Trains all runs from epoch `start` to `stop`; returns the state and each run's mean loss."""
 
-        def run(state, key, name=name):
-            def epoch(index, carry):
-                state, total = carry
-                state, loss = _epoch(setting, setting.model(name), key, state, index)
-                return state, total + loss
+    def gradient(parameters, key, index):
+        series = draw(setting, jax.random.fold_in(key, index), (), setting.tasks, PREDICTIONS)
+        return jax.value_and_grad(functools.partial(loss, setting))(parameters, series)
 
-            return jax.lax.fori_loop(start, stop, epoch, (state, 0.0))
+    def epoch(index, carry):
+        (parameters, momentum), total = carry
+        losses, gradients = jax.vmap(gradient, (0, 0, None))(parameters, keys, index)
+        updates, momentum = optimizer(setting).update(gradients, momentum)
+        return (optax.apply_updates(parameters, updates), momentum), total + losses
 
-        state[name], total = jax.vmap(run)(state[name], keys)
-        losses[name] = total / (stop - start)
-    return state, losses
-
-
-def _epoch(setting, model, key, state, epoch):
-    """Trains on one fresh series: predicts the next symbol 40 times, with an update for each."""
-    of_epoch = jax.random.fold_in(jax.random.fold_in(key, 0), epoch)
-    series = setting.series(setting.tasks, of_epoch, (), PREDICTIONS)
-    rate = learning_rate(setting, epoch)
-
-    def update(state, step):
-        parameters, velocity = state
-        symbols = jax.lax.dynamic_slice_in_dim(series, step, setting.context)
-        loss, gradient = jax.value_and_grad(model.loss)(parameters, symbols, series[step + setting.context])
-        velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, gradient)
-        return (jax.tree.map(lambda p, v: p - rate * v, parameters, velocity), velocity), loss
-
-    state, losses = jax.lax.scan(update, state, jnp.arange(PREDICTIONS))
-    return state, losses.mean()
+    state, total = jax.lax.fori_loop(start, stop, epoch, (state, jnp.zeros(len(keys))))
+    return state, total / (stop - start)
 
 
-def learning_rate(setting: Setting, epoch: Int[Array, ""]) -> Float[Array, ""]:
-    """Returns the learning rate of an epoch."""
-    dropped = False if setting.drop_after is None else epoch >= setting.drop_after
-    return jnp.where(dropped, LEARNING_RATE / 4, LEARNING_RATE)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _test(setting, length, number, parameters, keys, epoch) -> Float[Array, "runs tasks length"]:
+    """Computes the fraction of series of which each symbol after the context is right, when predictions are fed back.
 
+    The `number` of series per run and task is rounded up to whole batches.
+    """
 
-def _tested(setting, state, keys, epoch, batch):
-    """Returns greedy and given accuracies [runs, tasks] by attention, over 100 fresh series of each task."""
-    greedy, given = {}, {}
-    for name in setting.attentions:
+    def right(parameters, series):
+        def step(seen, truth):
+            predicted = jnp.argmax(forward(setting, parameters, seen)[0]).astype(seen.dtype)
+            return jnp.append(seen[1:], predicted), predicted == truth
 
-        def run(parameters, key, name=name):
-            of_batch = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 1), epoch), batch)
-            return _tested_run(setting, setting.model(name), parameters, of_batch)
+        return jax.lax.scan(step, series[: setting.context], series[setting.context :])[1]
 
-        greedy[name], given[name] = jax.vmap(run)(state[name][0], keys)
-    return greedy, given
+    def run(parameters, key):
+        def batch(key):
+            series = [draw(setting, key, (_TEST_BATCH,), (task,), length) for task in setting.tasks]
+            return jax.vmap(jax.vmap(functools.partial(right, parameters)))(jnp.stack(series)).mean(1)
 
-
-def _tested_run(setting, model, parameters, key):
-    def predict(symbols):
-        return jnp.argmax(model.outputs(parameters, symbols)).astype(jnp.int32)
-
-    def right(series):
-        def step(seen, place):
-            truth, own = series[place], predict(seen)
-            window = jax.lax.dynamic_slice_in_dim(series, place - setting.context, setting.context)
-            return jnp.append(seen[1:], own), (own == truth, predict(window) == truth)
-
-        places = setting.context + jnp.arange(GREEDY)
-        return jax.lax.scan(step, series[: setting.context], places)[1]
-
-    series = [setting.series((task,), key, (TEST_BATCH,), GREEDY) for task in setting.tasks]
-    greedy, given = jax.vmap(jax.vmap(right))(jnp.stack(series))
-    return greedy.mean((1, 2)), given.mean((1, 2))
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A training setting and its progress over the epochs."""
-
-    setting: Setting
-    progress: list[Progress]
-
-
-def write(folder: pathlib.Path, results: Sequence[Result]) -> None:
-    """Writes nt.csv (curves over the runs), nt.json (settings and the end of every run) and nt.png."""
-    rows = [
-        row for result in results for progress in result.progress for row in _rows(result.setting, progress)
-    ]
-    _shared.write_csv(folder / "nt.csv", rows)
-    with atomic.replace(folder / "nt.json") as draft:
-        draft.write_text(json.dumps([_summary(result) for result in results], indent=1) + "\n")
-    _plot(folder / "nt.png", results)
-
-
-def _rows(setting, progress):
-    for attention in setting.attentions:
-        for index, task in enumerate(setting.tasks):
-            greedy, loss = progress.greedy[attention][:, index], progress.loss[attention]
-            finite = np.isfinite(loss)
-            yield {
-                "context": setting.context,
-                "weights": setting.weights,
-                "attention": attention,
-                "task": task,
-                "epoch": progress.epoch,
-                "runs": setting.runs,
-                "diverged": int((~finite).sum()),
-                "loss": round(float(loss[finite].mean()), 6) if finite.any() else "",
-                "greedy_mean": round(float(greedy.mean()), 4),
-                "greedy_median": round(float(np.median(greedy)), 4),
-                "greedy_min": round(float(greedy.min()), 4),
-                "greedy_max": round(float(greedy.max()), 4),
-                "given_mean": round(float(progress.given[attention][:, index].mean()), 4),
-            }
-
-
-def _summary(result):
-    setting, last = result.setting, result.progress[-1]
-    small = setting.base ** (setting.delay + 1) <= 2**16
-
-    def rounded(values, digits=4):
-        return [round(float(value), digits) if np.isfinite(value) else None for value in values]
-
-    def by_task(accuracies):
-        return {task: rounded(accuracies[:, index]) for index, task in enumerate(setting.tasks)}
-
-    return dataclasses.asdict(setting) | {
-        "parameters": setting.model(setting.attentions[0]).parameters(),
-        "cycles": {t: cycles(t, setting.base, setting.delay) for t in setting.tasks} if small else None,
-        "results": {
-            attention: {
-                "loss": rounded(last.loss[attention], 6),
-                "greedy": by_task(last.greedy[attention]),
-                "given": by_task(last.given[attention]),
-            }
-            for attention in setting.attentions
-        },
-    }
-
-
-def _plot(path, results):
-    """Plots mean greedy accuracy over epochs, with a band from the worst to the best run; one panel per training."""
-    figure, panels = figures.make(len(results), width=4.6 * len(results), height=3.6)
-    for axes, result in zip(panels, results):
-        setting = result.setting
-        epochs = [progress.epoch for progress in result.progress]
-        for attention, color in zip(setting.attentions, figures.COLORS):
-            for number, (task, line) in enumerate(zip(setting.tasks, ("-", "--", ":"))):
-                greedy = np.stack([progress.greedy[attention][:, number] for progress in result.progress])
-                label = f"{attention}, {task}" if len(setting.tasks) > 1 else attention
-                axes.plot(epochs, greedy.mean(1), color=color, linestyle=line, label=label)
-                axes.fill_between(epochs, greedy.min(1), greedy.max(1), color=color, alpha=0.12, linewidth=0)
-        if setting.drop_after is not None:
-            figures.mark(axes, setting.drop_after, "a quarter of the rate")
-        figures.style(axes, x_label="epochs", y_label=f"greedy accuracy over {GREEDY} symbols")
-        name = " + ".join(f"N{setting.base}T{setting.delay}{task[2:]}" for task in setting.tasks)
-        about = f"context {setting.context}\nweights: {setting.weights}, {setting.runs} runs"
-        axes.set_title(f"{name}, {about}", fontsize=9, color=figures.INK, pad=18)
-        axes.set_ylim(0, 1.02)
-        axes.legend(fontsize=8, loc="lower right")
-    figures.save(figure, path)
-
-
-def print_table(results: Sequence[Result]) -> None:
-    """Prints a table of the final accuracies by attention."""
-    columns = ("task", "context", "weights", "attention", "parameters", "epochs", "runs", "diverged")
-    accuracies = ("greedy_median", "greedy_mean", "greedy_min", "greedy_max", "given_mean")
-    rows = []
-    for result in results:
-        setting, last = result.setting, result.progress[-1]
-        for row in _rows(setting, last):
-            parameters = setting.model(row["attention"]).parameters()
-            cells = [f"N{setting.base}T{setting.delay} {row['task']}", setting.context, setting.weights]
-            cells += [row["attention"], parameters, last.epoch, setting.runs, row["diverged"]]
-            rows.append([*cells, *(row[name] for name in accuracies)])
-    _shared.print_table(
-        f"Greedy accuracy over {GREEDY} symbols at the end of training, over runs",
-        (*columns, "median", "mean", "least", "most", "symbols given"),
-        rows,
-    )
-
-
-def settings(arguments: Sequence[str]) -> tuple[list[Setting], pathlib.Path]:
-    """Returns one setting for each context and choice of weights, and the folder to write to."""
-    parser = command_line.Parser(
-        prog="python -m experiments.nt_tasks",
-        description="Trains one-layer transformers to continue series x(t) = x(t - delay) + x(t - delay - 1) modulo "
-        "the base, and their variants; writes nt.csv, nt.json and nt.png, and prints a table.",
-    )
-    # Of each option: its metavar, its type, its default where no figure sets it, and its help.
-    known: dict[str, tuple[str, type, Any, str]] = {
-        "task": ("NT|NT-S|NT-R[,...]", str, "NT", "Tasks; several are an even mixture."),
-        "base": ("N", int, 16, "Number of symbols, and width of the model."),
-        "delay": ("TAU", int, 2, "Symbols between the next one and its sum."),
-        "context": ("T[,...]", str, "32", "Symbols that the model sees."),
-        "attention": ("A[,B]", str, ",".join(ATTENTIONS), "Kinds of attention."),
-        "weights": ("|".join(WEIGHTS), str, "shared", "Whether positions share weights or have their own."),
-        "initial": ("|".join(INITIALS), str, None, "Initial weights; by default, those that do not diverge."),
-        "runs": ("R", int, 16, "Models of each attention, of other seeds."),
-        "epochs": ("E", int, 14_000, f"Series, of {PREDICTIONS} predictions and updates each."),
-        "drop_after": ("E", int, None, "Epochs after which the learning rate is a quarter."),
-        "test_series": ("S", int, 10_000, "Series at the end."),
-        "evaluations": ("E", int, 50, "Points of the curves."),
-        "seed": ("SEED", int, 0, "Seed of parameters and series."),
-    }
-    for name, (metavar, kind, default, text) in known.items():
-        shown = "" if default is None else f" Default: {default}."
-        parser.add_argument(f"--{name}", metavar=metavar, type=kind, help=f"{text}{shown}")
-    parser.add_argument(
-        "--figure", choices=tuple(FIGURES), help="The paper's settings; other options change them."
-    )
-    parser.add_argument(
-        "--scale", choices=("toy", "paper"), help="Of a figure: minutes on two cores, or all of it."
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, default="runs/nt", metavar="DIR", help="Folder to write to."
-    )
-    given = parser.parse_args(arguments)
-
-    if given.scale is not None and given.figure is None:
-        raise ValueError("scale is given without a figure; add --figure=3 to 7, or use --runs and --epochs")
-    options = {name: default for name, (_, _, default, _) in known.items()} | FIGURES.get(given.figure, {})
-    if given.scale == "toy":
-        options |= TOY[given.figure] | {"test_series": 1000}
-    options |= {name: value for name, value in vars(given).items() if name in known and value is not None}
-    lists = {
-        name: tuple(options.pop(name).split(",")) for name in ("task", "attention", "weights", "context")
-    }
-    for name, words in lists.items():
-        if len(set(words)) < len(words):
-            raise ValueError(f"{name} is {','.join(words)!r}; name each only once")
-    if not all(context.isdecimal() for context in lists["context"]):
-        raise ValueError(f"context is {','.join(lists['context'])!r}; use numbers such as 32 or 32,52,56")
-    return [
-        Setting(
-            tasks=lists["task"],
-            attentions=lists["attention"],
-            weights=weights,
-            context=int(context),
-            **options,
+        # A key that is no epoch's.
+        batches = jax.random.split(
+            jax.random.fold_in(jax.random.fold_in(key, 2**31), epoch), -(-number // _TEST_BATCH)
         )
-        for weights, context in itertools.product(lists["weights"], lists["context"])
-    ], given.out
+        return jax.lax.map(batch, batches).mean(0)
+
+    return jax.vmap(run)(parameters, keys)
+
+
+def _decades(setting, parameters, keys):
+    """Returns the decades between the 5th and the 95th percentile of each run's weights of visible symbols.
+
+    Smaller weights count as 1e-6, because float32 rounds those of expressive attention to multiples of 6e-8.
+    """
+
+    def run(parameters, key):
+        series = draw(setting, key, (_POINT_SERIES,), setting.tasks, 0)
+        weights = jax.vmap(lambda symbols: forward(setting, parameters, symbols)[1])(series)
+        visible = jnp.concatenate([x[..., *np.tril_indices(setting.context)].ravel() for x in weights])
+        low, high = jnp.percentile(jnp.log10(jnp.maximum(visible, 1e-6)), jnp.array([5, 95]))
+        return high - low
+
+    if setting.attention == "readout":
+        return np.zeros(len(keys))
+    return jax.vmap(run)(parameters, keys)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
-        chosen, out = settings(arguments)
-        out.mkdir(parents=True, exist_ok=True)
-        results: list[Result] = []
-        for setting in chosen:
-            begun = time.monotonic()
-            progress: list[Progress] = []
-            try:
-                for point in train(setting):
-                    progress.append(point)
-                    means = ", ".join(f"{name} {x.mean():.3f}" for name, x in point.greedy.items())
-                    print(
-                        f"context {setting.context}, {setting.weights} weights, epoch {point.epoch:,} of "
-                        f"{setting.epochs:,}: {means}; {time.monotonic() - begun:,.0f} s",
-                        flush=True,
-                    )
-            finally:
-                # Interrupted runs are reported too.
-                if progress:
-                    results.append(Result(setting, progress))
-                    write(out, results)
-        print_table(results)
-        print(f"wrote {out / 'nt.csv'}, nt.json and nt.png")
-        return 0
+    """Runs the experiment with the arguments after its name; returns the exit code."""
+    flags = {
+        field.name: {
+            "type": field.type,
+            "choices": field.metadata["choices"] or None,
+            "help": f"{field.metadata['help']} Most figures have {field.default}.",
+        }
+        for field in dataclasses.fields(Setting)
+        if "help" in field.metadata
+    }
+    return _shared.run(
+        "nt_tasks",
+        __doc__,
+        arguments,
+        _experiment,
+        plans=PLANS,
+        variants=tuple(FIGURES),
+        trains=False,
+        more=flags,
+    )
+
+
+def _experiment(options: _shared.Options) -> None:
+    machine.cache_programs()
+    plan = options.plan
+    changes = {name: value for name, value in options.more.items() if value is not None}
+    if plan.steps:
+        changes["epochs"] = plan.steps
+    folder = options.runs / "nt_tasks"
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {name: [dataclasses.replace(x, **changes) for x in FIGURES[name]] for name in options.variants}
+    rows: list[dict[str, Any]] = []
+    weights = {}
+    for figure, settings in wanted.items():
+        # Flags may make two settings equal.
+        for setting, attention in itertools.product(dict.fromkeys(settings), MODELS):
+            seeds, points, series = plan.seeds, _POINTS, plan.documents
+            if figure == "robustness":
+                if attention == "readout":
+                    continue  # it has no layers to change
+                points, series = 1, series // 5
+            if options.scale == "toy" and seeds == PLANS["toy"].seeds and setting.context > _TOY_CONTEXT:
+                seeds = seeds[:_TOY_SEEDS]
+            about = (
+                f"{setting.label}, {attention}, {setting.epochs} epochs, {len(seeds)} seeds, {series} series"
+            )
+            print(f"{figure}: {about}", flush=True)
+            path = folder / f"{about.replace(', ', '_').replace(' ', '_')}.npz"
+            one = dataclasses.replace(setting, attention=attention)
+            result = train(one, seeds, path, points=points, series=series)
+            rows += _rows(figure, one, result)
+            if figure == "figure4" and attention != "readout":
+                weights[one] = {name: x[0] for name, x in result["weights"].items()}
+    listed = {figure: [dataclasses.asdict(x) for x in settings] for figure, settings in wanted.items()}
+    path = _shared.write(options, rows, (), settings=listed)
+    if curves := [row for row in rows if row["figure"] != "robustness"]:
+        _draw_curves(path, curves)
+    if weights:
+        _draw_attention(path.with_stem(f"{path.stem}_attention"), weights)
+    columns = [(f"{name}, {GREEDY}", f"{name}, {LONG_GREEDY}", "solved") for name in MODELS]
+    _shared.print_table(
+        f"Accuracy over {GREEDY} and {LONG_GREEDY} symbols, and runs without a mistake",
+        ["figure", "setting", "task", "epochs", *itertools.chain(*columns)],
+        table(rows),
+    )
+
+
+def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each task and point of a learning curve: means and standard errors over runs."""
+
+    def mean_error(name, values):
+        error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
+        return {name: float(np.mean(values)), f"{name}_error": float(error)}
+
+    for (place, task), point in itertools.product(enumerate(setting.tasks), result["curve"]):
+        greedy, long = ([run[place] for run in point.get(name, [])] for name in ("greedy", "long_greedy"))
+        yield {
+            "figure": figure,
+            "setting": setting.label,
+            "task": setting.name(task),
+            "attention": setting.attention,
+            "runs": len(greedy),
+            "parameters": result["parameters"],
+            "epoch": point["epoch"],
+            "loss": float(np.mean(point["loss"])),
+            **mean_error("greedy", greedy),
+            "least": min(greedy),
+            "most": max(greedy),
+            # Only at the end:
+            **dict.fromkeys(("long_greedy", "long_greedy_error", "solved", "decades", "decades_error")),
+            **(mean_error("long_greedy", long) | mean_error("decades", result["decades"]) if long else {}),
+            **({"solved": sum(x == 1 for x in long)} if long else {}),
+        }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Returns the cells of the table of the ends of training.
+
+    An accuracy is a mean over runs with its standard error; a run is solved if it makes no mistake in any test series.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        if row["solved"] is not None:
+            key = row["figure"], row["setting"], row["task"], f"{row['epoch']:,}"
+            cells = [f"{row[name]:.3f} ± {row[name + '_error']:.3f}" for name in ("greedy", "long_greedy")]
+            groups.setdefault(key, []).extend([*cells, f"{row['solved']} of {row['runs']}"])
+    return [[*key, *cells] for key, cells in groups.items()]
+
+
+def _draw_curves(path, rows):
+    """Draws the learning curves of each setting: the mean over runs, and a band of two standard errors around it."""
+    lines: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        second = not row["setting"].startswith((f"{row['task']},", f"{row['task']} +"))
+        name = f"{row['attention']}, second task" if second else row["attention"]
+        lines.setdefault((row["figure"], row["setting"]), {}).setdefault(name, []).append(row)
+    panels = []
+    for (figure, setting), found in lines.items():
+        panel = {}
+        for name, points in found.items():
+            epoch, mean, error = (
+                np.array([x[k] for x in points]) for k in ("epoch", "greedy", "greedy_error")
+            )
+            panel[name] = epoch, mean, np.maximum(mean - 2 * error, 0), np.minimum(mean + 2 * error, 1)
+        title = f"Figure {figure.removeprefix('figure')}: {setting}"
+        panels.append(_shared.Panel(lines=panel, x_label="epochs", y_label="greedy accuracy", title=title))
+    _shared.draw_lines(
+        path,
+        panels,
+        title=f"NT tasks: accuracy over {GREEDY} symbols",
+        subtitle="mean over runs, with a band of two standard errors",
+        columns=2,
+    )
+
+
+def _draw_attention(path, weights):
+    """Draws the attention matrices of the first run of each variant, for one series, on a logarithmic scale."""
+    figure, panels = figures.make(len(weights), width=8.0, height=4.2)
+    for axes, (setting, parameters) in zip(panels, weights.items()):
+        series = draw(setting, jax.random.key(0), (), setting.tasks[:1], 0)
+        (attention,), *_ = forward(setting, parameters, series)[1]
+        seen = np.where(np.tri(setting.context), np.log10(np.maximum(attention, 1e-30)), np.nan)
+        picture = axes.imshow(seen, vmin=-4, vmax=0, cmap="viridis")
+        figures.style(axes, x_label="key", y_label="query", title=setting.attention)
+        axes.grid(visible=False)
+    figure.colorbar(picture, ax=panels, label="log10 of the weight", shrink=0.8)
+    figures.save(figure, path)
 
 
 if __name__ == "__main__":

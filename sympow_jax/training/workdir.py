@@ -33,6 +33,7 @@ __all__ = [
     "read_config",
     "record_data",
     "record_plan",
+    "revision",
     "write_json",
 ]
 
@@ -229,10 +230,17 @@ def _environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        "git_revision": _git("rev-parse", "HEAD"),
-        "git_changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **revision(),
         "backend": devices[0].platform,
         "devices": [device.device_kind for device in devices],
+    }
+
+
+def revision() -> dict[str, Any]:
+    """Returns the commit of the package's own source, and whether its tracked files differ from that."""
+    return {
+        "git_revision": _git("rev-parse", "HEAD"),
+        "git_changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
 
 

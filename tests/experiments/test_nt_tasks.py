@@ -1,7 +1,8 @@
-"""Tests of the NT tasks experiment: the paper's model, its training, and the command's output."""
+"""Tests of the NT tasks experiment: the paper's formulas, training, the command, and the tables of its results."""
 
 import csv
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -10,30 +11,81 @@ import pytest
 
 from experiments import nt_tasks
 from sympow_jax import ops
+from tests import mistakes
 
-TINY = {
-    "tasks": ("NT",),
-    "base": 3,
-    "delay": 1,
-    "context": 4,
-    "weights": "shared",
-    "attentions": ("expressive",),
-    "epochs": 3,
-    "test_series": 100,
-    "evaluations": 2,
-}
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
+TINY = {"base": 3, "delay": 1, "context": 6, "epochs": 4}
 
 
-def model(**changes):
-    return nt_tasks.Model(
-        **{"attention": "expressive", "base": 4, "context": 8, "weights": "shared"} | changes
-    )
+def reference(setting, parameters, symbols):
+    """Computes the model of section 4 with the weights of equations 1 and 2, by loops over positions."""
+
+    def normalized(x, bias):
+        return (x - x.mean()) / np.sqrt(x.var() + 1e-5) + bias
+
+    x = np.eye(setting.base)[symbols]
+    for layer in range(setting.layers):
+        attention, hidden, output, bias = (
+            parameters[name][layer] for name in ("attention", "hidden", "output", "norm_bias")
+        )
+        query, key, value = np.split(
+            np.stack([normalized(x[t], bias[t]) @ attention[t] for t in range(setting.context)]), 3, axis=1
+        )
+        attended = np.zeros_like(x)
+        for channels in np.split(np.arange(setting.base), setting.heads):
+            for m in range(setting.context):
+                z = np.array([query[m, channels] @ key[k, channels] for k in range(m + 1)])
+                softmax = setting.attention == "softmax"
+                a = np.exp(setting.beta * z) if softmax else z**2 / (1 + z**2)
+                attended[m, channels] = a / a.sum() @ value[: m + 1, channels]
+        x = x + attended
+        for t in range(setting.context):
+            x[t] += np.tanh(normalized(x[t], bias[t]) @ hidden[t]) @ output[t]
+    return x.ravel() @ parameters["readout"] + parameters["readout_bias"]
+
+
+@pytest.mark.parametrize("attention", ["expressive", "softmax"])
+@pytest.mark.parametrize(("heads", "layers", "beta"), [(1, 1, 1.0), (2, 2, 0.5)])
+def test_outputs_and_loss_are_the_papers_formulas(attention, heads, layers, beta):
+    """In float64, with the loss summed over the outputs and averaged over the predictions of a series."""
+    with jax.enable_x64(True):
+        setting = nt_tasks.Setting(
+            base=4, context=5, heads=heads, layers=layers, beta=beta, attention=attention, initial="normal"
+        )
+        random = np.random.default_rng(0)
+        shapes = jax.eval_shape(lambda: nt_tasks.initial(setting, jax.random.key(0)))
+        parameters = {name: random.standard_normal(x.shape) for name, x in shapes.items()}
+        series = random.integers(4, size=8)
+        squares = []
+        for start in range(3):
+            window, following = series[start : start + 5], series[start + 5]
+            expected = reference(setting, parameters, window)
+            outputs, weights = nt_tasks.forward(setting, jax.tree.map(jnp.asarray, parameters), window)
+            np.testing.assert_allclose(outputs, expected, rtol=1e-11)
+            np.testing.assert_allclose(weights[0].sum(-1), 1, rtol=1e-12)
+            squares.append(np.square(expected - np.eye(4)[following]).sum())
+        loss = nt_tasks.loss(setting, jax.tree.map(jnp.asarray, parameters), jnp.asarray(series))
+        np.testing.assert_allclose(loss, np.mean(squares), rtol=1e-11)
 
 
 def test_parameters_are_the_papers():
     """The paper has 802 for N = 2 and 16 positions, and "about 4e5" for N = 16 and 128."""
-    assert model(base=2, context=16, weights="position").parameters() == 802
-    assert 3.9e5 < model(base=16, context=128, weights="position").parameters() < 4.1e5
+
+    def count(setting):
+        shapes = jax.eval_shape(lambda: nt_tasks.initial(setting, jax.random.key(0)))
+        return sum(x.size for x in jax.tree.leaves(shapes))
+
+    assert count(nt_tasks.Setting(base=2, context=16)) == 802
+    assert 3.9e5 < count(nt_tasks.Setting(context=128)) < 4.1e5
+
+
+@pytest.mark.parametrize(("initial", "scale"), [("small", 0.1), ("normal", 1.0)])
+def test_initial_matrices(initial, scale):
+    """All matrices of n inputs have `scale` / sqrt(n) except the readout, which has 1 / sqrt(n)."""
+    parameters = nt_tasks.initial(nt_tasks.Setting(initial=initial), jax.random.key(0))
+    spread = {name: float(x.std() * np.sqrt(x.shape[-2])) for name, x in parameters.items() if x.ndim > 1}
+    expected = {"attention": scale, "hidden": scale, "output": scale, "readout": 1, "norm_bias": 0}
+    assert spread == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -43,91 +95,98 @@ def test_attention_is_that_of_the_op(attention, op):
     random = np.random.default_rng(0)
     query, key, value = (jnp.asarray(random.standard_normal((9, 5)), jnp.float32) for _ in range(3))
     weights = nt_tasks.attention_weights(attention, query @ key.T)
-    np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-6)
     expected = op(*(x[None, :, None] for x in (query, key, value)), scale=1.0)[0, :, 0]
     np.testing.assert_allclose(weights @ value, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_weights_of_positions_that_agree_are_shared_ones():
-    shared, own = model(), model(weights="position")
-    parameters = shared.initial(jax.random.key(0))
-    spread = {
-        name: jnp.broadcast_to(parameters[name], shape.shape)
-        for name, shape in jax.eval_shape(own.initial, jax.random.key(0)).items()
-    }
-    symbols = jnp.array([0, 3, 2, 2, 1, 0, 3, 1])
-    np.testing.assert_allclose(own.outputs(spread, symbols), shared.outputs(parameters, symbols), rtol=1e-5)
+def trained(tmp_path, seeds=(0,), name="run", **changes):
+    setting = nt_tasks.Setting(**TINY | changes)
+    return nt_tasks.train(setting, seeds, tmp_path / f"{name}.npz", points=2, series=25)
 
 
-def trained(**changes):
-    return list(nt_tasks.train(nt_tasks.Setting(**TINY | changes)))
+def test_an_epoch_is_one_update_of_sgd_with_momentum(tmp_path):
+    """Equals two updates by hand, the second at a quarter of the rate."""
+    result = trained(tmp_path, epochs=2, drop_after=1)
+    setting = nt_tasks.Setting(**TINY)
+    parameters = nt_tasks.initial(setting, jax.random.key(0))
+    velocity = jax.tree.map(jnp.zeros_like, parameters)
+    for index, rate in enumerate((0.02, 0.005)):
+        key = jax.random.fold_in(jax.random.key(0), index)
+        series = nt_tasks.draw(setting, key, (), setting.tasks, 40)
+        assert series.shape == (46,)
+        gradient = jax.grad(lambda x, series=series: nt_tasks.loss(setting, x, series))(parameters)
+        velocity = jax.tree.map(lambda v, g: 0.8 * v + g, velocity, gradient)
+        parameters = jax.tree.map(lambda p, v, rate=rate: p - rate * v, parameters, velocity)
+    for name, expected in parameters.items():
+        np.testing.assert_allclose(result["weights"][name][0], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_many_runs_at_once_are_single_ones():
-    """A run gives the same result in a group as by itself, and differs from the other runs of the group."""
-    both, alone = trained(runs=2), trained(runs=1)
-    assert [progress.epoch for progress in both] == [2, 3]
-    for many, one in zip(both, alone, strict=True):
-        np.testing.assert_allclose(many.loss["expressive"][:1], one.loss["expressive"], rtol=1e-5)
-        np.testing.assert_allclose(many.greedy["expressive"][:1], one.greedy["expressive"], rtol=1e-5)
-    assert both[-1].loss["expressive"][0] != both[-1].loss["expressive"][1]
+def test_a_run_does_not_depend_on_the_others(tmp_path):
+    both, one = trained(tmp_path, (0, 3), "both"), trained(tmp_path, (3,), "one")
+    for name, expected in one["weights"].items():
+        np.testing.assert_allclose(both["weights"][name][1:], expected, rtol=1e-4, atol=1e-6)
+    assert [run[1] for run in (point["greedy"] for point in both["curve"])] == [
+        run[0] for run in (point["greedy"] for point in one["curve"])
+    ]
 
 
-def test_a_lower_rate_after_so_many_epochs():
-    setting = nt_tasks.Setting(**TINY | {"runs": 1, "drop_after": 2})
-    rates = [float(nt_tasks.learning_rate(setting, epoch)) for epoch in (0, 1, 2, 3)]
-    np.testing.assert_allclose(rates, [0.02, 0.02, 0.005, 0.005])
+def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
+    whole, test = trained(tmp_path, name="whole"), nt_tasks._test
+
+    def interrupt(*arguments):
+        if arguments[-1] == 4:
+            raise KeyboardInterrupt
+        return test(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nt_tasks, "_test", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path)
+    capsys.readouterr()
+    resumed = trained(tmp_path)
+    assert "epoch 2 of 4" not in (printed := capsys.readouterr().out)
+    assert "epoch 4 of 4" in printed
+    assert resumed["curve"] == whole["curve"]
+    assert trained(tmp_path)["curve"] == whole["curve"]  # nothing is left to do
+    assert capsys.readouterr().out == ""
+    assert trained(tmp_path, rate=0.5)["curve"] != whole["curve"]  # other settings begin again
 
 
 def test_the_command(tmp_path, capsys):
-    flags = [
-        "--base=2",
-        "--delay=1",
-        "--context=6",
-        "--runs=3",
-        "--epochs=60",
-        "--test_series=100",
-        "--evaluations=2",
-    ]
-    arguments = [*flags, "--task=NT,NT-R", "--weights=position", f"--out={tmp_path}"]
-    assert nt_tasks.main(arguments) == 0
+    flags = ["--scale=tiny", "--variants=figure4,figure6", "--context=6", "--steps=60", f"--out={tmp_path}"]
+    assert nt_tasks.main(["--base=2", "--delay=1", *flags]) == 0
     printed = capsys.readouterr().out
-    assert "N2T1 NT-R" in printed
-    assert "epoch 60 of 60" in printed
-    with (tmp_path / "nt.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {(row["attention"], row["task"]) for row in rows} == {
-        (attention, task) for attention in ("expressive", "softmax") for task in ("NT", "NT-R")
+    assert "figure6: N2T1 + N2T1-S, 6, softmax, 60 epochs, 2 seeds, 50 series" in printed
+    folder = tmp_path / "nt_tasks"
+    content = json.loads((folder / "nt_tasks.json").read_text())
+    assert content["command"].startswith("python -m experiments.nt_tasks --base=2")
+    assert set(content) >= {"git_revision", "git_changed", "versions", "settings"}
+    rows = content["rows"]
+    with (folder / "nt_tasks.csv").open() as file:
+        assert [row["greedy"] for row in csv.DictReader(file)] == [str(row["greedy"]) for row in rows]
+    assert {(row["attention"], row["task"]) for row in rows if row["figure"] == "figure6"} == {
+        (attention, task) for attention in nt_tasks.MODELS for task in ("N2T1", "N2T1-S")
     }
-    assert rows[-1]["epoch"] == "60"
-    assert float(rows[-1]["loss"]) < 0.5 * float(rows[0]["loss"])
-    (summary,) = json.loads((tmp_path / "nt.json").read_text())
-    assert summary["cycles"]["NT"] == {"3": 1, "1": 1}
-    accuracies = summary["results"]["expressive"]["greedy"]["NT"]
-    assert len(accuracies) == 3
-    assert np.mean(accuracies) == pytest.approx(float(rows[-4]["greedy_mean"]), abs=1e-3)
-    assert (tmp_path / "nt.png").read_bytes().startswith(b"\x89PNG")
+    ends = [row for row in rows if row["solved"] is not None]
+    assert {row["epoch"] for row in ends} == {60}
+    first = [row for row in rows if row["epoch"] == min(row["epoch"] for row in rows)]
+    assert all(end["loss"] < row["loss"] for end, row in zip(ends, first, strict=True))
+    for name in ("nt_tasks.png", "nt_tasks_attention.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("figure", "34567")
-@pytest.mark.parametrize("scale", ["toy", "paper"])
-def test_figures(figure, scale):
-    settings = nt_tasks.settings([f"--figure={figure}", f"--scale={scale}"])[0]
-    found = {(s.tasks, f"N{s.base}T{s.delay}") for s in settings}
-    expected = {
-        "3": (("NT",), "N16T2"),
-        "4": (("NT",), "N2T5"),
-        "5": (("NT",), "N16T5"),
-        "6": (("NT", "NT-S"), "N16T2"),
-        "7": (("NT-R",), "N16T2"),
+def test_figures_are_the_papers():
+    found = {figure: [x.label for x in settings] for figure, settings in nt_tasks.FIGURES.items()}
+    robustness = found.pop("robustness")
+    assert found == {
+        "figure3": ["N16T2, 32", "N16T2, 52", "N16T2, 56"],
+        "figure4": ["N2T5, 16"],
+        "figure5": ["N16T5, 128"],
+        "figure6": ["N16T2 + N16T2-S, 32"],
+        "figure7": ["N16T2-R, 64", "N16T2-R, 128"],
     }
-    assert found == {expected[figure]}
-    if scale == "paper":
-        assert {s.runs for s in settings} == {16}
-        contexts = {"3": [32, 52, 56], "4": [16], "5": [128], "6": [32], "7": [64, 128]}
-        assert sorted({s.context for s in settings}) == contexts[figure]
-    (changed, *_) = nt_tasks.settings([f"--figure={figure}", "--runs=5"])[0]
-    assert changed.runs == 5
+    assert len(set(robustness)) == len(robustness) == 9
+    assert len(nt_tasks.PLANS["toy"].seeds) == len(nt_tasks.PLANS["paper"].seeds) == 16
 
 
 @pytest.mark.parametrize(
@@ -135,41 +194,15 @@ def test_figures(figure, scale):
     [
         (["--base=1"], "base is 1; it must be at least 2"),
         (["--delay=0"], "delay is 0; it must be at least 1"),
-        (["--task=NT,XOR"], "task is 'XOR'; it must be one of NT, NT-S, NT-R"),
-        (["--task=NT,NT"], "task is 'NT,NT'; name each only once"),
-        (["--attention=linear"], "attention is 'linear'; it must be one of expressive, softmax"),
-        (["--weights=own"], "weights is 'own'; it must be one of shared, position"),
+        (["--task=XOR"], "argument --task: invalid choice: 'XOR'"),
+        (["--heads=3"], "heads is 3; it must divide the width, which is the base, 16"),
         (["--context=2"], "context is 2; with delay 2"),
-        (["--context=a"], "context is 'a'; use numbers such as 32"),
-        (["--runs=0"], "runs is 0; it must be at least 1"),
-        (["--test_series=101"], "test_series is 101; it must be a multiple of the 100"),
-        (["--drop_after=-1"], "drop_after is -1"),
-        (["--scale=toy"], "scale is given without a figure"),
-        (["--figure=8"], "argument --figure: invalid choice: '8'"),
-        (["--runs=many"], "argument --runs: invalid int value"),
-        (["--epoch=3"], "unknown option '--epoch'; did you mean --epochs?"),
+        (["--initial=large"], "argument --initial: invalid choice: 'large'"),
+        (["--momentum=-1"], "momentum is -1.0; it must be at least 0"),
+        (["--variants=figure8"], "there is no 'figure8'; there are figure3, figure4"),
+        (["--epochs=3"], "unknown option '--epochs'"),
     ],
 )
 def test_wrong_flags_are_one_line(flags, message, tmp_path, capsys):
-    with pytest.raises(SystemExit) as error:
-        nt_tasks.main([*flags, f"--out={tmp_path}"])
-    assert error.value.code == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-
-
-def test_ctrl_c_is_one_line(tmp_path, capsys, monkeypatch):
-    """The curves up to the interruption are written."""
-
-    def interrupted(setting):
-        accuracy = {name: np.full((setting.runs, 1), 0.5) for name in setting.attentions}
-        yield nt_tasks.Progress(7, {name: x[:, 0] for name, x in accuracy.items()}, accuracy, accuracy)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(nt_tasks, "train", interrupted)
-    with pytest.raises(SystemExit) as error:
-        nt_tasks.main([f"--out={tmp_path}"])
-    assert error.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"
-    assert ",7,16,0,0.5," in (tmp_path / "nt.csv").read_text()
+    arguments = ["--variants=figure3", f"--out={tmp_path}", *flags]
+    assert message in mistakes.line(nt_tasks.main, arguments, capsys)
