@@ -128,7 +128,8 @@ FIGURES: dict[str, list[Setting]] = {
     "figure4": [Setting(base=2, delay=5, context=16, epochs=10_000)],
     "figure5": [Setting(delay=5, context=128, epochs=2_000)],
     "figure6": [Setting(task="NT+NT-S", epochs=3_000, drop_after=2_500)],
-    "figure7": [Setting(task="NT-R", context=context, epochs=2_000) for context in (64, 128)],
+    "figure7": [Setting(task="NT-R", context=64, epochs=2_000)],
+    "figure7_128": [Setting(task="NT-R", context=128, epochs=2_000)],
     "robustness": [
         dataclasses.replace(setting, epochs=300)
         for setting in (
