@@ -207,3 +207,48 @@ def test_figures_are_the_papers():
 def test_wrong_flags_are_one_line(flags, message, tmp_path, capsys):
     arguments = ["--variants=figure3", f"--out={tmp_path}", *flags]
     assert message in mistakes.line(nt_tasks.main, arguments, capsys)
+
+
+@pytest.fixture(scope="module")
+def ends():
+    """Returns the rows of the committed results at the ends of training, by (setting, task, attention)."""
+    rows = json.loads((EXPERIMENTS / "results/nt_tasks/nt_tasks.json").read_text())["rows"]
+    return [row for row in rows if row["solved"] is not None]
+
+
+def test_the_pages_tables_are_those_of_the_results(ends):
+    """Each cell of the section's tables is made from the JSON, except those of the last column of the first one."""
+    section = (EXPERIMENTS / "README.md").read_text().partition("\n## NT tasks\n")[2].partition("\n## ")[0]
+    shown = [line for line in section.splitlines() if line.startswith("| N")]
+    parameters = {(row["setting"], row["attention"]): row for row in ends}
+    expected = []
+    for figure, setting, task, epochs, *cells in nt_tasks.table(ends):
+        runs = parameters[setting, "expressive"]["runs"]
+        if figure == "robustness":
+            expected.append([setting, *(cells[index] for index in (0, 2, 3, 5))])
+        else:
+            named = setting if setting.startswith(f"{task},") else f"{task} of {setting}"
+            expected.append([named, str(runs), epochs, *cells[:6], cells[6]])
+    assert len(shown) == len(expected)
+    for line, cells in zip(shown, expected, strict=True):
+        assert line.startswith(f"| {' | '.join(cells)} |")
+
+
+def test_claims_of_rank_are_beyond_two_standard_errors(ends):
+    """Softmax is below expressive attention, or both solve the task, and it is level with the readout on N16T2."""
+    by = {
+        (row["setting"], row["task"], row["attention"]): row for row in ends if row["figure"] != "robustness"
+    }
+
+    def above(setting, task, *attentions):
+        best, other = (by[setting, task, attention] for attention in attentions)
+        errors = 2 * np.hypot(best["greedy_error"], other["greedy_error"])
+        return best["greedy"] - other["greedy"] > errors
+
+    keys = dict.fromkeys(key[:2] for key in by)
+    assert {setting for setting, task in keys if not above(setting, task, "expressive", "softmax")} == {
+        "N16T2, 56",
+        "N2T5, 16",
+    }
+    level = {setting for setting, task in keys if not above(setting, task, "softmax", "readout")}
+    assert level == {"N16T2, 32", "N16T2, 52", "N16T2, 56"}
