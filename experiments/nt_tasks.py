@@ -425,7 +425,7 @@ def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[
     """Yields a row for each task and point of a learning curve: means and standard errors over runs."""
 
     def mean_error(name, values):
-        error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
+        error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
         return {name: float(np.mean(values)), f"{name}_error": float(error)}
 
     for (place, task), point in itertools.product(enumerate(setting.tasks), result["curve"]):
