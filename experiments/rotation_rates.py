@@ -63,7 +63,7 @@ def settings(options: _shared.Options, variant: str, seed: int) -> config.Config
 
 
 def _experiment(options: _shared.Options) -> None:
-    plan, variants = options.plan, options.variants
+    plan, variants, seeds = options.plan, options.variants, len(options.plan.seeds)
     wanted = {
         (variant, seed): settings(options, variant, seed) for seed in plan.seeds for variant in variants
     }
@@ -87,8 +87,8 @@ def _experiment(options: _shared.Options) -> None:
     _shared.draw_lines(
         path,
         [_panel(options, folders)],
-        title="Conformal against gated, by the learning rate of the rotation rates",
-        subtitle=f"mean of {len(plan.seeds)} seeds, band of one standard error; {plan.contexts[0]:,} tokens of context",
+        title="Conformal against gated",
+        subtitle=f"mean of {seeds} seeds, band of one standard error; numbers are factors of W's learning rate",
     )
     _shared.print_table(
         "Final loss, nats per token, mean of seeds; in brackets the difference from gated and its standard error",
