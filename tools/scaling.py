@@ -3,7 +3,8 @@
     uv run python -m tools.scaling
 
 Prints the tables of docs/scaling.md, which also states what is assumed. Models are conformal at p = 2. For each number
-of GPUs, all powers of two over the four mesh axes are compared, with each `model.remat` and both forms of attention.
+of GPUs, all powers of two over the four mesh axes are compared, with
+`model.remat` none, attention and full, and both forms of attention.
 """
 
 import dataclasses

@@ -106,7 +106,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     try:
-        return parse_object(path.read_text())
+        return parse_object(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -166,7 +166,10 @@ class HeldoutData:
         if len(opened.lengths):
             self.documents = documents.HeldoutDocuments(opened, vocab_size=vocab_size)
         if rows.has_targets(opened, config):
-            self.rows = _rows(opened, config, task, vocab_size=vocab_size)
+            try:
+                self.rows = _rows(opened, config, task, vocab_size=vocab_size)
+            except ValueError as error:
+                raise ValueError(f"held-out data: {error}") from error
 
     def batches(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Yields batches of the rows, each row once, in a fixed order.
@@ -185,7 +188,7 @@ class HeldoutData:
         """Returns shard `share` of a batch of rows, drawn by `config.seed`; None if there are no rows.
 
         The batch is a function of the data, the seed and the task only. It has the number of rows of a training batch,
-        padded as in `batches` if fewer are held out.
+        padded with uncounted copies of one if fewer are held out.
 
         Raises:
             ValueError: `shares` does not divide the number of rows.

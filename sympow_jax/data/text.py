@@ -14,9 +14,9 @@ from sympow_jax.data import documents, files
 
 __all__ = ["describe", "open_documents"]
 
-# Third-party packages differ between environments; the standard library of a Python release does not.
 # Documents that the end of an only file is cut into, if each has at least a training context of bytes.
 _PIECES = 20
+# Third-party packages differ between environments; the standard library of a Python release does not.
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 
 

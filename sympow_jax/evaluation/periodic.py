@@ -91,8 +91,7 @@ class Periodic:
         codec = self._codec
         if codec is None:
             return {}
-        state = self._program.by_layer(state)
-        model = cast(models.DecoderLM, self._generator.merge(state.params, state.statistics))
+        model = cast(models.DecoderLM, self._generator.model(state))
         transcripts = [generation.Transcript(codec, row, max_tokens=_TOKENS) for row in self._prompts]
         sampling = generation.Sampling(temperature=_TEMPERATURE, vocab_size=codec.sampled_vocab_size)
         for block in generation.generate(model, self._prompts, max_tokens=_TOKENS, sampling=sampling):

@@ -1,6 +1,6 @@
 """Models: decoders, encoders and image classifiers."""
 
-from sympow_jax.models.build import Model, make, parameter_name, parameter_specs
+from sympow_jax.models.build import Model, make, names_of_any_layer, parameter_name, parameter_specs
 from sympow_jax.models.decoder import DecoderLM, DecoderState
 from sympow_jax.models.encoder import Encoder
 from sympow_jax.models.image_classifier import ImageClassifier
@@ -15,6 +15,7 @@ __all__ = [
     "Model",
     "logits",
     "make",
+    "names_of_any_layer",
     "parameter_name",
     "parameter_specs",
     "state_bytes",

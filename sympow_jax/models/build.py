@@ -1,5 +1,7 @@
 """Construction of models from settings, and names and shardings of their parameters."""
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ from sympow_jax import config as configs
 from sympow_jax.layers import partitioning
 from sympow_jax.models import decoder, encoder, image_classifier
 
-__all__ = ["Model", "make", "parameter_name", "parameter_specs"]
+__all__ = ["Model", "make", "names_of_any_layer", "parameter_name", "parameter_specs"]
 
 Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier
 """Type of the models that `make` returns."""
@@ -32,6 +34,11 @@ def make(
 def parameter_name(path: tuple[Any, ...]) -> str:
     """Returns the name of a parameter, such as `blocks.0.mlp.up.kernel`, from its path in a tree of dicts."""
     return ".".join(str(key.key) for key in path)
+
+
+def names_of_any_layer(names: Iterable[str]) -> list[str]:
+    """Returns the names in order, with `*` for the layer, each once."""
+    return sorted({re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in names})
 
 
 def parameter_specs(model: Model) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:

@@ -21,10 +21,10 @@ __all__ = ["Block", "TokenTrunk", "Trunk", "logits"]
 # Primitives whose results cost little to compute again: XLA fuses them with what needs them.
 _ELEMENTWISE = frozenset(
     """
-    abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos div eq erf exp exp2
-    expand_dims expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pad pow
-    reduce_precision reshape rev round rsqrt select_n sign sin slice sqrt square squeeze stop_gradient sub tanh
-    transpose xor
+    abs add add_any and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos div eq erf erfc exp exp2
+    expm1 floor ge gt integer_pow iota is_finite le log log1p log2 logistic lt max min mul ne neg not one_minus_square
+    or pad pow reduce_precision rem reshape rev round rsqrt select_n sign sin slice split sqrt square squeeze sub tan
+    tanh tile transpose unstack xor
     """.split()  # noqa: SIM905
 )
 
@@ -80,7 +80,7 @@ class Trunk(nnx.Module, abc.ABC):
         config: the shape of the model.
         rngs: source of initial values, or a seed.
         stacked: whether the model has `stacked_blocks` instead of `blocks`. Its layers are a loop that is compiled
-            once. It has the same initial values, but no states.
+            once. It has the same initial values, but neither takes nor returns states.
 
     Attributes:
         blocks: blocks in order.
@@ -122,11 +122,11 @@ class Trunk(nnx.Module, abc.ABC):
         x = residual_stream(x)
         stacked, remat = hasattr(self, "stacked_blocks"), self.config.remat
         if stacked and remat == "none":
-            # XLA chooses which elementwise values to compute again, but those of an earlier loop it cannot.
+            # XLA itself computes elementwise values again instead of keeping them, but not those of another loop.
             remat = "elementwise"
 
         def apply(block: Block, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-            return residual_stream(_rematerialized(block, x, segment_ids, remat))
+            return residual_stream(_rematerialized(block, x, segment_ids, remat, in_loop=stacked))
 
         if stacked:
             scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=_LAYER_AXIS)
@@ -263,13 +263,19 @@ def _stacked_blocks(config: configs.ModelConfig, rngs: nnx.Rngs) -> Block:
 
 
 def _rematerialized(
-    block: Block, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None, remat: str
+    block: Block,
+    x: Float[Array, "B T M"],
+    segment_ids: Int[Array, "B T"] | None,
+    remat: str,
+    *,
+    in_loop: bool,
 ) -> Float[Array, "B T M"]:
     if remat == "none":
         return block(x, segment_ids=segment_ids)[0]
     graph, *variables = nnx.split(block, nnx.Param, nnx.BatchStat)
 
-    @functools.partial(jax.checkpoint, policy=_SAVED[remat])
+    # Within a loop, XLA cannot merge what is computed again with what was computed first, and needs no barrier.
+    @functools.partial(jax.checkpoint, policy=_SAVED[remat], prevent_cse=not in_loop)
     def call(x: Float[Array, "B T M"], *variables: nnx.State) -> tuple[Float[Array, "B T M"], nnx.State]:
         layer = nnx.merge(graph, *variables)
         return layer(x, segment_ids=segment_ids)[0], nnx.state(layer, nnx.BatchStat)

@@ -1,8 +1,6 @@
 """Config and parameters of another run, from which a run starts (`task.initial_run`)."""
 
 import pathlib
-import re
-from collections.abc import Iterable
 
 import jax
 
@@ -71,9 +69,5 @@ def replace(new: Params, found: Params, folder: pathlib.Path) -> Params:
         ("dropped", {name for name in saved if name not in wanted}),
     ):
         if names:
-            hosts.say(f"{what}: {', '.join(_of_any_layer(names))}")
+            hosts.say(f"{what}: {', '.join(models.names_of_any_layer(names))}")
     return jax.tree.unflatten(structure, [(saved if name in taken else wanted)[name] for name in wanted])
-
-
-def _of_any_layer(names: Iterable[str]) -> list[str]:
-    return sorted({re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in names})

@@ -52,7 +52,9 @@ def factors(settings: config.OptimizerConfig, params: optax.Params) -> Any:
     pairs = settings.factors_by_pattern
     for pattern, _ in pairs:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
-            near = spelling.remedy(pattern, known, otherwise=f"the names are {', '.join(known)}")
+            near = spelling.remedy(
+                pattern, known, otherwise=f"the names are {', '.join(models.names_of_any_layer(known))}"
+            )
             raise ValueError(
                 f"optimizer.learning_rate_factors has the pattern {pattern!r}, which matches no parameter; {near}"
             )
@@ -72,7 +74,7 @@ def make_optimizer(
     Args:
         settings: settings of the optimizer.
         steps: number of updates, at which the schedules end.
-        params: tree of the parameters' shapes, of one layer where they are stacked.
+        params: shapes of the parameters; of stacked ones, those of a single layer, which weight decay looks at.
         factors: tree of the factors of the learning rate, arrays of one per layer where parameters are stacked.
     """
     rate = learning_rate(settings, steps)

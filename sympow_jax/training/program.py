@@ -22,7 +22,7 @@ from sympow_jax.training.state import Params, TrainState
 
 __all__ = ["Program", "Update", "restore_exact", "restore_model"]
 
-# Layers from which on an update scans them, unless the config says. The other way takes 2 s of CPU a layer to compile.
+# Models of at least this many layers are scanned by default. Otherwise each layer takes about 1 s of CPU to compile.
 _SCANNED_LAYERS = 16
 
 Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Array, ""]]]]
@@ -32,8 +32,8 @@ Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Ar
 class Program:
     """Model graph, optimizer, state and update of a run on a mesh.
 
-    The state has its parameters by layer or, if an update scans the layers, stacked; `stacking` describes both forms.
-    Models and checkpoints have them by layer (`by_layer`).
+    Parameters and optimizer state are by layer (`blocks`) or, if an update scans the layers, stacked
+    (`stacked_blocks`; see `stacking`). Models and checkpoints always have them by layer.
 
     Attributes:
         config: config of the run.
@@ -41,6 +41,7 @@ class Program:
         params: shapes, dtypes and shardings of the parameters, by layer.
         statistics: those of the running statistics of batch normalization; empty without it.
         kernels: attention kernel of each layer.
+        scans: whether an update scans the layers, so that the state has them stacked.
 
     Examples:
         >>> from sympow_jax import config, training
@@ -57,10 +58,7 @@ class Program:
         model = nnx.eval_shape(lambda: self._make(0, stacked=False))
         self._graph, params, statistics = _split(model)
         scans = config.training.scan_layers
-        self._scans = config.model.layers >= _SCANNED_LAYERS if scans is None else scans
-        self._trained_graph = self._graph
-        if self._scans:
-            self._trained_graph, _, _ = _split(nnx.eval_shape(lambda: self._make(0, stacked=True)))
+        self.scans = config.model.layers >= _SCANNED_LAYERS if scans is None else scans
         specs = models.parameter_specs(model)
 
         def shard(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -70,7 +68,7 @@ class Program:
         self.statistics: Params = jax.tree.map(self._placed, statistics)
         self.kernels = tuple(block.attention.kernel for block in model.blocks)
         one_layer, factors = self.params, optimizer.factors(config.optimizer, self.params)
-        if self._scans:
+        if self.scans:
             one_layer = stacking.stack(self.params, join=lambda leaves: leaves[0])
             factors = stacking.stack(factors, join=np.array)
         self._optimizer = optimizer.make_optimizer(
@@ -89,7 +87,7 @@ class Program:
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameters."""
         params, statistics = self.params, self.statistics
-        if self._scans:
+        if self.scans:
             params, statistics = stacking.stack((params, statistics), join=self._stacked)
         opt_state = optax.tree_map_params(
             self._optimizer,
@@ -111,7 +109,7 @@ class Program:
     @functools.cached_property
     def abstract_by_layer(self) -> TrainState:
         """Shapes, dtypes and shardings of the state `by_layer`, which is what a checkpoint holds."""
-        if not self._scans:
+        if not self.scans:
             return self.abstract
 
         def take(leaf: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
@@ -123,24 +121,33 @@ class Program:
         return stacking.unstack(self.abstract, self.config.model.layers, take)
 
     def by_layer(self, state: TrainState) -> TrainState:
-        """Returns a state with the parameters and optimizer state of each layer on their own."""
-        return self._by_layer(state) if self._scans else state
+        """Returns a state with the parameters and optimizer state of each layer on their own.
 
-    @functools.cached_property
-    def _by_layer(self) -> Callable[[TrainState], TrainState]:
+        They are a copy if layers are scanned. An optimizer state of `()` stays.
+        """
+        if not self.scans:
+            return state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_by_layer)
-        return jax.jit(
-            lambda state: stacking.unstack(state, self.config.model.layers), out_shardings=shardings
+        if state.opt_state == ():
+            shardings = dataclasses.replace(shardings, opt_state=())
+        return jax.jit(stacking.unstack, static_argnums=1, out_shardings=shardings)(
+            state, self.config.model.layers
         )
 
     def from_layers(self, state: TrainState) -> TrainState:
-        """Returns the state of which `state` is the form `by_layer`; an optimizer state of `()` stays."""
-        if not self._scans:
+        """Returns the inverse of `by_layer`; an optimizer state of `()` stays."""
+        if not self.scans:
             return state
         shardings = self._shardings
         if state.opt_state == ():
             shardings = dataclasses.replace(shardings, opt_state=())
         return jax.jit(stacking.stack, out_shardings=shardings)(state)
+
+    def model(self, state: TrainState) -> models.Model:
+        """Returns the model of a state, in evaluation mode."""
+        # Without the optimizer state, which is larger than the parameters.
+        state = self.by_layer(dataclasses.replace(state, opt_state=()))
+        return self.merge(state.params, state.statistics)
 
     @functools.cached_property
     def _shardings(self) -> TrainState:
@@ -154,6 +161,14 @@ class Program:
         """Returns the model with parameters and running statistics as they are in the state."""
         return nnx.merge(self._trained_graph, params, statistics)
 
+    @functools.cached_property
+    def _trained_graph(self) -> nnx.GraphDef:
+        if not self.scans:
+            return self._graph
+        # Without the mesh that an update is traced in: its axes are not the logical ones that parameters name.
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return _split(nnx.eval_shape(lambda: self._make(0, stacked=True)))[0]
+
     def _make(self, seed: int, *, stacked: bool) -> models.Model:
         return models.make(self.config.model, self.config.task, rngs=nnx.Rngs(seed), stacked=stacked)
 
@@ -164,7 +179,7 @@ class Program:
             # Stacked, because layers that are initialized by a loop compile in the time of one.
             _, *variables = _split(self._make(self.config.training.seed, stacked=True))
             params, statistics = (
-                variables if self._scans else stacking.unstack(variables, self.config.model.layers)
+                variables if self.scans else stacking.unstack(variables, self.config.model.layers)
             )
             return TrainState(jnp.int32(0), params, self._optimizer.init(params), statistics)
 
@@ -194,11 +209,11 @@ class Program:
         hosts.say(
             f"the {kind} is that of step {number} of {folder}, a run of the task {first.config.task.name!r}"
         )
-        state = self.by_layer(self.init_state())
-        params = initial.replace(state.params, arrays["params"], folder)
-        return self.from_layers(
-            dataclasses.replace(state, params=params, statistics=arrays.get("statistics", {}))
-        )
+        state = self.init_state()
+        new = self.by_layer(dataclasses.replace(state, opt_state=()))
+        params = initial.replace(new.params, arrays["params"], folder)
+        new = dataclasses.replace(new, params=params, statistics=arrays.get("statistics", {}))
+        return dataclasses.replace(self.from_layers(new), opt_state=state.opt_state)
 
     def restore_or_begin(self, checkpoints: checkpoint.Checkpoints) -> tuple[TrainState, Any]:
         """Returns the newest good state of a run, or the state before the first update if there is no checkpoint.

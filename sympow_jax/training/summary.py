@@ -128,6 +128,9 @@ def memory(
     evaluation = 0 if heldout is None else (sharding.program_bytes(heldout) or 0) + state - arguments
     if evaluation > total:
         total, what = evaluation, "a held-out loss"
+    # What is saved is a copy of the state by layer.
+    if program.scans and 2 * state > total:
+        total, what = 2 * state, "a save"
     (device, *_) = program.mesh.local_devices
     limit = (device.memory_stats() or {}).get("bytes_limit")
     available = f" of {_size(limit)}" if limit else ""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sympow_jax import config, training
-from sympow_jax.training import checkpoint, sharding, workdir
+from sympow_jax.training import checkpoint, optimizer, sharding, workdir
 from sympow_jax.weights import files
 
 __all__ = ["export_run", "import_run"]
@@ -40,6 +40,7 @@ def import_run(path: str | os.PathLike[str], settings: config.Config, folder: st
         raise ValueError(f"{folder} holds a run; import into another workdir")
     model = files.load(path, settings)
     params, statistics = (nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:])
+    optimizer.factors(settings.optimizer, params)  # raises its errors before there is a workdir
     workdir.open_workdir(folder, settings)
     state = training.TrainState(step=jnp.int32(0), params=params, opt_state=(), statistics=statistics)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:

@@ -167,3 +167,20 @@ def test_imported_weights_begin_with_a_new_optimizer_state(tmp_path, settings):
     assert position is None
     jax.tree.map(np.testing.assert_array_equal, program.by_layer(state).params, params)
     assert jax.tree.structure(state) == jax.tree.structure(program.abstract)
+
+
+def test_elementwise_values_are_not_kept():
+    """Of the hidden values of each feed-forward layer, those before gelu are kept, and nothing of gelu."""
+    model = config.ModelConfig(
+        vocab_size=8, layers=2, width=16, heads=2, dtype="float32", remat="elementwise"
+    )
+    for stacked in (False, True):
+        made = nnx.eval_shape(lambda stacked=stacked: models.DecoderLM(model, rngs=0, stacked=stacked))
+        graph, params = nnx.split(made)
+
+        def residuals(params, graph=graph):
+            return jax.vjp(lambda tree: nnx.merge(graph, tree)(jnp.zeros((3, 40), jnp.int32)), params)[1]
+
+        kept = jax.tree.leaves(jax.eval_shape(residuals, params))
+        hidden = [x.size for x in kept if x.shape[-2:] == (3 * 40, 64)]
+        assert sum(hidden) == 2 * 3 * 40 * 64
