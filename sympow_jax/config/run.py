@@ -135,8 +135,8 @@ class TrainingConfig:
     scan_layers: bool | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Whether an update runs the layers as a loop, which is compiled once, instead of one after another, which "
-            "may be a little faster. None: from 16 layers on."
+            "Whether an update runs the layers as a loop, which is compiled once, instead of one after another. "
+            "None: from 16 layers on."
         )
         | _ON_RESUME,
     )
