@@ -79,8 +79,9 @@ def start(
 ) -> list[Started]:
     """Starts the processes of one run, each with the given number of devices; their output goes to `folder`.
 
-    `flags` tell several processes of each other. `more` has arguments for each process. `prepare` is called in each
-    before it begins; it may also be a list with one function per process.
+    Compiled programs are kept in the folder `cache`, if any. `flags` tell several processes of each other. `more` has
+    arguments for each process. `prepare` is called in each before it begins; it may also be a list with one function
+    per process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begun = len(list(folder.glob("*.out")))
@@ -135,6 +136,7 @@ def _run(
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_enable_compilation_cache", cache is not None)
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

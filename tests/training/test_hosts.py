@@ -245,7 +245,8 @@ def test_a_file_that_one_process_cannot_open_ends_both_and_moves_nothing(start, 
     started = start(sharded, processes=2)
     assert [one.wait() for one in started] == [1, 1]
     for one in started:
-        (line,) = one.errors()
+        # JAX may add lines of its own, when it misses the other process.
+        (line,) = (line for line in one.errors() if line.startswith("error: "))
         assert f"{path}: Too many levels of symbolic links" in line
     assert _saved(folder) == [4, 8]
     assert not (folder / "damaged_checkpoints").exists()
