@@ -118,30 +118,18 @@ class Program:
                 jax.sharding.PartitionSpec(*leaf.sharding.spec[1:]),
             )
 
-        return stacking.unstack(self.abstract, self.config.model.layers, take)
+        return stacking.unstack(self.abstract, take)
 
     def by_layer(self, state: TrainState) -> TrainState:
         """Returns a state with the parameters and optimizer state of each layer on their own.
 
         They are a copy if layers are scanned. An optimizer state of `()` stays.
         """
-        if not self.scans:
-            return state
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_by_layer)
-        if state.opt_state == ():
-            shardings = dataclasses.replace(shardings, opt_state=())
-        return jax.jit(stacking.unstack, static_argnums=1, out_shardings=shardings)(
-            state, self.config.model.layers
-        )
+        return _converted(stacking.unstack, state, self.abstract_by_layer) if self.scans else state
 
     def from_layers(self, state: TrainState) -> TrainState:
         """Returns the inverse of `by_layer`; an optimizer state of `()` stays."""
-        if not self.scans:
-            return state
-        shardings = self._shardings
-        if state.opt_state == ():
-            shardings = dataclasses.replace(shardings, opt_state=())
-        return jax.jit(stacking.stack, out_shardings=shardings)(state)
+        return _converted(stacking.stack, state, self.abstract) if self.scans else state
 
     def model(self, state: TrainState) -> models.Model:
         """Returns the model of a state, in evaluation mode."""
@@ -151,7 +139,7 @@ class Program:
 
     @functools.cached_property
     def _shardings(self) -> TrainState:
-        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        return _shardings_of(self.abstract)
 
     def merge(self, params: Params, statistics: Params | None = None) -> models.Model:
         """Returns the model with these parameters and running statistics by layer, in evaluation mode."""
@@ -178,9 +166,7 @@ class Program:
         def init() -> TrainState:
             # Stacked, because layers that are initialized by a loop compile in the time of one.
             _, *variables = _split(self._make(self.config.training.seed, stacked=True))
-            params, statistics = (
-                variables if self.scans else stacking.unstack(variables, self.config.model.layers)
-            )
+            params, statistics = variables if self.scans else stacking.unstack(variables)
             return TrainState(jnp.int32(0), params, self._optimizer.init(params), statistics)
 
         with _random_kernels():
@@ -355,6 +341,17 @@ class Program:
             lambda rows: rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:]).swapaxes(0, 1),
             dict(batch),
         )
+
+
+def _shardings_of(abstract: TrainState) -> TrainState:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _converted(convert: Callable[[Any], Any], state: TrainState, abstract: TrainState) -> TrainState:
+    """Returns `convert(state)` with the shardings of `abstract`; an optimizer state of `()` stays."""
+    if state.opt_state == ():
+        abstract = dataclasses.replace(abstract, opt_state=())
+    return jax.jit(convert, out_shardings=_shardings_of(abstract))(state)
 
 
 def _split(model: models.Model) -> tuple[nnx.GraphDef, Params, Params]:

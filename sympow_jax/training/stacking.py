@@ -26,10 +26,11 @@ def stack(tree: Any, join: Callable[[Sequence[Any]], Any] = jnp.stack) -> Any:
     return _convert(tree, _BLOCKS, _STACKED, convert)
 
 
-def unstack(tree: Any, layers: int, take: Callable[[Any, int], Any] = lambda leaf, layer: leaf[layer]) -> Any:
+def unstack(tree: Any, take: Callable[[Any, int], Any] = lambda leaf, layer: leaf[layer]) -> Any:
     """Returns a stacked tree in its form by layer; `take` returns a layer's part of a leaf."""
 
     def convert(block: Any) -> dict[int, Any]:
+        layers = jax.tree.leaves(block)[0].shape[0]
         return {
             layer: jax.tree.map(lambda leaf, layer=layer: take(leaf, layer), block) for layer in range(layers)
         }

@@ -63,7 +63,7 @@ def test_forms_of_a_tree():
     assert stacked[1]["mu"]["stacked_blocks"]["kernel"].shape == (11, 2, 3)
     # Layer 10 comes after layer 9, not after layer 1.
     np.testing.assert_array_equal(stacked[1]["nu"]["stacked_blocks"]["bias"][:, 0], np.arange(11))
-    back = stacking.unstack(stacked, 11)
+    back = stacking.unstack(stacked)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     jax.tree.map(np.testing.assert_array_equal, back, tree)
 
