@@ -170,7 +170,7 @@ def test_imported_weights_begin_with_a_new_optimizer_state(tmp_path, settings):
 
 
 def test_elementwise_values_are_not_kept():
-    """Of the hidden values of each feed-forward layer, those before gelu are kept, and nothing of gelu."""
+    """A feed-forward layer keeps its hidden values before gelu, once, and nothing of gelu."""
     model = config.ModelConfig(
         vocab_size=8, layers=2, width=16, heads=2, dtype="float32", remat="elementwise"
     )
