@@ -18,7 +18,7 @@ import statistics
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import matplotlib.axes
@@ -34,23 +34,31 @@ from sympow_jax.evaluation import figures, report, workdirs
 from sympow_jax.training import cli, machine, sharding, workdir
 
 __all__ = [
+    "Mean",
     "Options",
     "Panel",
     "Plan",
     "Row",
+    "Table",
+    "Tables",
     "alternate",
-    "curve",
+    "bands",
+    "curves_panel",
+    "difference_table",
+    "differences",
     "draw_lines",
     "draw_values",
     "evaluation",
     "final_loss",
-    "medians",
+    "loss_table",
+    "mean",
+    "mean_curves",
+    "means",
     "model",
-    "nested",
     "parameters",
     "power_label",
     "power_variants",
-    "print_table",
+    "print_tables",
     "relative",
     "run",
     "settings",
@@ -376,6 +384,34 @@ def curve(folder: pathlib.Path) -> list[tuple[int, float]]:
     return [(int(part[-1]) + 1, float(losses[part].mean())) for part in parts]
 
 
+def mean_curves(folders: Folders) -> list[dict[str, Any]]:
+    """Returns rows of the training curves: the mean loss over seeds and its error, by variant, context and step."""
+    rows = [
+        {"variant": variant, "context": context, "step": step, "loss": loss}
+        for (variant, context, _), folder in folders.items()
+        for step, loss in curve(folder)
+    ]
+    return [
+        {"variant": variant, "context": context, "step": step, "loss": loss.value, "error": loss.error}
+        for (variant, context, step), loss in means(rows, ("variant", "context", "step"), "loss").items()
+    ]
+
+
+def curves_panel(rows: Sequence[Row], context: int) -> "Panel":
+    """Returns a panel of the curves at one context, without the first eighth.
+
+    The high losses of the first updates would compress everything else.
+    """
+    lines = {}
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        points = [row for row in rows if (row["variant"], row["context"]) == (name, context)]
+        late = points[len(points) // 8 :]
+        lines[name] = bands([row["step"] for row in late], [Mean(row["loss"], row["error"]) for row in late])
+    return Panel(
+        lines=lines, x_label="updates", y_label="training loss (nats per token)", title=f"context {context:,}"
+    )
+
+
 def final_loss(folder: pathlib.Path) -> float:
     """Returns the mean training loss over the last tenth of the updates, as the papers' figures are read."""
     losses = _losses(folder)
@@ -440,22 +476,123 @@ def relative(seconds: Sequence[float], base: Sequence[float]) -> tuple[float, fl
     return float(low), float(middle), float(high)
 
 
-def medians(
-    rows: Iterable[Row], by: Sequence[str], value: str
-) -> dict[tuple[Any, ...], tuple[float, float, float]]:
-    """Returns median, minimum and maximum of `value` over each group of rows with equal columns `by`."""
+class Mean(NamedTuple):
+    """Mean over runs and its standard error, which is NaN for a single run."""
+
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        error = "" if math.isnan(self.error) else f" ± {self.error:.3f}"
+        return f"{self.value:.3f}{error}"
+
+    @property
+    def band(self) -> tuple[float, float, float]:
+        """The mean, and one standard error below and above it."""
+        error = 0.0 if math.isnan(self.error) else self.error
+        return self.value, self.value - error, self.value + error
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Returns the mean of a value over runs, with its standard error."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Mean(statistics.fmean(values), error)
+
+
+def means(rows: Iterable[Row], by: Sequence[str], value: str) -> dict[tuple[Any, ...], Mean]:
+    """Returns the mean of column `value` over each group of rows with equal columns `by`."""
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in by), []).append(row[value])
-    return {key: (statistics.median(found), min(found), max(found)) for key, found in groups.items()}
+    return {key: mean(values) for key, values in groups.items()}
 
 
-def nested(medians: Mapping[tuple[Any, ...], tuple[float, float, float]]) -> dict[Any, Any]:
-    """Returns only the medians, for JSON, nested by first and second key."""
-    found: dict[Any, Any] = {}
-    for (first, second), (median, _, _) in medians.items():
-        found.setdefault(first, {})[second] = median
-    return found
+def differences(
+    rows: Iterable[Row], by: str | None, value: str, pairs: Iterable[tuple[str, str]]
+) -> dict[tuple[str, str, Any], Mean]:
+    """Returns the mean difference between two variants, taken seed by seed.
+
+    Runs with the same seed see the same data in the same order, so their differences vary less than their losses.
+
+    Args:
+        rows: with columns `variant`, `seed`, `by` and `value`.
+        by: column whose values are compared separately, None if there is none.
+        value: column that is compared.
+        pairs: variants to compare. Those without rows are left out.
+
+    Returns:
+        Mean of the first variant's value minus the second's, by (first, second, value of `by`).
+    """
+    found = {(row["variant"], row[by] if by else None, row["seed"]): row[value] for row in rows}
+    places = dict.fromkeys((place, seed) for _, place, seed in found)
+    groups: dict[tuple[str, str, Any], list[float]] = {}
+    for (first, second), (place, seed) in itertools.product(pairs, places):
+        keys = (first, place, seed), (second, place, seed)
+        if all(key in found for key in keys):
+            groups.setdefault((first, second, place), []).append(found[keys[0]] - found[keys[1]])
+    return {key: mean(values) for key, values in groups.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """Table that a command prints and that the page of experiments has."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """Returns the table as the page has it."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def loss_table(title: str, rows: Sequence[Row], by: str, value: str = "loss") -> Table:
+    """Returns the mean over seeds of each variant, with the values of column `by` as columns."""
+    places = list(dict.fromkeys(row[by] for row in rows))
+    found = means(rows, ("variant", by), value)
+    return Table(
+        title=title,
+        columns=("", *(f"{place:,}" if isinstance(place, int) else place for place in places)),
+        rows=[
+            (name, *(f"{found[name, place].value:.3f}" for place in places))
+            for name in dict.fromkeys(row["variant"] for row in rows)
+        ],
+    )
+
+
+def difference_table(
+    title: str, rows: Sequence[Row], by: str, pairs: Iterable[tuple[str, str]], value: str = "loss"
+) -> Table:
+    """Returns the differences between pairs of variants, with the values of column `by` as columns.
+
+    Those of more than two standard errors are bold.
+    """
+    places = list(dict.fromkeys(row[by] for row in rows))
+    found = differences(rows, by, value, pairs)
+    return Table(
+        title=title,
+        columns=("", *(f"{place:,}" if isinstance(place, int) else place for place in places)),
+        rows=[
+            (f"{first} - {second}", *(_signed(found[first, second, place]) for place in places))
+            for first, second in dict.fromkeys(key[:2] for key in found)
+        ],
+    )
+
+
+def _signed(difference: Mean) -> str:
+    text = f"{difference.value:+.3f}" + ("" if math.isnan(difference.error) else f" ± {difference.error:.3f}")
+    return f"**{text}**" if abs(difference.value) > 2 * difference.error else text
+
+
+# Makes an experiment's tables from its JSON alone.
+Tables = Callable[[Mapping[str, Any]], Iterable[Table]]
+
+
+def print_tables(path: pathlib.Path, tables: Tables) -> None:
+    """Prints the tables that `tables` makes from the JSON written with the plot's `path`."""
+    for table in tables(_read_json(path.with_suffix(".json"))):
+        report.print_cells(table.title, table.columns, table.rows, report.make_console())
 
 
 def write(
@@ -514,16 +651,14 @@ def _without_nan(value: Any) -> Any:
     """Returns the value with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
         return {name: _without_nan(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Prints the rows as a table; floats have four digits after the decimal point."""
-    cells = [
-        [f"{x:.4f}" if isinstance(x, float) else f"{x:,}" if isinstance(x, int) else str(x) for x in row]
-        for row in rows
-    ]
-    report.print_cells(title, columns, cells, report.make_console())
+def bands(x: Sequence[float], means: Iterable[Mean]) -> Sequence[Sequence[float]]:
+    """Returns a line of a panel: x, the means, and the edges of a band of one standard error."""
+    return (x, *zip(*(point.band for point in means)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -632,16 +767,14 @@ def draw_values(
     subtitle: str,
     x_label: str,
 ) -> None:
-    """Draws a dot for each (name, median, least, largest), from the top, with a line from least to largest."""
+    """Draws a dot for each (name, middle, low, high), from the top, with a line from low to high."""
     figure, (axes,) = figures.make(height=1.6 + 0.28 * len(values))
     places = range(len(values))[::-1]
-    for place, (_, median, least, largest) in zip(places, values):
-        axes.plot(
-            [least, largest], [place, place], color=figures.COLORS[5], linewidth=3, solid_capstyle="round"
-        )
-        axes.plot(median, place, marker="o", color=figures.COLORS[0], markersize=6, markeredgecolor="white")
+    for place, (_, middle, low, high) in zip(places, values):
+        axes.plot([low, high], [place, place], color=figures.COLORS[5], linewidth=3, solid_capstyle="round")
+        axes.plot(middle, place, marker="o", color=figures.COLORS[0], markersize=6, markeredgecolor="white")
         axes.annotate(
-            f"{median:.3f}",
+            f"{middle:.3f}",
             xy=(1.0, place),
             xycoords=("axes fraction", "data"),
             xytext=(4, 0),

@@ -1,8 +1,8 @@
-"""Final training loss against the training context.
+"""Final training loss against the training context, and training curves.
 
-Figure 1 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025): with the same number of
-tokens per batch, loss falls as the context grows while the state suffices. The paper trains p = 4 at 1,024 to 65,536
-and p = 2 at 256 to 8,192 (--power). The toy scale trains p = 2 at 64, 256 and 1,024.
+Figures 1, 3 and 4 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025): with the same
+number of tokens per batch, loss falls as the context grows while the state suffices. The paper trains p = 4 at 1,024 to
+65,536 (Figure 3) and p = 2 at 256 to 8,192 (Figure 4). The toy scale trains at 64, 256 and 1,024; --power chooses p.
 """
 
 import dataclasses
@@ -12,70 +12,111 @@ from typing import Any
 
 from experiments import _shared
 
-NAME = "context_scaling"
 VARIANTS = tuple(_shared.power_variants(2))
 PLANS = {
-    "toy": _shared.Plan(seeds=(0,), steps=300, contexts=(64, 256, 1024)),
+    "toy": _shared.Plan(seeds=(0, 1, 2), steps=300, contexts=(64, 256, 1024)),
     "paper": _shared.Plan(seeds=(0,), steps=100_000),
     "tiny": _shared.Plan(seeds=(0,), steps=2, contexts=(8, 16)),
 }
 PAPER_CONTEXTS = {2: (256, 1024, 4096, 8192), 4: (1024, 4096, 16_384, 65_536)}
+# Read from the paper's plots, means of the last ten points, in the order of `VARIANTS`.
+PAPER_LOSSES = {
+    2: {
+        256: (2.571, 2.586, 2.572, 2.525),
+        1024: (2.410, 2.492, 2.438, 2.376),
+        4096: (2.387, 2.472, 2.370, 2.292),
+        8192: (2.372, 2.491, 2.374, 2.309),
+    },
+    4: {
+        1024: (2.410, 2.410, 2.399, 2.344),
+        4096: (2.387, 2.332, 2.326, 2.261),
+        16_384: (2.391, 2.348, 2.307, 2.236),
+        65_536: (2.413, 2.585, 2.468, 2.477),
+    },
+}
+_PAIRS = (("sympow", "softmax"), ("gated", "softmax"), ("gated", "sympow"), ("conformal", "gated"))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        NAME, __doc__, arguments, _experiment, plans=PLANS, variants=VARIANTS, powers=tuple(PAPER_CONTEXTS)
+        "context_scaling",
+        __doc__,
+        arguments,
+        _experiment,
+        plans=PLANS,
+        variants=VARIANTS,
+        powers=tuple(PAPER_CONTEXTS),
     )
 
 
 def _experiment(options: _shared.Options) -> None:
-    options, folders = train(options)
-    rows = [
-        {"variant": variant, "context": context, "seed": seed, "loss": _shared.final_loss(folder)}
-        for (variant, context, seed), folder in folders.items()
-    ]
-    medians = _shared.medians(rows, ("variant", "context"), "loss")
-    contexts = options.plan.contexts
-    path = _shared.write(options, rows, folders.values(), medians=_shared.nested(medians))
-    _shared.draw_lines(
-        path,
-        _panels(options, medians),
-        title="Final training loss at each training context",
-        subtitle=f"p = {options.power}; mean of the last tenth of {options.plan.steps:,} updates of as many tokens",
-    )
-    _shared.print_table(
-        "Final training loss, nats a token, against the training context",
-        ("training context", *(f"{context:,}" for context in contexts)),
-        ((name, *(medians[name, context][0] for context in contexts)) for name in options.variants),
-    )
-
-
-def train(options: _shared.Options):
-    """Trains every variant at every context; returns the options with the paper's contexts, and the folders."""
     if options.scale == "paper":
         plan = dataclasses.replace(options.plan, contexts=PAPER_CONTEXTS[options.power])
         options = dataclasses.replace(options, plan=plan)
     attentions = _shared.power_variants(options.power)
-    return options, _shared.train(options, attentions, lambda name: _shared.power_label(name, options.power))
+    folders = _shared.train(options, attentions, lambda name: _shared.power_label(name, options.power))
+    rows = [
+        {"variant": variant, "context": context, "seed": seed, "loss": _shared.final_loss(folder)}
+        for (variant, context, seed), folder in folders.items()
+    ]
+    curves = _shared.mean_curves(folders)
+    path = _shared.write(options, rows, folders.values(), power=options.power, curves=curves)
+    seeds = len(options.plan.seeds)
+    about = f"mean of {seeds} seeds, band of one standard error" if seeds > 1 else "one seed"
+    _shared.draw_lines(
+        path,
+        _panels(options, rows),
+        title="Final training loss at each training context",
+        subtitle=f"p = {options.power}; last tenth of {options.plan.steps:,} updates of equal size; {about}",
+    )
+    _shared.draw_lines(
+        path.with_stem(f"{path.stem}_curves"),
+        [_shared.curves_panel(curves, context) for context in options.plan.contexts],
+        title=f"Training loss, p = {options.power}",
+        subtitle=f"each point the mean of the updates since the one before; {about}; without the first eighth",
+    )
+    _shared.print_tables(path, tables)
 
 
-def _panels(options: _shared.Options, medians: Mapping) -> list[_shared.Panel]:
+def _panels(options: _shared.Options, rows: Sequence[_shared.Row]) -> list[_shared.Panel]:
     """Returns a panel of losses and, if softmax is among the variants, one of losses relative to softmax's."""
     contexts = options.plan.contexts
-    bands = {name: [medians[name, context] for context in contexts] for name in options.variants}
     common: dict[str, Any] = {"x_label": "training context (tokens)", "ticks": contexts}
-    losses = {name: (contexts, *zip(*band)) for name, band in bands.items()}
-    panels = [_shared.Panel(lines=losses, y_label="training loss (nats per token)", **common)]
-    if "softmax" in bands:
-        base = [median for median, _, _ in bands.pop("softmax")]
-        ratios = {
-            name: (contexts, *zip(*([x / one for x in triple] for triple, one in zip(band, base))))
-            for name, band in bands.items()
+
+    def lines(rows: Sequence[_shared.Row], value: str) -> dict[str, Sequence[Sequence[float]]]:
+        found = _shared.means(rows, ("variant", "context"), value)
+        names = dict.fromkeys(row["variant"] for row in rows)
+        return {
+            name: _shared.bands(contexts, [found[name, context] for context in contexts]) for name in names
         }
+
+    panels = [_shared.Panel(lines=lines(rows, "loss"), y_label="training loss (nats per token)", **common)]
+    base = {(row["context"], row["seed"]): row["loss"] for row in rows if row["variant"] == "softmax"}
+    if base:
+        ratios = [
+            {**row, "ratio": row["loss"] / base[row["context"], row["seed"]]}
+            for row in rows
+            if row["variant"] != "softmax"
+        ]
         label = "training loss relative to softmax"
-        panels.append(_shared.Panel(lines=ratios, y_label=label, level=1.0, **common))
+        panels.append(_shared.Panel(lines=lines(ratios, "ratio"), y_label=label, level=1.0, **common))
     return panels
+
+
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    rows, power = content["rows"], content["power"]
+    paper = {name: list(column) for name, column in zip(VARIANTS, zip(*PAPER_LOSSES[power].values()))}
+    return [
+        _shared.loss_table(f"Final training loss, nats per token, p = {power}", rows, "context"),
+        _shared.difference_table("Differences, nats per token", rows, "context", _PAIRS),
+        _shared.Table(
+            title="The paper's, 124M parameters, after 100,000 updates",
+            columns=("", *(f"{context:,}" for context in PAPER_LOSSES[power])),
+            rows=[(name, *(f"{loss:.3f}" for loss in losses)) for name, losses in paper.items()],
+        ),
+    ]
 
 
 if __name__ == "__main__":

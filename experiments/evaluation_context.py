@@ -7,6 +7,7 @@ toy scale trains at 1,024 and evaluates to 8,192 on documents of the standard li
 
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from experiments import _shared
 from sympow_jax import config
@@ -24,6 +25,15 @@ PLANS = {
     ),
     "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(8, 16, 32), documents=2),
 }
+# Read from the paper's plot: trained at 16,384 with p = 4, at these positions.
+_PAPER_POSITIONS = (4_000, 16_000, 32_000, 65_000)
+_PAPER_LOSSES = {
+    "softmax": (2.36, 2.36, 2.52, 2.80),
+    "sympow": (2.27, 2.45, 6.28, 7.10),
+    "gated": (2.29, 2.29, 2.28, 2.30),
+    "conformal": (2.22, 2.17, 2.17, 2.18),
+}
+_PAIRS = (("sympow", "gated"), ("softmax", "gated"), ("conformal", "gated"))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         lambda options: report(
             options,
             _shared.power_variants(options.power),
+            tables,
             title=f"Loss within and beyond the training context, p = {options.power}",
         ),
         plans=PLANS,
@@ -44,7 +55,13 @@ def main(arguments: Sequence[str]) -> int:
     )
 
 
-def report(options: _shared.Options, attentions: Mapping[str, config.AttentionConfig], *, title: str) -> None:
+def report(
+    options: _shared.Options,
+    attentions: Mapping[str, config.AttentionConfig],
+    tables: _shared.Tables,
+    *,
+    title: str,
+) -> None:
     """Trains and evaluates the variants of `options`, then writes and prints their losses by position."""
     folders = _shared.train(
         options, attentions, lambda name: _shared.power_label(name, options.power), evaluated=True
@@ -55,25 +72,43 @@ def report(options: _shared.Options, attentions: Mapping[str, config.AttentionCo
         for (variant, context, seed), folder in folders.items()
         for row in _shared.evaluation(folder)
     ]
-    medians = _shared.medians(rows, ("variant", "context_length"), "loss")
+    means = _shared.means(rows, ("variant", "context_length"), "loss")
     (context,), lengths, seeds = options.plan.contexts, options.plan.lengths, len(options.plan.seeds)
-    path = _shared.write(options, rows, folders.values(), medians=_shared.nested(medians))
+    path = _shared.write(options, rows, folders.values())
     panel = _shared.Panel(
         lines={
-            name: (lengths, *zip(*(medians[name, length] for length in lengths))) for name in options.variants
+            name: _shared.bands(lengths, [means[name, length] for length in lengths])
+            for name in options.variants
         },
         x_label="context length: upper end of each bucket of positions (tokens)",
         y_label="held-out loss (nats per token)",
         ticks=lengths,
         mark=(context, f"training context {context:,}"),
     )
-    about = f"median of {seeds} seeds, band from the least to the largest" if seeds > 1 else "one seed"
+    about = f"mean of {seeds} seeds, band of one standard error" if seeds > 1 else "one seed"
     _shared.draw_lines(path, [panel], title=title, subtitle=f"{about}; {options.plan.steps:,} updates each")
-    _shared.print_table(
-        f"Held-out loss by position, nats a token, {'median of ' if seeds > 1 else ''}"
-        f"{seeds} seed{'s' if seeds > 1 else ''}; trained at {context:,}",
-        ("positions up to", *(f"{length:,}" for length in lengths)),
-        ((name, *(medians[name, length][0] for length in lengths)) for name in options.variants),
+    _shared.print_tables(path, tables)
+
+
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    return [
+        *position_tables(content["rows"], _PAIRS),
+        _shared.Table(
+            title="The paper's, trained at 16,384 with p = 4",
+            columns=("positions near", *(f"{position:,}" for position in _PAPER_POSITIONS)),
+            rows=[(name, *(f"{loss:.2f}" for loss in losses)) for name, losses in _PAPER_LOSSES.items()],
+        ),
+    ]
+
+
+def position_tables(
+    rows: Sequence[_shared.Row], pairs: Sequence[tuple[str, str]]
+) -> tuple[_shared.Table, _shared.Table]:
+    """Returns the held-out losses by position, and their differences between pairs of variants."""
+    return (
+        _shared.loss_table("Held-out loss at positions up to", rows, "context_length"),
+        _shared.difference_table("Differences at positions up to", rows, "context_length", pairs),
     )
 
 

@@ -2,29 +2,41 @@
 
 "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 5) leaves these as future work.
 A per-channel gate is a vector over the value channels. It is fixed, or learned but independent of the data, or learned
-from the data. Rotation rates are learned for every pair. Models are trained and evaluated as in `evaluation_context`,
-and the two experiments share runs.
+from the data; the gate of a head is also learned independently of the data. Rotation rates are learned for every pair.
+Models are trained and evaluated as in `evaluation_context`, and the two experiments share runs.
 """
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from experiments import _shared, evaluation_context
 from sympow_jax import config
 
 PLANS = evaluation_context.PLANS | {
-    "toy": dataclasses.replace(evaluation_context.PLANS["toy"], seeds=(0,)),
     "tiny": dataclasses.replace(evaluation_context.PLANS["tiny"], seeds=(0,)),
 }
 VARIANTS = (
     "sympow",
     "gated",
+    "constant",
     "channel fixed",
     "channel constant",
     "channel learned",
     "conformal",
     "conformal pairs",
+)
+_PAIRS = (
+    ("sympow", "gated"),
+    ("constant", "gated"),
+    ("channel fixed", "gated"),
+    ("channel constant", "gated"),
+    ("channel learned", "gated"),
+    ("conformal", "gated"),
+    ("conformal pairs", "gated"),
+    ("channel constant", "constant"),
+    ("conformal pairs", "conformal"),
 )
 
 
@@ -35,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         __doc__,
         arguments,
         lambda options: evaluation_context.report(
-            options, attentions(options.power), title="Gates by channel, rotation rates by pair"
+            options, attentions(options.power), tables, title="Gates by channel, rotation rates by pair"
         ),
         plans=PLANS,
         variants=VARIANTS,
@@ -46,12 +58,15 @@ def main(arguments: Sequence[str]) -> int:
 def attentions(power: int) -> dict[str, config.AttentionConfig]:
     """Returns the variants: gates with fixed rotations, and learned rotations with the paper's gate."""
     scalar = _shared.power_variants(power)
-    channels = {
-        f"channel {kind}": dataclasses.replace(scalar["gated"], decay=f"channel_{kind}")
-        for kind in ("fixed", "constant", "learned")
-    }
+    decays = ("constant", "channel_fixed", "channel_constant", "channel_learned")
+    gates = {decay.replace("_", " "): dataclasses.replace(scalar["gated"], decay=decay) for decay in decays}
     pairs = dataclasses.replace(scalar["conformal"], position="learned_rope_pairs")
-    return scalar | channels | {"conformal pairs": pairs}
+    return scalar | gates | {"conformal pairs": pairs}
+
+
+def tables(content: Mapping[str, Any]) -> Sequence[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    return evaluation_context.position_tables(content["rows"], _PAIRS)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ configs/glue.py, configs/deit_small.py and configs/lra.py on your own files; see
 
 import dataclasses
 import itertools
-import math
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from experiments import _shared
 from sympow_jax import config
@@ -71,16 +71,16 @@ def _experiment(options: _shared.Options) -> None:
             about
             | {name: bucket[name] for name in ("loss", "standard_error", "perplexity", "tokens", "documents")}
         )
-    perplexities = _shared.medians(rows, ("variant",), "perplexity")
+    perplexities = _shared.means(rows, ("variant",), "perplexity")
     speeds = _speeds(options)
     path = _shared.write(options, rows, folders.values(), relative_speed=speeds)
     (context,), (first, *more) = options.plan.contexts, options.plan.seeds
     _shared.draw_values(
         path,
-        [(name, *perplexities[name,]) for name in options.variants],
+        [(name, *perplexities[name,].band) for name in options.variants],
         title="Held-out perplexity of linear attention by position encoding",
         subtitle=f"context {context:,}, {options.plan.steps:,} updates, "
-        + (f"median and range of {1 + len(more)} seeds" if more else "one seed"),
+        + (f"mean of {1 + len(more)} seeds and its standard error" if more else "one seed"),
         x_label="perplexity",
     )
     curves = {
@@ -94,7 +94,7 @@ def _experiment(options: _shared.Options) -> None:
         title="Training loss of linear attention by position encoding",
         subtitle="each point the mean of the updates since the one before, without the first eighth; first seed",
     )
-    _print(options, {name: median for (name,), (median, _, _) in perplexities.items()}, speeds)
+    _shared.print_tables(path, tables)
 
 
 def _late(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -118,21 +118,29 @@ def _speeds(options: _shared.Options) -> dict[str, float]:
     return {name: 1 / _shared.relative(times[name], times["base"])[1] for name in names}
 
 
-def _print(options: _shared.Options, perplexities: Mapping[str, float], speeds: Mapping[str, float]) -> None:
-    _shared.print_table(
-        "Held-out perplexity (Table 2) and relative speed of training (Table 6)",
-        ("", "perplexity", "loss", "relative speed"),
-        (
-            (name, perplexities[name], math.log(perplexities[name]), speeds.get(name, ""))
-            for name in _TABLE
-            if name in options.variants
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    found = {
+        name: str(mean)
+        for (name,), mean in _shared.means(content["rows"], ("variant",), "perplexity").items()
+    }
+    speeds = content["relative_speed"]
+    return [
+        _shared.Table(
+            title="Held-out perplexity (Table 2) and relative speed of training (Table 6)",
+            columns=("", "perplexity", "speed"),
+            rows=[
+                (name, found[name], f"{speeds[name]:.2f}" if name in speeds else "")
+                for name in _TABLE
+                if name in found
+            ],
         ),
-    )
-    _shared.print_table(
-        "Held-out perplexity by core and matrix P (Table 5)",
-        ("P", *_CORES),
-        ((basis, *(perplexities.get(_cell(core, basis), "") for core in _CORES)) for basis in _BASES),
-    )
+        _shared.Table(
+            title="Held-out perplexity by core and matrix P (Table 5)",
+            columns=("P", *_CORES),
+            rows=[(basis, *(found.get(_cell(core, basis), "") for core in _CORES)) for basis in _BASES],
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -144,6 +144,19 @@ FIGURES: dict[str, list[Setting]] = {
     ],
 }
 
+# What the paper says of each series.
+_PAPER = {
+    ("figure3", "N16T2, 32"): "both near 0.55, expressive leaves it slowly",
+    ("figure3", "N16T2, 52"): "softmax near 0.55",
+    ("figure3", "N16T2, 56"): "both solve it within 100 epochs",
+    ("figure4", "N2T5, 16"): "expressive much sooner than softmax",
+    ("figure5", "N16T5, 128"): "both near 0.2, expressive leaves it",
+    ("figure6", "N16T2 of N16T2 + N16T2-S, 32"): "softmax near 0.34, expressive leaves it",
+    ("figure6", "N16T2-S of N16T2 + N16T2-S, 32"): "both above 0.99",
+    ("figure7", "N16T2-R, 64"): "0.988; softmax near 0.36",
+    ("figure7_128", "N16T2-R, 128"): "0.999; softmax near 0.72",
+}
+
 
 def continue_series(
     first: Int[Array, "*batch W"], tasks: Sequence[str], task: Int[Array, "*batch"], base: int, length: int
@@ -413,12 +426,7 @@ def _experiment(options: _shared.Options) -> None:
         _draw_curves(path, curves)
     if weights:
         _draw_attention(path.with_stem(f"{path.stem}_attention"), weights)
-    columns = [(f"{name}, {GREEDY}", f"{name}, {LONG_GREEDY}", "solved") for name in MODELS]
-    _shared.print_table(
-        f"Accuracy over {GREEDY} and {LONG_GREEDY} symbols, and runs without a mistake",
-        ["figure", "setting", "task", "epochs", *itertools.chain(*columns)],
-        table(rows),
-    )
+    _shared.print_tables(path, tables)
 
 
 def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -449,18 +457,58 @@ def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[
         }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Returns the cells of the table of the ends of training.
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON: the ends of training, and the robustness of the results.
 
     An accuracy is a mean over runs with its standard error; a run is solved if it makes no mistake in any test series.
     """
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for row in rows:
+    ends: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
+    for row in content["rows"]:
         if row["solved"] is not None:
-            key = row["figure"], row["setting"], row["task"], f"{row['epoch']:,}"
-            cells = [f"{row[name]:.3f} ± {row[name + '_error']:.3f}" for name in ("greedy", "long_greedy")]
-            groups.setdefault(key, []).extend([*cells, f"{row['solved']} of {row['runs']}"])
-    return [[*key, *cells] for key, cells in groups.items()]
+            ends.setdefault((row["figure"], row["setting"], row["task"]), {})[row["attention"]] = row
+
+    def cells(row: Mapping[str, Any], *, long: bool) -> list[str]:
+        accuracies = ("greedy", "long_greedy") if long else ("greedy",)
+        return [str(_accuracy(row, name)) for name in accuracies] + [f"{row['solved']} of {row['runs']}"]
+
+    learned, robust = [], []
+    for (figure, setting, task), by in ends.items():
+        if figure == "robustness":
+            robust.append([setting, *itertools.chain(*(cells(by[name], long=False) for name in MODELS[:2]))])
+            continue
+        name = setting if setting.startswith(f"{task},") else f"{task} of {setting}"
+        first = by["expressive"]
+        both = itertools.chain(*(cells(by[name], long=True) for name in MODELS[:2]))
+        about = [name, str(first["runs"]), f"{first['epoch']:,}"]
+        learned.append(
+            [*about, *both, str(_accuracy(by["readout"], "greedy")), _PAPER.get((figure, name), "")]
+        )
+    columns = [(f"{name}, {GREEDY}", f"{LONG_GREEDY}", "solved") for name in MODELS[:2]]
+    found = []
+    if learned:
+        found.append(
+            _shared.Table(
+                title="Accuracy",
+                columns=(
+                    "series, context",
+                    "runs",
+                    "epochs",
+                    *itertools.chain(*columns),
+                    f"readout, {GREEDY}",
+                    "the paper",
+                ),
+                rows=learned,
+            )
+        )
+    if robust:
+        names = itertools.chain(*((f"{name}, {GREEDY}", "solved") for name in MODELS[:2]))
+        found.append(_shared.Table(title="Robustness", columns=("setting", *names), rows=robust))
+    return found
+
+
+def _accuracy(row: Mapping[str, Any], name: str) -> _shared.Mean:
+    error = row[f"{name}_error"]
+    return _shared.Mean(row[name], np.nan if error is None else error)
 
 
 def _draw_curves(path, rows):

@@ -3,13 +3,14 @@
 Appendix A.5 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025) has 0.09 % more
 parameters with the gate, 0.18 % with both, and inference 1.06 times as long at 16,384 tokens in the attention form.
 Parameters are counted for the 124M model at either scale. Times are those of the toy or the 124M model on this machine,
-measured in turns.
+measured in turns, with the power of --power.
 """
 
 import dataclasses
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -19,13 +20,16 @@ from sympow_jax import config, models
 
 VARIANTS = ("sympow", "gated", "conformal")
 _BASE = "sympow"
+# More parameters than sympow, of appendix A.5.
+_PAPER = {_BASE: "", "gated": "0.09%", "conformal": "0.18%"}
 # `steps` is the number of measuring rounds, `lengths` are the contexts of inference, `contexts` those of training.
 PLANS = {
     "toy": _shared.Plan(seeds=(0,), steps=15, contexts=(1024,), lengths=(4096,)),
     "paper": _shared.Plan(seeds=(0,), steps=30, contexts=(16_384,), lengths=(16_384,)),
     "tiny": _shared.Plan(seeds=(0,), steps=2, contexts=(16,), lengths=(32,)),
 }
-_FORMS = ("attention", "chunked")
+# At p = 4 a head of 32 has 52,360 features, with which the chunked form takes seconds per call.
+_FORMS = {2: ("attention", "chunked"), 4: ("attention",)}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,15 +42,21 @@ def main(arguments: Sequence[str]) -> int:
         plans=PLANS,
         variants=VARIANTS,
         base=_BASE,
+        powers=tuple(_FORMS),
         trains=False,
     )
 
 
 def _experiment(options: _shared.Options) -> None:
     counts = parameter_counts(options.variants)
-    rows = [row for form in _FORMS for measure in (_inference, _training) for row in measure(options, form)]
+    rows = [
+        row
+        for form in _FORMS[options.power]
+        for measure in (_inference, _training)
+        for row in measure(options, form)
+    ]
     named = {f"{row['what']}, {row['form']} form: {row['variant']}": row for row in rows}
-    path = _shared.write(options, rows, (), parameters=counts)
+    path = _shared.write(options, rows, (), power=options.power, parameters=counts)
     _shared.draw_values(
         path,
         [
@@ -58,16 +68,41 @@ def _experiment(options: _shared.Options) -> None:
         subtitle="median over rounds, and the middle half of them",
         x_label="time relative to sympow",
     )
-    _shared.print_table(
-        "Parameters of the 124M model",
-        ("", "parameters", "more than sympow"),
-        ((name, count, f"{count / counts[_BASE] - 1:.3%}") for name, count in counts.items()),
-    )
-    _shared.print_table(
-        "Time relative to sympow, median over rounds taken in turns",
-        ("", "tokens", "milliseconds", "relative"),
-        ((name, row["tokens"], row["milliseconds"], row["relative"]) for name, row in named.items()),
-    )
+    _shared.print_tables(path, tables)
+
+
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    counts, power = content["parameters"], content["power"]
+    base = {
+        (row["what"], row["form"]): row["milliseconds"] for row in content["rows"] if row["variant"] == _BASE
+    }
+    variants = [name for name in counts if name != _BASE]
+    relative = {(row["what"], row["form"], row["variant"]): row["relative"] for row in content["rows"]}
+    tokens = {(row["what"], row["form"]): row["tokens"] for row in content["rows"]}
+    return [
+        _shared.Table(
+            title="Parameters of the 124M model",
+            columns=("", "parameters", "more than sympow", "the paper's"),
+            rows=[
+                (name, f"{count:,}", f"{count / counts[_BASE] - 1:.3%}", _PAPER[name])
+                for name, count in counts.items()
+            ],
+        ),
+        _shared.Table(
+            title=f"Time relative to sympow, p = {power}, median over rounds taken in turns",
+            columns=(f"p = {power}", "tokens", "sympow, ms", *variants),
+            rows=[
+                (
+                    f"{what}, {form} form",
+                    f"{tokens[what, form]:,}",
+                    f"{milliseconds:.0f}",
+                    *(f"{relative[what, form, name]:.2f}x" for name in variants),
+                )
+                for (what, form), milliseconds in base.items()
+            ],
+        ),
+    ]
 
 
 def parameter_counts(variants: Sequence[str]) -> dict[str, int]:
@@ -78,7 +113,7 @@ def parameter_counts(variants: Sequence[str]) -> dict[str, int]:
 
 def _settings(options: _shared.Options, name: str, form: str) -> config.Config:
     (context,) = options.plan.contexts
-    attention = dataclasses.replace(_shared.power_variants(2)[name], form=form)
+    attention = dataclasses.replace(_shared.power_variants(options.power)[name], form=form)
     if options.scale == "paper":  # no data is read
         options = dataclasses.replace(options, data=("-",), heldout=("-",))
     return _shared.settings(options, attention, context=context, seed=0)

@@ -1,11 +1,12 @@
-"""Loss relative to softmax, and state size, against the power p.
+"""Loss relative to softmax, learning curves, and state size, against the power p.
 
-Reproduces the tables of "Symmetric Power Transformers" (Buckman, Gelada, Zhang 2024). The first is the loss of
-even-power attention, trained in its attention form at context 4,096 (toy: 1,024). The second is the size of the state
-that the same model has in its recurrent form, with tensor and with symmetric powers, for the 124M model at 2 bytes per
-element. The third is the state of vanilla linear attention, in elements.
+Reproduces the learning curves and tables of "Symmetric Power Transformers" (Buckman, Gelada, Zhang 2024). The first
+table is the loss of even-power attention, trained in its attention form at context 4,096 (toy: 1,024). The second is
+the size of the state that the same model has in its recurrent form, with tensor and with symmetric powers, for the 124M
+model at 2 bytes per element. The third is the state of vanilla linear attention, in elements.
 """
 
+import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from sympow_jax import config, models
 
 POWERS = (2, 4, 6)
 PLANS = {
-    "toy": _shared.Plan(seeds=(0,), steps=300, contexts=(1024,)),
+    "toy": _shared.Plan(seeds=(0, 1, 2), steps=300, contexts=(1024,)),
     "paper": _shared.Plan(seeds=(0,), steps=100_000, contexts=(4096,)),
     "tiny": _shared.Plan(seeds=(0,), steps=2, contexts=(16,)),
 }
@@ -26,8 +27,12 @@ _ATTENTIONS = {
 }
 # Names of the runs' folders.
 _LABELS = {_BASE: _BASE, **{f"p={power}": f"even_power_p{power}" for power in POWERS}}
+_PAIRS = (("p=2", "softmax"), ("p=4", "softmax"), ("p=6", "softmax"), ("p=4", "p=2"), ("p=6", "p=4"))
+# Relative to softmax at context 4,096, after 100,000 updates.
+_ARTICLE = {_BASE: "1", "p=2": "1.03", "p=4": "0.98", "p=6": "0.97"}
 _STATE_POWERS = (2, 4, 6, 8)
 _LINEAR_SIZES = ("gpt2_124m", "gpt2_335m", "gpt2_774m", "gpt2_1558m")
+_ARTICLE_RATIOS = ("0.0048", "0.0045", "0.0037", "0.0031")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,18 +56,25 @@ def _experiment(options: _shared.Options) -> None:
         | {"relative_loss": loss / losses[_BASE, context, seed]}
         for (variant, context, seed), loss in losses.items()
     ]
-    ratios = _shared.medians(rows, ("variant",), "relative_loss")
-    states = state_sizes()
-    path = _shared.write(options, rows, folders.values(), state_bytes=states, linear_state=linear_states())
+    states, curves = state_sizes(), _shared.mean_curves(folders)
+    path = _shared.write(
+        options, rows, folders.values(), state_bytes=states, linear_state=linear_states(), curves=curves
+    )
     (context,), seeds = options.plan.contexts, len(options.plan.seeds)
-    trained = f"context {context:,}, {'one seed' if seeds == 1 else f'median and range of {seeds} seeds'}"
+    about = f"mean of {seeds} seeds, band of one standard error" if seeds > 1 else "one seed"
     _shared.draw_lines(
         path,
-        _panels(options, ratios, states),
+        _panels(options, rows, states),
         title="Loss and state against the power",
-        subtitle=f"left: final training loss, {trained}; right: 124M parameters, 2 bytes an element; gray: 80 GB",
+        subtitle=f"left: context {context:,}, {about}; right: 124M parameters, 2 bytes per element; gray: 80 GB",
     )
-    _print(options, ratios, _shared.medians(rows, ("variant",), "loss"), states)
+    _shared.draw_lines(
+        path.with_stem(f"{path.stem}_curves"),
+        [dataclasses.replace(_shared.curves_panel(curves, context), title="")],
+        title="Training loss of even-power attention",
+        subtitle=f"context {context:,}; {about}; without the first eighth",
+    )
+    _shared.print_tables(path, tables)
 
 
 def state_sizes() -> list[dict[str, int]]:
@@ -86,9 +98,10 @@ def linear_states(sizes: Sequence[str] = _LINEAR_SIZES) -> list[dict[str, Any]]:
     return rows
 
 
-def _panels(options, ratios: Mapping, states: Sequence[Mapping[str, int]]) -> list[_shared.Panel]:
+def _panels(options, rows: Sequence[_shared.Row], states: Sequence[Mapping[str, int]]) -> list[_shared.Panel]:
+    ratios = _shared.means(rows, ("variant",), "relative_loss")
     powers = [power for power in POWERS if f"p={power}" in options.variants]
-    loss = (powers, *zip(*(ratios[f"p={power}",] for power in powers)))
+    loss = _shared.bands(powers, [ratios[f"p={power}",] for power in powers])
     at = [row["power"] for row in states]
     sizes = {f"{name} power": (at, [row[name] / 1e9 for row in states]) for name in ("symmetric", "tensor")}
     common: dict[str, Any] = {"x_label": "power p", "linear": True}
@@ -100,25 +113,35 @@ def _panels(options, ratios: Mapping, states: Sequence[Mapping[str, int]]) -> li
     ]
 
 
-def _print(options, ratios: Mapping, losses: Mapping, states: Sequence[Mapping[str, int]]) -> None:
-    _shared.print_table(
-        "Final training loss, nats a token, and relative to softmax",
-        ("", "loss", "relative"),
-        ((name, losses[name,][0], ratios[name,][0]) for name in options.variants),
-    )
-    _shared.print_table(
-        "Bytes of the state of the 124M model, 2 bytes an element",
-        ("power", "tensor", "symmetric", "saved"),
-        (
-            (str(row["power"]), _amount(row["tensor"]), _amount(row["symmetric"]), _saved(row))
-            for row in states
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    rows = content["rows"]
+    losses, ratios = (_shared.means(rows, ("variant",), column) for column in ("loss", "relative_loss"))
+    differences = _shared.difference_table("Differences, nats per token", rows, "context", _PAIRS)
+    return [
+        _shared.Table(
+            title="Final training loss, nats per token",
+            columns=("", "loss", "relative to softmax", "the article's, after 100,000 updates"),
+            rows=[(name, str(losses[name,]), str(ratios[name,]), _ARTICLE[name]) for (name,) in losses],
         ),
-    )
-    _shared.print_table(
-        "Numbers in the state of vanilla linear attention",
-        ("model", "weights", "state", "ratio"),
-        (tuple(row.values()) for row in linear_states()),
-    )
+        dataclasses.replace(differences, columns=("", "difference")),
+        _shared.Table(
+            title="State of the 124M model, 2 bytes per element",
+            columns=("p", "tensor power", "symmetric power", "saved"),
+            rows=[
+                (str(row["power"]), _amount(row["tensor"]), _amount(row["symmetric"]), _saved(row))
+                for row in content["state_bytes"]
+            ],
+        ),
+        _shared.Table(
+            title="State of vanilla linear attention, elements",
+            columns=("model", "weights", "state", "ratio", "the article's ratio"),
+            rows=[
+                (row["model"], f"{row['weights']:,}", f"{row['state']:,}", f"{row['ratio']:.4f}", ratio)
+                for row, ratio in zip(content["linear_state"], _ARTICLE_RATIOS)
+            ],
+        ),
+    ]
 
 
 def _saved(row: Mapping[str, int]) -> str:

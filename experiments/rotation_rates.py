@@ -9,9 +9,7 @@ training context and up to four times it.
 """
 
 import dataclasses
-import math
 import pathlib
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +28,12 @@ PLANS = {
 _FACTORS = {"conformal": 1.0, "conformal 0.3": 0.3, "conformal 0.1": 0.1}
 _BASE = "gated"
 VARIANTS = ("sympow", _BASE, *_FACTORS)
+_PAIRS = (
+    ("sympow", _BASE),
+    *((name, _BASE) for name in _FACTORS),
+    ("conformal 0.3", "conformal"),
+    ("conformal 0.1", "conformal"),
+)
 # Half of the other experiments' tokens per update: more updates in the time.
 _TOY_TOKENS = 1024
 
@@ -45,6 +49,13 @@ def main(arguments: Sequence[str]) -> int:
         variants=VARIANTS,
         base=_BASE,
         powers=(2, 4),
+        more={
+            "context": {
+                "type": int,
+                "metavar": "T",
+                "help": "Training context; held-out losses are of positions to it and to four times it.",
+            }
+        },
     )
 
 
@@ -63,6 +74,9 @@ def settings(options: _shared.Options, variant: str, seed: int) -> config.Config
 
 
 def _experiment(options: _shared.Options) -> None:
+    if context := options.more["context"]:
+        plan = dataclasses.replace(options.plan, contexts=(context,), lengths=(context, 4 * context))
+        options = dataclasses.replace(options, plan=plan)
     plan, variants, seeds = options.plan, options.variants, len(options.plan.seeds)
     wanted = {
         (variant, seed): settings(options, variant, seed) for seed in plan.seeds for variant in variants
@@ -77,46 +91,29 @@ def _experiment(options: _shared.Options) -> None:
     for (variant, seed), folder in folders.items():
         heldout = {f"heldout_{row['context_length']}": row["loss"] for row in _shared.evaluation(folder)}
         rows.append({"variant": variant, "seed": seed, "training": _shared.final_loss(folder)} | heldout)
-    columns = tuple(rows[0])[2:]
-    losses = {
-        column: {name: [row[column] for row in rows if row["variant"] == name] for name in variants}
-        for column in columns
-    }
-    differences = {column: differences_from(_BASE, of_variants) for column, of_variants in losses.items()}
-    path = _shared.write(options, rows, folders.values(), differences_from_gated=differences)
+    path = _shared.write(options, rows, folders.values())
     _shared.draw_lines(
         path,
         [_panel(options, folders)],
         title="Conformal against gated",
         subtitle=f"mean of {seeds} seeds, band of one standard error; numbers are factors of W's learning rate",
     )
-    _shared.print_table(
-        "Final loss, nats per token, mean of seeds; in brackets the difference from gated and its standard error",
-        ("", *columns),
-        (
-            (name, *(_cell(losses[column][name], differences[column][name]) for column in columns))
-            for name in variants
-        ),
-    )
+    _shared.print_tables(path, tables)
 
 
 def _panel(options: _shared.Options, folders: Mapping[tuple[str, int], pathlib.Path]) -> _shared.Panel:
     """Returns the difference from gated of the training loss of the conformal variants, against updates."""
-    curves = {key: _shared.curve(folder) for key, folder in folders.items()}
-    points = []
-    for number, (step, _) in enumerate(next(iter(curves.values()))):
-        losses = {
-            name: [curves[name, seed][number][1] for seed in options.plan.seeds] for name in options.variants
-        }
-        points.append((step, differences_from(_BASE, losses)))
+    rows: list[dict[str, Any]] = [
+        {"variant": variant, "seed": seed, "step": step, "loss": loss}
+        for (variant, seed), folder in folders.items()
+        for step, loss in _shared.curve(folder)
+    ]
     # Sympow is far above all others.
-    lines = {
-        name: ([step for step, _ in points], *zip(*(_band(found[name]) for _, found in points)))
-        for name in options.variants
-        if name in _FACTORS
-    }
+    pairs = [(name, _BASE) for name in options.variants if name in _FACTORS]
+    found = _shared.differences(rows, "step", "loss", pairs)
+    steps = list(dict.fromkeys(row["step"] for row in rows))
     return _shared.Panel(
-        lines=lines,
+        lines={name: _shared.bands(steps, [found[name, _BASE, step] for step in steps]) for name, _ in pairs},
         x_label="updates",
         y_label="training loss minus gated's (nats per token)",
         linear=True,
@@ -124,27 +121,24 @@ def _panel(options: _shared.Options, folders: Mapping[tuple[str, int], pathlib.P
     )
 
 
-def differences_from(base: str, losses: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Returns the mean over seeds of each variant's loss minus that of `base`, and its standard error.
-
-    The losses of a variant are in the order of seeds. The standard error of one seed is NaN.
-    """
-    found = {}
-    for name, of_seeds in losses.items():
-        by_seed = [loss - other for loss, other in zip(of_seeds, losses[base], strict=True)]
-        count = len(by_seed)
-        error = statistics.stdev(by_seed) / math.sqrt(count) if count > 1 else math.nan
-        found[name] = {"mean": statistics.mean(by_seed), "standard_error": error}
-    return found
-
-
-def _band(difference: Mapping[str, float]) -> tuple[float, float, float]:
-    mean, error = difference["mean"], difference["standard_error"]
-    return mean, mean - error, mean + error
-
-
-def _cell(losses: Sequence[float], difference: Mapping[str, float]) -> str:
-    return f"{statistics.mean(losses):.3f} ({difference['mean']:+.3f} ± {difference['standard_error']:.3f})"
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    rows = content["rows"]
+    within, beyond = content["plan"]["lengths"]
+    columns = {
+        "training": "training",
+        f"held-out, positions to {within:,}": f"heldout_{within}",
+        f"{within + 1:,} to {beyond:,}": f"heldout_{beyond}",
+    }
+    long = [
+        {"variant": row["variant"], "seed": row["seed"], "loss of": name, "loss": row[column]}
+        for name, column in columns.items()
+        for row in rows
+    ]
+    return [
+        _shared.loss_table("Final loss, nats per token", long, "loss of"),
+        _shared.difference_table("Differences, nats per token", long, "loss of", _PAIRS),
+    ]
 
 
 if __name__ == "__main__":

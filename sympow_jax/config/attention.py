@@ -61,6 +61,7 @@ class Decay:
 DECAYS: Mapping[str, Decay] = {
     "none": Decay(DecaySource.NONE),
     "alibi": Decay(DecaySource.FIXED),
+    "constant": Decay(DecaySource.PARAMETER),
     "learned": Decay(DecaySource.DATA),
     "channel_fixed": Decay(DecaySource.FIXED, per_channel=True),
     "channel_constant": Decay(DecaySource.PARAMETER, per_channel=True),
@@ -211,9 +212,9 @@ class AttentionConfig:
     decay: str = dataclasses.field(
         default="learned",
         metadata=fields.about(
-            "Decay of the weights of older tokens. `alibi` is fixed per head, `learned` is computed from each "
-            "token per head. The other decays are per value channel: fixed, trained (`channel_constant`), or "
-            "computed from each token.",
+            "Decay of the weights of older tokens. Per head, `alibi` is fixed, `constant` is trained and `learned` "
+            "is computed from each token; `channel_fixed`, `channel_constant` and `channel_learned` are the same "
+            "per value channel.",
             choices=DECAYS,
         ),
     )

@@ -36,7 +36,6 @@ def test_evaluation_context(experiment):
         (variant, length) for variant in ("softmax", "sympow") for length in ("8", "16", "32")
     ]
     assert all(abs(float(row["loss"]) - math.log(256)) < 0.3 for row in rows)
-    assert content["medians"]["sympow"]["32"] == pytest.approx(float(rows[-1]["loss"]), abs=1e-6)
     assert content["settings"]["model.attention.kernel"] == "softmax"
     assert content["settings"]["data.seed"] == content["settings"]["training.seed"] == 3
     assert content["runs"] == {
@@ -55,16 +54,14 @@ def test_experiments_share_runs(experiment, capsys):
     flags = "--variants=softmax", "--seeds=3"
     experiment("evaluation_context", *flags)
     capsys.readouterr()
-    rows, _ = experiment("context_scaling", *flags)
+    rows, content = experiment("context_scaling", *flags)
     printed = capsys.readouterr().out
     assert "softmax_context8_steps2_seed3\n" in printed
     assert "softmax_context16_steps2_seed3, done before" in printed
     assert [row["context"] for row in rows] == ["8", "16"]
-
-    curves, _ = experiment("training_curves", *flags)
-    assert capsys.readouterr().out.count("done before") == 2
-    # The loss is averaged over the last tenth of the updates, at least one: here, the second of two.
-    assert [row["loss"] for row in curves][1::2] == [row["loss"] for row in rows]
+    # The final loss is averaged over the last tenth of the updates, at least one: here, the second of two.
+    curves = [point["loss"] for point in content["curves"]]
+    assert curves[1::2] == pytest.approx([float(row["loss"]) for row in rows], abs=1e-6)
 
 
 def test_powers(experiment):
@@ -103,10 +100,11 @@ def test_rotation_rates(experiment):
     }
     for column in ("training", "heldout_16", "heldout_32"):
         by_seed = [float(rows[i + 2][column]) - float(rows[i][column]) for i in (0, 3)]
-        found = content["differences_from_gated"][column]["conformal 0.1"]
-        assert found["mean"] == pytest.approx(sum(by_seed) / 2, abs=2e-6)
+        found = _shared.differences(content["rows"], None, column, [("conformal 0.1", "gated")])
+        ((mean, error),) = found.values()
+        assert mean == pytest.approx(sum(by_seed) / 2, abs=2e-6)
         # Of two numbers, half of their distance.
-        assert found["standard_error"] == pytest.approx(abs(by_seed[0] - by_seed[1]) / 2, abs=2e-6)
+        assert error == pytest.approx(abs(by_seed[0] - by_seed[1]) / 2, abs=2e-6)
 
 
 def test_lrpe(experiment):
@@ -131,6 +129,7 @@ def test_gating_keeps_the_other_half_of_its_base():
         "softmax": "none",
         "sympow": "none",
         "gated": "learned",
+        "constant": "constant",
         "channel fixed": "channel_fixed",
         "channel constant": "channel_constant",
         "channel learned": "channel_learned",
@@ -139,13 +138,35 @@ def test_gating_keeps_the_other_half_of_its_base():
     assert set(gating.VARIANTS) <= set(found)
 
 
-def test_medians_are_over_what_is_not_named():
+def test_means_are_over_what_is_not_named():
     rows = [
-        {"a": name, "b": 1, "loss": loss} for name, loss in (("x", 3.0), ("x", 1.0), ("y", 4.0), ("x", 8.0))
+        {"a": name, "b": 1, "loss": loss} for name, loss in (("x", 3.0), ("y", 4.0), ("x", 8.0), ("x", 1.0))
     ]
-    medians = _shared.medians(rows, ("a", "b"), "loss")
-    assert medians == {("x", 1): (3.0, 1.0, 8.0), ("y", 1): (4.0, 4.0, 4.0)}
-    assert _shared.nested(medians) == {"x": {1: 3.0}, "y": {1: 4.0}}
+    means = _shared.means(rows, ("a", "b"), "loss")
+    assert means["x", 1] == pytest.approx((4.0, math.sqrt(13 / 3)))
+    assert means["y", 1].value == 4
+    assert (str(means["x", 1]), str(means["y", 1])) == ("4.000 ± 2.082", "4.000")
+
+
+def test_differences_are_seed_by_seed():
+    losses = {"x": {0: 1.0, 1: 5.0}, "y": {1: 4.5, 0: 0.25}, "z": {0: 1.0}}
+    rows = [
+        {"variant": name, "seed": seed, "at": 8, "loss": loss}
+        for name, of_seeds in losses.items()
+        for seed, loss in of_seeds.items()
+    ]
+    pairs = [("x", "y"), ("z", "x"), ("x", "w")]
+    found = _shared.differences(rows, "at", "loss", pairs)
+    assert found["x", "y", 8] == pytest.approx((0.625, 0.125))
+    assert list(found) == [("x", "y", 8), ("z", "x", 8)]
+    table = _shared.difference_table("", rows, "at", pairs)
+    # Bold beyond two standard errors, which one seed does not have.
+    assert table.markdown().splitlines() == [
+        "|  | 8 |",
+        "| --- | --- |",
+        "| x - y | **+0.625 ± 0.125** |",
+        "| z - x | +0.000 |",
+    ]
 
 
 def test_times_are_taken_in_turns():

@@ -216,24 +216,6 @@ def ends():
     return [row for row in rows if row["solved"] is not None]
 
 
-def test_the_pages_tables_are_those_of_the_results(ends):
-    """Each cell of the section's tables is made from the JSON, except those of the last column of the first one."""
-    section = (EXPERIMENTS / "README.md").read_text().partition("\n## NT tasks\n")[2].partition("\n## ")[0]
-    shown = [line for line in section.splitlines() if line.startswith("| N")]
-    parameters = {(row["setting"], row["attention"]): row for row in ends}
-    expected = []
-    for figure, setting, task, epochs, *cells in nt_tasks.table(ends):
-        runs = parameters[setting, "expressive"]["runs"]
-        if figure == "robustness":
-            expected.append([setting, *(cells[index] for index in (0, 2, 3, 5))])
-        else:
-            named = setting if setting.startswith(f"{task},") else f"{task} of {setting}"
-            expected.append([named, str(runs), epochs, *cells[:6], cells[6]])
-    assert len(shown) == len(expected)
-    for line, cells in zip(shown, expected, strict=True):
-        assert line.startswith(f"| {' | '.join(cells)} |")
-
-
 def test_claims_of_rank_are_beyond_two_standard_errors(ends):
     """Softmax is below expressive attention, or both solve the task, and it is level with the readout on N16T2."""
     by = {

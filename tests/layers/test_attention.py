@@ -78,6 +78,12 @@ def test_groups_are_heads_that_share_a_key():
     np.testing.assert_allclose(run(grouped, inputs()), run(full, inputs()), atol=1e-6)
 
 
+@pytest.mark.parametrize(("fixed", "trained"), [("alibi", "constant"), ("channel_fixed", "channel_constant")])
+def test_trained_constant_decays_begin_at_the_fixed_ones(fixed, trained):
+    expected, out = (run(make("sympow", decay=decay), inputs()) for decay in (fixed, trained))
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("preset", ["conformal", "softmax_alibi"])
 def test_bfloat16_is_for_matrix_products_only(preset):
     layer = make(preset, dtype="bfloat16", exact_window=4)

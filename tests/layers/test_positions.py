@@ -32,6 +32,7 @@ VARIANTS = {
     "stochastic": ("linear", {"position": "spe", "spe": config.SpeConfig(sines=2, realizations=8)}),
     "stochastic in softmax": ("softmax", {"position": "spe", "spe": config.SpeConfig(realizations=6)}),
     "rates of pairs": ("conformal", {"position": "learned_rope_pairs"}),
+    "constant gates": ("sympow", {"decay": "constant"}),
     "fixed channel gates": ("sympow", {"decay": "channel_fixed"}),
     "constant channel gates": ("sympow", {"decay": "channel_constant"}),
     "learned channel gates": ("conformal", {"decay": "channel_learned"}),
@@ -46,6 +47,7 @@ OFTEN = {
     "expressive",
     "stochastic",
     "rates of pairs",
+    "constant gates",
     "constant channel gates",
     "learned channel gates",
 }

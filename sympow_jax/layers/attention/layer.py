@@ -89,10 +89,11 @@ class Attention(nnx.Module):
 
     Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head, are from
     "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 3). `learned_rope_pairs`
-    has a rate per pair of dimensions. The decays `channel_...` are per value channel. `channel_fixed` has ALiBi's
-    slopes over all channels, `channel_constant` learns constants that start at these slopes, and `channel_learned` is
-    sigmoid(W x). The state is float32, whatever `dtype` is. Decays, rotation rates and angles and the normalizer are
-    float32, or float64 if `dtype` is.
+    has a rate per pair of dimensions. The decay `alibi` has ALiBi's slopes, and `constant` learns constants that start
+    at them. The decays `channel_...` are per value channel: `channel_fixed` has ALiBi's slopes over all channels,
+    `channel_constant` learns constants that start at these slopes, and `channel_learned` is sigmoid(W x). The state is
+    float32, whatever `dtype` is. Decays, rotation rates and angles and the normalizer are float32, or float64 if
+    `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
     mesh with Explicit axes, rows keep the sharding of `x`, heads have that of the parameters that produce them, and
