@@ -68,8 +68,9 @@ class DataConfig:
     text_columns: tuple[str, ...] = dataclasses.field(
         default=(),
         metadata=fields.about(
-            "One or two columns of text of `tsv`; two are joined with a separator between them. Columns are "
-            "named as in the header. For files without a header, they are numbers that count from 1."
+            "One or two columns of text of `tsv`; two are joined with a separator between them, except by "
+            "`task.dual_encoder`. Columns are named as in the header. For files without a header, they are numbers "
+            "that count from 1."
         ),
     )
     label_column: str = dataclasses.field(
@@ -83,7 +84,7 @@ class DataConfig:
         default="byte",
         metadata=fields.about(
             "Tokenizer of `tsv`: `byte`, a `tokenizers` JSON file or tiktoken's. A text is truncated to the "
-            "context; of two texts, the longer is truncated first."
+            "context; of two texts, the longer is truncated first, or each to half for `task.dual_encoder`."
         ),
     )
     image_size: int = dataclasses.field(

@@ -266,6 +266,7 @@ class Config:
                 f"{self.data.batch_size} rows of a batch"
             )
         self._check_task()
+        self._check_pairs()
         self._check_images()
         self._check_tensor()
         self._check_context()
@@ -293,6 +294,21 @@ class Config:
             raise ValueError(
                 f"evaluation.context_lengths is {self.evaluation.context_lengths} and task.name {task!r}; losses by "
                 f"position are of the task 'next_token': leave them out"
+            )
+
+    def _check_pairs(self):
+        data = self.data
+        if not self.task.dual_encoder:
+            return
+        if data.source != "tsv" or len(data.text_columns) != 2:
+            raise ValueError(
+                f"task.dual_encoder is True, data.source {data.source!r} and data.text_columns {data.text_columns}; "
+                f"a dual encoder needs source 'tsv' and the names of two columns of text"
+            )
+        if data.context_length % 2:
+            raise ValueError(
+                f"task.dual_encoder is True and data.context_length {data.context_length}; each of two texts has half "
+                f"of a row: use an even number"
             )
 
     def _check_images(self):

@@ -95,7 +95,8 @@ def train_dataset(
     * `masked_token`: the same, with `targets` at the masked positions only. These are drawn anew each epoch, as
       described in `masking.MaskedRows`.
     * `classification`, `regression`: `labels []`, int32 or float32. Texts have `inputs [T]` padded with 0, and
-      `segment_ids [T]`, 0 for tokens and -1 for padding. Images are described in `images.open_examples`.
+      `segment_ids [T]`, 0 for tokens and -1 for padding; the second text of a dual encoder follows the first, with
+      segment id 1. Images are described in `images.open_examples`.
 
     Raises:
         ValueError: the data cannot be found, opened or read as configured, or does not fit the task. On access to a

@@ -1,5 +1,6 @@
 """Tests of labeled texts in columns: reading, truncation, holding out and rejected files."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -95,6 +96,34 @@ def test_of_two_texts_the_longer_is_cut_first(tmp_path, one, two, expected):
     assert epoch(config, BINARY, 1) == [(expected.encode(), 1)]
     swapped = settings(path, text_columns=("two", "one"), context_length=64)
     assert epoch(swapped, BINARY, 1) == [(f"{two}\0{one}".encode(), 1)]
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "inputs", "ids"),
+    [
+        ("abc", "xyz", b"abcxyz\0\0", [0, 0, 0, 1, 1, 1, -1, -1]),
+        ("abcdef", "x", b"abcdx\0\0\0", [0, 0, 0, 0, 1, -1, -1, -1]),
+        ("abcdef", "uvwxyz", b"abcduvwx", [0, 0, 0, 0, 1, 1, 1, 1]),
+        ("", "uvwxyz", b"uvwx\0\0\0\0", [1, 1, 1, 1, -1, -1, -1, -1]),
+    ],
+)
+def test_a_dual_encoder_reads_half_a_row_of_each_text(tmp_path, one, two, inputs, ids):
+    path = write(tmp_path, f"one\ttwo\tlabel\n{one}\t{two}\t1\n")
+    config = settings(path, text_columns=("one", "two"), context_length=8)
+    task = dataclasses.replace(BINARY, dual_encoder=True)
+    row = data.train_dataset(config, task=task, vocab_size=256)[0]
+    assert (bytes(row["inputs"].astype(np.uint8)), row["labels"]) == (inputs, 1)
+    assert row["segment_ids"].tolist() == ids
+
+
+def test_the_texts_of_a_dual_encoder_need_no_separator_but_a_vocabulary(tmp_path):
+    path = write(tmp_path, "one\ttwo\tlabel\na\tz\t1\n")
+    task = dataclasses.replace(BINARY, dual_encoder=True)
+    plain = builders.write_words(tmp_path / "plain.json", {"[UNK]": 0})
+    config = settings(path, text_columns=("one", "two"), tokenizer=plain)
+    assert data.train_dataset(config, task=task, vocab_size=1)[0]["segment_ids"].tolist()[:3] == [0, 1, -1]
+    with pytest.raises(ValueError, match=r"a\.tsv \(line 2\) holds id 122, but model\.vocab_size is 122"):
+        data.train_dataset(dataclasses.replace(config, tokenizer="byte"), task=task, vocab_size=122)[0]
 
 
 def test_a_long_text_is_cut(tmp_path):
