@@ -68,6 +68,9 @@ def test_the_encoders_of_glue_are_that_of_pretraining():
         settings = load(f"glue.py:{task},type1")
         assert settings.model == load("roberta_wikibook.py:type1").model
         assert settings.task.outputs == {"mnli": 3, "stsb": 1}.get(task, 2)
+        assert settings.data.heldout_names == (("matched", "mismatched") if task == "mnli" else ())
+        files = ["dev_matched", "dev_mismatched"] if task == "mnli" else ["dev"]
+        assert settings.data.heldout_paths == tuple(f"data/glue/{task}/{file}.tsv" for file in files)
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,8 @@ class EvaluationConfig:
     every: int | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Steps between losses on a fixed batch of held-out rows, during training. If none, a tenth of "
-            "`training.steps`. 0 turns them off."
+            "Steps between losses, and accuracies of `classification`, on a fixed batch of held-out rows, during "
+            "training. If none, a tenth of `training.steps`. 0 turns them off."
         ),
     )
     context_lengths: tuple[int, ...] | None = dataclasses.field(
@@ -274,7 +274,7 @@ class Config:
 
     @property
     def heldout_every(self) -> int:
-        """Steps between held-out losses; 0 if they are off."""
+        """Steps between evaluations on a held-out batch; 0 if they are off."""
         every = self.evaluation.every
         return max(1, self.training.steps // 10) if every is None else every
 
@@ -289,6 +289,11 @@ class Config:
             raise ValueError(
                 "model.norm is 'batch' and task.name 'next_token'; means over a batch show a position those that "
                 "follow it: use 'layer'"
+            )
+        if self.data.heldout_names and self.task.outputs is None:
+            raise ValueError(
+                f"data.heldout_names is {self.data.heldout_names} and task.name {task!r}; parts of held-out data are "
+                f"for the tasks 'classification' and 'regression': leave the names out"
             )
         if task != "next_token" and self.evaluation.context_lengths:
             raise ValueError(

@@ -82,6 +82,25 @@ def test_what_fits():
             PAIRS | {"data": LINES | {"context_length": 15, "batch_tokens": 30}},
             "task.dual_encoder is True and data.context_length 15; each of two texts has half of a row: use an even",
         ),
+        (
+            {"data": {"heldout_paths": ("a", "b"), "heldout_names": ("x",)}, "task": CLASSES},
+            "data.heldout_names is ('x',) and data.heldout_paths ('a', 'b'); give every path a name, or none",
+        ),
+        (
+            {"data": {"heldout_names": ("x",)}, "task": CLASSES},
+            "data.heldout_names is ('x',) and data.heldout_paths (); give every path a name",
+        ),
+        *(
+            (
+                {"data": {"heldout_paths": ("a", "b"), "heldout_names": names}, "task": CLASSES},
+                f"data.heldout_names is {names}; every name must be another one, of letters, digits and _",
+            )
+            for names in (("x", "x"), ("x", ""), ("x", "y z"))
+        ),
+        (
+            {"data": {"heldout_paths": ("a",), "heldout_names": ("x",)}},
+            "data.heldout_names is ('x',) and task.name 'masked_token'; parts of held-out data are for the tasks",
+        ),
         ({"model": {"vocab_size": 0}}, "model.vocab_size is 0; it must be at least 1"),
         ({"model": {"norm": "group"}}, "model.norm is 'group'; it must be one of layer, batch"),
         ({"model": {"activation": "tanh"}}, "model.activation is 'tanh'; it must be one of gelu, relu"),

@@ -190,6 +190,28 @@ def test_held_out_files_may_have_other_columns(tmp_path):
     assert (batch["segment_ids"][:, 0] == 0).all()
 
 
+def test_named_held_out_files_are_parts(tmp_path):
+    train = write(tmp_path, "sentence\tlabel\na\t1\n")
+    near = write(tmp_path, "sentence\tlabel\nb\t1\nc\t0\n", "z.tsv")
+    far = write(tmp_path, "sentence\tlabel\nd\t0\n", "b.tsv")
+    config = settings(train, heldout_paths=(str(near), str(far)), heldout_names=("near", "far"))
+    heldout = data.HeldoutData(config, BINARY, vocab_size=256)
+    texts = {}
+    for name, part in heldout.parts.items():
+        (batch,) = part.batches(3)
+        texts[name] = [*zip(map(chr, batch["inputs"][:, 0]), batch["labels"].tolist())]
+    assert texts == {"near": [("b", 1), ("c", 0), ("c", -1)], "far": [("d", 0), ("d", -1), ("d", -1)]}
+    assert data.describe(config)["heldout_examples"] == len(heldout.rows) == 3
+    unnamed = data.HeldoutData(settings(train, heldout_paths=(str(near),)), BINARY, vocab_size=256)
+    assert unnamed.parts == {"": unnamed}
+    gone = settings(train, heldout_paths=(str(near), f"{tmp_path}/gone.tsv"), heldout_names=("near", "far"))
+    with pytest.raises(
+        ValueError, match=r"^data\.heldout_paths: there is no file or folder '.*gone\.tsv'; corr"
+    ) as e:
+        data.HeldoutData(gone, BINARY, vocab_size=256)
+    assert "\n" not in str(e.value)
+
+
 def test_description_is_of_the_contents(tmp_path):
     path = write(tmp_path, "sentence\tlabel\na\t1\n")
     description = data.describe(settings(path))
