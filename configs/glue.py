@@ -3,9 +3,10 @@
 An example is `--config=configs/glue.py:sst2,type2`.
 
 TASK is one of the keys of `TASKS`; its files `train.tsv` and `dev.tsv` must be in `data/glue/TASK` as the benchmark
-distributes them. METHOD, one of `sympow_jax.config.LRPE_METHODS`, and the model must match the run of
-`configs/roberta_wikibook.py` that fine-tuning starts from, which is named by `--config.task.initial_run=DIR`. The paper
-does not describe fine-tuning; this is RoBERTa's recipe (Liu et al. 2019).
+distributes them. MNLI has `dev_matched.tsv` and `dev_mismatched.tsv` instead, and is measured on each. METHOD, one of
+`sympow_jax.config.LRPE_METHODS`, and the model must match the run of `configs/roberta_wikibook.py` that fine-tuning
+starts from, which is named by `--config.task.initial_run=DIR`. The paper does not describe fine-tuning; this is
+RoBERTa's recipe (Liu et al. 2019).
 """
 
 from typing import Any
@@ -35,7 +36,8 @@ def get_config(task: str = "sst2", method: str = "type2") -> config.Config:
     answer: dict[str, Any] = {"name": "regression"}
     if classes:
         answer = {"name": "classification", "classes": len(classes)}
-    dev = "dev_matched" if task == "mnli" else "dev"
+    names = ("matched", "mismatched") if task == "mnli" else ()
+    held_out = [f"dev_{name}" for name in names] or ["dev"]
     steps = EPOCHS * count // ROWS
     return config.Config(
         model=config.ModelConfig(
@@ -49,7 +51,8 @@ def get_config(task: str = "sst2", method: str = "type2") -> config.Config:
         data=config.DataConfig(
             source="tsv",
             paths=(f"data/glue/{task}/train.tsv",),
-            heldout_paths=(f"data/glue/{task}/{dev}.tsv",),
+            heldout_paths=tuple(f"data/glue/{task}/{file}.tsv" for file in held_out),
+            heldout_names=names,
             text_columns=texts,
             label_column=label,
             labels=classes,

@@ -2,10 +2,9 @@
 
 An example is `--config=configs/lra.py:image,type1`. TASK is text, listops, retrieval, pathfinder or image; METHOD is
 one of `sympow_jax.config.LRPE_METHODS`. ListOps is generated. Text is read as bytes from a TSV file with the columns
-`text` and `label`. Retrieval reads the benchmark's files of pairs; the two documents of a pair are one row here, while
-the benchmark encodes them separately. Pathfinder and image are 32 x 32 grayscale images with one folder per class
-(`docs/data.md`). The table does not specify heads, the feed-forward layer, the schedule and weight decay: these are our
-choices.
+`text` and `label`. Retrieval reads the benchmark's files of pairs; as in the benchmark, a dual encoder reads 4,000
+bytes of each document. Pathfinder and image are 32 x 32 grayscale images with one folder per class (`docs/data.md`).
+The table does not specify heads, the feed-forward layer, the schedule and weight decay: these are our choices.
 """
 
 from typing import Any
@@ -37,7 +36,7 @@ def get_config(task: str = "listops", method: str = "type2") -> config.Config:
             dtype="float32",
             attention=config.lrpe_method(method, causal=False),
         ),
-        task=config.TaskConfig(name="classification", classes=classes),
+        task=config.TaskConfig(name="classification", classes=classes, dual_encoder=task == "retrieval"),
         data=config.DataConfig(context_length=length, batch_tokens=rows * length, **_source(task)),
         optimizer=config.OptimizerConfig(
             learning_rate=rate, schedule="cosine", warmup_steps=steps // 20, final_fraction=0.0

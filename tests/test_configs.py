@@ -60,6 +60,7 @@ def test_table_9(task, expected):
     model = settings.model
     assert (model.width, model.layers, settings.data.batch_size, settings.optimizer.learning_rate) == expected
     assert model.norm == "batch"
+    assert settings.task.dual_encoder == (task == "retrieval")
 
 
 def test_the_encoders_of_glue_are_that_of_pretraining():
@@ -67,6 +68,9 @@ def test_the_encoders_of_glue_are_that_of_pretraining():
         settings = load(f"glue.py:{task},type1")
         assert settings.model == load("roberta_wikibook.py:type1").model
         assert settings.task.outputs == {"mnli": 3, "stsb": 1}.get(task, 2)
+        assert settings.data.heldout_names == (("matched", "mismatched") if task == "mnli" else ())
+        files = ["dev_matched", "dev_mismatched"] if task == "mnli" else ["dev"]
+        assert settings.data.heldout_paths == tuple(f"data/glue/{task}/{file}.tsv" for file in files)
 
 
 @pytest.mark.parametrize(
@@ -112,12 +116,15 @@ def test_mistakes_in_choices(spec, message):
 
 @pytest.fixture
 def files(tmp_path: pathlib.Path) -> pathlib.Path:
-    """Writes token files of runs of equal tokens, tables of two kinds of sentences, and dark and light images."""
+    """Writes token files of runs of equal tokens, tables of sentences and of pairs, and dark and light images."""
     tokens = np.repeat(np.arange(3, 13), 16)
     for name, end, dtype in (("short.bin", 2, np.uint16), ("long.bin", 0, np.uint32)):
         np.tile(np.append(tokens, end), 12).astype(dtype).tofile(tmp_path / name)
     lines = [f"{['yes', 'no'][i % 2]} indeed\t{i % 2}" for i in range(64)]
     (tmp_path / "lines.tsv").write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    words = [("yes", "no")[i % 2] for i in range(64)], [("yes", "no")[i // 2 % 2] for i in range(64)]
+    pairs = [f"{float(one == two)}\ta\tb\t{one}\t{two}" for one, two in zip(*words)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(pairs) + "\n")
     generator = np.random.default_rng(0)
     for name, light in (("dark", 60), ("light", 190)):
         (tmp_path / "images" / name).mkdir(parents=True)
@@ -140,6 +147,7 @@ def files(tmp_path: pathlib.Path) -> pathlib.Path:
         ("wikitext103.py:type1", "long.bin", ["model.vocab_size=16"]),
         ("glue.py:sst2,type1", "lines.tsv", ["model.vocab_size=256", "data.tokenizer=byte"]),
         ("lra.py:listops,type1", None, ["data.listops_lengths=4,6"]),
+        ("lra.py:retrieval,type1", "pairs.tsv", []),
     ],
 )
 def test_small_copies_learn(spec, source, changes, files):

@@ -63,7 +63,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             )
             if start < steps:
                 update = traced.lower().compile()
-                plan.append(summary.memory(program, update, periodic.heldout_loss))
+                plan.append(summary.memory(program, update, periodic.heldout_means))
                 hosts.say(plan[-1])
             workdir.record_plan(folder, plan)
             number, stop, votes = start, 0, hosts.Vote()
@@ -74,12 +74,11 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                 with reporter.reading(number):
                     batch = sharding.place_batch(next(batches), mesh)
                 state, scalars = update(state, batch)
-                if periodic.is_due(number):
-                    # Before the next update, to which the state is donated.
-                    scalars |= periodic.losses(state)
+                # Before the next update, to which the state is donated.
+                held_out = periodic.metrics(state) if periodic.is_due(number) else {}
                 if pending:
                     reporter.report(*pending)
-                pending = (number, scalars)
+                pending = (number, scalars, held_out)
                 checkpoints.check()
                 stop = votes.cast(signals.received or 0, now=number == steps)
                 saves = number % every == 0 or number == steps or stop

@@ -51,6 +51,14 @@ class DataConfig:
             "are held out, chosen by hash."
         ),
     )
+    heldout_names: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=fields.about(
+            "Names of the `heldout_paths`, one each, such as `matched,mismatched`. Classification and regression are "
+            "then measured on each path alone, and the names of the metrics begin with its name. Without them, all "
+            "paths are measured as one."
+        ),
+    )
     heldout_fraction: float = dataclasses.field(
         default=0.1, metadata=fields.about("Fraction that is held out if there are no `heldout_paths`.")
     )
@@ -68,8 +76,9 @@ class DataConfig:
     text_columns: tuple[str, ...] = dataclasses.field(
         default=(),
         metadata=fields.about(
-            "One or two columns of text of `tsv`; two are joined with a separator between them. Columns are "
-            "named as in the header. For files without a header, they are numbers that count from 1."
+            "One or two columns of text of `tsv`; two are joined with a separator between them, except by "
+            "`task.dual_encoder`. Columns are named as in the header. For files without a header, they are numbers "
+            "that count from 1."
         ),
     )
     label_column: str = dataclasses.field(
@@ -83,7 +92,7 @@ class DataConfig:
         default="byte",
         metadata=fields.about(
             "Tokenizer of `tsv`: `byte`, a `tokenizers` JSON file or tiktoken's. A text is truncated to the "
-            "context; of two texts, the longer is truncated first."
+            "context; of two texts, the longer is truncated first, or each to half for `task.dual_encoder`."
         ),
     )
     image_size: int = dataclasses.field(
@@ -140,6 +149,7 @@ class DataConfig:
             1, **{"data.context_length": self.context_length, "data.image_size": self.image_size}
         )
         checks.require_seed(**{"data.seed": self.seed})
+        self._check_names()
         if self.batch_tokens < self.context_length or self.batch_tokens % self.context_length:
             raise ValueError(
                 f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of "
@@ -153,6 +163,17 @@ class DataConfig:
             self._check_pixels()
         if self.source == "listops":
             self._check_listops()
+
+    def _check_names(self):
+        names, paths = self.heldout_names, self.heldout_paths
+        if names and len(names) != len(paths):
+            raise ValueError(
+                f"data.heldout_names is {names} and data.heldout_paths {paths}; give every path a name, or none"
+            )
+        if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
+            raise ValueError(
+                f"data.heldout_names is {names}; every name must be another one, of letters, digits and _"
+            )
 
     def _check_columns(self):
         if len(self.text_columns) not in (1, 2):

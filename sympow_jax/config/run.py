@@ -211,8 +211,8 @@ class EvaluationConfig:
     every: int | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Steps between losses on a fixed batch of held-out rows, during training. If none, a tenth of "
-            "`training.steps`. 0 turns them off."
+            "Steps between losses, and accuracies of `classification`, on a fixed batch of held-out rows, during "
+            "training. If none, a tenth of `training.steps`. 0 turns them off."
         ),
     )
     context_lengths: tuple[int, ...] | None = dataclasses.field(
@@ -266,6 +266,7 @@ class Config:
                 f"{self.data.batch_size} rows of a batch"
             )
         self._check_task()
+        self._check_pairs()
         self._check_images()
         self._check_tensor()
         self._check_context()
@@ -273,7 +274,7 @@ class Config:
 
     @property
     def heldout_every(self) -> int:
-        """Steps between held-out losses; 0 if they are off."""
+        """Steps between evaluations on a held-out batch; 0 if they are off."""
         every = self.evaluation.every
         return max(1, self.training.steps // 10) if every is None else every
 
@@ -289,10 +290,30 @@ class Config:
                 "model.norm is 'batch' and task.name 'next_token'; means over a batch show a position those that "
                 "follow it: use 'layer'"
             )
+        if self.data.heldout_names and self.task.outputs is None:
+            raise ValueError(
+                f"data.heldout_names is {self.data.heldout_names} and task.name {task!r}; parts of held-out data are "
+                f"for the tasks 'classification' and 'regression': leave the names out"
+            )
         if task != "next_token" and self.evaluation.context_lengths:
             raise ValueError(
                 f"evaluation.context_lengths is {self.evaluation.context_lengths} and task.name {task!r}; losses by "
                 f"position are of the task 'next_token': leave them out"
+            )
+
+    def _check_pairs(self):
+        data = self.data
+        if not self.task.dual_encoder:
+            return
+        if data.source != "tsv" or len(data.text_columns) != 2:
+            raise ValueError(
+                f"task.dual_encoder is True, data.source {data.source!r} and data.text_columns {data.text_columns}; "
+                f"a dual encoder needs source 'tsv' and the names of two columns of text"
+            )
+        if data.context_length % 2:
+            raise ValueError(
+                f"task.dual_encoder is True and data.context_length {data.context_length}; each of two texts has half "
+                f"of a row: use an even number"
             )
 
     def _check_images(self):

@@ -26,6 +26,14 @@ class TaskConfig:
     classes: int | None = dataclasses.field(
         default=None, metadata=fields.about("Number of classes of `classification`.")
     )
+    dual_encoder: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether the two texts of a row of `tsv` are encoded independently, as in the Long Range Arena's "
+            "retrieval, and classified by their means, the product and the difference of these. Otherwise the "
+            "texts are joined and encoded as one."
+        ),
+    )
     mask_fraction: float = dataclasses.field(
         default=0.15,
         metadata=fields.about(
@@ -52,6 +60,11 @@ class TaskConfig:
         checks.require_fraction(**{"task.mask_fraction": self.mask_fraction})
         if self.name == "classification":
             checks.require_at_least(2, **{"task.classes": self.classes or 0})
+        if self.dual_encoder and self.outputs is None:
+            raise ValueError(
+                f"task.dual_encoder is True and task.name {self.name!r}; pairs of texts have classes or numbers: use "
+                f"'classification' or 'regression'"
+            )
         if self.name == "masked_token" and not self.mask_fraction:
             raise ValueError("task.mask_fraction is 0.0; task 'masked_token' has nothing to predict")
 

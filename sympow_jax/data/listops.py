@@ -134,7 +134,7 @@ class ListOps:
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns example `index`; `key` is unused."""
         tokens, value = self.example(index)
-        return {**rows.padded(tokens, self._config.context_length), "labels": np.array(value, np.int32)}
+        return {**rows.padded([tokens], self._config.context_length), "labels": np.array(value, np.int32)}
 
 
 def open_examples(

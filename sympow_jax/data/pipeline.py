@@ -1,5 +1,7 @@
 """Data of training and evaluation: an infinite shuffled dataset, held-out documents and held-out rows."""
 
+import dataclasses
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -95,7 +97,8 @@ def train_dataset(
     * `masked_token`: the same, with `targets` at the masked positions only. These are drawn anew each epoch, as
       described in `masking.MaskedRows`.
     * `classification`, `regression`: `labels []`, int32 or float32. Texts have `inputs [T]` padded with 0, and
-      `segment_ids [T]`, 0 for tokens and -1 for padding. Images are described in `images.open_examples`.
+      `segment_ids [T]`, 0 for tokens and -1 for padding; the second text of a dual encoder follows the first, with
+      segment id 1. Images are described in `images.open_examples`.
 
     Raises:
         ValueError: the data cannot be found, opened or read as configured, or does not fit the task. On access to a
@@ -155,7 +158,8 @@ class HeldoutData:
         """
         self.documents: documents.HeldoutDocuments | None = None
         self.rows: rows.Examples | None = None
-        self._config, task = config, task or config_lib.TaskConfig()
+        self._config, self._vocab_size = config, vocab_size
+        self._task = task = task or config_lib.TaskConfig()
         _require_fitting(config, task)
         if not _may_hold_out(config):
             return
@@ -170,6 +174,17 @@ class HeldoutData:
                 self.rows = _rows(opened, config, task, vocab_size=vocab_size)
             except ValueError as error:
                 raise ValueError(f"held-out data: {error}") from error
+
+    @functools.cached_property
+    def parts(self) -> dict[str, "HeldoutData"]:
+        """Held-out data of each path by its name in `data.heldout_names`; without names, all of it, named ""."""
+        if not self._config.heldout_names:
+            return {"": self}
+        parts = {}
+        for name, path in zip(self._config.heldout_names, self._config.heldout_paths, strict=True):
+            config = dataclasses.replace(self._config, heldout_paths=(path,), heldout_names=())
+            parts[name] = HeldoutData(config, self._task, vocab_size=self._vocab_size)
+        return parts
 
     def batches(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Yields batches of the rows, each row once, in a fixed order.

@@ -3,6 +3,7 @@
 Rows have a fixed length. Documents of any length become rows by index arithmetic on cumulative lengths.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -51,11 +52,14 @@ def label_dtype(task: config_lib.TaskConfig) -> type[np.generic]:
     return np.float32 if task.name == "regression" else np.int32
 
 
-def padded(tokens: Integer[np.ndarray, " tokens"], length: int) -> dict[str, Int32[np.ndarray, " T"]]:
-    """Returns `inputs` padded with 0 to `length`, and `segment_ids`, 0 for tokens and -1 for padding."""
+def padded(texts: Sequence[Integer[np.ndarray, " _"]], length: int) -> dict[str, Int32[np.ndarray, " T"]]:
+    """Returns `inputs`, the texts in order, padded with 0 to `length`, and `segment_ids`.
+
+    Segment ids number the texts from 0, and are -1 for padding.
+    """
     return {
-        "inputs": _filled(tokens, length, 0),
-        "segment_ids": _filled(np.zeros(len(tokens), np.int32), length, PADDING),
+        "inputs": _filled(np.concatenate(texts), length, 0),
+        "segment_ids": _filled(np.repeat(np.arange(len(texts)), [*map(len, texts)]), length, PADDING),
     }
 
 

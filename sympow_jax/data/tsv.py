@@ -181,16 +181,16 @@ class TsvExamples:
     ):
         self._table, self._lines, self._length = table, lines, config.context_length
         self._tokenizer = tokenizer_lib.load(config.tokenizer, setting="data.tokenizer")
+        self._cut = self._halves if task.dual_encoder else self._joined
         self._separator = config.document_separator
         if self._separator is None:
             self._separator = self._tokenizer.separator
-        self._check_separator(config, vocab_size)
+        if len(config.text_columns) == 2 and not task.dual_encoder:
+            self._check_separator(config, vocab_size)
         self._vocab_size = vocab_size
         self._labels = self._read_labels(config, task)
 
     def _check_separator(self, config: config_lib.DataConfig, vocab_size: int):
-        if len(config.text_columns) < 2:
-            return
         if self._separator is None:
             raise ValueError(
                 f"data.tokenizer={config.tokenizer} names no end of text; set data.document_separator to the id to "
@@ -230,14 +230,14 @@ class TsvExamples:
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns the tokens and the label of example `index`; `key` is unused."""
         line = self._lines[index]
-        texts = [self._encode(text, line) for text in self._table.read(line)[0]]
-        tokens = self._cut(texts)
-        if not len(tokens):
+        texts = self._cut([self._encode(text, line) for text in self._table.read(line)[0]])
+        if not any(map(len, texts)):
             raise ValueError(
                 f"{self._table.name(line)}: the tokenizer finds no token in the text; leave the line out"
             )
-        documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=self._table.name(line))
-        return {**rows.padded(tokens, self._length), "labels": np.array(self._labels[index])}
+        for tokens in texts:
+            documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=self._table.name(line))
+        return {**rows.padded(texts, self._length), "labels": np.array(self._labels[index])}
 
     def _encode(self, text: bytes, line: int) -> Integer[np.ndarray, " tokens"]:
         try:
@@ -247,14 +247,18 @@ class TsvExamples:
                 f"{self._table.name(line)} is not UTF-8; correct it, or use data.tokenizer=byte"
             ) from error
 
-    def _cut(self, texts: list[Integer[np.ndarray, " tokens"]]) -> Integer[np.ndarray, " tokens"]:
-        """Returns one row of tokens; of two texts that do not fit, the longer is truncated first."""
+    def _joined(self, texts: list[Integer[np.ndarray, " _"]]) -> list[Integer[np.ndarray, " _"]]:
+        """Returns one text for a row; of two texts that do not fit, the longer is truncated first."""
         if len(texts) == 1:
-            return texts[0][: self._length]
+            return [texts[0][: self._length]]
         one, two = texts
         room = self._length - 1
         first = min(len(one), max(room - len(two), room - room // 2))
-        return np.concatenate([one[:first], [self._separator], two[: room - first]])
+        return [np.concatenate([one[:first], [self._separator], two[: room - first]])]
+
+    def _halves(self, texts: list[Integer[np.ndarray, " _"]]) -> list[Integer[np.ndarray, " _"]]:
+        """Returns two texts for a row, each truncated to half of it."""
+        return [text[: self._length // 2] for text in texts]
 
 
 def open_examples(

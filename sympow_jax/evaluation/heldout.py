@@ -108,7 +108,8 @@ def evaluate_heldout(
         console: console to print to.
 
     Returns:
-        `heldout_metrics` by the name of the run.
+        `heldout_metrics` by the name of the run. With `data.heldout_names`, each name is followed by the metrics on its
+        path, such as `matched_accuracy`.
 
     Raises:
         ValueError: a workdir holds no run or no checkpoint, the runs' tasks or data differ, nothing is held out, or
@@ -137,7 +138,10 @@ def evaluate_heldout(
     runs = []
     for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
         _, model, step = training.restore_model(path)
-        results[name] = heldout_metrics(model, config.task, heldout.batches(batch_size))
+        results[name] = {}
+        for part, examples in heldout.parts.items():
+            values = heldout_metrics(model, config.task, examples.batches(batch_size))
+            results[name] |= metrics.of_part(part, values)
         runs.append(
             {
                 "run": name,
@@ -149,8 +153,8 @@ def evaluate_heldout(
                 "config": dataclasses.asdict(config),
             }
         )
-    if any(not math.isfinite(values["loss"]) for values in results.values()):
-        workdirs_lib.warn(console, "losses are not finite; they are null in the JSON")
+    if not all(math.isfinite(value) for values in results.values() for value in values.values()):
+        workdirs_lib.warn(console, "metrics are not finite; they are null in the JSON")
     if hosts.is_first():
         with workdirs_lib.writing(folder):
             workdir.write_json(folder / "heldout.json", {"task": configs[0].task.name, "runs": runs})
@@ -166,9 +170,9 @@ def _fixed(config: config_lib.Config) -> dict[str, Any]:
 def _print(
     results: Mapping[str, Mapping[str, float]], task: config_lib.TaskConfig, console: rich.console.Console
 ) -> None:
-    names = list(next(iter(results.values())))
     lines = [
-        [run, *(f"{values[name]:,}" if name == "count" else f"{values[name]:.4f}" for name in names)]
+        [run, *(f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for value in values.values())]
         for run, values in results.items()
     ]
-    report.print_cells(f"Held-out rows, task {task.name!r}", ["run", *names], lines, console)
+    columns = ["run", *(name.replace("_", " ") for name in next(iter(results.values())))]
+    report.print_cells(f"Held-out rows, task {task.name!r}", columns, lines, console)

@@ -1,11 +1,12 @@
 """Metrics of classification and regression as in GLUE (Wang et al. 2018), in float64."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int, Num, Real
 
-__all__ = ["accuracy", "f1", "matthews", "pearson", "spearman"]
+__all__ = ["accuracy", "f1", "matthews", "of_part", "pearson", "spearman"]
 
 
 def accuracy(labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]) -> float:
@@ -72,6 +73,11 @@ def spearman(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> 
     labels, values = _checked(labels, values)
     ranks = (stats.rankdata(side) if np.all(np.isfinite(side)) else side for side in (labels, values))
     return pearson(*ranks)
+
+
+def of_part[Value](part: str, values: Mapping[str, Value]) -> dict[str, Value]:
+    """Returns metrics under names that begin with that of a part of the held-out data, if it has one."""
+    return {f"{part}_{name}" if part else name: value for name, value in values.items()}
 
 
 def _checked(

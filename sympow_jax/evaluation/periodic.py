@@ -1,4 +1,4 @@
-"""Evaluation during training: the loss of a fixed batch of held-out rows, and continuations of prompts."""
+"""Evaluation during training: loss and accuracy on a fixed batch of held-out rows, and continuations of prompts."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ import jax
 
 from sympow_jax import data, generation, models, training
 from sympow_jax.array_types import Array, Float
+from sympow_jax.evaluation import metrics
 from sympow_jax.training import sharding
 
 __all__ = ["Periodic"]
@@ -18,20 +19,20 @@ _TEMPERATURE = 0.8
 
 
 class Periodic:
-    """Held-out loss and continuations at some steps of a run; neither changes what is trained.
+    """Held-out metrics and continuations at some steps of a run; neither changes what is trained.
 
-    Every process opens its rows of the held-out batch, and all call `losses` at the same steps.
+    Every process opens its rows of the held-out batches, and all call `metrics` at the same steps.
     """
 
     def __init__(self, program: training.Program, heldout: data.HeldoutData):
-        """Draws a batch of the held-out data of `program.config`, and encodes its prompts.
+        """Draws a batch of each part of the held-out data of `program.config`, and encodes its prompts.
 
         Raises:
             ValueError: the held-out data cannot be read, or the run cannot have prompts.
         """
         config = program.config
         self._program = program
-        self._batch: dict[str, Array] | None = None
+        self._batches: dict[str, dict[str, Array]] = {}
         self._codec: data.Codec | None = None
         self._steps, self._every = config.training.steps, config.heldout_every
         if not self._every:
@@ -39,9 +40,10 @@ class Periodic:
         if config.evaluation.prompts:
             self._codec = self._open_prompts()
         share, shares = sharding.batch_share(program.mesh)
-        rows = heldout.sample(share=share, shares=shares)
-        if rows is not None:
-            self._batch = sharding.place_batch(rows, program.mesh)
+        for name, part in heldout.parts.items():
+            rows = part.sample(share=share, shares=shares)
+            if rows is not None:
+                self._batches[name] = sharding.place_batch(rows, program.mesh)
 
     def _open_prompts(self) -> data.Codec:
         config = self._program.config
@@ -67,20 +69,25 @@ class Periodic:
         """Returns whether there is an evaluation after update `step`."""
         return bool(self._every) and (step % self._every == 0 or step == self._steps)
 
-    def losses(self, state: training.TrainState) -> dict[str, Float[Array, ""]]:
-        """Returns `heldout_loss`, or nothing if nothing is held out; computes it in the background."""
-        if self.heldout_loss is None:
-            return {}
-        return {"heldout_loss": self.heldout_loss(state.params, state.statistics, self._batch)}
+    def metrics(self, state: training.TrainState) -> dict[str, Float[Array, ""]]:
+        """Returns loss and, of classes, accuracy of each part of the held-out data; computes them in the background.
+
+        Names are as in `evaluate_heldout`. There are none if nothing is held out.
+        """
+        values: dict[str, Float[Array, ""]] = {}
+        for name, batch in self._batches.items():
+            assert self.heldout_means is not None
+            values |= metrics.of_part(name, self.heldout_means(state.params, state.statistics, batch))
+        return values
 
     @functools.cached_property
-    def heldout_loss(self) -> jax.stages.Compiled | None:
-        """`Program.heldout_loss`, compiled for the held-out batch; None if there is none."""
-        if self._batch is None:
+    def heldout_means(self) -> jax.stages.Compiled | None:
+        """`Program.heldout_means`, compiled for the held-out batches, which have one shape; None if there are none."""
+        if not self._batches:
             return None
-        program = self._program
+        program, batch = self._program, next(iter(self._batches.values()))
         state = program.abstract
-        return program.heldout_loss.lower(state.params, state.statistics, self._batch).compile()
+        return program.heldout_means.lower(state.params, state.statistics, batch).compile()
 
     def has_texts(self, step: int) -> bool:
         """Returns whether prompts are continued after update `step`."""

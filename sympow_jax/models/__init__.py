@@ -2,7 +2,7 @@
 
 from sympow_jax.models.build import Model, make, names_of_any_layer, parameter_name, parameter_specs
 from sympow_jax.models.decoder import DecoderLM, DecoderState
-from sympow_jax.models.encoder import Encoder
+from sympow_jax.models.encoder import DualEncoder, Encoder
 from sympow_jax.models.image_classifier import ImageClassifier
 from sympow_jax.models.state_size import state_bytes
 from sympow_jax.models.trunk import logits
@@ -10,6 +10,7 @@ from sympow_jax.models.trunk import logits
 __all__ = [
     "DecoderLM",
     "DecoderState",
+    "DualEncoder",
     "Encoder",
     "ImageClassifier",
     "Model",

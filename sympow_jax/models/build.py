@@ -22,13 +22,15 @@ def make(
 ) -> Model:
     """Returns a new model for a task, with its blocks `stacked` or in a list.
 
-    It is an image classifier if it has a patch size, a decoder to predict the next token, and an encoder otherwise.
+    It is an image classifier if it has a patch size, a decoder to predict the next token, and an encoder otherwise: a
+    dual encoder for two texts that are encoded independently.
     """
     if config.patch_size is not None:
         return image_classifier.ImageClassifier(config, task, rngs=rngs, stacked=stacked)
     if task.name == "next_token":
         return decoder.DecoderLM(config, rngs=rngs, stacked=stacked)
-    return encoder.Encoder(config, task, rngs=rngs, stacked=stacked)
+    kind = encoder.DualEncoder if task.dual_encoder else encoder.Encoder
+    return kind(config, task, rngs=rngs, stacked=stacked)
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Bidirectional encoder of tokens, for masked tokens, classification and regression."""
+"""Bidirectional encoders of tokens, for masked tokens, classification and regression."""
 
 from flax import nnx
 
@@ -7,7 +7,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
 from sympow_jax.models import head, trunk
 
-__all__ = ["Encoder"]
+__all__ = ["DualEncoder", "Encoder"]
 
 
 class Encoder(trunk.TokenTrunk):
@@ -17,6 +17,8 @@ class Encoder(trunk.TokenTrunk):
     a dense layer with a norm precedes the unembedding, and classes are read from the first token. Matrix products are
     in `config.dtype`. Parameters, the residual stream, logits and the head are float32.
     """
+
+    head: head.Head | head.PairHead
 
     def __init__(
         self,
@@ -29,7 +31,11 @@ class Encoder(trunk.TokenTrunk):
         rngs = initializers.as_rngs(rngs)
         super().__init__(config, rngs=rngs, stacked=stacked)
         if task.outputs is not None:
-            self.head = head.Head(config, task.outputs, rngs=rngs)
+            self._init_head(task.outputs, rngs)
+
+    def _init_head(self, outputs: int, rngs: nnx.Rngs) -> None:
+        """Creates the parameters of the head, after all others."""
+        self.head = head.Head(self.config, outputs, rngs=rngs)
 
     def hidden(
         self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None
@@ -46,3 +52,15 @@ class Encoder(trunk.TokenTrunk):
     ) -> Float[Array, "B outputs"]:
         """Returns logits of the classes of each row, or the number predicted for it, in float32."""
         return self.head(self.hidden(tokens, segment_ids=segment_ids), segment_ids)
+
+
+class DualEncoder(Encoder):
+    """Encoder of rows of two texts, which are encoded independently by the same weights (Tay et al. 2020).
+
+    A row is the first text, with segment id 0, then the second, with segment id 1, then padding, with a negative one.
+    The texts are two documents to the encoder: tokens attend within their text, and positions restart. The means over
+    both texts are classified by `head.PairHead`. All other parameters are those of an `Encoder`.
+    """
+
+    def _init_head(self, outputs: int, rngs: nnx.Rngs) -> None:
+        self.head = head.PairHead(self.config, outputs, rngs=rngs)

@@ -30,9 +30,10 @@ class Reporter:
     """Context manager that reports every update.
 
     `metrics.jsonl` gets one object per step. The terminal, TensorBoard and Weights & Biases get every `log_every`-th
-    step, those with a held-out loss, and the last. A terminal shows a progress bar; other outputs get plain lines. To
+    step, those with held-out metrics, and the last. A terminal shows a progress bar; other outputs get plain lines. To
     the metrics of the update are added:
 
+    * those of a batch of held-out rows, where there are any, with `heldout_` before their names.
     * step_seconds: time since the metrics of the previous step were available. It includes saves, compilation and
       everything else in the loop. tokens_per_second is derived from it.
     * data_wait_seconds: time for which the loop waited until this step's batch was read and sent to the devices. The
@@ -77,7 +78,7 @@ class Reporter:
         self._local_devices = [device for device in devices if device.process_index == jax.process_index()]
         self._waits: dict[int, float] = {}
         self._shown_wait = 0.0
-        self._heldout_loss = ""
+        self._held_out = ""
 
         self._writes = writes
         self._each: list[writers.Writer] = []
@@ -122,13 +123,22 @@ class Reporter:
         self._waits[step] = time.perf_counter() - began
         self._shown_wait += self._waits[step]
 
-    def report(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def report(
+        self, step: int, metrics: Mapping[str, jax.Array], held_out: Mapping[str, jax.Array] | None = None
+    ) -> None:
         """Waits for the metrics of update `step` and writes them.
+
+        Args:
+            step: number of updates done.
+            metrics: metrics of the update.
+            held_out: metrics of held-out rows after it; None for none.
 
         Raises:
             ValueError: one of loss, grad_norm and parameter_norm is not finite.
         """
         values = {name: float(value) for name, value in metrics.items()}
+        rows = {name: float(value) for name, value in (held_out or {}).items()}
+        values |= {f"heldout_{name}": value for name, value in rows.items()}
         now = time.perf_counter()
         self._trace.after(step)
         seconds, self._last = now - self._last, now
@@ -146,10 +156,10 @@ class Reporter:
             return
         for writer in self._each:
             writer.write(step, values)
-        if step % self._log_every == 0 or step == self._steps or "heldout_loss" in values:
+        if step % self._log_every == 0 or step == self._steps or rows:
             for writer in self._every:
                 writer.write(step, values)
-            self._show(step, values, now)
+            self._show(step, values["loss"], rows, now)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Writes texts by name, after update `step`, to the writers that have texts."""
@@ -174,16 +184,17 @@ class Reporter:
             if stats and all(key in found for found in stats)
         }
 
-    def _show(self, step: int, values: Mapping[str, float], now: float) -> None:
+    def _show(self, step: int, loss: float, held_out: Mapping[str, float], now: float) -> None:
         # The first update includes compilation, so it is excluded from the average.
         since = step - self._start - 1
         seconds = (now - self._first) / since if since else now - self._began
         rates = self._rates(seconds)
-        parts = [f"loss {values['loss']:.4f}"]
-        if "heldout_loss" in values:
-            self._heldout_loss = f"held-out loss {values['heldout_loss']:.4f}"
-        if "heldout_loss" in values or (self._console.is_terminal and self._heldout_loss):
-            parts.append(self._heldout_loss)
+        parts = [f"loss {loss:.4f}"]
+        if held_out:
+            shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in held_out.items()]
+            self._held_out = f"held-out {', '.join(shown)}"
+        if held_out or (self._console.is_terminal and self._held_out):
+            parts.append(self._held_out)
         parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")
         if "mfu" in rates:
             parts.append(f"{rates['mfu']:.1%} MFU")

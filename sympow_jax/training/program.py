@@ -15,7 +15,7 @@ from flax import nnx
 
 from sympow_jax import config as config_lib
 from sympow_jax import models
-from sympow_jax.array_types import Array, Float
+from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import partitioning
 from sympow_jax.training import checkpoint, hosts, initial, loss, optimizer, sharding, stacking, workdir
 from sympow_jax.training.state import Params, TrainState
@@ -277,35 +277,43 @@ class Program:
             changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
             metrics = {
-                "loss": sums.loss / count,
+                **self._means(sums, count),
                 "grad_norm": optax.tree.norm(grads),
                 "parameter_norm": optax.tree.norm(params),
                 "update_norm": optax.tree.norm(changes),
                 "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
             }
-            if settings.task.name == "classification":
-                metrics["accuracy"] = sums.correct / count
             return TrainState(state.step + 1, params, opt_state, statistics), metrics
 
         shardings = self._shardings, sharding.replicated(self.mesh)
         return jax.jit(update, donate_argnums=0, out_shardings=shardings)
 
     @functools.cached_property
-    def heldout_loss(self) -> Any:
-        """Jitted function of (params, statistics, batch), as in the state, to the mean loss in evaluation mode.
+    def heldout_means(self) -> Any:
+        """Jitted function of (params, statistics, batch), as in the state, to its means in evaluation mode.
 
-        Rows are taken in micro-batches as in an update, so that it needs no more memory.
+        They are `loss`, and `accuracy` if classes are predicted. Rows are taken in micro-batches as in an update, so
+        that it needs no more memory.
         """
 
-        def mean(params: Params, statistics: Params, batch: loss.Batch) -> Float[Array, ""]:
-            def add(total: Float[Array, ""], rows: loss.Batch) -> tuple[Float[Array, ""], None]:
-                return total + loss.sums(self._merge_trained(params, statistics), rows).loss, None
+        def means(params: Params, statistics: Params, batch: loss.Batch) -> dict[str, Float[Array, ""]]:
+            def add(total: loss.Sums, rows: loss.Batch) -> tuple[loss.Sums, None]:
+                more = loss.sums(self._merge_trained(params, statistics), rows)
+                return jax.tree.map(jnp.add, total, more), None
 
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                total, _ = jax.lax.scan(add, jnp.float32(0), self._micro_batches(batch))
-            return total / loss.count(batch)
+                zeros = loss.Sums(jnp.float32(0), jnp.float32(0))
+                total, _ = jax.lax.scan(add, zeros, self._micro_batches(batch))
+            return self._means(total, loss.count(batch))
 
-        return jax.jit(mean, out_shardings=sharding.replicated(self.mesh))
+        return jax.jit(means, out_shardings=sharding.replicated(self.mesh))
+
+    def _means(self, sums: loss.Sums, count: Int[Array, ""]) -> dict[str, Float[Array, ""]]:
+        """Returns the means over a batch's targets or labels that count."""
+        means = {"loss": sums.loss / count}
+        if self.config.task.name == "classification":
+            means["accuracy"] = sums.correct / count
+        return means
 
     def _differentiate(
         self, params: Params, statistics: Params, rows: loss.Batch

@@ -115,7 +115,7 @@ def memory(
     Args:
         program: program of the run.
         update: its update, compiled.
-        heldout: its held-out loss, compiled; None if nothing is held out.
+        heldout: its `heldout_means`, compiled; None if nothing is held out.
     """
     state = sharding.bytes_per_device(program.abstract)
     held = f"{_size(state)} for parameters and optimizer state"
@@ -123,7 +123,7 @@ def memory(
     if total is None:
         return f"memory of a device: {held}"
     what = "an update"
-    # The optimizer state is no argument of the held-out loss, but stays on the device.
+    # The optimizer state is no argument of the held-out means, but stays on the device.
     arguments = sharding.bytes_per_device((program.params, program.statistics))
     evaluation = 0 if heldout is None else (sharding.program_bytes(heldout) or 0) + state - arguments
     if evaluation > total:

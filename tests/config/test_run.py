@@ -8,6 +8,8 @@ from sympow_jax import config
 
 ENCODER = config.preset("softmax", causal=False)
 CLASSES = config.TaskConfig(name="classification", classes=2)
+PAIRS = {"task": config.TaskConfig(name="classification", classes=2, dual_encoder=True)}
+LINES = {"source": "tsv", "paths": ("x",), "text_columns": ("one", "two")}
 IMAGES = {"source": "images", "paths": ("x",), "image_size": 8, "context_length": 4, "batch_tokens": 8}
 
 
@@ -67,6 +69,38 @@ def test_what_fits():
             "data.context_length is 16 and model.attention.max_document_length 8; a document of a row may not be "
             "longer than the learned positions: set max_document_length=16, or use another position",
         ),
+        (
+            PAIRS,
+            "task.dual_encoder is True, data.source 'text' and data.text_columns (); a dual encoder needs source "
+            "'tsv' and the names of two columns of text",
+        ),
+        (
+            PAIRS | {"data": LINES | {"text_columns": ("one",)}},
+            "'tsv' and data.text_columns ('one',); a dual",
+        ),
+        (
+            PAIRS | {"data": LINES | {"context_length": 15, "batch_tokens": 30}},
+            "task.dual_encoder is True and data.context_length 15; each of two texts has half of a row: use an even",
+        ),
+        (
+            {"data": {"heldout_paths": ("a", "b"), "heldout_names": ("x",)}, "task": CLASSES},
+            "data.heldout_names is ('x',) and data.heldout_paths ('a', 'b'); give every path a name, or none",
+        ),
+        (
+            {"data": {"heldout_names": ("x",)}, "task": CLASSES},
+            "data.heldout_names is ('x',) and data.heldout_paths (); give every path a name",
+        ),
+        *(
+            (
+                {"data": {"heldout_paths": ("a", "b"), "heldout_names": names}, "task": CLASSES},
+                f"data.heldout_names is {names}; every name must be another one, of letters, digits and _",
+            )
+            for names in (("x", "x"), ("x", ""), ("x", "y z"))
+        ),
+        (
+            {"data": {"heldout_paths": ("a",), "heldout_names": ("x",)}},
+            "data.heldout_names is ('x',) and task.name 'masked_token'; parts of held-out data are for the tasks",
+        ),
         ({"model": {"vocab_size": 0}}, "model.vocab_size is 0; it must be at least 1"),
         ({"model": {"norm": "group"}}, "model.norm is 'group'; it must be one of layer, batch"),
         ({"model": {"activation": "tanh"}}, "model.activation is 'tanh'; it must be one of gelu, relu"),
@@ -84,6 +118,10 @@ def test_what_does_not_fit(changes, message):
     [
         ({"name": "classification"}, "task.classes is 0; it must be at least 2"),
         ({"name": "masked_token", "mask_fraction": 0.0}, "has nothing to predict"),
+        (
+            {"name": "masked_token", "dual_encoder": True},
+            "task.dual_encoder is True and task.name 'masked_token'; pairs of texts have classes or numbers",
+        ),
         ({"name": "translation"}, "task.name is 'translation'; it must be one of next_token, masked_token"),
     ],
 )

@@ -1,5 +1,6 @@
 """Tests of labeled texts in columns: reading, truncation, holding out and rejected files."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -97,6 +98,34 @@ def test_of_two_texts_the_longer_is_cut_first(tmp_path, one, two, expected):
     assert epoch(swapped, BINARY, 1) == [(f"{two}\0{one}".encode(), 1)]
 
 
+@pytest.mark.parametrize(
+    ("one", "two", "inputs", "ids"),
+    [
+        ("abc", "xyz", b"abcxyz\0\0", [0, 0, 0, 1, 1, 1, -1, -1]),
+        ("abcdef", "x", b"abcdx\0\0\0", [0, 0, 0, 0, 1, -1, -1, -1]),
+        ("abcdef", "uvwxyz", b"abcduvwx", [0, 0, 0, 0, 1, 1, 1, 1]),
+        ("", "uvwxyz", b"uvwx\0\0\0\0", [1, 1, 1, 1, -1, -1, -1, -1]),
+    ],
+)
+def test_a_dual_encoder_reads_half_a_row_of_each_text(tmp_path, one, two, inputs, ids):
+    path = write(tmp_path, f"one\ttwo\tlabel\n{one}\t{two}\t1\n")
+    config = settings(path, text_columns=("one", "two"), context_length=8)
+    task = dataclasses.replace(BINARY, dual_encoder=True)
+    row = data.train_dataset(config, task=task, vocab_size=256)[0]
+    assert (bytes(row["inputs"].astype(np.uint8)), row["labels"]) == (inputs, 1)
+    assert row["segment_ids"].tolist() == ids
+
+
+def test_the_texts_of_a_dual_encoder_need_no_separator_but_a_vocabulary(tmp_path):
+    path = write(tmp_path, "one\ttwo\tlabel\na\tz\t1\n")
+    task = dataclasses.replace(BINARY, dual_encoder=True)
+    plain = builders.write_words(tmp_path / "plain.json", {"[UNK]": 0})
+    config = settings(path, text_columns=("one", "two"), tokenizer=plain)
+    assert data.train_dataset(config, task=task, vocab_size=1)[0]["segment_ids"].tolist()[:3] == [0, 1, -1]
+    with pytest.raises(ValueError, match=r"a\.tsv \(line 2\) holds id 122, but model\.vocab_size is 122"):
+        data.train_dataset(dataclasses.replace(config, tokenizer="byte"), task=task, vocab_size=122)[0]
+
+
 def test_a_long_text_is_cut(tmp_path):
     path = write(tmp_path, f"sentence\tlabel\n{'ab' * 40}\t1\n")
     row = data.train_dataset(settings(path), task=BINARY, vocab_size=256)[0]
@@ -159,6 +188,28 @@ def test_held_out_files_may_have_other_columns(tmp_path):
     assert batch["labels"].dtype == np.float32
     assert batch["inputs"][:, 0].tolist() == [ord("b"), ord("c"), ord("c"), ord("c")]
     assert (batch["segment_ids"][:, 0] == 0).all()
+
+
+def test_named_held_out_files_are_parts(tmp_path):
+    train = write(tmp_path, "sentence\tlabel\na\t1\n")
+    near = write(tmp_path, "sentence\tlabel\nb\t1\nc\t0\n", "z.tsv")
+    far = write(tmp_path, "sentence\tlabel\nd\t0\n", "b.tsv")
+    config = settings(train, heldout_paths=(str(near), str(far)), heldout_names=("near", "far"))
+    heldout = data.HeldoutData(config, BINARY, vocab_size=256)
+    texts = {}
+    for name, part in heldout.parts.items():
+        (batch,) = part.batches(3)
+        texts[name] = [*zip(map(chr, batch["inputs"][:, 0]), batch["labels"].tolist())]
+    assert texts == {"near": [("b", 1), ("c", 0), ("c", -1)], "far": [("d", 0), ("d", -1), ("d", -1)]}
+    assert data.describe(config)["heldout_examples"] == len(heldout.rows) == 3
+    unnamed = data.HeldoutData(settings(train, heldout_paths=(str(near),)), BINARY, vocab_size=256)
+    assert unnamed.parts == {"": unnamed}
+    gone = settings(train, heldout_paths=(str(near), f"{tmp_path}/gone.tsv"), heldout_names=("near", "far"))
+    with pytest.raises(
+        ValueError, match=r"^data\.heldout_paths: there is no file or folder '.*gone\.tsv'; corr"
+    ) as e:
+        data.HeldoutData(gone, BINARY, vocab_size=256)
+    assert "\n" not in str(e.value)
 
 
 def test_description_is_of_the_contents(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, evaluation, models
+from sympow_jax import config, evaluation, models, training
 from sympow_jax.commands import evaluate as eval_program
 from sympow_jax.commands import launch
 from sympow_jax.training import workdir
@@ -130,6 +130,82 @@ def test_two_runs_in_one_table(runs, tmp_path, capsys):
     assert both["classes"] == both["more"] == read(runs / "classes")["runs"][0]["metrics"]
     printed = capsys.readouterr().out
     assert all(name in printed for name in ("classes", "more", "accuracy", "matthews", "f1"))
+
+
+CLASSES = ("entailment", "neutral", "contradiction")
+
+
+@pytest.fixture(scope="module")
+def mnli(tmp_path_factory) -> pathlib.Path:
+    """Makes files of MNLI, a run `whole` of `configs/glue.py` on them, and its like `halves`, which is resumed."""
+    folder = tmp_path_factory.mktemp("mnli")
+    labels = {"train": [0, 1, 2] * 8, "matched": [0, 0, 0, 0, 1, 1, 2], "mismatched": [0, 1, 2, 2, 2]}
+    for name, numbers in labels.items():
+        lines = [f"{name} {i}\tis {i % 4}\t{CLASSES[label]}" for i, label in enumerate(numbers)]
+        (folder / f"{name}.tsv").write_text("\n".join(["sentence1\tsentence2\tgold_label", *lines]) + "\n")
+    settings = {f"model.{name}": value for name, value in MODEL.items()}
+    settings |= {"model.vocab_size": 256, "data.tokenizer": "byte", "evaluation.every": 2}
+    settings |= {"data.context_length": 32, "data.batch_tokens": 256, "data.paths": f"{folder}/train.tsv"}
+    settings |= {"data.heldout_paths": f"{folder}/matched.tsv,{folder}/mismatched.tsv"}
+    # A schedule that falls would depend on the number of steps.
+    settings |= {
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "optimizer.learning_rate": 0.01,
+    }
+    arguments = ["--config=configs/glue.py:mnli,softmax", *(f"--config.{k}={v}" for k, v in settings.items())]
+    for name, steps in (("whole", 4), ("halves", 2), ("halves", 4)):
+        run = [f"--config.training.steps={steps}", f"--workdir={folder / name}"]
+        assert launch.main([*arguments, *run]) == 0
+    return folder
+
+
+def lines_of(folder: pathlib.Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_mnli_is_measured_on_both_files(mnli, tmp_path, capsys):
+    _, model, _ = training.restore_model(mnli / "whole")
+    expected = {}
+    for name in ("matched", "mismatched"):
+        examples = [line.split("\t") for line in (mnli / f"{name}.tsv").read_text().splitlines()[1:]]
+        right = [
+            CLASSES[int(model.classify(jnp.asarray([[*f"{one}\0{two}".encode()]]))[0].argmax())] == label
+            for one, two, label in examples
+        ]
+        expected[name] = (np.mean(right), len(right))
+    assert expected["matched"][0] != expected["mismatched"][0]
+    (run,) = read(mnli / "whole")["runs"]
+    for name, (accuracy, count) in expected.items():
+        assert run["metrics"][f"{name}_accuracy"] == accuracy
+        assert run["metrics"][f"{name}_count"] == count
+    names = ("loss", "accuracy", "matthews", "count")
+    assert list(run["metrics"]) == [f"{part}_{name}" for part in expected for name in names]
+    assert eval_program.main([f"--workdir={mnli}/whole,{mnli}/halves", f"--out={tmp_path}"]) == 0
+    printed = capsys.readouterr().out
+    for name, (accuracy, _) in expected.items():
+        assert f" {name} accuracy " in printed
+        assert f" {accuracy:.4f} " in printed
+    assert [found["metrics"] for found in read(tmp_path)["runs"]] == [run["metrics"]] * 2
+
+
+def test_mnli_is_measured_on_both_files_during_training(mnli):
+    lines = lines_of(mnli / "whole")
+    assert [line["step"] for line in lines if "heldout_matched_accuracy" in line] == [2, 4]
+    # A batch of 8 rows has all lines of a file.
+    (run,) = read(mnli / "whole")["runs"]
+    for name in ("matched", "mismatched"):
+        assert lines[-1][f"heldout_{name}_accuracy"] == pytest.approx(run["metrics"][f"{name}_accuracy"])
+        assert lines[-1][f"heldout_{name}_loss"] == pytest.approx(run["metrics"][f"{name}_loss"], rel=1e-5)
+    exact = (
+        "loss",
+        "accuracy",
+        *(f"heldout_{part}_{name}" for part in ("matched", "mismatched") for name in ("loss", "accuracy")),
+    )
+    resumed = lines_of(mnli / "halves")
+    assert [[line.get(name) for name in exact] for line in resumed] == [
+        [line.get(name) for name in exact] for line in lines
+    ]
 
 
 def test_nothing_held_out_is_an_error(runs, tmp_path):

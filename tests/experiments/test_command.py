@@ -65,8 +65,8 @@ def test_a_stopped_experiment_goes_on_and_other_data_are_noticed(corpus, tmp_pat
     assert context_scaling.main(arguments("whole")) == 0
     report = metrics.Reporter.report
 
-    def interrupt(self, step, values):
-        report(self, step, values)
+    def interrupt(self, step, values, held_out):
+        report(self, step, values, held_out)
         if step == 1 and self._tokens_per_step == 32:  # in the second of two runs
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -11,10 +11,11 @@ from sympow_jax import config, models
 TIME = 12
 
 
-def small(method="type2", task="classification", **changes):
+def small(method="type2", task="classification", dual_encoder=False, **changes):
     settings = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "dtype": "float32", **changes}
     model = config.ModelConfig(attention=config.lrpe_method(method, causal=False), **settings)
-    task_config = config.TaskConfig(name=task, classes=5 if task == "classification" else None)
+    classes = 5 if task == "classification" else None
+    task_config = config.TaskConfig(name=task, classes=classes, dual_encoder=dual_encoder)
     result = models.make(model, task_config, rngs=nnx.Rngs(0))
     for block in result.blocks:  # so that attention matters at this size
         for name in ("query", "key", "value", "out"):
@@ -76,6 +77,69 @@ def test_the_head_reads_the_mean_of_tokens():
         np.asarray(x[...], np.float64) for x in (model.head.linear.kernel, model.head.linear.bias)
     )
     np.testing.assert_allclose(actual, means @ kernel + bias, rtol=1e-5)
+
+
+def pair_head_reference(head, one, two):
+    """Computes the head's outputs in float64, from the hidden states [T, M] of two texts alone."""
+    z1, z2 = (
+        np.asarray(hidden, np.float64).mean(0) if len(hidden) else np.zeros(16) for hidden in (one, two)
+    )
+    x = np.concatenate([z1, z2, z1 * z2, z1 - z2])
+    layers = [
+        (np.asarray(y.kernel[...], np.float64), np.asarray(y.bias[...], np.float64))
+        for y in (head.first, head.second, head.linear)
+    ]
+    for kernel, bias in layers[:-1]:
+        x = np.maximum(x @ kernel + bias, 0)
+    kernel, bias = layers[-1]
+    return x @ kernel + bias
+
+
+@pytest.mark.parametrize(
+    ("method", "norm"),
+    [
+        ("type2", "batch"),
+        ("softmax", "layer"),
+        *(
+            pytest.param(m, "layer", marks=pytest.mark.slow)
+            for m in ("base", "rope", "spe", "permuteformer", "type1")
+        ),
+    ],
+)
+def test_two_texts_of_a_row_are_encoded_as_if_alone(method, norm):
+    model = small(method, norm=norm, dual_encoder=True)
+    for layer in (model.head.first, model.head.second, model.head.linear):
+        layer.kernel[...] *= 10
+        layer.bias[...] = jnp.linspace(-1, 1, layer.bias.size)
+    assert model.head.first.kernel.shape == (64, 64)
+    assert model.head.second.kernel.shape == (64, 32)
+    lengths = [(7, 5), (3, 4), (0, 6)]
+    ids = [[0] * n + [1] * m + [-1] * (TIME - n - m) for n, m in lengths]
+    rows = tokens(3)
+    _, found = run(model, rows, jnp.asarray(ids))
+    for row, (n, m), logits in zip(rows, lengths, found, strict=True):
+        alone = [
+            model.hidden(text[None])[0] if len(text) else np.zeros((0, 16))
+            for text in (row[:n], row[n : n + m])
+        ]
+        np.testing.assert_allclose(logits, pair_head_reference(model.head, *alone), rtol=1e-4, atol=1e-5)
+
+
+def test_a_dual_encoder_has_the_parameters_of_an_encoder_but_for_its_head():
+    def names(**changes):
+        shapes = nnx.to_pure_dict(nnx.state(small(**changes), nnx.Param))
+        leaves = jax.tree_util.tree_leaves_with_path(shapes)
+        return {models.parameter_name(path): leaf.shape for path, leaf in leaves}
+
+    both = names(dual_encoder=True), names()
+    layers = {f"head.{layer}.{array}" for layer in ("first", "second") for array in ("kernel", "bias")}
+    assert set(both[0]) - set(both[1]) == layers
+    assert {name for name, size in both[1].items() if both[0][name] != size} == {"head.linear.kernel"}
+
+
+def test_a_dual_encoder_needs_segment_ids():
+    with pytest.raises(ValueError, match=r"segment_ids is None; it must tell two texts apart: pass 0 for"):
+        small(dual_encoder=True).classify(tokens())
 
 
 def test_a_row_depends_on_its_batch_only_in_training():

@@ -103,7 +103,7 @@ def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list
         # Copied: the state is donated to the next update.
         by_layer = program.by_layer(state).opt_state
         gradients = gradients or [np.array(x) for x in jax.tree.leaves(by_layer) if x.ndim]
-    losses.append(float(program.heldout_loss(state.params, state.statistics, placed)))
+    losses.append(float(program.heldout_means(state.params, state.statistics, placed)["loss"]))
     return losses, gradients
 
 

@@ -22,6 +22,9 @@ from tests.training import test_tasks
 def settings(task: str, arrangement: dict) -> config.Config:
     """Returns the config of `test_tasks`, with divisible head, vocabulary and width."""
     of = test_tasks.make("classification", norm="batch")
+    if task == "dual_encoder":
+        data = dataclasses.replace(of.data, text_columns=("one", "two"))
+        of = dataclasses.replace(of, task=dataclasses.replace(of.task, dual_encoder=True), data=data)
     if task == "masked_token":
         of = dataclasses.replace(
             of,
@@ -34,8 +37,11 @@ def settings(task: str, arrangement: dict) -> config.Config:
 
 
 def batch(task: str) -> dict[str, np.ndarray]:
-    """Returns the batch of `test_tasks`, or one with every third token to be predicted."""
+    """Returns the batch of `test_tasks`, as pairs of texts, or with every third token to be predicted."""
     rows = test_tasks.batch()
+    if task == "dual_encoder":
+        second = (np.arange(8) > np.arange(4)[:, None]) & (rows["segment_ids"] >= 0)
+        return {**rows, "segment_ids": rows["segment_ids"] + second}
     if task == "masked_token":
         targets = np.where((np.arange(8) % 3 == 0) & (rows["segment_ids"] >= 0), rows["inputs"], -1)
         return {"inputs": rows["inputs"], "segment_ids": rows["segment_ids"], "targets": targets}
@@ -57,11 +63,11 @@ def first_state(program: training.Program) -> training.TrainState:
     return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(shifted, state.params))
 
 
-def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
-    """Returns the losses of two updates, and parameters and running means after them."""
+def train(task: str, of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
+    """Returns the losses of two updates on `batch(task)`, and parameters and running means after them."""
     program = training.Program(of, mesh)
     state = first_state(program)
-    rows, losses = sharding.place_batch(batch(of.task.name), mesh), []
+    rows, losses = sharding.place_batch(batch(task), mesh), []
     for _ in range(2):
         state, metrics = program.update(state, rows)
         losses.append(float(metrics["loss"]))
@@ -71,10 +77,10 @@ def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 4)
     task, *arrangements = sys.argv[1:]
-    wanted, expected = train(settings(task, {}), sharding.whole_mesh(jax.devices()[:1]))
+    wanted, expected = train(task, settings(task, {}), sharding.whole_mesh(jax.devices()[:1]))
     for text in arrangements:
         of = settings(task, json.loads(text))
-        losses, found = train(of, sharding.make_mesh(of))
+        losses, found = train(task, of, sharding.make_mesh(of))
         print(
             json.dumps(
                 {

@@ -152,6 +152,24 @@ def test_steps_after_the_restored_one_are_cut(tmp_path, report):
     ]
 
 
+def test_held_out_metrics_are_written_and_printed_at_their_step(tmp_path, with_training, capsys):
+    settings = with_training(steps=3, log_every=3)
+    means = {"near_accuracy": 0.25, "near_loss": 1.5, "far_accuracy": 0.75, "far_loss": 0.5}
+    with metrics.Reporter(tmp_path, settings, start=0, devices=CPU) as reporter:
+        for number, held_out in enumerate([means, {}, {}], 1):
+            with reporter.reading(number):
+                pass
+            reporter.report(number, _scalars(), held_out)
+    written = [{k: v for k, v in line.items() if k.startswith("heldout_")} for line in _lines(tmp_path)]
+    assert written == [{f"heldout_{name}": value for name, value in means.items()}, {}, {}]
+    shown, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
+    assert (
+        "  held-out near accuracy 0.2500, near loss 1.5000, far accuracy 0.7500, far loss 0.5000  " in shown
+    )
+    assert last.startswith("step 3/3")
+    assert "held-out" not in last
+
+
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "parameter_norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_an_error(tmp_path, settings, name, value):

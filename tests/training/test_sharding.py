@@ -256,6 +256,7 @@ def check_context(found, preset):
     [
         ("classification", [{"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}, {"fsdp": 4}]),
         ("masked_token", [{"fsdp": 2, "tensor": 2}, {"data": 4}]),
+        ("dual_encoder", [{"data": 2, "tensor": 2}, {"fsdp": 4}]),
     ],
 )
 def test_encoders_over_devices_are_those_of_one(task, arrangements, compilation_cache):

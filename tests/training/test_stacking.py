@@ -45,7 +45,11 @@ def _two_updates(settings: config.Config, rows) -> tuple[training.TrainState, di
     state = program.init_state()
     for _ in range(2):
         state, metrics = program.update(state, rows)
-    return program.by_layer(state), metrics, program.heldout_loss(state.params, state.statistics, rows)
+    return (
+        program.by_layer(state),
+        metrics,
+        program.heldout_means(state.params, state.statistics, rows)["loss"],
+    )
 
 
 def _assert_close(found, expected) -> None:

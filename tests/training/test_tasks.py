@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax import config, layers, training
+from sympow_jax import config, layers, models, training
 from sympow_jax.commands import train
 from sympow_jax.training import sharding
 
@@ -117,19 +117,21 @@ def test_only_batch_normalization_has_running_means():
 def texts(tmp_path: pathlib.Path):
     """Makes runs of a few steps on lines whose label is their first word."""
     words = ("red", "green", "blue")
-    lines = [f"{words[i % 3]} {'thing ' * (i % 4)}\t{i % 3}" for i in range(60)]
-    (tmp_path / "lines.tsv").write_text("\n".join(["text\tlabel", *lines]) + "\n")
+    lines = [f"{words[i % 3]} {'thing ' * (i % 4)}\t{i % 3}\t{words[i // 3 % 3]}" for i in range(60)]
+    (tmp_path / "lines.tsv").write_text("\n".join(["text\tlabel\tother", *lines]) + "\n")
     (tmp_path / "plain.txt").write_text(" ".join(words) * 40)
 
-    def of(task="classification", steps=2, initial_run=None, **model) -> config.Config:
+    def of(task="classification", steps=2, initial_run=None, dual_encoder=False, **model) -> config.Config:
         base = make(task, vocab_size=256, **model)
         data = dataclasses.replace(base.data, paths=(str(tmp_path / "lines.tsv"),), heldout_fraction=0.0)
+        if dual_encoder:
+            data = dataclasses.replace(data, text_columns=("text", "other"))
         if task == "masked_token":
             data = dataclasses.replace(data, source="text", paths=(str(tmp_path / "plain.txt"),))
         return dataclasses.replace(
             base,
             data=data,
-            task=dataclasses.replace(base.task, initial_run=initial_run),
+            task=dataclasses.replace(base.task, initial_run=initial_run, dual_encoder=dual_encoder),
             optimizer=config.OptimizerConfig(learning_rate=1e-2),
             training=config.TrainingConfig(steps=steps, checkpoint_every=2),
         )
@@ -167,6 +169,30 @@ def test_a_run_starts_from_the_encoder_of_another(texts, tmp_path):
         expected = new.params["head"] if name == "head" else arrays["params"][name]
         jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert int(state.step) == 0
+
+
+def test_a_dual_encoder_starts_from_an_encoder_and_is_resumed(texts, tmp_path):
+    first, runs = tmp_path / "first", (tmp_path / "whole", tmp_path / "halves")
+    assert train.train(texts("masked_token", norm="batch"), first) == 0
+
+    def pairs(steps):
+        return texts(steps=steps, initial_run=str(first), dual_encoder=True, norm="batch")
+
+    begun, (arrays, _) = (
+        program(pairs(2)).begin(),
+        program(texts("masked_token", norm="batch")).restore_arrays(first),
+    )
+    params = {name: found for name, found in begun.params.items() if name != "head"}
+    jax.tree.map(np.testing.assert_array_equal, params, dict(arrays["params"]))
+    assert set(begun.params["head"]) == {"first", "second", "linear"}
+    for steps, folder in ((4, runs[0]), (2, runs[1]), (4, runs[1])):
+        assert train.train(pairs(steps), folder) == 0
+    found, expected = (program(pairs(4)).restore_arrays(folder)[0] for folder in runs)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert (
+        np.abs(found["params"]["head"]["first"]["kernel"] - begun.params["head"]["first"]["kernel"]).max() > 0
+    )
+    assert isinstance(training.restore_model(runs[0])[1], models.DualEncoder)
 
 
 @pytest.mark.slow

@@ -273,8 +273,8 @@ def interruptible():
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, capsys, number):
     report = metrics.Reporter.report
 
-    def report_and_signal(reporter, step, scalars):
-        report(reporter, step, scalars)
+    def report_and_signal(reporter, step, scalars, held_out):
+        report(reporter, step, scalars, held_out)
         if step == 2:
             os.kill(os.getpid(), number)
 
@@ -443,7 +443,7 @@ def test_an_error_of_the_held_out_loss_comes_before_the_first_update(tmp_path, s
     def fail(*_):
         raise ValueError("out of memory")
 
-    monkeypatch.setattr(training.Program, "heldout_loss", jax.jit(fail))
+    monkeypatch.setattr(training.Program, "heldout_means", jax.jit(fail))
     with pytest.raises(ValueError, match="out of memory"):
         train.train(settings, tmp_path)
     assert not (tmp_path / "metrics.jsonl").read_text()
