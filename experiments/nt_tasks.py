@@ -128,8 +128,7 @@ FIGURES: dict[str, list[Setting]] = {
     "figure4": [Setting(base=2, delay=5, context=16, epochs=10_000)],
     "figure5": [Setting(delay=5, context=128, epochs=2_000)],
     "figure6": [Setting(task="NT+NT-S", epochs=3_000, drop_after=2_500)],
-    "figure7": [Setting(task="NT-R", context=64, epochs=2_000)],
-    "figure7_128": [Setting(task="NT-R", context=128, epochs=2_000)],
+    "figure7": [Setting(task="NT-R", context=context, epochs=2_000) for context in (64, 128)],
     "robustness": [
         dataclasses.replace(setting, epochs=300)
         for setting in (
@@ -154,7 +153,7 @@ _PAPER = {
     ("figure6", "N16T2 of N16T2 + N16T2-S, 32"): "softmax near 0.34, expressive leaves it",
     ("figure6", "N16T2-S of N16T2 + N16T2-S, 32"): "both above 0.99",
     ("figure7", "N16T2-R, 64"): "0.988; softmax near 0.36",
-    ("figure7_128", "N16T2-R, 128"): "0.999; softmax near 0.72",
+    ("figure7", "N16T2-R, 128"): "0.999; softmax near 0.72",
 }
 
 
@@ -476,7 +475,7 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         if figure == "robustness":
             robust.append([setting, *itertools.chain(*(cells(by[name], long=False) for name in MODELS[:2]))])
             continue
-        name = setting if setting.startswith(f"{task},") else f"{task} of {setting}"
+        name = _name(setting, task)
         first = by["expressive"]
         both = itertools.chain(*(cells(by[name], long=True) for name in MODELS[:2]))
         about = [name, str(first["runs"]), f"{first['epoch']:,}"]
@@ -506,28 +505,32 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     return found
 
 
+def _name(setting: str, task: str) -> str:
+    """Returns the name of a task of a setting, whose label has all of its tasks."""
+    return setting if setting.startswith(f"{task},") else f"{task} of {setting}"
+
+
 def _accuracy(row: Mapping[str, Any], name: str) -> _shared.Mean:
     error = row[f"{name}_error"]
     return _shared.Mean(row[name], np.nan if error is None else error)
 
 
 def _draw_curves(path, rows):
-    """Draws the learning curves of each setting: the mean over runs, and a band of two standard errors around it."""
+    """Draws the learning curves of each task: the mean over runs, and a band of two standard errors around it."""
     lines: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
     for row in rows:
-        second = not row["setting"].startswith((f"{row['task']},", f"{row['task']} +"))
-        name = f"{row['attention']}, second task" if second else row["attention"]
-        lines.setdefault((row["figure"], row["setting"]), {}).setdefault(name, []).append(row)
+        panel = row["figure"], _name(row["setting"], row["task"])
+        lines.setdefault(panel, {}).setdefault(row["attention"], []).append(row)
     panels = []
-    for (figure, setting), found in lines.items():
-        panel = {}
-        for name, points in found.items():
+    for (figure, name), by in lines.items():
+        curves = {}
+        for attention, points in by.items():
             epoch, mean, error = (
                 np.array([x[k] for x in points]) for k in ("epoch", "greedy", "greedy_error")
             )
-            panel[name] = epoch, mean, np.maximum(mean - 2 * error, 0), np.minimum(mean + 2 * error, 1)
-        title = f"Figure {figure.removeprefix('figure')}: {setting}"
-        panels.append(_shared.Panel(lines=panel, x_label="epochs", y_label="greedy accuracy", title=title))
+            curves[attention] = epoch, mean, np.maximum(mean - 2 * error, 0), np.minimum(mean + 2 * error, 1)
+        title = f"Figure {figure.removeprefix('figure')}: {name}"
+        panels.append(_shared.Panel(lines=curves, x_label="epochs", y_label="greedy accuracy", title=title))
     _shared.draw_lines(
         path,
         panels,

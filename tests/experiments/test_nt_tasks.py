@@ -183,8 +183,7 @@ def test_figures_are_the_papers():
         "figure4": ["N2T5, 16"],
         "figure5": ["N16T5, 128"],
         "figure6": ["N16T2 + N16T2-S, 32"],
-        "figure7": ["N16T2-R, 64"],
-        "figure7_128": ["N16T2-R, 128"],
+        "figure7": ["N16T2-R, 64", "N16T2-R, 128"],
     }
     assert len(set(robustness)) == len(robustness) == 9
     assert len(nt_tasks.PLANS["toy"].seeds) == len(nt_tasks.PLANS["paper"].seeds) == 16
