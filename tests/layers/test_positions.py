@@ -21,6 +21,15 @@ VARIANTS = {
     "orthogonal, rotated normalizer": ("linear_lrpe", {"lrpe": Lrpe(rates="b"), "normalizer": "rotated"}),
     "unitary": ("linear_lrpe", {"lrpe": Lrpe(core="unitary", basis="householder", learned_rates=True)}),
     "permutation": ("linear_lrpe", {"lrpe": Lrpe(core="permutation", basis="odd_even")}),
+    "permuteformer": (
+        "linear",
+        {
+            "decay": "permuteformer",
+            "position": "lrpe",
+            "lrpe": Lrpe(core="permutation", permutation_per_head=True),
+            "normalizer": "rotated",
+        },
+    ),
     "mixed, fourier": ("linear_lrpe", {"lrpe": Lrpe(core="mixed", basis="fourier", rates="c")}),
     "of symmetric features": ("linear_lrpe", {"feature_map": "symmetric"}),
     "of relu": ("linear", {"position": "none", "feature_map": "relu"}),
@@ -41,7 +50,7 @@ VARIANTS = {
 OFTEN = {
     "orthogonal",
     "unitary",
-    "permutation",
+    "permuteformer",
     "of powers",
     "of softmax",
     "expressive",
