@@ -24,8 +24,8 @@ class PowerAttention(layer.Attention):
         head_dim: size of a head. If None, `width // num_heads`.
         power: degree of the weights, positive and even. The recurrent state has binomial(head_dim + power - 1, power)
             x head_dim elements per key/value head.
-        decay: "none"; per head "alibi" or "permuteformer", fixed, "constant", trained, or "learned", sigmoid(W x); or per
-            value channel "channel_fixed", "channel_constant" or "channel_learned".
+        decay: "none"; per head "alibi" or "permuteformer", fixed, "constant", trained, or "learned", sigmoid(W x); or
+            per value channel "channel_fixed", "channel_constant" or "channel_learned".
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
         implementation: implementation of the op. If None, the op chooses.
