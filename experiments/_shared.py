@@ -24,12 +24,13 @@ import jax
 import matplotlib.axes
 import numpy as np
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from sympow_jax import atomic, config, models, training
 from sympow_jax.commands import command_line
 from sympow_jax.commands import train as train_lib
 from sympow_jax.config import serialize
+from sympow_jax.data import masking
 from sympow_jax.evaluation import figures, report, workdirs
 from sympow_jax.training import cli, machine, sharding, workdir
 
@@ -50,6 +51,7 @@ __all__ = [
     "draw_values",
     "evaluation",
     "final_loss",
+    "heldout_curve",
     "loss_table",
     "mean",
     "mean_curves",
@@ -384,6 +386,13 @@ def curve(folder: pathlib.Path) -> list[tuple[int, float]]:
     return [(int(part[-1]) + 1, float(losses[part].mean())) for part in parts]
 
 
+def heldout_curve(folder: pathlib.Path) -> list[tuple[int, float]]:
+    """Returns the held-out losses during training: updates, and the loss of a batch that is always the same."""
+    with (folder / "metrics.jsonl").open() as file:
+        found = [json.loads(line) for line in file]
+    return [(values["step"], values["heldout_loss"]) for values in found if "heldout_loss" in values]
+
+
 def mean_curves(folders: Folders) -> list[dict[str, Any]]:
     """Returns rows of the training curves: the mean loss over seeds and its error, by variant, context and step."""
     rows = [
@@ -437,13 +446,11 @@ def parameters(shape: config.ModelConfig) -> int:
 
 
 def update(wanted: config.Config) -> Callable[[], None]:
-    """Returns a function that makes one update of a model on random tokens."""
+    """Returns a function that makes one update of a decoder or an encoder of masked tokens on random tokens."""
     mesh = sharding.make_mesh(wanted)
     program = training.Program(wanted, mesh)
     state = program.init_state()
-    shape = wanted.data.batch_size, wanted.data.context_length + 1
-    tokens = np.random.default_rng(0).integers(wanted.model.vocab_size, size=shape, dtype=np.int32)
-    batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+    batch = sharding.place_batch(_random_batch(wanted), mesh)
 
     def call() -> None:
         nonlocal state
@@ -451,6 +458,22 @@ def update(wanted: config.Config) -> Callable[[], None]:
         jax.block_until_ready(metrics)
 
     return call
+
+
+def _random_batch(wanted: config.Config) -> dict[str, Int32[np.ndarray, "B T"]]:
+    """Returns inputs and targets of random tokens."""
+    rng, vocab_size = np.random.default_rng(0), wanted.model.vocab_size
+    shape = wanted.data.batch_size, wanted.data.context_length + 1
+    tokens = rng.integers(vocab_size, size=shape, dtype=np.int32)
+    if wanted.task.name == "next_token":
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+    mask_token = vocab_size - 1 if wanted.task.mask_token is None else wanted.task.mask_token
+    fraction = wanted.task.mask_fraction
+    masked = [
+        masking.mask(row, rng, fraction=fraction, mask_token=mask_token, vocab_size=vocab_size)
+        for row in tokens[:, 1:]
+    ]
+    return {name: np.stack(part) for name, part in zip(("inputs", "targets"), zip(*masked))}
 
 
 def alternate(calls: Mapping[str, Callable[[], None]], *, rounds: int) -> dict[str, list[float]]:

@@ -1,15 +1,17 @@
-"""Position encodings of linear attention: perplexity, training curves and speed.
+"""Position encodings of linear attention: perplexity, validation curves and speed.
 
 "Linearized Relative Positional Encoding" (Qin et al. 2023): Table 2 and Figure 2 (an autoregressive language model with
-each encoding), Table 5 (three cores by three matrices P) and Table 6 (training speed). The feature map is elu + 1.
-Queries and keys are encoded after it, and only in the numerator: the normalizer uses the features before they are
-encoded, which keeps it positive. (SPE is applied before the feature map, and sinusoidal positions are added to the
-embedding.) Rates of the unitary and the orthogonal core are learned; Householder vectors and permutations are not
-(appendix D.1 there). Speeds are those of whole updates of this causal model, measured in turns; the paper's model is
-bidirectional.
+each encoding), Table 5 (three cores by three matrices P) and Table 6 (training speed of the bidirectional model).
+Queries and keys are encoded after the feature map, which is elu + 1, or relu for cosFormer. (SPE is applied before it,
+and sinusoidal positions are added to the embedding.) Rates of the unitary and the orthogonal core are learned;
+Householder vectors and permutations are not (appendix D.1 there). The configs of the methods
+(`sympow_jax.config.lrpe_method`) say which features the denominator has; `rope unrotated`, `type1 rotated` and `type2
+rotated` have the other ones. All cells of Table 5 have the unrotated ones. With the same seed all variants see the same
+data in the same order, so differences from `base` are taken seed by seed.
 
-The paper's scale is configs/wikitext103.py; --data and --heldout are its `.bin` files. Tables 1, 3 and 4 are runs of
-configs/glue.py, configs/deit_small.py and configs/lra.py on your own files; see README.md.
+The paper's scale is configs/wikitext103.py, and configs/roberta_wikibook.py for speeds; --data and --heldout are the
+former's `.bin` files. Tables 1, 3 and 4 are runs of configs/glue.py, configs/deit_small.py and configs/lra.py on your
+own files; see README.md.
 """
 
 import dataclasses
@@ -22,47 +24,47 @@ from experiments import _shared
 from sympow_jax import config
 
 PLANS = {
-    "toy": _shared.Plan(seeds=(0,), steps=300, contexts=(512,), lengths=(512,), documents=200),
+    "toy": _shared.Plan(seeds=(0, 1, 2), steps=160, contexts=(512,), lengths=(512,), documents=200),
     "paper": _shared.Plan(seeds=(0,), steps=50_000, contexts=(512,), lengths=(512,), documents=1000),
-    "tiny": _shared.Plan(seeds=(0,), steps=2, contexts=(16,), lengths=(16,), documents=2),
+    "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16,), documents=2),
 }
-_TABLE = ("base", "rope", "spe", "permuteformer", "type1", "type2", "type3")
+_BASE = "base"
+_TABLE = (_BASE, "rope", "spe", "permuteformer", "cosformer", "type1", "type2", "type3")
 _CORES = ("unitary", "orthogonal", "permutation")
 _BASES = ("householder", "identity", "odd_even")
+# Variants with the other denominator, and their methods.
+_OTHER = {"rope unrotated": "rope", "type1 rotated": "type1", "type2 rotated": "type2"}
 _PAPER = "wikitext103:base"
 _ROUNDS = {"toy": 9, "paper": 20, "tiny": 2}
 
 
 def _cell(core: str, basis: str) -> str:
-    """Returns the variant's name for a cell of Table 5; four cells are also methods of Table 2."""
-    names = {
-        ("unitary", "householder"): "type1",
-        ("orthogonal", "householder"): "type2",
-        ("permutation", "householder"): "type3",
-        ("permutation", "identity"): "permuteformer",
-    }
-    return names.get((core, basis), f"{core} {basis}")
+    """Returns the variant's name for a cell of Table 5; three cells are also methods of Table 2."""
+    names = {"unitary": "type1", "orthogonal": "type2", "permutation": "type3"}
+    return names[core] if basis == "householder" else f"{core} {basis}"
 
 
 def attentions() -> dict[str, config.AttentionConfig]:
-    """Returns linear attention with each method of Table 2 and with the other cores and matrices of Table 5."""
+    """Returns each method of Table 2, three with the other denominator, and the other cells of Table 5."""
     found = {name: config.lrpe_method(name) for name in _TABLE}
+    for other, name in _OTHER.items():
+        found[other] = dataclasses.replace(found[name], normalizer=other.split()[1])
     for core, basis in itertools.product(_CORES, _BASES):
         lrpe = config.LrpeConfig(core=core, basis=basis, learned_rates=core != "permutation")
-        found.setdefault(_cell(core, basis), dataclasses.replace(found["rope"], lrpe=lrpe))
+        found.setdefault(_cell(core, basis), dataclasses.replace(found["type2"], lrpe=lrpe))
     return found
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run("lrpe", __doc__, arguments, _experiment, plans=PLANS, variants=tuple(attentions()))
+    return _shared.run(
+        "lrpe", __doc__, arguments, _experiment, plans=PLANS, variants=tuple(attentions()), base=_BASE
+    )
 
 
 def _experiment(options: _shared.Options) -> None:
-    folders = _shared.train(
-        options, attentions(), lambda name: f"linear {name}", evaluated=True, paper=_PAPER
-    )
-    rows = []
+    folders = _shared.train(options, attentions(), lambda name: f"lrpe {name}", evaluated=True, paper=_PAPER)
+    rows: list[dict[str, Any]] = []
     for (variant, context, seed), folder in folders.items():
         (bucket,) = _shared.evaluation(folder)
         about = {"variant": variant, "seed": seed, "context": context}
@@ -72,74 +74,110 @@ def _experiment(options: _shared.Options) -> None:
             | {name: bucket[name] for name in ("loss", "standard_error", "perplexity", "tokens", "documents")}
         )
     perplexities = _shared.means(rows, ("variant",), "perplexity")
-    speeds = _speeds(options)
-    path = _shared.write(options, rows, folders.values(), relative_speed=speeds)
-    (context,), (first, *more) = options.plan.contexts, options.plan.seeds
+    path = _shared.write(options, rows, folders.values(), relative_speed=_speeds(options))
+    (context,) = options.plan.contexts
+    seeds = len(options.plan.seeds)
+    over = f"mean of {seeds} seeds and its standard error" if seeds > 1 else "one seed"
     _shared.draw_values(
         path,
         [(name, *perplexities[name,].band) for name in options.variants],
         title="Held-out perplexity of linear attention by position encoding",
-        subtitle=f"context {context:,}, {options.plan.steps:,} updates, "
-        + (f"mean of {1 + len(more)} seeds and its standard error" if more else "one seed"),
+        subtitle=f"context {context:,}, {options.plan.steps:,} updates, {over}",
         x_label="perplexity",
     )
-    curves = {
-        name: list(zip(*_late(_shared.curve(folders[name, context, first]))))
-        for name in options.variants
-        if name in _TABLE
-    }
     _shared.draw_lines(
         path.with_stem(f"{path.stem}_curves"),
-        [_shared.Panel(lines=curves, x_label="updates", y_label="training loss (nats per token)")],
-        title="Training loss of linear attention by position encoding",
-        subtitle="each point the mean of the updates since the one before, without the first eighth; first seed",
+        [_panel(folders)],
+        title="Held-out loss of linear attention by position encoding, during training",
+        subtitle=f"always the same rows; {over}",
     )
     _shared.print_tables(path, tables)
 
 
+def _panel(folders: _shared.Folders) -> _shared.Panel:
+    """Returns the held-out loss of the methods against updates."""
+    rows: list[dict[str, Any]] = [
+        {"variant": variant, "step": step, "loss": loss}
+        for (variant, _, _), folder in folders.items()
+        if variant in _TABLE
+        for step, loss in _late(_shared.heldout_curve(folder))
+    ]
+    found = _shared.means(rows, ("variant", "step"), "loss")
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    lines = {
+        name: _shared.bands(steps, [found[name, step] for step in steps])
+        for name in dict.fromkeys(row["variant"] for row in rows)
+    }
+    return _shared.Panel(lines=lines, x_label="updates", y_label="held-out loss (nats per token)")
+
+
 def _late(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    # The high losses of the first updates would compress everything else.
-    return curve[len(curve) // 8 :]
+    # The high losses of the first fifth would compress everything else.
+    return curve[len(curve) // 5 :]
 
 
 def _speeds(options: _shared.Options) -> dict[str, float]:
-    """Measures updates per second relative to the baseline, as in the paper's Table 6; empty without `base`."""
+    """Measures updates per second of the bidirectional model relative to the baseline's (Table 6)."""
     names = [name for name in _TABLE if name in options.variants]
-    if "base" not in names:
-        return {}
-    (context,) = options.plan.contexts
-    calls = {
-        name: _shared.update(
-            _shared.settings(options, attentions()[name], context=context, seed=0, paper=_PAPER)
-        )
-        for name in names
-    }
+    calls = {name: _shared.update(encoder_settings(options, name)) for name in names}
     times = _shared.alternate(calls, rounds=_ROUNDS[options.scale])
-    return {name: 1 / _shared.relative(times[name], times["base"])[1] for name in names}
+    return {name: 1 / _shared.relative(times[name], times[_BASE])[1] for name in names}
+
+
+def encoder_settings(options: _shared.Options, method: str) -> config.Config:
+    """Returns the config of an encoder of masked tokens with a method of Table 6.
+
+    The toy scale has the encoder of configs/roberta_wikibook.py in the shape of the experiment's decoders.
+    """
+    found = config.load(f"roberta_wikibook:{method}")
+    if options.scale == "paper":
+        return found
+    (context,) = options.plan.contexts
+    decoder = _shared.settings(options, config.lrpe_method(method), context=context, seed=0)
+    return dataclasses.replace(
+        decoder,
+        model=dataclasses.replace(decoder.model, attention=found.model.attention),
+        task=dataclasses.replace(found.task, mask_token=None),
+    )
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
-    found = {
-        name: str(mean)
-        for (name,), mean in _shared.means(content["rows"], ("variant",), "perplexity").items()
-    }
-    speeds = content["relative_speed"]
+    rows, speeds = content["rows"], content["relative_speed"]
+    perplexities = {name: mean for (name,), mean in _shared.means(rows, ("variant",), "perplexity").items()}
+    cells = {name: str(mean) for name, mean in perplexities.items()}
+    order = sorted((name for name in _TABLE if name in cells), key=lambda name: perplexities[name].value)
     return [
         _shared.Table(
-            title="Held-out perplexity (Table 2) and relative speed of training (Table 6)",
+            title="Held-out perplexity (Table 2) and relative speed of the bidirectional model (Table 6)",
             columns=("", "perplexity", "speed"),
             rows=[
-                (name, found[name], f"{speeds[name]:.2f}" if name in speeds else "")
-                for name in _TABLE
-                if name in found
+                (name, cells[name], f"{speeds[name]:.2f}" if name in speeds else "")
+                for name in (*_TABLE, *_OTHER)
+                if name in cells
             ],
         ),
         _shared.Table(
             title="Held-out perplexity by core and matrix P (Table 5)",
             columns=("P", *_CORES),
-            rows=[(basis, *(found.get(_cell(core, basis), "") for core in _CORES)) for basis in _BASES],
+            rows=[(basis, *(cells.get(_cell(core, basis), "") for core in _CORES)) for basis in _BASES],
         ),
+        _shared.difference_table("Differences of loss, nats per token", rows, "context", _pairs()),
+        _shared.difference_table(
+            "Differences of loss between neighbors in the order of perplexity, nats per token",
+            rows,
+            "context",
+            itertools.pairwise(order[::-1]),
+        ),
+    ]
+
+
+def _pairs() -> list[tuple[str, str]]:
+    """Returns methods and the baseline, the two denominators, and matrices P and the Householder matrix."""
+    return [
+        *((name, _BASE) for name in _TABLE if name != _BASE),
+        *((other, name) for other, name in _OTHER.items()),
+        *((_cell(core, basis), _cell(core, _BASES[0])) for core in _CORES for basis in _BASES[1:]),
     ]
 
 

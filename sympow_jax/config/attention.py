@@ -41,6 +41,7 @@ class DecaySource(enum.Enum):
 
     NONE = enum.auto()
     FIXED = enum.auto()  # ALiBi's slopes
+    RATIO = enum.auto()  # PermuteFormer's r = sigmoid(2 + 3 h / K) of head h = 0 ... K - 1
     PARAMETER = enum.auto()  # learned, the same for all tokens
     DATA = enum.auto()  # sigmoid(W x)
 
@@ -61,6 +62,7 @@ class Decay:
 DECAYS: Mapping[str, Decay] = {
     "none": Decay(DecaySource.NONE),
     "alibi": Decay(DecaySource.FIXED),
+    "permuteformer": Decay(DecaySource.RATIO),
     "constant": Decay(DecaySource.PARAMETER),
     "learned": Decay(DecaySource.DATA),
     "channel_fixed": Decay(DecaySource.FIXED, per_channel=True),
@@ -103,7 +105,7 @@ KERNELS: dict[str, Kernel] = {
 
 LRPE_CORES = ("orthogonal", "unitary", "permutation", "mixed")
 LRPE_BASES = ("identity", "householder", "odd_even", "fourier")
-LRPE_RATES = ("a", "b", "c", "rope")
+LRPE_RATES = ("a", "b", "c", "rope", "cosine")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +133,8 @@ class LrpeConfig:
         metadata=fields.about(
             "Rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by "
             "`reference_length` in place of the current length. `rope` uses the rates of position `rope`, "
-            "with its `max_document_length`.",
+            "with its `max_document_length`. `cosine` is pi / 2 over `reference_length` for every t: with core "
+            "`unitary`, weights are those of cosFormer, which reaches 0 at that distance.",
             choices=LRPE_RATES,
         ),
     )
@@ -141,11 +144,15 @@ class LrpeConfig:
     learned_basis: bool = dataclasses.field(
         default=False, metadata=fields.about("Whether the Householder vector of `basis` is trained.")
     )
+    permutation_per_head: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about("Whether each key/value head has its own `permutation`, as in PermuteFormer."),
+    )
     identity_dim: int = dataclasses.field(
         default=0, metadata=fields.about("Number of dimensions that `orthogonal` leaves unchanged.")
     )
     reference_length: int = dataclasses.field(
-        default=1024, metadata=fields.about("Divisor of the rates `b` and `c`, in tokens.")
+        default=1024, metadata=fields.about("Divisor of the rates `b`, `c` and `cosine`, in tokens.")
     )
 
     def __post_init__(self):
@@ -158,6 +165,10 @@ class LrpeConfig:
             )
         if self.learned_rates and self.core == "permutation":
             raise ValueError("attention.lrpe.learned_rates is set, but core 'permutation' has no rates")
+        if self.permutation_per_head and self.core != "permutation":
+            raise ValueError(
+                f"attention.lrpe.permutation_per_head is set but core is {self.core!r}; only 'permutation' permutes"
+            )
         if self.identity_dim and self.core != "orthogonal":
             raise ValueError(
                 f"attention.lrpe.identity_dim is {self.identity_dim}, but only core 'orthogonal' has an identity part, "
@@ -212,9 +223,9 @@ class AttentionConfig:
     decay: str = dataclasses.field(
         default="learned",
         metadata=fields.about(
-            "Decay of the weights of older tokens. Per head, `alibi` is fixed, `constant` is trained and `learned` "
-            "is computed from each token; `channel_fixed`, `channel_constant` and `channel_learned` are the same "
-            "per value channel.",
+            "Decay of the weights of older tokens. Per head, `alibi` and `permuteformer` are fixed, `constant` is "
+            "trained and `learned` is computed from each token; `channel_fixed`, `channel_constant` and "
+            "`channel_learned` are per value channel: fixed, trained, and computed from each token.",
             choices=DECAYS,
         ),
     )

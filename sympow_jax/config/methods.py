@@ -7,29 +7,53 @@ from sympow_jax.config import attention as attention_lib
 
 __all__ = ["LRPE_METHODS", "lrpe_method"]
 
-# All except the first are linear attention with the features elu + 1. Learned rates and fixed Householder matrices are
-# as in appendix D.1. There, the identity with fixed rates is RoPE, and the identity with a permutation PermuteFormer.
+# All except the first are linear attention, with the features elu + 1 but for cosFormer's relu. Learned rates and fixed
+# Householder matrices are as in appendix D.1, where the identity with fixed rates is RoPE. PermuteFormer has its own
+# paper's permutation per head and decay r (Chen 2021, section 3.2). The LRPE paper's identity with a permutation has
+# neither: `LrpeConfig(core="permutation")`. cosFormer's M is `lrpe.reference_length`, here the sequence length of the
+# paper's language models (Table 8). It must be at least the length of a document: weights of tokens that are further
+# apart are negative.
+#
+# The paper's denominator (equation 38) has rotated features. It is kept where training with it is stable: weights of
+# PermuteFormer and cosFormer are not negative, and RoPE trains as well with it as without. After a Householder matrix
+# features have both signs, and in training the sums of weights become negative or nearly zero. Types 1 and 2 then have
+# gradients a hundred times larger and, like type 3, a higher perplexity, at the paper's learning rate too
+# (experiments/README.md). They therefore have the unrotated denominator; normalizer="rotated" is equation 38.
 LRPE_METHODS: dict[str, dict[str, Any]] = {
     "softmax": {"kernel": "softmax", "position": "rope"},
     "base": {"position": "sinusoidal"},
-    "rope": {"lrpe": {"core": "orthogonal"}},
+    "rope": {"normalizer": "rotated", "lrpe": {"core": "orthogonal"}},
     "spe": {"position": "spe"},
-    "permuteformer": {"lrpe": {"core": "permutation"}},
+    "permuteformer": {
+        "decay": "permuteformer",
+        "normalizer": "rotated",
+        "lrpe": {"core": "permutation", "permutation_per_head": True},
+    },
+    "cosformer": {
+        "feature_map": "relu",
+        "normalizer": "rotated",
+        "lrpe": {"core": "unitary", "rates": "cosine", "reference_length": 512},
+    },
     "type1": {"lrpe": {"core": "unitary", "basis": "householder", "learned_rates": True}},
     "type2": {"lrpe": {"core": "orthogonal", "basis": "householder", "learned_rates": True}},
     "type3": {"lrpe": {"core": "permutation", "basis": "householder"}},
 }
-"""Fields of `AttentionConfig` for each method of the paper's tables; `lrpe_method` makes one."""
+"""Fields of `AttentionConfig` for each method of the paper; `lrpe_method` makes one."""
 
 
 def lrpe_method(name: str, **changes: Any) -> attention_lib.AttentionConfig:
-    """Returns the attention that the paper's tables call `name`, with `changes` to its fields.
+    """Returns the attention that the paper calls `name`, with `changes` to its fields.
+
+    With `causal=False` there is no decay, as decays run in one direction.
 
     Raises:
         ValueError: `name` is not in `LRPE_METHODS`, or `AttentionConfig` rejects the fields.
     """
     checks.require_choice("method", name, tuple(LRPE_METHODS))
-    values = {"kernel": "linear", "decay": "none", "position": "lrpe", **LRPE_METHODS[name], **changes}
+    values = {"kernel": "linear", "decay": "none", "position": "lrpe", **LRPE_METHODS[name]}
+    if not changes.get("causal", True):
+        values["decay"] = "none"
+    values |= changes
     if isinstance(values.get("lrpe"), dict):
         values["lrpe"] = attention_lib.LrpeConfig(**values["lrpe"])
     return attention_lib.AttentionConfig(**values)

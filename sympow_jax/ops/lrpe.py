@@ -2,13 +2,13 @@
 
 "Linearized Relative Positional Encoding" (Qin et al. 2023): W_s = P^H Lambda^(s) P (equations 22 to 24), with a basis P
 and a core Lambda, both unitary. Queries and keys are multiplied by Lambda^(s) P only, since P P^H drops out of their
-product (equation 75). Rotary encodings and PermuteFormer are the cores `orthogonal` and `permutation` in the basis
-`identity`.
+product (equation 75). In the basis `identity`, rotary encodings are the core `orthogonal`, PermuteFormer the core
+`permutation` without its decay, and cosFormer the core `unitary` with the rates `cosine`.
 """
 
 import functools
 import statistics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ CORES = ("orthogonal", "unitary", "permutation", "mixed")
 """Names of the cores Lambda."""
 BASES = ("identity", "householder", "odd_even", "fourier")
 """Names of the bases P."""
-KINDS = ("a", "b", "c", "rope")
+KINDS = ("a", "b", "c", "rope", "cosine")
 """Names of the kinds of fixed rates."""
 
 _SEED = 20_23_07_18  # of the paper's date
@@ -39,7 +39,7 @@ def encode(
     basis: str,
     rates: Float[np.ndarray, " R"] | Float[Array, " R"] | Float[Array, "K R"] | None = None,
     householder: Float[Array, " D"] | Float[Array, "K D"] | None = None,
-    permutation: Int[np.ndarray, " D"] | None = None,
+    permutation: Int[np.ndarray, " D"] | Int[np.ndarray, "K D"] | Int[Array, "K D"] | None = None,
     identity_dim: int = 0,
 ) -> Float[Array, "B T N D"] | Float[Array, "B T N 2*D"]:
     """Computes Lambda^(s) P x for queries or keys at positions s >= 0, so that q . k equals that of q^H W_{t-s} k.
@@ -59,8 +59,9 @@ def encode(
 
     `rates` are the alpha in radians per position. A NumPy array is fixed, a JAX array is learned, for all heads or with
     one row for each of K groups of heads; head n belongs to group n // (N / K). `householder` is v, which must not be
-    zero, with the same two shapes. `householder` and `permutation` (pi) default to the functions of that name. Phases
-    are right at any position below 2^31 (`ops.phase`). Computed in float32 or wider and returned in the dtype of x.
+    zero, with the same two shapes. So is `permutation`, pi, of integers; the values of a JAX array are not checked.
+    `householder` and `permutation` default to the functions of that name. Phases are right at any position below 2^31
+    (`ops.phase`). Computed in float32 or wider and returned in the dtype of x.
 
     Raises:
         ValueError: a name is unknown, the core does not support the head size or `identity_dim`, or shapes do not
@@ -83,37 +84,51 @@ def encode(
     rotated = _rotated_size(core, head_dim, identity_dim)
     if householder is not None:
         _require_rows("householder", householder.shape, head_dim, x.shape[2])
-    cycles = fixed_rates = None
+    fixed_rates = fixed_permutation = None
     if core == "permutation":
-        cycles, rates = _cycles_of(permutation, head_dim), None
+        permutation, rates = _checked_permutation(permutation, head_dim, x.shape[2]), None
+        if isinstance(permutation, np.ndarray):
+            fixed_permutation, permutation = _static(permutation), None
     else:
+        permutation = None
         count = rotated if core == "unitary" else rotated // 2
         _require_rows("rates", None if rates is None else rates.shape, count, x.shape[2])
         if isinstance(rates, np.ndarray):
-            fixed_rates, rates = (rates.shape, tuple(rates.ravel().tolist())), None
-    plan = _Plan(core, basis, fixed_rates, cycles)
-    return _encode(plan, x=x, positions=positions, rates=rates, householder=householder)
+            fixed_rates, rates = _static(rates), None
+    plan = _Plan(core, basis, fixed_rates, fixed_permutation)
+    arrays = {"rates": rates, "householder": householder, "permutation": permutation}
+    return _encode(plan, x=x, positions=positions, **arrays)
 
 
 class _Plan(NamedTuple):
-    """Static options of an encoding: names, shape and values of fixed rates, and a permutation's cycles."""
+    """Static options of an encoding: names, and shape and values of fixed rates and permutations."""
 
     core: str
     basis: str
     rates: tuple | None
-    cycles: "_Cycles | None"
+    permutation: tuple | None
+
+
+def _static(x: np.ndarray) -> tuple:
+    """Returns shape and values, which can be hashed; `_array` is the inverse."""
+    return x.shape, tuple(x.ravel().tolist())
+
+
+def _array(static: tuple) -> np.ndarray:
+    shape, values = static
+    return np.array(values).reshape(shape)
 
 
 @calls.op({"x": "B T N D", "positions": "B T"}, lambda plan: "B T N D")
-def _encode(plan, x, positions, rates, householder):
+def _encode(plan, x, positions, rates, householder, permutation):
     core = plan.core
     parts = _transformed(x.astype(jnp.promote_types(x.dtype, jnp.float32)), plan.basis, householder)
     if core == "permutation":
-        parts = [_permuted(plan.cycles, part, positions) for part in parts]
+        cycles = _cycles(permutation if plan.permutation is None else _array(plan.permutation))
+        parts = [_permuted(part, positions, cycles) for part in parts]
     else:
         if plan.rates is not None:
-            shape, values = plan.rates
-            rates = np.array(values).reshape(shape)
+            rates = _array(plan.rates)
         angles = _angles(positions, rates, parts[0].dtype)
         rotate = _multiplied if core == "unitary" else _rotated
         parts = rotate(parts, angles)
@@ -134,8 +149,10 @@ def rates(
     There is one per pair, or one per dimension for the core `unitary`. For R rates over d dimensions, the kinds of the
     paper's pseudocode are, with t from 0 and L the `reference_length`: `a` is 10000^(-2 t / d), `b` is pi (t + 1) / (2
     L R), `c` is pi / (2 L (t + 1)). `rope` is 2 pi / M^(2 t / d), with M the `max_document_length`: the rates of
-    `rotary.rope`. The pseudocode divides `b` and `c` by the length of the current sequence, which is unknown if the
-    sequence will be continued. The core `permutation` has no rates, R = 0.
+    `rotary.rope`. `cosine` is pi / (2 L) for every t: with the core `unitary`, products are q . k cos(pi (t - s) / (2
+    L)), the weights of cosFormer (Qin et al. 2022, equation 35 of the LRPE paper), which are not negative for
+    non-negative vectors at distances up to L. The pseudocode divides `b` and `c` by the length of the current
+    sequence, which is unknown if the sequence will be continued. The core `permutation` has no rates, R = 0.
 
     Raises:
         ValueError: a name is unknown, or the core does not support a size.
@@ -155,18 +172,24 @@ def rates(
         return np.pi / 2 / reference_length * (index + 1) / max(1, count)
     if kind == "c":
         return np.pi / 2 / reference_length / (index + 1)
+    if kind == "cosine":
+        return np.full(count, np.pi / 2 / reference_length)
     return 2 * np.pi * float(max_document_length) ** (-2 * index / rotated)
 
 
-def permutation(head_dim: int) -> Int[np.ndarray, " D"]:
-    """Returns the fixed permutation pi, drawn once for every head size.
+def permutation(head_dim: int, *, heads: int | None = None) -> Int[np.ndarray, " D"] | Int[np.ndarray, "K D"]:
+    """Returns the fixed permutation pi, drawn once for every head size, or one for each of `heads`.
 
     Examples:
         >>> from sympow_jax.ops import lrpe
         >>> sorted(lrpe.permutation(4).tolist())
         [0, 1, 2, 3]
+        >>> lrpe.permutation(4, heads=2).shape
+        (2, 4)
     """
-    return np.argsort(_random_bits(head_dim), kind="stable")
+    bits = _random_bits((heads or 1) * head_dim).reshape(-1, head_dim)
+    drawn = np.argsort(bits, axis=-1, kind="stable")
+    return drawn[0] if heads is None else drawn
 
 
 def householder(head_dim: int) -> Float[np.ndarray, " D"]:
@@ -293,59 +316,77 @@ def _multiplied(parts: list, angles) -> list:
 
 
 class _Cycles(NamedTuple):
-    """Cycles of a permutation, concatenated, and the place of each dimension in them."""
+    """Cycles of each permutation, concatenated, and the place of each dimension in them."""
 
-    order: tuple[int, ...]
-    start: tuple[int, ...]
-    offset: tuple[int, ...]
-    length: tuple[int, ...]
+    order: Int[Array, "K D"] | Int[np.ndarray, "K D"]
+    start: Int[Array, "K D"] | Int[np.ndarray, "K D"]
+    offset: Int[Array, "K D"] | Int[np.ndarray, "K D"]
+    length: Int[Array, "K D"] | Int[np.ndarray, "K D"]
 
 
-def _cycles_of(pi, head_dim: int) -> _Cycles:
-    pi = permutation(head_dim) if pi is None else np.asarray(pi)
-    if sorted(pi.tolist()) != list(range(head_dim)):
+def _checked_permutation(pi, head_dim: int, heads: int) -> np.ndarray | Array:
+    """Returns the permutation, or the default.
+
+    Raises:
+        ValueError: the shape is wrong, or a row of a NumPy array is no permutation.
+    """
+    pi = permutation(head_dim) if pi is None else pi
+    _require_rows("permutation", pi.shape, head_dim, heads)
+    if isinstance(pi, np.ndarray) and (np.sort(pi, -1) != np.arange(head_dim)).any():
         raise ValueError(f"permutation is {pi.tolist()}; it must hold each of 0 to {head_dim - 1} once")
-    return _cycles(tuple(pi.tolist()))
+    return pi
 
 
-@functools.cache
-def _cycles(pi: tuple[int, ...]) -> _Cycles:
-    size = len(pi)
-    order: list[int] = []
-    start, offset, length = [0] * size, [0] * size, [0] * size
-    for first in range(size):
-        if first in order:
-            continue
-        cycle = [first]
-        while pi[cycle[-1]] != first:
-            cycle.append(pi[cycle[-1]])
-        for i, dimension in enumerate(cycle):
-            start[dimension], offset[dimension], length[dimension] = len(order), i, len(cycle)
-        order += cycle
-    return _Cycles(tuple(order), tuple(start), tuple(offset), tuple(length))
+def _cycles(pi) -> _Cycles:
+    """Returns the cycles of permutations [D] or [K, D], NumPy or JAX arrays, in log2(D) steps."""
+    xp: Any = np if isinstance(pi, np.ndarray) else jnp
+    pi = pi.reshape(-1, pi.shape[-1])
+    dimension = xp.broadcast_to(xp.arange(pi.shape[-1]), pi.shape)
+
+    def along(combine, x, step):
+        """Combines x of each dimension with that of all dimensions that repeated steps lead to."""
+        for _ in range(pi.shape[-1].bit_length()):
+            x = combine(x, xp.take_along_axis(x, step, -1))
+            step = xp.take_along_axis(step, step, -1)
+        return x
+
+    # A cycle begins at its least dimension. An offset is the number of steps back to there.
+    first = along(xp.minimum, dimension, pi)
+    begins = first == dimension
+    back = xp.where(begins, dimension, xp.argsort(pi, -1))
+    offset = along(xp.add, xp.where(begins, 0, 1), back)
+    length = along(xp.maximum, offset, pi) + 1
+    order = xp.lexsort((offset, first), axis=-1)
+    return _Cycles(order, xp.argsort(order, -1) - offset, offset, length)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _permuted(cycles: _Cycles, x, positions):
+@jax.custom_vjp
+def _permuted(x, positions, cycles: _Cycles):
     """Returns x with dimension pi^s(i) at place i."""
-    return _gathered(cycles, x, positions, 1)
+    return _gathered(x, positions, cycles, 1)
 
 
-def _permuted_forward(cycles, x, positions):
-    return _gathered(cycles, x, positions, 1), positions
+def _permuted_forward(x, positions, cycles):
+    return _gathered(x, positions, cycles, 1), (positions, cycles)
 
 
-def _permuted_backward(cycles, positions, gradient):
+def _permuted_backward(residuals, gradient):
     # The transpose is the inverse, which is also a gather; JAX's gradient of a gather would be a scatter.
-    return _gathered(cycles, gradient, positions, -1), None
+    return _gathered(gradient, *residuals, -1), None, None
 
 
 _permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
-def _gathered(cycles: _Cycles, x, positions, direction: int):
+def _gathered(x, positions, cycles: _Cycles, direction: int):
     """Returns x with dimension pi^s(i), or pi^-s(i), at place i, by arithmetic within the cycle of i."""
     order, start, offset, length = (jnp.asarray(part, jnp.int32) for part in cycles)
-    steps = direction * (positions.astype(jnp.int32)[..., None] % length)
-    index = order[start + (offset + steps) % length]
-    return jnp.take_along_axis(x, index[:, :, None], axis=-1, mode="promise_in_bounds")
+    groups, head_dim = order.shape
+    steps = direction * (positions.astype(jnp.int32)[..., None, None] % length)
+    # Orders of all groups in one vector, because a gather from a vector is the cheapest.
+    row = head_dim * jnp.arange(groups, dtype=jnp.int32)[:, None]
+    index = order.ravel()[row + start + (offset + steps) % length]
+    permuted = jnp.take_along_axis(
+        _grouped(x, groups), index[:, :, :, None], axis=-1, mode="promise_in_bounds"
+    )
+    return permuted.reshape(x.shape)

@@ -18,6 +18,10 @@ from sympow_jax import config
         ),
         ({"reference_length": 0}, "attention.lrpe.reference_length is 0"),
         ({"learned_basis": True}, "only 'householder' can be learned"),
+        (
+            {"permutation_per_head": True},
+            "permutation_per_head is set but core is 'orthogonal'; only 'permutation' permutes",
+        ),
         ({"learned_rates": True, "core": "permutation"}, "core 'permutation' has no rates"),
     ],
 )

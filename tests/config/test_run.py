@@ -177,5 +177,11 @@ def test_methods_of_the_paper():
     assert dataclasses.replace(type1.lrpe, core="orthogonal") == config.lrpe_method("type2").lrpe
     assert not type1.causal
     assert rope.lrpe == config.LrpeConfig()
+    rotated = [name for name in config.LRPE_METHODS if config.lrpe_method(name).normalizer == "rotated"]
+    assert rotated == ["rope", "permuteformer", "cosformer"]
+    assert config.lrpe_method("type2", normalizer="rotated").normalizer == "rotated"
+    # PermuteFormer's r needs a direction.
+    assert config.lrpe_method("permuteformer").decay == "permuteformer"
+    assert config.lrpe_method("permuteformer", causal=False).decay == "none"
     with pytest.raises(ValueError, match="method is 'type4'; it must be one of softmax, base, rope, spe"):
         config.lrpe_method("type4")

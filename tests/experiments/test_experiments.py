@@ -1,6 +1,7 @@
 """Tests of each experiment from the command line at test scale."""
 
 import csv
+import dataclasses
 import importlib
 import json
 import math
@@ -108,19 +109,58 @@ def test_rotation_rates(experiment):
 
 
 def test_lrpe(experiment):
-    rows, content = experiment("lrpe", "--variants=rope")
-    assert [row["variant"] for row in rows] == ["rope"]
-    assert float(rows[0]["perplexity"]) == pytest.approx(math.exp(float(rows[0]["loss"])), rel=2e-6)
-    assert content["settings"]["model.attention.normalizer"] == "unrotated"
+    rows, content = experiment("lrpe", "--variants=base,rope")
+    assert [(row["variant"], row["seed"]) for row in rows] == [
+        (variant, seed) for seed in "01" for variant in ("base", "rope")
+    ]
+    assert float(rows[1]["perplexity"]) == pytest.approx(math.exp(float(rows[1]["loss"])), rel=2e-6)
+    assert content["relative_speed"]["base"] == 1
+    assert list(content["relative_speed"]) == ["base", "rope"]
+    methods, _, differences, _ = lrpe.tables(content)
+    assert [row[0] for row in methods.rows] == ["base", "rope"]
+    by_seed = [float(rows[i + 1]["loss"]) - float(rows[i]["loss"]) for i in (0, 2)]
+    ((name, difference),) = differences.rows
+    assert name == "rope - base"
+    # The standard error of two numbers is half of their distance.
+    assert difference.strip("*") == f"{sum(by_seed) / 2:+.3f} ± {abs(by_seed[0] - by_seed[1]) / 2:.3f}"
 
 
 def test_lrpe_has_the_cells_of_the_papers_tables():
     found = lrpe.attentions()
     assert found["type1"] == config.lrpe_method("type1")
     assert found["orthogonal identity"].lrpe == config.LrpeConfig(learned_rates=True)
-    assert found["orthogonal identity"] != found["rope"]
-    # Three by three, with the baseline, RoPE and SPE.
-    assert len(found) == len(set(found.values())) == 12
+    assert found["permutation identity"].lrpe == config.LrpeConfig(core="permutation")
+    cells = [found[lrpe._cell(core, basis)] for core in lrpe._CORES for basis in lrpe._BASES]
+    assert {cell.normalizer for cell in cells} == {"unrotated"}
+    # Eight methods, three of them with the other denominator too, and the six cells that are no method.
+    assert len(found) == len(set(found.values())) == 17
+
+
+def test_speeds_of_lrpe_are_those_of_an_encoder():
+    plan = _shared.Plan(seeds=(0,), steps=2, contexts=(16,))
+    folder = pathlib.Path()
+    options = _shared.Options(
+        scale="tiny",
+        plan=plan,
+        variants=("base",),
+        power=2,
+        results=folder,
+        runs=folder,
+        data=(),
+        heldout=(),
+        more={},
+        command="",
+    )
+    found = lrpe.encoder_settings(options, "type2")
+    paper = config.load("roberta_wikibook:type2")
+    assert found.model.attention == paper.model.attention
+    assert (found.task.name, found.task.mask_fraction) == ("masked_token", paper.task.mask_fraction)
+    assert lrpe.encoder_settings(dataclasses.replace(options, scale="paper"), "type2") == paper
+    batch = _shared._random_batch(found)
+    predicted = batch["targets"] >= 0
+    assert batch["inputs"].shape == batch["targets"].shape == (2, 16)
+    assert 1 <= predicted.sum(1).min() <= predicted.sum(1).max() < 16
+    assert (batch["inputs"][predicted] == 255).any()
 
 
 def test_gating_keeps_the_other_half_of_its_base():
@@ -194,7 +234,7 @@ def test_every_variant(experiment, name):
     assert all(math.isfinite(float(row["loss"])) for row in rows)
     if name == "lrpe":
         assert content["relative_speed"]["base"] == 1
-        assert len(content["relative_speed"]) == 7
+        assert len(content["relative_speed"]) == 8
 
 
 @pytest.mark.parametrize(

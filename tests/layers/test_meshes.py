@@ -22,6 +22,7 @@ OFTEN = [
     "power/layer/explicit/eager",
     "table/decoder/time/jit",
     "linear/encoder/explicit/jit",
+    "permutations/decoder/explicit/jit",
     "softmax/images/explicit/jit",
 ]
 CAUSAL_ONLY = ("power", "power by pairs", "channels", "alibi")

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, layers
+from sympow_jax.ops import lrpe
 
 WIDTH, TIME = 32, 26
 Lrpe = config.LrpeConfig
@@ -21,6 +22,15 @@ VARIANTS = {
     "orthogonal, rotated normalizer": ("linear_lrpe", {"lrpe": Lrpe(rates="b"), "normalizer": "rotated"}),
     "unitary": ("linear_lrpe", {"lrpe": Lrpe(core="unitary", basis="householder", learned_rates=True)}),
     "permutation": ("linear_lrpe", {"lrpe": Lrpe(core="permutation", basis="odd_even")}),
+    "permuteformer": (
+        "linear",
+        {
+            "decay": "permuteformer",
+            "position": "lrpe",
+            "lrpe": Lrpe(core="permutation", permutation_per_head=True),
+            "normalizer": "rotated",
+        },
+    ),
     "mixed, fourier": ("linear_lrpe", {"lrpe": Lrpe(core="mixed", basis="fourier", rates="c")}),
     "of symmetric features": ("linear_lrpe", {"feature_map": "symmetric"}),
     "of relu": ("linear", {"position": "none", "feature_map": "relu"}),
@@ -41,7 +51,7 @@ VARIANTS = {
 OFTEN = {
     "orthogonal",
     "unitary",
-    "permutation",
+    "permuteformer",
     "of powers",
     "of softmax",
     "expressive",
@@ -106,6 +116,26 @@ def test_a_stream_equals_one_call(variant):
     whole, _ = output_and_gradients(variant)
     error = jnp.concatenate(parts, 1) - whole
     assert jnp.sqrt((error**2).mean() / (whole**2).mean()) < 1e-5
+
+
+def test_permuteformer_is_its_formula():
+    """Weights r^(i-j) P^i phi(q_i) . P^j phi(k_j) (Chen 2021, section 3.2), with P and r of each key/value head."""
+    layer, x = make("permuteformer"), inputs()
+
+    def features(projection):
+        projected = (np.asarray(x, np.float64) @ np.asarray(projection.kernel[...], np.float64))[0]
+        return np.where(projected > 0, projected + 1, np.exp(np.minimum(projected, 0))).reshape(TIME, -1, 8)
+
+    query, key = features(layer.query), features(layer.key)
+    ratios = 1 / (1 + np.exp(-2 - 3 * np.arange(2) / 2))
+    actual = layer.maps(x).weights[0]
+    for head in range(4):
+        matrix = np.eye(8)[lrpe.permutation(8, heads=2)[head // 2]]
+        powers = np.array([np.linalg.matrix_power(matrix, i) for i in range(TIME)])
+        products = np.einsum("iab,ib,jac,jc->ij", powers, query[:, head], powers, key[:, head // 2])
+        weights = np.tril(products * ratios[head // 2] ** np.subtract.outer(range(TIME), range(TIME)))
+        expected = weights / weights.sum(-1, keepdims=True)
+        np.testing.assert_allclose(actual[head], expected, rtol=2e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("variant", EACH)

@@ -1,10 +1,13 @@
 """Tests of linearized relative positional encoding against its formulas in float64, and of special cases."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sympow_jax import config, ops
 from sympow_jax.config import attention
 from sympow_jax.ops import lrpe, rotary
 from tests.ops import cases, exact_angles
@@ -137,7 +140,7 @@ def test_kind_a_is_the_rope_of_roformer():
 
 
 def test_permutation_is_permuteformer():
-    """P_pi^i x at position i (section 3.2 of Chen 2021), its r = 1."""
+    """P_pi^i x at position i (section 3.2 of Chen 2021), with r = 1 and one permutation for all heads."""
     x = normal(2, 50, 3, 12).astype(np.float32)
     actual = encode(x, jnp.arange(50)[None].repeat(2, 0), core="permutation", basis="identity")
     pi = lrpe.permutation(12)
@@ -156,6 +159,58 @@ def test_a_custom_permutation_has_its_own_cycles():
     np.testing.assert_array_equal(at(1).ravel(), [1, 2, 0, 4, 3])
     np.testing.assert_array_equal(at(2).ravel(), [2, 0, 1, 3, 4])
     np.testing.assert_array_equal(at(2**31 - 1).ravel(), pi)  # 1 modulo 3 and modulo 2
+
+
+@pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
+def test_permutations_per_group_of_heads(array):
+    x = normal(2, len(POSITIONS), 6, 12).astype(np.float32)
+    positions = np.broadcast_to(POSITIONS, x.shape[:2])
+    pi = lrpe.permutation(12, heads=3)
+    assert len({tuple(row) for row in pi.tolist()}) == 3
+
+    def encode(x):
+        return lrpe.encode(x, positions, core="permutation", basis="identity", permutation=array(pi))
+
+    actual, pull = jax.vjp(jax.jit(encode), x)
+    np.testing.assert_array_equal(pull(actual)[0], x)
+    for n in range(6):
+        for t, position in enumerate(POSITIONS):
+            matrix, steps = np.eye(12, dtype=int)[pi[n // 2]], int(position)
+            expected = np.linalg.matrix_power(matrix, steps) @ x[:, t, n].T
+            np.testing.assert_array_equal(actual[:, t, n].T, expected)
+
+
+def test_cosformer_is_its_formula():
+    """Equation 35, with relu features and M = 40: sum_t q_s . k_t cos(pi (t - s) / (2 M)) v_t over its weights."""
+    method = config.lrpe_method("cosformer")
+    assert (method.lrpe.core, method.lrpe.basis, method.lrpe.rates) == ("unitary", "identity", "cosine")
+    assert method.lrpe.reference_length == 512
+    assert (method.feature_map, method.normalizer) == ("relu", "rotated")
+    query, key, value = normal(3, 2, 40, 3, 8)
+    rates = lrpe.rates("unitary", 8, kind="cosine", reference_length=40)
+    positions = np.broadcast_to(np.arange(40, dtype=np.int32), (2, 40))
+    distance = np.arange(40)[:, None] - np.arange(40)
+    cosine = np.cos(np.pi / 2 * distance / 40)
+    products = np.einsum("bsnd,btnd->bnst", np.maximum(query, 0), np.maximum(key, 0))
+    for causal in (True, False):
+        weights = products * cosine * ((distance >= 0) if causal else 1)
+        total = weights.sum(-1, keepdims=True)
+        assert total.min() >= 0
+        # The output is zero where all weights are.
+        expected = np.einsum("bnst,btnd->bsnd", weights / np.where(total, total, 1), value)
+        with jax.enable_x64(True):
+            actual = ops.linear_attention(
+                query,
+                key,
+                value,
+                feature_map=method.feature_map,
+                normalizer=method.normalizer,
+                rotate=functools.partial(
+                    lrpe.encode, positions=positions, core="unitary", basis="identity", rates=rates
+                ),
+                causal=causal,
+            )
+        assert cases.error(actual, expected) < 1e-12
 
 
 def test_the_gradient_of_a_permutation_is_its_inverse():
@@ -201,6 +256,8 @@ def test_rates_are_the_pseudocodes():
         np.testing.assert_allclose(actual, np.pi / 2 / 100 / (d + 1), rtol=1e-15)
     actual = lrpe.rates("orthogonal", 8, kind="rope", max_document_length=1024)
     np.testing.assert_allclose(actual, 2 * np.pi / 1024 ** (2 * d / 8), rtol=1e-15)
+    actual = lrpe.rates("unitary", 4, kind="cosine", reference_length=100)
+    np.testing.assert_allclose(actual, np.pi / 2 / 100 * np.ones(4), rtol=1e-15)
     assert lrpe.rates("permutation", 8, kind="a").shape == (0,)
 
 
@@ -271,6 +328,8 @@ def test_bfloat16_is_encoded_in_float32(core, basis):
 def test_fixed_draws_stay():
     assert lrpe.permutation(8).tolist() == [2, 5, 7, 1, 4, 0, 6, 3]
     assert sorted(lrpe.permutation(64)) == list(range(64))
+    # The first head's is that of a single one.
+    assert lrpe.permutation(8, heads=2)[0].tolist() == lrpe.permutation(8).tolist()
     np.testing.assert_allclose(
         lrpe.householder(4), [0.30486872, 0.04769313, -0.71892702, 0.62283575], atol=1e-8
     )
@@ -308,6 +367,14 @@ def test_the_settings_have_the_same_names():
         ({"rates": jnp.ones((3, 4))}, r"\[K, 4\] with a K that divides the 2 heads"),
         ({"householder": jnp.ones(7)}, r"householder has shape \(7,\); it must be \[8\]"),
         ({"core": "permutation", "permutation": np.zeros(8, int)}, "must hold each of 0 to 7 once"),
+        (
+            {"core": "permutation", "permutation": np.array([range(8), [0] * 8])},
+            "must hold each of 0 to 7 once",
+        ),
+        (
+            {"core": "permutation", "permutation": lrpe.permutation(8, heads=3)},
+            r"permutation has shape \(3, 8\); it must be \[8\], or \[K, 8\] with a K that divides the 2 heads",
+        ),
     ],
 )
 def test_mistakes_are_one_line(changes, message):
@@ -323,7 +390,7 @@ def test_mistakes_in_rates_are_one_line():
         ({"core": "mixed", "head_dim": 2, "kind": "a"}, "head size is 2; core 'mixed' needs at least 3"),
         (
             {"core": "orthogonal", "head_dim": 8, "kind": "d"},
-            "kind is 'd'; it must be one of 'a', 'b', 'c', 'rope'",
+            "kind is 'd'; it must be one of 'a', 'b', 'c', 'rope', 'cosine'",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -205,11 +205,11 @@ class Attention(nnx.Module):
         batch, time, _ = x.shape
         if segment_ids is not None:
             segment_ids = partitioning.gather_time(segment_ids)
-        heads, learned = self._project(x), self.positions.learned()
+        heads, arrays = self._project(x), self.positions.head_arrays()
         if state is None and partitioning.is_divided():
-            mixed = self._over_devices(heads, learned, segment_ids)
+            mixed = self._over_devices(heads, arrays, segment_ids)
         else:
-            mixed, state = self._mix(heads, learned, segment_ids, state)
+            mixed, state = self._mix(heads, arrays, segment_ids, state)
         (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
         if not return_state:
             return out
@@ -226,7 +226,7 @@ class Attention(nnx.Module):
             heads.query,
             heads.key,
             rate=heads.rate,
-            learned=self.positions.learned(),
+            head_arrays=self.positions.head_arrays(),
             segment_ids=segment_ids,
             state=None,
             axis_name=None,
@@ -345,35 +345,35 @@ class Attention(nnx.Module):
         spec = (rows, (), partitioning.explicit_axes(heads, self.kv_heads, query))
         return tuple(None if x is None else partitioning.reshard(x, spec) for x in (query, *others))
 
-    def _over_devices(self, heads, learned, segment_ids):
+    def _over_devices(self, heads, arrays, segment_ids):
         """Returns the kernel's output [B, T, N, E] without a state, computed per shard of rows, heads and times."""
         divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
         spec = partitioning.HEADS if divisible else partitioning.TOKENS
         divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
 
-        def mix(heads, learned, segment_ids):
+        def mix(heads, arrays, segment_ids):
             axis_name = partitioning.CONTEXT if divided else None
-            return self._mix(heads, learned, segment_ids, axis_name=axis_name)[0]
+            return self._mix(heads, arrays, segment_ids, axis_name=axis_name)[0]
 
-        # Key/value heads are the first axis of the learned parameters.
-        learned_spec = jax.sharding.PartitionSpec(partitioning.TENSOR if divisible else None)
+        # Key/value heads are the first axis of the positions' arrays.
+        arrays_spec = jax.sharding.PartitionSpec(partitioning.TENSOR if divisible else None)
         return partitioning.over_devices(
             mix,
-            (heads, learned, segment_ids),
-            (spec, learned_spec, partitioning.TOKENS),
+            (heads, arrays, segment_ids),
+            (spec, arrays_spec, partitioning.TOKENS),
             partitioning.fit(spec, heads.query.shape),
         )
 
-    def _mix(self, heads, learned, segment_ids, state=None, axis_name=None):
+    def _mix(self, heads, arrays, segment_ids, state=None, axis_name=None):
         """Returns the kernel's output [B, T, N, E], and the new state if a state is given.
 
-        `learned` are the parameters of the positions. `axis_name` is the mesh axis that shards time, if any.
+        `arrays` are the `head_arrays` of the positions. `axis_name` is the mesh axis that shards time, if any.
         """
         query, key, rotate, position = self.positions(
             heads.query,
             heads.key,
             rate=heads.rate,
-            learned=learned,
+            head_arrays=arrays,
             segment_ids=segment_ids,
             state=None if state is None else state.position,
             axis_name=axis_name,
@@ -410,6 +410,8 @@ class Attention(nnx.Module):
                 constant = jax.nn.log_sigmoid(self.decay_logits[...])
             case attention_lib.DecaySource.FIXED:
                 constant = self._fixed_decays()
+            case attention_lib.DecaySource.RATIO:
+                constant = jax.nn.log_sigmoid(2 + 3 * jnp.arange(self.kv_heads) / self.kv_heads)
         return jnp.broadcast_to(constant, (*x.shape[:2], *shape))
 
     def _fixed_decays(self) -> Float[Array, "K ..."]:

@@ -24,8 +24,8 @@ class PowerAttention(layer.Attention):
         head_dim: size of a head. If None, `width // num_heads`.
         power: degree of the weights, positive and even. The recurrent state has binomial(head_dim + power - 1, power)
             x head_dim elements per key/value head.
-        decay: "none"; per head "alibi", fixed, "constant", trained, or "learned", sigmoid(W x); or the same per value
-            channel, "channel_fixed", "channel_constant" or "channel_learned".
+        decay: "none"; per head "alibi" or "permuteformer", fixed, "constant", trained, or "learned", sigmoid(W x); or
+            per value channel "channel_fixed", "channel_constant" or "channel_learned".
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
         implementation: implementation of the op. If None, the op chooses.
@@ -105,7 +105,7 @@ class LinearAttention(layer.Attention):
         feature_map: "elu" (elu(x) + 1), "relu", "identity", "symmetric" or "tensor".
         power: degree of the feature maps "symmetric" and "tensor".
         normalizer: "unrotated" or "rotated", the features that the denominator uses.
-        decay: "none"; "alibi", fixed per head; or "learned", sigmoid(W x) per head.
+        decay: "none"; "alibi" or "permuteformer", fixed per head; or "learned", sigmoid(W x) per head.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
@@ -186,7 +186,7 @@ class SoftmaxAttention(layer.Attention):
         num_heads: number of query heads.
         num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
         head_dim: size of a head. If None, `width // num_heads`.
-        decay: "none"; "alibi", fixed per head; or "learned", sigmoid(W x) per head.
+        decay: "none"; "alibi" or "permuteformer", fixed per head; or "learned", sigmoid(W x) per head.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         implementation: "xla" or "cudnn". If None, the op chooses.
@@ -252,7 +252,7 @@ class ExpressiveAttention(layer.Attention):
         num_heads: number of query heads.
         num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
         head_dim: size of a head. If None, `width // num_heads`.
-        decay: "none"; "alibi", fixed per head; or "learned", sigmoid(W x) per head.
+        decay: "none"; "alibi" or "permuteformer", fixed per head; or "learned", sigmoid(W x) per head.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         implementation: implementation of the op. If None, the op chooses.

@@ -20,7 +20,7 @@ PositionState = rotary.RotaryState | documents.PositionState
 """Position in the current document: accumulated rates, or a number of tokens."""
 Rotation = Callable[[Float[Array, "B T N _"]], Float[Array, "B T N _"]]
 """Rotates vectors by the positions of their tokens."""
-Learned = Mapping[str, Float[Array, "K ..."]]
+HeadArrays = Mapping[str, Float[Array, "K ..."] | Int[Array, "K ..."]]
 
 # Initial frequencies of SPE are low: the logistic of a normal variable minus this (code of Liutkus et al. 2021).
 _LOW_FREQUENCIES = 4.0
@@ -91,8 +91,8 @@ class Positions(nnx.Module):
         """Returns the distance, in [0, 2], that each token moves its position; None unless it depends on the input."""
         return None
 
-    def learned(self) -> dict[str, Float[Array, "K ..."]]:
-        """Returns the parameters by name; their first axis is the key/value heads."""
+    def head_arrays(self) -> HeadArrays:
+        """Returns parameters and constants by name; their first axis is the key/value heads."""
         return {}
 
     def theta(self) -> np.ndarray | None:
@@ -109,7 +109,7 @@ class Positions(nnx.Module):
         key: Float[Array, "B T K D"],
         *,
         rate: Float[Array, "B T K ..."] | None,
-        learned: Learned,
+        head_arrays: HeadArrays,
         segment_ids: Int[Array, "B T"] | None,
         state: PositionState | None,
         axis_name: str | None,
@@ -120,7 +120,7 @@ class Positions(nnx.Module):
             query: queries.
             key: keys.
             rate: result of `rate`.
-            learned: result of `learned`, for the heads in `key`.
+            head_arrays: result of `head_arrays`, for the heads in `key`.
             segment_ids: document of each token, negative for padding; positions restart at each document. None
                 continues the document of the state.
             state: position before the first token; None for none.
@@ -136,16 +136,16 @@ class _Rotating(Positions, abc.ABC):
     def rotation(
         self,
         rate: Float[Array, "B T K ..."] | None,
-        learned: Learned,
+        head_arrays: HeadArrays,
         segment_ids: Int[Array, "B T"],
         state: PositionState | None,
         axis_name: str | None,
     ) -> tuple[Rotation, PositionState]:
         """Returns the rotation of each token's vectors, and the new state."""
 
-    def __call__(self, query, key, *, rate, learned, segment_ids, state, axis_name):
+    def __call__(self, query, key, *, rate, head_arrays, segment_ids, state, axis_name):
         segment_ids = _continued(query, state) if segment_ids is None else segment_ids
-        rotation, state = self.rotation(rate, learned, segment_ids, state, axis_name)
+        rotation, state = self.rotation(rate, head_arrays, segment_ids, state, axis_name)
         if self.of_features:
             return query, key, rotation, state
         return rotation(query), rotation(key), None, state
@@ -157,7 +157,7 @@ class _Rotating(Positions, abc.ABC):
 class Rope(_Rotating):
     """Rotary position embeddings, which rotate pairs by the position times a fixed rate."""
 
-    def rotation(self, rate, learned, segment_ids, state, axis_name):
+    def rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)
         longest = self.attention.max_document_length
         return functools.partial(rotary.rope, positions=places, max_document_length=longest), state
@@ -179,7 +179,7 @@ class LearnedRope(_Rotating):
     def init_state(self, batch):
         return rotary.RotaryState.zeros(batch, self.num_kv_heads)
 
-    def rotation(self, rate, learned, segment_ids, state, axis_name):
+    def rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         angles, state = rotary.learned_angles(
             rate,
             self.size,
@@ -222,15 +222,18 @@ class Lrpe(_Rotating):
             shape = (self.num_kv_heads, self.size)
             self.householder = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32))
 
-    def learned(self):
-        parameters = {}
+    def head_arrays(self):
+        arrays = {}
         if self.attention.lrpe.learned_rates:
-            parameters["rates"] = self.rates[...]
+            arrays["rates"] = self.rates[...]
         if self.attention.lrpe.learned_basis:
-            parameters["householder"] = self.householder[...]
-        return parameters
+            arrays["householder"] = self.householder[...]
+        if self.attention.lrpe.permutation_per_head:
+            permutations = lrpe.permutation(self.size, heads=self.num_kv_heads)
+            arrays["permutation"] = jnp.asarray(permutations, jnp.int32)
+        return arrays
 
-    def rotation(self, rate, learned, segment_ids, state, axis_name):
+    def rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)
         options = self.attention.lrpe
         fixed: dict[str, Any] = {
@@ -244,7 +247,7 @@ class Lrpe(_Rotating):
             fixed["rates"] = self._fixed_rates()
         if options.basis == "householder":
             fixed["householder"] = lrpe.householder(self.size)
-        return functools.partial(lrpe.encode, positions=places, **fixed | learned), state
+        return functools.partial(lrpe.encode, positions=places, **fixed | head_arrays), state
 
     def _fixed_rates(self):
         options = self.attention.lrpe
@@ -275,7 +278,7 @@ class Spe(Positions):
         self.phases = nnx.Param(jax.random.normal(rngs.params(), shape))
         self.gains = nnx.Param(gains / jnp.linalg.norm(gains, axis=-1, keepdims=True) / 2)
 
-    def learned(self):
+    def head_arrays(self):
         return {
             "frequencies": self.frequencies[...],
             "phases": self.phases[...],
@@ -285,18 +288,18 @@ class Spe(Positions):
     def init_state(self, batch):
         return documents.PositionState.zeros(batch)
 
-    def __call__(self, query, key, *, rate, learned, segment_ids, state, axis_name):
+    def __call__(self, query, key, *, rate, head_arrays, segment_ids, state, axis_name):
         segment_ids = _continued(query, state) if segment_ids is None else segment_ids
         places, state = _places(segment_ids, state, axis_name)
-        kv_heads, head_dim, sines = learned["phases"].shape
+        kv_heads, head_dim, sines = head_arrays["phases"].shape
         shape = (kv_heads, head_dim, 2 * sines, self.attention.spe.realizations)
         query, key = spe.encode(
             query,
             key,
             places,
-            frequencies=jax.nn.sigmoid(learned["frequencies"]) / 2,
-            phases=learned["phases"],
-            gains=jax.nn.softplus(learned["gains"]),
+            frequencies=jax.nn.sigmoid(head_arrays["frequencies"]) / 2,
+            phases=head_arrays["phases"],
+            gains=jax.nn.softplus(head_arrays["gains"]),
             noise=jax.random.normal(jax.random.key(0), shape),
         )
         return query, key, None, state
