@@ -20,7 +20,7 @@ def get_config(method: str = "type2") -> config.Config:
             layers=12,
             width=384,
             heads=6,
-            attention=config.lrpe_method(method, causal=False),
+            attention=config.lrpe_method(method, length=patches, causal=False),
         ),
         task=config.TaskConfig(name="classification", classes=1000),
         data=config.DataConfig(

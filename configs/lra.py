@@ -34,7 +34,7 @@ def get_config(task: str = "listops", method: str = "type2") -> config.Config:
             heads=heads,
             norm="batch",
             dtype="float32",
-            attention=config.lrpe_method(method, causal=False),
+            attention=config.lrpe_method(method, length=length, causal=False),
         ),
         task=config.TaskConfig(name="classification", classes=classes, dual_encoder=task == "retrieval"),
         data=config.DataConfig(context_length=length, batch_tokens=rows * length, **_source(task)),

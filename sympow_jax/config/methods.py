@@ -10,9 +10,9 @@ __all__ = ["LRPE_METHODS", "lrpe_method"]
 # All except the first are linear attention, with the features elu + 1 but for cosFormer's relu. Learned rates and fixed
 # Householder matrices are as in appendix D.1, where the identity with fixed rates is RoPE. PermuteFormer has its own
 # paper's permutation per head and decay r (Chen 2021, section 3.2). The LRPE paper's identity with a permutation has
-# neither: `LrpeConfig(core="permutation")`. cosFormer's M is `lrpe.reference_length`, here the sequence length of the
-# paper's language models (Table 8). It must be at least the length of a document: weights of tokens that are further
-# apart are negative.
+# neither: `LrpeConfig(core="permutation")`. cosFormer's M is `lrpe.reference_length`; `lrpe_method` sets
+# it to the sequence length of the paper's language models (Table 8), or to the given one. It must be at least the
+# length of a document: weights of tokens that are further apart are negative.
 #
 # The paper's denominator (equation 38) has rotated features. It is kept where training with it is stable: weights of
 # PermuteFormer and cosFormer are not negative, and RoPE trains as well with it as without. After a Householder matrix
@@ -32,7 +32,7 @@ LRPE_METHODS: dict[str, dict[str, Any]] = {
     "cosformer": {
         "feature_map": "relu",
         "normalizer": "rotated",
-        "lrpe": {"core": "unitary", "rates": "cosine", "reference_length": 512},
+        "lrpe": {"core": "unitary", "rates": "cosine"},
     },
     "type1": {"lrpe": {"core": "unitary", "basis": "householder", "learned_rates": True}},
     "type2": {"lrpe": {"core": "orthogonal", "basis": "householder", "learned_rates": True}},
@@ -41,10 +41,15 @@ LRPE_METHODS: dict[str, dict[str, Any]] = {
 """Fields of `AttentionConfig` for each method of the paper; `lrpe_method` makes one."""
 
 
-def lrpe_method(name: str, **changes: Any) -> attention_lib.AttentionConfig:
+def lrpe_method(name: str, *, length: int = 512, **changes: Any) -> attention_lib.AttentionConfig:
     """Returns the attention that the paper calls `name`, with `changes` to its fields.
 
     With `causal=False` there is no decay, as decays run in one direction.
+
+    Args:
+        name: one of `LRPE_METHODS`.
+        length: tokens of the longest document, on which cosFormer depends.
+        **changes: fields of `AttentionConfig`.
 
     Raises:
         ValueError: `name` is not in `LRPE_METHODS`, or `AttentionConfig` rejects the fields.
@@ -53,7 +58,9 @@ def lrpe_method(name: str, **changes: Any) -> attention_lib.AttentionConfig:
     values = {"kernel": "linear", "decay": "none", "position": "lrpe", **LRPE_METHODS[name]}
     if not changes.get("causal", True):
         values["decay"] = "none"
-    values |= changes
-    if isinstance(values.get("lrpe"), dict):
+    if name == "cosformer":
+        values["lrpe"] = {**values["lrpe"], "reference_length": length}
+    if "lrpe" in values:
         values["lrpe"] = attention_lib.LrpeConfig(**values["lrpe"])
+    values |= changes
     return attention_lib.AttentionConfig(**values)
