@@ -5,9 +5,8 @@ each encoding), Table 5 (three cores by three matrices P) and Table 6 (training 
 Queries and keys are encoded after the feature map, which is elu + 1, or relu for cosFormer. (SPE is applied before it,
 and sinusoidal positions are added to the embedding.) Rates of the unitary and the orthogonal core are learned;
 Householder vectors and permutations are not (appendix D.1 there). The configs of the methods
-(`sympow_jax.config.lrpe_method`) say which features the denominator has; `rope unrotated`, `type1 rotated` and `type2
-rotated` have the other ones. All cells of Table 5 have the unrotated ones. With the same seed all variants see the same
-data in the same order, so differences from `base` are taken seed by seed.
+(`sympow_jax.config.lrpe_method`) say which features the denominator has. `rope unrotated`, `type1 rotated`, `type2
+rotated` and `type3 rotated` have the other ones. All cells of Table 5 have the unrotated ones.
 
 The paper's scale is configs/wikitext103.py, and configs/roberta_wikibook.py for speeds; --data and --heldout are the
 former's `.bin` files. Tables 1, 3 and 4 are runs of configs/glue.py, configs/deit_small.py and configs/lra.py on your
@@ -17,7 +16,7 @@ own files; see README.md.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments import _shared
@@ -33,7 +32,23 @@ _TABLE = (_BASE, "rope", "spe", "permuteformer", "cosformer", "type1", "type2", 
 _CORES = ("unitary", "orthogonal", "permutation")
 _BASES = ("householder", "identity", "odd_even")
 # Variants with the other denominator, and their methods.
-_OTHER = {"rope unrotated": "rope", "type1 rotated": "type1", "type2 rotated": "type2"}
+_OTHER = {"rope unrotated": "rope", **{f"{name} rotated": name for name in ("type1", "type2", "type3")}}
+# The paper's perplexities on the test sets of WikiText-103 and Books (Table 2), and speeds (Table 6).
+_PAPER_METHODS = {
+    "base": ("33.74", "8.78", "1.00"),
+    "rope": ("33.13", "8.65", "0.86"),
+    "spe": ("41.91", "10.85", "0.61"),
+    "permuteformer": ("32.53", "8.20", "0.94"),
+    "type1": ("31.60", "8.19", "0.82"),
+    "type2": ("31.71", "8.14", "0.82"),
+    "type3": ("33.95", "8.43", "0.89"),
+}
+# The paper's perplexities on the validation set of WikiText-103 (Table 5), by matrix P, in the order of `_CORES`.
+_PAPER_CORES = {
+    "householder": ("31.90", "31.95", "33.90"),
+    "identity": ("32.04", "31.86", "34.53"),
+    "odd_even": ("32.09", "31.59", "34.16"),
+}
 _PAPER = "wikitext103:base"
 _ROUNDS = {"toy": 9, "paper": 20, "tiny": 2}
 
@@ -150,26 +165,40 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     return [
         _shared.Table(
             title="Held-out perplexity (Table 2) and relative speed of the bidirectional model (Table 6)",
-            columns=("", "perplexity", "speed"),
+            columns=("", "perplexity", "WikiText-103", "Books", "speed", "the paper's"),
             rows=[
-                (name, cells[name], f"{speeds[name]:.2f}" if name in speeds else "")
+                (name, cells[name], *words, f"{speeds[name]:.2f}" if name in speeds else "", speed)
                 for name in (*_TABLE, *_OTHER)
                 if name in cells
+                for *words, speed in [_PAPER_METHODS.get(name, ("", "", ""))]
             ],
         ),
         _shared.Table(
             title="Held-out perplexity by core and matrix P (Table 5)",
             columns=("P", *_CORES),
-            rows=[(basis, *(cells.get(_cell(core, basis), "") for core in _CORES)) for basis in _BASES],
+            rows=[
+                (
+                    basis,
+                    *(
+                        f"{cells.get(_cell(core, basis), '')} ({paper})"
+                        for core, paper in zip(_CORES, _PAPER_CORES[basis])
+                    ),
+                )
+                for basis in _BASES
+            ],
         ),
-        _shared.difference_table("Differences of loss, nats per token", rows, "context", _pairs()),
-        _shared.difference_table(
+        _differences("Differences of loss, nats per token", rows, _pairs()),
+        _differences(
             "Differences of loss between neighbors in the order of perplexity, nats per token",
             rows,
-            "context",
             itertools.pairwise(order[::-1]),
         ),
     ]
+
+
+def _differences(title: str, rows: Sequence[_shared.Row], pairs: Iterable[tuple[str, str]]) -> _shared.Table:
+    found = _shared.difference_table(title, rows, "context", pairs)
+    return dataclasses.replace(found, columns=("", "difference"))
 
 
 def _pairs() -> list[tuple[str, str]]:

@@ -132,8 +132,8 @@ def test_lrpe_has_the_cells_of_the_papers_tables():
     assert found["permutation identity"].lrpe == config.LrpeConfig(core="permutation")
     cells = [found[lrpe._cell(core, basis)] for core in lrpe._CORES for basis in lrpe._BASES]
     assert {cell.normalizer for cell in cells} == {"unrotated"}
-    # Eight methods, three of them with the other denominator too, and the six cells that are no method.
-    assert len(found) == len(set(found.values())) == 17
+    # Eight methods, four of them with the other denominator too, and the six cells that are no method.
+    assert len(found) == len(set(found.values())) == 18
 
 
 def test_speeds_of_lrpe_are_those_of_an_encoder():
