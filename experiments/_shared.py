@@ -756,7 +756,8 @@ def draw_lines(
 
 def _index(name: str, names: Sequence[str]) -> int:
     """Returns the index of a variant's color; those without a fixed one get the others in turn."""
-    free = [index for index in range(len(figures.COLORS)) if index not in _COLORS.values()]
+    taken = {_COLORS[other] for other in names if other in _COLORS}
+    free = [index for index in range(len(figures.COLORS)) if index not in taken]
     others = [other for other in names if other not in _COLORS]
     return _COLORS[name] if name in _COLORS else free[others.index(name) % len(free)]
 

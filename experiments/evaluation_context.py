@@ -61,8 +61,12 @@ def report(
     tables: _shared.Tables,
     *,
     title: str,
+    differences: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Trains and evaluates the variants of `options`, then writes and prints their losses by position."""
+    """Trains and evaluates the variants of `options`, then writes and prints their losses by position.
+
+    If pairs of variants are given as `differences`, these are drawn in place of the losses.
+    """
     folders = _shared.train(
         options, attentions, lambda name: _shared.power_label(name, options.power), evaluated=True
     )
@@ -72,18 +76,22 @@ def report(
         for (variant, context, seed), folder in folders.items()
         for row in _shared.evaluation(folder)
     ]
-    means = _shared.means(rows, ("variant", "context_length"), "loss")
     (context,), lengths, seeds = options.plan.contexts, options.plan.lengths, len(options.plan.seeds)
     path = _shared.write(options, rows, folders.values())
+    means = _shared.means(rows, ("variant", "context_length"), "loss")
+    if differences:
+        found = _shared.differences(rows, "context_length", "loss", differences)
+        means = {(first, length): mean for (first, _, length), mean in found.items()}
     panel = _shared.Panel(
         lines={
             name: _shared.bands(lengths, [means[name, length] for length in lengths])
-            for name in options.variants
+            for name in dict.fromkeys(name for name, _ in means)
         },
         x_label="context length: upper end of each bucket of positions (tokens)",
-        y_label="held-out loss (nats per token)",
+        y_label=f"held-out loss{f' minus that of {differences[0][1]}' if differences else ''} (nats per token)",
         ticks=lengths,
         mark=(context, f"training context {context:,}"),
+        level=0.0 if differences else None,
     )
     about = f"mean of {seeds} seeds, band of one standard error" if seeds > 1 else "one seed"
     _shared.draw_lines(path, [panel], title=title, subtitle=f"{about}; {options.plan.steps:,} updates each")

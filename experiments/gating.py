@@ -47,10 +47,16 @@ def main(arguments: Sequence[str]) -> int:
         __doc__,
         arguments,
         lambda options: evaluation_context.report(
-            options, attentions(options.power), tables, title="Gates by channel, rotation rates by pair"
+            options,
+            attentions(options.power),
+            tables,
+            title="Gates by channel, rotation rates by pair",
+            # Sympow is far above all others.
+            differences=[pair for pair in _PAIRS if pair[1] == "gated" and pair[0] != "sympow"],
         ),
         plans=PLANS,
         variants=VARIANTS,
+        base="gated",
         powers=(2, 4, 6),
     )
 
