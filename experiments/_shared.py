@@ -758,6 +758,8 @@ def _index(name: str, names: Sequence[str]) -> int:
     """Returns the index of a variant's color; those without a fixed one get the others in turn."""
     taken = {_COLORS[other] for other in names if other in _COLORS}
     free = [index for index in range(len(figures.COLORS)) if index not in taken]
+    # Colors of variants that are not in the plot come last.
+    free.sort(key=lambda index: index in _COLORS.values())
     others = [other for other in names if other not in _COLORS]
     return _COLORS[name] if name in _COLORS else free[others.index(name) % len(free)]
 
