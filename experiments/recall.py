@@ -1,0 +1,491 @@
+"""What a state of a chosen size buys: associative recall against the bytes of state, and a needle against distance.
+
+Two tasks ask for the value of a key that a sequence has had before.
+
+pairs: multi-query associative recall, MQAR, of "Zoology: Measuring and Improving Recall in Efficient Language Models"
+(Arora et al. 2023). Pairs of a new key and a random value alternate with queries of a random key among those so far.
+Thus a sequence asks at every number of pairs. Keys of a sequence are unique.
+
+needle: one pair, at a random place among tokens of no use, and queries of its key at random later places. Models are
+tested at distances within the training context and beyond it.
+
+As in the retrieval task of "Linear Transformers Are Secretly Fast Weight Programmers" (Schlag et al. 2021), a key and
+its value are one token. Its embedding is the sum of theirs. One layer can then recall, and all that it knows of earlier
+tokens is its state. With one token each, another layer would first have to copy keys to the tokens of their values.
+
+The model is the project's `DecoderLM` with one layer, in float32. In the task `pairs` it has no positions, which the
+task does not need, except for the learned rotation of `conformal`; in the task `needle` attention has the positions of
+its preset. The head size varies at the same width, and so the state: `models.state_bytes` at 4 bytes per element. The
+state of softmax is its KV cache, which grows; it is that at the end of a test sequence.
+
+In training, half of the sequences of `pairs` are packed documents of a few pairs, from which p = 2 and p = 4 find the
+solution sooner. Accuracy is the fraction of queries for which the right value has the highest logit of all values, over
+newly drawn sequences of one document. `recalled` is the number of pairs at which accuracy falls below 90 %,
+interpolated over the logarithm of the number of pairs.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import pathlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from experiments import _shared
+from sympow_jax import atomic, config, models
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.training import machine
+
+# Titles of the tables of the tasks.
+TASKS = {
+    "pairs": "Accuracy against the number of pairs",
+    "needle": "Accuracy against the distance of a needle",
+}
+VARIANTS = ("linear", "p=2", "p=4", "gated", "conformal", "softmax")
+RECALLED = 0.9  # accuracy at which pairs count as recalled
+_MODEL = ("variant", "head_dim", "state_bytes")  # columns that name a model
+_LEAST_SHOWN = 16  # smallest point in the tables
+_BYTES = 4  # of an element of a state, in float32
+_HEAD_DIM = 16  # of models that have one head size
+_PARTS = 4  # of a training; its state is saved after each
+_TEST_BATCH = 8
+_QUERY_RATE = 1 / 8  # fraction of the tokens after a needle that are queries, in training
+
+PLANS = {
+    "toy": _shared.Plan(seeds=(0, 1, 2), steps=1200, documents=512),
+    "paper": _shared.Plan(seeds=(0, 1, 2), steps=50_000, documents=2048),
+    "tiny": _shared.Plan(seeds=(0, 1), steps=8, documents=16),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Sizes of tasks and models.
+
+    Attributes:
+        width: of the model.
+        keys: number of keys.
+        values: number of values.
+        noise: number of different tokens around a needle.
+        points: numbers of pairs at which accuracy is reported; the last is that of a sequence.
+        short: pairs of a document in half of the training sequences.
+        context: training context of `needle`, in tokens.
+        distances: from the needle to the queries of a test.
+        head_dims: head sizes of linear and power attention.
+        batch: training sequences of `pairs` per update. Those of `needle` have as many tokens.
+        rate: largest learning rate.
+    """
+
+    width: int = 32
+    keys: int = 128
+    values: int = 64
+    noise: int = 64
+    points: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+    short: int = 8
+    context: int = 128
+    distances: tuple[int, ...] = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
+    head_dims: tuple[int, ...] = (8, 16, 32)
+    batch: int = 8
+    rate: float = 1e-2
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a sequence."""
+        return self.points[-1]
+
+    @property
+    def needle(self) -> int:
+        """Place of the needle in test sequences."""
+        return self.context // 4
+
+    @property
+    def vocab_size(self) -> int:
+        """Keys, then values, then noise."""
+        return self.keys + self.values + self.noise
+
+
+SETTINGS = {
+    "toy": Setting(),
+    # The vocabulary and the smallest width of Zoology's MQAR.
+    "paper": Setting(
+        width=64, keys=4096, values=4032, points=(4, 8, 16, 32, 64, 128, 256, 512), batch=32, rate=3e-3
+    ),
+    "tiny": Setting(
+        width=16, keys=8, values=4, noise=4, points=(1, 2, 4), short=2, context=8, distances=(2, 16), batch=2
+    ),
+}
+
+
+class Series(NamedTuple):
+    """Sequences of a task.
+
+    Attributes:
+        tokens: keys or noise.
+        values: token of the value that shares a pair's place; -1 elsewhere.
+        answers: index of the value that a query asks for; -1 where there is no query.
+        segment_ids: document of each token.
+    """
+
+    tokens: Int[Array, "B T"]
+    values: Int[Array, "B T"]
+    answers: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
+
+
+def draw_pairs(setting: Setting, key: Array, batch: int, documents: Sequence[int]) -> Series:
+    """Draws sequences in which each pair is followed by a query of a pair so far in its document.
+
+    `documents` are pairs per document, for the sequences in turn.
+    """
+    key_key, value_key, query_key = jax.random.split(key, 3)
+    pairs = setting.pairs
+    keys = jnp.argsort(jax.random.bits(key_key, (batch, setting.keys)))[:, :pairs]
+    values = jax.random.randint(value_key, (batch, pairs), 0, setting.values)
+    length = jnp.resize(jnp.array(documents), (batch,))[:, None]
+    document, place = jnp.divmod(jnp.arange(pairs), length)
+    asked = document * length + jax.random.randint(query_key, (batch, pairs), 0, place + 1)
+
+    def alternate(pair, query):
+        return jnp.stack([pair, query], 2).reshape(batch, 2 * pairs)
+
+    none = jnp.full_like(values, -1)
+    return Series(
+        tokens=alternate(keys, jnp.take_along_axis(keys, asked, 1)),
+        values=alternate(values + setting.keys, none),
+        answers=alternate(none, jnp.take_along_axis(values, asked, 1)),
+        segment_ids=alternate(document, document),
+    )
+
+
+def draw_needles(setting: Setting, key: Array, batch: int, distances: Sequence[int] | None = None) -> Series:
+    """Draws sequences of noise with one pair, and queries of its key.
+
+    If `distances` are given, queries are at these distances from the pair, which is at `setting.needle`. Otherwise the
+    pair is in the first half of the training context, and an eighth of the tokens after it are queries.
+    """
+    noise_key, pair_key, value_key, place_key, query_key = jax.random.split(key, 5)
+    length = setting.context if distances is None else setting.needle + max(distances) + 1
+    time = jnp.arange(length)
+    if distances is None:
+        place = jax.random.randint(place_key, (batch, 1), 0, setting.context // 2)
+        query = (time > place) & jax.random.bernoulli(query_key, _QUERY_RATE, (batch, length))
+    else:
+        place = jnp.full((batch, 1), setting.needle)
+        query = jnp.broadcast_to(jnp.isin(time - setting.needle, jnp.array(distances)), (batch, length))
+    pair = jax.random.randint(pair_key, (batch, 1), 0, setting.keys)
+    value = jax.random.randint(value_key, (batch, 1), 0, setting.values)
+    noise = jax.random.randint(noise_key, (batch, length), setting.keys + setting.values, setting.vocab_size)
+    return Series(
+        tokens=jnp.where(query | (time == place), pair, noise),
+        values=jnp.where(time == place, value + setting.keys, -1),
+        answers=jnp.where(query, value, -1),
+        segment_ids=jnp.zeros((batch, length), int),
+    )
+
+
+def draw(setting: Setting, task: str, key: Array, *, test: bool) -> Series:
+    """Draws a batch of a task for an update or for a test."""
+    if task == "pairs":
+        documents = (setting.pairs,) if test else (setting.pairs, setting.short)
+        return draw_pairs(setting, key, _TEST_BATCH if test else setting.batch, documents)
+    if test:
+        return draw_needles(setting, key, _TEST_BATCH, setting.distances)
+    return draw_needles(setting, key, setting.batch * 2 * setting.pairs // setting.context)
+
+
+def value_logits(setting: Setting, model: models.DecoderLM, series: Series) -> Float[Array, "B T values"]:
+    """Returns a model's logits of the values after each token."""
+    own = model.embed(series.tokens)
+    values = model.embed(jnp.maximum(series.values, 0))
+    hidden = model.encode(own + jnp.where(series.values[..., None] < 0, 0, values), series.segment_ids)
+    return model.unembed(hidden)[..., setting.keys : setting.keys + setting.values]
+
+
+def loss(setting: Setting, model: models.DecoderLM, series: Series) -> Float[Array, ""]:
+    """Computes the mean cross-entropy of the values over the queries, in nats."""
+    logits = value_logits(setting, model, series)
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(series.answers, 0))
+    return nats.mean(where=series.answers >= 0)
+
+
+def places(setting: Setting, task: str) -> dict[int, int]:
+    """Returns the place in test sequences of the query of each point: number of pairs, or distance."""
+    if task == "pairs":
+        return {pairs: 2 * pairs - 1 for pairs in setting.points}
+    return {distance: setting.needle + distance for distance in setting.distances}
+
+
+def accuracy(
+    setting: Setting, task: str, logits: Float[Array, "B T values"], answers: Int[Array, "B T"]
+) -> Float[Array, " points"]:
+    """Computes the fraction of test sequences in which each point's query has its value."""
+    right = (logits.argmax(-1) == answers).mean(0)
+    return right[np.array(list(places(setting, task).values()))]
+
+
+def model_config(setting: Setting, task: str, variant: str, head_dim: int) -> config.ModelConfig:
+    """Returns the config of a variant's model."""
+    presets: dict[str, config.AttentionConfig] = {
+        "linear": config.preset("linear"),
+        "p=2": config.preset("sympow", power=2),
+        "p=4": config.preset("sympow", power=4),
+        "gated": config.preset("sympow_gated", power=2),
+        "conformal": config.preset("conformal", power=2),
+        "softmax": config.preset("softmax"),
+    }
+    attention = presets[variant]
+    if task == "pairs" and variant != "conformal":
+        attention = dataclasses.replace(attention, position="none")
+    return config.ModelConfig(
+        vocab_size=setting.vocab_size,
+        layers=1,
+        width=setting.width,
+        heads=setting.width // head_dim,
+        dtype="float32",
+        attention=attention,
+    )
+
+
+def state_bytes(setting: Setting, task: str, shape: config.ModelConfig) -> int:
+    """Returns the bytes of a model's state, for softmax those of its keys and values at the end of a test sequence."""
+    if shape.attention.kernel == "softmax":
+        return 2 * shape.width * shape.layers * _BYTES * (max(places(setting, task).values()) + 1)
+    return models.state_bytes(shape, bytes_per_element=_BYTES)
+
+
+def train(
+    setting: Setting,
+    task: str,
+    shape: config.ModelConfig,
+    seeds: Sequence[int],
+    path: pathlib.Path,
+    *,
+    steps: int,
+    series: int,
+) -> Float[np.ndarray, "seeds points"]:
+    """Trains a model for each seed, all in one program, and returns their accuracies on `series` sequences each.
+
+    The models are saved to `path` four times, and training resumes from there.
+    """
+    # Each model has keys of its own seed, so that its result does not depend on the others.
+    keys = jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: models.DecoderLM(shape, rngs=nnx.Rngs(0))))
+    initial = jax.jit(jax.vmap(lambda key: nnx.state(models.DecoderLM(shape, rngs=nnx.Rngs(key)), nnx.Param)))
+    parameters = initial(keys)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, setting.rate, max(1, steps // 20), steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+    state = parameters, jax.vmap(optimizer.init)(parameters)
+    about = {"setting": dataclasses.asdict(setting), "task": task, "model": dataclasses.asdict(shape)}
+    about = json.loads(json.dumps(about | {"seeds": list(seeds), "steps": steps}))
+    done, state = _restore(path, about, state)
+
+    def update(parameters, optimizer_state, key, step):
+        batch = draw(setting, task, jax.random.fold_in(key, step), test=False)
+        gradient = jax.grad(lambda x: loss(setting, nnx.merge(graph, x), batch))(parameters)
+        changes, optimizer_state = optimizer.update(gradient, optimizer_state, parameters)
+        return optax.apply_updates(parameters, changes), optimizer_state
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def advance(state, start, stop):
+        # In turn: on a CPU, the products of small matrices are slower in batches.
+        return jax.lax.fori_loop(
+            start,
+            stop,
+            lambda step, state: jax.lax.map(lambda model: update(*model, step), (*state, keys)),
+            state,
+        )
+
+    @jax.jit
+    def test(parameters):
+        def run(parameters, key):
+            def batch(key):
+                drawn = draw(setting, task, key, test=True)
+                logits = value_logits(setting, nnx.merge(graph, parameters), drawn)
+                return accuracy(setting, task, logits, drawn.answers)
+
+            # A key that is no update's.
+            return jax.lax.map(
+                batch, jax.random.split(jax.random.fold_in(key, 2**31), -(-series // _TEST_BATCH))
+            ).mean(0)
+
+        return jax.lax.map(lambda model: run(*model), (parameters, keys))
+
+    stops = np.linspace(0, steps, _PARTS + 1).round().astype(int).tolist()
+    for start, stop in itertools.pairwise(stops):
+        if start < done:
+            continue
+        state = advance(state, start, stop)
+        with atomic.replace(path) as draft:
+            np.savez(draft, *jax.tree.leaves(state), about=json.dumps(about), step=stop)
+        print(f"  update {stop:,} of {steps:,}", flush=True)
+    return np.asarray(test(state[0]))
+
+
+def _restore(path: pathlib.Path, about: Mapping[str, Any], state: Any) -> tuple[int, Any]:
+    """Returns the updates done and the state of a saved training that is `about` the same, or else 0 and `state`."""
+    if path.exists():
+        with np.load(path) as file:
+            if json.loads(str(file["about"])) == about:
+                leaves, tree = jax.tree.flatten(state)
+                saved = [jnp.asarray(file[f"arr_{index}"]) for index in range(len(leaves))]
+                return int(file["step"]), jax.tree.unflatten(tree, saved)
+    return 0, state
+
+
+def recalled(points: Sequence[int], accuracies: Sequence[float]) -> float:
+    """Returns the number of pairs at which accuracy first falls below 90 %.
+
+    It is interpolated over the logarithm of the number of pairs. If accuracy never falls, it is the last point.
+    """
+    low = next((index for index, right in enumerate(accuracies) if right < RECALLED), None)
+    if low is None:
+        return float(points[-1])
+    if low == 0:
+        return 0.0
+    share = (accuracies[low - 1] - RECALLED) / (accuracies[low - 1] - accuracies[low])
+    return float(points[low - 1] * (points[low] / points[low - 1]) ** share)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the experiment with the arguments after its name; returns the exit code."""
+    return _shared.run(
+        "recall", __doc__, arguments, _experiment, plans=PLANS, variants=VARIANTS, trains=False
+    )
+
+
+def _experiment(options: _shared.Options) -> None:
+    machine.cache_programs()
+    plan, setting = options.plan, SETTINGS[options.scale]
+    folder = options.runs / "recall"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for task, variant in itertools.product(TASKS, options.variants):
+        for head_dim in head_dims(setting, task, variant):
+            name = f"{task}, {variant}, heads of {head_dim}, {plan.steps} updates, {len(plan.seeds)} seeds"
+            print(name, flush=True)
+            shape = model_config(setting, task, variant, head_dim)
+            path = folder / f"{name.replace(', ', '_').replace(' ', '_')}.npz"
+            found = train(setting, task, shape, plan.seeds, path, steps=plan.steps, series=plan.documents)
+            print(f"  accuracy at {list(places(setting, task))[-1]}: {found[:, -1].mean():.3f}", flush=True)
+            about = {"task": task, "variant": variant, "head_dim": head_dim}
+            about["state_bytes"] = state_bytes(setting, task, shape)
+            rows += [
+                about | {"seed": seed, "point": point, "accuracy": float(right)}
+                for seed, accuracies in zip(plan.seeds, found)
+                for point, right in zip(places(setting, task), accuracies)
+            ]
+    path = _shared.write(options, rows, (), setting=dataclasses.asdict(setting))
+    _draw(path, setting, rows, len(plan.seeds))
+    _shared.print_tables(path, tables)
+
+
+def head_dims(setting: Setting, task: str, variant: str) -> tuple[int, ...]:
+    """Returns the head sizes of a variant in a task."""
+    if task == "pairs" and variant in ("linear", "p=2", "p=4"):
+        return tuple(size for size in setting.head_dims if size <= setting.width)
+    return (_HEAD_DIM,)
+
+
+def capacities(rows: Iterable[_shared.Row]) -> dict[tuple[str, int, int], _shared.Mean]:
+    """Returns `recalled` of each model of the task `pairs`, by (variant, head size, bytes of state)."""
+    curves: dict[tuple[Any, ...], dict[int, float]] = {}
+    for row in rows:
+        if row["task"] == "pairs":
+            model = tuple(row[name] for name in (*_MODEL, "seed"))
+            curves.setdefault(model, {})[row["point"]] = row["accuracy"]
+    found: dict[tuple[str, int, int], list[float]] = {}
+    for (variant, head_dim, size, _), curve in curves.items():
+        found.setdefault((variant, head_dim, size), []).append(recalled(list(curve), list(curve.values())))
+    return {model: _shared.mean(values) for model, values in found.items()}
+
+
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    rows = content["rows"]
+    accuracies = _shared.means(rows, ("task", *_MODEL, "point"), "accuracy")
+    found = []
+    for task, title in TASKS.items():
+        # Powers of two, without the smallest, where accuracies hardly differ.
+        points = [
+            x for key, *_, x in dict.fromkeys((row["task"], row["point"]) for row in rows) if key == task
+        ]
+        points = [x for x in points if x >= _LEAST_SHOWN and not x & (x - 1)]
+        shown = dict.fromkeys(tuple(row[name] for name in _MODEL) for row in rows if row["task"] == task)
+        capacity = capacities(rows) if task == "pairs" else {}
+        cells = [
+            (
+                *(str(part) if isinstance(part, str) else f"{part:,}" for part in model),
+                *([f"{capacity[model].value:.1f} ± {capacity[model].error:.1f}"] if capacity else ()),
+                *(str(accuracies[task, *model, x]) for x in points),
+            )
+            for model in shown
+        ]
+        columns = "", "head size", "bytes of state", *(["pairs at 90 %"] if capacity else ())
+        found.append(_shared.Table(title=title, columns=(*columns, *(f"{x:,}" for x in points)), rows=cells))
+    return found
+
+
+def _draw(path, setting, rows, seeds):
+    """Draws the pairs recalled against the bytes of state, and accuracy against pairs and against distance."""
+    states: dict[str, dict[float, _shared.Mean]] = {}
+    for (variant, _, size), mean in capacities(rows).items():
+        states.setdefault(variant, {})[size / 1024] = mean
+    curves: dict[str, dict[str, dict[int, _shared.Mean]]] = {task: {} for task in TASKS}
+    equal = [row for row in rows if row["head_dim"] == _HEAD_DIM]
+    for (task, variant, point), mean in _shared.means(
+        equal, ("task", "variant", "point"), "accuracy"
+    ).items():
+        curves[task].setdefault(variant, {})[point] = mean
+
+    def panel(lines, **about):
+        drawn = {name: _shared.bands(list(line), line.values()) for name, line in lines.items()}
+        return _shared.Panel(lines=drawn, **about)
+
+    panels = [
+        panel(
+            states,
+            x_label="KiB of state",
+            y_label="pairs recalled at 90 %",
+            title="What a state buys",
+            ticks=(1, 8, 64, 512, 4096),
+            log_y=True,
+        ),
+        panel(
+            curves["pairs"],
+            x_label="pairs",
+            y_label="accuracy",
+            title=f"Heads of {_HEAD_DIM}",
+            ticks=_ticks(setting.points),
+        ),
+        panel(
+            curves["needle"],
+            x_label="distance of a needle, tokens",
+            y_label="accuracy",
+            ticks=_ticks(setting.distances),
+            mark=(setting.context, "training context"),
+        ),
+    ]
+    _shared.draw_lines(
+        path,
+        panels,
+        title="Associative recall by the size of the state",
+        subtitle=f"mean of {seeds} seeds, band of one standard error; gated and conformal have p = 2; softmax's state "
+        f"is its KV cache after {setting.pairs} pairs",
+    )
+
+
+def _ticks(points: Sequence[int]) -> list[int]:
+    """Returns the powers of four among the points."""
+    return [point for point in points if point & (point - 1) == 0 and point.bit_length() % 2]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

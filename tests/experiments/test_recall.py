@@ -1,0 +1,198 @@
+"""Tests of the recall experiment: its sequences, training, the command, and the tables of its results."""
+
+import csv
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import recall
+from sympow_jax import models
+from tests import mistakes
+
+SETTING = recall.Setting(keys=40, values=10, noise=7, points=(1, 2, 4, 8, 24), context=32, distances=(3, 50))
+TINY = recall.SETTINGS["tiny"]
+
+
+@pytest.mark.parametrize("documents", [(24,), (24, 5), (8,)])
+def test_pairs(documents):
+    """An exact lookup among the pairs of the document so far has the answer of each query. Keys are unique."""
+    drawn = jax.tree.map(np.asarray, recall.draw_pairs(SETTING, jax.random.key(0), 4, documents))
+    for row in range(4):
+        length, seen, keys = documents[row % len(documents)], {}, []
+        assert [
+            len(x)
+            for x in np.split(drawn.segment_ids[row], np.flatnonzero(np.diff(drawn.segment_ids[row])) + 1)
+        ][:-1] == [2 * length] * ((24 - 1) // length)
+        for place, (token, value, answer) in enumerate(zip(*(part[row] for part in drawn[:3]), strict=True)):
+            if place % (2 * length) == 0:
+                seen = {}
+            if place % 2 == 0:
+                assert answer == -1
+                assert 40 <= value < 50
+                seen[token] = value - 40
+                keys.append(token)
+            else:
+                assert value == -1
+                assert answer == seen[token]
+        assert len(set(keys)) == 24
+        assert set(keys) <= set(range(40))
+
+
+def test_queries_of_pairs_are_even():
+    """Each of the pairs so far is asked for as often as any other."""
+    drawn = recall.draw_pairs(SETTING, jax.random.key(0), 4000, (24,))
+    for pairs in (2, 8):
+        asked = drawn.tokens[:, 2 * pairs - 1 : 2 * pairs] == drawn.tokens[:, : 2 * pairs : 2]
+        np.testing.assert_allclose(asked.mean(0), 1 / pairs, atol=5 * np.sqrt(1 / pairs / 4000))
+
+
+@pytest.mark.parametrize("distances", [None, (3, 50)])
+def test_needles(distances):
+    drawn = jax.tree.map(np.asarray, recall.draw_needles(SETTING, jax.random.key(0), 50, distances))
+    queries = 0
+    for tokens, values, answers in zip(*drawn[:3], strict=True):
+        (place,) = np.flatnonzero(values >= 0)
+        asked = np.flatnonzero(answers >= 0)
+        assert tokens[place] < 40
+        assert (tokens[asked] == tokens[place]).all()
+        assert (answers[asked] == values[place] - 40).all()
+        others = np.delete(tokens, [place, *asked])
+        assert ((others >= 50) & (others < 57)).all()
+        if distances:
+            assert place == SETTING.needle
+            assert (asked - place).tolist() == [3, 50]
+        else:
+            assert place < len(tokens) / 2
+            assert (asked > place).all()
+            queries += len(asked)
+    assert len(drawn.tokens[0]) == (SETTING.needle + 51 if distances else 32)
+    assert distances or 50 < queries < 250  # an eighth of the 16 to 31 tokens after the needle
+
+
+@pytest.mark.parametrize("task", recall.TASKS)
+def test_accuracy_of_a_perfect_predictor_and_of_chance(task):
+    draws = [recall.draw(SETTING, task, jax.random.key(i), test=True) for i in range(100)]
+    drawn = recall.Series(*map(jnp.concatenate, zip(*draws, strict=True)))
+    points = len(recall.places(SETTING, task))
+    perfect = jax.nn.one_hot(drawn.answers, SETTING.values)
+    assert recall.accuracy(SETTING, task, perfect, drawn.answers).tolist() == [1.0] * points
+    chance = jax.random.uniform(jax.random.key(100), perfect.shape)
+    found = recall.accuracy(SETTING, task, chance, drawn.answers)
+    error = np.sqrt(0.1 * 0.9 / len(drawn.answers))
+    np.testing.assert_allclose(found, [1 / SETTING.values] * points, atol=5 * error)
+
+
+def test_recalled():
+    points = (1, 4, 16, 64)
+    assert recall.recalled(points, (1.0, 0.95, 0.9, 0.91)) == 64
+    assert recall.recalled(points, (0.89, 0.95, 1.0, 1.0)) == 0
+    assert recall.recalled(points, (1.0, 1.0, 0.8, 0.95)) == pytest.approx(8)
+    assert recall.recalled(points, (1.0, 1.0, 0.9, 0.1)) == pytest.approx(16)
+
+
+def test_state_of_softmax_is_its_cache():
+    shape = recall.model_config(SETTING, "pairs", "softmax", 16)
+    cache = models.DecoderLM(shape, rngs=0).init_state(1, max_length=2 * SETTING.pairs, kv_cache=True)
+    (layer,) = cache.layers
+    assert recall.state_bytes(SETTING, "pairs", shape) == layer.memory.key.nbytes + layer.memory.value.nbytes
+
+
+def test_states_of_the_toy_scale_grow_with_power_and_head_size():
+    """Heads * F * (D + 1) elements of 4 bytes, with F = binomial(D + p - 1, p) features."""
+    setting = recall.SETTINGS["toy"]
+    expected = {
+        "linear": (1152, 2176, 4224),
+        "p=2": (5184, 18_496, 69_696),
+        "p=4": (47_520, 527_136, 6_911_520),
+    }
+    for variant, sizes in expected.items():
+        shapes = (recall.model_config(setting, "pairs", variant, size) for size in (8, 16, 32))
+        assert tuple(recall.state_bytes(setting, "pairs", shape) for shape in shapes) == sizes
+
+
+def trained(
+    tmp_path, name="run", *, seeds=(0,), variant="softmax", steps=8, setting=TINY, task="pairs", head_dim=8
+):
+    shape = recall.model_config(setting, task, variant, head_dim)
+    return recall.train(setting, task, shape, seeds, tmp_path / f"{name}.npz", steps=steps, series=64)
+
+
+def test_softmax_learns_both_tasks(tmp_path):
+    setting = dataclasses.replace(TINY, batch=32, distances=(2, 4, 6))
+    for task in recall.TASKS:
+        found = trained(tmp_path, task, steps=1000, setting=setting, task=task)
+        assert found.min() > 0.9
+
+
+def test_a_run_does_not_depend_on_the_others(tmp_path):
+    found = {seeds: trained(tmp_path, str(seeds), seeds=seeds) for seeds in ((0, 3), (3,))}
+    np.testing.assert_allclose(found[0, 3][1:], found[3,], atol=1 / 64)
+
+
+def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
+    whole, save = trained(tmp_path, "whole"), np.savez
+
+    def interrupt(*arguments, step, **more):
+        if step == 6:
+            raise KeyboardInterrupt
+        save(*arguments, step=step, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path)
+    capsys.readouterr()
+    resumed = trained(tmp_path)
+    assert capsys.readouterr().out == "  update 6 of 8\n  update 8 of 8\n"
+    np.testing.assert_array_equal(resumed, whole)
+    with np.load(tmp_path / "whole.npz") as expected, np.load(tmp_path / "run.npz") as found:
+        assert expected.files == found.files
+        for name in expected.files:
+            np.testing.assert_array_equal(found[name], expected[name])
+    np.testing.assert_array_equal(trained(tmp_path), whole)
+    assert capsys.readouterr().out == ""  # nothing is left to do
+    trained(tmp_path, variant="linear")  # other settings begin again
+    assert "update 2 of 8" in capsys.readouterr().out
+
+
+def test_the_command(tmp_path, capsys):
+    flags = ["--scale=tiny", "--variants=p=2,softmax", f"--out={tmp_path}"]
+    assert recall.main(flags) == 0
+    assert "pairs, p=2, heads of 8, 8 updates, 2 seeds" in capsys.readouterr().out
+    folder = tmp_path / "recall"
+    content = json.loads((folder / "recall.json").read_text())
+    assert content["command"].startswith("python -m experiments.recall --scale=tiny")
+    models = [("pairs", "p=2", 8), ("pairs", "p=2", 16), ("pairs", "softmax", 16)]
+    models += [("needle", "p=2", 16), ("needle", "softmax", 16)]
+    assert [
+        (row["task"], row["variant"], row["head_dim"], row["seed"], row["point"]) for row in content["rows"]
+    ] == [
+        (task, variant, size, seed, point)
+        for task, variant, size in models
+        for seed in (0, 1)
+        for point in {"pairs": TINY.points, "needle": TINY.distances}[task]
+    ]
+    pairs, needles = recall.tables(content)
+    assert [row[:3] for row in pairs.rows] == [
+        ("p=2", "8", "2,592"),
+        ("p=2", "16", "9,248"),
+        ("softmax", "16", "1,024"),
+    ]
+    assert [row[0] for row in needles.rows] == ["p=2", "softmax"]
+    assert all(0 <= row["accuracy"] <= 1 for row in content["rows"])
+    with (folder / "recall.csv").open() as file:
+        assert [float(row["accuracy"]) for row in csv.DictReader(file)] == [
+            row["accuracy"] for row in content["rows"]
+        ]
+    assert (folder / "recall.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_mistake(tmp_path, capsys):
+    flags = ["--variants=p=3", f"--out={tmp_path}"]
+    assert "argument --variants: there is no 'p=3'; there are linear, p=2" in mistakes.line(
+        recall.main, flags, capsys
+    )
