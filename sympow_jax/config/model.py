@@ -15,7 +15,7 @@ DTYPES = ("float32", "bfloat16")
 _MAX_LAYERS = 1024
 REMATS = ("none", "elementwise", "attention", "full")
 ACTIVATIONS = ("gelu", "relu")
-NORMS = ("layer", "batch")
+NORMS = ("layer", "rms", "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,13 @@ class ModelConfig:
     norm: str = dataclasses.field(
         default="layer",
         metadata=fields.about(
-            "Normalization before each half of a block and after the last block. `layer` normalizes over the "
-            "width, `batch` over the batch, with running means for evaluation.",
+            "Normalization before each half of a block and after the last block. `layer` and `rms` normalize over "
+            "the width, `rms` without mean and bias; `batch` over the batch, with running means for evaluation.",
             choices=NORMS,
         ),
+    )
+    norm_epsilon: float = dataclasses.field(
+        default=1e-5, metadata=fields.about("Number that norms add to the variance, or to the mean square.")
     )
     embedding_norm: bool = dataclasses.field(
         default=True, metadata=fields.about("Whether one more norm follows the embedding. GPT-2 has none.")
@@ -103,6 +106,7 @@ class ModelConfig:
         positive = ["layers", "width", "heads", "mlp_ratio", "channels"]
         positive += ["vocab_size"] if self.patch_size is None else []
         checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
+        checks.require_positive(**{"model.norm_epsilon": self.norm_epsilon})
         if self.layers > _MAX_LAYERS:
             raise ValueError(f"model.layers is {self.layers}; it must be at most {_MAX_LAYERS}")
         if self.patch_size is not None:

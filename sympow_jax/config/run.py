@@ -93,8 +93,8 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.weight_decay is {self.weight_decay} but optimizer.name is {self.name!r}; use adamw"
             )
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"optimizer.clip_norm is {self.clip_norm}; it must be positive")
+        if self.clip_norm is not None:
+            checks.require_positive(**{"optimizer.clip_norm": self.clip_norm})
         _ = self.factors_by_pattern
 
     @property

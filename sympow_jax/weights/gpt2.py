@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sympow_jax import config
-from sympow_jax.layers import norms
 
 __all__ = ["OUTPUT", "Layout", "is_config", "is_ignored", "is_layout", "layout", "settings"]
 
@@ -44,7 +43,6 @@ _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 # Options of GPT-2 for which the model here supports a single value.
 _FIXED = {
-    "layer_norm_epsilon": norms.EPSILON,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
@@ -124,6 +122,7 @@ def settings(values: Mapping[str, Any]) -> config.Config:
             heads=heads,
             mlp_ratio=4 if inner is None else inner // width,
             activation=_ACTIVATIONS[activation],
+            norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
             embedding_norm=False,
             biases=True,
             dtype="float32",
