@@ -14,7 +14,7 @@ DTYPES = ("float32", "bfloat16")
 # transformers have 1,000 layers (Wang et al. 2022).
 _MAX_LAYERS = 1024
 REMATS = ("none", "elementwise", "attention", "full")
-ACTIVATIONS = ("gelu", "relu")
+ACTIVATIONS = ("gelu", "relu", "swiglu", "geglu")
 NORMS = ("layer", "rms", "batch")
 
 
@@ -35,10 +35,22 @@ class ModelConfig:
         default=None, metadata=fields.about("Size of a head. If none, `width // heads`.")
     )
     mlp_ratio: int = dataclasses.field(
-        default=4, metadata=fields.about("Hidden width of the feed-forward layers, divided by `width`.")
+        default=4,
+        metadata=fields.about(
+            "Hidden width of the feed-forward layers, divided by `width`, if `mlp_width` is none."
+        ),
+    )
+    mlp_width: int | None = dataclasses.field(
+        default=None,
+        metadata=fields.about("Hidden width of the feed-forward layers. If none, `mlp_ratio * width`."),
     )
     activation: str = dataclasses.field(
-        default="gelu", metadata=fields.about("Activation of the feed-forward layers.", choices=ACTIVATIONS)
+        default="gelu",
+        metadata=fields.about(
+            "Activation of the feed-forward layers. `swiglu` and `geglu` multiply hidden units by the silu or gelu of "
+            "another projection, so that a layer has three matrices. gelu is the approximation by tanh.",
+            choices=ACTIVATIONS,
+        ),
     )
     norm: str = dataclasses.field(
         default="layer",
@@ -105,6 +117,7 @@ class ModelConfig:
         fields.validate(self, "model")
         positive = ["layers", "width", "heads", "mlp_ratio", "channels"]
         positive += ["vocab_size"] if self.patch_size is None else []
+        positive += ["mlp_width"] if self.mlp_width is not None else []
         checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
         checks.require_positive(**{"model.norm_epsilon": self.norm_epsilon})
         if self.layers > _MAX_LAYERS:
@@ -124,6 +137,11 @@ class ModelConfig:
         position = self.attention.position
         if position == "sinusoidal" and self.width % 2:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")
+
+    @property
+    def hidden_width(self) -> int:
+        """Hidden width of the feed-forward layers."""
+        return self.mlp_ratio * self.width if self.mlp_width is None else self.mlp_width
 
 
 # The shapes of GPT-2 and GPT-3 XL, with the 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes.

@@ -349,7 +349,7 @@ class Config:
         divided = {
             "model.kv_heads": model.kv_heads,
             "model.heads": model.heads,
-            "the feed-forward width model.mlp_ratio * model.width": model.mlp_ratio * model.width,
+            "the hidden width of feed-forward layers": model.hidden_width,
             "model.vocab_size": model.vocab_size,
         }
         for name, size in divided.items():

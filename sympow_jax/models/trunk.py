@@ -51,7 +51,7 @@ class Block(nnx.Module):
         self.attention_norm = layers.make_norm(config, dtype, rngs=rngs)
         self.attention = layers.make_attention(config, rngs=rngs)
         self.mlp_norm = layers.make_norm(config, dtype, rngs=rngs)
-        self.mlp = layers.MLP(config, rngs=rngs)
+        self.mlp = layers.make_mlp(config, rngs=rngs)
 
     def __call__(
         self,

@@ -4,6 +4,7 @@ import jax
 
 from sympow_jax import config
 from sympow_jax.config import attention as attention_lib
+from sympow_jax.layers import mlp
 from sympow_jax.layers.attention import kernels, positions
 
 __all__ = ["model_flops_per_token", "peak_flops"]
@@ -66,12 +67,14 @@ def model_flops_per_token(
         gates += size if decay.per_channel else 1
     kernel = kernels.from_config(model)
     gates += positions.num_rates(model.attention, kernel.position_dim)
-    weights = 2 * (heads + kv_heads) * size + gates * kv_heads + 2 * model.mlp_ratio * width
+    projections = width * (2 * (heads + kv_heads) * size + gates * kv_heads)
     task = task or config.TaskConfig()
-    outside = {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0) * model.vocab_size
+    outside = (
+        width * {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0) * model.vocab_size
+    )
     if model.patch_size is not None:
-        outside += model.patch_size**2 * model.channels
-    dense = 2 * width * (model.layers * weights + outside)
+        outside += width * model.patch_size**2 * model.channels
+    dense = 2 * (model.layers * (projections + mlp.num_weights(model)) + outside)
     return _PASSES * (dense + model.layers * kernel.flops_per_token(context_length))
 
 

@@ -108,9 +108,6 @@ def settings(values: Mapping[str, Any]) -> config.Config:
     activation = values.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         problems.append(f"activation_function is {activation!r}, not one of {', '.join(_ACTIVATIONS)}")
-    inner, width = values.get("n_inner"), values.get("n_embd")
-    if inner is not None and _is_size(width) and (not _is_size(inner) or inner % width):
-        problems.append(f"n_inner is {inner!r}, not a multiple of n_embd")
     if problems:
         raise ValueError(f"this GPT-2 is not one that can be had here: {'; '.join(problems)}")
     vocab_size, length, width, layers, heads = (values[name] for name in _SIZES)
@@ -120,7 +117,7 @@ def settings(values: Mapping[str, Any]) -> config.Config:
             layers=layers,
             width=width,
             heads=heads,
-            mlp_ratio=4 if inner is None else inner // width,
+            mlp_width=values.get("n_inner"),
             activation=_ACTIVATIONS[activation],
             norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
             embedding_norm=False,
