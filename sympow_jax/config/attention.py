@@ -17,6 +17,7 @@ __all__ = [
     "DecaySource",
     "Kernel",
     "LrpeConfig",
+    "RopeConfig",
     "SpeConfig",
     "preset",
     "preset_name",
@@ -103,6 +104,73 @@ KERNELS: dict[str, Kernel] = {
 }
 """Kernels by name, the choices of `AttentionConfig.kernel`. A new kernel is one more row."""
 
+ROPE_LAYOUTS = ("pairs", "halves")
+ROPE_SCALINGS = ("none", "llama3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rates and layout of the positions `rope`, `learned_rope` and `learned_rope_pairs`."""
+
+    base: float | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Base b of the rotation rates theta_m = b^(-2(m-1)/D), in radians per token, as in Llama. If none, the "
+            "rates depend on `max_document_length`."
+        ),
+    )
+    layout: str = dataclasses.field(
+        default="pairs",
+        metadata=fields.about(
+            "Dimensions that rotate together: neighbors in `pairs`, m and m + D/2 in `halves`, as in Llama.",
+            choices=ROPE_LAYOUTS,
+        ),
+    )
+    scaling: str = dataclasses.field(
+        default="none",
+        metadata=fields.about(
+            "Scaling of the rates. With `llama3`, pairs that rotate slowly have their rates divided by `factor`.",
+            choices=ROPE_SCALINGS,
+        ),
+    )
+    factor: float = dataclasses.field(
+        default=8.0, metadata=fields.about("Divisor of the slow rates of `llama3`.")
+    )
+    low_frequency_factor: float = dataclasses.field(
+        default=1.0,
+        metadata=fields.about(
+            "Turns in `original_length` tokens below which `llama3` divides a rate by `factor`."
+        ),
+    )
+    high_frequency_factor: float = dataclasses.field(
+        default=4.0,
+        metadata=fields.about("Turns in `original_length` tokens above which `llama3` keeps a rate."),
+    )
+    original_length: int = dataclasses.field(
+        default=8192,
+        metadata=fields.about("Context length of the training before `llama3` scaled the rates."),
+    )
+
+    def __post_init__(self):
+        fields.validate(self, "attention.rope")
+        if self.base is not None and self.base <= 1:
+            raise ValueError(f"attention.rope.base is {self.base}; it must be above 1")
+        if self.scaling != "none" and self.base is None:
+            raise ValueError(
+                f"attention.rope.scaling is {self.scaling!r} and attention.rope.base None; set the base of the rates "
+                f"that are scaled"
+            )
+        checks.require_at_least(
+            1, **{f"attention.rope.{name}": getattr(self, name) for name in ("factor", "original_length")}
+        )
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if not 0 < low < high:
+            raise ValueError(
+                f"attention.rope.low_frequency_factor is {low} and attention.rope.high_frequency_factor {high}; they "
+                f"must be positive, and the second larger"
+            )
+
+
 LRPE_CORES = ("orthogonal", "unitary", "permutation", "mixed")
 LRPE_BASES = ("identity", "householder", "odd_even", "fourier")
 LRPE_RATES = ("a", "b", "c", "rope", "cosine")
@@ -132,8 +200,8 @@ class LrpeConfig:
         default="a",
         metadata=fields.about(
             "Rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by "
-            "`reference_length` in place of the current length. `rope` uses the rates of position `rope`, "
-            "with its `max_document_length`. `cosine` is pi / 2 over `reference_length` for every t: with core "
+            "`reference_length` in place of the current length. `rope` is 2 pi M^(-2 t / d), with M the "
+            "`max_document_length`. `cosine` is pi / 2 over `reference_length` for every t: with core "
             "`unitary`, weights are those of cosFormer, which reaches 0 at that distance.",
             choices=LRPE_RATES,
         ),
@@ -289,10 +357,11 @@ class AttentionConfig:
     max_document_length: int = dataclasses.field(
         default=65_536,
         metadata=fields.about(
-            "M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes. Also the number of rows in "
-            "the table of position `learned_absolute`, and so the longest document that it supports."
+            "M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes without `rope.base`. Also the "
+            "number of rows in the table of position `learned_absolute`, and so the longest document that it supports."
         ),
     )
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     lrpe: LrpeConfig = dataclasses.field(default_factory=LrpeConfig)
     spe: SpeConfig = dataclasses.field(default_factory=SpeConfig)
 
