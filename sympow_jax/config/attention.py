@@ -304,6 +304,20 @@ class AttentionConfig:
             choices=POSITIONS,
         ),
     )
+    qk_norm: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether the queries and keys of each head are RMS-normalized before positions are applied, with a "
+            "scale for queries and one for keys. Qwen3 has these norms."
+        ),
+    )
+    qkv_biases: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether the projections to queries, keys and values have biases even if `model.biases` is false. Qwen2 "
+            "has these biases."
+        ),
+    )
     causal: bool = dataclasses.field(
         default=True,
         metadata=fields.about(
@@ -434,8 +448,12 @@ class AttentionConfig:
             )
 
 
+_ROPE_SOFTMAX: dict[str, Any] = {"kernel": "softmax", "decay": "none", "position": "rope"}
+_LLAMA3_ROPE = RopeConfig(base=500_000.0, layout="halves")
+_QWEN_ROPE = RopeConfig(base=1_000_000.0, layout="halves")
+
 PRESETS: dict[str, dict[str, Any]] = {
-    "softmax": {"kernel": "softmax", "decay": "none", "position": "rope"},
+    "softmax": _ROPE_SOFTMAX,
     "softmax_alibi": {"kernel": "softmax", "decay": "alibi", "position": "none"},
     "gpt2": {
         "kernel": "softmax",
@@ -456,12 +474,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sympow_gated": {"kernel": "power", "decay": "learned", "position": "rope"},
     "sympow_learned_rope": {"kernel": "power", "decay": "none", "position": "learned_rope"},
     "conformal": {"kernel": "power", "decay": "learned", "position": "learned_rope"},
+    "llama3": _ROPE_SOFTMAX | {"rope": _LLAMA3_ROPE},
+    "llama31": _ROPE_SOFTMAX | {"rope": dataclasses.replace(_LLAMA3_ROPE, scaling="llama3")},
+    "llama32": _ROPE_SOFTMAX | {"rope": dataclasses.replace(_LLAMA3_ROPE, scaling="llama3", factor=32.0)},
+    "qwen2": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qkv_biases": True},
+    "qwen3": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qk_norm": True},
+    # StarCoder2's window of 4,096 tokens is not applied.
+    "starcoder2": _ROPE_SOFTMAX | {"rope": RopeConfig(base=999_999.4420358813, layout="halves")},
+    "brumby": {
+        "kernel": "power",
+        "decay": "learned",
+        "position": "rope",
+        "rope": _QWEN_ROPE,
+        "qk_norm": True,
+    },
 }
-"""Fields of `AttentionConfig` by the names that the papers use; `preset` makes one."""
+"""Fields of `AttentionConfig` by the names that papers and published models use; `preset` makes one."""
 
 
 def preset(name: str, **changes) -> AttentionConfig:
-    """Returns the attention that the papers call `name`, with `changes` to its fields.
+    """Returns the attention that papers or published models call `name`, with `changes` to its fields.
 
     Raises:
         ValueError: `name` is not in `PRESETS`, or `AttentionConfig` rejects the fields.
@@ -471,8 +503,12 @@ def preset(name: str, **changes) -> AttentionConfig:
 
 
 def preset_name(attention: AttentionConfig) -> str:
-    """Returns the first name in `PRESETS` whose fields `attention` has, or else its kernel, decay and position."""
-    for name, values in PRESETS.items():
-        if all(getattr(attention, field) == value for field, value in values.items()):
-            return name
+    """Returns the name in `PRESETS` with the most fields, all of which `attention` has, or else names its parts."""
+    names = [
+        name
+        for name, values in PRESETS.items()
+        if all(getattr(attention, field) == value for field, value in values.items())
+    ]
+    if names:
+        return max(names, key=lambda name: len(PRESETS[name]))
     return f"{attention.kernel}, {attention.decay}, {attention.position}"

@@ -69,7 +69,15 @@ class ModelConfig:
     biases: bool = dataclasses.field(
         default=False,
         metadata=fields.about(
-            "Whether projections have biases, except those of decays and rotation rates. GPT-2 has biases."
+            "Whether projections have biases, except those of decays and rotation rates. GPT-2 and StarCoder2 have "
+            "biases."
+        ),
+    )
+    tied_head: bool = dataclasses.field(
+        default=True,
+        metadata=fields.about(
+            "Whether logits are products with the embedding. If false, they are products with a second table, as in "
+            "the larger Llama and Qwen models. Not used by a model of images."
         ),
     )
     patch_size: int | None = dataclasses.field(
@@ -144,7 +152,11 @@ class ModelConfig:
         return self.mlp_ratio * self.width if self.mlp_width is None else self.mlp_width
 
 
-# The shapes of GPT-2 and GPT-3 XL, with the 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes.
+_LLAMA: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
+_QWEN: dict[str, Any] = _LLAMA | {"norm_epsilon": 1e-6}
+
+# The shapes of GPT-2 and GPT-3 XL, with the 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes. The
+# others are published models, whose attention is the preset named before the `_`. Brumby has the body of `qwen3_14b`.
 MODEL_SIZES: dict[str, dict[str, Any]] = {
     "quickstart": {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"},
     "gpt2_124m": {"vocab_size": 50_304, "layers": 12, "width": 768, "heads": 12},
@@ -152,5 +164,24 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
     "gpt2_774m": {"vocab_size": 50_304, "layers": 36, "width": 1280, "heads": 20},
     "gpt2_1558m": {"vocab_size": 50_304, "layers": 48, "width": 1600, "heads": 25},
     "gpt3_1311m": {"vocab_size": 50_304, "layers": 24, "width": 2048, "heads": 32},
+    "llama3_8b": _LLAMA
+    | {"vocab_size": 128_256, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14_336}
+    | {"tied_head": False},
+    "llama32_1b": _LLAMA
+    | {"vocab_size": 128_256, "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 8192},
+    # Qwen2 and Qwen2.5.
+    "qwen2_500m": _QWEN
+    | {"vocab_size": 151_936, "layers": 24, "width": 896, "heads": 14, "kv_heads": 2, "mlp_width": 4864},
+    "qwen2_7b": _QWEN
+    | {"vocab_size": 152_064, "layers": 28, "width": 3584, "heads": 28, "kv_heads": 4, "mlp_width": 18_944}
+    | {"tied_head": False},
+    "qwen3_600m": _QWEN
+    | {"vocab_size": 151_936, "layers": 28, "width": 1024, "heads": 16, "kv_heads": 8, "mlp_width": 3072}
+    | {"head_dim": 128},
+    "qwen3_14b": _QWEN
+    | {"vocab_size": 151_936, "layers": 40, "width": 5120, "heads": 40, "kv_heads": 8, "mlp_width": 17_408}
+    | {"tied_head": False},
+    "starcoder2_3b": {"vocab_size": 49_152, "layers": 30, "width": 3072, "heads": 24, "kv_heads": 2}
+    | {"biases": True, "embedding_norm": False},
 }
 """Model sizes by name, as fields of `ModelConfig`."""

@@ -46,9 +46,9 @@ def model_flops_per_token(
 
     * A multiplication with its addition counts as two. The backward pass is twice the forward pass.
     * Matrix products take 6 FLOPs per weight. They are the projections, decays and rotation rates, the feed-forward
-      layers, the embedding of patches and the tied unembedding. If only masked tokens are predicted, only these are
-      unembedded. Embedding lookups, norms, activations, rotations, softmax, the head of a row and the optimizer are
-      not counted.
+      layers, the embedding of patches and the unembedding, tied or not. If only masked tokens are predicted, only these
+      are unembedded. Biases, embedding lookups, norms, activations, rotations, softmax, the head of a row and the
+      optimizer are not counted.
     * Attention by pairs (softmax, and `form` "attention"): 2 (D + E) for each of the T / 2 causal pairs per token of a
       query head, or T pairs if bidirectional.
     * Attention by features: 2 F E for every key head, which updates a state, and for every query head, which reads

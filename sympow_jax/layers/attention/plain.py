@@ -32,6 +32,8 @@ class PowerAttention(layer.Attention):
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
         exact_window: minimum number of last keys that every query attends to exactly instead of through the state.
         max_document_length: longest document in tokens, which sets the rotation rates.
+        qk_norm: whether queries and keys of each head are RMS-normalized before positions are applied.
+        qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
         spe: options of position "spe".
@@ -66,6 +68,8 @@ class PowerAttention(layer.Attention):
         chunk_size: int | None = None,
         exact_window: int = 64,
         max_document_length: int = 65_536,
+        qk_norm: bool = False,
+        qkv_biases: bool = False,
         rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
         spe: configs.SpeConfig | None = None,
@@ -88,6 +92,8 @@ class PowerAttention(layer.Attention):
             chunk_size=chunk_size,
             exact_window=exact_window,
             max_document_length=max_document_length,
+            qk_norm=qk_norm,
+            qkv_biases=qkv_biases,
             rope=rope,
             lrpe=lrpe,
             spe=spe,
@@ -116,6 +122,8 @@ class LinearAttention(layer.Attention):
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
         exact_window: minimum number of last keys that every query attends to exactly instead of through the state.
         max_document_length: longest document in tokens, which sets the rotation rates.
+        qk_norm: whether queries and keys of each head are RMS-normalized before positions are applied.
+        qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
         spe: options of position "spe".
@@ -152,6 +160,8 @@ class LinearAttention(layer.Attention):
         chunk_size: int | None = None,
         exact_window: int = 64,
         max_document_length: int = 65_536,
+        qk_norm: bool = False,
+        qkv_biases: bool = False,
         rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
         spe: configs.SpeConfig | None = None,
@@ -177,6 +187,8 @@ class LinearAttention(layer.Attention):
             chunk_size=chunk_size,
             exact_window=exact_window,
             max_document_length=max_document_length,
+            qk_norm=qk_norm,
+            qkv_biases=qkv_biases,
             rope=rope,
             lrpe=lrpe,
             spe=spe,
@@ -197,6 +209,8 @@ class SoftmaxAttention(layer.Attention):
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         implementation: "xla" or "cudnn". If None, the op chooses.
         max_document_length: longest document in tokens, which sets the rotation rates.
+        qk_norm: whether queries and keys of each head are RMS-normalized before positions are applied.
+        qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
         spe: options of position "spe".
@@ -227,6 +241,8 @@ class SoftmaxAttention(layer.Attention):
         causal: bool = True,
         implementation: str | None = None,
         max_document_length: int = 65_536,
+        qk_norm: bool = False,
+        qkv_biases: bool = False,
         rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
         spe: configs.SpeConfig | None = None,
@@ -246,6 +262,8 @@ class SoftmaxAttention(layer.Attention):
             causal=causal,
             implementation=implementation,
             max_document_length=max_document_length,
+            qk_norm=qk_norm,
+            qkv_biases=qkv_biases,
             rope=rope,
             lrpe=lrpe,
             spe=spe,
@@ -266,6 +284,8 @@ class ExpressiveAttention(layer.Attention):
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         implementation: implementation of the op. If None, the op chooses.
         max_document_length: longest document in tokens, which sets the rotation rates.
+        qk_norm: whether queries and keys of each head are RMS-normalized before positions are applied.
+        qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
         spe: options of position "spe".
@@ -296,6 +316,8 @@ class ExpressiveAttention(layer.Attention):
         causal: bool = True,
         implementation: str | None = None,
         max_document_length: int = 65_536,
+        qk_norm: bool = False,
+        qkv_biases: bool = False,
         rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
         spe: configs.SpeConfig | None = None,
@@ -315,6 +337,8 @@ class ExpressiveAttention(layer.Attention):
             causal=causal,
             implementation=implementation,
             max_document_length=max_document_length,
+            qk_norm=qk_norm,
+            qkv_biases=qkv_biases,
             rope=rope,
             lrpe=lrpe,
             spe=spe,
