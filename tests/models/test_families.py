@@ -69,7 +69,13 @@ def run(name, **changes):
     )
 
 
-@EACH
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("llama32", "qwen2") else ())
+        for name in families.FAMILIES
+    ],
+)
 def test_steps_of_training_lower_the_loss(name):
     program = training.Program(run(name), sharding.whole_mesh(jax.devices()[:1]))
     state, losses = program.init_state(), []
