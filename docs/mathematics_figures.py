@@ -209,7 +209,9 @@ def learned_rotation() -> matplotlib.figure.Figure:
     ones = jnp.broadcast_to(slow, (1, time, 1, size))
     figure, (left, right) = figures.make(2, width=9.6, height=3.7, sharey=False)
     for name, beta, color in (("rope, β = 1", np.ones_like(rate), BLUE), ("learned", rate, RED)):
-        angles, _ = ops.rotary.learned_angles(jnp.asarray(beta), size, max_document_length=1024)
+        angles, _ = ops.rotary.learned_angles(
+            jnp.asarray(beta), size, theta=ops.rotary.rope_rates(size, max_document_length=1024)
+        )
         turned = ops.rotary.rotate(ones, angles)[0, :, 0]
         left.plot(np.cumsum(beta[0, :, 0]), color=color, label=name)
         right.plot(np.asarray(turned @ turned[-1]), color=color)

@@ -24,7 +24,7 @@ def load(spec: str) -> config.Config:
 def shape(settings: config.Config) -> tuple:
     model, optimizer = settings.model, settings.optimizer
     return (
-        *(model.layers, model.width, model.heads, model.mlp_ratio * model.width, model.activation),
+        *(model.layers, model.width, model.heads, model.hidden_width, model.activation),
         *(settings.data.context_length, settings.data.batch_size, settings.training.steps),
         *(optimizer.warmup_steps, optimizer.learning_rate, optimizer.schedule, optimizer.name),
         *(optimizer.epsilon, optimizer.b1, optimizer.b2, optimizer.weight_decay),

@@ -170,7 +170,7 @@ def predict(job: Job, plan: Plan) -> Step:
     # Computation. Passes of a block are in units of its forward pass; logits are always computed again.
     passes = 3 + again
     products = passes * (job.parameters - embedding) + 4 * embedding
-    sharded_bytes = HEAD_BYTES * model.heads * size + HIDDEN_BYTES * model.mlp_ratio * model.width
+    sharded_bytes = HEAD_BYTES * model.heads * size + HIDDEN_BYTES * model.hidden_width
     block_bytes = passes * (STREAM_BYTES * model.width + sharded_bytes / plan.tensor) * model.layers
     # In the attention form a GPU has the whole sequence for its shard of the heads.
     split = plan.context if plan.form == "attention" else 1
@@ -202,7 +202,7 @@ def predict(job: Job, plan: Plan) -> Step:
     # Memory. A block's input and the stream after attention are in float32, both normalized: not sharded over `tensor`.
     # Residuals of attention and hidden units with two functions of them are. A block computed again keeps all of its.
     width, out = model.width, model.heads * size
-    whole = 12 * width + (KEPT_BY_HEAD[plan.form] * out + 6 * model.mlp_ratio * width) / plan.tensor
+    whole = 12 * width + (KEPT_BY_HEAD[plan.form] * out + 6 * model.hidden_width) / plan.tensor
     kept = {"none": whole, "attention": 4 * width + 4 * out / plan.tensor, "full": 4 * width}[plan.remat]
     memory = STATE_BYTES * mine + tokens * (model.layers * kept + again * whole)
     return Step(job, plan, computation, traffic, memory)

@@ -5,7 +5,15 @@ are named as in the papers; each sets a kernel, a decay and a position encoding.
 """
 
 from sympow_jax.config._checks import require_choice
-from sympow_jax.config.attention import PRESETS, AttentionConfig, LrpeConfig, SpeConfig, preset, preset_name
+from sympow_jax.config.attention import (
+    PRESETS,
+    AttentionConfig,
+    LrpeConfig,
+    RopeConfig,
+    SpeConfig,
+    preset,
+    preset_name,
+)
 from sympow_jax.config.data import DataConfig
 from sympow_jax.config.loading import load, override
 from sympow_jax.config.methods import LRPE_METHODS, lrpe_method
@@ -24,6 +32,7 @@ __all__ = [
     "LrpeConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "RopeConfig",
     "ShardingConfig",
     "SpeConfig",
     "TaskConfig",

@@ -13,6 +13,7 @@ __all__ = [
     "require_at_least",
     "require_choice",
     "require_fraction",
+    "require_positive",
     "require_representable",
     "require_seed",
 ]
@@ -34,6 +35,13 @@ def require_at_least(least: float, **values: float) -> None:
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def require_positive(**values: float) -> None:
+    """Raises ValueError for the first of the named values that is not above 0."""
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"{name} is {value}; it must be positive")
 
 
 def require_fraction(**values: float) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "DecaySource",
     "Kernel",
     "LrpeConfig",
+    "RopeConfig",
     "SpeConfig",
     "preset",
     "preset_name",
@@ -103,6 +104,73 @@ KERNELS: dict[str, Kernel] = {
 }
 """Kernels by name, the choices of `AttentionConfig.kernel`. A new kernel is one more row."""
 
+ROPE_LAYOUTS = ("pairs", "halves")
+ROPE_SCALINGS = ("none", "llama3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rates and layout of the positions `rope`, `learned_rope` and `learned_rope_pairs`."""
+
+    base: float | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Base b of the rotation rates theta_m = b^(-2(m-1)/D), in radians per token, as in Llama. If none, the "
+            "rates depend on `max_document_length`."
+        ),
+    )
+    layout: str = dataclasses.field(
+        default="pairs",
+        metadata=fields.about(
+            "Dimensions that rotate together: neighbors in `pairs`, m and m + D/2 in `halves`, as in Llama.",
+            choices=ROPE_LAYOUTS,
+        ),
+    )
+    scaling: str = dataclasses.field(
+        default="none",
+        metadata=fields.about(
+            "Scaling of the rates. With `llama3`, pairs that rotate slowly have their rates divided by `factor`.",
+            choices=ROPE_SCALINGS,
+        ),
+    )
+    factor: float = dataclasses.field(
+        default=8.0, metadata=fields.about("Divisor of the slow rates of `llama3`.")
+    )
+    low_frequency_factor: float = dataclasses.field(
+        default=1.0,
+        metadata=fields.about(
+            "Turns in `original_length` tokens below which `llama3` divides a rate by `factor`."
+        ),
+    )
+    high_frequency_factor: float = dataclasses.field(
+        default=4.0,
+        metadata=fields.about("Turns in `original_length` tokens above which `llama3` keeps a rate."),
+    )
+    original_length: int = dataclasses.field(
+        default=8192,
+        metadata=fields.about("Context length of the training before `llama3` scaled the rates."),
+    )
+
+    def __post_init__(self):
+        fields.validate(self, "attention.rope")
+        if self.base is not None and self.base <= 1:
+            raise ValueError(f"attention.rope.base is {self.base}; it must be above 1")
+        if self.scaling != "none" and self.base is None:
+            raise ValueError(
+                f"attention.rope.scaling is {self.scaling!r} and attention.rope.base None; set the base of the rates "
+                f"that are scaled"
+            )
+        checks.require_at_least(
+            1, **{f"attention.rope.{name}": getattr(self, name) for name in ("factor", "original_length")}
+        )
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if not 0 < low < high:
+            raise ValueError(
+                f"attention.rope.low_frequency_factor is {low} and attention.rope.high_frequency_factor {high}; they "
+                f"must be positive, and the second larger"
+            )
+
+
 LRPE_CORES = ("orthogonal", "unitary", "permutation", "mixed")
 LRPE_BASES = ("identity", "householder", "odd_even", "fourier")
 LRPE_RATES = ("a", "b", "c", "rope", "cosine")
@@ -132,8 +200,8 @@ class LrpeConfig:
         default="a",
         metadata=fields.about(
             "Rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by "
-            "`reference_length` in place of the current length. `rope` uses the rates of position `rope`, "
-            "with its `max_document_length`. `cosine` is pi / 2 over `reference_length` for every t: with core "
+            "`reference_length` in place of the current length. `rope` is 2 pi M^(-2 t / d), with M the "
+            "`max_document_length`. `cosine` is pi / 2 over `reference_length` for every t: with core "
             "`unitary`, weights are those of cosFormer, which reaches 0 at that distance.",
             choices=LRPE_RATES,
         ),
@@ -236,6 +304,20 @@ class AttentionConfig:
             choices=POSITIONS,
         ),
     )
+    qk_norm: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether the queries and keys of each head are RMS-normalized before positions are applied, with a "
+            "scale for queries and one for keys. Qwen3 has these norms."
+        ),
+    )
+    qkv_biases: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether the projections to queries, keys and values have biases even if `model.biases` is false. Qwen2 "
+            "has these biases."
+        ),
+    )
     causal: bool = dataclasses.field(
         default=True,
         metadata=fields.about(
@@ -289,10 +371,11 @@ class AttentionConfig:
     max_document_length: int = dataclasses.field(
         default=65_536,
         metadata=fields.about(
-            "M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes. Also the number of rows in "
-            "the table of position `learned_absolute`, and so the longest document that it supports."
+            "M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes without `rope.base`. Also the "
+            "number of rows in the table of position `learned_absolute`, and so the longest document that it supports."
         ),
     )
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     lrpe: LrpeConfig = dataclasses.field(default_factory=LrpeConfig)
     spe: SpeConfig = dataclasses.field(default_factory=SpeConfig)
 
@@ -365,8 +448,12 @@ class AttentionConfig:
             )
 
 
+_ROPE_SOFTMAX: dict[str, Any] = {"kernel": "softmax", "decay": "none", "position": "rope"}
+_LLAMA3_ROPE = RopeConfig(base=500_000.0, layout="halves")
+_QWEN_ROPE = RopeConfig(base=1_000_000.0, layout="halves")
+
 PRESETS: dict[str, dict[str, Any]] = {
-    "softmax": {"kernel": "softmax", "decay": "none", "position": "rope"},
+    "softmax": _ROPE_SOFTMAX,
     "softmax_alibi": {"kernel": "softmax", "decay": "alibi", "position": "none"},
     "gpt2": {
         "kernel": "softmax",
@@ -387,12 +474,26 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sympow_gated": {"kernel": "power", "decay": "learned", "position": "rope"},
     "sympow_learned_rope": {"kernel": "power", "decay": "none", "position": "learned_rope"},
     "conformal": {"kernel": "power", "decay": "learned", "position": "learned_rope"},
+    "llama3": _ROPE_SOFTMAX | {"rope": _LLAMA3_ROPE},
+    "llama31": _ROPE_SOFTMAX | {"rope": dataclasses.replace(_LLAMA3_ROPE, scaling="llama3")},
+    "llama32": _ROPE_SOFTMAX | {"rope": dataclasses.replace(_LLAMA3_ROPE, scaling="llama3", factor=32.0)},
+    "qwen2": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qkv_biases": True},
+    "qwen3": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qk_norm": True},
+    # StarCoder2's window of 4,096 tokens is not applied.
+    "starcoder2": _ROPE_SOFTMAX | {"rope": RopeConfig(base=999_999.4420358813, layout="halves")},
+    "brumby": {
+        "kernel": "power",
+        "decay": "learned",
+        "position": "rope",
+        "rope": _QWEN_ROPE,
+        "qk_norm": True,
+    },
 }
-"""Fields of `AttentionConfig` by the names that the papers use; `preset` makes one."""
+"""Fields of `AttentionConfig` by the names that papers and published models use; `preset` makes one."""
 
 
 def preset(name: str, **changes) -> AttentionConfig:
-    """Returns the attention that the papers call `name`, with `changes` to its fields.
+    """Returns the attention that papers or published models call `name`, with `changes` to its fields.
 
     Raises:
         ValueError: `name` is not in `PRESETS`, or `AttentionConfig` rejects the fields.
@@ -402,8 +503,12 @@ def preset(name: str, **changes) -> AttentionConfig:
 
 
 def preset_name(attention: AttentionConfig) -> str:
-    """Returns the first name in `PRESETS` whose fields `attention` has, or else its kernel, decay and position."""
-    for name, values in PRESETS.items():
-        if all(getattr(attention, field) == value for field, value in values.items()):
-            return name
+    """Returns the name in `PRESETS` with the most fields, all of which `attention` has, or else names its parts."""
+    names = [
+        name
+        for name, values in PRESETS.items()
+        if all(getattr(attention, field) == value for field, value in values.items())
+    ]
+    if names:
+        return max(names, key=lambda name: len(PRESETS[name]))
     return f"{attention.kernel}, {attention.decay}, {attention.position}"

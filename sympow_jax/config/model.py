@@ -14,8 +14,8 @@ DTYPES = ("float32", "bfloat16")
 # transformers have 1,000 layers (Wang et al. 2022).
 _MAX_LAYERS = 1024
 REMATS = ("none", "elementwise", "attention", "full")
-ACTIVATIONS = ("gelu", "relu")
-NORMS = ("layer", "batch")
+ACTIVATIONS = ("gelu", "relu", "swiglu", "geglu")
+NORMS = ("layer", "rms", "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,18 +35,33 @@ class ModelConfig:
         default=None, metadata=fields.about("Size of a head. If none, `width // heads`.")
     )
     mlp_ratio: int = dataclasses.field(
-        default=4, metadata=fields.about("Hidden width of the feed-forward layers, divided by `width`.")
+        default=4,
+        metadata=fields.about(
+            "Hidden width of the feed-forward layers, divided by `width`, if `mlp_width` is none."
+        ),
+    )
+    mlp_width: int | None = dataclasses.field(
+        default=None,
+        metadata=fields.about("Hidden width of the feed-forward layers. If none, `mlp_ratio * width`."),
     )
     activation: str = dataclasses.field(
-        default="gelu", metadata=fields.about("Activation of the feed-forward layers.", choices=ACTIVATIONS)
+        default="gelu",
+        metadata=fields.about(
+            "Activation of the feed-forward layers. `swiglu` and `geglu` multiply hidden units by the silu or gelu of "
+            "another projection, so that a layer has three matrices. gelu is the approximation by tanh.",
+            choices=ACTIVATIONS,
+        ),
     )
     norm: str = dataclasses.field(
         default="layer",
         metadata=fields.about(
-            "Normalization before each half of a block and after the last block. `layer` normalizes over the "
-            "width, `batch` over the batch, with running means for evaluation.",
+            "Normalization before each half of a block and after the last block. `layer` and `rms` normalize over "
+            "the width, `rms` without mean and bias; `batch` over the batch, with running means for evaluation.",
             choices=NORMS,
         ),
+    )
+    norm_epsilon: float = dataclasses.field(
+        default=1e-5, metadata=fields.about("Number that norms add to the variance, or to the mean square.")
     )
     embedding_norm: bool = dataclasses.field(
         default=True, metadata=fields.about("Whether one more norm follows the embedding. GPT-2 has none.")
@@ -54,7 +69,15 @@ class ModelConfig:
     biases: bool = dataclasses.field(
         default=False,
         metadata=fields.about(
-            "Whether projections have biases, except those of decays and rotation rates. GPT-2 has biases."
+            "Whether projections have biases, except those of decays and rotation rates. GPT-2 and StarCoder2 have "
+            "biases."
+        ),
+    )
+    tied_head: bool = dataclasses.field(
+        default=True,
+        metadata=fields.about(
+            "Whether logits are products with the embedding. If false, they are products with a second table, as in "
+            "the larger Llama and Qwen models. Not used by a model of images."
         ),
     )
     patch_size: int | None = dataclasses.field(
@@ -102,7 +125,9 @@ class ModelConfig:
         fields.validate(self, "model")
         positive = ["layers", "width", "heads", "mlp_ratio", "channels"]
         positive += ["vocab_size"] if self.patch_size is None else []
+        positive += ["mlp_width"] if self.mlp_width is not None else []
         checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
+        checks.require_positive(**{"model.norm_epsilon": self.norm_epsilon})
         if self.layers > _MAX_LAYERS:
             raise ValueError(f"model.layers is {self.layers}; it must be at most {_MAX_LAYERS}")
         if self.patch_size is not None:
@@ -121,8 +146,17 @@ class ModelConfig:
         if position == "sinusoidal" and self.width % 2:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")
 
+    @property
+    def hidden_width(self) -> int:
+        """Hidden width of the feed-forward layers."""
+        return self.mlp_ratio * self.width if self.mlp_width is None else self.mlp_width
 
-# The shapes of GPT-2 and GPT-3 XL, with the 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes.
+
+_LLAMA: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
+_QWEN: dict[str, Any] = _LLAMA | {"norm_epsilon": 1e-6}
+
+# The shapes of GPT-2 and GPT-3 XL, with the 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes. The
+# others are published models, whose attention is the preset named before the `_`. Brumby has the body of `qwen3_14b`.
 MODEL_SIZES: dict[str, dict[str, Any]] = {
     "quickstart": {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"},
     "gpt2_124m": {"vocab_size": 50_304, "layers": 12, "width": 768, "heads": 12},
@@ -130,5 +164,24 @@ MODEL_SIZES: dict[str, dict[str, Any]] = {
     "gpt2_774m": {"vocab_size": 50_304, "layers": 36, "width": 1280, "heads": 20},
     "gpt2_1558m": {"vocab_size": 50_304, "layers": 48, "width": 1600, "heads": 25},
     "gpt3_1311m": {"vocab_size": 50_304, "layers": 24, "width": 2048, "heads": 32},
+    "llama3_8b": _LLAMA
+    | {"vocab_size": 128_256, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14_336}
+    | {"tied_head": False},
+    "llama32_1b": _LLAMA
+    | {"vocab_size": 128_256, "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 8192},
+    # Qwen2 and Qwen2.5.
+    "qwen2_500m": _QWEN
+    | {"vocab_size": 151_936, "layers": 24, "width": 896, "heads": 14, "kv_heads": 2, "mlp_width": 4864},
+    "qwen2_7b": _QWEN
+    | {"vocab_size": 152_064, "layers": 28, "width": 3584, "heads": 28, "kv_heads": 4, "mlp_width": 18_944}
+    | {"tied_head": False},
+    "qwen3_600m": _QWEN
+    | {"vocab_size": 151_936, "layers": 28, "width": 1024, "heads": 16, "kv_heads": 8, "mlp_width": 3072}
+    | {"head_dim": 128},
+    "qwen3_14b": _QWEN
+    | {"vocab_size": 151_936, "layers": 40, "width": 5120, "heads": 40, "kv_heads": 8, "mlp_width": 17_408}
+    | {"tied_head": False},
+    "starcoder2_3b": {"vocab_size": 49_152, "layers": 30, "width": 3072, "heads": 24, "kv_heads": 2}
+    | {"biases": True, "embedding_norm": False},
 }
 """Model sizes by name, as fields of `ModelConfig`."""

@@ -93,8 +93,8 @@ class OptimizerConfig:
             raise ValueError(
                 f"optimizer.weight_decay is {self.weight_decay} but optimizer.name is {self.name!r}; use adamw"
             )
-        if self.clip_norm is not None and self.clip_norm <= 0:
-            raise ValueError(f"optimizer.clip_norm is {self.clip_norm}; it must be positive")
+        if self.clip_norm is not None:
+            checks.require_positive(**{"optimizer.clip_norm": self.clip_norm})
         _ = self.factors_by_pattern
 
     @property
@@ -349,7 +349,7 @@ class Config:
         divided = {
             "model.kv_heads": model.kv_heads,
             "model.heads": model.heads,
-            "the feed-forward width model.mlp_ratio * model.width": model.mlp_ratio * model.width,
+            "the hidden width of feed-forward layers": model.hidden_width,
             "model.vocab_size": model.vocab_size,
         }
         for name, size in divided.items():

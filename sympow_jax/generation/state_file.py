@@ -1,5 +1,6 @@
 """State files: an `.npz` of the arrays, the model's settings and a checksum of its parameters."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sympow_jax import atomic, models, ops
+from sympow_jax import atomic, config, models, ops
 from sympow_jax.config import fields, serialize
 from sympow_jax.generation import decoding
 
@@ -19,7 +20,12 @@ __all__ = ["restore_state", "save_state"]
 
 _HEADER = "header"
 # Values of settings that are missing in files of earlier versions.
-_DEFAULTS = {"biases": False, "embedding_norm": True}
+_DEFAULTS = {
+    setting.path: setting.default
+    for group in fields.groups(config.ModelConfig)
+    for setting in group.settings
+    if setting.default is not dataclasses.MISSING
+}
 
 
 def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: models.DecoderState) -> None:
@@ -56,7 +62,8 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
         OSError: the file cannot be read.
     """
     header, arrays = _read(pathlib.Path(path))
-    own, saved = _settings(model), _DEFAULTS | header["model"]
+    own = _settings(model)
+    saved = {name: _DEFAULTS[name] for name in own if name in _DEFAULTS} | header["model"]
     if saved != own:
         names = sorted(name for name in {*own, *saved} if own.get(name) != saved.get(name))
         first = names[0]

@@ -10,7 +10,7 @@ from sympow_jax.layers.attention import (
     SoftmaxAttention,
     make_attention,
 )
-from sympow_jax.layers.mlp import MLP
+from sympow_jax.layers.mlp import MLP, GatedMLP, make_mlp
 from sympow_jax.layers.norms import Norm, make_norm, normalize
 
 __all__ = [
@@ -19,11 +19,13 @@ __all__ = [
     "AttentionMaps",
     "AttentionState",
     "ExpressiveAttention",
+    "GatedMLP",
     "LinearAttention",
     "Norm",
     "PowerAttention",
     "SoftmaxAttention",
     "make_attention",
+    "make_mlp",
     "make_norm",
     "normalize",
 ]

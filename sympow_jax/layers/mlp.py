@@ -1,44 +1,134 @@
 """The feed-forward half of a block."""
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
+import jax.numpy as jnp
 from flax import nnx
 
 from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import initializers
 
-__all__ = ["MLP"]
+__all__ = ["MLP", "GatedMLP", "make_mlp", "num_weights"]
 
-_ACTIVATIONS = {"gelu": nnx.gelu, "relu": nnx.relu}
+Activation = Callable[[Float[Array, "B T H"]], Float[Array, "B T H"]]
 
 
 class MLP(nnx.Module):
-    """Feed-forward layer W_2 f(W_1 x + b_1) + b_2 as in GPT-2, where f is `config.activation`.
+    """Feed-forward layer W_2 f(W_1 x + b_1) + b_2, as in GPT-2.
 
-    The biases exist only if `config.biases`.
+    Args:
+        width: M, the size of the input and of the output.
+        hidden_width: number of hidden units.
+        activation: f.
+        dtype: dtype of the matrix products, by name or as a dtype; parameters are float32.
+        use_bias: whether there are biases.
+        out_scale: factor of the initial standard deviation of the output projection.
+        rngs: source of initial values, or a seed.
 
     Examples:
         >>> import jax.numpy as jnp
-        >>> from flax import nnx
-        >>> from sympow_jax import config, layers
-        >>> layer = layers.MLP(config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2), rngs=nnx.Rngs(0))
-        >>> layer(jnp.ones((1, 16, 32))).shape
+        >>> from sympow_jax import layers
+        >>> layers.MLP(32, 128, rngs=0)(jnp.ones((1, 16, 32))).shape
         (1, 16, 32)
     """
 
-    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int):
+    num_matrices: ClassVar[int] = 2
+
+    def __init__(
+        self,
+        width: int,
+        hidden_width: int,
+        *,
+        activation: Activation = nnx.gelu,
+        dtype: Any = jnp.float32,
+        use_bias: bool = False,
+        out_scale: float = 1.0,
+        rngs: nnx.Rngs | int,
+    ):
         rngs = initializers.as_rngs(rngs)
-        hidden = config.mlp_ratio * config.width
-        options: dict[str, Any] = {"dtype": config.dtype, "use_bias": config.biases, "rngs": rngs}
-        self.activation = _ACTIVATIONS[config.activation]
-        self.up = initializers.linear(config.width, hidden, names=("embed", "mlp"), **options)
-        # GPT-2's scale: the residual stream is the sum of 2 * layers outputs.
-        scale = 1 / math.sqrt(2 * config.layers)
-        self.down = initializers.linear(hidden, config.width, names=("mlp", "embed"), scale=scale, **options)
+        options: dict[str, Any] = {"dtype": dtype, "use_bias": use_bias, "rngs": rngs}
+        self.activation = activation
+        self.up = initializers.linear(width, hidden_width, names=("embed", "mlp"), **options)
+        self.down = initializers.linear(
+            hidden_width, width, names=("mlp", "embed"), scale=out_scale, **options
+        )
 
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         (hidden,) = initializers.project(x, self.up)
         (out,) = initializers.project(self.activation(hidden), self.down)
         return out
+
+
+class GatedMLP(MLP):
+    """Feed-forward layer W_2 (f(W_g x) * W_1 x) ("GLU Variants Improve Transformer", Shazeer 2020).
+
+    f is silu in SwiGLU, the default here, and gelu in GeGLU. Arguments are those of `MLP`; with `use_bias`, all three
+    projections have biases.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from sympow_jax import layers
+        >>> layers.GatedMLP(32, 96, rngs=0)(jnp.ones((1, 16, 32))).shape
+        (1, 16, 32)
+    """
+
+    num_matrices = 3
+
+    def __init__(
+        self,
+        width: int,
+        hidden_width: int,
+        *,
+        activation: Activation = nnx.silu,
+        dtype: Any = jnp.float32,
+        use_bias: bool = False,
+        out_scale: float = 1.0,
+        rngs: nnx.Rngs | int,
+    ):
+        rngs = initializers.as_rngs(rngs)
+        options: dict[str, Any] = {"dtype": dtype, "use_bias": use_bias, "rngs": rngs}
+        super().__init__(width, hidden_width, activation=activation, out_scale=out_scale, **options)
+        self.gate = initializers.linear(width, hidden_width, names=("embed", "mlp"), **options)
+
+    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+        gate, hidden = initializers.project(x, self.gate, self.up)
+        (out,) = initializers.project(self.activation(gate) * hidden, self.down)
+        return out
+
+
+_KINDS: Mapping[str, tuple[type[MLP], Activation]] = {
+    "gelu": (MLP, nnx.gelu),
+    "relu": (MLP, nnx.relu),
+    "swiglu": (GatedMLP, nnx.silu),
+    "geglu": (GatedMLP, nnx.gelu),
+}
+
+
+def make_mlp(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> MLP:
+    """Returns the feed-forward layer of a model's blocks, of the class that `config.activation` names.
+
+    Examples:
+        >>> from sympow_jax import config, layers
+        >>> model = config.ModelConfig(vocab_size=8, layers=1, width=32, heads=2, activation="swiglu")
+        >>> type(layers.make_mlp(model, rngs=0)).__name__
+        'GatedMLP'
+    """
+    kind, activation = _KINDS[config.activation]
+    return kind(
+        config.width,
+        config.hidden_width,
+        activation=activation,
+        dtype=config.dtype,
+        use_bias=config.biases,
+        # GPT-2's scale: the residual stream is the sum of 2 * layers outputs.
+        out_scale=1 / math.sqrt(2 * config.layers),
+        rngs=rngs,
+    )
+
+
+def num_weights(config: configs.ModelConfig) -> int:
+    """Returns the number of weights in the matrices of a model's feed-forward layer."""
+    return _KINDS[config.activation][0].num_matrices * config.width * config.hidden_width

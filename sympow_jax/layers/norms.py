@@ -1,6 +1,7 @@
 """Normalization over the width, or over the batch."""
 
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,13 +11,12 @@ from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
 
-__all__ = ["EPSILON", "MOMENTUM", "Norm", "make_norm", "normalize"]
+__all__ = ["MOMENTUM", "Norm", "make_norm", "normalize", "rms_norm"]
 
-EPSILON = 1e-5  # as in GPT-2, and the usual value for batch normalization
 # Factor of the old running mean at each batch.
 MOMENTUM = 0.9
 
-Norm = nnx.LayerNorm | nnx.BatchNorm
+Norm = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm
 """Type of the modules that `make_norm` returns."""
 
 
@@ -34,19 +34,18 @@ def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) 
         >>> type(layers.make_norm(model, "bfloat16", rngs=nnx.Rngs(0))).__name__
         'LayerNorm'
     """
-    rngs = initializers.as_rngs(rngs)
-    if config.norm == "layer":
-        return nnx.LayerNorm(config.width, epsilon=EPSILON, dtype=dtype, rngs=rngs)
-    return nnx.BatchNorm(
-        config.width,
-        use_running_average=True,
-        momentum=MOMENTUM,
-        epsilon=EPSILON,
-        dtype=dtype,
-        use_fast_variance=False,
-        promote_dtype=_unchanged,
-        rngs=rngs,
+    return _MAKERS[config.norm](
+        config.width, epsilon=config.norm_epsilon, dtype=dtype, rngs=initializers.as_rngs(rngs)
     )
+
+
+def rms_norm(size: int, *, epsilon: float, dtype: Any, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    """Returns the module that computes x / sqrt(mean(x^2) + epsilon) times a scale over the last axis.
+
+    Source: "Root Mean Square Layer Normalization", Zhang and Sennrich 2019. Inputs are not rounded to `dtype`, the
+    dtype of the result.
+    """
+    return nnx.RMSNorm(size, epsilon=epsilon, dtype=dtype, promote_dtype=_unchanged, rngs=rngs)
 
 
 def normalize(
@@ -63,9 +62,9 @@ def normalize(
         >>> layers.normalize(norm, jnp.ones((1, 16, 32)), None).shape
         (1, 16, 32)
     """
-    if isinstance(norm, nnx.LayerNorm):
-        return _apply(*nnx.split(norm), x)
-    return norm(x, mask=None if segment_ids is None else segment_ids[..., None] >= 0)
+    if isinstance(norm, nnx.BatchNorm):
+        return norm(x, mask=None if segment_ids is None else segment_ids[..., None] >= 0)
+    return _apply(*nnx.split(norm), x)
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -78,3 +77,16 @@ def _unchanged(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> An
     # Keeps the residual stream and the statistics in float32; Flax would round them to `dtype` first.
     del dtype, inexact
     return arrays
+
+
+_MAKERS: Mapping[str, Callable[..., Norm]] = {
+    "layer": nnx.LayerNorm,
+    "rms": rms_norm,
+    "batch": functools.partial(
+        nnx.BatchNorm,
+        use_running_average=True,
+        momentum=MOMENTUM,
+        use_fast_variance=False,
+        promote_dtype=_unchanged,
+    ),
+}

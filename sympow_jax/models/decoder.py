@@ -32,7 +32,8 @@ class DecoderLM(trunk.TokenTrunk):
     """Pre-norm decoder with a LayerNorm after the embedding and a tied unembedding.
 
     The default is the architecture of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025,
-    section 4). With `biases` and position `learned_absolute`, and without `embedding_norm`, it is GPT-2's. Matrix
+    section 4). With `biases` and position `learned_absolute`, and without `embedding_norm`, it is GPT-2's. The sizes
+    of Llama 3, Qwen and StarCoder2 in `config.MODEL_SIZES`, with the presets of their names, make it theirs. Matrix
     products are in `config.dtype`. Parameters, the residual stream and logits are float32.
     """
 

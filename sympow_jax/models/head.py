@@ -35,7 +35,7 @@ class PairHead(nnx.Module):
     """
 
     def __init__(self, config: configs.ModelConfig, outputs: int, *, rngs: nnx.Rngs):
-        width = config.mlp_ratio * config.width
+        width = config.hidden_width
         self.first = _linear(4 * config.width, width, rngs)
         self.second = _linear(width, width // 2, rngs)
         self.linear = _linear(width // 2, outputs, rngs)

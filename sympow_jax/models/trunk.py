@@ -51,7 +51,7 @@ class Block(nnx.Module):
         self.attention_norm = layers.make_norm(config, dtype, rngs=rngs)
         self.attention = layers.make_attention(config, rngs=rngs)
         self.mlp_norm = layers.make_norm(config, dtype, rngs=rngs)
-        self.mlp = layers.MLP(config, rngs=rngs)
+        self.mlp = layers.make_mlp(config, rngs=rngs)
 
     def __call__(
         self,
@@ -171,12 +171,16 @@ class Trunk(nnx.Module, abc.ABC):
 
 
 class TokenTrunk(Trunk):
-    """A trunk with tokens as inputs and a tied unembedding."""
+    """A trunk with tokens as inputs and outputs."""
 
     def _init_embedding(self, rngs):
-        self.embedding = initializers.table(
-            self.config.vocab_size, self.config.width, names=("vocab", "embed"), rngs=rngs
-        )
+        def table() -> nnx.Param:
+            size = self.config.vocab_size, self.config.width
+            return initializers.table(*size, names=("vocab", "embed"), rngs=rngs)
+
+        self.embedding = table()
+        if not self.config.tied_head:
+            self.unembedding = table()
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
         """Returns the rows of the embedding.
@@ -196,8 +200,13 @@ class TokenTrunk(Trunk):
         return parallel.lookup(self.embedding[...], tokens)
 
     def unembed(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
-        """Returns logits in float32: hidden states times the embedding's transpose."""
-        return logits(hidden, self.embedding[...], jnp.dtype(self.config.dtype))
+        """Returns logits in float32: hidden states times the transpose of `output_table`."""
+        return logits(hidden, self.output_table, jnp.dtype(self.config.dtype))
+
+    @property
+    def output_table(self) -> Float[Array, "V M"]:
+        """Rows whose products with a hidden state are the logits: the embedding, or `unembedding` if it is not tied."""
+        return (self.embedding if self.config.tied_head else self.unembedding)[...]
 
 
 def _check_documents(time: int, segment_ids: Int[Array, "B T"] | None, longest: int) -> None:
@@ -222,33 +231,27 @@ def residual_stream(x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def logits(
-    hidden: Float[Array, "B T M"], embedding: Float[Array, "V M"], dtype: Any
-) -> Float[Array, "B T V"]:
-    """Returns hidden . embedding^T, a product in `dtype` with float32 accumulation and result.
+def logits(hidden: Float[Array, "B T M"], table: Float[Array, "V M"], dtype: Any) -> Float[Array, "B T V"]:
+    """Returns hidden . table^T, a product in `dtype` with float32 accumulation and result.
 
     The two products of its backward pass are in `dtype` too: the gradient of the logits is rounded to `dtype` first.
     """
-    return _product(hidden, embedding, dtype, jnp.float32)
+    return _product(hidden, table, dtype, jnp.float32)
 
 
 @logits.defjvp
 def _logits_jvp(dtype, primals, tangents):
-    (hidden, embedding), (hidden_tangent, embedding_tangent) = primals, tangents
+    (hidden, table), (hidden_tangent, table_tangent) = primals, tangents
     # Results of `dtype`: float32 ones would make the backward pass multiply in float32, at half of the speed on a GPU.
-    tangent = _product(hidden_tangent, embedding, dtype, dtype) + _product(
-        hidden, embedding_tangent, dtype, dtype
-    )
-    return logits(hidden, embedding, dtype), tangent.astype(jnp.float32)
+    tangent = _product(hidden_tangent, table, dtype, dtype) + _product(hidden, table_tangent, dtype, dtype)
+    return logits(hidden, table, dtype), tangent.astype(jnp.float32)
 
 
-def _product(hidden, embedding, dtype, result_dtype):
-    if partitioning.is_explicit(hidden, embedding):
-        return parallel.explicit_product(
-            hidden, embedding.T, dtype=dtype, preferred_element_type=result_dtype
-        )
+def _product(hidden, table, dtype, result_dtype):
+    if partitioning.is_explicit(hidden, table):
+        return parallel.explicit_product(hidden, table.T, dtype=dtype, preferred_element_type=result_dtype)
     return jnp.einsum(
-        "btm,vm->btv", hidden.astype(dtype), embedding.astype(dtype), preferred_element_type=result_dtype
+        "btm,vm->btv", hidden.astype(dtype), table.astype(dtype), preferred_element_type=result_dtype
     )
 
 

@@ -21,7 +21,20 @@ from sympow_jax.array_types import Array, Float, Int, UInt
 from sympow_jax.ops import documents, fixed_point, phase
 from sympow_jax.ops._shared import arguments, calls
 
-__all__ = ["RotaryState", "learned_angles", "rope", "rope_angles", "rope_rates", "rotate", "sinusoidal"]
+__all__ = [
+    "LAYOUTS",
+    "RotaryState",
+    "learned_angles",
+    "llama3_rates",
+    "rope",
+    "rope_angles",
+    "rope_rates",
+    "rotate",
+    "sinusoidal",
+]
+
+LAYOUTS = ("pairs", "halves")
+"""Dimensions that rotate together: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`."""
 
 
 @jax.tree_util.register_dataclass
@@ -68,12 +81,18 @@ class RotaryState:
 
 
 def rope(
-    x: Float[Array, "B T N D"], positions: Int[Array, "B T"], *, max_document_length: int = 65_536
+    x: Float[Array, "B T N D"],
+    positions: Int[Array, "B T"],
+    *,
+    theta: Float[np.ndarray, " pairs"] | None = None,
+    layout: str = "pairs",
 ) -> Float[Array, "B T N D"]:
     """Rotates queries or keys at fixed rates: R(positions * theta) x (Su et al. 2021). Positions are >= 0.
 
+    `theta` is as in `rope_angles`, `layout` as in `rotate`.
+
     Raises:
-        ValueError: the head size is odd.
+        ValueError: the head size is odd, theta is not [D/2] rates, or the layout is unknown.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -85,16 +104,19 @@ def rope(
     x = arguments.to_array("x", x)
     arguments.check_axes("x", x, "[B, T, N, D]")
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return rotate(
-        x, rope_angles(positions, x.shape[-1], max_document_length=max_document_length, dtype=dtype)
-    )
+    return rotate(x, rope_angles(positions, x.shape[-1], theta=theta, dtype=dtype), layout=layout)
 
 
-def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarray:
+def rope_rates(
+    head_dim: int, *, max_document_length: int = 65_536, base: float | None = None
+) -> Float[np.ndarray, " pairs"]:
     """Returns the rates theta in radians per position, the fastest first; float64 [D/2].
 
+    They are 2 pi / max_document_length^(2m/D) for m from 0 (Kumar et al. 2025), or base^(-2m/D) if a base is given (Su
+    et al. 2021).
+
     Raises:
-        ValueError: the head size is odd.
+        ValueError: the head size is odd, or the base is not above 1.
 
     Examples:
         >>> from sympow_jax.ops import rotary
@@ -102,20 +124,55 @@ def rope_rates(head_dim: int, *, max_document_length: int = 65_536) -> np.ndarra
         [1.0, 0.0625]
     """
     arguments.check_even("head size", head_dim)
-    return 2 * np.pi * float(max_document_length) ** (-2 * np.arange(head_dim // 2) / head_dim)
+    exponents = -2 * np.arange(head_dim // 2) / head_dim
+    if base is None:
+        return 2 * np.pi * float(max_document_length) ** exponents
+    if base <= 1:
+        raise ValueError(f"base is {base}; it must be above 1, so that later pairs rotate more slowly")
+    return float(base) ** exponents
+
+
+def llama3_rates(
+    theta: Float[np.ndarray, " pairs"],
+    *,
+    factor: float,
+    low_frequency_factor: float,
+    high_frequency_factor: float,
+    original_length: int,
+) -> Float[np.ndarray, " pairs"]:
+    """Returns rates scaled as in Llama 3.1, for documents longer than those of the first training.
+
+    A pair that makes more than `high_frequency_factor` turns in `original_length` tokens keeps its rate, and one that
+    makes fewer than `low_frequency_factor` has it divided by `factor`. In between, the scale is linear in the turns.
+
+    Examples:
+        >>> import numpy as np
+        >>> from sympow_jax.ops import rotary
+        >>> turns = 2 * np.pi / 8192 * np.array([0.5, 2.5, 8.0])
+        >>> scaled = rotary.llama3_rates(
+        ...     turns, factor=8, low_frequency_factor=1, high_frequency_factor=4, original_length=8192
+        ... )
+        >>> (scaled / turns).tolist()
+        [0.125, 0.5625, 1.0]
+    """
+    turns = theta * (original_length / (2 * np.pi))
+    kept = np.clip((turns - low_frequency_factor) / (high_frequency_factor - low_frequency_factor), 0, 1)
+    return theta * (kept + (1 - kept) / factor)
 
 
 def rope_angles(
     positions: Int[Array, "B T"],
     head_dim: int,
     *,
-    max_document_length: int = 65_536,
+    theta: Float[np.ndarray, " pairs"] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "B T 1 {head_dim//2}"]:
     """Returns the angles positions * theta in radians, reduced to [-pi, pi], in float32 or float64.
 
+    `theta` is D/2 rates from `rope_rates` or `llama3_rates`; None is `rope_rates(head_dim)`.
+
     Raises:
-        ValueError: the head size is odd.
+        ValueError: the head size is odd, or theta is not [D/2] rates.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -125,16 +182,14 @@ def rope_angles(
     """
     positions = arguments.to_array("positions", positions)
     arguments.check_positions("positions", positions, "[B, T]")
-    return phase.fixed(
-        positions[..., None], rope_rates(head_dim, max_document_length=max_document_length), dtype
-    )
+    return phase.fixed(positions[..., None], _checked_rates(theta, head_dim), dtype)
 
 
 def learned_angles(
     rate: Float[Array, "B T K *pairs"],
     head_dim: int,
     *,
-    max_document_length: int = 65_536,
+    theta: Float[np.ndarray, " pairs"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     state: RotaryState | None = None,
     axis_name: str | None = None,
@@ -152,10 +207,10 @@ def learned_angles(
     2^-64. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through
     the state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it,
     `state` is the state before the first device's tokens, and the returned position is the one after this device's
-    tokens. Without segment ids, the tokens continue the document of the state.
+    tokens. Without segment ids, the tokens continue the document of the state. `theta` is as in `rope_angles`.
 
     Raises:
-        ValueError: the head size is odd, or shapes do not match.
+        ValueError: the head size is odd, theta is not [D/2] rates, or shapes do not match.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -165,7 +220,7 @@ def learned_angles(
         >>> angles.shape, state.whole.tolist()
         ((1, 8, 2, 8), [[8, 8]])
     """
-    rates = rope_rates(head_dim, max_document_length=max_document_length)
+    rates = _checked_rates(theta, head_dim)
     rate, segment_ids = arguments.to_arrays(rate=rate, segment_ids=segment_ids)
     _require_heads_or_pairs(rate, len(rates), state)
     arguments.check_floating("rate", rate)
@@ -219,10 +274,13 @@ def _learned_angles(plan, rate, segment_ids, state):
     return _with_gradient(axis_name, by_pair, _angles(*reached, rates), rate, starts, theta), state
 
 
-def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Float[Array, "B T N D"]:
-    """Rotates each pair (x_{2m-1}, x_{2m}) by its angle; head n uses the angles of group n // (N / K).
+def rotate(
+    x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"], *, layout: str = "pairs"
+) -> Float[Array, "B T N D"]:
+    """Rotates each pair of dimensions by its angle; head n uses the angles of group n // (N / K).
 
-    Computed in float32 or wider and returned in the dtype of x.
+    `layout` says which dimensions are a pair, as in `LAYOUTS`. Computed in float32 or wider and returned in the dtype
+    of x.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -240,21 +298,24 @@ def rotate(x: Float[Array, "B T N D"], angles: Float[Array, "B T K D//2"]) -> Fl
             f"angles has shape {angles.shape} and x {x.shape}; angles must be [B, T, K, D/2] with a K that divides the "
             f"{x.shape[2]} heads of x"
         )
-    return _rotate(None, x=x, angles=angles)
+    arguments.check_choice("layout", layout, LAYOUTS)
+    return _rotate(layout, x=x, angles=angles)
 
 
 @calls.op({"x": "B T N D", "angles": "B T K D"}, lambda _: "B T N D")
 @functools.partial(jax.checkpoint, static_argnums=0)
-def _rotate(_, x, angles):
-    """Rotates without separating even and odd entries: y = x cos + (x with its pairs swapped) (-sin, sin).
+def _rotate(layout, x, angles):
+    """Rotates without separating the entries of pairs: y = x cos + (x with its pairs swapped) (-sin, sin).
 
     The backward pass computes sines and cosines again, which on a GPU takes less time than reading them.
     """
     batch, time, heads, head_dim = x.shape
     pairs = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    pairs = pairs.reshape(batch, time, angles.shape[2], -1, head_dim // 2, 2)
-    cos, sin = (f(angles)[:, :, :, None, :, None] for f in (jnp.cos, jnp.sin))
-    rotated = pairs * cos + jnp.flip(pairs, -1) * (sin * np.array([-1, 1], np.float32))
+    split, axis = ((head_dim // 2, 2), -1) if layout == "pairs" else ((2, head_dim // 2), -2)
+    pairs = pairs.reshape(batch, time, angles.shape[2], -1, *split)
+    cos, sin = (jnp.expand_dims(f(angles)[:, :, :, None], axis) for f in (jnp.cos, jnp.sin))
+    signs = np.expand_dims(np.array([-1, 1], np.float32), -3 - axis)
+    rotated = pairs * cos + jnp.flip(pairs, axis) * (sin * signs)
     return rotated.reshape(batch, time, heads, head_dim).astype(x.dtype)
 
 
@@ -275,6 +336,23 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
     arguments.check_positions("positions", positions)
     angles = phase.fixed(positions, 10_000.0 ** (-2 * np.arange(width // 2) / width))
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, width)
+
+
+def _checked_rates(
+    theta: Float[np.ndarray, " pairs"] | None, head_dim: int
+) -> Float[np.ndarray, " {head_dim//2}"]:
+    """Returns theta, or the default rates of a head size if it is None."""
+    default = rope_rates(head_dim)
+    if theta is None:
+        return default
+    theta = np.asarray(theta, np.float64)
+    # `_angles` multiplies fractions of a position by rates of less than a turn.
+    if theta.shape != default.shape or not np.all((theta >= 0) & (theta <= 2 * np.pi)):
+        raise ValueError(
+            f"theta is {theta.tolist()}; it must be {len(default)} rates from 0 to 2 pi; make it with "
+            f"rope_rates({head_dim})"
+        )
+    return theta
 
 
 def _require_heads_or_pairs(rate, pairs: int, state: RotaryState | None) -> None:

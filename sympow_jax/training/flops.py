@@ -4,6 +4,7 @@ import jax
 
 from sympow_jax import config
 from sympow_jax.config import attention as attention_lib
+from sympow_jax.layers import mlp
 from sympow_jax.layers.attention import kernels, positions
 
 __all__ = ["model_flops_per_token", "peak_flops"]
@@ -45,9 +46,9 @@ def model_flops_per_token(
 
     * A multiplication with its addition counts as two. The backward pass is twice the forward pass.
     * Matrix products take 6 FLOPs per weight. They are the projections, decays and rotation rates, the feed-forward
-      layers, the embedding of patches and the tied unembedding. If only masked tokens are predicted, only these are
-      unembedded. Embedding lookups, norms, activations, rotations, softmax, the head of a row and the optimizer are
-      not counted.
+      layers, the embedding of patches and the unembedding, tied or not. If only masked tokens are predicted, only these
+      are unembedded. Biases, embedding lookups, norms, activations, rotations, softmax, the head of a row and the
+      optimizer are not counted.
     * Attention by pairs (softmax, and `form` "attention"): 2 (D + E) for each of the T / 2 causal pairs per token of a
       query head, or T pairs if bidirectional.
     * Attention by features: 2 F E for every key head, which updates a state, and for every query head, which reads
@@ -66,12 +67,14 @@ def model_flops_per_token(
         gates += size if decay.per_channel else 1
     kernel = kernels.from_config(model)
     gates += positions.num_rates(model.attention, kernel.position_dim)
-    weights = 2 * (heads + kv_heads) * size + gates * kv_heads + 2 * model.mlp_ratio * width
+    projections = width * (2 * (heads + kv_heads) * size + gates * kv_heads)
     task = task or config.TaskConfig()
-    outside = {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0) * model.vocab_size
+    outside = (
+        width * {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0) * model.vocab_size
+    )
     if model.patch_size is not None:
-        outside += model.patch_size**2 * model.channels
-    dense = 2 * width * (model.layers * weights + outside)
+        outside += width * model.patch_size**2 * model.channels
+    dense = 2 * (model.layers * (projections + mlp.num_weights(model)) + outside)
     return _PASSES * (dense + model.layers * kernel.flops_per_token(context_length))
 
 

@@ -43,7 +43,7 @@ def sums(model: models.Model, batch: Batch) -> Sums:
         assert not isinstance(model, models.ImageClassifier)
         hidden = model.hidden(inputs, segment_ids=segment_ids)
         dtype = jnp.dtype(model.config.dtype)
-        return Sums(cross_entropy_sum(hidden, model.embedding[...], batch["targets"], dtype), jnp.float32(0))
+        return Sums(cross_entropy_sum(hidden, model.output_table, batch["targets"], dtype), jnp.float32(0))
     return label_sums(predict(model, batch), batch["labels"])
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sympow_jax import config
-from sympow_jax.layers import norms
 
 __all__ = ["OUTPUT", "Layout", "is_config", "is_ignored", "is_layout", "layout", "settings"]
 
@@ -44,7 +43,6 @@ _SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
 _ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"}
 # Options of GPT-2 for which the model here supports a single value.
 _FIXED = {
-    "layer_norm_epsilon": norms.EPSILON,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
@@ -110,9 +108,6 @@ def settings(values: Mapping[str, Any]) -> config.Config:
     activation = values.get("activation_function", "gelu_new")
     if activation not in _ACTIVATIONS:
         problems.append(f"activation_function is {activation!r}, not one of {', '.join(_ACTIVATIONS)}")
-    inner, width = values.get("n_inner"), values.get("n_embd")
-    if inner is not None and _is_size(width) and (not _is_size(inner) or inner % width):
-        problems.append(f"n_inner is {inner!r}, not a multiple of n_embd")
     if problems:
         raise ValueError(f"this GPT-2 is not one that can be had here: {'; '.join(problems)}")
     vocab_size, length, width, layers, heads = (values[name] for name in _SIZES)
@@ -122,8 +117,9 @@ def settings(values: Mapping[str, Any]) -> config.Config:
             layers=layers,
             width=width,
             heads=heads,
-            mlp_ratio=4 if inner is None else inner // width,
+            mlp_width=values.get("n_inner"),
             activation=_ACTIVATIONS[activation],
+            norm_epsilon=values.get("layer_norm_epsilon", 1e-5),
             embedding_norm=False,
             biases=True,
             dtype="float32",

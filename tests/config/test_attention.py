@@ -46,6 +46,31 @@ def test_attention_that_cannot_be(settings, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base": 1.0}, "attention.rope.base is 1.0; it must be above 1"),
+        (
+            {"scaling": "llama3"},
+            "attention.rope.scaling is 'llama3' and attention.rope.base None; set the base of the rates",
+        ),
+        ({"factor": 0.5}, "attention.rope.factor is 0.5; it must be at least 1"),
+        (
+            {"low_frequency_factor": 4.0},
+            "attention.rope.low_frequency_factor is 4.0 and attention.rope.high_frequency_factor 4.0; they must",
+        ),
+        (
+            {"layout": "thirds"},
+            "attention.rope.layout is 'thirds'; it must be one of pairs, halves",
+        ),
+    ],
+)
+def test_rope_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        config.RopeConfig(**settings)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(("causal", "task"), [(False, "next_token"), (True, "masked_token")])
 def test_a_task_and_a_direction_go_together(causal, task):
     attention = config.preset("softmax", causal=causal)

@@ -102,8 +102,11 @@ def test_what_fits():
             "data.heldout_names is ('x',) and task.name 'masked_token'; parts of held-out data are for the tasks",
         ),
         ({"model": {"vocab_size": 0}}, "model.vocab_size is 0; it must be at least 1"),
-        ({"model": {"norm": "group"}}, "model.norm is 'group'; it must be one of layer, batch"),
-        ({"model": {"activation": "tanh"}}, "model.activation is 'tanh'; it must be one of gelu, relu"),
+        ({"model": {"norm": "group"}}, "model.norm is 'group'; it must be one of layer, rms, batch"),
+        (
+            {"model": {"activation": "tanh"}},
+            "model.activation is 'tanh'; it must be one of gelu, relu, swiglu, geglu",
+        ),
     ],
 )
 def test_what_does_not_fit(changes, message):

@@ -81,6 +81,28 @@ def test_bfloat16_keys_are_saved_and_restored(tmp_path):
     same(restored, state)
 
 
+def test_a_state_of_an_earlier_version(prefilled, tmp_path):
+    """Settings that its file lacks have their defaults."""
+    model, state = prefilled
+    path = tmp_path / "context"
+    generation.save_state(path, model, state)
+    with np.load(path) as file:
+        arrays = dict(file.items())
+    header = json.loads(str(arrays["header"]))
+    for name in (
+        "biases",
+        "norm_epsilon",
+        "mlp_width",
+        "tied_head",
+        "attention.qk_norm",
+        "attention.rope.base",
+    ):
+        del header["model"][name]
+    with path.open("wb") as opened:
+        np.savez(opened, **(arrays | {"header": np.array(json.dumps(header))}))
+    same(generation.restore_state(path, model), state)
+
+
 def test_a_state_of_another_model(prefilled, tmp_path):
     model, state = prefilled
     path = tmp_path / "context"

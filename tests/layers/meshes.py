@@ -56,6 +56,7 @@ ATTENTION = {
     "expressive": {"preset": "expressive"},
     "spe": {"preset": "linear", "position": "spe", "exact_window": 4, "chunk_size": 8},
     "table": {"preset": "gpt2", "max_document_length": 64},
+    "qwen3": {"preset": "qwen3"},
 }
 MODELS = ("layer", "decoder", "stream", "encoder", "images")
 
@@ -68,16 +69,16 @@ def settings(attention: str, model: str) -> config.ModelConfig:
     inputs: dict[str, Any] = (
         {"patch_size": 2, "channels": 1} if model == "images" else {"vocab_size": VOCABULARY}
     )
-    return config.ModelConfig(
-        layers=1,
-        width=WIDTH,
-        heads=4,
-        kv_heads=2,
-        dtype="float32",
-        biases=attention == "table",
-        attention=kind,
-        **inputs,
-    )
+    body = config.MODEL_SIZES["qwen3_14b"] if attention == "qwen3" else {"biases": attention == "table"}
+    sizes = {
+        "layers": 1,
+        "width": WIDTH,
+        "heads": 4,
+        "kv_heads": 2,
+        "mlp_width": 4 * WIDTH,
+        "dtype": "float32",
+    }
+    return config.ModelConfig(**body | sizes | inputs, attention=kind)
 
 
 def make(attention: str, model: str) -> nnx.Module:

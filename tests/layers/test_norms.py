@@ -1,4 +1,4 @@
-"""Tests of normalization over the batch: the formula, its running means, and padding."""
+"""Tests of norms: the formulas in float64, running means over the batch, and padding."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +11,14 @@ WIDTH = 6
 SEGMENT_IDS = np.array([[0, 0, 0, 0, -1], [0, 0, -1, -1, -1]], np.int32)
 
 
-def make(norm, dtype="float32"):
-    model = config.ModelConfig(vocab_size=8, layers=1, width=WIDTH, heads=1, dtype=dtype, norm=norm)
+def make(norm, dtype="float32", **changes):
+    model = config.ModelConfig(
+        vocab_size=8, layers=1, width=WIDTH, heads=1, dtype=dtype, norm=norm, **changes
+    )
     module = layers.make_norm(model, jnp.dtype(dtype), rngs=nnx.Rngs(0))
     module.scale[...] = jnp.linspace(0.5, 2, WIDTH)
-    module.bias[...] = jnp.linspace(-1, 1, WIDTH)
+    if norm != "rms":
+        module.bias[...] = jnp.linspace(-1, 1, WIDTH)
     return module
 
 
@@ -73,3 +76,30 @@ def test_layer_normalization_has_no_running_means():
     out = layers.normalize(norm, jnp.asarray(x), SEGMENT_IDS)
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
     np.testing.assert_allclose(out, formula(x, mean, variance), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+def test_rms_normalization_has_a_scale_alone(epsilon):
+    norm, x = make("rms", norm_epsilon=epsilon), values()
+    assert set(nnx.to_pure_dict(nnx.state(norm))) == {"scale"}
+    exact = x.astype(np.float64)
+    expected = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + epsilon) * np.linspace(0.5, 2, WIDTH)
+    np.testing.assert_allclose(layers.normalize(norm, jnp.asarray(x), SEGMENT_IDS), expected, rtol=1e-6)
+
+
+def test_rms_normalization_reads_float32_whatever_the_dtype():
+    x = jnp.asarray(values(shift=100.0))
+    exact, rounded = (layers.normalize(make("rms", dtype), x, None) for dtype in ("float32", "bfloat16"))
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(exact.astype(jnp.bfloat16), rounded)
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_epsilon_is_added_to_the_variance(norm):
+    module, x = make(norm, norm_epsilon=0.5), values()
+    if norm == "batch":
+        module.train()
+    axes = -1 if norm == "layer" else (0, 1)
+    mean, variance = (f(x.astype(np.float64), axes, keepdims=True) for f in (np.mean, np.var))
+    out = layers.normalize(module, jnp.asarray(x), None)
+    np.testing.assert_allclose(out, formula(x, mean, variance + 0.5), rtol=1e-4, atol=1e-5)

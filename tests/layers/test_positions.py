@@ -13,6 +13,7 @@ from sympow_jax.ops import lrpe
 
 WIDTH, TIME = 32, 26
 Lrpe = config.LrpeConfig
+LLAMA = config.RopeConfig(base=100.0, layout="halves", scaling="llama3", factor=4.0, original_length=32)
 LEARNED = Lrpe(basis="householder", learned_rates=True, learned_basis=True, identity_dim=2)
 
 VARIANTS = {
@@ -41,6 +42,8 @@ VARIANTS = {
     "expressive": ("expressive", {"decay": "learned"}),
     "stochastic": ("linear", {"position": "spe", "spe": config.SpeConfig(sines=2, realizations=8)}),
     "stochastic in softmax": ("softmax", {"position": "spe", "spe": config.SpeConfig(realizations=6)}),
+    "of Llama": ("softmax", {"rope": LLAMA}),
+    "learned, of Llama": ("conformal", {"rope": LLAMA}),
     "rates of pairs": ("conformal", {"position": "learned_rope_pairs"}),
     "constant gates": ("sympow", {"decay": "constant"}),
     "fixed channel gates": ("sympow", {"decay": "channel_fixed"}),
@@ -56,6 +59,7 @@ OFTEN = {
     "of softmax",
     "expressive",
     "stochastic",
+    "learned, of Llama",
     "rates of pairs",
     "constant gates",
     "constant channel gates",
@@ -199,3 +203,13 @@ def test_parameters_are_what_is_learned():
     assert make("learned channel gates").decay.kernel.shape == (WIDTH, 16)
     assert make("rates of pairs").rate.kernel.shape == (WIDTH, 8)
     assert make("constant channel gates").decay_logits.shape == (2, 8)
+
+
+def test_rates_of_a_layer():
+    """Checks the rates of every rope against the formula that the settings name."""
+    turns = 100.0 ** (-np.arange(0, 8, 2) / 8) * 32 / (2 * np.pi)
+    kept = np.clip((turns - 1) / 3, 0, 1)
+    expected = turns * 2 * np.pi / 32 * (kept + (1 - kept) / 4)
+    np.testing.assert_allclose(make("learned, of Llama").positions.theta(), expected, rtol=1e-14)
+    papers = make("rates of pairs").positions.theta()
+    np.testing.assert_allclose(papers, 2 * np.pi * 65_536.0 ** (-np.arange(0, 8, 2) / 8), rtol=1e-14)

@@ -279,6 +279,73 @@ def test_gradient_of_float64_rates():
     np.testing.assert_allclose(gradient, expected, rtol=1e-12)
 
 
+LLAMA3 = {"factor": 32.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_length": 8192}
+
+
+def test_rates_with_a_base():
+    expected = 500_000.0 ** (-np.arange(0, 64, 2) / 64)
+    np.testing.assert_allclose(rotary.rope_rates(64, base=500_000), expected, rtol=1e-15)
+    with pytest.raises(ValueError, match=r"base is 1; it must be above 1"):
+        rotary.rope_rates(64, base=1)
+
+
+def test_llama3_scales_by_wavelength():
+    """Compares with the published formula, which is in wavelengths and has three cases."""
+    theta = rotary.rope_rates(128, base=500_000)
+    expected, cases = [], set()
+    for rate in theta:
+        wavelength = 2 * np.pi / rate
+        if wavelength < 8192 / 4.0:
+            expected.append(rate)
+            cases.add("kept")
+        elif wavelength > 8192 / 1.0:
+            expected.append(rate / 32.0)
+            cases.add("divided")
+        else:
+            smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+            expected.append((1 - smooth) * rate / 32.0 + smooth * rate)
+            cases.add("between")
+    assert len(cases) == 3
+    np.testing.assert_allclose(rotary.llama3_rates(theta, **LLAMA3), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("layout", rotary.LAYOUTS)
+def test_rates_and_layout_of_llama(layout):
+    """Compares with complex numbers in float64, at positions where float32 products would be wrong."""
+    positions = np.array([0, 1, 77, 2**20 + 77], np.int32)
+    theta = rotary.llama3_rates(rotary.rope_rates(8, base=500_000), **LLAMA3)
+    exact = rational.angles(positions, theta)
+    x = np.random.default_rng(0).standard_normal((1, 4, 3, 8))
+
+    def as_complex(x):
+        return x[..., 0::2] + 1j * x[..., 1::2] if layout == "pairs" else x[..., :4] + 1j * x[..., 4:]
+
+    expected = as_complex(x) * np.exp(1j * exact)[:, None]
+    with jax.enable_x64(True):
+        rotated = np.asarray(rotary.rope(x, positions[None], theta=theta, layout=layout))
+    np.testing.assert_allclose(as_complex(rotated), expected, atol=1e-14)
+    single = rotary.rope(x.astype(np.float32), positions[None], theta=theta, layout=layout)
+    np.testing.assert_allclose(as_complex(np.asarray(single)), expected, atol=2e-6)
+
+
+def test_learned_rates_of_one_are_rope_with_a_base_to_the_bit():
+    theta = rotary.rope_rates(16, base=10_000)
+    learned, _ = rotary.learned_angles(jnp.ones((2, 1000, 3)), 16, theta=theta)
+    fixed = rotary.rope_angles(jnp.broadcast_to(jnp.arange(1, 1001), (2, 1000)), 16, theta=theta)
+    np.testing.assert_array_equal(learned, jnp.broadcast_to(fixed, learned.shape))
+
+
+@pytest.mark.parametrize("theta", [[1.0, 0.1], [1.0, 0.1, 0.01, 7.0], [1.0, 0.1, 0.01, np.nan]])
+def test_rates_that_do_not_fit_are_an_error(theta):
+    with pytest.raises(ValueError, match=r"it must be 4 rates from 0 to 2 pi; make it with rope_rates\(8\)"):
+        rotary.learned_angles(jnp.ones((1, 2, 3)), 8, theta=np.array(theta))
+
+
+def test_an_unknown_layout_is_an_error():
+    with pytest.raises(ValueError, match="layout is 'thirds'; it must be one of 'pairs', 'halves'"):
+        rotary.rotate(jnp.ones((1, 2, 1, 8)), jnp.zeros((1, 2, 1, 4)), layout="thirds")
+
+
 def test_an_odd_head_size_is_an_error():
     with pytest.raises(ValueError, match="head size is 7; it must be even"):
         rotary.rope(jnp.ones((1, 2, 1, 7)), jnp.zeros((1, 2), jnp.int32))

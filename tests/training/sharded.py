@@ -18,6 +18,7 @@ import numpy as np
 
 from sympow_jax import config, training
 from sympow_jax.training import sharding
+from tests.models import families
 from tests.ops import cases
 from tests.training import collectives
 
@@ -28,27 +29,31 @@ def settings(preset: str, arrangement: dict) -> config.Config:
     """Returns a config of a layer of width 64 in float32 on `arrangement`.
 
     `arrangement` may also set `layers`, `scan_layers`, `remat` and `accumulate`. Key heads are grouped if every axis
-    allows it, and power attention has the form with a state. GPT-2 has its biases and no norm after the embedding.
+    allows it, and power attention has the form with a state. GPT-2 has its biases and no norm after the embedding, and
+    a published family its body.
     """
     sizes = {axis: 1 for axis in ("data", "fsdp", "tensor", "context")} | arrangement
     remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
     layers, scan_layers = sizes.pop("layers", 1), sizes.pop("scan_layers", False)
-    recurrent = preset not in ("softmax", "softmax_alibi", "gpt2", "even_power")
+    recurrent = config.preset(preset).kernel != "softmax" and preset != "even_power"
     form = {"form": "chunked", "chunk_size": 16, "exact_window": WINDOW} if recurrent else {}
+    if preset in families.FAMILIES:
+        body = config.MODEL_SIZES[families.FAMILIES[preset].size]
+    else:
+        body = {"biases": preset == "gpt2", "embedding_norm": preset != "gpt2"}
+    shape = {
+        "vocab_size": 256,
+        "layers": layers,
+        "width": 64,
+        "heads": 8,
+        "kv_heads": 8 if sizes["tensor"] > 4 else 4,
+        "head_dim": 8,
+        "mlp_width": 256,
+        "dtype": "float32",
+        "remat": remat,
+    }
     return config.Config(
-        model=config.ModelConfig(
-            vocab_size=256,
-            layers=layers,
-            width=64,
-            heads=8,
-            kv_heads=8 if sizes["tensor"] > 4 else 4,
-            head_dim=8,
-            dtype="float32",
-            remat=remat,
-            biases=preset == "gpt2",
-            embedding_norm=preset != "gpt2",
-            attention=config.preset(preset, **form),
-        ),
+        model=config.ModelConfig(**body | shape, attention=config.preset(preset, **form)),
         data=config.DataConfig(context_length=CONTEXT, batch_tokens=ROWS * CONTEXT, packing="documents"),
         # After one update, the state of this optimizer is the gradient.
         optimizer=config.OptimizerConfig(name="sgd", learning_rate=0.1, accumulate=accumulate),
@@ -84,7 +89,8 @@ def first_state(program: training.Program) -> training.TrainState:
         by_head = query.reshape(of.model.width, of.model.kv_heads, -1, of.model.head_dim)
         kernel = by_head[:, :, 0].reshape(of.model.width, -1)
         attention["key"]["kernel"] = jax.device_put(kernel, attention["key"]["kernel"].sharding)
-        if "decay" in attention:
+        # RMSNorm has no bias, so that Brumby's gates stay near one half.
+        if "decay" in attention and "bias" in block["attention_norm"]:
             norm = block["attention_norm"]["bias"]
             block["attention_norm"]["bias"] = jnp.ones_like(norm)
             attention["decay"]["kernel"] += 4 / of.model.width

@@ -14,6 +14,7 @@ from sympow_jax.training import flops
 
 # 12 layers of 12 heads of 64: features at p = 2.
 FEATURES = 64 * 65 // 2
+GATED = {"activation": "swiglu", "mlp_width": 2000}
 UNITARY = config.LrpeConfig(core="unitary")
 
 
@@ -32,7 +33,7 @@ def _matrices(model: config.ModelConfig) -> int:
 
 
 @pytest.mark.parametrize("name", config.PRESETS)
-@pytest.mark.parametrize("changes", [{}, {"kv_heads": 3}, {"head_dim": 32, "mlp_ratio": 3}])
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 3}, {"head_dim": 32, "mlp_ratio": 3}, GATED])
 def test_products_with_weights_are_6_flops_a_weight(name, changes):
     model = dataclasses.replace(_gpt2(name), **changes)
     # Attention over a context of nothing costs nothing.

@@ -78,6 +78,19 @@ def test_softmax_over_devices(compilation_cache):
     check("softmax_alibi", [{"data": 2, "context": 2, "tensor": 2}], compilation_cache)
 
 
+def test_the_body_of_qwen3_over_devices(compilation_cache):
+    """RMSNorm, SwiGLU, norms of queries and keys, and an untied head."""
+    arrangement = {
+        "fsdp": 2,
+        "context": 2,
+        "tensor": 2,
+        "remat": "elementwise",
+        "layers": 2,
+        "scan_layers": True,
+    }
+    check("qwen3", [arrangement], compilation_cache)
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

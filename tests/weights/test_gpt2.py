@@ -73,11 +73,17 @@ def test_the_output_must_be_the_embedding(tmp_path):
 
 
 def test_settings(tmp_path):
-    published.write(tmp_path, n_inner=2 * published.WIDTH, activation_function="relu")
+    published.write(tmp_path, n_inner=50, activation_function="relu", layer_norm_epsilon=1e-6)
     settings = weights.read_settings(tmp_path / "config.json")
     model = settings.model
     assert (model.layers, model.width, model.heads, model.vocab_size) == (2, 24, 3, 40)
-    assert (model.mlp_ratio, model.activation, model.biases, model.embedding_norm) == (2, "relu", True, False)
+    assert (model.hidden_width, model.activation, model.biases, model.embedding_norm) == (
+        50,
+        "relu",
+        True,
+        False,
+    )
+    assert model.norm_epsilon == 1e-6
     assert model.attention == config.preset("gpt2", max_document_length=published.LENGTH)
     assert (settings.data.document_separator, settings.data.context_length) == (39, published.LENGTH)
 
@@ -89,10 +95,10 @@ def test_settings(tmp_path):
             {"n_embd": None, "n_layer": "2", "activation_function": "gelu"},
             "n_embd is None; n_layer is '2'; activation_function is 'gelu', not one of gelu_new",
         ),
-        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06, not 1e-05"),
+        ({"layer_norm_epsilon": 0}, "model.norm_epsilon is 0; it must be positive"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
-        ({"n_inner": 50}, "n_inner is 50, not a multiple of n_embd"),
+        ({"n_inner": 0}, "model.mlp_width is 0; it must be at least 1"),
         ({"n_head": 5}, "model.heads is 5 and does not divide model.width 24"),
     ],
 )

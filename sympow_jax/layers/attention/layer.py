@@ -12,7 +12,7 @@ from sympow_jax import config as configs
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.config import attention as attention_lib
-from sympow_jax.layers import initializers, partitioning
+from sympow_jax.layers import initializers, norms, partitioning
 from sympow_jax.layers.attention import kernels, positions
 from sympow_jax.ops._shared import arguments
 
@@ -68,6 +68,7 @@ def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Att
         kernels.from_config(config),
         dtype=config.dtype,
         use_bias=config.biases,
+        norm_epsilon=config.norm_epsilon,
         # GPT-2's scale: the residual stream is the sum of 2 * layers outputs.
         out_scale=1 / math.sqrt(2 * config.layers),
         rngs=rngs,
@@ -104,7 +105,9 @@ class Attention(nnx.Module):
         kernel: an instance of `kernels.Kernel`, whose options name the decay and the position encoding. Positions that
             are added to the embedding are applied by the model, not here.
         dtype: dtype of the matrix products, by name or as a dtype; parameters are float32.
-        use_bias: whether projections have a bias, except those of decays and rotation rates.
+        use_bias: whether projections have a bias, except those of decays and rotation rates. Those of queries, keys and
+            values also have one if the kernel's options say `qkv_biases`.
+        norm_epsilon: number that norms of queries and keys add to the mean square.
         out_scale: factor of the initial standard deviation of the output projection.
         rngs: source of initial values, or a seed.
 
@@ -124,6 +127,7 @@ class Attention(nnx.Module):
         *,
         dtype: Any = jnp.float32,
         use_bias: bool = False,
+        norm_epsilon: float = 1e-6,
         out_scale: float = 1.0,
         rngs: nnx.Rngs | int,
     ):
@@ -139,10 +143,15 @@ class Attention(nnx.Module):
             return initializers.linear(size_in, size_out, names=names, rngs=rngs, **options)
 
         query_width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
-        self.query = project(width, query_width, ("embed", "heads"))
-        self.key = project(width, kv_width, ("embed", "kv_heads"))
-        self.value = project(width, kv_width, ("embed", "kv_heads"))
+        biases = {"use_bias": use_bias or kernel.attention.qkv_biases}
+        self.query = project(width, query_width, ("embed", "heads"), **biases)
+        self.key = project(width, kv_width, ("embed", "kv_heads"), **biases)
+        self.value = project(width, kv_width, ("embed", "kv_heads"), **biases)
         self.out = project(query_width, width, ("heads", "embed"), scale=out_scale)
+        if kernel.attention.qk_norm:
+            options = {"epsilon": norm_epsilon, "dtype": jnp.dtype(dtype), "rngs": rngs}
+            self.query_norm = norms.rms_norm(self.head_dim, **options)
+            self.key_norm = norms.rms_norm(self.head_dim, **options)
         self.positions = positions.make(
             kernel.attention,
             num_kv_heads=self.kv_heads,
@@ -325,9 +334,12 @@ class Attention(nnx.Module):
             query, key, value, decay, rest[0] if rest else None
         )
         shape = (*x.shape[:2], -1, self.head_dim)
+        query, key = query.reshape(shape), key.reshape(shape)
+        if self.kernel.attention.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
         return _Heads(
-            query=query.reshape(shape),
-            key=key.reshape(shape),
+            query=query,
+            key=key,
             value=value.reshape(shape),
             log_decay=self._log_decay(x, decay),
             rate=None if rate is None else self.positions.rate(rate),

@@ -32,6 +32,9 @@ class PowerAttention(layer.Attention):
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
         exact_window: minimum number of last keys that every query attends to exactly instead of through the state.
         max_document_length: longest document in tokens, which sets the rotation rates.
+        qk_norm: whether queries and keys of each head are RMS-normalized before positions are applied.
+        qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
+        rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
         spe: options of position "spe".
         use_bias: whether the four projections have a bias.
@@ -65,6 +68,9 @@ class PowerAttention(layer.Attention):
         chunk_size: int | None = None,
         exact_window: int = 64,
         max_document_length: int = 65_536,
+        qk_norm: bool = False,
+        qkv_biases: bool = False,
+        rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
         spe: configs.SpeConfig | None = None,
         use_bias: bool = False,
@@ -86,6 +92,9 @@ class PowerAttention(layer.Attention):
             chunk_size=chunk_size,
             exact_window=exact_window,
             max_document_length=max_document_length,
+            qk_norm=qk_norm,
+            qkv_biases=qkv_biases,
+            rope=rope,
             lrpe=lrpe,
             spe=spe,
         )
@@ -113,6 +122,9 @@ class LinearAttention(layer.Attention):
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
         exact_window: minimum number of last keys that every query attends to exactly instead of through the state.
         max_document_length: longest document in tokens, which sets the rotation rates.
+        qk_norm: whether queries and keys of each head are RMS-normalized before positions are applied.
+        qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
+        rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
         spe: options of position "spe".
         use_bias: whether the four projections have a bias.
@@ -148,6 +160,9 @@ class LinearAttention(layer.Attention):
         chunk_size: int | None = None,
         exact_window: int = 64,
         max_document_length: int = 65_536,
+        qk_norm: bool = False,
+        qkv_biases: bool = False,
+        rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
         spe: configs.SpeConfig | None = None,
         use_bias: bool = False,
@@ -172,6 +187,9 @@ class LinearAttention(layer.Attention):
             chunk_size=chunk_size,
             exact_window=exact_window,
             max_document_length=max_document_length,
+            qk_norm=qk_norm,
+            qkv_biases=qkv_biases,
+            rope=rope,
             lrpe=lrpe,
             spe=spe,
         )
@@ -191,6 +209,9 @@ class SoftmaxAttention(layer.Attention):
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         implementation: "xla" or "cudnn". If None, the op chooses.
         max_document_length: longest document in tokens, which sets the rotation rates.
+        qk_norm: whether queries and keys of each head are RMS-normalized before positions are applied.
+        qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
+        rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
         spe: options of position "spe".
         use_bias: whether the four projections have a bias.
@@ -220,6 +241,9 @@ class SoftmaxAttention(layer.Attention):
         causal: bool = True,
         implementation: str | None = None,
         max_document_length: int = 65_536,
+        qk_norm: bool = False,
+        qkv_biases: bool = False,
+        rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
         spe: configs.SpeConfig | None = None,
         use_bias: bool = False,
@@ -238,6 +262,9 @@ class SoftmaxAttention(layer.Attention):
             causal=causal,
             implementation=implementation,
             max_document_length=max_document_length,
+            qk_norm=qk_norm,
+            qkv_biases=qkv_biases,
+            rope=rope,
             lrpe=lrpe,
             spe=spe,
         )
@@ -257,6 +284,9 @@ class ExpressiveAttention(layer.Attention):
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         implementation: implementation of the op. If None, the op chooses.
         max_document_length: longest document in tokens, which sets the rotation rates.
+        qk_norm: whether queries and keys of each head are RMS-normalized before positions are applied.
+        qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
+        rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
         spe: options of position "spe".
         use_bias: whether the four projections have a bias.
@@ -286,6 +316,9 @@ class ExpressiveAttention(layer.Attention):
         causal: bool = True,
         implementation: str | None = None,
         max_document_length: int = 65_536,
+        qk_norm: bool = False,
+        qkv_biases: bool = False,
+        rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
         spe: configs.SpeConfig | None = None,
         use_bias: bool = False,
@@ -304,6 +337,9 @@ class ExpressiveAttention(layer.Attention):
             causal=causal,
             implementation=implementation,
             max_document_length=max_document_length,
+            qk_norm=qk_norm,
+            qkv_biases=qkv_biases,
+            rope=rope,
             lrpe=lrpe,
             spe=spe,
         )
@@ -318,6 +354,7 @@ def _kernel(
     dtype: Any,
     *,
     position: str,
+    rope: configs.RopeConfig | None,
     lrpe: configs.LrpeConfig | None,
     spe: configs.SpeConfig | None,
     **options: Any,
@@ -330,6 +367,7 @@ def _kernel(
     checks.require_choice("dtype", dtype := checks.dtype_name(dtype), model_lib.DTYPES)
     attention = configs.AttentionConfig(
         position=position,
+        rope=configs.RopeConfig() if rope is None else rope,
         lrpe=configs.LrpeConfig() if lrpe is None else lrpe,
         spe=configs.SpeConfig() if spe is None else spe,
         **options,

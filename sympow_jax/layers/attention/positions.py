@@ -159,8 +159,8 @@ class Rope(_Rotating):
 
     def rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)
-        longest = self.attention.max_document_length
-        return functools.partial(rotary.rope, positions=places, max_document_length=longest), state
+        theta, layout = _theta(self.attention, self.size), self.attention.rope.layout
+        return functools.partial(rotary.rope, positions=places, theta=theta, layout=layout), state
 
 
 class LearnedRope(_Rotating):
@@ -174,7 +174,7 @@ class LearnedRope(_Rotating):
         return 1 + jnp.tanh(projected)
 
     def theta(self):
-        return rotary.rope_rates(self.size, max_document_length=self.attention.max_document_length)
+        return _theta(self.attention, self.size)
 
     def init_state(self, batch):
         return rotary.RotaryState.zeros(batch, self.num_kv_heads)
@@ -183,12 +183,12 @@ class LearnedRope(_Rotating):
         angles, state = rotary.learned_angles(
             rate,
             self.size,
-            max_document_length=self.attention.max_document_length,
+            theta=self.theta(),
             segment_ids=segment_ids,
             state=state,
             axis_name=axis_name,
         )
-        return functools.partial(rotary.rotate, angles=angles), state
+        return functools.partial(rotary.rotate, angles=angles, layout=self.attention.rope.layout), state
 
 
 class LearnedRopePairs(LearnedRope):
@@ -315,6 +315,21 @@ _CLASSES: Mapping[str, type[Positions]] = {
     "lrpe": Lrpe,
     "spe": Spe,
 }
+
+
+def _theta(attention: configs.AttentionConfig, size: int) -> np.ndarray:
+    """Returns the rotation rates of all ropes, in radians per position."""
+    rope = attention.rope
+    theta = rotary.rope_rates(size, max_document_length=attention.max_document_length, base=rope.base)
+    if rope.scaling == "none":
+        return theta
+    return rotary.llama3_rates(
+        theta,
+        factor=rope.factor,
+        low_frequency_factor=rope.low_frequency_factor,
+        high_frequency_factor=rope.high_frequency_factor,
+        original_length=rope.original_length,
+    )
 
 
 def _continued(query: Float[Array, "B T N D"], state: PositionState | None) -> Int[Array, "B T"]:
