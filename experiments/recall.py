@@ -18,15 +18,16 @@ task does not need, except for the learned rotation of `conformal`; in the task 
 its preset. The head size varies at the same width, and so the state: `models.state_bytes` at 4 bytes per element. The
 state of softmax is its KV cache, which grows; it is that at the end of a test sequence.
 
-In training, half of the sequences of `pairs` are packed documents of a few pairs. Accuracy is the fraction of queries for which the right value has the highest logit of all values, over
-newly drawn sequences of one document. `recalled` is the number of pairs at which accuracy falls below 90 %,
-interpolated over the logarithm of the number of pairs.
+In training, half of the sequences of `pairs` are packed documents of a few pairs. Accuracy is the fraction of queries
+for which the right value has the highest logit of all values, over newly drawn sequences of one document. `recalled` is
+the number of pairs at which accuracy falls below 90 %, interpolated over the logarithm of the number of pairs.
 """
 
 import dataclasses
 import functools
 import itertools
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence
