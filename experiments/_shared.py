@@ -44,6 +44,7 @@ __all__ = [
     "Tables",
     "alternate",
     "bands",
+    "curve",
     "curves_panel",
     "difference_table",
     "differences",
@@ -221,9 +222,12 @@ def run(
 
 def _seeds(text: str) -> tuple[int, ...]:
     words = text.split(",")
-    if not all(word.isascii() and word.isdigit() for word in words) or len(set(words)) < len(words):
-        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers that differ, such as 0,1,2")
-    return tuple(map(int, words))
+    numbers = [int(word) for word in words if word.isascii() and word.isdigit() and len(word) <= 10]
+    if len(set(numbers)) < len(words) or max(numbers) >= 2**32:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be whole numbers below 2^32 that differ, such as 0,1,2"
+        )
+    return tuple(numbers)
 
 
 def _positive(text: str) -> int:
@@ -283,7 +287,7 @@ def train(
         settings(options, attentions[variant], context=context, seed=seed, evaluated=evaluated, paper=paper)
         for variant, context, seed in keys
     ]
-    return dict(zip(keys, train_all(options, dict(zip(names, wanted)))))
+    return dict(zip(keys, train_all(options, dict(zip(names, wanted))), strict=True))
 
 
 def settings(
@@ -506,8 +510,12 @@ class Mean(NamedTuple):
     error: float
 
     def __str__(self) -> str:
-        error = "" if math.isnan(self.error) else f" ± {self.error:.3f}"
-        return f"{self.value:.3f}{error}"
+        return self.text(3)
+
+    def text(self, digits: int) -> str:
+        """Returns the mean and, unless it is NaN, the error, with so many digits after the decimal point."""
+        error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
+        return f"{self.value:.{digits}f}{error}"
 
     @property
     def band(self) -> tuple[float, float, float]:
@@ -526,7 +534,9 @@ def means(rows: Iterable[Row], by: Sequence[str], value: str) -> dict[tuple[Any,
     """Returns the mean of column `value` over each group of rows with equal columns `by`."""
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        groups.setdefault(tuple(row[name] for name in by), []).append(row[value])
+        # JSON has null for NaN.
+        number = math.nan if row[value] is None else row[value]
+        groups.setdefault(tuple(row[name] for name in by), []).append(number)
     return {key: mean(values) for key, values in groups.items()}
 
 
@@ -674,7 +684,7 @@ def _without_nan(value: Any) -> Any:
     """Returns the value with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, Mapping):
         return {name: _without_nan(part) for name, part in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -28,7 +28,7 @@ PLANS = {
     "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16,), documents=2),
 }
 _BASE = "base"
-_TABLE = (_BASE, "rope", "spe", "permuteformer", "cosformer", "type1", "type2", "type3")
+_METHODS = (_BASE, "rope", "spe", "permuteformer", "cosformer", "type1", "type2", "type3")
 _CORES = ("unitary", "orthogonal", "permutation")
 _BASES = ("householder", "identity", "odd_even")
 # Variants with the other denominator, and their methods.
@@ -60,8 +60,8 @@ def _cell(core: str, basis: str) -> str:
 
 
 def attentions() -> dict[str, config.AttentionConfig]:
-    """Returns each method of Table 2, three with the other denominator, and the other cells of Table 5."""
-    found = {name: config.lrpe_method(name) for name in _TABLE}
+    """Returns the methods of Table 2 and cosFormer, four with the other denominator, and the other cells of Table 5."""
+    found = {name: config.lrpe_method(name) for name in _METHODS}
     for other, name in _OTHER.items():
         found[other] = dataclasses.replace(found[name], normalizer=other.split()[1])
     for core, basis in itertools.product(_CORES, _BASES):
@@ -114,7 +114,7 @@ def _panel(folders: _shared.Folders) -> _shared.Panel:
     rows: list[dict[str, Any]] = [
         {"variant": variant, "step": step, "loss": loss}
         for (variant, _, _), folder in folders.items()
-        if variant in _TABLE
+        if variant in _METHODS
         for step, loss in _late(_shared.heldout_curve(folder))
     ]
     found = _shared.means(rows, ("variant", "step"), "loss")
@@ -133,7 +133,7 @@ def _late(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def _speeds(options: _shared.Options) -> dict[str, float]:
     """Measures updates per second of the bidirectional model relative to the baseline's (Table 6)."""
-    names = [name for name in _TABLE if name in options.variants]
+    names = [name for name in _METHODS if name in options.variants]
     calls = {name: _shared.update(encoder_settings(options, name)) for name in names}
     times = _shared.alternate(calls, rounds=_ROUNDS[options.scale])
     return {name: 1 / _shared.relative(times[name], times[_BASE])[1] for name in names}
@@ -161,14 +161,14 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     rows, speeds = content["rows"], content["relative_speed"]
     perplexities = {name: mean for (name,), mean in _shared.means(rows, ("variant",), "perplexity").items()}
     cells = {name: str(mean) for name, mean in perplexities.items()}
-    order = sorted((name for name in _TABLE if name in cells), key=lambda name: perplexities[name].value)
+    order = sorted((name for name in _METHODS if name in cells), key=lambda name: perplexities[name].value)
     return [
         _shared.Table(
             title="Held-out perplexity (Table 2) and relative speed of the bidirectional model (Table 6)",
             columns=("", "perplexity", "WikiText-103", "Books", "speed", "the paper's"),
             rows=[
                 (name, cells[name], *words, f"{speeds[name]:.2f}" if name in speeds else "", speed)
-                for name in (*_TABLE, *_OTHER)
+                for name in (*_METHODS, *_OTHER)
                 if name in cells
                 for *words, speed in [_PAPER_METHODS.get(name, ("", "", ""))]
             ],
@@ -189,7 +189,7 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         ),
         _differences("Differences of loss, nats per token", rows, _pairs()),
         _differences(
-            "Differences of loss between neighbors in the order of perplexity, nats per token",
+            "Differences of loss between neighbors in the order of these perplexities, nats per token",
             rows,
             itertools.pairwise(order[::-1]),
         ),
@@ -204,7 +204,7 @@ def _differences(title: str, rows: Sequence[_shared.Row], pairs: Iterable[tuple[
 def _pairs() -> list[tuple[str, str]]:
     """Returns methods and the baseline, the two denominators, and matrices P and the Householder matrix."""
     return [
-        *((name, _BASE) for name in _TABLE if name != _BASE),
+        *((name, _BASE) for name in _METHODS if name != _BASE),
         *((other, name) for other, name in _OTHER.items()),
         *((_cell(core, basis), _cell(core, _BASES[0])) for core in _CORES for basis in _BASES[1:]),
     ]

@@ -409,9 +409,8 @@ def _experiment(options: _shared.Options) -> None:
                 points, series = 1, series // 5
             if options.scale == "toy" and seeds == PLANS["toy"].seeds and setting.context > _TOY_CONTEXT:
                 seeds = seeds[:_TOY_SEEDS]
-            about = (
-                f"{setting.label}, {attention}, {setting.epochs} epochs, {len(seeds)} seeds, {series} series"
-            )
+            about = f"{setting.label}, {attention}, {setting.epochs} epochs, "
+            about += f"seeds {'-'.join(map(str, seeds))}, {series} series"
             print(f"{figure}: {about}", flush=True)
             path = folder / f"{about.replace(', ', '_').replace(' ', '_')}.npz"
             one = dataclasses.replace(setting, attention=attention)

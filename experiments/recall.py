@@ -298,7 +298,8 @@ def train(
     keys = jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32))
     graph = nnx.graphdef(nnx.eval_shape(lambda: models.DecoderLM(shape, rngs=nnx.Rngs(0))))
     parameters = jax.jit(jax.vmap(functools.partial(initial, shape)))(keys)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, setting.rate, max(1, steps // 20), steps)
+    warmup = min(max(1, steps // 20), steps - 1)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, setting.rate, warmup, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
     state = parameters, jax.vmap(optimizer.init)(parameters)
     about = {"setting": dataclasses.asdict(setting), "task": task, "model": dataclasses.asdict(shape)}
@@ -341,6 +342,8 @@ def train(
         if start < done:
             continue
         state = advance(state, start, stop)
+        if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(state[0])):
+            raise ValueError(f"{path.stem}: training diverged by update {stop:,}; choose other --seeds")
         with atomic.replace(path) as draft:
             np.savez(draft, *jax.tree.leaves(state), about=json.dumps(about), step=stop)
         print(f"  update {stop:,} of {steps:,}", flush=True)
@@ -361,9 +364,10 @@ def _restore(path: pathlib.Path, about: Mapping[str, Any], state: Any) -> tuple[
 def recalled(points: Sequence[int], accuracies: Sequence[float]) -> float:
     """Returns the number of pairs at which accuracy first falls below 90 %.
 
-    It is interpolated over the logarithm of the number of pairs. If accuracy never falls, it is the last point.
+    It is interpolated over the logarithm of the number of pairs. It is 0 if accuracy is below at the first point, and
+    the last point if accuracy never falls.
     """
-    low = next((index for index, right in enumerate(accuracies) if right < RECALLED), None)
+    low = next((index for index, right in enumerate(accuracies) if not right >= RECALLED), None)
     if low is None:
         return float(points[-1])
     if low == 0:
@@ -387,7 +391,8 @@ def _experiment(options: _shared.Options) -> None:
     rows: list[dict[str, Any]] = []
     for task, variant in itertools.product(TASKS, options.variants):
         for head_dim in head_dims(setting, task, variant):
-            name = f"{task}, {variant}, heads of {head_dim}, {plan.steps} updates, {len(plan.seeds)} seeds"
+            seeds = "-".join(map(str, plan.seeds))
+            name = f"{task}, {variant}, heads of {head_dim}, {plan.steps} updates, seeds {seeds}"
             print(name, flush=True)
             shape = model_config(setting, task, variant, head_dim)
             path = folder / f"{name.replace(', ', '_').replace(' ', '_')}.npz"
@@ -438,10 +443,11 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         points = [x for x in points if x >= _LEAST_SHOWN and not x & (x - 1)]
         shown = dict.fromkeys(tuple(row[name] for name in _MODEL) for row in rows if row["task"] == task)
         capacity = capacities(rows) if task == "pairs" else {}
+        largest = max(row["point"] for row in rows if row["task"] == task)
         cells = [
             (
                 *(str(part) if isinstance(part, str) else f"{part:,}" for part in model),
-                *([f"{capacity[model].value:.1f} ± {capacity[model].error:.1f}"] if capacity else ()),
+                *([_capacity(capacity[model], largest)] if capacity else ()),
                 *(str(accuracies[task, *model, x]) for x in points),
             )
             for model in shown
@@ -449,6 +455,10 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         columns = "", "head size", "bytes of state", *(["pairs at 90 %"] if capacity else ())
         found.append(_shared.Table(title=title, columns=(*columns, *(f"{x:,}" for x in points)), rows=cells))
     return found
+
+
+def _capacity(mean: _shared.Mean, largest: int) -> str:
+    return f"at least {largest}" if mean.value == largest else mean.text(1)
 
 
 def _draw(path, setting, rows, seeds):

@@ -156,7 +156,7 @@ def test_the_command(tmp_path, capsys):
     flags = ["--scale=tiny", "--variants=figure4,figure6", "--context=6", "--steps=60", f"--out={tmp_path}"]
     assert nt_tasks.main(["--base=2", "--delay=1", *flags]) == 0
     printed = capsys.readouterr().out
-    assert "figure6: N2T1 + N2T1-S, 6, softmax, 60 epochs, 2 seeds, 50 series" in printed
+    assert "figure6: N2T1 + N2T1-S, 6, softmax, 60 epochs, seeds 0-1, 50 series" in printed
     folder = tmp_path / "nt_tasks"
     content = json.loads((folder / "nt_tasks.json").read_text())
     assert content["command"].startswith("python -m experiments.nt_tasks --base=2")

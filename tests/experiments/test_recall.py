@@ -92,6 +92,7 @@ def test_recalled():
     assert recall.recalled(points, (0.89, 0.95, 1.0, 1.0)) == 0
     assert recall.recalled(points, (1.0, 1.0, 0.8, 0.95)) == pytest.approx(8)
     assert recall.recalled(points, (1.0, 1.0, 0.9, 0.1)) == pytest.approx(16)
+    assert recall.recalled(points, (np.nan, 1.0, 1.0, 1.0)) == 0
 
 
 def test_state_of_softmax_is_its_cache():
@@ -159,10 +160,27 @@ def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
     assert "update 2 of 8" in capsys.readouterr().out
 
 
+def test_keys_begin_with_the_matrix_of_the_queries():
+    shape = recall.model_config(TINY, "pairs", "p=2", 8)
+    attention = recall.initial(shape, jax.random.key(0))["blocks"][0]["attention"]
+    np.testing.assert_array_equal(attention["key"]["kernel"][...], attention["query"]["kernel"][...])
+    for name in ("query", "value"):
+        assert np.std(attention[name]["kernel"][...]) == pytest.approx(1 / np.sqrt(TINY.width), rel=0.2)
+
+
+def test_a_single_update(tmp_path):
+    assert trained(tmp_path, steps=1).shape == (1, len(TINY.points))
+
+
+def test_divergence_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="run: training diverged by update 2; choose other --seeds"):
+        trained(tmp_path, setting=dataclasses.replace(TINY, rate=np.inf))
+
+
 def test_the_command(tmp_path, capsys):
     flags = ["--scale=tiny", "--variants=p=2,softmax", f"--out={tmp_path}"]
     assert recall.main(flags) == 0
-    assert "pairs, p=2, heads of 8, 8 updates, 2 seeds" in capsys.readouterr().out
+    assert "pairs, p=2, heads of 8, 8 updates, seeds 0-1" in capsys.readouterr().out
     folder = tmp_path / "recall"
     content = json.loads((folder / "recall.json").read_text())
     assert content["command"].startswith("python -m experiments.recall --scale=tiny")
