@@ -115,21 +115,24 @@ class RopeConfig:
     base: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Base b of the rotation rates theta_m = b^(-2(m-1)/D), in radians per token, as in Llama. If none, the "
-            "rates depend on `max_document_length`."
+            "Base b of the rotation rates theta_m = b^(-2m/D), m from 0, in radians per token, as in Llama. If none, "
+            "the rates depend on `max_document_length`."
         ),
     )
     layout: str = dataclasses.field(
         default="pairs",
         metadata=fields.about(
-            "Dimensions that rotate together: neighbors in `pairs`, m and m + D/2 in `halves`, as in Llama.",
+            "Dimensions that rotate together, m from 0: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`, as in "
+            "Llama.",
             choices=ROPE_LAYOUTS,
         ),
     )
     scaling: str = dataclasses.field(
         default="none",
         metadata=fields.about(
-            "Scaling of the rates. With `llama3`, pairs that rotate slowly have their rates divided by `factor`.",
+            "Scaling of the rates. With `llama3`, pairs that rotate slowly have their rates divided by `factor`, and "
+            "fast ones keep theirs. Between `low_frequency_factor` and `high_frequency_factor`, the scale is "
+            "interpolated.",
             choices=ROPE_SCALINGS,
         ),
     )
@@ -371,7 +374,7 @@ class AttentionConfig:
     max_document_length: int = dataclasses.field(
         default=65_536,
         metadata=fields.about(
-            "M in theta_m = 2 pi / M^(2(m-1)/D), the rotation rates of all ropes without `rope.base`. Also the "
+            "M in theta_m = 2 pi / M^(2m/D), m from 0, the rotation rates of all ropes without `rope.base`. Also the "
             "number of rows in the table of position `learned_absolute`, and so the longest document that it supports."
         ),
     )

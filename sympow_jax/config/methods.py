@@ -48,7 +48,7 @@ def lrpe_method(name: str, *, length: int = 512, **changes: Any) -> attention_li
 
     Args:
         name: one of `LRPE_METHODS`.
-        length: tokens of the longest document, on which cosFormer depends.
+        length: tokens of the longest document. Only cosFormer uses it, and not if `lrpe` is given.
         **changes: fields of `AttentionConfig`.
 
     Raises:

@@ -244,6 +244,8 @@ class EvaluationConfig:
         checks.require_at_least(1, **{"evaluation.documents": self.documents})
         if "" in self.prompts:
             raise ValueError(f"evaluation.prompts is {self.prompts}; each must have at least one character")
+        if len(set(self.prompts)) < len(self.prompts):
+            raise ValueError(f"evaluation.prompts is {self.prompts}; each must occur once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ def _map(file: files.File, config: config_lib.DataConfig) -> Integer[np.ndarray,
     try:
         return np.memmap(file.path, dtype, mode="r")
     except OSError as error:
-        raise ValueError(f"data.paths: cannot read {file.path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {file.path}: {error.strerror}") from error
 
 
 def _ends(array: Integer[np.ndarray, " tokens"], separator: int | None) -> Int64[np.ndarray, " documents"]:

@@ -39,7 +39,7 @@ class _File(NamedTuple):
         cells = self.content[self.starts[line] : self.stops[line]].removesuffix(b"\r").split(b"\t")
         if len(cells) != self.columns.width:
             raise ValueError(
-                f"{self.name(line)} has {len(cells)} columns, but the file's first line has {self.columns.width}; "
+                f"{self.name(line)} has {_counted(len(cells))}, but the file's first line has {self.columns.width}; "
                 f"columns are divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
             )
         return cells
@@ -48,14 +48,18 @@ class _File(NamedTuple):
         return f"{self.path} (line {self.first_line + line})"
 
 
+def _counted(columns: int) -> str:
+    return f"{columns} column{'' if columns == 1 else 's'}"
+
+
 def _map(file: files.File) -> mmap.mmap:
-    if not file.size:
-        raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
     try:
         with file.path.open("rb") as stream:
+            if stream.read(1 + len(_BYTE_ORDER_MARK)) in (b"", _BYTE_ORDER_MARK):
+                raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise ValueError(f"data.paths: cannot read {file.path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {file.path}: {error.strerror}") from error
 
 
 def _line_starts(content: mmap.mmap, start: int) -> Iterator[int]:
@@ -79,6 +83,10 @@ def _find_columns(first: bytes, config: config_lib.DataConfig, path: str) -> tup
                 f"{path} has no column {name!r}: there are {available}; correct data.text_columns and "
                 f"data.label_column, or, where the first line is no header, give the numbers of all columns"
             )
+        if names.count(name) > 1:
+            raise ValueError(
+                f"{path} has {names.count(name)} columns named {name!r}; give each a name of its own in the first line"
+            )
     *texts, label = (names.index(name) for name in columns)
     return _Columns(texts, label, len(names)), not numbered
 
@@ -87,7 +95,7 @@ def _open(file: files.File, config: config_lib.DataConfig) -> _File:
     content = _map(file)
     begin = len(_BYTE_ORDER_MARK) if content[:3] == _BYTE_ORDER_MARK else 0
     starts = np.fromiter(_line_starts(content, begin), np.int64)
-    first = content[begin : starts[1] - 1].removesuffix(b"\r") if len(starts) > 1 else b""
+    first = content[begin : starts[1] - 1].removesuffix(b"\r")
     columns, header = _find_columns(first, config, str(file.path))
     starts = starts[int(header) :]
     if len(starts) < 2:
@@ -168,7 +176,11 @@ def _sides(
 
 
 class TsvExamples:
-    """The training or the held-out lines, tokenized on access; labels are checked on construction."""
+    """The training or the held-out lines, tokenized on access.
+
+    Construction reads every line and checks its number of columns, its label and that it has a text. Access checks that
+    the line has tokens and that these are in the vocabulary.
+    """
 
     def __init__(
         self,
@@ -219,22 +231,27 @@ class TsvExamples:
                 shown = label.decode("utf-8", "replace")
                 raise ValueError(f"{self._table.name(line)}: label {shown!r} {error}") from None
             if not any(texts):
-                raise ValueError(f"{self._table.name(line)} has an empty text; leave the line out")
+                missing = "no text" if len(texts) == 1 else "two empty texts"
+                raise ValueError(f"{self._table.name(line)} has {missing}; leave the line out")
         return labels
 
     def __len__(self) -> int:
         return len(self._lines)
 
+    # Reading a line of a memory-mapped file costs about the same in any order.
     together = property(__len__)
 
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns the tokens and the label of example `index`; `key` is unused."""
         line = self._lines[index]
-        texts = self._cut([self._encode(text, line) for text in self._table.read(line)[0]])
+        texts = [self._encode(text, line) for text in self._table.read(line)[0]]
+        # Before they are cut, because two joined texts have the separator even if both are empty.
         if not any(map(len, texts)):
+            place = "the text" if len(texts) == 1 else "either text"
             raise ValueError(
-                f"{self._table.name(line)}: the tokenizer finds no token in the text; leave the line out"
+                f"{self._table.name(line)}: the tokenizer finds no token in {place}; leave the line out"
             )
+        texts = self._cut(texts)
         for tokens in texts:
             documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=self._table.name(line))
         return {**rows.padded(texts, self._length), "labels": np.array(self._labels[index])}
@@ -267,8 +284,9 @@ def open_examples(
     """Returns the training or the held-out lines; a folder stands for its `.tsv` files.
 
     Raises:
-        ValueError: nothing matches, a file is empty or does not have a column, a line has a different number of
-            columns, a label is not a class or not a number, or the tokenizer does not exist.
+        ValueError: nothing matches, a file is empty or cannot be read, a column does not exist or its name is
+            repeated, a line has a different number of columns or no text, a label is not a class or not a number, or
+            the tokenizer does not exist.
     """
     table, lines = _sides(config)[heldout]
     return TsvExamples(table, lines, config, task, vocab_size=vocab_size)

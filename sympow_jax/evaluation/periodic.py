@@ -34,18 +34,19 @@ class Periodic:
         self._program = program
         self._batches: dict[str, dict[str, Array]] = {}
         self._codec: data.Codec | None = None
+        self._prompts: list[list[int]] = []
         self._steps, self._every = config.training.steps, config.heldout_every
         if not self._every:
             return
         if config.evaluation.prompts:
-            self._codec = self._open_prompts()
+            self._codec, self._prompts = self._open_prompts()
         share, shares = sharding.batch_share(program.mesh)
         for name, part in heldout.parts.items():
             rows = part.sample(share=share, shares=shares)
             if rows is not None:
                 self._batches[name] = sharding.place_batch(rows, program.mesh)
 
-    def _open_prompts(self) -> data.Codec:
+    def _open_prompts(self) -> tuple[data.Codec, list[list[int]]]:
         config = self._program.config
         # Parameters of several devices might not fit on the one that continues the prompts.
         devices = self._program.mesh.size
@@ -56,21 +57,21 @@ class Periodic:
                 f"device{'s' if devices > 1 else ''}: leave them out"
             )
         codec = data.codec_of_run(config)
-        self._prompts = [_encode(codec, prompt) for prompt in config.evaluation.prompts]
+        prompts = [_encode(codec, prompt) for prompt in config.evaluation.prompts]
         longest = config.model.attention.longest_document
-        if longest is not None and max(map(len, self._prompts)) + _TOKENS > longest:
+        if longest is not None and max(map(len, prompts)) + _TOKENS > longest:
             raise ValueError(
                 f"evaluation.prompts: a prompt and its {_TOKENS} tokens must fit model.attention.max_document_length, "
                 f"{longest}; shorten or leave out the prompts"
             )
-        return codec
+        return codec, prompts
 
     def is_due(self, step: int) -> bool:
         """Returns whether there is an evaluation after update `step`."""
         return bool(self._every) and (step % self._every == 0 or step == self._steps)
 
     def metrics(self, state: training.TrainState) -> dict[str, Float[Array, ""]]:
-        """Returns loss and, of classes, accuracy of each part of the held-out data; computes them in the background.
+        """Returns the loss of each part, and for classification its accuracy, as arrays still being computed.
 
         Names are as in `evaluate_heldout`. There are none if nothing is held out.
         """

@@ -17,12 +17,12 @@ Activation = Callable[[Float[Array, "B T H"]], Float[Array, "B T H"]]
 
 
 class MLP(nnx.Module):
-    """Feed-forward layer W_2 f(W_1 x + b_1) + b_2, as in GPT-2.
+    """Feed-forward layer W_2 f(W_1 x + b_1) + b_2, as in GPT-2; biases only with `use_bias`.
 
     Args:
         width: M, the size of the input and of the output.
         hidden_width: number of hidden units.
-        activation: f.
+        activation: f. The default, `nnx.gelu`, is the tanh approximation of gelu, as in GPT-2.
         dtype: dtype of the matrix products, by name or as a dtype; parameters are float32.
         use_bias: whether there are biases.
         out_scale: factor of the initial standard deviation of the output projection.

@@ -23,6 +23,8 @@ Norm = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm
 def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) -> Norm:
     """Returns the normalization that `config.norm` names, with float32 statistics and results in `dtype`.
 
+    Inputs of `layer` are rounded to `dtype` first. Those of `rms` and `batch` are not.
+
     Batch normalization ("Batch Normalization", Ioffe and Szegedy 2015) uses its running statistics until the model's
     `train()` is called. From then on, it uses the statistics of the batch, with the biased variance, and moves the
     running ones by a tenth of the difference. The running statistics are variables of the kind `nnx.BatchStat`.
@@ -74,7 +76,8 @@ def _apply(graph, parameters, x):
 
 
 def _unchanged(arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
-    # Keeps the residual stream and the statistics in float32; Flax would round them to `dtype` first.
+    # Keeps the inputs and the running statistics of `rms` and `batch` in float32. Flax would round them to `dtype`
+    # first, as it rounds those of `layer`.
     del dtype, inexact
     return arrays
 

@@ -20,7 +20,7 @@ class Head(nnx.Module):
     def __call__(
         self, hidden: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
     ) -> Float[Array, "B outputs"]:
-        """Returns the logits of classes, or the predicted number; meaningless for rows of padding only."""
+        """Returns the logits of classes, or the predicted number; the bias alone for rows of padding only."""
         if segment_ids is None:
             return self.linear(hidden.astype(jnp.float32).mean(axis=1))
         return self.linear(_mean(hidden, segment_ids >= 0))

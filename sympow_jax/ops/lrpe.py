@@ -42,30 +42,32 @@ def encode(
     permutation: Int[np.ndarray, " D"] | Int[np.ndarray, "K D"] | Int[Array, "K D"] | None = None,
     identity_dim: int = 0,
 ) -> Float[Array, "B T N D"] | Float[Array, "B T N 2*D"]:
-    """Computes Lambda^(s) P x for queries or keys at positions s >= 0, so that q . k equals that of q^H W_{t-s} k.
+    """Computes Lambda^(s) P x for queries or keys x at positions s >= 0.
 
-    The core `orthogonal` rotates the pairs (x_{2k-1}, x_{2k}) by s alpha_k and leaves the last `identity_dim`
-    dimensions unchanged (solution 2). `mixed` rotates only the first half, rounded up to even. `unitary` multiplies
-    dimension k by exp(i s alpha_k) (solution 1). `permutation` gives dimension i the value of dimension pi^s(i)
-    (solution 3).
+    The dot product of a query encoded at s and a key encoded at t is the real part of q^H W_{t-s} k.
+
+    The core `orthogonal` rotates the pairs (x_{2k}, x_{2k+1}), k from 0, by s alpha_k and leaves the last
+    `identity_dim` dimensions unchanged (solution 2). `mixed` rotates only the first D // 2 dimensions, rounded up to
+    even. `unitary` multiplies dimension k by exp(i s alpha_k) (solution 1). `permutation` gives dimension i the value
+    of dimension pi^s(i) (solution 3).
 
     The basis `householder` is I - 2 v v^T / (v^T v) (equation 73). `odd_even` sends dimension k of the first half to 2k
     and of the second to 2k + 1 (the paper's pseudocode; its equation 74 is misprinted and not a permutation). `fourier`
     is the unitary discrete Fourier transform.
 
     The core `unitary` and the basis `fourier` are complex: the real parts come first, followed by the imaginary parts.
-    That doubles the head size, and with it the state of an attention with a recurrent form. The dot product of two
-    encoded vectors is the real part of q^H W_{t-s} k.
+    That doubles the head size, and with it the state of an attention with a recurrent form.
 
     `rates` are the alpha in radians per position. A NumPy array is fixed, a JAX array is learned, for all heads or with
     one row for each of K groups of heads; head n belongs to group n // (N / K). `householder` is v, which must not be
     zero, with the same two shapes. So is `permutation`, pi, of integers; the values of a JAX array are not checked.
-    `householder` and `permutation` default to the functions of that name. Phases are right at any position below 2^31
-    (`ops.phase`). Computed in float32 or wider and returned in the dtype of x.
+    `householder` and `permutation` default to the functions of that name. Each of the three is an error with a core or
+    basis that does not use it, except for the empty rates of the core `permutation`. Phases are right at any position
+    below 2^31 (`ops.phase`). Computed in float32 or wider and returned in the dtype of x.
 
     Raises:
-        ValueError: a name is unknown, the core does not support the head size or `identity_dim`, or shapes do not
-            match.
+        ValueError: a name is unknown, the core does not support the head size or `identity_dim`, shapes or dtypes do
+            not match, a NumPy array has an invalid value, or an argument would not be used.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -83,16 +85,28 @@ def encode(
     arguments.check_choice("basis", basis, BASES)
     rotated = _rotated_size(core, head_dim, identity_dim)
     if householder is not None:
-        _require_rows("householder", householder.shape, head_dim, x.shape[2])
+        if basis != "householder":
+            raise ValueError(
+                f"householder is given and basis is {basis!r}; leave it out, or use basis 'householder'"
+            )
+        _require_rows("householder", householder, head_dim, x.shape[2])
+        arguments.check_floating("householder", householder)
     fixed_rates = fixed_permutation = None
     if core == "permutation":
-        permutation, rates = _checked_permutation(permutation, head_dim, x.shape[2]), None
+        permutation = _checked_permutation(permutation, head_dim, x.shape[2])
+        if rates is not None and np.size(rates):
+            raise ValueError("rates are given, but core 'permutation' has none; leave them out")
+        rates = None
         if isinstance(permutation, np.ndarray):
             fixed_permutation, permutation = _static(permutation), None
     else:
-        permutation = None
-        count = rotated if core == "unitary" else rotated // 2
-        _require_rows("rates", None if rates is None else rates.shape, count, x.shape[2])
+        if permutation is not None:
+            raise ValueError(
+                f"permutation is given and core is {core!r}; leave it out, or use core 'permutation'"
+            )
+        if rates is None:
+            raise ValueError(f"rates is None, but core {core!r} needs rates; make them with lrpe.rates")
+        _check_rates(rates, rotated if core == "unitary" else rotated // 2, x.shape[2])
         if isinstance(rates, np.ndarray):
             fixed_rates, rates = _static(rates), None
     plan = _Plan(core, basis, fixed_rates, fixed_permutation)
@@ -155,7 +169,7 @@ def rates(
     sequence, which is unknown if the sequence will be continued. The core `permutation` has no rates, R = 0.
 
     Raises:
-        ValueError: a name is unknown, or the core does not support a size.
+        ValueError: a name is unknown, the core does not support a size, or a length is not a positive integer.
 
     Examples:
         >>> from sympow_jax.ops import lrpe
@@ -163,6 +177,8 @@ def rates(
         [1.0, 0.1, 0.01, 0.001]
     """
     arguments.check_choice("kind", kind, KINDS)
+    reference_length = arguments.check_integer("reference_length", reference_length, 1)
+    max_document_length = arguments.check_integer("max_document_length", max_document_length, 1)
     rotated = _rotated_size(core, head_dim, identity_dim)
     count = {"permutation": 0, "unitary": rotated}.get(core, rotated // 2)
     index = np.arange(count)
@@ -178,7 +194,9 @@ def rates(
 
 
 def permutation(head_dim: int, *, heads: int | None = None) -> Int[np.ndarray, " D"] | Int[np.ndarray, "K D"]:
-    """Returns the fixed permutation pi, drawn once for every head size, or one for each of `heads`.
+    """Returns the fixed permutation pi of a head size, or one for each of `heads`.
+
+    It is the same at every call. Row 0 is the same with and without `heads`.
 
     Examples:
         >>> from sympow_jax.ops import lrpe
@@ -238,9 +256,20 @@ def _rotated_size(core: str, head_dim: int, identity_dim: int) -> int:
     return head_dim - identity_dim
 
 
-def _require_rows(name: str, shape: tuple[int, ...] | None, width: int, heads: int) -> None:
-    """Raises ValueError unless the shape is [width], or [K, width] for K groups of heads."""
-    if shape is None or shape[-1:] != (width,) or len(shape) > 2 or (len(shape) == 2 and heads % shape[0]):
+def _check_rates(rates, count: int, heads: int) -> None:
+    """Raises ValueError unless rates are `count` floats for each group of heads, finite if they are a NumPy array."""
+    _require_rows("rates", rates, count, heads)
+    arguments.check_floating("rates", rates)
+    if isinstance(rates, np.ndarray) and not np.isfinite(rates).all():
+        raise ValueError(f"rates are {rates.tolist()}; they must be finite")
+
+
+def _require_rows(name: str, array, width: int, heads: int) -> None:
+    """Raises ValueError unless it is an array [width], or [K, width] for K groups of heads."""
+    arguments.check_array(name, array)
+    shape = array.shape
+    groups = shape[0] if len(shape) == 2 else 1
+    if shape[-1:] != (width,) or len(shape) > 2 or not groups or heads % groups:
         raise ValueError(
             f"{name} has shape {shape}; it must be [{width}], or [K, {width}] with a K that divides the {heads} heads"
         )
@@ -328,10 +357,12 @@ def _checked_permutation(pi, head_dim: int, heads: int) -> np.ndarray | Array:
     """Returns the permutation, or the default.
 
     Raises:
-        ValueError: the shape is wrong, or a row of a NumPy array is no permutation.
+        ValueError: the shape or dtype is wrong, or a row of a NumPy array is no permutation.
     """
     pi = permutation(head_dim) if pi is None else pi
-    _require_rows("permutation", pi.shape, head_dim, heads)
+    _require_rows("permutation", pi, head_dim, heads)
+    if not jnp.issubdtype(pi.dtype, jnp.integer):
+        raise ValueError(f"permutation has dtype {pi.dtype}; it must be an integer dtype, such as int32")
     if isinstance(pi, np.ndarray) and (np.sort(pi, -1) != np.arange(head_dim)).any():
         raise ValueError(f"permutation is {pi.tolist()}; it must hold each of 0 to {head_dim - 1} once")
     return pi

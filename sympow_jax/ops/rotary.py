@@ -1,12 +1,12 @@
 """Rotary position encodings, with rates that are fixed (rope) or depend on the data (learned rope).
 
-The pair (2m - 1, 2m) of a head's dimensions is rotated by an angle position * theta_m, theta_m = 2 pi / M^(2 (m - 1) /
-D), M the maximum document length (appendix A.1.2 of "Conformal Transformations for Symmetric Power Transformers", Kumar
-et al. 2025). Angles are computed in integers, since a float32 sum of positions is off by 0.15 after 2^20 tokens. A
-position is a whole number and a 32-bit fraction, and a rate theta_m / (2 pi) is a 64-bit fraction of a turn. Their
-product modulo one turn is exact to 2^-31 before it becomes a float32. The error of sine and cosine is 3e-7 after 2^20
-tokens, and nothing depends on how a sequence is split. Float64 inputs get float64 angles, from integers of twice the
-size.
+The pair (2m, 2m + 1) of a head's dimensions, m from 0, is rotated by an angle position * theta_m, theta_m = 2 pi /
+M^(2m/D), M the maximum document length (appendix A.1.2 of "Conformal Transformations for Symmetric Power Transformers",
+Kumar et al. 2025, which counts m from 1). Angles are computed in integers, since a float32 sum of positions is off by
+0.15 after 2^20 tokens. A position is a whole number and a 32-bit fraction, and a rate theta_m / (2 pi) is a 64-bit
+fraction of a turn. Their product modulo one turn is exact to 2^-31 before it becomes a float32. The error of sine and
+cosine is 3e-7 after 2^20 tokens, and nothing depends on how a sequence is split. Float64 inputs get float64 angles,
+from integers of twice the size.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 LAYOUTS = ("pairs", "halves")
-"""Dimensions that rotate together: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`."""
+"""Dimensions that rotate together, m from 0: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`."""
 
 
 @jax.tree_util.register_dataclass

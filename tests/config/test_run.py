@@ -134,6 +134,18 @@ def test_tasks_that_cannot_be(task, message):
 
 
 @pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (("the ", ""), r"evaluation\.prompts is \('the ', ''\); each must have at least one character"),
+        (("the ", "a", "the "), r"evaluation\.prompts is \('the ', 'a', 'the '\); each must occur once"),
+    ],
+)
+def test_prompts_that_cannot_be(prompts, message):
+    with pytest.raises(ValueError, match=message):
+        config.EvaluationConfig(prompts=prompts)
+
+
+@pytest.mark.parametrize(
     ("make_one", "message"),
     [
         (

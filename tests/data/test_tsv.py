@@ -8,7 +8,7 @@ import pytest
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import files
+from sympow_jax.data import files, tsv
 from tests.data import builders
 
 BINARY = config_lib.TaskConfig(name="classification", classes=2)
@@ -225,9 +225,15 @@ def test_description_is_of_the_contents(tmp_path):
     ("content", "changes", "message"),
     [
         ("", {}, r"a\.tsv is empty; it must hold lines of columns"),
+        ("\ufeff", {}, r"a\.tsv is empty; it must hold lines of columns"),
         ("sentence\tlabel\n", {}, r"a\.tsv has no examples, only a header"),
         ("text\tlabel\na\t1\n", {}, r"a\.tsv has no column 'sentence': there are 'text', 'label'; correct"),
         ("sentence\tgold\na\t1\n", {}, r"no column 'label': there are 'sentence', 'gold'; correct"),
+        (
+            "sentence\tid\tsentence\tlabel\na\t0\tb\t1\n",
+            {},
+            r"a\.tsv has 2 columns named 'sentence'; give each a name of its own in the first line",
+        ),
         (
             "a\t1\n",
             {"text_columns": ("1",), "label_column": "3"},
@@ -238,7 +244,7 @@ def test_description_is_of_the_contents(tmp_path):
             {},
             r"a\.tsv \(line 3\) has 3 columns, but the file's first line has 2",
         ),
-        ("sentence\tlabel\na\t1\nb\n", {}, r"a\.tsv \(line 3\) has 1 columns"),
+        ("sentence\tlabel\na\t1\nb\n", {}, r"a\.tsv \(line 3\) has 1 column, but the"),
         ("sentence\tlabel\na\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not an integer from 0 to 1 "),
         (
             "sentence\tlabel\na\tyes\n",
@@ -256,7 +262,12 @@ def test_description_is_of_the_contents(tmp_path):
             {"labels": ("no", "yes", "maybe")},
             r"data\.labels names 3 classes, but task\.classes is 2; make them agree",
         ),
-        ("sentence\tlabel\na\t1\n\t0\n", {}, r"a\.tsv \(line 3\) has an empty text; leave the line out"),
+        ("sentence\tlabel\na\t1\n\t0\n", {}, r"a\.tsv \(line 3\) has no text; leave the line out"),
+        (
+            "sentence\ttwo\tlabel\na\t\t1\n\t\t0\n",
+            {"text_columns": ("sentence", "two")},
+            r"a\.tsv \(line 3\) has two empty texts; leave the line out",
+        ),
         ("sentence\tlabel\na\t1\n", {"tokenizer": "gone.json"}, r"data\.tokenizer=gone\.json: there is no"),
     ],
 )
@@ -265,6 +276,27 @@ def test_bad_files(tmp_path, content, changes, message):
     with pytest.raises(ValueError, match=message) as raised:
         data.train_dataset(settings(path, **changes), task=BINARY, vocab_size=256)
     assert "\n" not in str(raised.value)
+
+
+def test_a_repeated_name_that_is_not_asked_for_is_allowed(tmp_path):
+    path = write(tmp_path, "id\tid\tsentence\tlabel\n0\t1\ta\t1\n")
+    assert epoch(settings(path), BINARY, 1) == [(b"a", 1)]
+
+
+def test_a_held_out_file_that_cannot_be_read(tmp_path, monkeypatch):
+    train = write(tmp_path, "sentence\tlabel\na\t1\n")
+    heldout = write(tmp_path, "sentence\tlabel\nb\t1\n", "held.tsv")
+    opened = pathlib.Path.open
+
+    def refuse(path, *arguments):
+        if path == heldout:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    config = settings(train, heldout_paths=(str(heldout),))
+    with pytest.raises(ValueError, match=r"^cannot read .*held\.tsv: Permission denied$"):
+        data.HeldoutData(config, BINARY, vocab_size=256)
 
 
 @pytest.mark.parametrize("label", ["", "high", "nan", "inf"])
@@ -285,6 +317,17 @@ def test_bad_tokens(tmp_path, words):
     blank = settings(write(tmp_path, "sentence\tlabel\n \t1\n"), tokenizer=words)
     with pytest.raises(ValueError, match=r"\(line 2\): the tokenizer finds no token in the text"):
         data.train_dataset(blank, task=BINARY, vocab_size=128)[0]
+    path = write(tmp_path, "one\ttwo\tlabel\n \t \t1\n \tfilm\t1\n")
+    pairs = settings(path, text_columns=("one", "two"), tokenizer=words)
+    for dual_encoder, expected in ((False, [3, 2]), (True, [2])):
+        task = dataclasses.replace(BINARY, dual_encoder=dual_encoder)
+        examples = tsv.open_examples(pairs, task, vocab_size=128, heldout=False)
+        with pytest.raises(
+            ValueError, match=r"\(line 2\): the tokenizer finds no token in either text; leave"
+        ):
+            examples.row(0, ())
+        row = examples.row(1, ())
+        assert row["inputs"][row["segment_ids"] >= 0].tolist() == expected
 
 
 def test_bad_separators(tmp_path):

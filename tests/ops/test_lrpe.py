@@ -363,17 +363,22 @@ def test_the_settings_have_the_same_names():
             "only core 'orthogonal' has an identity part, not 'unitary'",
         ),
         ({"rates": np.ones(3)}, r"rates has shape \(3,\); it must be \[4\], or \[K, 4\]"),
-        ({"rates": None}, r"rates has shape None; it must be \[4\]"),
+        ({"rates": None}, r"rates is None, but core 'orthogonal' needs rates; make them with lrpe\.rates"),
+        ({"rates": [1.0] * 4}, r"rates is a list; it must be an array; pass jnp\.asarray\(rates\)"),
         ({"rates": jnp.ones((3, 4))}, r"\[K, 4\] with a K that divides the 2 heads"),
+        ({"rates": np.ones((0, 4))}, r"rates has shape \(0, 4\); it must be \[4\], or \[K, 4\]"),
+        ({"rates": np.ones(4, complex)}, "rates has dtype complex128; it must be one of float16"),
+        ({"rates": np.array([1, np.nan, 1, 1])}, r"rates are \[1\.0, nan, 1\.0, 1\.0\]; they must be finite"),
         ({"householder": jnp.ones(7)}, r"householder has shape \(7,\); it must be \[8\]"),
-        ({"core": "permutation", "permutation": np.zeros(8, int)}, "must hold each of 0 to 7 once"),
+        ({"householder": [1.0] * 8}, "householder is a list; it must be an array"),
+        ({"householder": np.ones(8, int)}, "householder has dtype int64; it must be one of float16"),
         (
-            {"core": "permutation", "permutation": np.array([range(8), [0] * 8])},
-            "must hold each of 0 to 7 once",
+            {"basis": "identity", "householder": lrpe.householder(8)},
+            "householder is given and basis is 'identity'; leave it out, or use basis 'householder'",
         ),
         (
-            {"core": "permutation", "permutation": lrpe.permutation(8, heads=3)},
-            r"permutation has shape \(3, 8\); it must be \[8\], or \[K, 8\] with a K that divides the 2 heads",
+            {"permutation": np.arange(3)},
+            "permutation is given and core is 'orthogonal'; leave it out, or use core 'permutation'",
         ),
     ],
 )
@@ -384,6 +389,33 @@ def test_mistakes_are_one_line(changes, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"permutation": np.zeros(8, int)}, "must hold each of 0 to 7 once"),
+        ({"permutation": np.array([range(8), [0] * 8])}, "must hold each of 0 to 7 once"),
+        (
+            {"permutation": lrpe.permutation(8, heads=3)},
+            r"permutation has shape \(3, 8\); it must be \[8\], or \[K, 8\] with a K that divides the 2 heads",
+        ),
+        ({"permutation": [*range(8)]}, "permutation is a list; it must be an array"),
+        ({"permutation": np.arange(8.0)}, "permutation has dtype float64; it must be an integer dtype"),
+        ({"permutation": jnp.arange(8.0)}, "permutation has dtype float32; it must be an integer dtype"),
+        ({"rates": np.ones(4)}, "rates are given, but core 'permutation' has none; leave them out"),
+    ],
+)
+def test_mistakes_in_a_permutation_are_one_line(changes, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        lrpe.encode(
+            jnp.ones((1, 2, 2, 8)),
+            jnp.zeros((1, 2), jnp.int32),
+            core="permutation",
+            basis="identity",
+            **changes,
+        )
+    assert "\n" not in str(raised.value)
+
+
 def test_mistakes_in_rates_are_one_line():
     for options, message in (
         ({"core": "orthogonal", "head_dim": 7, "kind": "a"}, "head size is 7"),
@@ -391,6 +423,14 @@ def test_mistakes_in_rates_are_one_line():
         (
             {"core": "orthogonal", "head_dim": 8, "kind": "d"},
             "kind is 'd'; it must be one of 'a', 'b', 'c', 'rope', 'cosine'",
+        ),
+        (
+            {"core": "orthogonal", "head_dim": 8, "kind": "b", "reference_length": 0},
+            "reference_length is 0; it must be at least 1",
+        ),
+        (
+            {"core": "orthogonal", "head_dim": 8, "kind": "rope", "max_document_length": 0},
+            "max_document_length is 0; it must be at least 1",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -18,6 +18,7 @@ import numpy as np
 __all__ = [
     "LayoutWarning",
     "Sizes",
+    "check_array",
     "check_attention",
     "check_axes",
     "check_axis_name",
@@ -87,13 +88,18 @@ def to_array(name: str, x) -> jax.Array:
     Raises:
         ValueError: it is not an array, or segment ids do not fit in int32.
     """
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise ValueError(f"{name} is a {type(x).__name__}; it must be an array; pass jnp.asarray({name})")
+    check_array(name, x)
     if name == "segment_ids" and x.dtype == np.int64 and not isinstance(x, jax.core.Tracer):
         _check_int32(name, x)
         return jnp.asarray(x, jnp.int32)
     # Calling asarray on a JAX array takes as long as all checks together.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def check_array(name: str, x) -> None:
+    """Raises ValueError unless x is a JAX or NumPy array."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ValueError(f"{name} is a {type(x).__name__}; it must be an array; pass jnp.asarray({name})")
 
 
 def to_segment_ids(segment_ids, shape: tuple[int, ...]) -> jax.Array | None:
