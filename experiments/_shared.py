@@ -17,10 +17,12 @@ import shlex
 import statistics
 import time
 import types
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import matplotlib.axes
 import numpy as np
 from flax import nnx
@@ -59,11 +61,14 @@ __all__ = [
     "means",
     "model",
     "parameters",
+    "positive",
     "power_label",
     "power_variants",
     "print_tables",
     "relative",
+    "restore_arrays",
     "run",
+    "save_arrays",
     "settings",
     "train",
     "train_all",
@@ -154,6 +159,10 @@ def run(
             raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(variants)}")
         if base is not None and base not in names:
             raise argparse.ArgumentTypeError(f"it leaves out {base}, which all else is relative to; add it")
+        if names == [base]:
+            raise argparse.ArgumentTypeError(
+                f"it has only {base}, which all else is relative to; add another"
+            )
         return tuple(name for name in variants if name in names)
 
     with cli.user_errors():
@@ -169,7 +178,7 @@ def run(
         parser.add_argument(
             "--seeds", type=_seeds, metavar="0,1,2", help="Seeds of parameters and the order of data."
         )
-        parser.add_argument("--steps", type=_positive, metavar="N", help="Updates of every run.")
+        parser.add_argument("--steps", type=positive, metavar="N", help="Updates of every run.")
         parser.add_argument(
             "--variants", type=chosen, default=",".join(variants), metavar="A,B", help="Variants to run."
         )
@@ -230,9 +239,10 @@ def _seeds(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be one number of at least 1")
+def positive(text: str) -> int:
+    """Returns the whole number, from 1 to 2^31 - 1, that a flag has."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} must be one number of at least 1 and below 2^31")
     return int(text)
 
 
@@ -626,6 +636,37 @@ def print_tables(path: pathlib.Path, tables: Tables) -> None:
     """Prints the tables that `tables` makes from the JSON written with the plot's `path`."""
     for table in tables(_read_json(path.with_suffix(".json"))):
         report.print_cells(table.title, table.columns, table.rows, report.make_console())
+
+
+def save_arrays(path: pathlib.Path, state: Any, about: Mapping[str, Any]) -> None:
+    """Saves the arrays of a training's state to an npz file, with JSON that describes them."""
+    with atomic.replace(path) as draft:
+        np.savez(draft, *jax.tree.leaves(state), about=json.dumps(about))
+
+
+def restore_arrays(path: pathlib.Path, state: Any) -> tuple[dict[str, Any], Any]:
+    """Returns what `save_arrays` saved: the JSON, and arrays in the structure of `state`.
+
+    Without a file, the JSON is empty, and the state is returned as it is.
+
+    Raises:
+        ValueError: the file is damaged, or its arrays are those of another state.
+    """
+    if not path.exists():
+        return {}, state
+    leaves, tree = jax.tree.flatten(state)
+    try:
+        with np.load(path) as file:
+            about = json.loads(str(file["about"]))
+            saved = [file[f"arr_{index}"] for index in range(len(leaves))]
+    except (zipfile.BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a saved training or is damaged; delete it, or use another --out"
+        ) from error
+    kinds = [[(x.shape, x.dtype) for x in arrays] for arrays in (leaves, saved)]
+    if kinds[0] != kinds[1] or not isinstance(about, dict):
+        raise ValueError(f"{path} has the arrays of another training; delete it, or use another --out")
+    return about, jax.tree.unflatten(tree, [jnp.asarray(x) for x in saved])
 
 
 def write(

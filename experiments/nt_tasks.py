@@ -28,7 +28,6 @@ layers, only the readout of the one-hot symbols.
 import dataclasses
 import functools
 import itertools
-import json
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +39,6 @@ import numpy as np
 import optax
 
 from experiments import _shared
-from sympow_jax import atomic
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.config import fields
 from sympow_jax.evaluation import figures
@@ -91,9 +89,16 @@ class Setting:
 
     def __post_init__(self):
         fields.validate(self)
-        for name, least in {"base": 2, "delay": 1, "heads": 1, "layers": 1, "rate": 0, "momentum": 0}.items():
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"{name} is {value}; it must be at least {least}")
+        # The largest are far beyond what trains here; they keep mistyped numbers from filling the memory.
+        ranges = {"base": (2, 1024), "delay": (1, 1024), "context": (2, 65_536), "heads": (1, 1024)}
+        ranges |= {"layers": (1, 128)}
+        for name, (least, most) in ranges.items():
+            if not least <= (value := getattr(self, name)) <= most:
+                raise ValueError(f"{name} is {value}; it must be from {least} to {most:,}")
+        if self.rate < 0:
+            raise ValueError(f"rate is {self.rate}; it must be at least 0")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum}; it must be at least 0 and below 1")
         if self.context <= self.delay:
             raise ValueError(
                 f"context is {self.context}; with delay {self.delay} the next symbol is determined by the last "
@@ -274,13 +279,9 @@ def train(
     progress |= {"points": points, "series": series}
     progress["parameters"] = sum(x.size for x in parameters.values()) // len(seeds)
     curve: list[dict[str, Any]] = []
-    leaves, tree = jax.tree.flatten(state)
-    if path.exists():
-        with np.load(path) as file:
-            before = json.loads(str(file["progress"]))
-            if before | progress == before:
-                curve = before["curve"]
-                state = jax.tree.unflatten(tree, [file[f"arr_{index}"] for index in range(len(leaves))])
+    before, restored = _shared.restore_arrays(path, state)
+    if before and before | progress == before:
+        curve, state = before["curve"], restored
     advance = jax.jit(functools.partial(_advance, setting), donate_argnums=0)
     stops = np.unique(np.linspace(0, setting.epochs, points + 1).round().astype(int)).tolist()
     for start, stop in itertools.pairwise(stops):
@@ -295,8 +296,7 @@ def train(
         )
         if last:
             curve[-1]["long_greedy"] = right.mean(-1).tolist()
-        with atomic.replace(path) as draft:
-            np.savez(draft, *jax.tree.leaves(state), progress=json.dumps(progress | {"curve": curve}))
+        _shared.save_arrays(path, state, progress | {"curve": curve})
         print(f"  epoch {stop:,} of {setting.epochs:,}: {np.mean(curve[-1]['greedy']):.3f}", flush=True)
     decades = _decades(setting, state[0], keys).tolist()
     return progress | {"curve": curve, "decades": decades, "weights": jax.tree.map(np.asarray, state[0])}

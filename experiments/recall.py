@@ -40,7 +40,7 @@ import optax
 from flax import nnx
 
 from experiments import _shared
-from sympow_jax import atomic, config, models
+from sympow_jax import config, models
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
 from sympow_jax.training import machine
@@ -304,7 +304,10 @@ def train(
     state = parameters, jax.vmap(optimizer.init)(parameters)
     about = {"setting": dataclasses.asdict(setting), "task": task, "model": dataclasses.asdict(shape)}
     about = json.loads(json.dumps(about | {"seeds": list(seeds), "steps": steps}))
-    done, state = _restore(path, about, state)
+    before, restored = _shared.restore_arrays(path, state)
+    done = 0
+    if before.get("training") == about:
+        done, state = before["step"], restored
 
     def update(parameters, optimizer_state, key, step):
         batch = draw(setting, task, jax.random.fold_in(key, step), test=False)
@@ -344,21 +347,9 @@ def train(
         state = advance(state, start, stop)
         if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(state[0])):
             raise ValueError(f"{path.stem}: training diverged by update {stop:,}; choose other --seeds")
-        with atomic.replace(path) as draft:
-            np.savez(draft, *jax.tree.leaves(state), about=json.dumps(about), step=stop)
+        _shared.save_arrays(path, state, {"training": about, "step": stop})
         print(f"  update {stop:,} of {steps:,}", flush=True)
     return np.asarray(test(state[0]))
-
-
-def _restore(path: pathlib.Path, about: Mapping[str, Any], state: Any) -> tuple[int, Any]:
-    """Returns the updates done and the state of a saved training that is `about` the same, or else 0 and `state`."""
-    if path.exists():
-        with np.load(path) as file:
-            if json.loads(str(file["about"])) == about:
-                leaves, tree = jax.tree.flatten(state)
-                saved = [jnp.asarray(file[f"arr_{index}"]) for index in range(len(leaves))]
-                return int(file["step"]), jax.tree.unflatten(tree, saved)
-    return 0, state
 
 
 def recalled(points: Sequence[int], accuracies: Sequence[float]) -> float:

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         powers=(2, 4),
         more={
             "context": {
-                "type": int,
+                "type": _shared.positive,
                 "metavar": "T",
                 "help": "Training context; held-out losses are of positions to it and to four times it.",
             }

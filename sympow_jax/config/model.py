@@ -13,6 +13,8 @@ DTYPES = ("float32", "bfloat16")
 # Building a model takes about 20 ms per layer, so that a mistyped number would seem to hang. The deepest published
 # transformers have 1,000 layers (Wang et al. 2022).
 _MAX_LAYERS = 1024
+# An initialization that cannot be allocated may never end. The widest published feed-forward layers have 10^5 units.
+_MAX_WIDTH = 2**20
 REMATS = ("none", "elementwise", "attention", "full")
 ACTIVATIONS = ("gelu", "relu", "swiglu", "geglu")
 NORMS = ("layer", "rms", "batch")
@@ -130,6 +132,13 @@ class ModelConfig:
         checks.require_positive(**{"model.norm_epsilon": self.norm_epsilon})
         if self.layers > _MAX_LAYERS:
             raise ValueError(f"model.layers is {self.layers}; it must be at most {_MAX_LAYERS}")
+        for name, width in {"width": self.width, "mlp_width": self.hidden_width}.items():
+            if width > _MAX_WIDTH:
+                raise ValueError(f"model.{name} is {width}; it must be at most {_MAX_WIDTH}")
+        if self.norm_epsilon < 1e-30:
+            raise ValueError(
+                f"model.norm_epsilon is {self.norm_epsilon}; it must be at least 1e-30, or float32 may round it to 0"
+            )
         if self.patch_size is not None:
             checks.require_at_least(1, **{"model.patch_size": self.patch_size})
         sizes = checks.head_sizes(

@@ -102,6 +102,8 @@ def test_what_fits():
             "data.heldout_names is ('x',) and task.name 'masked_token'; parts of held-out data are for the tasks",
         ),
         ({"model": {"vocab_size": 0}}, "model.vocab_size is 0; it must be at least 1"),
+        ({"model": {"mlp_width": 10**9}}, "model.mlp_width is 1000000000; it must be at most 1048576"),
+        ({"model": {"norm_epsilon": 1e-300}}, "model.norm_epsilon is 1e-300; it must be at least 1e-30"),
         ({"model": {"norm": "group"}}, "model.norm is 'group'; it must be one of layer, rms, batch"),
         (
             {"model": {"activation": "tanh"}},

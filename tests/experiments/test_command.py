@@ -30,6 +30,13 @@ FLAGS = "--scale=tiny", "--variants=softmax"
         ),
         ("recall", ["--seeds=4294967296"], "argument --seeds: '4294967296' must be whole numbers below 2^32"),
         ("context_scaling", ["--steps=0"], "argument --steps: '0' must be one number of at least 1"),
+        ("context_scaling", ["--steps=99999999999"], "must be one number of at least 1 and below 2^31"),
+        ("rotation_rates", ["--context=0"], "argument --context: '0' must be one number of at least 1"),
+        (
+            "gating",
+            ["--variants=gated"],
+            "argument --variants: it has only gated, which all else is relative to",
+        ),
         ("context_scaling", ["--power=6"], "argument --power: invalid choice: 6 (choose from 2, 4)"),
         ("context_scaling", ["--step=3"], "unknown option '--step'; did you mean --steps?"),
         (

@@ -7,6 +7,9 @@ import json
 import math
 import pathlib
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments import _shared, context_scaling, evaluation_context, gating, lrpe, overhead, powers
@@ -176,6 +179,42 @@ def test_gating_keeps_the_other_half_of_its_base():
     }
     assert found["conformal pairs"] == config.preset("conformal", power=4, position="learned_rope_pairs")
     assert set(gating.VARIANTS) <= set(found)
+
+
+def test_arrays_are_restored_as_they_were_saved(tmp_path):
+    path, state = tmp_path / "state.npz", {"w": jnp.arange(3.0), "n": jnp.array(2)}
+    assert _shared.restore_arrays(path, state) == ({}, state)
+    _shared.save_arrays(path, state, {"step": 3})
+    about, found = _shared.restore_arrays(path, jax.tree.map(jnp.zeros_like, state))
+    assert about == {"step": 3}
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, state))
+    for other in ({"w": jnp.arange(4.0), "n": jnp.array(2)}, {"w": jnp.arange(3), "n": jnp.array(2)}):
+        with pytest.raises(
+            ValueError, match=r"state\.npz has the arrays of another training; delete it, or use"
+        ):
+            _shared.restore_arrays(path, other)
+    with pytest.raises(
+        ValueError, match=r"state\.npz is not a saved training or is damaged; delete it, or use"
+    ):
+        _shared.restore_arrays(path, [*state.values(), 1])
+
+
+@pytest.mark.parametrize("damage", ["half", "empty", "byte", "text", "npy"])
+def test_a_damaged_file_of_arrays_is_one_line(tmp_path, damage):
+    path, state = tmp_path / "state.npz", {"w": jnp.arange(3000.0)}
+    _shared.save_arrays(path, state, {"step": 3})
+    content = bytearray(path.read_bytes())
+    content[500] ^= 255
+    changed = {"half": content[: len(content) // 2], "empty": b"", "byte": content, "text": b"text"}
+    if damage == "npy":
+        with path.open("wb") as file:
+            np.save(file, np.arange(3))
+    else:
+        path.write_bytes(changed[damage])
+    with pytest.raises(
+        ValueError, match=r"state\.npz is not a saved training or is damaged; delete it, or use"
+    ):
+        _shared.restore_arrays(path, state)
 
 
 def test_means_are_over_what_is_not_named():

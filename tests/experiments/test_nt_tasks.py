@@ -192,13 +192,15 @@ def test_figures_are_the_papers():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--base=1"], "base is 1; it must be at least 2"),
-        (["--delay=0"], "delay is 0; it must be at least 1"),
+        (["--base=1"], "base is 1; it must be from 2 to 1,024"),
+        (["--delay=0"], "delay is 0; it must be from 1 to 1,024"),
         (["--task=XOR"], "argument --task: invalid choice: 'XOR'"),
         (["--heads=3"], "heads is 3; it must divide the width, which is the base, 16"),
         (["--context=2"], "context is 2; with delay 2"),
         (["--initial=large"], "argument --initial: invalid choice: 'large'"),
         (["--momentum=-1"], "momentum is -1.0; it must be at least 0"),
+        (["--momentum=1"], "momentum is 1.0; it must be at least 0 and below 1"),
+        (["--layers=100000"], "layers is 100000; it must be from 1 to 128"),
         (["--variants=figure8"], "there is no 'figure8'; there are figure3, figure4"),
         (["--epochs=3"], "unknown option '--epochs'"),
     ],

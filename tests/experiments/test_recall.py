@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import recall
+from experiments import _shared, recall
 from sympow_jax import models
 from tests import mistakes
 
@@ -135,15 +135,15 @@ def test_a_run_does_not_depend_on_the_others(tmp_path):
 
 
 def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
-    whole, save = trained(tmp_path, "whole"), np.savez
+    whole, save = trained(tmp_path, "whole"), _shared.save_arrays
 
-    def interrupt(*arguments, step, **more):
-        if step == 6:
+    def interrupt(path, state, about):
+        if about["step"] == 6:
             raise KeyboardInterrupt
-        save(*arguments, step=step, **more)
+        save(path, state, about)
 
     with monkeypatch.context() as patch:
-        patch.setattr(np, "savez", interrupt)
+        patch.setattr(_shared, "save_arrays", interrupt)
         with pytest.raises(KeyboardInterrupt):
             trained(tmp_path)
     capsys.readouterr()
