@@ -6,8 +6,8 @@ pairs: multi-query associative recall, MQAR, of "Zoology: Measuring and Improvin
 (Arora et al. 2023). Pairs of a new key and a random value alternate with queries of a random key among those so far.
 Thus a sequence asks at every number of pairs. Keys of a sequence are unique.
 
-needle: one pair, at a random place among tokens of no use, and queries of its key at random later places. Models are
-tested at distances within the training context and beyond it.
+needle: pairs among tokens of no use, and queries of a random pair so far. Models are tested with one pair and queries
+at distances within the training context and beyond it.
 
 As in the retrieval task of "Linear Transformers Are Secretly Fast Weight Programmers" (Schlag et al. 2021), a key and
 its value are one token. Its embedding is the sum of theirs. One layer can then recall, and all that it knows of earlier
@@ -58,7 +58,7 @@ _BYTES = 4  # of an element of a state, in float32
 _HEAD_DIM = 16  # of models that have one head size
 _PARTS = 4  # of a training; its state is saved after each
 _TEST_BATCH = 8
-_QUERY_RATE = 1 / 8  # fraction of the tokens after a needle that are queries, in training
+_RATE = 1 / 8  # fractions of pairs and of queries in training on needles
 
 PLANS = {
     "toy": _shared.Plan(seeds=(0, 1, 2), steps=800, documents=512),
@@ -167,28 +167,35 @@ def draw_pairs(setting: Setting, key: Array, batch: int, documents: Sequence[int
 
 
 def draw_needles(setting: Setting, key: Array, batch: int, distances: Sequence[int] | None = None) -> Series:
-    """Draws sequences of noise with one pair, and queries of its key.
+    """Draws sequences of noise with pairs of new keys, and queries of a pair so far.
 
-    If `distances` are given, queries are at these distances from the pair, which is at `setting.needle`. Otherwise the
-    pair is in the first half of the training context, and an eighth of the tokens after it are queries.
+    If `distances` are given, there is one pair, at `setting.needle`, and queries are at these distances from it.
+    Otherwise an eighth of the tokens of a training context are pairs, and an eighth queries.
     """
-    noise_key, pair_key, value_key, place_key, query_key = jax.random.split(key, 5)
+    noise_key, pair_key, value_key, kind_key, query_key = jax.random.split(key, 5)
     length = setting.context if distances is None else setting.needle + max(distances) + 1
-    time = jnp.arange(length)
+    shape, time = (batch, length), jnp.arange(length)
     if distances is None:
-        place = jax.random.randint(place_key, (batch, 1), 0, setting.context // 2)
-        query = (time > place) & jax.random.bernoulli(query_key, _QUERY_RATE, (batch, length))
+        kind = jax.random.uniform(kind_key, shape)
+        pair = kind < _RATE
+        # Pairs so far, of which a query asks for a random one.
+        count = jnp.cumsum(pair, axis=1)
+        query = (kind > 1 - _RATE) & (count > 0)
+        asked = (jax.random.uniform(query_key, shape) * count).astype(int)
+        source = jnp.take_along_axis(jnp.argsort(~pair, axis=1, stable=True), asked, 1)
     else:
-        place = jnp.full((batch, 1), setting.needle)
-        query = jnp.broadcast_to(jnp.isin(time - setting.needle, jnp.array(distances)), (batch, length))
-    pair = jax.random.randint(pair_key, (batch, 1), 0, setting.keys)
-    value = jax.random.randint(value_key, (batch, 1), 0, setting.values)
-    noise = jax.random.randint(noise_key, (batch, length), setting.keys + setting.values, setting.vocab_size)
+        pair = jnp.broadcast_to(time == setting.needle, shape)
+        query = jnp.broadcast_to(jnp.isin(time - setting.needle, jnp.array(distances)), shape)
+        source = jnp.full(shape, setting.needle)
+    source = jnp.where(pair, time, source)
+    keys = jnp.argsort(jax.random.bits(pair_key, (batch, setting.keys)))[:, time % setting.keys]
+    value = jax.random.randint(value_key, shape, 0, setting.values)
+    noise = jax.random.randint(noise_key, shape, setting.keys + setting.values, setting.vocab_size)
     return Series(
-        tokens=jnp.where(query | (time == place), pair, noise),
-        values=jnp.where(time == place, value + setting.keys, -1),
-        answers=jnp.where(query, value, -1),
-        segment_ids=jnp.zeros((batch, length), int),
+        tokens=jnp.where(pair | query, jnp.take_along_axis(keys, source, 1), noise),
+        values=jnp.where(pair, value + setting.keys, -1),
+        answers=jnp.where(query, jnp.take_along_axis(value, source, 1), -1),
+        segment_ids=jnp.zeros(shape, int),
     )
 
 
