@@ -15,10 +15,10 @@ __all__ = ["LRPE_METHODS", "lrpe_method"]
 # length of a document: weights of tokens that are further apart are negative.
 #
 # The paper's denominator (equation 38) has rotated features. It is kept where training with it is stable: weights of
-# PermuteFormer and cosFormer are not negative, and RoPE trains as well with it as without. After a Householder matrix
-# features have both signs, and in training the sums of weights become negative or nearly zero. Types 1 and 2 then have
-# gradients a hundred times larger and, like type 3, a higher perplexity, at the paper's learning rate too
-# (experiments/README.md). They therefore have the unrotated denominator; normalizer="rotated" is equation 38.
+# PermuteFormer and cosFormer are not negative, and RoPE trains better with it. After a Householder matrix features have
+# both signs, and in training the sums of weights become negative or nearly zero, so that types 1 and 2 end at a much
+# higher perplexity (experiments/README.md). They therefore have the unrotated denominator, and so does type 3, for
+# which both are level. normalizer="rotated" is equation 38.
 LRPE_METHODS: dict[str, dict[str, Any]] = {
     "softmax": {"kernel": "softmax", "position": "rope"},
     "base": {"position": "sinusoidal"},
