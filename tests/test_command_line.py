@@ -100,11 +100,11 @@ def test_a_field_that_the_file_sets_is_kept():
         (["--config.modle.layer=3"], "did you mean --config.model.layers?"),
         (["--config.model.power=4"], "did you mean --config.model.attention.power?"),
         (["--config.train.seed=4"], "did you mean --config.training.seed?"),
-        (["--config.model.attention.p", "4"], "model.attention has kernel, decay, position, causal, power"),
+        (["--config.model.attention.p", "4"], "model.attention has kernel, decay, position, qk_norm, qkv_biases, causal"),
         (["--config.optimizer.lr", "4"], "optimizer has name, learning_rate"),
         (["--config.model=3"], "no setting --config.model; it is a group, which has vocab_size, layers"),
         (["--config.model.layers.x=3"], "did you mean --config.model.layers?"),
-        (["--config.x=3"], "the groups are model, model.attention, model.attention.lrpe"),
+        (["--config.x=3"], "the groups are model, model.attention, model.attention.rope"),
         (["--config.model.layers=three"], "--config.model.layers is 'three'; it must be INT"),
         (["--config.model.layers=2.5"], "must be INT"),
         (["--config.model.biases=yes"], "is 'yes'; it must be true or false"),
@@ -196,7 +196,7 @@ def test_help_explains_every_setting(capsys, monkeypatch):
             assert f"--config.{setting.path} {form} {setting.help}{resumable}{choices} " in words
     assert "Number of blocks. Every config sets it. " in words
     assert "Tokens per row. Default: 1024. " in words
-    assert words.count("Quote an item that has commas, or spaces at its ends. Default: ()") == 6
+    assert words.count("Quote an item that has commas, or spaces at its ends. Default: ()") == 7
     assert max(map(len, printed.splitlines())) <= 80
     # Each config has a line with its arguments, and one with its summary.
     assert "\n    gpt2_124m:preset=conformal,p=2,context=4096\n      The papers' recipe" in printed
