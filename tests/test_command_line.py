@@ -100,7 +100,10 @@ def test_a_field_that_the_file_sets_is_kept():
         (["--config.modle.layer=3"], "did you mean --config.model.layers?"),
         (["--config.model.power=4"], "did you mean --config.model.attention.power?"),
         (["--config.train.seed=4"], "did you mean --config.training.seed?"),
-        (["--config.model.attention.p", "4"], "model.attention has kernel, decay, position, qk_norm, qkv_biases"),
+        (
+            ["--config.model.attention.p", "4"],
+            "model.attention has kernel, decay, position, qk_norm, qkv_biases",
+        ),
         (["--config.optimizer.lr", "4"], "optimizer has name, learning_rate"),
         (["--config.model=3"], "no setting --config.model; it is a group, which has vocab_size, layers"),
         (["--config.model.layers.x=3"], "did you mean --config.model.layers?"),
