@@ -104,6 +104,12 @@ class Plan:
     lengths: tuple[int, ...] = ()
     documents: int = 20
 
+    @property
+    def average(self) -> str:
+        """Description of the means over the seeds, for subtitles."""
+        count = len(self.seeds)
+        return f"mean of {count} seeds, band of one standard error" if count > 1 else "one seed"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -388,9 +394,13 @@ def evaluation(folder: pathlib.Path) -> list[dict[str, Any]]:
     return _read_json(folder / "context_loss.json")["rows"]
 
 
-def _losses(folder: pathlib.Path) -> Float[np.ndarray, " steps"]:
+def _metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
     with (folder / "metrics.jsonl").open() as file:
-        return np.array([json.loads(line)["loss"] for line in file])
+        return [json.loads(line) for line in file]
+
+
+def _losses(folder: pathlib.Path) -> Float[np.ndarray, " steps"]:
+    return np.array([values["loss"] for values in _metrics(folder)])
 
 
 def curve(folder: pathlib.Path) -> list[tuple[int, float]]:
@@ -402,9 +412,9 @@ def curve(folder: pathlib.Path) -> list[tuple[int, float]]:
 
 def heldout_curve(folder: pathlib.Path) -> list[tuple[int, float]]:
     """Returns the held-out losses during training: updates, and the loss of a batch that is always the same."""
-    with (folder / "metrics.jsonl").open() as file:
-        found = [json.loads(line) for line in file]
-    return [(values["step"], values["heldout_loss"]) for values in found if "heldout_loss" in values]
+    return [
+        (values["step"], values["heldout_loss"]) for values in _metrics(folder) if "heldout_loss" in values
+    ]
 
 
 def mean_curves(folders: Folders) -> list[dict[str, Any]]:
@@ -523,7 +533,7 @@ class Mean(NamedTuple):
         return self.text(3)
 
     def text(self, digits: int) -> str:
-        """Returns the mean and, unless it is NaN, the error, with so many digits after the decimal point."""
+        """Returns the mean and, unless it is NaN, the error, with this number of digits after the decimal point."""
         error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
         return f"{self.value:.{digits}f}{error}"
 

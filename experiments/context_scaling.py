@@ -62,8 +62,7 @@ def _experiment(options: _shared.Options) -> None:
     ]
     curves = _shared.mean_curves(folders)
     path = _shared.write(options, rows, folders.values(), power=options.power, curves=curves)
-    seeds = len(options.plan.seeds)
-    about = f"mean of {seeds} seeds, band of one standard error" if seeds > 1 else "one seed"
+    about = options.plan.average
     _shared.draw_lines(
         path,
         _panels(options, rows),

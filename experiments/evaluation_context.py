@@ -76,7 +76,7 @@ def report(
         for (variant, context, seed), folder in folders.items()
         for row in _shared.evaluation(folder)
     ]
-    (context,), lengths, seeds = options.plan.contexts, options.plan.lengths, len(options.plan.seeds)
+    (context,), lengths = options.plan.contexts, options.plan.lengths
     path = _shared.write(options, rows, folders.values())
     means = _shared.means(rows, ("variant", "context_length"), "loss")
     if differences:
@@ -93,8 +93,9 @@ def report(
         mark=(context, f"training context {context:,}"),
         level=0.0 if differences else None,
     )
-    about = f"mean of {seeds} seeds, band of one standard error" if seeds > 1 else "one seed"
-    _shared.draw_lines(path, [panel], title=title, subtitle=f"{about}; {options.plan.steps:,} updates each")
+    _shared.draw_lines(
+        path, [panel], title=title, subtitle=f"{options.plan.average}; {options.plan.steps:,} updates each"
+    )
     _shared.print_tables(path, tables)
 
 

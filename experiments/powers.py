@@ -60,8 +60,7 @@ def _experiment(options: _shared.Options) -> None:
     path = _shared.write(
         options, rows, folders.values(), state_bytes=states, linear_state=linear_states(), curves=curves
     )
-    (context,), seeds = options.plan.contexts, len(options.plan.seeds)
-    about = f"mean of {seeds} seeds, band of one standard error" if seeds > 1 else "one seed"
+    (context,), about = options.plan.contexts, options.plan.average
     _shared.draw_lines(
         path,
         _panels(options, rows, states),

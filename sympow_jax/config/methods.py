@@ -7,7 +7,7 @@ from sympow_jax.config import attention as attention_lib
 
 __all__ = ["LRPE_METHODS", "lrpe_method"]
 
-# All except the first are linear attention, with the features elu + 1 but for cosFormer's relu. Learned rates and fixed
+# All except the first are linear attention, with the features elu + 1, or relu in cosFormer. Learned rates and fixed
 # Householder matrices are as in appendix D.1, where the identity with fixed rates is RoPE. PermuteFormer has its own
 # paper's permutation per head and decay r (Chen 2021, section 3.2). The LRPE paper's identity with a permutation has
 # neither: `LrpeConfig(core="permutation")`. cosFormer's M is `lrpe.reference_length`; `lrpe_method` sets
