@@ -21,6 +21,7 @@ __all__ = [
     "SpeConfig",
     "preset",
     "preset_name",
+    "with_preset",
 ]
 
 # Added to the embedding by the model, and applied to queries and keys by each layer.
@@ -503,6 +504,18 @@ def preset(name: str, **changes) -> AttentionConfig:
     """
     checks.require_choice("preset", name, tuple(PRESETS))
     return AttentionConfig(**{**PRESETS[name], **changes})
+
+
+def with_preset(attention: AttentionConfig, name: str) -> AttentionConfig:
+    """Returns `attention` with all that the preset sets, which is at least a kernel, a decay and a position.
+
+    Raises:
+        ValueError: `AttentionConfig` rejects the fields. The error names the preset.
+    """
+    try:
+        return dataclasses.replace(attention, **PRESETS[name])
+    except ValueError as error:
+        raise ValueError(f"in layers of preset {name!r}: {error}") from error
 
 
 def preset_name(attention: AttentionConfig) -> str:

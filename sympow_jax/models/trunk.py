@@ -46,10 +46,10 @@ _LAYER_AXIS = {nnx.PARTITION_NAME: None}
 class Block(nnx.Module):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), with x in float32."""
 
-    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: configs.ModelConfig, layer: int, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         self.attention_norm = layers.make_norm(config, dtype, rngs=rngs)
-        self.attention = layers.make_attention(config, rngs=rngs)
+        self.attention = layers.make_attention(config, layer, rngs=rngs)
         self.mlp_norm = layers.make_norm(config, dtype, rngs=rngs)
         self.mlp = layers.make_mlp(config, rngs=rngs)
 
@@ -79,16 +79,17 @@ class Trunk(nnx.Module, abc.ABC):
     Args:
         config: the shape of the model.
         rngs: source of initial values, or a seed.
-        stacked: whether the model has `stacked_blocks` instead of `blocks`. Its layers are a loop that is compiled
-            once. It has the same initial values, but neither takes nor returns states.
+        stacked: whether the model has `stacked_blocks` instead of `blocks`. Its layers are a loop over periods of
+            `config.attention_period` layers, which is compiled once. It has the same initial values, but neither takes
+            nor returns states.
 
     Attributes:
         blocks: blocks in order.
-        stacked_blocks: all blocks as one, whose variables have the layers as their first axis.
+        stacked_blocks: blocks of one period, whose variables have the periods as their first axis.
     """
 
     blocks: nnx.List[Block]
-    stacked_blocks: Block
+    stacked_blocks: nnx.List[Block]
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int, stacked: bool = False):
         rngs = initializers.as_rngs(rngs)
@@ -96,14 +97,14 @@ class Trunk(nnx.Module, abc.ABC):
         self._init_embedding(rngs)
         if config.embedding_norm:
             self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
-        if config.attention.position == "learned_absolute":
+        if config.longest_document is not None:
             self.position_embedding = initializers.table(
-                config.attention.max_document_length, config.width, names=("position", "embed"), rngs=rngs
+                config.longest_document, config.width, names=("position", "embed"), rngs=rngs
             )
         if stacked:
             self.stacked_blocks = _stacked_blocks(config, rngs)
         else:
-            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+            self.blocks = nnx.List([Block(config, layer, rngs=rngs) for layer in range(config.layers)])
         self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
 
     @abc.abstractmethod
@@ -125,15 +126,16 @@ class Trunk(nnx.Module, abc.ABC):
             # XLA itself computes elementwise values again instead of keeping them, but not those of another loop.
             remat = "elementwise"
 
-        def apply(block: Block, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-            return residual_stream(_rematerialized(block, x, segment_ids, remat, in_loop=stacked))
+        def apply(blocks: nnx.List[Block], x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+            for block in blocks:
+                x = residual_stream(_rematerialized(block, x, segment_ids, remat, in_loop=stacked))
+            return x
 
         if stacked:
             scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=_LAYER_AXIS)
             x = scan(self.stacked_blocks, x)
         else:
-            for block in self.blocks:
-                x = apply(block, x)
+            x = apply(self.blocks, x)
         return layers.normalize(self.final_norm, x, segment_ids)
 
     def stem(
@@ -151,12 +153,11 @@ class Trunk(nnx.Module, abc.ABC):
             ValueError: a document has more tokens than there are learned absolute positions. Not raised where segment
                 ids are traced or a state precedes the tokens.
         """
-        attention = self.config.attention
         if self.config.embedding_norm:
             x = layers.normalize(self.embedding_norm, x, segment_ids)
-        if not attention.adds_position:
+        if self.config.position_attention is None:
             return x, None
-        longest = attention.longest_document
+        longest = self.config.longest_document
         if longest is not None:
             _check_documents(x.shape[1], segment_ids, longest)
         state = state or documents.PositionState.zeros(len(x))
@@ -255,12 +256,17 @@ def _product(hidden, table, dtype, result_dtype):
     )
 
 
-def _stacked_blocks(config: configs.ModelConfig, rngs: nnx.Rngs) -> Block:
+def _stacked_blocks(config: configs.ModelConfig, rngs: nnx.Rngs) -> nnx.List[Block]:
+    period = config.attention_period
+
     @nnx.scan(
-        in_axes=nnx.Carry, out_axes=(nnx.Carry, 0), length=config.layers, transform_metadata=_LAYER_AXIS
+        in_axes=nnx.Carry,
+        out_axes=(nnx.Carry, 0),
+        length=config.layers // period,
+        transform_metadata=_LAYER_AXIS,
     )
-    def make(rngs: nnx.Rngs) -> tuple[nnx.Rngs, Block]:
-        return rngs, Block(config, rngs=rngs)
+    def make(rngs: nnx.Rngs) -> tuple[nnx.Rngs, nnx.List[Block]]:
+        return rngs, nnx.List([Block(config, layer, rngs=rngs) for layer in range(period)])
 
     return make(rngs)[1]
 

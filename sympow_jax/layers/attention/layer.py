@@ -52,8 +52,8 @@ class AttentionMaps:
     rate: Float[Array, "B T K ..."] | None
 
 
-def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Attention":
-    """Returns the attention layer of a model's blocks.
+def make_attention(config: configs.ModelConfig, layer: int = 0, *, rngs: nnx.Rngs | int) -> "Attention":
+    """Returns the attention of a layer of a model, counted from 0.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -65,7 +65,7 @@ def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Att
     """
     return Attention(
         config.width,
-        kernels.from_config(config),
+        kernels.from_config(config, layer),
         dtype=config.dtype,
         use_bias=config.biases,
         norm_epsilon=config.norm_epsilon,
