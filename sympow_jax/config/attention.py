@@ -12,6 +12,7 @@ __all__ = [
     "DECAYS",
     "KERNELS",
     "PRESETS",
+    "SHARED",
     "AttentionConfig",
     "Decay",
     "DecaySource",
@@ -301,6 +302,14 @@ class AttentionConfig:
             choices=DECAYS,
         ),
     )
+    decay_bias: float | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Initial value of a bias of the decays `learned` and `channel_learned`, before their sigmoid. If none, "
+            "there is no bias, and decays start at about 1/2. From 4 on they start near 1, so that layers that "
+            "replace softmax forget little at first."
+        ),
+    )
     position: str = dataclasses.field(
         default="learned_rope",
         metadata=fields.about(
@@ -496,6 +505,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Fields of `AttentionConfig` by the names that papers and published models use; `preset` makes one."""
 
 
+SHARED = "shared"
+"""Word of a pattern for layers that have `model.attention` itself."""
+
+
 def preset(name: str, **changes) -> AttentionConfig:
     """Returns the attention that papers or published models call `name`, with `changes` to its fields.
 
@@ -509,9 +522,16 @@ def preset(name: str, **changes) -> AttentionConfig:
 def with_preset(attention: AttentionConfig, name: str) -> AttentionConfig:
     """Returns `attention` with all that the preset sets, which is at least a kernel, a decay and a position.
 
+    Args:
+        attention: fields that the preset does not set.
+        name: name in `PRESETS`, or `SHARED` for `attention` itself.
+
     Raises:
-        ValueError: `AttentionConfig` rejects the fields. The error names the preset.
+        ValueError: there is no such preset, or `AttentionConfig` rejects the fields. The error names the preset.
     """
+    checks.require_choice("model.attention_pattern", name, (SHARED, *PRESETS))
+    if name == SHARED:
+        return attention
     try:
         return dataclasses.replace(attention, **PRESETS[name])
     except ValueError as error:

@@ -122,8 +122,8 @@ class ModelConfig:
         default=(),
         metadata=fields.about(
             "Presets of the layers in order, such as `3*conformal,softmax`, repeated up to the last layer. What a "
-            "preset sets replaces the kernel, decay and position of `attention` and its other fields of that name. If "
-            "empty, all layers have `attention`."
+            "preset sets replaces the kernel, decay and position of `attention` and its other fields of that name. "
+            "`shared` is `attention` itself, which all layers have if this is empty."
         )
         | fields.may_differ(fields.Occasion.INITIAL_DECODER),
     )
@@ -226,7 +226,6 @@ def _repeated(item: str, most: int) -> list[str]:
         raise ValueError(
             f"model.attention_pattern has {item!r}; before `*` is the number of layers, from 1 to {most}"
         )
-    checks.require_choice("model.attention_pattern", name.strip(), attention_lib.PRESETS)
     return [name.strip()] * number
 
 

@@ -163,6 +163,8 @@ class Attention(nnx.Module):
         if self.decay_kind.source is attention_lib.DecaySource.DATA:
             decays = kv_width if self.decay_kind.per_channel else self.kv_heads
             self.decay = project(width, decays, ("embed", "gates"), exact=True)
+            if kernel.attention.decay_bias is not None:
+                self.decay_bias = nnx.Param(jnp.full(decays, kernel.attention.decay_bias, jnp.float32))
         if self.decay_kind.source is attention_lib.DecaySource.PARAMETER:
             initial = jnp.exp(self._fixed_decays())
             self.decay_logits = nnx.Param(jnp.log(initial) - jnp.log1p(-initial))
@@ -417,6 +419,8 @@ class Attention(nnx.Module):
             case attention_lib.DecaySource.NONE:
                 return None
             case attention_lib.DecaySource.DATA:
+                if self.kernel.attention.decay_bias is not None:
+                    projected += self.decay_bias[...]
                 return jax.nn.log_sigmoid(projected.reshape(*x.shape[:2], *shape))
             case attention_lib.DecaySource.PARAMETER:
                 constant = jax.nn.log_sigmoid(self.decay_logits[...])
