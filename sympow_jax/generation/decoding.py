@@ -22,14 +22,18 @@ def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = 
     Uses a KV cache if `max_length` tokens fit in no more memory than the recurrent state, or if the attention has no
     recurrent state. The cache has room for `max_length` tokens per row, including the prompt. Outputs beyond are NaN.
     To continue beyond, `fold` the cache first, if the attention has a recurrent state. If `max_length` is None, uses
-    the fixed-size recurrent state.
+    the fixed-size recurrent state. The cache of a sliding window has a fixed size too: without `max_length`, or with
+    one of at least window - 1, it has room for every window and outputs are never NaN.
 
     Raises:
-        ValueError: `max_length` is None and the attention has no recurrent state, or the recurrent state would exceed
-            the memory of the device.
+        ValueError: `max_length` is None and the attention has neither a recurrent state nor a window, or the recurrent
+            state would exceed the memory of the device.
     """
     limit = model.kv_cache_length
     if max_length is None:
+        cache_limit = model.blocks[0].attention.kernel.cache_limit
+        if cache_limit is not None:
+            return model.init_state(batch, max_length=cache_limit)
         if limit is None:
             raise ValueError(
                 f"attention of kernel {model.config.attention.kernel!r} uses a KV cache, which has "

@@ -218,31 +218,31 @@ class _Rows(NamedTuple):
     """Document, place and decay of each position, which with the scores determine the attention weights.
 
     document: number of the document, counted from 1 in the row; -1 for padding.
-    count: number of tokens up to this one; None without a window.
+    ordinal: number of tokens up to this one; None without a window.
     decay: -G, a whole part and a fraction.
 
     With a window and without segment ids, the first two have a single row.
     """
 
     document: Int[Array, "B S"] | None
-    count: Int[Array, "B S"] | None
+    ordinal: Int[Array, "B S"] | None
     decay: tuple[Int[Array, "B S K"], Float[Array, "B S K"]] | None
 
 
 def _rows(log_decay, segment_ids, time: int, window: int | None) -> tuple[_Rows, Bool[Array, "B S"] | None]:
-    document = count = decay = valid = None
+    document = ordinal = decay = valid = None
     if segment_ids is not None:
         document = documents.numbered(segment_ids)
         valid = document >= 0
     if window is not None:
         document = jnp.ones((1, time), jnp.int32) if document is None else document
-        count = jnp.cumsum(document >= 0, axis=1, dtype=jnp.int32)
+        ordinal = jnp.cumsum(document >= 0, axis=1, dtype=jnp.int32)
     if log_decay is not None:
         log_decay = log_decay.astype(jnp.float32)
         if valid is not None:
             log_decay = jnp.where(valid[..., None], log_decay, 0)
         decay = _decays(log_decay)
-    return _Rows(document, count, decay), valid
+    return _Rows(document, ordinal, decay), valid
 
 
 def _between(tree, start: int, stop: int):
@@ -334,7 +334,7 @@ def _attend(steps: Int[Array, " T"], queries, keys, plan, scale: float) -> Float
         same = query_rows.document[:, :, None] == key_rows.document[:, None, :]
         mask &= (same & (key_rows.document >= 0)[:, None, :])[:, None]
     if plan.window is not None:
-        age = query_rows.count[:, :, None] - key_rows.count[:, None, :]
+        age = query_rows.ordinal[:, :, None] - key_rows.ordinal[:, None, :]
         mask &= (age < plan.window)[:, None]
     bias = None
     if key_rows.decay is not None:

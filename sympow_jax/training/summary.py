@@ -81,6 +81,9 @@ def _decoding(program: programs.Program) -> str:
     """Returns a line with the memory between generated tokens."""
     state = token = longest = 0
     for kernel in program.kernels:
+        if kernel.cache_limit is not None:
+            state += _nbytes(kernel.init_cache, 1, kernel.cache_limit)
+            continue
         if kernel.cache_policy is not kernels.CachePolicy.ALWAYS:
             try:
                 state += _nbytes(kernel.init_state, 1)

@@ -37,6 +37,7 @@ class Family:
     qk_norm: bool = False
     tied: bool = True
     power: bool = False
+    window: int | None = None  # in the tiny model
 
 
 QKV = ("attention.query", "attention.key", "attention.value")
@@ -52,6 +53,7 @@ FAMILIES: Mapping[str, Family] = {
         rms=False,
         gated=False,
         biases=(*QKV, "attention.out", "mlp.up", "mlp.down"),
+        window=11,
     ),
     "brumby": Family(size="qwen3_14b", base=1e6, qk_norm=True, tied=False, power=True),
 }
@@ -59,8 +61,10 @@ FAMILIES: Mapping[str, Family] = {
 
 def settings(name: str, **changes) -> config.ModelConfig:
     """Returns the config of a tiny model of a family."""
-    small = config.MODEL_SIZES[FAMILIES[name].size] | SMALL | changes
-    return config.ModelConfig(**small, attention=config.preset(name))
+    family = FAMILIES[name]
+    small = config.MODEL_SIZES[family.size] | SMALL | changes
+    window = {} if family.window is None else {"window": family.window}
+    return config.ModelConfig(**small, attention=config.preset(name, **window))
 
 
 def make(name: str) -> models.DecoderLM:
@@ -126,6 +130,8 @@ def forward(name: str, weights: dict[str, np.ndarray], tokens: np.ndarray) -> np
         else:
             shares = np.exp(scores / np.sqrt(HEAD_DIM))
         shares = np.tril(shares)
+        if family.window is not None:
+            shares = np.triu(shares, 1 - family.window)
         mixed = np.einsum("nts,snd->tnd", shares / shares.sum(-1, keepdims=True), value)
         return project(mixed.reshape(len(x), -1), layer, "attention.out")
 
