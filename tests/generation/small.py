@@ -24,7 +24,7 @@ def model(
         heads=4,
         kv_heads=2,
         dtype=dtype,
-        attention=config.preset(preset, **{"exact_window": 4, **changes}),
+        attention=config.preset(preset, **{"exact_window": 4, "window": 30, **changes}),
     )
     result = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
     for block in result.blocks:

@@ -86,5 +86,7 @@ class SlidingWindowKernel(SoftmaxKernel):
         return self.cache_limit * elements * bytes_per_element
 
     def _pairs(self, context_length):
-        missing = max(0, context_length - self.attention.window)
-        return (context_length - missing**2 / context_length) / 2
+        window = self.attention.window
+        if context_length <= window:
+            return super()._pairs(context_length)
+        return window - window**2 / (2 * context_length)  # the first tokens have fewer keys
