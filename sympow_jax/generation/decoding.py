@@ -22,21 +22,28 @@ def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = 
     A layer uses a KV cache if `max_length` tokens fit in no more memory than its recurrent state, or if it has no
     recurrent state. The cache has room for `max_length` tokens per row, including the prompt. Outputs beyond are NaN.
     To continue beyond, `fold` the caches first, if every layer has a recurrent state. If `max_length` is None, layers
-    use the fixed-size recurrent state.
+    use the fixed-size recurrent state. The cache of a sliding window has a fixed size too: without `max_length`, or
+    with one of at least window - 1, it has room for every window and outputs are never NaN.
 
     Raises:
-        ValueError: `max_length` is None and a layer has no recurrent state, or the recurrent state would exceed the
-            memory of the device.
+        ValueError: `max_length` is None and a layer has neither a recurrent state nor a window, or the recurrent state
+            would exceed the memory of the device.
     """
     limits = model.kv_cache_lengths
     if max_length is None:
-        if None in limits:
-            kernel = model.config.attentions[limits.index(None)].kernel
+        kernels = [block.attention.kernel for block in model.blocks]
+        growing = [
+            kernel.attention.kernel
+            for kernel, limit in zip(kernels, limits)
+            if limit is None and kernel.cache_limit is None
+        ]
+        if growing:
             raise ValueError(
-                f"attention of kernel {kernel!r} uses a KV cache, which has "
-                f"a fixed length; pass max_length, the longest prompt plus the tokens after it"
+                f"attention of kernel {growing[0]!r} uses a KV cache, which has a fixed length; pass max_length, the "
+                f"longest prompt plus the tokens after it"
             )
-        return model.init_state(batch, max_length=1, kv_cache=False)
+        widest = max(kernel.cache_limit or 1 for kernel in kernels)
+        return model.init_state(batch, max_length=widest, kv_cache=[limit is None for limit in limits])
     if max_length < 1:
         raise ValueError(f"max_length is {max_length}; it must be at least 1")
     kv_cache = [limit is None or max_length <= limit for limit in limits]

@@ -25,6 +25,8 @@ def state_bytes(
     Z is the number of elements of the normalizer. Z = F, with two exceptions: an unrotated normalizer has the number of
     features before their rotation, and per-channel gates have Z = F * E.
 
+    The state of a sliding window of w tokens is the keys and values of w - 1 of them.
+
     Args:
         config: settings of the model.
         bytes_per_element: bytes per element.
@@ -32,7 +34,7 @@ def state_bytes(
         normalizer: whether to count Z.
 
     Raises:
-        ValueError: a layer has no state of a fixed size (softmax and expressive attention).
+        ValueError: a layer has no state of a fixed size (softmax without a window, and expressive attention).
     """
     if feature_map not in FEATURE_MAPS:
         raise ValueError(f"feature_map is {feature_map!r}; it must be one of {', '.join(FEATURE_MAPS)}")

@@ -50,7 +50,7 @@ def model_flops_per_token(
       are unembedded. Biases, embedding lookups, norms, activations, rotations, softmax, the head of a row and the
       optimizer are not counted.
     * Attention by pairs (softmax, and `form` "attention"): 2 (D + E) for each of the T / 2 causal pairs per token of a
-      query head, or T pairs if bidirectional.
+      query head, or T pairs if bidirectional. With a window of w < T tokens, w - w^2 / 2 T pairs.
     * Attention by features: 2 F E for every key head, which updates a state, and for every query head, which reads
       one. If causal, also 2 (D + E) for each of C / 2 + W pairs. F is the exact number of features, without padding.
       C is `chunk_size`, 128 by default and 1 if recurrent. W is `exact_window`. The normalizer is not counted, except

@@ -84,6 +84,9 @@ def _decoding(program: programs.Program) -> str:
     state = replaced = kept = 0
     lengths = set()
     for kernel in program.kernels:
+        if kernel.cache_limit is not None:
+            state += _nbytes(kernel.init_cache, 1, kernel.cache_limit)
+            continue
         if kernel.cache_policy is not kernels.CachePolicy.ALWAYS:
             try:
                 state += _nbytes(kernel.init_state, 1)

@@ -31,7 +31,7 @@ def model(
         kv_heads=2,
         dtype=dtype,
         attention_pattern=attention_pattern,
-        attention=config.preset(preset, **{"exact_window": 4, **changes}),
+        attention=config.preset(preset, **{"exact_window": 4, "window": 30, **changes}),
     )
     result = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
     for block in result.blocks:

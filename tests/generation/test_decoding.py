@@ -29,9 +29,14 @@ SLOW = [pytest.param("linear_lrpe", None, marks=pytest.mark.slow)]
 SLOW += [pytest.param("expressive", 200, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("preset", "max_length"), [("conformal", None), ("softmax", 200), *SLOW])
+@pytest.mark.parametrize(
+    ("preset", "max_length"), [("conformal", None), ("softmax", 200), ("sliding_window", 150), *SLOW]
+)
 def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length):
-    """The longest row has 200 tokens. The op chooses the attention form for whole rows of these sizes."""
+    """The longest row has 200 tokens, more than the window's cache is asked for.
+
+    The op chooses the attention form for whole rows of these sizes.
+    """
     model, following = small.model(preset), small.tokens(small.ROWS, 100, seed=2)
     logits, state = small.prefilled(preset, max_length)
     assert keeps(state) == (max_length is not None)

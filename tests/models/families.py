@@ -36,6 +36,7 @@ class Family:
     qk_norm: bool = False
     tied: bool = True
     power: tuple[bool, ...] = (False,)  # of each layer
+    window: int | None = None  # in the tiny model
 
 
 QKV = ("attention.query", "attention.key", "attention.value")
@@ -51,6 +52,7 @@ FAMILIES: Mapping[str, Family] = {
         rms=False,
         gated=False,
         biases=(*QKV, "attention.out", "mlp.up", "mlp.down"),
+        window=11,
     ),
     "brumby": Family(size="qwen3_14b", base=1e6, qk_norm=True, tied=False, power=(True,)),
     # Not published: its second layer has the attention of Brumby.
@@ -64,7 +66,9 @@ def settings(name: str, **changes) -> config.ModelConfig:
     small = config.MODEL_SIZES[family.size] | SMALL | {"layers": len(family.power)} | changes
     if name == "hybrid":
         small["attention_pattern"] = ("qwen3", "brumby")
-    return config.ModelConfig(**small, attention=config.preset("qwen3" if name == "hybrid" else name))
+    window = {} if family.window is None else {"window": family.window}
+    attention = config.preset("qwen3" if name == "hybrid" else name, **window)
+    return config.ModelConfig(**small, attention=attention)
 
 
 def make(name: str) -> models.DecoderLM:
@@ -130,6 +134,8 @@ def forward(name: str, weights: dict[str, np.ndarray], tokens: np.ndarray) -> np
         else:
             shares = np.exp(scores / np.sqrt(HEAD_DIM))
         shares = np.tril(shares)
+        if family.window is not None:
+            shares = np.triu(shares, 1 - family.window)
         mixed = np.einsum("nts,snd->tnd", shares / shares.sum(-1, keepdims=True), value)
         return project(mixed.reshape(len(x), -1), layer, "attention.out")
 
