@@ -1,13 +1,15 @@
-"""Models: decoders, encoders and image classifiers."""
+"""Models: decoders, encoders, image classifiers, and decoders whose attention is replaced."""
 
 from sympow_jax.models.build import Model, make, names_of_any_layer, parameter_name, parameter_specs
 from sympow_jax.models.decoder import DecoderLM, DecoderState
 from sympow_jax.models.encoder import DualEncoder, Encoder
 from sympow_jax.models.image_classifier import ImageClassifier
+from sympow_jax.models.matcher import AttentionMatcher
 from sympow_jax.models.state_size import state_bytes
 from sympow_jax.models.trunk import logits
 
 __all__ = [
+    "AttentionMatcher",
     "DecoderLM",
     "DecoderState",
     "DualEncoder",
