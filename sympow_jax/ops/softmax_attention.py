@@ -17,8 +17,8 @@ __all__ = ["alibi_slopes", "softmax_attention"]
 # Queries are split into runs, each attending to the keys up to its last query. With 4 runs a fifth of the computed
 # scores is masked; with a single run it would be half. Each run is compiled separately.
 _RUNS = 4
-# Queries per block if a window has fewer tokens. Longer blocks compute more masked scores: at T = 8,192 on two CPU cores,
-# blocks of 512 took 2.3 times as long for windows of 64 and 128. Blocks of 64 were as fast as those of 128.
+# Queries per block if a window has fewer tokens. Longer blocks compute more masked scores: at T = 8,192 on a CPU core,
+# both passes took 2.3 times as long with blocks of 512 as with blocks of 128, for windows of 64 and of 128.
 _LEAST_BLOCK = 128
 _IMPLEMENTATIONS = ("xla", "cudnn")
 # Compute capabilities of GPUs before Ampere, which cuDNN's flash attention does not support.
