@@ -1,6 +1,6 @@
 """Tiny random models of the package `transformers`, and the fixtures made with them.
 
-    uv run --group parity python -m tests.weights.originals
+    uv run --with torch,transformers python -m tests.weights.originals
 
 writes `tests/weights/fixtures` again: for each model its `config.json`, `model.safetensors` and `expected.safetensors`,
 with tokens and their logits.

@@ -1,6 +1,6 @@
 """Tests against the package `transformers` itself, on the CPU, which run if it is installed.
 
-    uv run --group parity pytest tests/weights/test_parity.py
+    uv run --with torch,transformers pytest tests/weights/test_parity.py
 
 `retention` has the attention of Brumby and PowerCoder; `tests/ops/test_retention.py` compares with it.
 """
