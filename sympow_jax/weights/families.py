@@ -93,12 +93,12 @@ class Family:
         problems = self._problems(values)
         rope = _read_rope(values, problems) if self.rope else config.RopeConfig()
         window = _read_window(values, problems) if self.window else None
-        if window is not None:
-            problems.append(f"sliding_window is {window!r}, not None")
         if problems:
             raise ValueError(f"this {self.model_type} is not supported: {'; '.join(problems)}")
         biases = values[self.biases] if isinstance(self.biases, str) else self.biases
-        learned = {} if self.rope else {"max_document_length": values[self.length]}
+        options: dict[str, Any] = {} if self.rope else {"max_document_length": values[self.length]}
+        options |= {} if window is None else {"window": window}
+        softmax = "softmax" if window is None else "sliding_window"
         sizes: dict[str, Any] = {field: values.get(key) for field, key in self.sizes.items()}
         return config.ModelConfig(
             **sizes,
@@ -110,14 +110,14 @@ class Family:
             tied_head=values["tie_word_embeddings"],
             dtype="float32",
             attention=config.AttentionConfig(
-                kernel="power" if self.power else "softmax",
+                kernel="power" if self.power else softmax,
                 decay="learned" if self.power else "none",
                 decay_bias=0.0 if self.power and biases else None,
                 position="rope" if self.rope else "learned_absolute",
                 rope=rope,
                 qk_norm=self.qk_norm,
                 qkv_biases=self.qkv_biases,
-                **learned,
+                **options,
             ),
         )
 
@@ -167,11 +167,11 @@ class Family:
         }
         if isinstance(self.biases, str):
             values[self.biases] = model.biases
-        return values | (
-            _write_rope(model.attention.rope)
-            if self.rope
-            else {self.length: model.attention.max_document_length}
-        )
+        if self.window:
+            values |= {key: value for key, value in _write_window(model).items() if key in self.defaults}
+        if self.rope:
+            return values | _write_rope(model.attention.rope)
+        return values | {self.length: model.attention.max_document_length}
 
     def differences(self, model: config.ModelConfig) -> list[str]:
         """Returns how a model differs from the one of this family that is the most like it; empty if it does not.
@@ -190,12 +190,17 @@ class Family:
 
 _LLAMA_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
 # Layers before `max_window_layers` have no window.
-_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {"use_sliding_window": False, "max_window_layers": 28}
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 _STARCODER2_DEFAULTS = {
     "tie_word_embeddings": True,
     "norm_epsilon": 1e-5,
     "hidden_act": "gelu_pytorch_tanh",
     "use_bias": True,
+    "sliding_window": None,
 }
 _STARCODER2: dict[str, Any] = {
     "layout": layouts.STARCODER2,
@@ -393,6 +398,16 @@ def _read_window(values: Values, problems: list[str]) -> int | None:
     return None
 
 
+def _write_window(model: config.ModelConfig) -> dict[str, Any]:
+    """Returns keys with which all layers have the window, or none."""
+    slides = model.attention.kernel == "sliding_window"
+    return {
+        "sliding_window": model.attention.window if slides else None,
+        "use_sliding_window": slides,
+        "max_window_layers": 0 if slides else model.layers,
+    }
+
+
 def _write_rope(rope: config.RopeConfig) -> dict[str, Any]:
     """Returns keys that versions 4 and 5 of `transformers` read."""
     scaling = None
@@ -408,6 +423,7 @@ def _function(model: config.ModelConfig) -> dict[str, Any]:
     unused = ["dtype", "remat", "mlp_ratio", "channels", "attention.form", "attention.implementation"]
     unused += ["attention.chunk_size", "attention.exact_window"]
     unused += ["attention.feature_map", "attention.normalizer"] if attention.kernel != "linear" else []
+    unused += ["attention.window"] if attention.kernel != "sliding_window" else []
     unused += ["attention.power"] if attention.kernel not in ("power", "linear") else []
     unused += ["attention.max_document_length"] if attention.rope.base is not None else []
     groups = ["attention.lrpe."] if attention.position != "lrpe" else []

@@ -57,10 +57,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": _LLAMA3,
         "eos_token_id": [2, 3],
     },
-    "mistral": _SIZES | {"model_type": "mistral", "sliding_window": None},
+    "mistral": _SIZES | {"model_type": "mistral", "sliding_window": 8},
     "qwen2": _SIZES | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_window": _SIZES
+    | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
     "qwen3": _SIZES | {"model_type": "qwen3", "head_dim": 8},
-    "starcoder2": _SIZES | {"model_type": "starcoder2", "sliding_window": None},
+    "starcoder2": _SIZES | {"model_type": "starcoder2", "sliding_window": 9},
 }
 
 
