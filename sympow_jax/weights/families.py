@@ -304,14 +304,15 @@ def settings(values: Values) -> config.Config:
     family = FAMILIES[name]
     model, length = family.model(values), values[family.length]
     ends = values.get("eos_token_id")
+    # Models that chat have several ends, of which the first ends a document.
+    end = next(iter(ends), None) if isinstance(ends, list) else ends
     return config.Config(
         model=model,
         data=config.DataConfig(
             source="tokens",
             paths=(_TOKENS,),
             token_dtype="uint16" if model.vocab_size <= 1 << 16 else "uint32",
-            # Models that chat have several ends, of which the first ends a document.
-            document_separator=ends[0] if isinstance(ends, list) and ends else ends or None,
+            document_separator=end,
             context_length=length,
             batch_tokens=_BATCH_ROWS * length,
         ),
@@ -358,6 +359,9 @@ def values(settings: config.Config) -> tuple[Family, dict[str, Any]]:
 def _read_rope(values: Values, problems: list[str]) -> config.RopeConfig:
     """Returns the rates of rotation, from the keys of versions 4 or 5 of `transformers`; adds to the problems."""
     nested = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
+        problems.append(f"rope_parameters is {nested!r}, not the same rates for all layers")
+        return config.RopeConfig()
     base: Any = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
     kind = nested.get("rope_type", nested.get("type", "default"))
     if nested.get("partial_rotary_factor", 1.0) != 1.0:

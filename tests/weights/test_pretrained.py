@@ -18,7 +18,7 @@ import safetensors.numpy
 from flax import nnx
 
 from sympow_jax import config, generation, weights
-from sympow_jax.weights import hub
+from sympow_jax.weights import families, hub
 from tests.ops import cases
 from tests.weights import originals, power_models
 
@@ -184,6 +184,11 @@ def test_slices_are_read_straight_to_a_mesh(tmp_path):
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not 1.0"),
         (
             "llama",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "'rope_theta': 10000.0}}, not the same rates for all layers",
+        ),
+        (
+            "llama",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
             "partial_rotary_factor is 0.25, not 1.0",
         ),
@@ -226,10 +231,107 @@ def test_keys_of_older_configs(tmp_path):
     assert weights.read_settings(tmp_path / "config.json") == expected_
     assert expected_.model.attention.rope.scaling == "llama3"
     assert expected_.data.document_separator == 2
+    for ends, separator in ((0, 0), (None, None), ([], None), ([3, 2], 3)):
+        (tmp_path / "config.json").write_text(json.dumps(values | {"eos_token_id": ends}))
+        assert weights.read_settings(tmp_path / "config.json").data.document_separator == separator
     values = {key: value for key, value in values.items() if key not in ("head_dim", "num_key_value_heads")}
     (tmp_path / "config.json").write_text(json.dumps(values))
     model = weights.read_settings(tmp_path / "config.json").model
     assert (model.kv_heads, model.head_dim) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "preset", "values"),
+    [
+        (
+            "llama32_1b",
+            "llama32",
+            {
+                "model_type": "llama",
+                "vocab_size": 128_256,
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 131_072,
+                "rope_theta": 500_000.0,
+                "rope_scaling": {
+                    "factor": 32.0,
+                    "high_freq_factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "original_max_position_embeddings": 8192,
+                    "rope_type": "llama3",
+                },
+                "tie_word_embeddings": True,
+            },
+        ),
+        (
+            "qwen2_7b",
+            "qwen2",
+            {
+                "model_type": "qwen2",
+                "vocab_size": 152_064,
+                "hidden_size": 3584,
+                "intermediate_size": 18_944,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 131_072,
+                "max_window_layers": 28,
+                "sliding_window": 131_072,
+                "use_sliding_window": False,
+                "rope_theta": 1_000_000.0,
+                "tie_word_embeddings": False,
+            },
+        ),
+        (
+            "starcoder2_3b",
+            "starcoder2",
+            {
+                "model_type": "starcoder2",
+                "vocab_size": 49_152,
+                "hidden_size": 3072,
+                "intermediate_size": 12_288,
+                "num_hidden_layers": 30,
+                "num_attention_heads": 24,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 16_384,
+                "rope_theta": 999_999.4420358813,
+                "sliding_window": 4096,
+                "use_bias": True,
+            },
+        ),
+        (
+            "qwen3_14b",
+            "brumby",
+            {
+                "model_type": "brumby",
+                "vocab_size": 151_936,
+                "hidden_size": 5120,
+                "intermediate_size": 17_408,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 40,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 32_768,
+                "rope_theta": 1_000_000,
+            },
+        ),
+    ],
+)
+def test_published_configs_are_the_sizes_and_presets_of_this_package(tmp_path, size, preset, values):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    read = weights.read_settings(tmp_path / "config.json")
+    ours = config.ModelConfig(
+        **config.MODEL_SIZES[size] | {"dtype": "float32"}, attention=config.preset(preset)
+    )
+    ours = dataclasses.replace(ours, mlp_width=ours.hidden_width)
+    assert read.model == ours
+    family, written = families.values(read)
+    assert family.model_type == values["model_type"]
+    assert written.items() >= {key: x for key, x in values.items() if key != "sliding_window"}.items()
 
 
 def mistaken(folder: pathlib.Path) -> str:
