@@ -53,7 +53,7 @@ class Family:
         length: key of the longest context.
         epsilon: key of the number that norms add.
         activation: key of the activation.
-        activations: values of that key, the first of which is written, and the activations here.
+        activations: values of that key and the activations here. Of several values for one, the first is written.
         norm: the field `norm` of the model.
         rope: whether positions are rotations. If not, they are learned and absolute, as in GPT-2.
         biases: whether all projections have biases, or the key that says so.

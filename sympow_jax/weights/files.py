@@ -95,7 +95,8 @@ def load(
     """Returns a model with the weights of a safetensors file, or of a folder with one or several of them.
 
     The names of the tensors are those of `save` or of a published model (`layouts`), whichever fit best. A process
-    reads only the slices that its devices need. In addition to the model, it has one parameter at a time in memory.
+    reads only the slices that its devices need. In addition to the model, it needs memory for two copies of the largest
+    parameter at most.
 
     Args:
         path: a file, or a folder with `model.safetensors` or with the files that `model.safetensors.index.json` names.
@@ -194,11 +195,12 @@ def _sources(
     """
     layout, published = layouts.choose(stored.names, shapes)
     ignored = {name for name in stored.names if published is not None and published.is_ignored(name)}
-    if published is not None and layouts.HEAD not in layout and layouts.HEAD in stored.names:
-        _check_head(stored, layout, path)
-        ignored.add(layouts.HEAD)
+    copied = published is not None and layouts.HEAD not in layout and layouts.HEAD in stored.names
+    ignored |= {layouts.HEAD} if copied else set()
     if problems := _mismatches(stored, stored.names - ignored, layout, shapes):
         raise ValueError(f"{path} does not fit the model of these settings: {'; '.join(problems)}")
+    if copied:
+        _check_head(stored, layout, path)
     sources = {}
     for name, tensor in layout.items():
         start = 0
@@ -233,11 +235,11 @@ def _mismatches(
 def _check_head(stored: tensors.Tensors, layout: Mapping[str, layouts.Tensor], path: pathlib.Path) -> None:
     """Raises ValueError unless the head, of a model whose output is its embedding, is a copy of the embedding."""
     embedding = next(name for name, tensor in layout.items() if tensor.parts == ("embedding",))
-    shape = stored.shape(layouts.HEAD)
-    same = embedding in stored.names and stored.shape(embedding) == shape and len(shape) == 2
-    starts = range(0, shape[0], _COMPARED) if same else ()
-    blocks = ((slice(start, min(start + _COMPARED, shape[0])), slice(0, shape[1])) for start in starts)
-    if not all(
+    rows, width = stored.shape(embedding)
+    blocks = (
+        (slice(start, min(start + _COMPARED, rows)), slice(0, width)) for start in range(0, rows, _COMPARED)
+    )
+    if stored.shape(layouts.HEAD) != [rows, width] or not all(
         np.array_equal(stored.read(layouts.HEAD, block), stored.read(embedding, block)) for block in blocks
     ):
         raise ValueError(
@@ -251,7 +253,7 @@ def _place(
     """Returns the array whose slices `read` returns, sharded over a mesh or on the default device."""
     if mesh is None:
         return jnp.asarray(read(tuple(slice(0, length) for length in shape)))
-    blocks: dict[tuple[tuple[int, int], ...], Shaped[np.ndarray, ...]] = {}
+    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
 
     def block(index: Any) -> Shaped[np.ndarray, "..."]:
         # Devices with the same slice share one copy.

@@ -5,9 +5,9 @@ import os
 import pathlib
 import re
 
-__all__ = ["SCHEME", "local_path"]
+__all__ = ["local_path"]
 
-SCHEME = "hf://"
+_SCHEME = "hf://"
 _NAME = re.compile(r"(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^@]+))?")
 # Weights, settings and tokenizers, but no pickles.
 _PATTERNS = ["*.json", "*.safetensors", "tokenizer.model"]
@@ -23,9 +23,9 @@ def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
         ValueError: the name has another form, the package is not installed, or the download fails.
     """
     name = os.fspath(path)
-    if not name.startswith(SCHEME):
+    if not name.startswith(_SCHEME):
         return pathlib.Path(name)
-    match = _NAME.fullmatch(name.removeprefix(SCHEME))
+    match = _NAME.fullmatch(name.removeprefix(_SCHEME))
     if match is None:
         raise ValueError(f"{name} is no name of a model; write hf://ORG/NAME or hf://ORG/NAME@REVISION")
     try:

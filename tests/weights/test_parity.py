@@ -2,7 +2,8 @@
 
     uv run --with torch,transformers pytest tests/weights/test_parity.py
 
-`retention` has the attention of Brumby and PowerCoder; `tests/ops/test_retention.py` compares with it.
+`retention` has the attention of Brumby and PowerCoder. If it is installed too, the formula of `power_models` is
+compared with it.
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ from flax import nnx
 from sympow_jax import generation, weights
 from sympow_jax.weights import families
 from tests.ops import cases
-from tests.weights import originals
+from tests.weights import originals, power_models
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -80,3 +81,13 @@ def test_bfloat16_stays_bfloat16(original, tmp_path):
     weights.save_pretrained(tmp_path / "saved", settings, ours, dtype="bfloat16")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     assert {x.dtype for x in again.parameters()} == {torch.bfloat16}
+
+
+def test_the_formula_of_power_models_is_that_of_retention():
+    retention = pytest.importorskip("retention.reference")
+    generator = np.random.default_rng(0)
+    query, key, value = (generator.normal(size=(30, heads, 16)) for heads in (4, 2, 2))
+    log_gates = -np.log1p(np.exp(-generator.normal(size=(30, 2))))
+    batched = [torch.tensor(x[None], dtype=torch.float32) for x in (query, key, value, log_gates)]
+    expected = retention.power_retention(*batched, deg=2)[0].numpy()
+    assert cases.error(power_models.attention(query, key, value, log_gates), expected) <= 1e-6

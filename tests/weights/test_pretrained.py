@@ -357,6 +357,20 @@ def test_all_mismatches_are_listed(tmp_path):
     )
 
 
+@pytest.mark.parametrize("fault", ["values", "rows", "none"])
+def test_a_head_must_be_the_embedding_if_they_are_tied(tmp_path, fault):
+    folder = copy(tmp_path / "model", "llama32")
+    arrays = tensors(folder)
+    embedding = arrays["model.embed_tokens.weight"]
+    heads = {"values": embedding + np.eye(*embedding.shape, 3, dtype=np.float32), "rows": embedding[:-1]}
+    arrays["lm_head.weight"] = heads.get(fault, embedding)
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    if fault == "none":
+        weights.from_pretrained(folder)
+    else:
+        assert mistaken(folder).startswith(f"lm_head.weight of {folder} is not the embedding; ")
+
+
 def test_missing_and_damaged_files(tmp_path):
     folder = copy(tmp_path / "model")
     settings, model = weights.from_pretrained(folder)
