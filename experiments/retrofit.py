@@ -17,7 +17,7 @@ from sympow_jax import config
 
 PLANS = {
     "toy": _shared.Plan(
-        seeds=(0, 1, 2), steps=150, contexts=(256,), lengths=(64, 128, 256, 512, 1024, 2048, 4096)
+        seeds=(0, 1, 2), steps=100, contexts=(256,), lengths=(64, 128, 256, 512, 1024, 2048, 4096)
     ),
     "paper": _shared.Plan(
         seeds=(0,),
@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 }
 STARTS = ("direct", "matched", "scratch")
 # Updates of the softmax model and of the first stage, as multiples of the others.
-_BASE, _FIRST = 10, 1 / 3
+_BASE, _FIRST = 15, 1 / 3
 _RATES = {"base": 2e-3, "match": 2e-3, "retrofit": 1e-3, "scratch": 2e-3}
 _BODY: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
 _HELDOUT_TIMES = 10
