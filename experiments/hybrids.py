@@ -1,8 +1,8 @@
-"""Hybrids: loss by position of models whose last layer of four is softmax, or has a window.
+"""Hybrids: loss by position of models with another attention in one layer of four.
 
-Models of four layers are trained at a context of 256 and evaluated to 16 times that. A pattern of three layers of power
-attention and one of softmax has a quarter of the KV cache of softmax. With a sliding window in place of softmax, the
-memory between tokens has a fixed size.
+The toy scale trains four layers at a context of 256 and evaluates up to 4,096. With softmax in every fourth layer, the
+KV cache is a quarter of softmax's. With a sliding window there instead, the memory between tokens has a fixed size.
+`window and softmax` has no power attention.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ PLANS = {
     ),
     "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(8, 16, 32), documents=2),
 }
-# Patterns of the toy and tiny scale, which have four layers, and of the paper's model, whose number is a multiple.
+# The number of layers is a multiple of four at every scale.
 PATTERNS = {
     "softmax": ("softmax",),
     "gated": ("sympow_gated",),
@@ -38,8 +38,7 @@ PATTERNS = {
     "window and softmax": ("3*sliding_window", "softmax"),
 }
 _LAYERS = 4
-# Windows are a quarter of the training context.
-_WINDOWS = 4
+_CONTEXT_PER_WINDOW = 4
 _PAIRS = (
     ("gated and softmax", "softmax"),
     ("conformal and softmax", "softmax"),
@@ -81,7 +80,7 @@ def _train(options: _shared.Options) -> _shared.Folders:
 
 def settings(options: _shared.Options, pattern: tuple[str, ...], *, context: int, seed: int) -> config.Config:
     """Returns the config of a run of an evaluated model with this pattern."""
-    shared = config.AttentionConfig(window=context // _WINDOWS)
+    shared = config.AttentionConfig(window=context // _CONTEXT_PER_WINDOW)
     found = _shared.settings(options, shared, context=context, seed=seed, evaluated=True)
     layers = found.model.layers if options.scale == "paper" else _LAYERS
     model = dataclasses.replace(found.model, layers=layers, attention_pattern=pattern)

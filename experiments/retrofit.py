@@ -1,8 +1,8 @@
 """Retrofit: a trained softmax model whose attention is replaced, against the same model from scratch.
 
-A model with the body of Llama is trained with softmax, once. Then each variant replaces its attention and goes on with
+A model with the body of Llama is trained with softmax, once. Then each variant replaces its attention and continues on
 the same data, as `configs/retrofit.py` does: directly, or after a first stage (`matched`) in which the new layers learn
-the outputs of the old ones. `scratch` is a new model of the variant that has as many updates as both stages together.
+the outputs of the old ones. `scratch` is a new model of the variant. All three have the same number of updates.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "gated and softmax": {"preset": "sympow_gated", "every": "2"},
 }
 STARTS = ("direct", "matched", "scratch")
-# Updates of the softmax model and of the first stage, as multiples of the others.
-_BASE, _FIRST = 15, 1 / 3
+# Updates of the softmax model and of the first stage, relative to the second stage.
+_BASE_RATIO, _FIRST_RATIO = 15, 1 / 3
 _RATES = {"base": 2e-3, "match": 2e-3, "retrofit": 1e-3, "scratch": 2e-3}
 _BODY: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
 _HELDOUT_TIMES = 10
@@ -52,8 +52,13 @@ def _report(options: _shared.Options) -> None:
     base, folders = _train(options)
     lengths = options.plan.lengths
     rows = [
-        {"variant": variant, "start": start, "seed": seed, "context_length": row["context_length"]}
-        | {"loss": row["loss"]}
+        {
+            "variant": variant,
+            "start": start,
+            "seed": seed,
+            "context_length": row["context_length"],
+            "loss": row["loss"],
+        }
         for (variant, start, seed), folder in folders.items()
         for row in _shared.evaluation(folder)
     ]
@@ -86,20 +91,20 @@ def _report(options: _shared.Options) -> None:
         panels,
         title="Attention replaced in a trained softmax model",
         subtitle=f"{options.plan.average}; {options.plan.steps:,} updates after a first stage of "
-        f"{_first(options):,}, softmax after {_BASE * options.plan.steps:,}",
+        f"{_first(options):,}, softmax after {_BASE_RATIO * options.plan.steps:,}",
     )
     _shared.print_tables(path, tables)
 
 
 def _first(options: _shared.Options) -> int:
-    return max(1, round(_FIRST * options.plan.steps))
+    return max(1, round(_FIRST_RATIO * options.plan.steps))
 
 
 def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str, int], pathlib.Path]]:
     """Trains all runs; returns the folder of the softmax model, and those of its retrofits by variant, start, seed."""
     plan = options.plan
     steps, first = plan.steps, _first(options)
-    base_steps = _BASE * steps
+    base_steps = _BASE_RATIO * steps
     base = _settings(options, steps=base_steps)
     (folder,) = _shared.train_all(options, {f"retrofit_base_steps{base_steps}": base})
     keys = list(itertools.product(options.variants, plan.seeds))
@@ -120,9 +125,15 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     for variant, seed in keys:
         direct, name = retrofit(variant), names[variant, seed]
         matched = config.load(f'retrofit:"{matches[variant, seed]}"')
-        scratch = dataclasses.replace(direct, task=config.TaskConfig())
+        # Gates of a new model begin at 1/2.
+        attention = dataclasses.replace(direct.model.attention, decay_bias=None)
+        scratch = dataclasses.replace(
+            direct, model=dataclasses.replace(direct.model, attention=attention), task=config.TaskConfig()
+        )
         runs |= {
-            f"{name}_direct{steps}": _changed(options, direct, rate="retrofit", steps=steps, seed=seed),
+            f"{name}_direct{first + steps}": _changed(
+                options, direct, rate="retrofit", steps=first + steps, seed=seed
+            ),
             f"{name}_matched{first}_{steps}": _changed(
                 options, matched, rate="retrofit", steps=steps, seed=seed
             ),
@@ -151,7 +162,7 @@ def _changed(
     optimizer = config.OptimizerConfig(
         learning_rate=_RATES[rate], schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
     )
-    lengths = () if rate == "match" else options.plan.lengths
+    lengths = () if settings.task.name == "match_attention" else options.plan.lengths
     return dataclasses.replace(
         settings,
         optimizer=optimizer,
@@ -191,7 +202,7 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     columns = ("", *(f"{length:,}" for length in lengths))
     base = ("softmax", *(f"{row['loss']:.3f}" for row in softmax))
-    tables = [
+    made = [
         _shared.Table(
             title=f"Held-out loss at positions up to, {start}",
             columns=columns,
@@ -208,10 +219,8 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     pairs = (("matched", "direct"), ("matched", "scratch"))
     for variant in variants:
         of_variant = [row | {"variant": row["start"]} for row in rows if row["variant"] == variant]
-        tables.append(
-            _shared.difference_table(f"Differences, {variant}", of_variant, "context_length", pairs)
-        )
-    return tables
+        made.append(_shared.difference_table(f"Differences, {variant}", of_variant, "context_length", pairs))
+    return made
 
 
 if __name__ == "__main__":
