@@ -1,14 +1,13 @@
 """A trained softmax model whose attention is replaced: `--config=configs/retrofit.py:RUN,preset=conformal,every=4`.
 
 RUN is a workdir, of a training run or made by `sympow weights import`. `every=4` keeps the attention of every fourth
-layer; without it, all layers are replaced. Two commands make a retrofit in two stages, the first of which may be left
-out: with `match=true`, the new layers learn the outputs of the old ones, and then the model learns to predict the next
-token:
+layer; without it, all layers are replaced. There are two stages. The first, `match=true`, trains the new layers to give
+the outputs of the old ones, and may be left out. The second trains the whole model to predict the next token:
 
     uv run train.py --config=configs/retrofit.py:runs/qwen,preset=conformal,every=4,match=true --workdir=runs/match
     uv run train.py --config=configs/retrofit.py:runs/match --workdir=runs/retrofit
 
-Data and model are those of RUN. See docs/retrofit.md.
+All settings are those of RUN, except for attention, task, optimizer and length. See docs/retrofit.md.
 """
 
 import dataclasses
@@ -16,33 +15,36 @@ import pathlib
 
 from sympow_jax import config
 
-# New gates forget about 0.2 % per token at first.
+# New gates begin at 0.9975, a half-life of 280 tokens.
 GATE_BIAS = 6.0
-# For the new layers alone, and for the whole model.
-MATCHING_RATE, TRAINING_RATE = 1e-3, 3e-4
+# Of the first stage, which trains new layers alone, and of the second.
+MATCH_LEARNING_RATE, LEARNING_RATE = 1e-3, 3e-4
 
 
 def get_config(
     run: str, *, preset: str | None = None, every: int | None = None, match: bool = False
 ) -> config.Config:
     """Returns a run of 1,000 updates that starts from the last checkpoint of `run`."""
-    found = _read(run)
-    matched = found.task.name == "match_attention"
-    if matched and (preset, every, match) != (None, None, False):
+    source = _read(run)
+    is_second = source.task.name == "match_attention"
+    if is_second and (preset, every, match) != (None, None, False):
         raise ValueError(
-            f"{run} is the first stage of a retrofit, whose attention is chosen; leave out preset, every and match"
+            f"{run} is the first stage of a retrofit, whose attention is already chosen; leave out preset, every and "
+            f"match"
         )
-    return config.Config(
-        model=found.model if matched else _retrofit(found.model, preset or "conformal", every),
+    return dataclasses.replace(
+        source,
+        model=source.model if is_second else _retrofit(source.model, preset or "conformal", every),
         task=config.TaskConfig(name="match_attention" if match else "next_token", initial_run=run),
-        data=found.data,
         optimizer=config.OptimizerConfig(
-            learning_rate=MATCHING_RATE if match else TRAINING_RATE,
+            learning_rate=MATCH_LEARNING_RATE if match else LEARNING_RATE,
             schedule="cosine",
             warmup_steps=50,
             clip_norm=1.0,
         ),
-        training=config.TrainingConfig(steps=1000, checkpoint_every=100),
+        training=dataclasses.replace(source.training, steps=1000, checkpoint_every=100),
+        # A first stage is not evaluated by position.
+        evaluation=dataclasses.replace(source.evaluation, context_lengths=() if match else None),
     )
 
 
@@ -56,10 +58,10 @@ def _read(run: str) -> config.Config:
             f"{run} is not the workdir of a run; make one of published weights with `sympow weights import "
             f"--weights={run} --workdir=NEW`"
         )
-    found = workdir.read_config(folder)
-    if not found.task.is_causal or found.model.patch_size is not None:
-        raise ValueError(f"{run} is a run of the task {found.task.name!r}; only decoders can be retrofitted")
-    return found
+    source = workdir.read_config(folder)
+    if not source.task.is_causal or source.model.patch_size is not None:
+        raise ValueError(f"{run} is a run of the task {source.task.name!r}; only decoders can be retrofitted")
+    return source
 
 
 def _retrofit(model: config.ModelConfig, preset: str, every: int | None) -> config.ModelConfig:
@@ -75,10 +77,14 @@ def _retrofit(model: config.ModelConfig, preset: str, every: int | None) -> conf
             f"every is {every}; it must be at least 2 and at most the model's {model.layers} layers"
         )
     changes = {"implementation": None, "form": None}
-    if model.attention.decay == "none":
+    # Gates that the model has are kept.
+    if model.attention.decay not in ("learned", "channel_learned"):
         changes["decay_bias"] = GATE_BIAS
-    return dataclasses.replace(
+    changed = dataclasses.replace(
         model,
         attention=dataclasses.replace(model.attention, **changes),
         attention_pattern=(preset,) if every is None else (f"{every - 1}*{preset}", "shared"),
     )
+    if set(changed.attentions) == {changed.attention}:
+        raise ValueError(f"preset is {preset!r}, which is the attention that the model has; name another")
+    return changed

@@ -82,7 +82,7 @@ def test_mistakes_in_retrofits(tmp_path):
     matched = saved(
         "matched",
         model={"attention_pattern": ("softmax",)},
-        task=config.TaskConfig(name="match_attention"),
+        task=config.TaskConfig(name="match_attention", initial_run="runs/original"),
     )
     encoder = saved(
         "encoder",
@@ -95,7 +95,9 @@ def test_mistakes_in_retrofits(tmp_path):
         f'"{run}",preset=conformol': "preset is 'conformol'.*did you mean conformal",
         f'"{run}",every=1': "every is 1; it must be at least 2 and at most the model's 2 layers",
         f'"{run}",every=3': "every is 3",
-        f'"{matched}",preset=sympow': "first stage of a retrofit, whose attention is chosen; leave out preset",
+        f'"{run}",preset=shared': "preset is 'shared'",
+        f'"{run}",preset=conformal': "preset is 'conformal', which is the attention that the model has",
+        f'"{matched}",preset=sympow': "first stage of a retrofit, whose attention is already chosen; leave out preset",
         f'"{encoder}"': "a run of the task 'masked_token'; only decoders can be retrofitted",
         f'"{saved("hybrid", model={"attention_pattern": ("softmax", "linear")})}"': "retrofit a model whose layers",
     }.items():

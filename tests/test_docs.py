@@ -145,7 +145,9 @@ def write_run(folder: pathlib.Path, *, pattern: tuple[str, ...] = (), task: str 
     model = config.ModelConfig(
         **config.MODEL_SIZES["qwen3_600m"], attention=config.preset("qwen3"), attention_pattern=pattern
     )
-    settings = config.Config(model=model, task=config.TaskConfig(name=task), data=config.DataConfig())
+    settings = config.Config(
+        model=model, task=config.TaskConfig(name=task, initial_run="runs/qwen"), data=config.DataConfig()
+    )
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings)))
 

@@ -121,9 +121,9 @@ class ModelConfig:
     attention_pattern: tuple[str, ...] = dataclasses.field(
         default=(),
         metadata=fields.about(
-            "Presets of the layers in order, such as `3*conformal,softmax`, repeated up to the last layer. What a "
-            "preset sets replaces the kernel, decay and position of `attention` and its other fields of that name. "
-            "`shared` is `attention` itself, which all layers have if this is empty."
+            "Preset of each layer in order, such as `3*conformal,softmax`; the list repeats up to the last layer. A "
+            "preset replaces the fields of `attention` that it sets, at least kernel, decay and position. `shared` is "
+            "`attention` unchanged. If empty, all layers are `shared`."
         )
         | fields.may_differ(fields.Occasion.INITIAL_DECODER),
     )
@@ -165,13 +165,17 @@ class ModelConfig:
         self._check_added_position()
 
     def _check_added_position(self):
-        positions = sorted({attention.position for attention in self.attentions if attention.adds_position})
-        if len(positions) > 1:
-            raise ValueError(
-                f"model.attention_pattern has layers of the positions {' and '.join(map(repr, positions))}, which are "
-                f"added to the embedding; only one of them can be"
+        added = {(x.position, x.longest_document) for x in self.attentions if x.adds_position}
+        if len(added) > 1:
+            names = (
+                f"{position!r}" + (f" up to {length}" if length else "")
+                for position, length in sorted(added, key=str)
             )
-        if positions == ["sinusoidal"] and self.width % 2:
+            raise ValueError(
+                f"model.attention_pattern has layers of the positions {' and '.join(names)}, which are added to the "
+                f"embedding; only one of them can be"
+            )
+        if added == {("sinusoidal", None)} and self.width % 2:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")
 
     @property
@@ -184,7 +188,7 @@ class ModelConfig:
         """Attention of each layer."""
         if not self.attention_pattern:
             return (self.attention,) * self.layers
-        names = [name for item in self.attention_pattern for name in _repeated(item, self.layers)]
+        names = [name for item in self.attention_pattern for name in _expand(item, self.layers)]
         if len(names) > self.layers:
             raise ValueError(
                 f"model.attention_pattern has {len(names)} layers and the model {self.layers}; shorten the pattern or "
@@ -218,13 +222,13 @@ class ModelConfig:
         return None if self.position_attention is None else self.position_attention.longest_document
 
 
-def _repeated(item: str, most: int) -> list[str]:
+def _expand(item: str, limit: int) -> list[str]:
     """Returns the presets of an item of a pattern, such as `softmax` or `3*conformal`."""
     count, star, name = item.rpartition("*")
     number = int(count) if count.strip().isdecimal() else 1
-    if star and not (count.strip().isdecimal() and 1 <= number <= most):
+    if star and not (count.strip().isdecimal() and 1 <= number <= limit):
         raise ValueError(
-            f"model.attention_pattern has {item!r}; before `*` is the number of layers, from 1 to {most}"
+            f"model.attention_pattern has {item!r}; before `*` is the number of layers, from 1 to {limit}"
         )
     return [name.strip()] * number
 

@@ -297,6 +297,23 @@ class Config:
                 "task.name is 'match_attention', but every layer has model.attention; name the new attention in "
                 "model.attention_pattern, such as conformal"
             )
+        if task == "match_attention":
+            if self.task.initial_run is None:
+                raise ValueError(
+                    "task.name is 'match_attention' and task.initial_run none; name the run whose attention is replaced"
+                )
+            added, own = (
+                model.position_attention,
+                dataclasses.replace(model, attention_pattern=()).position_attention,
+            )
+            if (added and (added.position, added.longest_document)) != (
+                own and (own.position, own.longest_document)
+            ):
+                raise ValueError(
+                    f"task.name is 'match_attention', and the new attention adds positions "
+                    f"{added and added.position!r} to the embedding where the original adds {own and own.position!r}; "
+                    f"use a preset with the same, or train with 'next_token' alone"
+                )
         if self.data.heldout_names and self.task.outputs is None:
             raise ValueError(
                 f"data.heldout_names is {self.data.heldout_names} and task.name {task!r}; parts of held-out data are "

@@ -121,7 +121,7 @@ class DecoderLM(trunk.TokenTrunk):
             )
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, position = self.stem(x, segment_ids, None if state is None else state.position)
-        x = trunk.residual_stream(x)
+        x = trunk.shard_tokens(x)
         layer_states: list[Any] = []
         for index, block in enumerate(self.blocks):
             layer_state = None if state is None else state.layers[index]

@@ -16,19 +16,19 @@ __all__ = ["AttentionMatcher"]
 
 
 class _MatchedBlock(trunk.Block):
-    """Block with the attention of its layer and, if that differs, with the `original` in front.
+    """Block that runs the original attention and measures the error of the new one.
 
     Attributes:
-        original: the model's `attention` setting as a layer; only in layers whose pattern names another attention.
+        original: attention that `attention` replaces; None in layers that keep theirs.
     """
 
-    original: layers.Attention
+    original: layers.Attention | None
 
     def __init__(self, config: configs.ModelConfig, layer: int, *, rngs: nnx.Rngs):
         super().__init__(config, layer, rngs=rngs)
-        if config.attentions[layer] != config.attention:
-            unchanged = dataclasses.replace(config, attention_pattern=())
-            self.original = layers.make_attention(unchanged, rngs=rngs)
+        unchanged = dataclasses.replace(config, attention_pattern=())
+        is_new = config.attentions[layer] != config.attention
+        self.original = layers.make_attention(unchanged, rngs=rngs) if is_new else None
 
     def match(
         self, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
@@ -40,7 +40,7 @@ class _MatchedBlock(trunk.Block):
         """
         normed = layers.normalize(self.attention_norm, x, segment_ids)
         error = jnp.zeros(x.shape[:2], jnp.float32)
-        if hasattr(self, "original"):
+        if self.original is not None:
             old = jax.lax.stop_gradient(self.original(normed, segment_ids=segment_ids)).astype(jnp.float32)
             new = self.attention(jax.lax.stop_gradient(normed), segment_ids=segment_ids)
             counts = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids >= 0
@@ -54,17 +54,22 @@ class _MatchedBlock(trunk.Block):
 
 
 class AttentionMatcher(trunk.TokenTrunk):
-    """Decoder with `config.attention` in all layers, and beside it the new attention of layers that the pattern names.
+    """Original decoder, whose replaced layers also compute the new attention and its error.
 
-    Every new layer reads what the layer that it replaces reads in the original model, and its loss is the difference of
-    their outputs. So all layers are trained at once and independently of each other.
+    Each new layer reads the input of the layer that it replaces, so all are trained at once and independently. The
+    final norm and the output table are not used here; the second stage starts from them.
     """
 
     block_type = _MatchedBlock
 
+    @staticmethod
+    def source(name: str) -> str:
+        """Returns the name of a parameter in the original decoder."""
+        return name.replace(".original.", ".attention.")
+
     @classmethod
-    def trains(cls, config: configs.ModelConfig, name: str) -> bool:
-        """Returns whether a parameter is one of the new attention, the only ones that have gradients."""
+    def is_trained(cls, config: configs.ModelConfig, name: str) -> bool:
+        """Returns whether a parameter belongs to new attention; only these are trained."""
         first, *rest = name.split(".")
         return (
             first == "blocks"
@@ -75,9 +80,9 @@ class AttentionMatcher(trunk.TokenTrunk):
     def errors(
         self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T"]:
-        """Returns the squared error of each token, relative to the outputs of a layer, as mean over the new layers.
+        """Returns the relative squared error of each token, averaged over the new layers.
 
-        1 is the error of layers whose outputs are 0. Gradients are those of the new attention alone.
+        The mean over tokens is 1 if the new layers output zeros. Only the new attention has gradients.
 
         Raises:
             ValueError: as `TokenTrunk.embed` and `stem`.
@@ -94,5 +99,5 @@ class AttentionMatcher(trunk.TokenTrunk):
             return x, carry[1] + error
 
         zeros = jnp.zeros(x.shape[:2], jnp.float32)
-        _, total = self.over_blocks(step, (trunk.residual_stream(x), zeros))
+        _, total = self.over_blocks(step, (trunk.shard_tokens(x), zeros))
         return total / sum(attention != self.config.attention for attention in self.config.attentions)

@@ -17,7 +17,7 @@ from sympow_jax.layers import initializers, parallel, partitioning
 from sympow_jax.ops import documents, rotary
 from sympow_jax.ops._shared import arguments
 
-__all__ = ["Block", "TokenTrunk", "Trunk", "logits"]
+__all__ = ["Block", "TokenTrunk", "Trunk", "logits", "shard_tokens"]
 
 # Primitives whose results cost little to compute again: XLA fuses them with what needs them.
 _ELEMENTWISE = frozenset(
@@ -140,7 +140,7 @@ class Trunk(nnx.Module, abc.ABC):
         """
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, _ = self.stem(x, segment_ids)
-        x = self.over_blocks(lambda block, x: block(x, segment_ids=segment_ids)[0], residual_stream(x))
+        x = self.over_blocks(lambda block, x: block(x, segment_ids=segment_ids)[0], shard_tokens(x))
         return layers.normalize(self.final_norm, x, segment_ids)
 
     def over_blocks[Carry](self, step: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
@@ -158,7 +158,7 @@ class Trunk(nnx.Module, abc.ABC):
         def apply(blocks: nnx.List[Block], carry: Carry) -> Carry:
             for block in blocks:
                 carry = _rematerialized(step, block, carry, remat, in_loop=stacked)
-                carry = jax.tree.map(residual_stream, carry)
+                carry = jax.tree.map(shard_tokens, carry)
             return carry
 
         if not stacked:
@@ -178,8 +178,8 @@ class Trunk(nnx.Module, abc.ABC):
         are NaN.
 
         Raises:
-            ValueError: a document has more tokens than there are learned absolute positions. Not raised where segment
-                ids are traced or a state precedes the tokens.
+            ValueError: a document of this call has more tokens than there are learned absolute positions. Tokens before
+                the state do not count, and traced segment ids are not checked.
         """
         if self.config.embedding_norm:
             x = layers.normalize(self.embedding_norm, x, segment_ids)
@@ -255,8 +255,8 @@ def _check_documents(time: int, segment_ids: Int[Array, "B T"] | None, longest: 
         )
 
 
-def residual_stream(x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-    """Shards the residual stream, or other values by token, over the mesh in scope."""
+def shard_tokens(x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+    """Shards values per token over the mesh in scope."""
     return partitioning.constrain(x, partitioning.TOKENS)
 
 

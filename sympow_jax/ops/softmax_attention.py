@@ -189,7 +189,7 @@ def _xla(plan, scale: float, query, key, value, log_decay, segment_ids) -> Float
     """Computes attention block by block, with D = E."""
     rows, valid = _rows(log_decay, segment_ids, key.shape[1], plan.window)
     before = key.shape[1] - query.shape[1]
-    queries, keys = (query, _between(rows, before, key.shape[1])), (key, value, rows)
+    queries, keys = (query, _slice_time(rows, before, key.shape[1])), (key, value, rows)
     if plan.window is not None:
         plan = plan._replace(block_size=min(plan.block_size, max(_LEAST_BLOCK, plan.window)))
     if plan.window is None or key.shape[1] <= plan.window + plan.block_size:
@@ -199,8 +199,8 @@ def _xla(plan, scale: float, query, key, value, log_decay, segment_ids) -> Float
     else:
         # Without padding between tokens, those of a window are neighbors.
         query_order, key_order = _padding_first(valid[:, before:]), _padding_first(valid)
-        out = _attend_slices(_taken(queries, query_order), _taken(keys, key_order), plan, scale)
-        out = _taken(out, jnp.argsort(query_order, axis=1))
+        out = _attend_slices(_reordered(queries, query_order), _reordered(keys, key_order), plan, scale)
+        out = _reordered(out, jnp.argsort(query_order, axis=1))
     return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
 
 
@@ -209,7 +209,7 @@ def _padding_first(valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
     return jnp.argsort(valid, axis=1, stable=True)
 
 
-def _taken(tree, order: Int[Array, "B T"]):
+def _reordered(tree, order: Int[Array, "B T"]):
     """Returns arrays [B, T, ...] in another order of positions."""
     return jax.tree.map(lambda x: jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1), tree)
 
@@ -251,7 +251,7 @@ def _rows(log_decay, segment_ids, time: int, window: int | None) -> tuple[_Rows,
     return _Rows(document, ordinal, decay), valid
 
 
-def _between(tree, start: int, stop: int):
+def _slice_time(tree, start: int, stop: int):
     """Returns positions start to stop - 1 of arrays [B, T, ...]."""
     return jax.tree.map(lambda x: x[:, start:stop], tree)
 
@@ -264,8 +264,8 @@ def _attend_runs(queries, keys, plan, scale: float) -> Float[Array, "B T N E"]:
     runs = []
     for start in range(0, time, run_length):
         stop = min(start + run_length, time)
-        run_keys = _between(keys, 0, before + stop)
-        runs.append(_attend_run(_between(queries, start, stop), run_keys, plan, scale))
+        run_keys = _slice_time(keys, 0, before + stop)
+        runs.append(_attend_run(_slice_time(queries, start, stop), run_keys, plan, scale))
     return jnp.concatenate(runs, axis=1)
 
 

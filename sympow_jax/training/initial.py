@@ -34,8 +34,19 @@ def read_config(folder: pathlib.Path, config: config_lib.Config) -> config_lib.C
             f"task.initial_run: {folder} is a run of the task {found.task.name!r}, whose attention is {kind}; name "
             f"one of {other!r}"
         )
-    occasion = fields.Occasion.INITIAL_DECODER if config.task.is_causal else fields.Occasion.INITIAL_ENCODER
-    fixed = (serialize.flatten(x.model, occasion, prefix="model.") for x in (found, config))
+    matches = config.task.name == "match_attention"
+    if matches and len(set(found.model.attentions)) > 1:
+        raise ValueError(
+            f"task.initial_run: {folder} has layers of different attention, {found.model.attention_name}; name a run "
+            f"whose layers are equal"
+        )
+    # A decoder may change its attention, except for the one that new layers are compared with.
+    keeps = matches or not config.task.is_causal
+    occasion = fields.Occasion.INITIAL_ENCODER if keeps else fields.Occasion.INITIAL_DECODER
+    fixed = [serialize.flatten(x.model, occasion, prefix="model.") for x in (found, config)]
+    if matches:
+        for values in fixed:
+            del values["model.attention_pattern"], values["model.attention.decay_bias"]
     if different := serialize.differences(*fixed):
         raise ValueError(
             f"task.initial_run: the model of {folder} does not fit: {different}; use the same settings or another run"
@@ -58,7 +69,7 @@ def replace(new: Params, found: Params, folder: pathlib.Path) -> Params:
     originals = {
         name: saved[source]
         for name in wanted
-        if name not in saved and (source := name.replace(".original.", ".attention.")) in saved
+        if name not in saved and (source := models.AttentionMatcher.source(name)) in saved
     }
     # Copies, because the state is donated, and the new attention begins with the same arrays.
     saved |= jax.tree.map(jnp.copy, originals)

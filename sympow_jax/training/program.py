@@ -79,7 +79,7 @@ class Program:
     def _trains(self, path: tuple[Any, ...], _: Any) -> bool:
         if self.config.task.name != "match_attention":
             return True
-        return models.AttentionMatcher.trains(self.config.model, models.parameter_name(path))
+        return models.AttentionMatcher.is_trained(self.config.model, models.parameter_name(path))
 
     def _placed(
         self, leaf: Any, spec: jax.sharding.PartitionSpec = partitioning.REPLICATED

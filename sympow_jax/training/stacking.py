@@ -18,19 +18,28 @@ _BLOCKS, _STACKED = "blocks", "stacked_blocks"
 
 
 def stack(tree: Any, period: int, join: Callable[[Sequence[Any]], Any] = jnp.stack) -> Any:
-    """Returns a tree by layer in its stacked form; `join` makes a leaf of those of equal blocks."""
+    """Returns a tree by layer in its stacked form.
+
+    Args:
+        tree: tree by layer.
+        period: number of layers after which blocks repeat.
+        join: makes one leaf of those of the layers i, i + period, i + 2 period, ...
+    """
 
     def convert(blocks: dict[int, Any]) -> dict[int, Any]:
-        equal = ([blocks[layer] for layer in range(first, len(blocks), period)] for first in range(period))
+        same_place = (
+            [blocks[layer] for layer in range(first, len(blocks), period)] for first in range(period)
+        )
         return {
-            first: jax.tree.map(lambda *leaves: join(leaves), *layers) for first, layers in enumerate(equal)
+            first: jax.tree.map(lambda *leaves: join(leaves), *layers)
+            for first, layers in enumerate(same_place)
         }
 
     return _convert(tree, _BLOCKS, _STACKED, convert)
 
 
 def unstack(tree: Any, take: Callable[[Any, int], Any] = lambda leaf, index: leaf[index]) -> Any:
-    """Returns a stacked tree in its form by layer; `take` returns a period's part of a leaf."""
+    """Returns a stacked tree in its form by layer; `take(leaf, index)` returns the leaf of period `index`."""
 
     def convert(blocks: dict[int, Any]) -> dict[int, Any]:
         periods = jax.tree.leaves(blocks)[0].shape[0]

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from sympow_jax import config
-from sympow_jax.config import attention as attention_lib
 from sympow_jax.config import serialize
 from sympow_jax.weights import layouts
 
@@ -143,7 +142,7 @@ class Family:
         ]
         if not isinstance(values[self.epsilon], int | float):
             problems.append(f"{self.epsilon} is {values[self.epsilon]!r}, not a number")
-        if values[self.activation] not in self.activations:
+        if not isinstance(values[self.activation], str) or values[self.activation] not in self.activations:
             names = list(self.activations)
             problems.append(
                 f"{self.activation} is {values[self.activation]!r}, not one of {', '.join(names)}"
@@ -330,14 +329,14 @@ def find(settings: config.Config) -> Family:
     nearest: tuple[str, list[str]] | None = None
     for family in FAMILIES.values():
         try:
-            differences = family.differences(settings.model)
+            differences = family.differences(_without_pattern(settings.model))
         except ValueError:
             continue
         if not differences:
             return family
         if nearest is None or len(differences) < len(nearest[1]):
             nearest = family.model_type, differences
-    reason = f"; in the nearest, {nearest[0]}, {', '.join(nearest[1])}" if nearest else ""
+    reason = f"; the nearest is {nearest[0]}, but {', '.join(nearest[1])}" if nearest else ""
     raise ValueError(
         f"none of Hugging Face's layouts describes this model{reason}; write it in the format sympow instead"
     )
@@ -349,11 +348,18 @@ def values(settings: config.Config) -> tuple[Family, dict[str, Any]]:
     Raises:
         ValueError: as `find`.
     """
-    family, model = find(settings), settings.model
+    family, model = find(settings), _without_pattern(settings.model)
     contents = {family.length: settings.data.context_length} | family.values(model)
     if settings.data.document_separator is not None:
         contents["eos_token_id"] = settings.data.document_separator
     return family, contents
+
+
+def _without_pattern(model: config.ModelConfig) -> config.ModelConfig:
+    """Returns a model whose layers are equal without its pattern; another model is returned as it is."""
+    if len(set(model.attentions)) > 1:
+        return model
+    return dataclasses.replace(model, attention=model.attentions[0], attention_pattern=())
 
 
 def _read_rope(values: Values, problems: list[str]) -> config.RopeConfig:
@@ -368,7 +374,7 @@ def _read_rope(values: Values, problems: list[str]) -> config.RopeConfig:
         problems.append(f"partial_rotary_factor is {nested['partial_rotary_factor']!r}, not 1.0")
     if not isinstance(base, int | float):
         problems.append(f"rope_theta is {base!r}, not a number")
-    if kind not in attention_lib.ROPE_SCALINGS and kind != "default":
+    if kind not in ("default", "llama3"):
         problems.append(f"rope_type is {kind!r}, not default or llama3")
     if problems:
         return config.RopeConfig()
@@ -387,7 +393,7 @@ def _read_window(values: Values, problems: list[str]) -> int | None:
     layers = values.get("num_hidden_layers", 0)
     types = values.get("layer_types")
     if types is None and isinstance(layers, int):
-        first = values.get("max_window_layers", 0)
+        first = values.get("max_window_layers") or 0
         types = [_SLIDING if window is not None and layer >= first else _FULL for layer in range(layers)]
     if unknown := sorted({str(kind) for kind in types or ()} - {_SLIDING, _FULL}):
         problems.append(f"layer_types has {', '.join(unknown)}, not {_FULL} or {_SLIDING}")
@@ -429,7 +435,11 @@ def _function(model: config.ModelConfig) -> dict[str, Any]:
     unused += ["attention.feature_map", "attention.normalizer"] if attention.kernel != "linear" else []
     unused += ["attention.window"] if attention.kernel != "sliding_window" else []
     unused += ["attention.power"] if attention.kernel not in ("power", "linear") else []
-    unused += ["attention.max_document_length"] if attention.rope.base is not None else []
+    unused += (
+        ["attention.max_document_length"]
+        if attention.position == "rope" and attention.rope.base is not None
+        else []
+    )
     groups = ["attention.lrpe."] if attention.position != "lrpe" else []
     groups += ["attention.spe."] if attention.position != "spe" else []
     if attention.position != "rope":

@@ -35,7 +35,7 @@ class Layout:
         layers: prefix of the names of a layer, before its number.
         outside: tensors outside the layers.
         layer: tensors of a layer, by their names within it, with the names of parameters within a block.
-        ignored: names, without the prefix, of tensors that are no weights.
+        ignored: names, without the prefix, of tensors that are not weights.
     """
 
     prefix: str
@@ -45,7 +45,7 @@ class Layout:
     ignored: re.Pattern[str]
 
     def tensors(self, parameters: Iterable[str], *, prefix: str | None = None) -> dict[str, Tensor]:
-        """Returns the tensors that hold the parameters. A parameter that the layout lacks is a tensor of its own name.
+        """Returns the tensors that hold the parameters. A parameter that is not in the layout keeps its name.
 
         Args:
             parameters: names of a model's parameters.
@@ -65,7 +65,7 @@ class Layout:
         return table | own(name for name in parameters if name not in covered)
 
     def is_ignored(self, name: str) -> bool:
-        """Returns whether a tensor is no weight."""
+        """Returns whether a tensor is not a weight."""
         return self.ignored.fullmatch(name.removeprefix(self.prefix)) is not None
 
 

@@ -69,9 +69,9 @@ def save_pretrained(
     folder = pathlib.Path(folder)
     files.check_dtype("dtype", dtype)
     family, values = families.values(settings)
-    for name in ("config.json", tensors.WHOLE, tensors.INDEX):
-        if os.path.lexists(folder / name):
-            raise ValueError(f"{folder / name} exists; remove it or choose another folder")
+    outputs = [folder / "config.json", folder / tensors.INDEX, *sorted(folder.glob(f"*{tensors.SUFFIX}"))]
+    if existing := [path for path in outputs if os.path.lexists(path)]:
+        raise ValueError(f"{existing[0]} exists; remove it or choose another folder")
     arrays = files.named_arrays(model)
     table = family.layout.tensors(arrays)
     itemsize = jnp.dtype(dtype).itemsize

@@ -13,7 +13,7 @@ from sympow_jax import config, layers, models, training
 from sympow_jax.commands import train
 from sympow_jax.evaluation import inspect
 from sympow_jax.layers import mlp
-from sympow_jax.training import flops, sharding
+from sympow_jax.training import flops, initial, sharding
 from tests.models import families
 
 PATTERN = ("conformal", "shared")
@@ -27,7 +27,7 @@ def settings(**changes) -> config.Config:
         model=dataclasses.replace(
             base, attention=dataclasses.replace(base.attention, exact_window=4, decay_bias=4.0)
         ),
-        task=config.TaskConfig(name="match_attention"),
+        task=config.TaskConfig(name="match_attention", initial_run="runs/original"),
         data=config.DataConfig(context_length=TIME, batch_tokens=2 * TIME),
         optimizer=config.OptimizerConfig(name="adamw", learning_rate=3e-3, weight_decay=0.1),
         training=config.TrainingConfig(scan_layers=False),
@@ -62,7 +62,7 @@ def _original(matcher):
     for name in ("embedding", "unembedding", "final_norm"):
         setattr(decoder, name, getattr(matcher, name))
     for block, matched in zip(decoder.blocks, matcher.blocks):
-        block.attention = getattr(matched, "original", matched.attention)
+        block.attention = matched.attention if matched.original is None else matched.original
         for name in ("attention_norm", "mlp_norm", "mlp"):
             setattr(block, name, getattr(matched, name))
     return decoder
@@ -95,7 +95,7 @@ def test_only_the_new_attention_has_gradients(matcher):
         name = models.parameter_name(path)
         new = name.startswith(("blocks.0.attention.", "blocks.2.attention."))
         assert bool(np.abs(leaf).max() > 0) == new, name
-        assert models.AttentionMatcher.trains(matcher.config, name) == new
+        assert models.AttentionMatcher.is_trained(matcher.config, name) == new
 
 
 @pytest.mark.parametrize("scan_layers", [False, True])
@@ -113,12 +113,12 @@ def test_updates_lower_the_error_and_keep_all_else(scan_layers):
     for path, leaf in jax.tree_util.tree_leaves_with_path(after):
         name = models.parameter_name(path)
         same = np.array_equal(leaf, _at(before, path))
-        assert same != models.AttentionMatcher.trains(run.model, name), name
+        assert same != models.AttentionMatcher.is_trained(run.model, name), name
     moments = sum(leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
     trained = sum(
         leaf.size
         for path, leaf in jax.tree_util.tree_leaves_with_path(after)
-        if models.AttentionMatcher.trains(run.model, models.parameter_name(path))
+        if models.AttentionMatcher.is_trained(run.model, models.parameter_name(path))
     )
     assert moments == 2 * trained
 
@@ -173,7 +173,9 @@ def test_flops_are_a_forward_pass_of_the_original_and_both_of_the_new_layers():
 
     def counted(pattern, task="next_token"):
         model = dataclasses.replace(settings().model, attention_pattern=pattern, vocab_size=1)
-        return flops.model_flops_per_token(model, TIME, config.TaskConfig(name=task))
+        run = "runs/original" if task == "match_attention" else None
+        task = config.TaskConfig(name=task, initial_run=run)
+        return flops.model_flops_per_token(model, TIME, task)
 
     unembedding = 6 * settings().model.width
     original, new = (counted(pattern) - unembedding for pattern in ((), ("conformal",)))
@@ -189,6 +191,44 @@ def test_a_first_stage_is_not_inspected(tmp_path):
         inspect.inspect(tmp_path, b"fox")
 
 
+def test_an_original_of_other_attention_is_not_matched(tmp_path):
+    """Else the new layers would learn the outputs of a function that nobody has trained."""
+    run = settings(task=config.TaskConfig(name="match_attention", initial_run=str(tmp_path)))
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    for changes, message in (
+        ({"qk_norm": False}, "model.attention.qk_norm was False and is True"),
+        ({"power": 4, "form": "chunked"}, "model.attention.power was 4 and is 2"),
+    ):
+        other = dataclasses.replace(run.model.attention, decay_bias=None, **changes)
+        model = dataclasses.replace(run.model, attention=other, attention_pattern=())
+        found = dataclasses.replace(run, model=model, task=config.TaskConfig())
+        (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(found)))
+        with pytest.raises(ValueError, match=message):
+            initial.read_config(tmp_path, run)
+    hybrid = dataclasses.replace(run.model, attention_pattern=("softmax", "conformal"))
+    found = dataclasses.replace(run, model=hybrid, task=config.TaskConfig())
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(found)))
+    with pytest.raises(ValueError, match="has layers of different attention"):
+        initial.read_config(tmp_path, run)
+
+
+def test_positions_that_the_original_does_not_add():
+    model = config.ModelConfig(
+        vocab_size=8,
+        layers=2,
+        width=32,
+        heads=2,
+        attention=config.preset("gpt2"),
+        attention_pattern=("sympow",),
+    )
+    with pytest.raises(
+        ValueError, match="adds positions None to the embedding where the original adds 'learned_ab"
+    ):
+        settings(model=model)
+    kept = dataclasses.replace(model, attention_pattern=("sympow", "shared"))
+    assert settings(model=kept).model.longest_document == 1024
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -199,3 +239,8 @@ def test_a_first_stage_is_not_inspected(tmp_path):
 def test_mistakes(changes, message):
     with pytest.raises(ValueError, match=message):
         settings(model=dataclasses.replace(settings().model, **changes))
+
+
+def test_an_original_must_be_named():
+    with pytest.raises(ValueError, match=r"task.initial_run none; name the run whose attention is replaced"):
+        settings(task=config.TaskConfig(name="match_attention"))

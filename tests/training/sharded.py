@@ -35,7 +35,8 @@ def settings(preset: str, arrangement: dict) -> config.Config:
     sizes = {axis: 1 for axis in ("data", "fsdp", "tensor", "context")} | arrangement
     remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
     layers, scan_layers = sizes.pop("layers", 1), sizes.pop("scan_layers", False)
-    task = config.TaskConfig(name=sizes.pop("task", "next_token"))
+    name = sizes.pop("task", "next_token")
+    task = config.TaskConfig(name=name, initial_run="runs/original" if name == "match_attention" else None)
     pattern = tuple(sizes.pop("attention_pattern", ()))
     recurrent = config.preset(preset).kernel != "softmax" and preset != "even_power"
     form = {"form": "chunked", "chunk_size": 16, "exact_window": WINDOW} if recurrent else {}

@@ -54,7 +54,7 @@ class SoftmaxKernel(kernel.Kernel):
 class SlidingWindowKernel(SoftmaxKernel):
     """Softmax attention to the last `attention.window` tokens of a document.
 
-    Its memory is a KV cache of at most window - 1 positions, so it has a bounded size.
+    Its memory is a KV cache of at most window - 1 positions, or one, so it has a bounded size.
     """
 
     @property
@@ -63,7 +63,7 @@ class SlidingWindowKernel(SoftmaxKernel):
 
     @property
     def cache_limit(self):
-        # A query's own key is new. A cache has a slot at least.
+        # A query brings its own key. A cache has at least one slot.
         return max(1, self.attention.window - 1)
 
     def compress(self, cache):
@@ -80,7 +80,7 @@ class SlidingWindowKernel(SoftmaxKernel):
         return dataclasses.replace(joined.newest(self.cache_limit), segment=cache.segment)
 
     def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
-        """Returns the bytes of the keys and values of a whole window, of one row."""
+        """Returns the bytes of the keys and values of a full cache of one row, without decays and segment ids."""
         assert self.cache_limit is not None
         elements = self.num_kv_heads * (self.encoded_dim + self.head_dim)
         return self.cache_limit * elements * bytes_per_element
