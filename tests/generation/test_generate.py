@@ -77,6 +77,19 @@ def test_a_prompt_alone_and_in_a_file(runs, capsys):
     assert stopped == alone[: alone.index(stop, len("the quick"))] + "\n"
 
 
+def test_samples_have_headings(runs, capsys):
+    flags = (f"--workdir={runs}/a", "--max_tokens=40", "--min_p=0.01", "--repetition_penalty=1.1")
+    first, second = (continued(capsys, *flags, "--prompt=the quick", f"--seed={seed}") for seed in (5, 6))
+    assert first != second
+    both = continued(capsys, *flags, "--prompt=the quick", "--seed=5", "--samples=2")
+    assert both == f"--- sample 1 of 2 ---\n{first}--- sample 2 of 2 ---\n{second}"
+    all_six = continued(capsys, *flags, f"--prompts={runs}/prompts", "--seed=5", "--samples=2")
+    one = f"sample 1 of 2 ---\n{first}"
+    two = f"sample 2 of 2 ---\n{second}"
+    assert all_six.startswith(f"--- 1 of 3, {one}--- 1 of 3, {two}--- 2 of 3, sample 1 of 2 ---\nfox")
+    assert all_six.endswith(f"--- 3 of 3, sample 1 of 2 ---\n{first}--- 3 of 3, sample 2 of 2 ---\n{second}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -97,6 +110,9 @@ def test_a_prompt_alone_and_in_a_file(runs, capsys):
         (["--workdir={runs}/a", "--prompt=a", "--top_k=0"], "top_k is 0"),
         (["--workdir={runs}/a", "--prompt=a", "--top_p=0"], "top_p is 0"),
         (["--workdir={runs}/a", "--prompt=a", "--top_p=1.1"], "top_p is 1.1"),
+        (["--workdir={runs}/a", "--prompt=a", "--min_p=2"], "min_p is 2"),
+        (["--workdir={runs}/a", "--prompt=a", "--repetition_penalty=0"], "repetition_penalty is 0"),
+        (["--workdir={runs}/a", "--prompt=a", "--samples=0"], "samples is 0"),
         (["--workdir={runs}/a", "--prompt=a", "--seed=-1"], "seed is -1"),
         (["--workdir={runs}/a", "--prompt=a", "--stop="], "a stop string is empty"),
         (["--workdir={runs}/a"], "--prompt"),
