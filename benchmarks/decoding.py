@@ -143,7 +143,7 @@ class _Contender:
     def __init__(self, preset: str, length: int, sizes: dict):
         model = _model(preset, sizes)
         self._graph, self._variables = nnx.split(model)
-        kept = model.kv_cache_length
+        kept = model.kv_cache_lengths[0]
         # Chooses the kind of state as `generation.generate` does at the start of a long text.
         keeps = kept is None or length + BLOCK <= kept
         state = generation.init_state(model, 1, max_length=(kept or length + BLOCK) if keeps else None)

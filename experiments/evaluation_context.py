@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         lambda options: report(
             options,
-            _shared.power_variants(options.power),
+            train(options, _shared.power_variants(options.power)),
             tables,
             title=f"Loss within and beyond the training context, p = {options.power}",
         ),
@@ -55,21 +55,25 @@ def main(arguments: Sequence[str]) -> int:
     )
 
 
+def train(options: _shared.Options, attentions: Mapping[str, config.AttentionConfig]) -> _shared.Folders:
+    """Trains and evaluates the variants of `options`; returns the folders of the runs."""
+    return _shared.train(
+        options, attentions, lambda name: _shared.power_label(name, options.power), evaluated=True
+    )
+
+
 def report(
     options: _shared.Options,
-    attentions: Mapping[str, config.AttentionConfig],
+    folders: _shared.Folders,
     tables: _shared.Tables,
     *,
     title: str,
     differences: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Trains and evaluates the variants of `options`, then writes and prints their losses by position.
+    """Writes and prints the losses by position of evaluated runs.
 
     If pairs of variants are given as `differences`, these are drawn in place of the losses.
     """
-    folders = _shared.train(
-        options, attentions, lambda name: _shared.power_label(name, options.power), evaluated=True
-    )
     rows = [
         {"variant": variant, "seed": seed, "train_context": context}
         | {key: row[key] for key in ("context_length", "loss", "standard_error", "tokens", "documents")}

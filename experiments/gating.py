@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments,
         lambda options: evaluation_context.report(
             options,
-            attentions(options.power),
+            evaluation_context.train(options, attentions(options.power)),
             tables,
             title="Gates by channel, rotation rates by pair",
             # Sympow is far above all others.

@@ -50,8 +50,8 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
         plan = summary.describe(program, traced, description, folder)
         hosts.say("\n".join(plan))
-        attention, advice = config.model.attention, verdict.advice(mesh.devices.flat[0])
-        if advice and attention.kernel == "power" and attention.implementation is None:
+        advice = verdict.advice(mesh.devices.flat[0])
+        if advice and any(x.kernel == "power" and x.implementation is None for x in config.model.attentions):
             hosts.say(advice)
         hosts.say(f"{'training' if start < steps else 'trained'}: step {start} of {steps}")
 

@@ -12,6 +12,7 @@ __all__ = [
     "DECAYS",
     "KERNELS",
     "PRESETS",
+    "SHARED",
     "AttentionConfig",
     "Decay",
     "DecaySource",
@@ -21,6 +22,7 @@ __all__ = [
     "SpeConfig",
     "preset",
     "preset_name",
+    "with_preset",
 ]
 
 # Added to the embedding by the model, and applied to queries and keys by each layer.
@@ -101,6 +103,11 @@ KERNELS: dict[str, Kernel] = {
     ),
     "linear": Kernel(target=f"{_MODULES}.linear:LinearKernel"),
     "expressive": Kernel(target=f"{_MODULES}.expressive:ExpressiveKernel"),
+    "sliding_window": Kernel(
+        target=f"{_MODULES}.softmax:SlidingWindowKernel",
+        implementations=("xla", "cudnn"),
+        bidirectional=False,
+    ),
 }
 """Kernels by name, the choices of `AttentionConfig.kernel`. A new kernel is one more row."""
 
@@ -300,6 +307,14 @@ class AttentionConfig:
             choices=DECAYS,
         ),
     )
+    decay_bias: float | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Initial value of a bias of the decays `learned` and `channel_learned`, before their sigmoid. If none, "
+            "there is no bias, and decays start at about 1/2. From 4 on they start near 1, so that layers that "
+            "replace softmax forget little at first."
+        ),
+    )
     position: str = dataclasses.field(
         default="learned_rope",
         metadata=fields.about(
@@ -352,9 +367,9 @@ class AttentionConfig:
     implementation: str | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Implementation of the op, as in `ops.power_attention`; for the kernel `softmax`, as in "
-            "`ops.softmax_attention`. If none, the op chooses. With a KV cache, the kernel `softmax` always "
-            "uses `xla`.",
+            "Implementation of the op, as in `ops.power_attention`; for the kernels `softmax` and "
+            "`sliding_window`, as in `ops.softmax_attention`. If none, the op chooses. With a KV cache, these two "
+            "always use `xla`.",
             choices=(*IMPLEMENTATIONS, "cudnn"),
         )
         | _SPEED,
@@ -370,6 +385,13 @@ class AttentionConfig:
             "Minimum number of last keys that every query attends to exactly, as in `ops.power_attention`."
         )
         | _COMPUTATION,
+    )
+    window: int = dataclasses.field(
+        default=1024,
+        metadata=fields.about(
+            "Number of tokens of a document that the kernel `sliding_window` attends to: the token itself and those "
+            "directly before it."
+        ),
     )
     max_document_length: int = dataclasses.field(
         default=65_536,
@@ -395,6 +417,7 @@ class AttentionConfig:
         if self.chunk_size is not None:
             checks.require_at_least(1, **{"attention.chunk_size": self.chunk_size})
         checks.require_at_least(0, **{"attention.exact_window": self.exact_window})
+        checks.require_at_least(1, **{"attention.window": self.window})
         checks.require_at_least(2, **{"attention.max_document_length": self.max_document_length})
         self._check_composition()
 
@@ -443,7 +466,7 @@ class AttentionConfig:
         if not self.causal and not kernel.bidirectional:
             raise ValueError(
                 f"attention.causal is False, which the kernel {self.kernel!r} has not; use kernel 'linear' with "
-                f"feature_map 'symmetric'"
+                f"feature_map 'symmetric', or kernel 'softmax'"
             )
         if not self.causal and self.decay != "none":
             raise ValueError(
@@ -464,6 +487,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "position": "learned_absolute",
         "max_document_length": 1024,
     },
+    "sliding_window": {"kernel": "sliding_window", "decay": "none", "position": "rope"},
     "linear": {"kernel": "linear", "decay": "none", "position": "sinusoidal"},
     "linear_lrpe": {
         "kernel": "linear",
@@ -482,8 +506,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama32": _ROPE_SOFTMAX | {"rope": dataclasses.replace(_LLAMA3_ROPE, scaling="llama3", factor=32.0)},
     "qwen2": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qkv_biases": True},
     "qwen3": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qk_norm": True},
-    # StarCoder2's window of 4,096 tokens is not applied.
-    "starcoder2": _ROPE_SOFTMAX | {"rope": RopeConfig(base=999_999.4420358813, layout="halves")},
+    "starcoder2": _ROPE_SOFTMAX
+    | {
+        "kernel": "sliding_window",
+        "window": 4096,
+        "rope": RopeConfig(base=999_999.4420358813, layout="halves"),
+    },
     "brumby": {
         "kernel": "power",
         "decay": "learned",
@@ -495,6 +523,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Fields of `AttentionConfig` by the names that papers and published models use; `preset` makes one."""
 
 
+SHARED = "shared"
+"""Word of a pattern for layers that have `model.attention` itself."""
+
+
 def preset(name: str, **changes) -> AttentionConfig:
     """Returns the attention that papers or published models call `name`, with `changes` to its fields.
 
@@ -503,6 +535,25 @@ def preset(name: str, **changes) -> AttentionConfig:
     """
     checks.require_choice("preset", name, tuple(PRESETS))
     return AttentionConfig(**{**PRESETS[name], **changes})
+
+
+def with_preset(attention: AttentionConfig, name: str) -> AttentionConfig:
+    """Returns `attention` with all that the preset sets, which is at least a kernel, a decay and a position.
+
+    Args:
+        attention: fields that the preset does not set.
+        name: name in `PRESETS`, or `SHARED` for `attention` itself.
+
+    Raises:
+        ValueError: there is no such preset, or `AttentionConfig` rejects the fields. The error names the preset.
+    """
+    checks.require_choice("model.attention_pattern", name, (SHARED, *PRESETS))
+    if name == SHARED:
+        return attention
+    try:
+        return dataclasses.replace(attention, **PRESETS[name])
+    except ValueError as error:
+        raise ValueError(f"in layers of preset {name!r}: {error}") from error
 
 
 def preset_name(attention: AttentionConfig) -> str:

@@ -1,6 +1,7 @@
 """Settings of a model."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from sympow_jax.config import _checks as checks
@@ -117,6 +118,15 @@ class ModelConfig:
             fields.Occasion.SAVED_STATE,
         ),
     )
+    attention_pattern: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=fields.about(
+            "Presets of the layers in order, such as `3*conformal,softmax`, repeated up to the last layer. What a "
+            "preset sets replaces the kernel, decay and position of `attention` and its other fields of that name. "
+            "`shared` is `attention` itself, which all layers have if this is empty."
+        )
+        | fields.may_differ(fields.Occasion.INITIAL_DECODER),
+    )
     attention: attention_lib.AttentionConfig = dataclasses.field(
         default_factory=attention_lib.AttentionConfig,
         metadata=fields.may_differ(fields.Occasion.INITIAL_DECODER),
@@ -150,15 +160,73 @@ class ModelConfig:
         )
         object.__setattr__(self, "kv_heads", sizes[0])
         object.__setattr__(self, "head_dim", sizes[1])
-        self.attention.check_head(sizes[1])
-        position = self.attention.position
-        if position == "sinusoidal" and self.width % 2:
+        for attention in set(self.attentions):
+            attention.check_head(sizes[1])
+        self._check_added_position()
+
+    def _check_added_position(self):
+        positions = sorted({attention.position for attention in self.attentions if attention.adds_position})
+        if len(positions) > 1:
+            raise ValueError(
+                f"model.attention_pattern has layers of the positions {' and '.join(map(repr, positions))}, which are "
+                f"added to the embedding; only one of them can be"
+            )
+        if positions == ["sinusoidal"] and self.width % 2:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")
 
     @property
     def hidden_width(self) -> int:
         """Hidden width of the feed-forward layers."""
         return self.mlp_ratio * self.width if self.mlp_width is None else self.mlp_width
+
+    @functools.cached_property
+    def attentions(self) -> tuple[attention_lib.AttentionConfig, ...]:
+        """Attention of each layer."""
+        if not self.attention_pattern:
+            return (self.attention,) * self.layers
+        names = [name for item in self.attention_pattern for name in _repeated(item, self.layers)]
+        if len(names) > self.layers:
+            raise ValueError(
+                f"model.attention_pattern has {len(names)} layers and the model {self.layers}; shorten the pattern or "
+                f"raise model.layers"
+            )
+        by_name = {name: attention_lib.with_preset(self.attention, name) for name in names}
+        return tuple(by_name[names[layer % len(names)]] for layer in range(self.layers))
+
+    @property
+    def attention_period(self) -> int:
+        """Least divisor of `layers` after which the attention of layers repeats."""
+        return next(
+            period
+            for period in range(1, self.layers + 1)
+            if self.layers % period == 0 and self.attentions[period:] == self.attentions[:-period]
+        )
+
+    @property
+    def attention_name(self) -> str:
+        """The pattern as it is written, or the name of the attention of all layers (`preset_name`)."""
+        return ",".join(self.attention_pattern) or attention_lib.preset_name(self.attention)
+
+    @property
+    def position_attention(self) -> attention_lib.AttentionConfig | None:
+        """Attention of the first layer whose positions are added to the embedding; None if there is none."""
+        return next((attention for attention in self.attentions if attention.adds_position), None)
+
+    @property
+    def longest_document(self) -> int | None:
+        """Tokens of the longest document that the positions support; None if unlimited."""
+        return None if self.position_attention is None else self.position_attention.longest_document
+
+
+def _repeated(item: str, most: int) -> list[str]:
+    """Returns the presets of an item of a pattern, such as `softmax` or `3*conformal`."""
+    count, star, name = item.rpartition("*")
+    number = int(count) if count.strip().isdecimal() else 1
+    if star and not (count.strip().isdecimal() and 1 <= number <= most):
+        raise ValueError(
+            f"model.attention_pattern has {item!r}; before `*` is the number of layers, from 1 to {most}"
+        )
+    return [name.strip()] * number
 
 
 _LLAMA: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}

@@ -362,7 +362,7 @@ class Config:
 
     def _check_context(self):
         context, length = self.sharding.context, self.data.context_length
-        attention = self.model.attention
+        channels = next((x for x in self.model.attentions if x.decay_kind.per_channel), None)
         if context > 1 and self.task.name != "next_token":
             raise ValueError(
                 f"sharding.context is {context} and task.name {self.task.name!r}; the sequence is divided for causal "
@@ -373,19 +373,19 @@ class Config:
                 f"sharding.context is {context} and does not divide data.context_length {length}; "
                 f"use a divisor of it"
             )
-        if context > 1 and attention.decay_kind.per_channel:
+        if context > 1 and channels is not None:
             raise ValueError(
-                f"sharding.context is {context} and attention.decay {attention.decay!r}; gates by channel cannot "
+                f"sharding.context is {context} and attention.decay {channels.decay!r}; gates by channel cannot "
                 f"divide the sequence over devices: set sharding.context=1, or use decay 'learned'"
             )
-        if context > 1 and attention.implementation == "reference":
+        if context > 1 and self.model.attention.implementation == "reference":
             raise ValueError(
                 "attention.implementation 'reference' cannot divide the sequence over devices; "
                 "leave it unset or set sharding.context=1"
             )
 
     def _check_documents(self):
-        length, longest = self.data.context_length, self.model.attention.longest_document
+        length, longest = self.data.context_length, self.model.longest_document
         # A document may fill its row, and a traced model cannot check documents: beyond the table its outputs are NaN.
         if longest is not None and length > longest:
             raise ValueError(

@@ -95,10 +95,13 @@ def draw_weights(
 def draw_half_lives(
     path: pathlib.Path, layers: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, subtitle: str
 ) -> None:
-    """Draws half-lives, one row per head; per-channel decays are shown as the median over channels."""
+    """Draws half-lives of layers with decays, one row per head.
+
+    Per-channel decays are shown as the median over channels.
+    """
     values = [layer.half_life for layer in layers if layer.half_life is not None]
-    by_channel = values[0].ndim == 3
-    strips = [np.median(x, axis=-1) if by_channel else x for x in values]
+    by_channel = any(x.ndim == 3 for x in values)
+    strips = [np.median(x, axis=-1) if x.ndim == 3 else x for x in values]
     low, high = (float(x) for x in np.clip([np.min(strips), np.max(strips)], *_HALF_LIVES))
     norm = matplotlib.colors.LogNorm(low, max(high, 1.01 * low))
     figure, bar = _draw_strips(layers, strips, labels, norm, "viridis")
@@ -117,15 +120,15 @@ def draw_half_lives(
 def draw_rotations(
     path: pathlib.Path, layers: Sequence[attention_maps.LayerMaps], labels: Sequence[str], *, subtitle: str
 ) -> None:
-    """Draws the rotation of the fastest pair, one row per head.
+    """Draws the rotation of the fastest pair of layers with learned rates, one row per head.
 
     If each pair has its own rate, draws their mean, as if each were the rate of the fastest pair.
     """
     rates = [layer.rate for layer in layers if layer.rate is not None]
     theta = layers[0].theta
     assert theta is not None  # set whenever there are rates
-    by_pair = rates[0].ndim == 3
-    strips = [theta[0] * (rate.mean(axis=-1) if by_pair else rate) for rate in rates]
+    by_pair = any(rate.ndim == 3 for rate in rates)
+    strips = [theta[0] * (rate.mean(axis=-1) if rate.ndim == 3 else rate) for rate in rates]
     span = max(float(np.abs(np.array(strips) - theta[0]).max()), 0.01)
     norm = matplotlib.colors.CenteredNorm(theta[0], span)
     figure, bar = _draw_strips(layers, strips, labels, norm, "PuOr_r")

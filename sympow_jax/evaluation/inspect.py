@@ -62,20 +62,18 @@ def inspect(
     _, model, step = training.restore_exact(folder)
     assert isinstance(model, models.DecoderLM | models.Encoder)
     maps = attention_maps.attention_maps(model, tokens, layers)
-    attention = settings.model.attention
+    causal = settings.model.attention.causal
     metadata = {
         "run": folder.absolute().name,
         "step": step,
-        "kernel": attention.kernel,
-        "decay": attention.decay,
-        "position": attention.position,
+        "attention": settings.model.attention_name,
     }
     texts = [_text_of(codec, token) for token in tokens]
     with workdirs.writing(target):
         content = metadata | {"tokens": tokens, "text": [text.decode(errors="replace") for text in texts]}
-        _write_json(target / "inspect.json", maps, content, causal=attention.causal)
+        _write_json(target / "inspect.json", maps, content, causal=causal)
         labels = [attention_figures.visible(text) for text in texts]
-        messages = _draw(target, maps, labels, metadata, causal=attention.causal)
+        messages = _draw(target, maps, labels, metadata, causal=causal)
     return [f"wrote {target / 'inspect.json'}: the numbers for {len(tokens)} tokens", *messages]
 
 
@@ -114,24 +112,22 @@ def _draw(
     causal: bool,
 ) -> list[str]:
     """Draws the figures that apply to the model, and returns a message for each."""
-    run = "{run}, step {step}: kernel {kernel}, decay {decay}, position {position}".format(**metadata)
+    run = "{run}, step {step}: {attention}".format(**metadata)
     path = target / "attention.png"
     attention_figures.draw_weights(path, maps, labels, subtitle=run, causal=causal)
     messages = [f"wrote {path}: what each token reads, one map per head"]
-    if maps[0].half_life is None:
-        messages.append("no half_life.png: the attention has no decay")
-    else:
+    if decaying := [layer for layer in maps if layer.half_life is not None]:
         path = target / "half_life.png"
-        attention_figures.draw_half_lives(path, maps, labels, subtitle=run)
+        attention_figures.draw_half_lives(path, decaying, labels, subtitle=run)
         messages.append(f"wrote {path}: tokens until the decay halves")
-    if maps[0].rate is None:
-        messages.append(
-            f"no rotation.png: position {metadata['position']!r} has no rates that the text chooses"
-        )
     else:
+        messages.append("no half_life.png: the attention has no decay")
+    if rotating := [layer for layer in maps if layer.rate is not None]:
         path = target / "rotation.png"
-        attention_figures.draw_rotations(path, maps, labels, subtitle=run)
+        attention_figures.draw_rotations(path, rotating, labels, subtitle=run)
         messages.append(f"wrote {path}: radians per token")
+    else:
+        messages.append("no rotation.png: the positions have no rates that the text chooses")
     return messages
 
 
@@ -156,7 +152,8 @@ def _write_json(
                 "rate": _numbers(layer.rate),
             }
         )
-    content = metadata | {"theta": _numbers(maps[0].theta), "layers": records}
+    theta = next((layer.theta for layer in maps if layer.theta is not None), None)
+    content = metadata | {"theta": _numbers(theta), "layers": records}
     with atomic.replace(path) as draft:
         draft.write_text(json.dumps(content, allow_nan=False) + "\n")
 

@@ -57,7 +57,7 @@ class Periodic:
             )
         codec = data.codec_of_run(config)
         prompts = [_encode(codec, prompt) for prompt in config.evaluation.prompts]
-        longest = config.model.attention.longest_document
+        longest = config.model.longest_document
         if longest is not None and max(map(len, prompts)) + _TOKENS > longest:
             raise ValueError(
                 f"evaluation.prompts: a prompt and its {_TOKENS} tokens must fit model.attention.max_document_length, "

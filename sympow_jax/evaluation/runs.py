@@ -199,8 +199,8 @@ def lengths_of(config: config_lib.Config, opened: data.HeldoutData) -> tuple[int
         return ()
     lead = 0 if heldout.lead is None else 1
     longest = _CONTEXTS * config.data.context_length
-    if model.attention.longest_document is not None:
-        longest = min(longest, model.attention.longest_document)
+    if model.longest_document is not None:
+        longest = min(longest, model.longest_document)
     return buckets.choose_lengths(
         heldout.lengths - lead, longest, few=_FEW_DOCUMENTS, first_position=2 - lead
     )
@@ -228,7 +228,7 @@ def select_documents(
 
 def require_places(config: config_lib.Config, lengths: Sequence[int], name: str) -> None:
     """Raises ValueError if lengths exceed the learned positions of a model, which the error calls `name`."""
-    longest = config.model.attention.longest_document
+    longest = config.model.longest_document
     if longest is not None and lengths and lengths[-1] > longest:
         raise ValueError(
             f"{name} has learned positions for {longest} tokens (model.attention.max_document_length) and cannot be "

@@ -73,9 +73,7 @@ def warn_of_changed_data(
 def run_names(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> list[str]:
     """Returns unique names: the base names of workdirs, else with the preset added, else the full paths."""
     base = [path.absolute().name for path in paths]
-    with_preset = [
-        f"{name} ({config_lib.preset_name(config.model.attention)})" for name, config in zip(base, configs)
-    ]
+    with_preset = [f"{name} ({config.model.attention_name})" for name, config in zip(base, configs)]
     for names in (base, with_preset):
         if len(set(names)) == len(names):
             return names

@@ -10,7 +10,7 @@ from flax import nnx
 from sympow_jax import models, ops
 from sympow_jax.array_types import Array, Float, Int
 
-__all__ = ["decode", "fold", "init_state", "prefill", "require_state"]
+__all__ = ["cache_sizes", "decode", "fold", "init_state", "prefill", "require_state"]
 
 # A prompt and its continuation are one document. Padding after shorter prompts leaves the state unchanged.
 _SEGMENT, _PADDING = 0, -1
@@ -19,26 +19,35 @@ _SEGMENT, _PADDING = 0, -1
 def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = None) -> models.DecoderState:
     """Returns the state before any token.
 
-    Uses a KV cache if `max_length` tokens fit in no more memory than the recurrent state, or if the attention has no
+    A layer uses a KV cache if `max_length` tokens fit in no more memory than its recurrent state, or if it has no
     recurrent state. The cache has room for `max_length` tokens per row, including the prompt. Outputs beyond are NaN.
-    To continue beyond, `fold` the cache first, if the attention has a recurrent state. If `max_length` is None, uses
-    the fixed-size recurrent state.
+    To continue beyond, `fold` the caches first, if every layer has a recurrent state. If `max_length` is None, layers
+    use the fixed-size recurrent state. The cache of a sliding window has a fixed size too: without `max_length`, or
+    with one of at least window - 1, it has room for every window and outputs are never NaN.
 
     Raises:
-        ValueError: `max_length` is None and the attention has no recurrent state, or the recurrent state would exceed
-            the memory of the device.
+        ValueError: `max_length` is None and a layer has neither a recurrent state nor a window, or the recurrent state
+            would exceed the memory of the device.
     """
-    limit = model.kv_cache_length
+    limits = model.kv_cache_lengths
     if max_length is None:
-        if limit is None:
+        kernels = [block.attention.kernel for block in model.blocks]
+        growing = [
+            kernel.attention.kernel
+            for kernel, limit in zip(kernels, limits)
+            if limit is None and kernel.cache_limit is None
+        ]
+        if growing:
             raise ValueError(
-                f"attention of kernel {model.config.attention.kernel!r} uses a KV cache, which has "
-                f"a fixed length; pass max_length, the longest prompt plus the tokens after it"
+                f"attention of kernel {growing[0]!r} uses a KV cache, which has a fixed length; pass max_length, the "
+                f"longest prompt plus the tokens after it"
             )
-        return model.init_state(batch, max_length=1, kv_cache=False)
+        widest = max(kernel.cache_limit or 1 for kernel in kernels)
+        return model.init_state(batch, max_length=widest, kv_cache=[limit is None for limit in limits])
     if max_length < 1:
         raise ValueError(f"max_length is {max_length}; it must be at least 1")
-    return model.init_state(batch, max_length=max_length, kv_cache=limit is None or max_length <= limit)
+    kv_cache = [limit is None or max_length <= limit for limit in limits]
+    return model.init_state(batch, max_length=max_length, kv_cache=kv_cache)
 
 
 def prefill(
@@ -93,11 +102,11 @@ def decode(
 def fold(model: models.DecoderLM, state: models.DecoderState) -> models.DecoderState:
     """Converts a KV cache to the recurrent state of its tokens, which does not grow.
 
-    Decoding continues with the same results. A recurrent state is returned unchanged. Rows that have already exceeded
-    the capacity of the cache become NaN.
+    Decoding continues with the same results. Recurrent states are returned unchanged, and so are caches of layers that
+    have no recurrent state. Rows that have already exceeded the capacity of a cache that is converted become NaN.
 
     Raises:
-        ValueError: the state is of another model, or the attention has no recurrent state.
+        ValueError: the state is of another model, or no layer has a recurrent state.
     """
     return _fold(*nnx.split(model), state)
 
@@ -106,22 +115,21 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
     """Raises ValueError unless `state` is a state of this model with `batch` rows, or any number if None."""
     if not isinstance(state, models.DecoderState) or not state.layers:
         raise ValueError(f"the state is a {type(state).__name__}; make it with generation.prefill")
-    memory = state.layers[0].memory
-    kv_cache = isinstance(memory, ops.KVCache)
-    capacity = memory.key.shape[1] if isinstance(memory, ops.KVCache) else 1
-    rows = jax.tree.leaves(memory)[0].shape[0]
+    rows = jax.tree.leaves(state.layers[0].memory)[0].shape[0]
     if batch is not None and rows != batch:
         raise ValueError(f"the state has {rows} rows and there are tokens for {batch}; they must be equal")
     if len(state.layers) != len(model.blocks):
         raise ValueError(
             f"the state is of another model: it has {len(state.layers)} layers, this one {len(model.blocks)}"
         )
-    if not model.blocks[0].attention.kernel.supports_memory(kv_cache=kv_cache):
-        kind = "has a KV cache" if kv_cache else "is recurrent"
-        kernel = model.config.attention.kernel
-        raise ValueError(
-            f"the state is of another model: it {kind}, which this one's kernel {kernel!r} does not support"
-        )
+    capacity, kv_cache = cache_sizes(state)
+    for block, cached in zip(model.blocks, kv_cache):
+        if not block.attention.kernel.supports_memory(kv_cache=cached):
+            kind = "has a KV cache" if cached else "is recurrent"
+            kernel = block.attention.kernel.attention.kernel
+            raise ValueError(
+                f"the state is of another model: it {kind}, which this one's kernel {kernel!r} does not support"
+            )
     expected = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, kv_cache=kv_cache))
     actual = dict(jax.tree_util.tree_leaves_with_path(state))
     needed = dict(jax.tree_util.tree_leaves_with_path(expected))
@@ -135,6 +143,13 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
             raise ValueError(
                 f"the state is of another model: {name} is {_described(one)}, not {_described(other)}"
             )
+
+
+def cache_sizes(state: models.DecoderState) -> tuple[int, list[bool]]:
+    """Returns the capacity of the KV caches of a state, 1 if it has none, and whether each layer has one."""
+    memories = [layer.memory for layer in state.layers]
+    capacities = [memory.key.shape[1] for memory in memories if isinstance(memory, ops.KVCache)]
+    return max(capacities, default=1), [isinstance(memory, ops.KVCache) for memory in memories]
 
 
 def _described(leaf: tuple[tuple[int, ...], str] | None) -> str:
@@ -161,7 +176,7 @@ def _check_rows(model: models.DecoderLM, tokens: Array | np.ndarray, lengths: np
 
 
 def _check_places(model: models.DecoderLM, lengths: np.ndarray, state: models.DecoderState | None) -> None:
-    longest = model.config.attention.longest_document
+    longest = model.config.longest_document
     position = None if state is None else state.position
     if longest is None or isinstance(position and position.position, jax.core.Tracer):
         return

@@ -83,14 +83,14 @@ def generate(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     used = int(lengths.max())
-    longest = model.config.attention.longest_document
+    longest = model.config.longest_document
     if longest is not None and used + max_tokens > longest:
         raise ValueError(
             f"the longest prompt has {used} tokens and max_tokens is {max_tokens}, but the model's learned positions "
             f"end at {longest} tokens; shorten one of them"
         )
     total = used + -(-max_tokens // block) * block
-    room = _room(model.kv_cache_length, used + block, total)
+    room = _room(model.kv_cache_lengths, used + block, total)
     logits, state = decoding.prefill(model, tokens, lengths, max_length=room)
     seen = _seen(prompts, logits.shape[-1]) if sampling.uses_seen else None
     rows = Rows(logits, state, jnp.asarray(lengths), seen)
@@ -108,11 +108,12 @@ def _seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[Array, "pro
     return jnp.asarray(seen)
 
 
-def _room(kv_cache_length: int | None, least: int, total: int) -> int | None:
-    """Returns the initial capacity of the KV cache; None to start with the recurrent state."""
-    if kv_cache_length is None:
-        return total
-    return min(kv_cache_length, total) if least <= kv_cache_length else None
+def _room(kv_cache_lengths: Sequence[int | None], least: int, total: int) -> int | None:
+    """Returns the initial capacity of KV caches; None to start with recurrent states."""
+    lengths = [length for length in kv_cache_lengths if length is not None]
+    if len(lengths) < len(kv_cache_lengths):
+        return total  # A cache that cannot be folded needs room for all tokens.
+    return min(*lengths, total) if least <= min(lengths) else None
 
 
 def _blocks(model, rows, seeds, samples, room, used, max_tokens, sampling, block):

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sympow_jax import atomic, config, models, ops
+from sympow_jax import atomic, config, models
 from sympow_jax.config import fields, serialize
 from sympow_jax.generation import decoding
 
@@ -36,13 +36,12 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
         OSError: the file cannot be written.
     """
     decoding.require_state(model, state)
-    memory = state.layers[0].memory
-    kv_cache = isinstance(memory, ops.KVCache)
+    capacity, kv_cache = decoding.cache_sizes(state)
     header = {
         "model": _settings(model),
         "parameters": _checksum(model),
-        "rows": jax.tree.leaves(memory)[0].shape[0],
-        "capacity": memory.key.shape[1] if isinstance(memory, ops.KVCache) else None,
+        "rows": jax.tree.leaves(state.layers[0].memory)[0].shape[0],
+        "capacity": capacity,
         "kv_cache": kv_cache,
     }
     arrays: dict[str, Any] = {
@@ -63,7 +62,7 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
     """
     header, arrays = _read(pathlib.Path(path))
     own = _settings(model)
-    saved = {name: _DEFAULTS[name] for name in own if name in _DEFAULTS} | header["model"]
+    saved = _as_json({name: _DEFAULTS[name] for name in own if name in _DEFAULTS}) | header["model"]
     if saved != own:
         names = sorted(name for name in {*own, *saved} if own.get(name) != saved.get(name))
         first = names[0]
@@ -76,9 +75,7 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
             f"{path} is a state of another model: its settings are those of this one, its parameters are not"
         )
     abstract = jax.eval_shape(
-        lambda: model.init_state(
-            header["rows"], max_length=header["capacity"] or 1, kv_cache=header["kv_cache"]
-        )
+        lambda: model.init_state(header["rows"], max_length=header["capacity"], kv_cache=header["kv_cache"])
     )
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     restored = []
@@ -97,8 +94,10 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         header = serialize.parse_object(str(arrays.pop(_HEADER)))
         if not isinstance(header["model"], dict) or not {"parameters", "kv_cache"} <= header.keys():
             raise KeyError("a part of the header")
+        # Earlier versions wrote one bool for all layers, and no capacity without a cache.
+        header["capacity"] = header["capacity"] or 1
         # Every array has an axis of rows; those of a KV cache have one of its capacity too.
-        if any(not 0 < size < 2**31 for size in (header["rows"], header["capacity"] or 1)):
+        if any(not 0 < header[size] < 2**31 for size in ("rows", "capacity")):
             raise ValueError("sizes that no array has")
         return header, arrays
     except (
@@ -119,7 +118,12 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def _settings(model: models.DecoderLM) -> dict[str, Any]:
-    return serialize.flatten(model.config, fields.Occasion.SAVED_STATE)
+    return _as_json(serialize.flatten(model.config, fields.Occasion.SAVED_STATE))
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns settings as they are read from JSON, which has lists instead of tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _checksum(model: models.DecoderLM) -> int:

@@ -1,6 +1,7 @@
 """Decoder-only language model with GPT-2's architecture and the attention of this package."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -129,42 +130,56 @@ class DecoderLM(trunk.TokenTrunk):
         x = layers.normalize(self.final_norm, x, segment_ids)
         return (x, DecoderState(layers=tuple(layer_states), position=position)) if return_state else x
 
-    def init_state(self, batch: int, *, max_length: int, kv_cache: bool | None = None) -> DecoderState:
+    def init_state(
+        self, batch: int, *, max_length: int, kv_cache: bool | Sequence[bool] | None = None
+    ) -> DecoderState:
         """Returns the state before any token.
 
         Args:
             batch: number of rows.
             max_length: capacity of a KV cache, in tokens of a document over all calls; at least 1. Outputs beyond are
                 NaN.
-            kv_cache: whether layers use a KV cache instead of the recurrent state. None chooses the cheaper one.
+            kv_cache: whether layers use a KV cache instead of the recurrent state, for all layers or for each. None
+                chooses the cheaper one for each layer.
 
         Raises:
-            ValueError: the recurrent state would exceed memory, or the attention does not support `kv_cache`.
+            ValueError: the recurrent state would exceed memory, the attention of a layer does not support `kv_cache`,
+                or `kv_cache` is for another number of layers.
         """
-        added = self.config.attention.adds_position
+        choices = kv_cache if isinstance(kv_cache, Sequence) else [kv_cache] * len(self.blocks)
+        if len(choices) != len(self.blocks):
+            raise ValueError(f"kv_cache is for {len(choices)} layers; the model has {len(self.blocks)}")
         return DecoderState(
             layers=tuple(
-                block.attention.init_state(batch, max_length=max_length, kv_cache=kv_cache)
-                for block in self.blocks
+                block.attention.init_state(batch, max_length=max_length, kv_cache=choice)
+                for block, choice in zip(self.blocks, choices)
             ),
-            position=documents.PositionState.zeros(batch) if added else None,
+            position=None if self.config.position_attention is None else documents.PositionState.zeros(batch),
         )
 
     @property
-    def kv_cache_length(self) -> int | None:
-        """Longest KV cache that takes no more memory than the recurrent state.
+    def kv_cache_lengths(self) -> tuple[int | None, ...]:
+        """For each layer, the longest KV cache that takes no more memory than its recurrent state.
 
         0 if a cache is never used, None if always.
         """
-        return self.blocks[0].attention.kv_cache_length
+        return tuple(block.attention.kv_cache_length for block in self.blocks)
 
     def fold(self, state: DecoderState) -> DecoderState:
         """Returns the state with KV caches replaced by the recurrent states of their tokens, which do not grow.
 
-        A row whose document has exceeded the capacity of the cache becomes NaN.
+        Layers without a recurrent state keep their cache. A row whose document has exceeded the capacity of a cache
+        that is replaced becomes NaN.
 
         Raises:
-            ValueError: the attention has no recurrent state.
+            ValueError: no layer has a recurrent state.
         """
-        folded = (block.attention.fold(layer) for block, layer in zip(self.blocks, state.layers))
+        recurrent = [block.attention.kernel.supports_memory(kv_cache=False) for block in self.blocks]
+        if not any(recurrent):
+            # The error of a layer names the reason.
+            self.blocks[0].attention.fold(state.layers[0])
+        folded = [
+            block.attention.fold(layer) if folds else layer
+            for block, layer, folds in zip(self.blocks, state.layers, recurrent)
+        ]
         return dataclasses.replace(state, layers=tuple(folded))

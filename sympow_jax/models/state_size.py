@@ -15,7 +15,7 @@ def state_bytes(
     feature_map: str = "symmetric",
     normalizer: bool = True,
 ) -> int:
-    """Returns the bytes of a row's state, which has layers * kv_heads * (F * E + Z) elements.
+    """Returns the bytes of a row's state, which has kv_heads * (F * E + Z) elements in each layer.
 
     F is the exact number of features, whatever the layout that stores them. For power attention, it is
     binomial(D + p - 1, p) for the symmetric power and D^p for the `tensor` power ("Symmetric Power Transformers",
@@ -25,6 +25,8 @@ def state_bytes(
     Z is the number of elements of the normalizer. Z = F, with two exceptions: an unrotated normalizer has the number of
     features before their rotation, and per-channel gates have Z = F * E.
 
+    The state of a sliding window of w tokens is the keys and values of w - 1 of them.
+
     Args:
         config: settings of the model.
         bytes_per_element: bytes per element.
@@ -32,11 +34,13 @@ def state_bytes(
         normalizer: whether to count Z.
 
     Raises:
-        ValueError: the attention has no state of a fixed size (softmax and expressive attention).
+        ValueError: a layer has no state of a fixed size (softmax without a window, and expressive attention).
     """
     if feature_map not in FEATURE_MAPS:
         raise ValueError(f"feature_map is {feature_map!r}; it must be one of {', '.join(FEATURE_MAPS)}")
-    kernel = kernels.from_config(config)
-    return config.layers * kernel.state_bytes(
-        bytes_per_element=bytes_per_element, feature_map=feature_map, normalizer=normalizer
+    return sum(
+        kernels.from_config(config, layer).state_bytes(
+            bytes_per_element=bytes_per_element, feature_map=feature_map, normalizer=normalizer
+        )
+        for layer in range(config.layers)
     )

@@ -2,7 +2,8 @@
 
 import abc
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +47,10 @@ _LAYER_AXIS = {nnx.PARTITION_NAME: None}
 class Block(nnx.Module):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), with x in float32."""
 
-    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: configs.ModelConfig, layer: int, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         self.attention_norm = layers.make_norm(config, dtype, rngs=rngs)
-        self.attention = layers.make_attention(config, rngs=rngs)
+        self.attention = layers.make_attention(config, layer, rngs=rngs)
         self.mlp_norm = layers.make_norm(config, dtype, rngs=rngs)
         self.mlp = layers.make_mlp(config, rngs=rngs)
 
@@ -79,16 +80,20 @@ class Trunk(nnx.Module, abc.ABC):
     Args:
         config: the shape of the model.
         rngs: source of initial values, or a seed.
-        stacked: whether the model has `stacked_blocks` instead of `blocks`. Its layers are a loop that is compiled
-            once. It has the same initial values, but neither takes nor returns states.
+        stacked: whether the model has `stacked_blocks` instead of `blocks`. Its layers are a loop over periods of
+            `config.attention_period` layers, which is compiled once. It has the same initial values, but neither takes
+            nor returns states.
 
     Attributes:
         blocks: blocks in order.
-        stacked_blocks: all blocks as one, whose variables have the layers as their first axis.
+        stacked_blocks: blocks of one period, whose variables have the periods as their first axis.
     """
 
     blocks: nnx.List[Block]
-    stacked_blocks: Block
+    stacked_blocks: nnx.List[Block]
+
+    block_type: ClassVar[type[Block]] = Block
+    """Class of the blocks."""
 
     def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int, stacked: bool = False):
         rngs = initializers.as_rngs(rngs)
@@ -96,15 +101,31 @@ class Trunk(nnx.Module, abc.ABC):
         self._init_embedding(rngs)
         if config.embedding_norm:
             self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
-        if config.attention.position == "learned_absolute":
+        if config.longest_document is not None:
             self.position_embedding = initializers.table(
-                config.attention.max_document_length, config.width, names=("position", "embed"), rngs=rngs
+                config.longest_document, config.width, names=("position", "embed"), rngs=rngs
             )
         if stacked:
-            self.stacked_blocks = _stacked_blocks(config, rngs)
+            self.stacked_blocks = self._stacked_blocks(config, rngs)
         else:
-            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+            self.blocks = nnx.List(
+                [self.block_type(config, layer, rngs=rngs) for layer in range(config.layers)]
+            )
         self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
+
+    def _stacked_blocks(self, config: configs.ModelConfig, rngs: nnx.Rngs) -> nnx.List[Block]:
+        period = config.attention_period
+
+        @nnx.scan(
+            in_axes=nnx.Carry,
+            out_axes=(nnx.Carry, 0),
+            length=config.layers // period,
+            transform_metadata=_LAYER_AXIS,
+        )
+        def make(rngs: nnx.Rngs) -> tuple[nnx.Rngs, nnx.List[Block]]:
+            return rngs, nnx.List([self.block_type(config, layer, rngs=rngs) for layer in range(period)])
+
+        return make(rngs)[1]
 
     @abc.abstractmethod
     def _init_embedding(self, rngs: nnx.Rngs) -> None:
@@ -119,22 +140,31 @@ class Trunk(nnx.Module, abc.ABC):
         """
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, _ = self.stem(x, segment_ids)
-        x = residual_stream(x)
+        x = self.over_blocks(lambda block, x: block(x, segment_ids=segment_ids)[0], residual_stream(x))
+        return layers.normalize(self.final_norm, x, segment_ids)
+
+    def over_blocks[Carry](self, step: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
+        """Returns `carry` after `step(block, carry)` for each block in order.
+
+        Args:
+            step: function of a block and of arrays whose first axes are rows and times.
+            carry: these arrays before the first block.
+        """
         stacked, remat = hasattr(self, "stacked_blocks"), self.config.remat
         if stacked and remat == "none":
             # XLA itself computes elementwise values again instead of keeping them, but not those of another loop.
             remat = "elementwise"
 
-        def apply(block: Block, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-            return residual_stream(_rematerialized(block, x, segment_ids, remat, in_loop=stacked))
+        def apply(blocks: nnx.List[Block], carry: Carry) -> Carry:
+            for block in blocks:
+                carry = _rematerialized(step, block, carry, remat, in_loop=stacked)
+                carry = jax.tree.map(residual_stream, carry)
+            return carry
 
-        if stacked:
-            scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=_LAYER_AXIS)
-            x = scan(self.stacked_blocks, x)
-        else:
-            for block in self.blocks:
-                x = apply(block, x)
-        return layers.normalize(self.final_norm, x, segment_ids)
+        if not stacked:
+            return apply(self.blocks, carry)
+        scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=_LAYER_AXIS)
+        return scan(self.stacked_blocks, carry)
 
     def stem(
         self,
@@ -151,12 +181,11 @@ class Trunk(nnx.Module, abc.ABC):
             ValueError: a document has more tokens than there are learned absolute positions. Not raised where segment
                 ids are traced or a state precedes the tokens.
         """
-        attention = self.config.attention
         if self.config.embedding_norm:
             x = layers.normalize(self.embedding_norm, x, segment_ids)
-        if not attention.adds_position:
+        if self.config.position_attention is None:
             return x, None
-        longest = attention.longest_document
+        longest = self.config.longest_document
         if longest is not None:
             _check_documents(x.shape[1], segment_ids, longest)
         state = state or documents.PositionState.zeros(len(x))
@@ -225,8 +254,8 @@ def _check_documents(time: int, segment_ids: Int[Array, "B T"] | None, longest: 
         )
 
 
-def residual_stream(x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """Shards the residual stream over the mesh in scope."""
+def residual_stream(x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
+    """Shards the residual stream, or other values by token, over the mesh in scope."""
     return partitioning.constrain(x, partitioning.TOKENS)
 
 
@@ -255,34 +284,20 @@ def _product(hidden, table, dtype, result_dtype):
     )
 
 
-def _stacked_blocks(config: configs.ModelConfig, rngs: nnx.Rngs) -> Block:
-    @nnx.scan(
-        in_axes=nnx.Carry, out_axes=(nnx.Carry, 0), length=config.layers, transform_metadata=_LAYER_AXIS
-    )
-    def make(rngs: nnx.Rngs) -> tuple[nnx.Rngs, Block]:
-        return rngs, Block(config, rngs=rngs)
-
-    return make(rngs)[1]
-
-
-def _rematerialized(
-    block: Block,
-    x: Float[Array, "B T M"],
-    segment_ids: Int[Array, "B T"] | None,
-    remat: str,
-    *,
-    in_loop: bool,
-) -> Float[Array, "B T M"]:
+def _rematerialized[Carry](
+    step: Callable[[Block, Carry], Carry], block: Block, carry: Carry, remat: str, *, in_loop: bool
+) -> Carry:
+    """Returns `step(block, carry)`, whose backward pass computes again what `remat` does not save."""
     if remat == "none":
-        return block(x, segment_ids=segment_ids)[0]
+        return step(block, carry)
     graph, *variables = nnx.split(block, nnx.Param, nnx.BatchStat)
 
     # Within a loop, XLA cannot merge what is computed again with what was computed first, and needs no barrier.
     @functools.partial(jax.checkpoint, policy=_SAVED[remat], prevent_cse=not in_loop)
-    def call(x: Float[Array, "B T M"], *variables: nnx.State) -> tuple[Float[Array, "B T M"], nnx.State]:
+    def call(carry: Carry, *variables: nnx.State) -> tuple[Carry, nnx.State]:
         layer = nnx.merge(graph, *variables)
-        return layer(x, segment_ids=segment_ids)[0], nnx.state(layer, nnx.BatchStat)
+        return step(layer, carry), nnx.state(layer, nnx.BatchStat)
 
-    x, statistics = call(x, *variables)
+    carry, statistics = call(carry, *variables)
     nnx.update(block, statistics)
-    return x
+    return carry

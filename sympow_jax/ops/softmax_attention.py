@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, fixed_point
-from sympow_jax.ops._shared import calls, nonfinite, pairwise, target, time_axis
+from sympow_jax.ops._shared import calls, layout, nonfinite, pairwise, target, time_axis
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -30,6 +30,7 @@ def softmax_attention(
     log_decay: Float[Array, "B S K"] | None = None,
     segment_ids: Int[Array, "B S"] | None = None,
     causal: bool = True,
+    window: int | None = None,
     scale: float | None = None,
     implementation: str | None = None,
     block_size: int = 512,
@@ -37,7 +38,8 @@ def softmax_attention(
 ) -> Float[Array, "B T N E"]:
     """Computes Y_i = sum_j A_ij V_j with A_i = softmax_j(scale Q_i . K_j + G_i - G_j) over j <= i.
 
-    The softmax is in float32, also for float64 inputs; the output has the dtype of `value`.
+    With a window of w tokens, i - w < j <= i, where padding does not count. The softmax is in float32, also for float64
+    inputs; the output has the dtype of `value`.
 
     Args:
         query: the last T of S positions; N is a multiple of K.
@@ -50,9 +52,12 @@ def softmax_attention(
         segment_ids: documents, as in `ops.documents`. No query attends across a boundary. Padding outputs zero, is
             masked as a key and does not decay.
         causal: if False, attention is bidirectional within a document, and log_decay must be None.
+        window: number of tokens of its document that a query attends to: its own and those directly before it. None
+            for all before it. Causal attention only.
         scale: defaults to 1 / sqrt(D).
         implementation: `xla` processes queries `block_size` at a time and recomputes them in the backward pass. Its
-            memory is a few times that of one block's scores, 4 B N block_size S bytes, plus memory linear in S. `cudnn`
+            memory is a few times that of one block's scores, 4 B N block_size S bytes, plus memory linear in S. With a
+            window, its cost is that of T (window + block_size) pairs, if S is larger than window + block_size. `cudnn`
             is cuDNN's flash attention, on NVIDIA GPUs, in 16 bits, without decays, documents or a KV cache. Its
             gradients differ between runs in the last bits unless XLA is run with --xla_gpu_deterministic_ops=true. None
             uses `cudnn` if it supports the request, and `xla` otherwise.
@@ -87,6 +92,7 @@ def softmax_attention(
         implementations=_IMPLEMENTATIONS,
         block_size=block_size,
         axis_name=axis_name,
+        window=window,
     )
     return _call(plan, **arrays)
 
@@ -101,25 +107,29 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
 
 def _attend_all(plan, scale, query, key, value, log_decay, segment_ids):
     """Computes `softmax_attention` on a device that holds the whole time axis."""
-    finite = nonfinite.remove(query, key, value, log_decay, segment_ids, causal=plan.causal)
+    if plan.window is not None and plan.window >= key.shape[1]:
+        plan = plan._replace(window=None)
+    finite = nonfinite.remove(
+        query, key, value, log_decay, segment_ids, causal=plan.causal, window=plan.window
+    )
     query, key, value, log_decay = finite[:4]
     out = _attend_finite(plan, scale, query, key, value, log_decay, segment_ids)
     return nonfinite.restore(out, finite, segment_ids)
 
 
 def _attend_finite(plan, scale, query, key, value, log_decay, segment_ids):
-    causal, implementation, block_size = plan.causal, plan.implementation, plan.block_size
+    implementation = plan.implementation
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     dtype, value_dim = value.dtype, value.shape[-1]
     query, key, value = _same_last_size(query.astype(dtype), key.astype(dtype), value)
     if implementation != "xla":
         try:
-            return _cudnn(query, key, value, log_decay, segment_ids, causal, scale)[..., :value_dim]
+            return _cudnn(plan, scale, query, key, value, log_decay, segment_ids)[..., :value_dim]
         except NotImplementedError:
             if implementation == "cudnn":
                 raise
     with jax.named_scope("softmax_xla"):
-        return _xla(query, key, value, log_decay, segment_ids, causal, scale, block_size)[..., :value_dim]
+        return _xla(plan, scale, query, key, value, log_decay, segment_ids)[..., :value_dim]
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -138,7 +148,7 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2.0 ** (-8 * i / (2 * lower)) for i in range(1, 2 * (heads - lower), 2)]
 
 
-def _cudnn(query, key, value, log_decay, segment_ids, causal: bool, scale: float) -> Float[Array, "B T N E"]:
+def _cudnn(plan, scale: float, query, key, value, log_decay, segment_ids) -> Float[Array, "B T N E"]:
     """Computes attention by cuDNN. Raises NotImplementedError, naming the constraint, for unsupported requests."""
     device = target.device()
     capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
@@ -155,7 +165,12 @@ def _cudnn(query, key, value, log_decay, segment_ids, causal: bool, scale: float
         if not holds:
             raise NotImplementedError(f"implementation 'cudnn' needs {constraint}")
     attend = functools.partial(
-        jax.nn.dot_product_attention, scale=scale, is_causal=causal, implementation="cudnn"
+        jax.nn.dot_product_attention,
+        scale=scale,
+        is_causal=plan.causal,
+        # The numbers of tokens before and after the query's own.
+        local_window_size=None if plan.window is None else (plan.window - 1, 0),
+        implementation="cudnn",
     )
     try:
         # JAX checks head sizes, which depend on the version of cuDNN; it raises RuntimeError if cuDNN is missing.
@@ -166,22 +181,31 @@ def _cudnn(query, key, value, log_decay, segment_ids, causal: bool, scale: float
         return attend(query, key, value)
 
 
-def _xla(
-    query, key, value, log_decay, segment_ids, causal: bool, scale: float, block_size: int
-) -> Float[Array, "B T N E"]:
-    """Computes attention run by run, with D = E."""
-    rows, valid = _rows(log_decay, segment_ids)
-    time, before = query.shape[1], key.shape[1] - query.shape[1]
-    blocks = -(-time // block_size)
-    run_length = -(-blocks // (_RUNS if causal else 1)) * block_size
-    runs = []
-    for start in range(0, time, run_length):
-        stop = min(start + run_length, time)
-        queries = (query[:, start:stop], _between(rows, before + start, before + stop))
-        keys = (key[:, : before + stop], value[:, : before + stop], _between(rows, 0, before + stop))
-        runs.append(_attend_run(queries, keys, causal, scale, block_size))
-    out = jnp.concatenate(runs, axis=1)
+def _xla(plan, scale: float, query, key, value, log_decay, segment_ids) -> Float[Array, "B T N E"]:
+    """Computes attention block by block, with D = E."""
+    rows, valid = _rows(log_decay, segment_ids, key.shape[1], plan.window)
+    before = key.shape[1] - query.shape[1]
+    queries, keys = (query, _between(rows, before, key.shape[1])), (key, value, rows)
+    if plan.window is None or key.shape[1] <= plan.window + plan.block_size:
+        out = _attend_runs(queries, keys, plan, scale)
+    elif valid is None:
+        out = _attend_slices(queries, keys, plan, scale)
+    else:
+        # Without padding between tokens, those of a window are neighbors.
+        query_order, key_order = _padding_first(valid[:, before:]), _padding_first(valid)
+        out = _attend_slices(_taken(queries, query_order), _taken(keys, key_order), plan, scale)
+        out = _taken(out, jnp.argsort(query_order, axis=1))
     return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
+
+
+def _padding_first(valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+    """Returns the order of positions that moves padding to the front and leaves tokens in order."""
+    return jnp.argsort(valid, axis=1, stable=True)
+
+
+def _taken(tree, order: Int[Array, "B T"]):
+    """Returns arrays [B, T, ...] in another order of positions."""
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1), tree)
 
 
 def _same_last_size(*arrays: Array) -> list[Array]:
@@ -191,41 +215,100 @@ def _same_last_size(*arrays: Array) -> list[Array]:
 
 
 class _Rows(NamedTuple):
-    """Document and decay of each position, which with the scores determine the attention weights.
+    """Document, place and decay of each position, which with the scores determine the attention weights.
 
     document: number of the document, counted from 1 in the row; -1 for padding.
+    ordinal: number of tokens up to this one; None without a window.
     decay: -G, a whole part and a fraction.
+
+    With a window and without segment ids, the first two have a single row.
     """
 
     document: Int[Array, "B S"] | None
+    ordinal: Int[Array, "B S"] | None
     decay: tuple[Int[Array, "B S K"], Float[Array, "B S K"]] | None
 
 
-def _rows(log_decay, segment_ids) -> tuple[_Rows, Bool[Array, "B S"] | None]:
-    document = decay = valid = None
+def _rows(log_decay, segment_ids, time: int, window: int | None) -> tuple[_Rows, Bool[Array, "B S"] | None]:
+    document = ordinal = decay = valid = None
     if segment_ids is not None:
         document = documents.numbered(segment_ids)
         valid = document >= 0
+    if window is not None:
+        document = jnp.ones((1, time), jnp.int32) if document is None else document
+        ordinal = jnp.cumsum(document >= 0, axis=1, dtype=jnp.int32)
     if log_decay is not None:
         log_decay = log_decay.astype(jnp.float32)
         if valid is not None:
             log_decay = jnp.where(valid[..., None], log_decay, 0)
         decay = _decays(log_decay)
-    return _Rows(document, decay), valid
+    return _Rows(document, ordinal, decay), valid
 
 
-def _between(rows: _Rows, start: int, stop: int) -> _Rows:
-    return jax.tree.map(lambda x: x[:, start:stop], rows)
+def _between(tree, start: int, stop: int):
+    """Returns positions start to stop - 1 of arrays [B, T, ...]."""
+    return jax.tree.map(lambda x: x[:, start:stop], tree)
 
 
-def _attend_run(queries, keys, causal: bool, scale: float, block_size: int) -> Float[Array, "B T N E"]:
-    """Computes the outputs of the last T positions of `keys`, block by block.
+def _attend_runs(queries, keys, plan, scale: float) -> Float[Array, "B T N E"]:
+    """Computes the outputs of the last T positions of `keys`, run by run."""
+    time, before = queries[0].shape[1], keys[0].shape[1] - queries[0].shape[1]
+    blocks = -(-time // plan.block_size)
+    run_length = -(-blocks // (_RUNS if plan.causal else 1)) * plan.block_size
+    runs = []
+    for start in range(0, time, run_length):
+        stop = min(start + run_length, time)
+        run_keys = _between(keys, 0, before + stop)
+        runs.append(_attend_run(_between(queries, start, stop), run_keys, plan, scale))
+    return jnp.concatenate(runs, axis=1)
+
+
+def _attend_run(queries, keys, plan, scale: float) -> Float[Array, "B T N E"]:
+    """Computes the outputs of the last T positions of `keys`, block by block."""
+    time, key_time = queries[0].shape[1], keys[0].shape[1]
+    if time <= plan.block_size:
+        return _attend(jnp.arange(key_time - time, key_time), queries, keys, plan, scale)
+
+    def attend(start, block_queries):
+        steps = key_time - time + start + jnp.arange(plan.block_size)
+        return _attend(steps, block_queries, keys, plan, scale)
+
+    return _by_block(attend, queries, plan.block_size)
+
+
+def _attend_slices(queries, keys, plan, scale: float) -> Float[Array, "B T N E"]:
+    """Computes the outputs of the last T positions of `keys`, each block from the keys of its windows.
+
+    There is no padding between tokens.
+    """
+    time, key_time = queries[0].shape[1], keys[0].shape[1]
+    # A block and the window - 1 tokens before it. The first of these may be before the keys.
+    length = plan.window - 1 + plan.block_size
+    start = key_time - time - (plan.window - 1)
+    missing = max(0, -start), -time % plan.block_size
+
+    def padded(x, number=0):
+        widths = [(0, 0), missing] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x[:, max(0, start) :], widths, constant_values=number)
+
+    key, value, rows = keys
+    document = padded(rows.document, -1)
+    keys = padded(key), padded(value), jax.tree.map(padded, rows)._replace(document=document)
+    steps = plan.window - 1 + jnp.arange(plan.block_size)
+
+    def attend(start, block_queries):
+        block_keys = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length, axis=1), keys)
+        return _attend(steps, block_queries, block_keys, plan, scale)
+
+    return _by_block(attend, queries, plan.block_size)
+
+
+def _by_block(attend, queries, block_size: int) -> Float[Array, "B T N E"]:
+    """Concatenates the outputs of `attend(start, block)` for all blocks of queries.
 
     Only inputs and outputs of a block stay in memory after it.
     """
-    time, key_time = queries[0].shape[1], keys[0].shape[1]
-    if time <= block_size:
-        return _attend(jnp.arange(key_time - time, key_time), queries, keys, causal, scale)
+    time = queries[0].shape[1]
     blocks = -(-time // block_size)
 
     def split(x):
@@ -233,24 +316,26 @@ def _attend_run(queries, keys, causal: bool, scale: float, block_size: int) -> F
         return jnp.moveaxis(x.reshape(x.shape[0], blocks, block_size, *x.shape[2:]), 1, 0)
 
     @jax.checkpoint
-    def attend(block):
+    def attend_block(block):
         index, block_queries = block
-        steps = key_time - time + index * block_size + jnp.arange(block_size)
-        return _attend(steps, block_queries, keys, causal, scale)
+        return attend(index * block_size, block_queries)
 
-    out = jax.lax.map(attend, (jnp.arange(blocks), jax.tree.map(split, queries)))
+    out = jax.lax.map(attend_block, (jnp.arange(blocks), jax.tree.map(split, queries)))
     out = jnp.moveaxis(out, 0, 1)
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :time]
 
 
-def _attend(steps: Int[Array, " T"], queries, keys, causal: bool, scale: float) -> Float[Array, "B T N E"]:
+def _attend(steps: Int[Array, " T"], queries, keys, plan, scale: float) -> Float[Array, "B T N E"]:
     """Computes the outputs of queries at positions `steps` of the keys."""
     (query, query_rows), (key, value, key_rows) = queries, keys
-    last = steps if causal else jnp.full_like(steps, key.shape[1])
+    last = steps if plan.causal else jnp.full_like(steps, key.shape[1])
     mask = (last[:, None] >= jnp.arange(key.shape[1]))[None, None]
     if key_rows.document is not None:
         same = query_rows.document[:, :, None] == key_rows.document[:, None, :]
         mask &= (same & (key_rows.document >= 0)[:, None, :])[:, None]
+    if plan.window is not None:
+        age = query_rows.ordinal[:, :, None] - key_rows.ordinal[:, None, :]
+        mask &= (age < plan.window)[:, None]
     bias = None
     if key_rows.decay is not None:
         whole, fraction = (

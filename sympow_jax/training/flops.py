@@ -50,7 +50,7 @@ def model_flops_per_token(
       are unembedded. Biases, embedding lookups, norms, activations, rotations, softmax, the head of a row and the
       optimizer are not counted.
     * Attention by pairs (softmax, and `form` "attention"): 2 (D + E) for each of the T / 2 causal pairs per token of a
-      query head, or T pairs if bidirectional.
+      query head, or T pairs if bidirectional. With a window of w < T tokens, w - w^2 / 2 T pairs.
     * Attention by features: 2 F E for every key head, which updates a state, and for every query head, which reads
       one. If causal, also 2 (D + E) for each of C / 2 + W pairs. F is the exact number of features, without padding.
       C is `chunk_size`, 128 by default and 1 if recurrent. W is `exact_window`. The normalizer is not counted, except
@@ -61,21 +61,28 @@ def model_flops_per_token(
     width, heads, kv_heads, size = model.width, model.heads, model.kv_heads, model.head_dim
     assert kv_heads is not None  # set by ModelConfig
     assert size is not None
-    decay = model.attention.decay_kind
-    gates = 0
-    if decay.source is attention_lib.DecaySource.DATA:
-        gates += size if decay.per_channel else 1
-    kernel = kernels.from_config(model)
-    gates += positions.num_rates(model.attention, kernel.position_dim)
-    projections = width * (2 * (heads + kv_heads) * size + gates * kv_heads)
+    weights = flops = 0.0
+    for layer in range(model.layers):
+        kernel = kernels.from_config(model, layer)
+        weights += width * (2 * (heads + kv_heads) * size + _gates(kernel) * kv_heads)
+        weights += mlp.num_weights(model)
+        flops += kernel.flops_per_token(context_length)
     task = task or config.TaskConfig()
     outside = (
         width * {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0) * model.vocab_size
     )
     if model.patch_size is not None:
         outside += width * model.patch_size**2 * model.channels
-    dense = 2 * (model.layers * (projections + mlp.num_weights(model)) + outside)
-    return _PASSES * (dense + model.layers * kernel.flops_per_token(context_length))
+    return _PASSES * (2 * (weights + outside) + flops)
+
+
+def _gates(kernel: kernels.Kernel) -> int:
+    """Returns the number of decays and rotation rates of a key/value head that are projections of a token."""
+    decay = kernel.attention.decay_kind
+    rates = positions.num_rates(kernel.attention, kernel.position_dim)
+    if decay.source is not attention_lib.DecaySource.DATA:
+        return rates
+    return rates + (kernel.head_dim if decay.per_channel else 1)
 
 
 def peak_flops(device: jax.Device) -> float | None:

@@ -69,8 +69,8 @@ class Program:
         self.kernels = tuple(block.attention.kernel for block in model.blocks)
         one_layer, factors = self.params, optimizer.factors(config.optimizer, self.params)
         if self.scans:
-            one_layer = stacking.stack(self.params, join=lambda leaves: leaves[0])
-            factors = stacking.stack(factors, join=np.array)
+            one_layer = self._stack(self.params, join=lambda leaves: leaves[0])
+            factors = self._stack(factors, join=np.array)
         self._optimizer = optimizer.make_optimizer(
             config.optimizer, config.training.steps, one_layer, factors
         )
@@ -88,7 +88,7 @@ class Program:
         """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameters."""
         params, statistics = self.params, self.statistics
         if self.scans:
-            params, statistics = stacking.stack((params, statistics), join=self._stacked)
+            params, statistics = self._stack((params, statistics), join=self._stacked)
         opt_state = optax.tree_map_params(
             self._optimizer,
             lambda _, param: param,
@@ -98,6 +98,10 @@ class Program:
         )
         step: Any = self._placed(jax.ShapeDtypeStruct((), jnp.int32))
         return TrainState(step=step, params=params, opt_state=opt_state, statistics=statistics)
+
+    @property
+    def _stack(self) -> Callable[..., Any]:
+        return functools.partial(stacking.stack, period=self.config.model.attention_period)
 
     def _stacked(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
         shape, sharding = (len(leaves), *leaves[0].shape), leaves[0].sharding
@@ -129,7 +133,7 @@ class Program:
 
     def from_layers(self, state: TrainState) -> TrainState:
         """Returns the inverse of `by_layer`; an optimizer state of `()` stays."""
-        return _converted(stacking.stack, state, self.abstract) if self.scans else state
+        return _converted(self._stack, state, self.abstract) if self.scans else state
 
     def model(self, state: TrainState) -> models.Model:
         """Returns the model of a state, in evaluation mode."""

@@ -43,7 +43,7 @@ def describe(
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.params))
     accumulated = f", {config.optimizer.accumulate} micro-batches" if config.optimizer.accumulate > 1 else ""
     return [
-        f"model: {config_lib.preset_name(model.attention)}, {_layers(model.layers)} of width {model.width}, "
+        f"model: {model.attention_name}, {_layers(model.layers)} of width {model.width}, "
         f"{parameters:,} parameters, {model.dtype}",
         *_attention(program, traced),
         *([_decoding(program)] if config.task.name == "next_token" else []),
@@ -61,7 +61,8 @@ def _attention(program: programs.Program, traced: jax.stages.Traced) -> Iterator
     scopes = set(_SCOPE.findall(traced.jaxpr.jaxpr.pretty_print(name_stack=True, use_color=False)))
     used = ", ".join(f"{form} by {implementation}" for form, implementation in sorted(scopes))
     config, sizes = program.config, program.mesh.shape
-    yield f"attention of {_layers(config.model.layers)}: {used or config.model.attention.kernel}"
+    names = sorted({kernel.attention.kernel for kernel in program.kernels})
+    yield f"attention of {_layers(config.model.layers)}: {used or ', '.join(names)}"
     if sizes[partitioning.CONTEXT] > 1:
         return  # reasons of a call on shards of time are known only within it
     # The layer calls the op on shards of rows and heads.
@@ -79,20 +80,33 @@ def _attention(program: programs.Program, traced: jax.stages.Traced) -> Iterator
 
 def _decoding(program: programs.Program) -> str:
     """Returns a line with the memory between generated tokens."""
-    state = token = longest = 0
+    # Bytes of states, of a token in caches that states replace, and of a token in caches that are always kept.
+    state = replaced = kept = 0
+    lengths = set()
     for kernel in program.kernels:
+        if kernel.cache_limit is not None:
+            state += _nbytes(kernel.init_cache, 1, kernel.cache_limit)
+            continue
         if kernel.cache_policy is not kernels.CachePolicy.ALWAYS:
             try:
                 state += _nbytes(kernel.init_state, 1)
             except ValueError:  # it exceeds the device's memory, but training may not need it
                 state += kernel.state_bytes()
-        if kernel.cache_policy is not kernels.CachePolicy.NEVER:
-            token += _nbytes(kernel.init_cache, 1, 2) - _nbytes(kernel.init_cache, 1, 1)
-            longest = kernel.max_cache_length or 0
+        if kernel.cache_policy is kernels.CachePolicy.NEVER:
+            continue
+        token = _nbytes(kernel.init_cache, 1, 2) - _nbytes(kernel.init_cache, 1, 1)
+        if kernel.max_cache_length is None:
+            kept += token
+        else:
+            replaced += token
+            lengths.add(kernel.max_cache_length)
     if not state:
-        return f"KV cache while generating: {_size(token)} per token and row"
-    before = f"; for up to {longest:,} tokens a KV cache of {_size(token)} per token" if token else ""
-    return f"state while generating: {_size(state)} per row, at any length{before}"
+        return f"KV cache while generating: {_size(kept)} per token and row"
+    line = f"state while generating: {_size(state)} per row, at any length"
+    line += (
+        f"; for up to {min(lengths):,} tokens a KV cache of {_size(replaced)} per token" if lengths else ""
+    )
+    return line + (f"; and in other layers a KV cache of {_size(kept)} per token" if kept else "")
 
 
 def _nbytes(make: Callable[..., Any], *arguments: int) -> int:

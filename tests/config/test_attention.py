@@ -36,6 +36,12 @@ from sympow_jax import config
             {"form": "recurrent", "chunk_size": 64},
             "attention.chunk_size is 64 and attention.form 'recurrent', which updates the state one token at a time",
         ),
+        ({"kernel": "sliding_window", "window": 0}, "attention.window is 0; it must be at least 1"),
+        (
+            {"kernel": "sliding_window", "decay": "none", "causal": False},
+            "attention.causal is False, which the kernel 'sliding_window' has not; use kernel 'linear' with "
+            "feature_map 'symmetric', or kernel 'softmax'",
+        ),
         ({"feature_map": "exp"}, "attention.feature_map is 'exp'; it must be one of elu, relu"),
         ({"normalizer": "none"}, "attention.normalizer is 'none'; it must be one of unrotated, rotated"),
     ],

@@ -15,7 +15,13 @@ LENGTHS = np.array([TIME, 37, 60], np.int32)
 
 @functools.cache
 def model(
-    preset: str, *, layers: int = 1, seed: int = 0, dtype: str = "float32", **changes
+    preset: str,
+    *,
+    layers: int = 1,
+    seed: int = 0,
+    dtype: str = "float32",
+    attention_pattern: tuple[str, ...] = (),
+    **changes,
 ) -> models.DecoderLM:
     settings = config.ModelConfig(
         vocab_size=VOCABULARY,
@@ -24,7 +30,8 @@ def model(
         heads=4,
         kv_heads=2,
         dtype=dtype,
-        attention=config.preset(preset, **{"exact_window": 4, **changes}),
+        attention_pattern=attention_pattern,
+        attention=config.preset(preset, **{"exact_window": 4, "window": 30, **changes}),
     )
     result = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
     for block in result.blocks:

@@ -29,9 +29,14 @@ SLOW = [pytest.param("linear_lrpe", None, marks=pytest.mark.slow)]
 SLOW += [pytest.param("expressive", 200, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("preset", "max_length"), [("conformal", None), ("softmax", 200), *SLOW])
+@pytest.mark.parametrize(
+    ("preset", "max_length"), [("conformal", None), ("softmax", 200), ("sliding_window", 150), *SLOW]
+)
 def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length):
-    """The longest row has 200 tokens. The op chooses the attention form for whole rows of these sizes."""
+    """The longest row has 200 tokens, more than the window's cache is asked for.
+
+    The op chooses the attention form for whole rows of these sizes.
+    """
     model, following = small.model(preset), small.tokens(small.ROWS, 100, seed=2)
     logits, state = small.prefilled(preset, max_length)
     assert keeps(state) == (max_length is not None)
@@ -67,7 +72,7 @@ def test_padding_takes_no_cache_slots():
 def test_a_kv_cache_is_folded():
     model = small.model("conformal")
     # Two key heads, each with 36 features of 9 elements and 8 slots of 17, against 17 elements per position and its id.
-    assert model.kv_cache_length == 4 * 2 * (36 * 9 + 8 * 17) // (4 * 2 * 17 + 4)
+    assert set(model.kv_cache_lengths) == {4 * 2 * (36 * 9 + 8 * 17) // (4 * 2 * 17 + 4)}
     lengths = np.array([20, 11, 21])
     tokens = small.tokens(small.ROWS, small.TIME)
     logits, state = generation.prefill(model, tokens[:, :21], lengths, max_length=25)

@@ -49,6 +49,18 @@ def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch):
     assert len(np.unique(actual)) > 5
 
 
+def test_a_window_bounds_the_cache_and_not_the_text():
+    model, rows = small.model("sliding_window"), prompts(21, 3, 11)
+    actual = generated(model, rows, max_tokens=40, sampling=GREEDY)
+    tokens = np.zeros((3, 200), np.int32)
+    for row, prompt in enumerate(rows):
+        tokens[row, : len(prompt) + 40] = [*prompt, *actual[row]]
+    expected = np.asarray(small.whole(model, tokens)).argmax(-1)
+    for row, prompt in enumerate(rows):
+        np.testing.assert_array_equal(expected[row, len(prompt) - 1 :][:40], actual[row])
+    assert len(np.unique(actual)) > 5
+
+
 def test_drawn_tokens_do_not_depend_on_the_batch():
     model, rows = small.model("softmax"), prompts(9, 4, 9)
     draw = functools.partial(generated, model, sampling=generation.Sampling(temperature=0.9), seed=3)

@@ -6,11 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from sympow_jax import generation
+from sympow_jax import config, generation
 from tests.generation import small
 
 
-@pytest.fixture(scope="module", params=[("conformal", None), ("softmax", 200)], ids=["recurrent", "kv_cache"])
+@pytest.fixture(
+    scope="module",
+    params=[("conformal", None), ("softmax", 200), ("sliding_window", None)],
+    ids=["recurrent", "kv_cache", "window"],
+)
 def prefilled(request):
     preset, max_length = request.param
     return small.model(preset), small.prefilled(preset, max_length)[1]
@@ -32,7 +36,7 @@ def test_a_fork_repeats_each_row(prefilled):
 
 def test_a_slot_changes_alone(prefilled):
     model, state = prefilled
-    capacity = 200 if model.kv_cache_length is None else None
+    capacity = 200 if None in model.kv_cache_lengths else None
     empty = generation.init_state(model, 3, max_length=capacity)
     changed = jax.jit(generation.insert)(empty, 1, generation.take(state, 2))
     same(generation.take(changed, 1), generation.take(state, 2))
@@ -107,7 +111,7 @@ def test_a_state_of_another_model(prefilled, tmp_path):
     model, state = prefilled
     path = tmp_path / "context"
     generation.save_state(path, model, state)
-    preset = "softmax" if model.kv_cache_length is None else "conformal"
+    preset = config.preset_name(model.config.attention)
     with pytest.raises(ValueError, match="another model: its settings are those of this one, its param"):
         generation.restore_state(path, small.model(preset, seed=1))
     with pytest.raises(ValueError, match=r"another model: attention.exact_window is 4 there and 8 here"):

@@ -84,6 +84,20 @@ def test_trained_constant_decays_begin_at_the_fixed_ones(fixed, trained):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("learned", "constant"), [("learned", "constant"), ("channel_learned", "channel_constant")]
+)
+def test_decays_begin_at_the_sigmoid_of_their_bias(learned, constant):
+    biased, expected = make("sympow", decay=learned, decay_bias=1.5), make("sympow", decay=constant)
+    for name in ("query", "key", "value", "out"):
+        getattr(expected, name).kernel[...] = getattr(biased, name).kernel[...]
+    expected.decay_logits[...] = jnp.full_like(expected.decay_logits[...], 1.5)
+    biased.decay.kernel[...] = jnp.zeros_like(biased.decay.kernel[...])
+    np.testing.assert_allclose(run(biased, inputs()), run(expected, inputs()), rtol=1e-5, atol=1e-6)
+    biased.decay_bias[...] = biased.decay_bias[...].at[0].set(-1.0)
+    assert np.abs(run(biased, inputs()) - run(expected, inputs())).max() > 1e-3
+
+
 @pytest.mark.parametrize("preset", ["conformal", "softmax_alibi"])
 def test_bfloat16_is_for_matrix_products_only(preset):
     layer = make(preset, dtype="bfloat16", exact_window=4)

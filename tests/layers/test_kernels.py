@@ -32,6 +32,8 @@ class Case:
     changes: dict = dataclasses.field(default_factory=dict)
     # Elements of a state per key/value head with its normalizer; None if there is none.
     elements: int | None = None
+    # Number of tokens that a query attends to; None for all.
+    window: int | None = None
 
     def kernel(self, name, **changes):
         """Returns the config of the kernel in float32, without positions, which belong to the layer."""
@@ -62,6 +64,13 @@ KERNELS = {
     "expressive": Case(
         lambda q, k: (q @ k.T) ** 2 / (1 + (q @ k.T) ** 2), ops.KVCache, kernels.CachePolicy.ALWAYS
     ),
+    "sliding_window": Case(
+        lambda q, k: np.exp(q @ k.T / np.sqrt(SIZE)),
+        ops.KVCache,
+        kernels.CachePolicy.ALWAYS,
+        {"window": 6},
+        window=6,
+    ),
 }
 EACH = pytest.mark.parametrize("name", KERNELS)
 
@@ -74,18 +83,21 @@ def arrays():
     return tuple(x.astype(np.float32) for x in (query, key, value, log_decay))
 
 
-def formula(weigh, query, key, value, log_decay, segment_ids):
+def formula(case, query, key, value, log_decay, segment_ids):
     """Computes the weighted mean of values, one head and one row at a time, in float64."""
     out = np.zeros(query.shape)
     sums = np.cumsum(np.where(segment_ids[..., None] < 0, 0, log_decay), axis=1, dtype=np.float64)
     ages = np.arange(TIME)[:, None] - np.arange(TIME)
     for row, ids in enumerate(segment_ids):
         seen = (ages >= 0) & (ids[:, None] == ids) & (ids >= 0) & (ids[:, None] >= 0)
+        if case.window is not None:
+            count = np.cumsum(ids >= 0)
+            seen &= count[:, None] - count < case.window
         for head in range(HEADS):
             kv_head = head * KV_HEADS // HEADS
             decay = np.exp(np.where(seen, sums[row, :, None, kv_head] - sums[row, None, :, kv_head], 0))
             q, k = query[row, :, head].astype(np.float64), key[row, :, kv_head].astype(np.float64)
-            weights = np.where(seen, weigh(q, k) * decay, 0)
+            weights = np.where(seen, case.weigh(q, k) * decay, 0)
             total = weights.sum(-1, keepdims=True)
             out[row, :, head] = weights @ value[row, :, kv_head] / np.where(total == 0, 1, total)
     return out
@@ -109,7 +121,7 @@ def test_attention_is_the_formula(name):
     out = jax.jit(case.kernel(name).attend, static_argnames="rotate")(
         query, key, value, rotate=None, log_decay=log_decay, segment_ids=SEGMENT_IDS
     )
-    assert error(out, formula(case.weigh, query, key, value, log_decay, SEGMENT_IDS)) < 2e-6
+    assert error(out, formula(case, query, key, value, log_decay, SEGMENT_IDS)) < 2e-6
 
 
 @EACH
@@ -119,7 +131,7 @@ def test_weights_are_those_of_the_formula(name):
         query, key, rotate=None, log_decay=log_decay, segment_ids=SEGMENT_IDS
     )
     out = np.einsum("btns,bsne->btne", weights, np.repeat(value, HEADS // KV_HEADS, axis=2))
-    assert error(out, formula(case.weigh, query, key, value, log_decay, SEGMENT_IDS)) < 2e-6
+    assert error(out, formula(case, query, key, value, log_decay, SEGMENT_IDS)) < 2e-6
 
 
 @EACH
@@ -129,13 +141,18 @@ def test_the_memory_of_a_kernel(name):
     assert kernel.cache_policy is case.policy
     assert kernel.prefers_cache(10**9) == (case.policy is kernels.CachePolicy.ALWAYS)
     assert kernel.max_cache_length == (None if case.policy is kernels.CachePolicy.ALWAYS else 0)
-    if case.elements is None:
-        for call in (kernel.state_bytes, lambda: kernel.init_state(1)):
-            with pytest.raises(ValueError, match=f"kernel '{name}' has no recurrent state"):
-                call()
-    else:
+    if case.elements is not None:
         assert kernel.state_bytes() == 4 * KV_HEADS * case.elements
         assert type(kernel.init_state(BATCH)) is case.memory
+        return
+    with pytest.raises(ValueError, match=f"kernel '{name}' has no recurrent state"):
+        kernel.init_state(1)
+    if case.window is not None:
+        assert kernel.cache_limit == case.window - 1
+        assert kernel.state_bytes() == 4 * KV_HEADS * 2 * SIZE * (case.window - 1)
+        return
+    with pytest.raises(ValueError, match=f"kernel '{name}' has no recurrent state"):
+        kernel.state_bytes()
 
 
 @EACH
@@ -172,10 +189,17 @@ def test_a_model_takes_it_by_name(name):
 
 @EACH
 def test_flops_grow_with_the_context_only_without_a_state(name):
-    kernel = KERNELS[name].kernel(name)
+    case = KERNELS[name]
+    kernel, pair = case.kernel(name), HEADS * 2 * (SIZE + SIZE)
     short, long = kernel.flops_per_token(1000), kernel.flops_per_token(100_000)
-    assert kernel.pairwise_flops(1000) == HEADS * 2 * (SIZE + SIZE) * 500
-    assert long == (100 * short if KERNELS[name].elements is None else short)
+    if case.window is not None:
+        # The first tokens have fewer keys: 6 - 6^2 / 2 T on average.
+        assert short == pytest.approx(pair * (6 - 18 / 1000), rel=1e-12)
+        assert long == pytest.approx(pair * (6 - 18 / 100_000), rel=1e-12)
+        assert kernel.flops_per_token(4) == pair * 2
+        return
+    assert kernel.pairwise_flops(1000) == pair * 500
+    assert long == (100 * short if case.elements is None else short)
 
 
 def test_power_keeps_a_cache_while_it_is_smaller():

@@ -132,3 +132,13 @@ def test_a_trainer_of_nnx_without_a_mesh():
     np.testing.assert_allclose(layer.query.kernel[...], before - 0.1 * grads.query.kernel[...], atol=1e-7)
     abstract = nnx.eval_shape(lambda: layers.PowerAttention(WIDTH, HEADS, rngs=0))
     assert nnx.split(abstract)[0] == nnx.split(layers.PowerAttention(WIDTH, HEADS, rngs=0))[0]
+
+
+def test_softmax_with_a_window_is_a_kernel_of_its_own():
+    layer = layers.SoftmaxAttention(WIDTH, HEADS, window=5, rngs=7)
+    assert layer.kernel.attention == config.preset("sliding_window", window=5)
+    full = layers.SoftmaxAttention(WIDTH, HEADS, rngs=7)
+    run = nnx.jit(lambda layer, x: layer(x))
+    out, expected = run(layer, inputs()), run(full, inputs())
+    np.testing.assert_allclose(out[:, :5], expected[:, :5], rtol=1e-5, atol=1e-6)
+    assert np.abs(out[:, 5:] - expected[:, 5:]).max() > 1e-3

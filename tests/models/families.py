@@ -10,10 +10,9 @@ from flax import nnx
 
 from sympow_jax import config, models
 
-WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCABULARY = 16, 4, 2, 8, 1, 32
+WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 16, 4, 2, 8, 32
 SMALL = {
     "vocab_size": VOCABULARY,
-    "layers": LAYERS,
     "width": WIDTH,
     "heads": HEADS,
     "kv_heads": KV_HEADS,
@@ -36,7 +35,8 @@ class Family:
     biases: tuple[str, ...] = ()
     qk_norm: bool = False
     tied: bool = True
-    power: bool = False
+    power: tuple[bool, ...] = (False,)  # of each layer
+    window: int | None = None  # in the tiny model
 
 
 QKV = ("attention.query", "attention.key", "attention.value")
@@ -52,15 +52,23 @@ FAMILIES: Mapping[str, Family] = {
         rms=False,
         gated=False,
         biases=(*QKV, "attention.out", "mlp.up", "mlp.down"),
+        window=11,
     ),
-    "brumby": Family(size="qwen3_14b", base=1e6, qk_norm=True, tied=False, power=True),
+    "brumby": Family(size="qwen3_14b", base=1e6, qk_norm=True, tied=False, power=(True,)),
+    # Not published: its second layer has the attention of Brumby.
+    "hybrid": Family(size="qwen3_14b", base=1e6, qk_norm=True, tied=False, power=(False, True)),
 }
 
 
 def settings(name: str, **changes) -> config.ModelConfig:
     """Returns the config of a tiny model of a family."""
-    small = config.MODEL_SIZES[FAMILIES[name].size] | SMALL | changes
-    return config.ModelConfig(**small, attention=config.preset(name))
+    family = FAMILIES[name]
+    small = config.MODEL_SIZES[family.size] | SMALL | {"layers": len(family.power)} | changes
+    if name == "hybrid":
+        small["attention_pattern"] = ("qwen3", "brumby")
+    window = {} if family.window is None else {"window": family.window}
+    attention = config.preset("qwen3" if name == "hybrid" else name, **window)
+    return config.ModelConfig(**small, attention=attention)
 
 
 def make(name: str) -> models.DecoderLM:
@@ -109,7 +117,7 @@ def forward(name: str, weights: dict[str, np.ndarray], tokens: np.ndarray) -> np
         )
         return np.concatenate([z.real, z.imag], -1)
 
-    def attend(x, layer):
+    def attend(x, layer, power):
         query, key, value = (
             project(x, layer, f"attention.{part}").reshape(len(x), -1, HEAD_DIM)
             for part in ("query", "key", "value")
@@ -119,13 +127,15 @@ def forward(name: str, weights: dict[str, np.ndarray], tokens: np.ndarray) -> np
             key = norm(key, f"{layer}.attention.key_norm")
         key, value = (np.repeat(part, HEADS // KV_HEADS, axis=1) for part in (rotate(key), value))
         scores = np.einsum("tnd,snd->nts", rotate(query), key)
-        if family.power:
+        if power:
             gates = -np.log1p(np.exp(-project(x, layer, "attention.decay")))
             decay = np.repeat(np.cumsum(gates, 0), HEADS // KV_HEADS, axis=1).T
             shares = scores**2 * np.exp(np.minimum(decay[:, :, None] - decay[:, None], 0))
         else:
             shares = np.exp(scores / np.sqrt(HEAD_DIM))
         shares = np.tril(shares)
+        if family.window is not None:
+            shares = np.triu(shares, 1 - family.window)
         mixed = np.einsum("nts,snd->tnd", shares / shares.sum(-1, keepdims=True), value)
         return project(mixed.reshape(len(x), -1), layer, "attention.out")
 
@@ -139,9 +149,9 @@ def forward(name: str, weights: dict[str, np.ndarray], tokens: np.ndarray) -> np
         return project(hidden, layer, "mlp.down")
 
     x = read("embedding")[tokens]
-    for index in range(LAYERS):
+    for index, power in enumerate(family.power):
         layer = f"blocks.{index}"
-        x = x + attend(norm(x, f"{layer}.attention_norm"), layer)
+        x = x + attend(norm(x, f"{layer}.attention_norm"), layer, power)
         x = x + feed_forward(norm(x, f"{layer}.mlp_norm"), layer)
     logits = norm(x, "final_norm") @ read("embedding" if family.tied else "unembedding").T
     assert not unread, f"not part of {name}: {sorted(unread)}"

@@ -107,7 +107,7 @@ def test_flops_are_6_per_weight_that_multiplies(name):
         for key, value in families.parameters(model).items()
         if value.ndim == 2 and (tied or key != "embedding")
     )
-    attention = families.LAYERS * model.blocks[0].attention.kernel.flops_per_token(0)
+    attention = sum(block.attention.kernel.flops_per_token(0) for block in model.blocks)
     assert flops.model_flops_per_token(model.config, 0) == 6 * matrices + 3 * attention
 
 

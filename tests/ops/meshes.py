@@ -239,6 +239,7 @@ OPS = {
     "bidirectional": functools.partial(bidirectional, False),
     "bidirectional-documents": functools.partial(bidirectional, True),
     "softmax": softmax,
+    "softmax-window": functools.partial(softmax, window=3),
     "expressive": expressive,
     "expressive-reference": functools.partial(expressive, implementation="reference"),
     "learned-positions": learned_positions,

@@ -10,7 +10,16 @@ from tests.ops import meshes
 
 # Ops that together cover most loops and custom gradients, in two processes of equal length.
 FAST = (
-    ("plain-chunked", "attention", "softmax", "learned-positions", "positions", "rope", "feature-map"),
+    (
+        "plain-chunked",
+        "attention",
+        "softmax",
+        "softmax-window",
+        "learned-positions",
+        "positions",
+        "rope",
+        "feature-map",
+    ),
     ("chunked", "step-that-folds", "kv_cache", "bidirectional-documents", "expressive", "lrpe", "spe"),
 )
 

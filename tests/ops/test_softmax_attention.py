@@ -4,6 +4,7 @@ import functools
 import types
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def documents_of(segment_ids):
     return documents
 
 
-def exact(query, key, value, log_decay=None, segment_ids=None, causal=True, xp=np):
+def exact(query, key, value, log_decay=None, segment_ids=None, causal=True, window=None, xp=np):
     """Computes the formula in the dtype of its inputs."""
     groups, before = query.shape[2] // key.shape[2], key.shape[1] - query.shape[1]
     key, value = (xp.repeat(x, groups, axis=2) for x in (key, value))
@@ -45,6 +46,10 @@ def exact(query, key, value, log_decay=None, segment_ids=None, causal=True, xp=n
     seen = np.broadcast_to(
         (steps[before:, None] >= steps) | (not causal), (len(query), query.shape[1], len(steps))
     )
+    valid = np.ones((len(query), len(steps)), int) if segment_ids is None else segment_ids >= 0
+    if window is not None:
+        count = valid.cumsum(1)
+        seen = seen & (count[:, before:, None] - count[:, None] < window)
     if segment_ids is not None:
         document = documents_of(segment_ids)
         seen = seen & (document[:, before:, None] == document[:, None]) & (document >= 0)[:, None]
@@ -78,12 +83,20 @@ OPTIONS = {
     "narrow values": {"segments": True, "value_dim": 3},
     "whole documents": {"segments": True, "causal": False},
     "all of the row": {"causal": False},
+    "window": {"window": 5},
+    "window of decays and documents": {"decay": "mixed", "segments": True, "window": 4},
+    "window longer than a block": {"decay": "mixed", "segments": True, "window": 13},
+    "window and KV cache": {"decay": "mixed", "segments": True, "time": 15, "window": 9},
+    "window that begins after some keys": {"decay": "mixed", "time": 15, "window": 9},
+    "window and one query": {"decay": "mixed", "segments": True, "time": 1, "window": 4},
+    "window without slices": {"decay": "mixed", "segments": True, "window": 29},
+    "window of all keys": {"decay": "mixed", "segments": True, "window": 33},
 }
 
 
-def options_of(name, kv_heads=2, decay=None, segments=False, causal=True, **sizes):
+def options_of(name, kv_heads=2, decay=None, segments=False, causal=True, window=None, **sizes):
     arrays = [np.asarray(x) for x in inputs(kv_heads=kv_heads, **sizes)]
-    options = {"causal": causal}
+    options = {"causal": causal, "window": window}
     if decay == "alibi":
         slopes = -np.array(alibi_slopes(kv_heads), np.float32)
         options["log_decay"] = np.broadcast_to(slopes, (2, 33, kv_heads))
@@ -100,8 +113,8 @@ def options_of(name, kv_heads=2, decay=None, segments=False, causal=True, **size
 def test_values_and_gradients(name, block_size):
     arrays, options = options_of(name, **OPTIONS[name])
     weight = np.random.default_rng(2).standard_normal(exact(*arrays, **options).shape)
-    static = {"segment_ids": options.pop("segment_ids", None), "causal": options.pop("causal")}
-    segment_ids = static["segment_ids"]
+    segment_ids = options.pop("segment_ids", None)
+    static = {"segment_ids": segment_ids} | {name: options.pop(name) for name in ("causal", "window")}
     names = ("query", "key", "value", *options)
     arrays += options.values()
 
@@ -199,6 +212,69 @@ def test_no_array_is_as_large_as_all_scores():
     assert compiled.memory_analysis().temp_size_in_bytes < scores / 4
 
 
+def products(jaxpr, times=1):
+    """Counts the multiplications of all matrix products, those of a loop once for each of its steps."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            total += times * equation.outvars[0].aval.size * np.prod([left[axis] for axis in contracted])
+        steps = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += sum(
+            products(inner, times * steps) for inner in jax.extend.core.jaxprs_in_params(equation.params)
+        )
+    return total
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_with_a_window_work_and_memory_are_linear_in_time(segments):
+    """Includes the backward pass: four products after the forward pass's two, and the scores once more."""
+    window, block_size, head_dim = 100, 64, 8
+
+    def loss(query, key, value, log_decay, segment_ids):
+        return softmax_attention(
+            query,
+            key,
+            value,
+            log_decay=log_decay,
+            segment_ids=segment_ids,
+            window=window,
+            block_size=block_size,
+        ).sum()
+
+    def cost(time):
+        shapes = [jax.ShapeDtypeStruct((1, time, 1, head_dim), jnp.float32)] * 3
+        shapes += [jax.ShapeDtypeStruct((1, time, 1), jnp.float32)]
+        shapes += [jax.ShapeDtypeStruct((1, time), jnp.int32) if segments else None]
+        traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).trace(*shapes)
+        compiled = traced.lower().compile()
+        return products(traced.jaxpr.jaxpr), compiled.memory_analysis().temp_size_in_bytes
+
+    (short, small), (long, large) = cost(2048), cost(8192)
+    assert short == 2048 * (window - 1 + block_size) * head_dim * 7
+    assert long == 4 * short
+    assert large < 4.1 * small
+
+
+def test_a_window_of_one_token_is_the_value_of_the_token():
+    query, key, value = inputs()
+    segment_ids = np.array([SEGMENTS, SEGMENTS[::-1]], np.int32)
+    expected = np.where(segment_ids[..., None, None] < 0, 0, np.repeat(value, 2, axis=2))
+    out = softmax_attention(query, key, value, segment_ids=segment_ids, window=1, block_size=6)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+
+
+def test_windows_require_causal_attention_and_a_token():
+    query, key, value = inputs()
+    with pytest.raises(
+        ValueError, match="window is 4 and causal is False; only causal attention has a window"
+    ):
+        softmax_attention(query, key, value, causal=False, window=4)
+    with pytest.raises(ValueError, match="window is 0; it must be at least 1"):
+        softmax_attention(query, key, value, window=0)
+
+
 def test_decays_require_causal_attention():
     query, key, value = inputs()
     with pytest.raises(ValueError, match="decays run in one direction"):
@@ -263,6 +339,26 @@ def test_cudnn_is_chosen_on_a_gpu(gpu, implementation, expected):
     assert set(gpu) == {expected}
 
 
+@pytest.mark.parametrize(("window", "requested"), [(None, None), (5, (4, 0)), (64, None)])
+def test_cudnn_gets_the_window(gpu, monkeypatch, window, requested):
+    """cuDNN's window has a number of tokens on the left, without the query's own."""
+    windows = []
+    recording = jax.nn.dot_product_attention
+
+    def record(*arguments, local_window_size=None, **options):
+        windows.append(local_window_size)
+        return recording(*arguments, local_window_size=local_window_size, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    random = np.random.default_rng(0)
+    arrays = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in half(batch=1)]
+    out = softmax_attention(*arrays, window=window, implementation="cudnn")
+    assert set(windows) == {requested}
+    assert set(gpu) == {"cudnn"}
+    expected = exact(*(np.asarray(x, np.float64) for x in arrays), window=window)
+    assert relative_error(out, expected) < 1e-2
+
+
 def test_without_cudnn_it_is_not_chosen(gpu, monkeypatch):
     recording = jax.nn.dot_product_attention
 
@@ -287,7 +383,8 @@ def test_without_a_gpu_there_is_no_cudnn():
 
 
 @pytest.mark.gpu
-def test_cudnn():
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_cudnn(window):
     """Compares values and gradients with the formula in float64, within the bounds of bfloat16."""
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in inputs(time=512, keys=512, head_dim=64, value_dim=64)]
     dout = jnp.asarray(inputs(time=512, head_dim=64, value_dim=64)[0], jnp.bfloat16)
@@ -296,10 +393,10 @@ def test_cudnn():
         out, pull_back = jax.vjp(attend, *arrays)
         return out, *pull_back(dout.astype(out.dtype))
 
-    cudnn = functools.partial(softmax_attention, implementation="cudnn")
+    cudnn = functools.partial(softmax_attention, implementation="cudnn", window=window)
     gradients = jax.jit(functools.partial(both, cudnn))(*arrays)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
-        expected = jax.tree.map(np.asarray, both(functools.partial(exact, xp=jnp), *wide))
+        expected = jax.tree.map(np.asarray, both(functools.partial(exact, xp=jnp, window=window), *wide))
     for actual, right, bound in zip(gradients, expected, (1e-2, 2e-2, 2e-2, 2e-2), strict=True):
         assert relative_error(actual, right) < bound

@@ -133,6 +133,7 @@ def check_ops(everything):
         "log_decay": np.broadcast_to(-np.array(ops.alibi_slopes(2)), extreme["log_decay"].shape)
     }
     softmax, single = ops.softmax_attention, "float32"
+    window = functools.partial(softmax, window=50, block_size=48)
     expressive = functools.partial(ops.expressive_attention, block_size=48)
     of_expressive = functools.partial(ops.expressive_attention, implementation="reference")
     results = {
@@ -143,6 +144,7 @@ def check_ops(everything):
         # One document whose tokens weigh to its end: the last of four devices needs the state of the first.
         "linear": compare(drawn_for(decay="gentle"), of_linear, {"chunked 4": (linear, 4, single)}),
         "softmax": compare(alibi, softmax, {"8": (softmax, 8, single)}),
+        "window": compare(alibi, window, {"4": (window, 4, single)}),
         "expressive": compare(extreme, of_expressive, {"4": (expressive, 4, single)}),
         "angles": {8: angles(ids, 8)},
         "refused": refused(),

@@ -28,13 +28,14 @@ ROWS, CONTEXT, WINDOW = 8, 64, 8
 def settings(preset: str, arrangement: dict) -> config.Config:
     """Returns a config of a layer of width 64 in float32 on `arrangement`.
 
-    `arrangement` may also set `layers`, `scan_layers`, `remat` and `accumulate`. Key heads are grouped if every axis
-    allows it, and power attention has the form with a state. GPT-2 has its biases and no norm after the embedding, and
-    a published family its body.
+    `arrangement` may also set `layers`, `attention_pattern`, `scan_layers`, `remat` and `accumulate`. Key heads are
+    grouped if every axis allows it, and power attention has the form with a state. GPT-2 has its biases and no norm
+    after the embedding, and a published family its body.
     """
     sizes = {axis: 1 for axis in ("data", "fsdp", "tensor", "context")} | arrangement
     remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
     layers, scan_layers = sizes.pop("layers", 1), sizes.pop("scan_layers", False)
+    pattern = tuple(sizes.pop("attention_pattern", ()))
     recurrent = config.preset(preset).kernel != "softmax" and preset != "even_power"
     form = {"form": "chunked", "chunk_size": 16, "exact_window": WINDOW} if recurrent else {}
     if preset in families.FAMILIES:
@@ -44,6 +45,7 @@ def settings(preset: str, arrangement: dict) -> config.Config:
     shape = {
         "vocab_size": 256,
         "layers": layers,
+        "attention_pattern": pattern,
         "width": 64,
         "heads": 8,
         "kv_heads": 8 if sizes["tensor"] > 4 else 4,

@@ -49,6 +49,8 @@ def test_products_with_weights_are_6_flops_a_weight(name, changes):
         # Half of the pairs are causal, and each costs 2 (64 + 64).
         ("softmax", {}, 4096, 256 * 2048),
         ("softmax_alibi", {}, 65_536, 256 * 32_768),
+        ("sliding_window", {}, 4096, 256 * (1024 - 128)),
+        ("sliding_window", {"window": 512}, 256, 256 * 128),
         ("even_power", {"power": 4}, 4096, 256 * 2048),
         ("conformal", {}, 1024, 256 * 512),
         # 4,096 tokens cost 524,288 by pairs, and 532,480 by features with 32,768 by the pairs of a chunk.

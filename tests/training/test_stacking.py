@@ -63,22 +63,40 @@ def test_forms_of_a_tree():
         "blocks": {n: jax.tree.map(lambda x, n=n: x + n, block) for n in range(11)},
     }
     tree = (np.int32(5), {"mu": params, "nu": params}, ())
-    stacked = stacking.stack(tree)
-    assert stacked[1]["mu"]["stacked_blocks"]["kernel"].shape == (11, 2, 3)
+    stacked = stacking.stack(tree, 1)
+    assert stacked[1]["mu"]["stacked_blocks"][0]["kernel"].shape == (11, 2, 3)
     # Layer 10 comes after layer 9, not after layer 1.
-    np.testing.assert_array_equal(stacked[1]["nu"]["stacked_blocks"]["bias"][:, 0], np.arange(11))
+    np.testing.assert_array_equal(stacked[1]["nu"]["stacked_blocks"][0]["bias"][:, 0], np.arange(11))
     back = stacking.unstack(stacked)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     jax.tree.map(np.testing.assert_array_equal, back, tree)
 
 
-@pytest.mark.parametrize("remat", ["none", "attention"])
-def test_an_update_is_that_of_layers_one_after_another(settings, remat):
+def test_forms_of_a_tree_with_a_period():
+    """Blocks of a period differ, and each is stacked with the blocks at its place in other periods."""
+    blocks = {layer: {"decay" if layer % 3 else "bias": np.full(2, layer)} for layer in range(12)}
+    stacked = stacking.stack({"blocks": blocks}, 3)["stacked_blocks"]
+    assert [list(block) for block in stacked.values()] == [["bias"], ["decay"], ["decay"]]
+    np.testing.assert_array_equal(stacked[2]["decay"][:, 0], [2, 5, 8, 11])
+    back = stacking.unstack({"stacked_blocks": stacked})["blocks"]
+    assert list(back) == list(range(12))
+    jax.tree.map(np.testing.assert_array_equal, back, blocks)
+
+
+HYBRID = {"layers": 4, "attention_pattern": ("sympow_gated", "softmax")}
+
+
+@pytest.mark.parametrize(
+    ("remat", "model"),
+    [("none", {}), ("attention", {}), ("none", HYBRID)],
+    ids=["none", "attention", "hybrid"],
+)
+def test_an_update_is_that_of_layers_one_after_another(settings, remat, model):
     expected, expected_metrics, expected_loss = _two_updates(
-        _deep(settings, scan_layers=False), _rows(settings)
+        _deep(settings, scan_layers=False, **model), _rows(settings)
     )
     found, metrics, heldout_loss = _two_updates(
-        _deep(settings, scan_layers=True, remat=remat), _rows(settings)
+        _deep(settings, scan_layers=True, remat=remat, **model), _rows(settings)
     )
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     _assert_close(found, expected)
@@ -115,9 +133,10 @@ def test_running_means_are_those_of_layers_one_after_another():
     _assert_close(states[1].params, states[0].params)
 
 
-def test_initial_parameters_are_those_of_the_model(settings):
+@pytest.mark.parametrize("changes", [{}, HYBRID], ids=["equal layers", "hybrid"])
+def test_initial_parameters_are_those_of_the_model(settings, changes):
     for scan_layers in (False, True):
-        deep = _deep(settings, scan_layers=scan_layers)
+        deep = _deep(settings, scan_layers=scan_layers, **changes)
         program = _program(deep)
         state = program.by_layer(program.init_state())
         model = models.make(deep.model, deep.task, rngs=deep.training.seed)
@@ -142,18 +161,19 @@ def test_abstract_states_are_those_of_the_states(settings):
             assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
 
 
-def test_a_run_resumes_to_the_bit_and_in_the_other_form(tmp_path, settings):
-    deep = _deep(settings, scan_layers=True)
+@pytest.mark.parametrize("changes", [{}, HYBRID], ids=["equal layers", "hybrid"])
+def test_a_run_resumes_to_the_bit_and_in_the_other_form(tmp_path, settings, changes):
+    deep = _deep(settings, scan_layers=True, **changes)
     assert train.train(deep, tmp_path / "whole") == 0
     half = dataclasses.replace(deep, training=dataclasses.replace(deep.training, steps=4))
     assert train.train(half, tmp_path / "halves") == 0
     assert train.train(deep, tmp_path / "halves") == 0
     program = _program(deep)
     whole, halves = (program.restore_arrays(tmp_path / name)[0]["params"] for name in ("whole", "halves"))
-    assert sorted(whole["blocks"]) == list(range(LAYERS))
+    assert sorted(whole["blocks"]) == list(range(deep.model.layers))
     jax.tree.map(np.testing.assert_array_equal, halves, whole)
     # The rest of the run by the other form, which a checkpoint does not depend on.
-    other = _deep(settings, scan_layers=False)
+    other = _deep(settings, scan_layers=False, **changes)
     assert train.train(half, tmp_path / "other") == 0
     assert train.train(other, tmp_path / "other") == 0
     _assert_close(program.restore_arrays(tmp_path / "other")[0]["params"], whole)

@@ -52,6 +52,15 @@ def test_softmax_has_a_cache(settings):
     ]
 
 
+def test_a_sliding_window_has_a_state_of_a_fixed_size(settings):
+    lines = describe(with_attention(settings, "sliding_window", window=11))
+    # 10 positions of 140 bytes, the id of a document and the mark of one that exceeds the cache.
+    assert lines[1:3] == [
+        "attention of 1 layer: softmax by xla",
+        "state while generating: 1.41 kB per row, at any length",
+    ]
+
+
 def test_a_state_larger_than_memory_does_not_prevent_training(settings):
     settings = with_attention(settings, "even_power")
     attention = config.preset("sympow", power=6)

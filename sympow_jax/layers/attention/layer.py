@@ -52,8 +52,8 @@ class AttentionMaps:
     rate: Float[Array, "B T K ..."] | None
 
 
-def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Attention":
-    """Returns the attention layer of a model's blocks.
+def make_attention(config: configs.ModelConfig, layer: int = 0, *, rngs: nnx.Rngs | int) -> "Attention":
+    """Returns the attention of a layer of a model, counted from 0.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -65,7 +65,7 @@ def make_attention(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> "Att
     """
     return Attention(
         config.width,
-        kernels.from_config(config),
+        kernels.from_config(config, layer),
         dtype=config.dtype,
         use_bias=config.biases,
         norm_epsilon=config.norm_epsilon,
@@ -163,6 +163,8 @@ class Attention(nnx.Module):
         if self.decay_kind.source is attention_lib.DecaySource.DATA:
             decays = kv_width if self.decay_kind.per_channel else self.kv_heads
             self.decay = project(width, decays, ("embed", "gates"), exact=True)
+            if kernel.attention.decay_bias is not None:
+                self.decay_bias = nnx.Param(jnp.full(decays, kernel.attention.decay_bias, jnp.float32))
         if self.decay_kind.source is attention_lib.DecaySource.PARAMETER:
             initial = jnp.exp(self._fixed_decays())
             self.decay_logits = nnx.Param(jnp.log(initial) - jnp.log1p(-initial))
@@ -203,8 +205,8 @@ class Attention(nnx.Module):
         Consecutive calls, each given the previous state, equal one call.
 
         Raises:
-            ValueError: `return_state` is set without a state, but the kernel needs a KV cache, whose capacity only
-                `init_state` can set; or attention is not causal and a state is given or requested.
+            ValueError: `return_state` is set without a state, but the kernel needs a KV cache that grows, whose
+                capacity only `init_state` can set; or attention is not causal and a state is given or requested.
         """
         x, segment_ids = self._checked(x, segment_ids)
         if (return_state or state is not None) and not self.kernel.attention.causal:
@@ -250,7 +252,8 @@ class Attention(nnx.Module):
 
         Args:
             batch: number of rows.
-            max_length: capacity of a KV cache, in positions; at least 1.
+            max_length: capacity of a KV cache, in positions; at least 1. A kernel with a window has a smaller cache if
+                fewer positions suffice.
             kv_cache: whether to use a KV cache. None uses one if attending to it costs less than the recurrent state,
                 or if the kernel or its form requires it.
 
@@ -268,7 +271,8 @@ class Attention(nnx.Module):
             )
         if not kv_cache:
             return self._recurrent_state(batch)
-        memory = self.kernel.init_cache(batch, max_length)
+        limit = self.kernel.cache_limit
+        memory = self.kernel.init_cache(batch, max_length if limit is None else min(max_length, limit))
         return AttentionState(memory=memory, position=self.positions.init_state(batch))
 
     @property
@@ -282,7 +286,8 @@ class Attention(nnx.Module):
     def fold(self, state: AttentionState) -> AttentionState:
         """Returns the state with a KV cache replaced by the recurrent state of its positions, which does not grow.
 
-        A row whose document has exceeded the capacity of the cache becomes NaN.
+        The cache of a sliding window is replaced by one with room for the whole window. A row whose document has
+        exceeded the capacity of the cache becomes NaN.
 
         Raises:
             ValueError: there is no recurrent state.
@@ -311,6 +316,8 @@ class Attention(nnx.Module):
         return x, arguments.to_segment_ids(segment_ids, x.shape[:2])
 
     def _first_state(self, batch: int) -> AttentionState:
+        if self.kernel.cache_limit is not None:
+            return self.init_state(batch, max_length=self.kernel.cache_limit)
         if self.kernel.cache_policy is kernels.CachePolicy.ALWAYS:
             attention = self.kernel.attention
             raise ValueError(
@@ -401,14 +408,17 @@ class Attention(nnx.Module):
 
     def _extend(self, query, key, value, rotate, log_decay, segment_ids, cache):
         """Returns the kernel's output [B, T, N, E], and the KV cache with these tokens appended."""
-        capacity = cache.key.shape[1]
+        capacity, limit = cache.key.shape[1], self.kernel.cache_limit
         joined, missing = cache.append(key, value, log_decay, segment_ids)
         out = self.kernel.attend_cache(
             query, joined, rotate=rotate, log_decay=None if log_decay is None else joined.log_decay
         )
-        if segment_ids is not None and key.shape[1] > 1:
+        # One position of padding waits in its slot for the next call, unless the cache needs all of its slots.
+        if segment_ids is not None and (key.shape[1] > 1 or limit is not None):
             joined = joined.without_gaps()
-        return jnp.where(missing[..., None, None], jnp.nan, out), joined.newest(capacity)
+        if capacity != limit:
+            out = jnp.where(missing[..., None, None], jnp.nan, out)
+        return out, joined.newest(capacity)
 
     def _log_decay(self, x, projected) -> Float[Array, "B T K ..."] | None:
         """Returns the logarithm of gamma, which is finite where sigmoid itself rounds to 0."""
@@ -417,6 +427,8 @@ class Attention(nnx.Module):
             case attention_lib.DecaySource.NONE:
                 return None
             case attention_lib.DecaySource.DATA:
+                if self.kernel.attention.decay_bias is not None:
+                    projected += self.decay_bias[...]
                 return jax.nn.log_sigmoid(projected.reshape(*x.shape[:2], *shape))
             case attention_lib.DecaySource.PARAMETER:
                 constant = jax.nn.log_sigmoid(self.decay_logits[...])

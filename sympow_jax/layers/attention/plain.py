@@ -207,6 +207,8 @@ class SoftmaxAttention(layer.Attention):
         decay: "none"; "alibi" or "permuteformer", fixed per head; or "learned", sigmoid(W x) per head.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
+        window: number of tokens of its document that a token attends to, itself and those directly before it. If None,
+            all. A window bounds the size of the KV cache.
         implementation: "xla" or "cudnn". If None, the op chooses.
         max_document_length: longest document in tokens, which sets the rotation rates.
         qk_norm: whether queries and keys of each head are RMS-normalized before positions are applied.
@@ -239,6 +241,7 @@ class SoftmaxAttention(layer.Attention):
         decay: str = "none",
         position: str = "rope",
         causal: bool = True,
+        window: int | None = None,
         implementation: str | None = None,
         max_document_length: int = 65_536,
         qk_norm: bool = False,
@@ -256,7 +259,7 @@ class SoftmaxAttention(layer.Attention):
             num_kv_heads,
             head_dim,
             dtype,
-            kernel="softmax",
+            **({"kernel": "softmax"} if window is None else {"kernel": "sliding_window", "window": window}),
             decay=decay,
             position=position,
             causal=causal,

@@ -56,6 +56,7 @@ def remove(
     *,
     state: Any = None,
     causal: bool = True,
+    window: int | None = None,
 ) -> Finite:
     """Returns the arguments with zeros in place of padding and of tokens that are not finite.
 
@@ -67,6 +68,8 @@ def remove(
         segment_ids: as in the ops.
         state: a `PowerState` that precedes the tokens, or None.
         causal: a bad token reaches itself and later tokens of its document; otherwise, all of its document.
+        window: number of tokens of its document, itself and later ones, that a bad token reaches if causal; None for
+            all. Padding does not count.
     """
     query, key, value, log_decay = without_padding(segment_ids, query, key, value, log_decay)
     bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
@@ -86,6 +89,10 @@ def remove(
             beyond = jnp.iinfo(document.dtype).max
             reached |= jax.lax.cummin(jnp.where(bad, document, beyond), axis=1, reverse=True) == document
         of_state = document == 0
+    if window is not None:
+        valid = jnp.ones_like(bad[..., 0]) if segment_ids is None else segment_ids >= 0
+        count = jnp.cumsum(valid, axis=1, dtype=jnp.int32)[..., None]
+        reached &= count - jax.lax.cummax(jnp.where(bad, count, -window), axis=1) < window
     key, value = (jnp.where(layout.with_rank(bad, x.ndim), 0, x) for x in (key, value))
     if log_decay is not None:
         log_decay = jnp.where(layout.with_rank(bad, log_decay.ndim), 0, log_decay)

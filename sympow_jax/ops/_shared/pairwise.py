@@ -9,13 +9,17 @@ __all__ = ["Plan", "prepare"]
 
 
 class Plan(NamedTuple):
-    """Static options of a call; `scale` is None if it is an array or if the op has a default."""
+    """Static options of a call; `scale` is None if it is an array or if the op has a default.
+
+    Only softmax attention has a `window`, the number of last tokens of a document that a query attends to.
+    """
 
     causal: bool
     scale: float | None
     implementation: str | None
     block_size: int
     axis_name: str | None
+    window: int | None
 
 
 def prepare(
@@ -31,6 +35,7 @@ def prepare(
     implementations: Sequence[str],
     block_size,
     axis_name: str | None,
+    window: int | None = None,
 ) -> tuple[Plan, dict]:
     """Checks the arguments of an op; returns its plan and the arrays of its call by name.
 
@@ -46,6 +51,10 @@ def prepare(
     block_size = arguments.check_integer("block_size", block_size, 1)
     if axis_name is not None:
         arguments.check_axis_name(axis_name)
+    if window is not None:
+        window = arguments.check_integer("window", window, 1)
+        if not causal:
+            raise ValueError(f"window is {window} and causal is False; only causal attention has a window")
     fixed, traced = calls.static_or_traced(scale)
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
-    return Plan(causal, fixed, implementation, block_size, axis_name), arrays | {"scale": traced}
+    return Plan(causal, fixed, implementation, block_size, axis_name, window), arrays | {"scale": traced}

@@ -32,12 +32,12 @@ def make(
     )
 
 
-def from_config(config: configs.ModelConfig) -> Kernel:
-    """Returns the kernel of a model's layers."""
+def from_config(config: configs.ModelConfig, layer: int = 0) -> Kernel:
+    """Returns the kernel of a layer of a model, counted from 0."""
     assert config.kv_heads is not None  # set by ModelConfig
     assert config.head_dim is not None
     return make(
-        config.attention,
+        config.attentions[layer],
         num_heads=config.heads,
         num_kv_heads=config.kv_heads,
         head_dim=config.head_dim,

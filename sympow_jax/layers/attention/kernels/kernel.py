@@ -173,6 +173,11 @@ class Kernel(abc.ABC):
         """Longest cache that takes no more memory than the recurrent state; 0 if never used, None if always."""
         return None if self.cache_policy is CachePolicy.ALWAYS else 0
 
+    @property
+    def cache_limit(self) -> int | None:
+        """Capacity that a KV cache never needs to exceed, in positions; None if it grows with the document."""
+        return None
+
     def state_bytes(
         self, *, bytes_per_element: int = 4, feature_map: str = "symmetric", normalizer: bool = True
     ) -> int:

@@ -1,0 +1,125 @@
+"""Tests of layers with a sliding window: streams of any pieces, the bounded cache, and its capacity."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, layers
+from sympow_jax.layers.attention import kernels
+
+WIDTH, TIME, WINDOW = 16, 40, 7
+SEGMENT_IDS = np.array([[0] * 13 + [-1] * 3 + [0] * 6 + [1] * 18, [2] * 17 + [-1] * 22 + [2]], np.int32)
+
+
+def make(dtype="float32", **changes):
+    options = {"window": WINDOW} | changes
+    attention = config.preset("sliding_window", decay="learned", **options)
+    kernel = kernels.make(attention, num_heads=4, num_kv_heads=2, head_dim=8, dtype=dtype)
+    layer = layers.Attention(WIDTH, kernel, dtype=dtype, rngs=0)
+    for name in ("query", "key"):
+        getattr(layer, name).kernel[...] *= 3  # so that weights differ
+    return layer
+
+
+def inputs(dtype="float32", time=TIME):
+    return jnp.asarray(np.random.default_rng(0).normal(size=(2, time, WIDTH)), dtype)
+
+
+@nnx.jit
+def resume(layer, x, segment_ids, state):
+    return layer(x, segment_ids=segment_ids, state=state, return_state=True)
+
+
+@nnx.jit
+def whole(layer, x, segment_ids=None):
+    return layer(x, segment_ids=segment_ids)
+
+
+def streamed(layer, x, segment_ids, state, size):
+    parts = []
+    for start in range(0, x.shape[1], size):
+        piece = np.s_[:, start : start + size]
+        out, state = resume(layer, x[piece], None if segment_ids is None else segment_ids[piece], state)
+        parts.append(out)
+    return np.concatenate(parts, axis=1), state
+
+
+def error(actual, expected):
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+
+
+@pytest.mark.parametrize("size", [1, 4, 10, 20])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_pieces_of_any_size_equal_one_pass(dtype, size):
+    with jax.enable_x64(dtype == "float64"):
+        layer, x = make(dtype), inputs(dtype)
+        state = layer.init_state(2, max_length=1000)
+        assert state.memory.key.shape == (2, WINDOW - 1, 2, 8)
+        out, state = streamed(layer, x, SEGMENT_IDS, state, size)
+        assert state.memory.key.shape == (2, WINDOW - 1, 2, 8)
+        assert state.memory.key.dtype == dtype
+        assert error(out, whole(layer, x, SEGMENT_IDS)) < 2e-6
+
+
+@pytest.mark.parametrize("window", [1, 2, TIME, 1000])
+def test_windows_of_extreme_size(window):
+    layer, x = make(window=window), inputs()
+    state = layer.init_state(2, max_length=TIME)
+    assert state.memory.key.shape[1] == {1: 1, 2: 1, TIME: TIME - 1, 1000: TIME}[window]
+    out, _ = streamed(layer, x, SEGMENT_IDS, state, 8)
+    assert error(out, whole(layer, x, SEGMENT_IDS)) < 2e-6
+
+
+def test_a_state_without_a_length():
+    layer, x = make(), inputs()
+    out, state = nnx.jit(lambda layer, x: layer(x, return_state=True))(layer, x[:, :20])
+    assert state.memory.key.shape[1] == WINDOW - 1
+    rest, _ = resume(layer, x[:, 20:], None, state)
+    assert error(jnp.concatenate([out, rest], axis=1), whole(layer, x)) < 2e-6
+
+
+def test_a_cache_that_is_shorter_than_the_window():
+    """Outputs beyond its length are NaN, as without a window, and a document starts afresh."""
+    layer, x = make(), inputs()
+    out, state = streamed(layer, x[:, :9], None, layer.init_state(2, max_length=4), 1)
+    assert state.memory.key.shape[1] == 4
+    assert error(out[:, :5], whole(layer, x[:, :5])) < 2e-6
+    assert np.isnan(out[:, 5:]).all()
+    out, _ = resume(layer, x[:, 9:13], np.full((2, 4), 5, np.int32), state)
+    assert error(out, whole(layer, x[:, 9:13])) < 2e-6
+
+
+def test_a_short_cache_is_folded_into_one_for_the_whole_window():
+    layer, x = make(), inputs()
+    ids = np.zeros((2, 6), np.int32)
+    ids[1, 4:] = -1
+    _, state = resume(layer, x[:, :4], ids[:, :4], layer.init_state(2, max_length=5))
+    folded = layer.fold(state)
+    assert jax.tree.map(jnp.shape, folded) == jax.tree.map(jnp.shape, layer.init_state(2, max_length=100))
+    actual, _ = streamed(layer, x[:, 4:20], None, folded, 4)
+    assert error(actual, whole(layer, x[:, :20])[:, 4:]) < 2e-6
+    assert jax.tree.all(jax.tree.map(np.array_equal, layer.fold(folded), folded))
+    # Row 0 exceeds the short cache and row 1, which is padded, does not.
+    _, state = streamed(layer, x[:, 4:6], ids[:, 4:], state, 2)
+    actual, _ = streamed(layer, x[:, 6:10], None, layer.fold(state), 2)
+    assert np.isnan(actual[0]).all()
+    assert np.isfinite(actual[1]).all()
+
+
+def test_a_cached_nan_reaches_the_window_after_it():
+    layer, x = make(), inputs()
+    x = x.at[0, 3].set(jnp.nan)
+    out, _ = streamed(layer, x, None, layer.init_state(2, max_length=WINDOW), 4)
+    bad = np.zeros((2, TIME), bool)
+    bad[0, 3 : 3 + WINDOW] = True
+    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(bad[..., None], out.shape))
+
+
+def test_maps_end_at_the_window():
+    maps = nnx.jit(lambda layer, x: layer.maps(x))(make(), inputs())
+    ages = np.arange(TIME)[:, None] - np.arange(TIME)
+    seen = (ages >= 0) & (ages < WINDOW)
+    np.testing.assert_array_equal(np.asarray(maps.weights) > 0, np.broadcast_to(seen, maps.weights.shape))

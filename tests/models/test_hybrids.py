@@ -1,0 +1,200 @@
+"""Tests of models whose layers differ in attention.
+
+`test_families` compares one with the formula, and tests of training with scanned layers and devices have one.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, generation, models, ops
+from sympow_jax.evaluation import streaming
+from sympow_jax.training import flops
+from tests.generation import small
+from tests.ops import cases
+
+PATTERN = ("2*conformal", "softmax")
+KERNELS = ["power", "power", "softmax", "power", "power"]
+BOUND = 1e-5
+GREEDY = generation.Sampling(temperature=0)
+
+
+def settings(pattern=PATTERN, *, layers=5, **changes):
+    return config.ModelConfig(
+        **{
+            "vocab_size": 8,
+            "layers": layers,
+            "width": 32,
+            "heads": 2,
+            "attention_pattern": pattern,
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small.model("conformal", layers=5, attention_pattern=PATTERN)
+
+
+def test_a_pattern_is_repeated_and_cut_off():
+    assert [attention.kernel for attention in settings().attentions] == KERNELS
+    assert settings().attention_name == "2*conformal,softmax"
+    written = config.load("quickstart")
+    written = config.override(written, {"model.attention_pattern": "softmax, 1*conformal"})
+    assert [x.kernel for x in written.model.attentions] == ["softmax", "power"]
+
+
+def test_a_preset_replaces_its_own_fields_alone():
+    shared = config.AttentionConfig(kernel="linear", power=4, qk_norm=True, rope=config.RopeConfig(base=1e4))
+    found = settings(("sympow", "llama3", "gpt2"), attention=shared).attentions
+    assert found[0] == config.preset("sympow", power=4, qk_norm=True, rope=shared.rope)
+    assert found[1] == config.preset("llama3", power=4, qk_norm=True)
+    assert found[2] == config.preset("gpt2", power=4, qk_norm=True, rope=shared.rope)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers", "period"),
+    [(("softmax",), 6, 1), (("softmax", "2*softmax"), 6, 1), (PATTERN, 6, 3), (PATTERN, 5, 5)],
+)
+def test_the_period_divides_the_layers(pattern, layers, period):
+    assert settings(pattern, layers=layers).attention_period == period
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (("conformol",), r"model.attention_pattern is 'conformol'.*did you mean conformal"),
+        (("0*softmax",), r"has '0\*softmax'; before `\*` is the number of layers, from 1 to 5"),
+        (("a*softmax",), r"has 'a\*softmax'; before"),
+        (("10000000000000000000000*softmax",), r"from 1 to 5"),
+        (("4*softmax", "2*sympow"), r"has 6 layers and the model 5; shorten the pattern"),
+        (("linear", "gpt2"), r"'learned_absolute' and 'sinusoidal'.*only one"),
+        (
+            "softmax",
+            r"model.attention_pattern is 'softmax', a str; it must be a tuple of str: write \('softmax',\)",
+        ),
+    ],
+)
+def test_mistakes_in_patterns(pattern, message):
+    with pytest.raises(ValueError, match=message):
+        settings(pattern)
+
+
+def test_an_option_that_a_layer_does_not_have():
+    with pytest.raises(
+        ValueError, match=r"in layers of preset 'softmax': attention.implementation is 'mosaic_gpu'"
+    ):
+        settings(attention=config.AttentionConfig(implementation="mosaic_gpu"))
+
+
+def test_positions_that_one_layer_adds_are_added_once():
+    """Learned positions are those of the layer whose attention has them, and limit documents."""
+    shared = config.AttentionConfig(max_document_length=64)
+    hybrid = settings(("sympow", "linear"), layers=2, attention=shared)
+    assert hybrid.longest_document is None
+    assert models.DecoderLM(hybrid, rngs=0).init_state(2, max_length=4).position is not None
+    learned = models.DecoderLM(settings(("sympow", "gpt2"), layers=2, attention=shared), rngs=0)
+    assert learned.config.longest_document == 1024
+    assert learned.position_embedding.shape == (1024, 32)
+
+
+def test_a_pattern_of_one_preset_is_that_preset():
+    one = models.DecoderLM(settings(("conformal",), layers=2), rngs=0)
+    other = models.DecoderLM(settings((), layers=2), rngs=0)
+    assert one.config.attentions == other.config.attentions
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
+
+
+def test_each_layer_has_its_own_kind_of_state(model):
+    state = generation.init_state(model, 2, max_length=1000)
+    assert [isinstance(layer.memory, ops.KVCache) for layer in state.layers] == [
+        x == "softmax" for x in KERNELS
+    ]
+    assert state.layers[2].memory.key.shape[1] == 1000
+    short = generation.init_state(model, 2, max_length=10)
+    assert all(isinstance(layer.memory, ops.KVCache) for layer in short.layers)
+    folded = generation.fold(model, short)
+    assert [isinstance(layer.memory, ops.KVCache) for layer in folded.layers] == [
+        x == "softmax" for x in KERNELS
+    ]
+    with pytest.raises(ValueError, match=r"attention of kernel 'softmax' uses a KV cache.*pass max_length"):
+        generation.init_state(model, 2)
+    with pytest.raises(ValueError, match="kv_cache is for 2 layers; the model has 5"):
+        model.init_state(2, max_length=4, kv_cache=[True, False])
+    with pytest.raises(ValueError, match="kv_cache is False, which this attention of kernel 'softmax'"):
+        model.init_state(2, max_length=4, kv_cache=False)
+
+
+def test_parts_of_a_row_equal_one_call(model):
+    tokens = small.tokens(2, 100)
+    expected = small.whole(model, tokens)
+    assert np.std(expected) > 0.1
+    state, parts = model.init_state(2, max_length=100), []
+    for start, stop in itertools.pairwise((0, 50, 99, 100)):
+        part, state = resume(model, tokens[:, start:stop], state)
+        parts.append(part)
+    assert cases.error(np.concatenate(parts, 1), expected) < BOUND
+
+
+@nnx.jit
+def resume(model, tokens, state):
+    return model(tokens, state=state, return_state=True)
+
+
+def test_ragged_prompts_are_continued_as_by_whole_calls(model):
+    """With 60 tokens in all, layers of power attention begin with a recurrent state."""
+    prompts = [row[:length].tolist() for row, length in zip(small.tokens(3, 40), (21, 3, 40))]
+    pieces = list(generation.generate(model, prompts, max_tokens=20, sampling=GREEDY, block=10))
+    found = np.concatenate(pieces, axis=1)
+    for prompt, continuation in zip(prompts, found):
+        row = np.array([*prompt, *continuation, *[0] * (100 - len(prompt) - 20)])
+        logits = np.asarray(small.whole(model, np.stack([row, row])))[0]
+        ends = np.arange(len(prompt) - 1, len(prompt) + 19)
+        np.testing.assert_array_equal(logits[ends].argmax(-1), continuation)
+    assert len(np.unique(found)) > 5
+
+
+def test_rows_and_files_of_states(model, tmp_path):
+    _, state = generation.prefill(model, small.tokens(3, 40), np.array([40, 7, 20]), max_length=50)
+    generation.save_state(tmp_path / "state", model, state)
+    restored = generation.restore_state(tmp_path / "state", model)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    moved = generation.insert(generation.init_state(model, 3, max_length=50), 1, generation.take(state, 2))
+    forked = generation.fork(state, 2)
+    token = np.array([1, 2, 3])
+    expected, _ = generation.decode(model, state, token)
+    in_slot, _ = generation.decode(model, moved, np.array([0, 3, 0]))
+    copies, _ = generation.decode(model, forked, np.repeat(token, 2))
+    np.testing.assert_allclose(in_slot[1], expected[2], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(copies[4], expected[2], rtol=1e-5, atol=1e-5)
+    other = small.model("conformal", layers=5, attention_pattern=("softmax", "conformal"))
+    with pytest.raises(ValueError, match="the state is of another model"):
+        generation.decode(other, state, token)
+    with pytest.raises(ValueError, match="state of another model: attention_pattern is"):
+        generation.restore_state(tmp_path / "state", other)
+
+
+def test_losses_of_a_document_in_parts_equal_those_of_one_call(model, monkeypatch):
+    tokens = small.tokens(1, 101)
+    expected = streaming.token_losses(model, tokens)
+    monkeypatch.setattr(streaming, "_CALL_TOKENS", 40)
+    np.testing.assert_allclose(streaming.token_losses(model, tokens), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_flops_and_states_are_those_of_the_layers():
+    def counted(**changes):
+        return flops.model_flops_per_token(settings(**changes), 4096)
+
+    both = counted(pattern=("conformal", "softmax"), layers=2)
+    alone = [counted(pattern=(name,), layers=2) for name in ("conformal", "softmax")]
+    assert both == pytest.approx(sum(alone) / 2)
+    assert alone[0] != alone[1]
+    powers = models.state_bytes(settings(("sympow", "linear"), layers=2))
+    each = [models.state_bytes(settings((name,), layers=1)) for name in ("sympow", "linear")]
+    assert powers == sum(each)
+    with pytest.raises(ValueError, match="kernel 'softmax' has no recurrent state"):
+        models.state_bytes(settings())
