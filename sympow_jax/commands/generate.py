@@ -19,6 +19,9 @@ from sympow_jax.training import checkpoint, cli, machine, workdir
 __all__ = ["generate", "main"]
 
 
+_DTYPES = ("float32", "bfloat16")
+
+
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_line.Parser(
         prog=program,
@@ -75,6 +78,25 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="Text to end before; may be repeated."
     )
+    parser.add_argument(
+        "--weights_dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="Dtype that matrices are rounded to when they are loaded. Products are in float32.",
+    )
+    parser.add_argument(
+        "--state_dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="Dtype in which recurrent states are stored between tokens. bfloat16 is for models with decays.",
+    )
+    for axis, sharded in (("data", "prompts and samples"), ("tensor", "heads, matrices and states")):
+        parser.add_argument(
+            f"--sharding.{axis}",
+            type=int,
+            metavar="N",
+            help=f"Number of shards of {sharded}. With one of these flags all devices are used, otherwise one.",
+        )
     parser.add_tokenizer()
     return parser.parse_args(arguments)
 
@@ -95,6 +117,14 @@ def _read_prompts(flags: argparse.Namespace) -> list[tuple[str, bytes]]:
         (f"line {number} of {flags.prompts}", line.removesuffix("\r").encode())
         for number, line in enumerate(lines, 1)
     ]
+
+
+def _read_sizes(flags: argparse.Namespace) -> config.ShardingConfig | None:
+    """Returns the mesh shape; None for one device."""
+    data, tensor = vars(flags)["sharding.data"], vars(flags)["sharding.tensor"]
+    if data is None and tensor is None:
+        return None
+    return config.ShardingConfig(data=data, tensor=1 if tensor is None else tensor)
 
 
 def _require_decoder(settings: config.Config, folder: pathlib.Path) -> None:
@@ -170,11 +200,16 @@ def generate(flags: argparse.Namespace) -> int:
     prompts = _read_prompts(flags)
     tokens = [codec.encode(prompt, name) for name, prompt in prompts]
 
-    model = cast(models.DecoderLM, training.restore_exact(folder)[1])
+    _, model, _ = training.restore_exact(
+        folder,
+        sizes=_read_sizes(flags),
+        weights_dtype=flags.weights_dtype,
+        state_dtype=flags.state_dtype,
+    )
     # By default, GPUs would round the factors of float32 products.
     with jax.default_matmul_precision("highest"):
         texts = generation.stream(
-            model,
+            cast(models.DecoderLM, model),
             codec,
             tokens,
             max_tokens=flags.max_tokens,

@@ -121,7 +121,8 @@ def _blocks(model, rows, seeds, samples, room, used, max_tokens, sampling, block
     for left in range(max_tokens, 0, -block):
         if room is not None and used + block > room:
             rows, room = rows._replace(state=decoding.fold(model, rows.state)), None
-        rows, tokens, finite = decode_block(graph, variables, sampling, block, seeds, rows)
+        with decoding.mesh_of(model):
+            rows, tokens, finite = decode_block(graph, variables, sampling, block, seeds, rows)
         used += block
         tokens, finite = np.asarray(tokens)[:, :left], np.asarray(finite)[:, :left]
         if not finite.all():

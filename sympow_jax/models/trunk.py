@@ -212,7 +212,7 @@ class TokenTrunk(Trunk):
             self.unembedding = table()
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-        """Returns the rows of the embedding.
+        """Returns the rows of the embedding, in float32 even if the table is shorter.
 
         Raises:
             ValueError: tokens are not integers of shape [B, T].
@@ -226,7 +226,8 @@ class TokenTrunk(Trunk):
             raise ValueError(
                 f"tokens has dtype {tokens.dtype}; it must be an integer dtype; pass token ids, not embeddings"
             )
-        return parallel.lookup(self.embedding[...], tokens)
+        rows = parallel.lookup(self.embedding[...], tokens)
+        return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
 
     def unembed(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Returns logits in float32: hidden states times the transpose of `output_table`."""
