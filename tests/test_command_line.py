@@ -102,7 +102,7 @@ def test_a_field_that_the_file_sets_is_kept():
         (["--config.train.seed=4"], "did you mean --config.training.seed?"),
         (
             ["--config.model.attention.p", "4"],
-            "model.attention has kernel, decay, position, qk_norm, qkv_biases",
+            "model.attention has kernel, decay, decay_bias, position, qk_norm",
         ),
         (["--config.optimizer.lr", "4"], "optimizer has name, learning_rate"),
         (["--config.model=3"], "no setting --config.model; it is a group, which has vocab_size, layers"),

@@ -1,5 +1,6 @@
 """Tests of the files in configs/: the papers' sizes, and small copies that learn from generated data."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -43,6 +44,63 @@ def test_table_8():
     epoch = 1_281_167 / 1600
     expected = (12, 384, 6, 1536, "gelu", 196, 1600, int(300 * epoch), int(20 * epoch), 5e-4, "cosine")
     assert shape(images) == (*expected, "adamw", 1e-8, 0.9, 0.98, 0.05)
+
+
+def _saved(folder: pathlib.Path, settings: config.Config) -> pathlib.Path:
+    """Writes the settings of a run, and a folder of checkpoints."""
+    (folder / "checkpoints" / "1").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings)))
+    return folder
+
+
+def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path):
+    model = config.ModelConfig(
+        **config.MODEL_SIZES["qwen3_600m"], attention=config.preset("qwen3", implementation="cudnn")
+    )
+    run = _saved(tmp_path / "run", config.Config(model=model, data=config.DataConfig(context_length=64)))
+    first = load(f'retrofit.py:"{run}",preset=sympow_gated,every=4,match=true')
+    assert first.task == config.TaskConfig(name="match_attention", initial_run=str(run))
+    kinds = [attention.kernel for attention in first.model.attentions]
+    assert kinds == ["power", "power", "power", "softmax"] * 7
+    new = first.model.attentions[0]
+    assert (new.decay, new.decay_bias, new.qk_norm, new.rope) == ("learned", 6.0, True, model.attention.rope)
+    assert dataclasses.replace(first.model, attention=model.attention, attention_pattern=()) == model
+    assert first.data.context_length == 64
+    second = load(f'retrofit.py:"{_saved(tmp_path / "first", first)}"')
+    assert second.model == first.model
+    assert second.task == config.TaskConfig(initial_run=str(tmp_path / "first"))
+    whole = load(f'retrofit.py:"{run}"').model
+    assert {attention.position for attention in whole.attentions} == {"learned_rope"}
+
+
+def test_mistakes_in_retrofits(tmp_path):
+    def saved(name, **changes):
+        model = {"vocab_size": 8, "layers": 2, "width": 32, "heads": 2, **changes.pop("model", {})}
+        return _saved(tmp_path / name, config.Config(model=config.ModelConfig(**model), **changes))
+
+    run = saved("run")
+    matched = saved(
+        "matched",
+        model={"attention_pattern": ("softmax",)},
+        task=config.TaskConfig(name="match_attention"),
+    )
+    encoder = saved(
+        "encoder",
+        model={"attention": config.preset("softmax", causal=False)},
+        task=config.TaskConfig(name="masked_token"),
+    )
+    (tmp_path / "weights").mkdir()
+    for spec, message in {
+        f'"{tmp_path}/weights"': r"not the workdir of a run; make one of published weights with `sympow weights",
+        f'"{run}",preset=conformol': "preset is 'conformol'.*did you mean conformal",
+        f'"{run}",every=1': "every is 1; it must be at least 2 and at most the model's 2 layers",
+        f'"{run}",every=3': "every is 3",
+        f'"{matched}",preset=sympow': "first stage of a retrofit, whose attention is chosen; leave out preset",
+        f'"{encoder}"': "a run of the task 'masked_token'; only decoders can be retrofitted",
+        f'"{saved("hybrid", model={"attention_pattern": ("softmax", "linear")})}"': "retrofit a model whose layers",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load(f"retrofit.py:{spec}")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Exports weights of runs and imports weights as runs.
 
     sympow weights export --workdir=runs/quickstart --out=quickstart.safetensors
-    sympow weights import --weights=gpt2/model.safetensors --workdir=runs/gpt2
+    sympow weights import --weights=Qwen3-0.6B/ --workdir=runs/qwen3
+    sympow weights export --workdir=runs/qwen3 --format=huggingface --out=exported/
 
 An import is a run at step 0. `sympow eval` and `sympow generate` can read it, `sympow train` can resume it, and other
 runs can start from it with task.initial_run.
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from sympow_jax import config
 from sympow_jax.commands import command_line
 from sympow_jax.training import cli
-from sympow_jax.weights import files, runs
+from sympow_jax.weights import files, hub, runs
 
 __all__ = ["main"]
 
@@ -23,12 +24,19 @@ def _parser(program: str) -> command_line.Parser:
     parser = command_line.Parser(prog=program, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="export|import")
     exporting = commands.add_parser("export", help="Write a run's newest checkpoint as safetensors.")
+    exporting.add_argument(
+        "--format",
+        default=runs.FORMATS[0],
+        choices=runs.FORMATS,
+        help="`sympow` is a file and its settings; `huggingface` is a folder that transformers opens, for models of a "
+        "family that it has.",
+    )
     exporting.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
     exporting.add_argument(
         "--out",
         required=True,
-        metavar="FILE.safetensors",
-        help="File to write. The settings go to FILE.json.",
+        metavar="FILE.safetensors|FOLDER",
+        help="File to write, whose settings go to FILE.json, or the folder of --format=huggingface.",
     )
     exporting.add_argument(
         "--dtype",
@@ -44,27 +52,28 @@ def _parser(program: str) -> command_line.Parser:
     importing.add_argument(
         "--weights",
         required=True,
-        metavar="FILE.safetensors",
-        help="File that `export` wrote, or GPT-2's model.safetensors.",
+        metavar="FILE.safetensors|FOLDER|hf://ORG/NAME",
+        help="File or folder that `export` wrote, a published transformer in Hugging Face's layout, or the name of one "
+        "to download; hf://ORG/NAME@REVISION for a revision of it.",
     )
     importing.add_argument("--workdir", required=True, metavar="DIR", help="Workdir to make.")
     importing.add_argument(
         "--config",
         metavar="FILE.json|CONFIG[:ARGUMENTS]",
-        help="Settings of the run: the JSON that `export` wrote, GPT-2's config.json, or a config as for training, "
-        "NAME or FILE.py. Default: the JSON beside the weights.",
+        help="Settings of the run: the JSON that `export` wrote, a published config.json, or a config as for training, "
+        "NAME or FILE.py. Default: the JSON next to the weights.",
     )
     importing.add_settings(hidden=True)
     return parser
 
 
-def _read_settings(known: argparse.Namespace) -> config.Config:
+def _read_settings(known: argparse.Namespace, path: pathlib.Path) -> config.Config:
     given = known.config
     # A JSON file has a suffix, which the names of configs do not have.
     if given is not None and pathlib.Path(given.partition(":")[0]).suffix in ("", ".py"):
         settings = config.load(given)
     else:
-        settings = files.read_settings(files.settings_path(known.weights) if given is None else given)
+        settings = files.read_settings(files.settings_path(path) if given is None else given)
     return command_line.read_settings(known, settings)
 
 
@@ -73,10 +82,10 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
     with cli.user_errors():
         known = _parser(program).parse_args(arguments)
         if known.command == "export":
-            number, count = runs.export_run(known.workdir, known.out, dtype=known.dtype)
+            number, count = runs.export_run(known.workdir, known.out, format=known.format, dtype=known.dtype)
             print(f"{known.out} has the {count:,} numbers of step {number} of {known.workdir}")
         else:
-            settings = _read_settings(known)
-            count = runs.import_run(known.weights, settings, known.workdir)
-            print(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {known.weights}")
+            path = hub.local_path(known.weights)
+            count = runs.import_run(path, _read_settings(known, path), known.workdir)
+            print(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {path}")
     return 0

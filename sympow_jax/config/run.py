@@ -282,15 +282,20 @@ class Config:
 
     def _check_task(self):
         task, model = self.task.name, self.model
-        if model.attention.causal != (task == "next_token"):
+        if model.attention.causal != self.task.is_causal:
             raise ValueError(
                 f"model.attention.causal is {model.attention.causal} and task.name {task!r}; to predict the next token "
-                f"attention must be causal, for any other task it must not"
+                f"or to match such attention, attention must be causal, for any other task it must not"
             )
-        if task == "next_token" and model.norm == "batch":
+        if self.task.is_causal and model.norm == "batch":
             raise ValueError(
-                "model.norm is 'batch' and task.name 'next_token'; means over a batch show a position those that "
-                "follow it: use 'layer'"
+                f"model.norm is 'batch' and task.name {task!r}; means over a batch show a position those that follow "
+                f"it: use 'layer'"
+            )
+        if task == "match_attention" and set(model.attentions) == {model.attention}:
+            raise ValueError(
+                "task.name is 'match_attention', but every layer has model.attention; name the new attention in "
+                "model.attention_pattern, such as conformal"
             )
         if self.data.heldout_names and self.task.outputs is None:
             raise ValueError(
@@ -363,7 +368,7 @@ class Config:
     def _check_context(self):
         context, length = self.sharding.context, self.data.context_length
         channels = next((x for x in self.model.attentions if x.decay_kind.per_channel), None)
-        if context > 1 and self.task.name != "next_token":
+        if context > 1 and not self.task.is_causal:
             raise ValueError(
                 f"sharding.context is {context} and task.name {self.task.name!r}; the sequence is divided for causal "
                 f"attention alone: use sharding.data, sharding.fsdp or sharding.tensor"

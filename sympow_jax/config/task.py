@@ -7,7 +7,7 @@ from sympow_jax.config import fields
 
 __all__ = ["TaskConfig"]
 
-TASKS = ("next_token", "masked_token", "classification", "regression")
+TASKS = ("next_token", "match_attention", "masked_token", "classification", "regression")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,9 @@ class TaskConfig:
     name: str = dataclasses.field(
         default="next_token",
         metadata=fields.about(
-            "Task. `next_token` trains a decoder. The others train an encoder, which sees the whole row: "
+            "Task. `next_token` trains a decoder. `match_attention` trains those layers of a decoder whose preset in "
+            "`model.attention_pattern` is not `shared` to give the outputs of `model.attention`, which they replace. "
+            "The others train an encoder, which sees the whole row: "
             "`masked_token`, `classification` (the class of a row, one of `classes`) and `regression` (a "
             "number per row).",
             choices=TASKS,
@@ -67,6 +69,11 @@ class TaskConfig:
             )
         if self.name == "masked_token" and not self.mask_fraction:
             raise ValueError("task.mask_fraction is 0.0; task 'masked_token' has nothing to predict")
+
+    @property
+    def is_causal(self) -> bool:
+        """True for the tasks of decoders."""
+        return self.name in ("next_token", "match_attention")
 
     @property
     def outputs(self) -> int | None:

@@ -41,7 +41,7 @@ def _source(name: str) -> Any:
 
 
 def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> None:
-    fitting = _EXAMPLES.get(config.source, ("next_token", "masked_token"))
+    fitting = _EXAMPLES.get(config.source, ("next_token", "match_attention", "masked_token"))
     if task.name not in fitting:
         raise ValueError(
             f"task.name is {task.name!r}, but data.source {config.source!r} is for {' and '.join(fitting)}; change "

@@ -24,6 +24,8 @@ def finish(
 ) -> dict[str, pathlib.Path]:
     """Evaluates a run at the end of training on its held-out data: a decoder by position, others on rows.
 
+    A run of `match_attention` is a stage of another run, and is not evaluated.
+
     Returns:
         The table and the plot that were written to the folder; empty if there is no evaluation.
     """
@@ -31,7 +33,7 @@ def finish(
         if lengths := runs.lengths_of(config, opened):
             runs.evaluate_runs([folder], lengths, out=folder, heldout=opened)
             return {"table": folder / "context_loss.csv", "plot": folder / "context_loss.png"}
-    elif opened.rows is not None:
+    elif opened.rows is not None and config.task.name != "match_attention":
         heldout.evaluate_heldout([folder], out=folder, heldout=opened)
         return {"table": folder / "heldout.json"}
     return {}

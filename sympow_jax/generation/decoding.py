@@ -29,9 +29,9 @@ def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = 
 
     A layer uses a KV cache if `max_length` tokens fit in no more memory than its recurrent state, or if it has no
     recurrent state. The cache has room for `max_length` tokens per row, including the prompt. Outputs beyond are NaN.
-    To continue beyond, `fold` the caches first, if every layer has a recurrent state. If `max_length` is None, layers
-    use the fixed-size recurrent state. The cache of a sliding window has a fixed size too: without `max_length`, or
-    with one of at least window - 1, it has room for every window and outputs are never NaN.
+    To continue beyond, `fold` the caches first, if every layer has a recurrent state or a window. The cache of a
+    sliding window needs room for window - 1 tokens only; with that, outputs are never NaN. If `max_length` is None,
+    layers use the fixed-size recurrent state or the cache of a whole window.
 
     Raises:
         ValueError: `max_length` is None and a layer has neither a recurrent state nor a window, or the recurrent state

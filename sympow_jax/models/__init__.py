@@ -1,4 +1,4 @@
-"""Models: decoders, encoders and image classifiers."""
+"""Models: decoders, encoders, image classifiers, and decoders whose attention is replaced."""
 
 from sympow_jax.models.build import (
     Model,
@@ -11,10 +11,12 @@ from sympow_jax.models.build import (
 from sympow_jax.models.decoder import DecoderLM, DecoderState
 from sympow_jax.models.encoder import DualEncoder, Encoder
 from sympow_jax.models.image_classifier import ImageClassifier
+from sympow_jax.models.matcher import AttentionMatcher
 from sympow_jax.models.state_size import state_bytes
 from sympow_jax.models.trunk import logits
 
 __all__ = [
+    "AttentionMatcher",
     "DecoderLM",
     "DecoderState",
     "DualEncoder",

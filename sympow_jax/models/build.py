@@ -9,11 +9,11 @@ from flax import nnx
 
 from sympow_jax import config as configs
 from sympow_jax.layers import partitioning
-from sympow_jax.models import decoder, encoder, image_classifier
+from sympow_jax.models import decoder, encoder, image_classifier, matcher
 
 __all__ = ["Model", "cast_weights", "make", "names_of_any_layer", "parameter_name", "parameter_specs"]
 
-Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier
+Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier | matcher.AttentionMatcher
 """Type of the models that `make` returns."""
 
 
@@ -22,13 +22,15 @@ def make(
 ) -> Model:
     """Returns a new model for a task, with its blocks `stacked` or in a list.
 
-    It is an image classifier if it has a patch size, a decoder to predict the next token, and an encoder otherwise: a
-    dual encoder for two texts that are encoded independently.
+    It is an image classifier if it has a patch size, a decoder to predict the next token, a matcher to match the
+    outputs of attention, and an encoder otherwise: a dual encoder for two texts that are encoded independently.
     """
     if config.patch_size is not None:
         return image_classifier.ImageClassifier(config, task, rngs=rngs, stacked=stacked)
     if task.name == "next_token":
         return decoder.DecoderLM(config, rngs=rngs, stacked=stacked)
+    if task.name == "match_attention":
+        return matcher.AttentionMatcher(config, rngs=rngs, stacked=stacked)
     kind = encoder.DualEncoder if task.dual_encoder else encoder.Encoder
     return kind(config, task, rngs=rngs, stacked=stacked)
 

@@ -168,18 +168,20 @@ class DecoderLM(trunk.TokenTrunk):
     def fold(self, state: DecoderState) -> DecoderState:
         """Returns the state with KV caches replaced by the recurrent states of their tokens, which do not grow.
 
-        Layers without a recurrent state keep their cache. A row whose document has exceeded the capacity of a cache
+        Layers with neither a recurrent state nor a window keep their cache. The cache of a sliding window gets room
+        for the whole window. A row whose document has exceeded the capacity of a cache
         that is replaced becomes NaN.
 
         Raises:
-            ValueError: no layer has a recurrent state.
+            ValueError: no layer has a recurrent state or a window.
         """
-        recurrent = [block.attention.kernel.supports_memory(kv_cache=False) for block in self.blocks]
-        if not any(recurrent):
+        kernels = [block.attention.kernel for block in self.blocks]
+        bounded = [x.supports_memory(kv_cache=False) or x.cache_limit is not None for x in kernels]
+        if not any(bounded):
             # The error of a layer names the reason.
             self.blocks[0].attention.fold(state.layers[0])
         folded = [
             block.attention.fold(layer) if folds else layer
-            for block, layer, folds in zip(self.blocks, state.layers, recurrent)
+            for block, layer, folds in zip(self.blocks, state.layers, bounded)
         ]
         return dataclasses.replace(state, layers=tuple(folded))

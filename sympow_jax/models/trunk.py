@@ -212,7 +212,7 @@ class TokenTrunk(Trunk):
             self.unembedding = table()
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-        """Returns the rows of the embedding, in float32 even if the table is shorter.
+        """Returns the rows of the embedding, in float32 if its dtype is shorter.
 
         Raises:
             ValueError: tokens are not integers of shape [B, T].

@@ -3,6 +3,7 @@
 import pathlib
 
 import jax
+import jax.numpy as jnp
 
 from sympow_jax import config as config_lib
 from sympow_jax import models
@@ -12,7 +13,7 @@ from sympow_jax.training.state import Params
 
 __all__ = ["read_config", "replace"]
 
-_HEAD, _DECODER = "head", "next_token"
+_HEAD = "head"
 
 
 def read_config(folder: pathlib.Path, config: config_lib.Config) -> config_lib.Config:
@@ -27,14 +28,13 @@ def read_config(folder: pathlib.Path, config: config_lib.Config) -> config_lib.C
         checkpoint.require_checkpoint(folder)
     except ValueError as error:
         raise ValueError(f"task.initial_run: {error}") from error
-    if (found.task.name == _DECODER) != (config.task.name == _DECODER):
-        kind, other = ("causal", "masked_token") if found.task.name == _DECODER else ("not causal", _DECODER)
+    if found.task.is_causal != config.task.is_causal:
+        kind, other = ("causal", "masked_token") if found.task.is_causal else ("not causal", "next_token")
         raise ValueError(
             f"task.initial_run: {folder} is a run of the task {found.task.name!r}, whose attention is {kind}; name "
             f"one of {other!r}"
         )
-    decoder = config.task.name == _DECODER
-    occasion = fields.Occasion.INITIAL_DECODER if decoder else fields.Occasion.INITIAL_ENCODER
+    occasion = fields.Occasion.INITIAL_DECODER if config.task.is_causal else fields.Occasion.INITIAL_ENCODER
     fixed = (serialize.flatten(x.model, occasion, prefix="model.") for x in (found, config))
     if different := serialize.differences(*fixed):
         raise ValueError(
@@ -46,7 +46,8 @@ def read_config(folder: pathlib.Path, config: config_lib.Config) -> config_lib.C
 def replace(new: Params, found: Params, folder: pathlib.Path) -> Params:
     """Returns the parameters `new`, replaced by those in `found` of the same name, except the head.
 
-    A message lists the names that are not in both.
+    The original attention of `models.AttentionMatcher` is a copy of the attention in `found`. A message lists the names
+    that are not in both.
 
     Raises:
         ValueError: parameters of the same name have other shapes.
@@ -54,6 +55,13 @@ def replace(new: Params, found: Params, folder: pathlib.Path) -> Params:
     fresh, structure = jax.tree_util.tree_flatten_with_path(new)
     saved = {models.parameter_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
     wanted = {models.parameter_name(path): leaf for path, leaf in fresh}
+    originals = {
+        name: saved[source]
+        for name in wanted
+        if name not in saved and (source := name.replace(".original.", ".attention.")) in saved
+    }
+    # Copies, because the state is donated, and the new attention begins with the same arrays.
+    saved |= jax.tree.map(jnp.copy, originals)
     taken = {name for name in wanted if name in saved and name.partition(".")[0] != _HEAD}
     if different := [
         f"{name} was {list(saved[name].shape)} and is {list(wanted[name].shape)}"

@@ -24,7 +24,7 @@ class Sums(NamedTuple):
     """Sums over the targets or labels of a batch that count.
 
     Attributes:
-        loss: cross-entropies in nats, or squared errors.
+        loss: cross-entropies in nats, or squared errors, which for `AttentionMatcher` are relative.
         correct: number of rows whose class has the largest logit; 0 if no classes are predicted.
     """
 
@@ -39,6 +39,9 @@ def sums(model: models.Model, batch: Batch) -> Sums:
     `labels [B]` are classes if they are integers, or else numbers. Integers >= 0 count, and so do numbers except NaN.
     """
     inputs, segment_ids = batch["inputs"], batch.get("segment_ids")
+    if isinstance(model, models.AttentionMatcher):
+        errors = model.errors(inputs, segment_ids=segment_ids)
+        return Sums(jnp.sum(errors, where=_counts(batch["targets"])), jnp.float32(0))
     if "targets" in batch:
         assert not isinstance(model, models.ImageClassifier)
         hidden = model.hidden(inputs, segment_ids=segment_ids)
@@ -60,7 +63,7 @@ def label_sums(outputs: Float[Array, "B outputs"], labels: Array) -> Sums:
 
 def predict(model: models.Model, batch: Batch) -> Float[Array, "B outputs"]:
     """Returns the outputs of a model with a head for the rows of a batch."""
-    assert not isinstance(model, models.DecoderLM)
+    assert not isinstance(model, models.DecoderLM | models.AttentionMatcher)
     if isinstance(model, models.ImageClassifier):
         return model.classify(batch["inputs"])
     return model.classify(batch["inputs"], segment_ids=batch.get("segment_ids"))

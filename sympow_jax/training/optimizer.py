@@ -65,17 +65,19 @@ def factors(settings: config.OptimizerConfig, params: optax.Params) -> Any:
 
 
 def make_optimizer(
-    settings: config.OptimizerConfig, steps: int, params: optax.Params, factors: Any
+    settings: config.OptimizerConfig, steps: int, params: optax.Params, factors: Any, trained: Any
 ) -> optax.GradientTransformation:
     """Returns Adam, AdamW (decay on matrices only) or SGD with momentum `b1`, after clipping by global norm.
 
-    Updates, with their weight decay, are then multiplied by the factors, which have no state.
+    Updates, with their weight decay, are then multiplied by the factors, which have no state. Parameters that are not
+    trained stay as they are and have no state.
 
     Args:
         settings: settings of the optimizer.
         steps: number of updates, at which the schedules end.
         params: shapes of the parameters; of stacked ones, those of a single layer, which weight decay looks at.
         factors: tree of the factors of the learning rate, arrays of one per layer where parameters are stacked.
+        trained: tree of whether each parameter is trained.
     """
     rate = learning_rate(settings, steps)
     if settings.name == "adam":
@@ -97,7 +99,10 @@ def make_optimizer(
         update = optax.chain(
             update, optax.stateless(lambda changes, _: jax.tree.map(_scaled, changes, factors))
         )
-    return update
+    if all(jax.tree.leaves(trained)):
+        return update
+    labels = jax.tree.map(lambda trains: "trained" if trains else "kept", trained)
+    return optax.partition({"trained": update, "kept": optax.set_to_zero()}, labels)
 
 
 def _inverse_sqrt(peak: float, warmup: int, since_warmup: jax.typing.ArrayLike) -> jax.typing.ArrayLike:

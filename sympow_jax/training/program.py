@@ -68,12 +68,18 @@ class Program:
         self.statistics: Params = jax.tree.map(self._placed, statistics)
         self.kernels = tuple(block.attention.kernel for block in model.blocks)
         one_layer, factors = self.params, optimizer.factors(config.optimizer, self.params)
+        trained = jax.tree_util.tree_map_with_path(self._trains, self.params)
         if self.scans:
-            one_layer = self._stack(self.params, join=lambda leaves: leaves[0])
+            one_layer, trained = self._stack((self.params, trained), join=lambda leaves: leaves[0])
             factors = self._stack(factors, join=np.array)
         self._optimizer = optimizer.make_optimizer(
-            config.optimizer, config.training.steps, one_layer, factors
+            config.optimizer, config.training.steps, one_layer, factors, trained
         )
+
+    def _trains(self, path: tuple[Any, ...], _: Any) -> bool:
+        if self.config.task.name != "match_attention":
+            return True
+        return models.AttentionMatcher.trains(self.config.model, models.parameter_name(path))
 
     def _placed(
         self, leaf: Any, spec: jax.sharding.PartitionSpec = partitioning.REPLICATED
@@ -91,10 +97,12 @@ class Program:
             params, statistics = self._stack((params, statistics), join=self._stacked)
         opt_state = optax.tree_map_params(
             self._optimizer,
-            lambda _, param: param,
+            # Parameters that are not trained have no state.
+            lambda leaf, param: leaf if isinstance(leaf, optax.MaskedNode) else param,
             jax.eval_shape(self._optimizer.init, params),
             params,
             transform_non_params=self._placed,
+            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
         )
         step: Any = self._placed(jax.ShapeDtypeStruct((), jnp.int32))
         return TrainState(step=step, params=params, opt_state=opt_state, statistics=statistics)
@@ -195,7 +203,7 @@ class Program:
             first = Program(initial.read_config(folder, self.config), self.mesh)
             arrays, number = first.restore_arrays(folder)
         hosts.check_same("the checkpoint of task.initial_run", {"step": number})
-        kind = "model" if self.config.task.name == "next_token" else "encoder"
+        kind = "model" if self.config.task.is_causal else "encoder"
         hosts.say(
             f"the {kind} is that of step {number} of {folder}, a run of the task {first.config.task.name!r}"
         )

@@ -28,38 +28,43 @@ __all__ = [
 def make_mesh(settings: config.Config) -> jax.sharding.Mesh:
     """Returns a mesh of all devices with the axes of `settings.sharding`.
 
+    The first axis varies slowest, so that `data` is the first to cross hosts.
+
     Raises:
         ValueError: the sizes do not multiply to the number of devices, or do not divide the rows of a micro-batch.
     """
-    mesh = mesh_of(settings.sharding, jax.devices())
+    sizes = _axis_sizes(settings.sharding, jax.device_count())
     rows = settings.data.batch_size // settings.optimizer.accumulate
-    if rows % math.prod(mesh.shape[axis] for axis in partitioning.BATCH):
+    if rows % math.prod(sizes[axis] for axis in partitioning.BATCH):
         raise ValueError(
-            f"a micro-batch has {rows} rows, which sharding.data {mesh.shape['data']} x sharding.fsdp "
-            f"{mesh.shape['fsdp']} do not divide; change data.batch_tokens or optimizer.accumulate, or move devices to "
-            f"sharding.context or sharding.tensor"
+            f"a micro-batch has {rows} rows, which sharding.data {sizes['data']} x sharding.fsdp {sizes['fsdp']} "
+            f"do not divide; change data.batch_tokens or optimizer.accumulate, or move devices to sharding.context "
+            f"or sharding.tensor"
         )
-    return mesh
+    return _mesh(sizes)
 
 
 def mesh_of(sizes: config.ShardingConfig, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     """Returns a mesh of `devices` with these sizes of its axes.
 
-    The first axis varies slowest, so that `data` is the first to cross hosts.
-
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
+    return _mesh(_axis_sizes(sizes, len(devices)), devices)
+
+
+def _axis_sizes(sizes: config.ShardingConfig, count: int) -> dict[str, int]:
+    """Returns the size of each axis of a mesh of `count` devices."""
     named = dataclasses.asdict(sizes)
     others = math.prod(size for size in named.values() if size is not None)
-    if len(devices) % others or (named["data"] is not None and others != len(devices)):
+    if count % others or (named["data"] is not None and others != count):
         arrangement = " x ".join(f"{name} {size or '?'}" for name, size in named.items())
         raise ValueError(
-            f"sharding {arrangement} does not multiply to the {len(devices)} devices there are; change a size, or "
-            f"leave sharding.data unset to take what the others leave"
+            f"sharding {arrangement} does not multiply to the {count} devices there are; change a size, or leave "
+            f"sharding.data unset to take what the others leave"
         )
-    named["data"] = named["data"] or len(devices) // others
-    return _mesh({axis: named[axis] for axis in partitioning.AXES}, devices)
+    named["data"] = named["data"] or count // others
+    return {axis: named[axis] for axis in partitioning.AXES}
 
 
 def whole_mesh(devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

@@ -1,10 +1,10 @@
-"""Reads and writes models as safetensors files, and their settings as JSON files."""
+"""Reads weights as models, and writes models as safetensors files with their settings as JSON files."""
 
-import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,19 +13,28 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 from flax import nnx
+from jaxtyping import Shaped
 
 from sympow_jax import atomic, config, models
 from sympow_jax.array_types import Array, Float
 from sympow_jax.config import serialize
+from sympow_jax.layers import partitioning
 from sympow_jax.training import workdir
-from sympow_jax.weights import gpt2
+from sympow_jax.weights import families, layouts, tensors
 
-__all__ = ["DTYPES", "load", "read_settings", "save", "settings_path"]
+__all__ = ["DTYPES", "check_dtype", "load", "named_arrays", "read_settings", "save", "settings_path"]
 
 DTYPES = ("float32", "bfloat16")
-_SUFFIX = ".safetensors"
 # Dtypes of safetensors that float32 represents exactly.
 _READ = ("F32", "F16", "BF16")
+# Rows of two matrices that are compared at a time.
+_COMPARED = 4096
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    """Raises ValueError, which calls the argument `name`, unless the dtype is one of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(DTYPES)}")
 
 
 def save(
@@ -49,62 +58,93 @@ def save(
     """
     path = pathlib.Path(path)
     settings_file = path.with_suffix(".json")
-    if path.suffix != _SUFFIX:
-        raise ValueError(f"{path} does not end in {_SUFFIX}, as files of weights do")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if path.suffix != tensors.SUFFIX:
+        raise ValueError(f"{path} does not end in {tensors.SUFFIX}, as files of weights do")
+    check_dtype("dtype", dtype)
     for output in (path, settings_file):
         if os.path.lexists(output):
             raise ValueError(f"{output} exists; remove it or choose another name")
-    tensors = {
+    arrays = {
         # Contiguous, because the library writes the raw buffer.
         name: np.asarray(leaf).astype(jnp.dtype(dtype), order="C", copy=False)
-        for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:]
-        for name, leaf in _named(nnx.to_pure_dict(tree)).items()
+        for name, leaf in named_arrays(model).items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic.replace(path) as draft:
-            safetensors.numpy.save_file(tensors, draft, metadata={"format": "sympow_jax"})
+            safetensors.numpy.save_file(arrays, draft, metadata={"format": "sympow_jax"})
             workdir.write_json(settings_file, dataclasses.asdict(settings))
     except safetensors.SafetensorError as error:  # such as a full disk
         raise OSError(f"cannot write {path}: {error}") from error
-    return sum(tensor.size for tensor in tensors.values())
+    return sum(array.size for array in arrays.values())
 
 
-def load(path: str | os.PathLike[str], settings: config.Config) -> models.Model:
-    """Returns a model with the weights of a safetensors file, in float32 on the default device.
+def named_arrays(model: models.Model) -> dict[str, Float[Array, "..."]]:
+    """Returns the parameters and the running statistics of a model by `models.parameter_name`."""
+    trees = (nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:])
+    return {name: leaf for tree in trees for name, leaf in _named(tree).items()}
 
-    The file was written by `save`, or has GPT-2's published weights (`gpt2.layout`), recognized by their names. In
-    addition to the model, only one tensor at a time is in memory.
+
+def load(
+    path: str | os.PathLike[str],
+    settings: config.Config,
+    *,
+    param_dtype: str = "float32",
+    mesh: jax.sharding.Mesh | None = None,
+) -> models.Model:
+    """Returns a model with the weights of a safetensors file, or of a folder with one or several of them.
+
+    The names of the tensors are those of `save` or of a published model (`layouts`), whichever fit best. A process
+    reads only the slices that its devices need. In addition to the model, it needs memory for two copies of the largest
+    parameter at most.
+
+    Args:
+        path: a file, or a folder with `model.safetensors` or with the files that `model.safetensors.index.json` names.
+        settings: settings of the run.
+        param_dtype: dtype of the parameters, `float32` or `bfloat16`. Running statistics are float32.
+        mesh: mesh that the parameters are sharded over, as in training (`models.parameter_specs`). If None, they are on
+            the default device.
 
     Raises:
-        ValueError: the file does not exist, is damaged or is not a safetensors file, or does not fit the model. In the
-            last case, the error lists every name and shape that differs.
+        ValueError: a file does not exist, is damaged or is not a safetensors file, or the weights do not fit the model.
+            In the last case, the error lists every name and shape that differs.
     """
     path = pathlib.Path(path)
+    check_dtype("param_dtype", param_dtype)
     abstract = nnx.eval_shape(lambda: models.make(settings.model, settings.task, rngs=nnx.Rngs(0)))
     graph, *variables = nnx.split(abstract, nnx.Param, nnx.BatchStat)
+    specs = {".".join(map(str, key)): spec for key, spec in models.parameter_specs(abstract).items()}
     trees = [nnx.to_pure_dict(tree) for tree in variables]
-    parameters = {name: leaf.shape for tree in trees for name, leaf in _named(tree).items()}
-    with _opened(path) as file:
-        arrays = _read(file, parameters, path)
-    filled = (
-        jax.tree_util.tree_map_with_path(lambda where, _: arrays[models.parameter_name(where)], tree)
-        for tree in trees
-    )
+    shapes = {name: leaf.shape for tree in trees for name, leaf in _named(tree).items()}
+    with tensors.opened(path) as stored:
+        sources = _sources(stored, shapes, path)
+
+        def array(dtype: str, where: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Float[Array, "..."]:
+            name = models.parameter_name(where)
+            read = functools.partial(sources[name].read, stored, dtype=jnp.dtype(dtype))
+            return _place(read, leaf.shape, mesh, specs.get(name, partitioning.REPLICATED))
+
+        filled = [
+            jax.tree_util.tree_map_with_path(functools.partial(array, dtype), tree)
+            for dtype, tree in zip((param_dtype, "float32"), trees)
+        ]
     return nnx.merge(graph, *filled)
 
 
 def settings_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Returns the JSON file of a weights file: of the same name, or `config.json` if only that exists."""
+    """Returns the JSON file with the settings of weights.
+
+    It is `config.json` of a folder. For a file, it has the name of the file, or is `config.json` if only that exists.
+    """
     path = pathlib.Path(path)
+    if path.is_dir():
+        return path / "config.json"
     settings_file, published = path.with_suffix(".json"), path.with_name("config.json")
     return published if published.is_file() and not settings_file.exists() else settings_file
 
 
 def read_settings(path: str | os.PathLike[str]) -> config.Config:
-    """Returns the settings in a JSON file that `save` wrote, or in GPT-2's `config.json` (`gpt2.settings`).
+    """Returns the settings in a JSON file that `save` wrote, or in the `config.json` of a published model.
 
     Raises:
         ValueError: the file does not exist, is not JSON or is of another kind, or the settings are not supported.
@@ -115,8 +155,10 @@ def read_settings(path: str | os.PathLike[str]) -> config.Config:
     except OSError as error:
         raise ValueError(f"cannot read the settings {path}: {error.strerror}") from error
     try:
-        return gpt2.settings(values) if gpt2.is_config(values) else serialize.from_dict(config.Config, values)
-    except (TypeError, ValueError) as error:  # a TypeError if GPT-2's has text in place of a number
+        if families.is_config(values):
+            return families.settings(values)
+        return serialize.from_dict(config.Config, values)
+    except (TypeError, ValueError) as error:  # a TypeError if text is in place of a number
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -124,44 +166,55 @@ def _named(tree: Mapping[Any, Any]) -> dict[str, Any]:
     return {models.parameter_name(where): leaf for where, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-@contextlib.contextmanager
-def _opened(path: pathlib.Path) -> Iterator[Any]:
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            yield file
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from error
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Place of a parameter: from `start` on along the last axis of a tensor, whose file may have the transpose."""
+
+    tensor: str
+    start: int
+    transposed: bool
+
+    def read(
+        self, stored: tensors.Tensors, index: tuple[slice, ...], *, dtype: Any
+    ) -> Shaped[np.ndarray, "..."]:
+        """Returns a slice of the parameter."""
+        last = slice(index[-1].start + self.start, index[-1].stop + self.start)
+        index = (*index[:-1], last)
+        if not self.transposed:
+            return stored.read(self.tensor, index).astype(dtype)
+        return stored.read(self.tensor, index[::-1]).T.astype(dtype, order="C")
 
 
-def _read(
-    file: Any, parameters: Mapping[str, tuple[int, ...]], path: pathlib.Path
-) -> dict[str, Float[Array, "..."]]:
-    """Returns the parameters by name, with the shapes in `wanted`."""
-    names = stored = set(file.keys())
-    layout: gpt2.Layout = {name: (name,) for name in parameters}
-    if gpt2.is_layout(stored):
-        layout = gpt2.layout(stored, parameters)
-        names = {name for name in stored if not gpt2.is_ignored(name)}
-    if problems := _mismatches(file, names, layout, parameters):
+def _sources(
+    stored: tensors.Tensors, shapes: Mapping[str, tuple[int, ...]], path: pathlib.Path
+) -> dict[str, _Source]:
+    """Returns the places of the parameters with these shapes.
+
+    Raises:
+        ValueError: the weights do not fit the model.
+    """
+    layout, published = layouts.choose(stored.names, shapes)
+    ignored = {name for name in stored.names if published is not None and published.is_ignored(name)}
+    copied = published is not None and layouts.HEAD not in layout and layouts.HEAD in stored.names
+    ignored |= {layouts.HEAD} if copied else set()
+    if problems := _mismatches(stored, stored.names - ignored, layout, shapes):
         raise ValueError(f"{path} does not fit the model of these settings: {'; '.join(problems)}")
-    arrays = {}
-    for name, parts in layout.items():
-        tensor, start = file.get_tensor(name), 0
-        for part in parts:
-            size = parameters[part][-1]
-            arrays[part] = jnp.asarray(tensor[..., start : start + size], jnp.float32)
-            start += size
-    if gpt2.OUTPUT in stored and not np.array_equal(file.get_tensor(gpt2.OUTPUT), arrays["embedding"]):
-        raise ValueError(
-            f"{gpt2.OUTPUT} of {path} is not the embedding; the output of this model is the embedding's transpose"
-        )
-    return arrays
+    if copied:
+        _check_head(stored, layout, path)
+    sources = {}
+    for name, tensor in layout.items():
+        start = 0
+        for part in tensor.parts:
+            sources[part] = _Source(name, start, tensor.transposed)
+            start += shapes[part][-1]
+    return sources
 
 
 def _mismatches(
-    file: Any, names: set[str], layout: gpt2.Layout, parameters: Mapping[str, tuple[int, ...]]
+    stored: tensors.Tensors,
+    names: set[str],
+    layout: Mapping[str, layouts.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> list[str]:
     problems = []
     if lacking := sorted(layout.keys() - names):
@@ -169,11 +222,45 @@ def _mismatches(
     if extra := sorted(names - layout.keys()):
         problems.append(f"the model has no {', '.join(extra)}")
     for name in sorted(layout.keys() & names):
-        tensor = file.get_slice(name)
-        shapes = [parameters[part] for part in layout[name]]
-        shape = [*shapes[0][:-1], sum(shape[-1] for shape in shapes)]
-        if list(tensor.get_shape()) != shape:
-            problems.append(f"{name} is {list(tensor.get_shape())} and not {shape}")
-        elif tensor.get_dtype() not in _READ:
-            problems.append(f"{name} is of dtype {tensor.get_dtype()} and not {', '.join(_READ)}")
+        parts = [shapes[part] for part in layout[name].parts]
+        shape = [*parts[0][:-1], sum(part[-1] for part in parts)]
+        shape = shape[::-1] if layout[name].transposed else shape
+        if stored.shape(name) != shape:
+            problems.append(f"{name} is {stored.shape(name)} and not {shape}")
+        elif stored.dtype(name) not in _READ:
+            problems.append(f"{name} is of dtype {stored.dtype(name)} and not {', '.join(_READ)}")
     return problems
+
+
+def _check_head(stored: tensors.Tensors, layout: Mapping[str, layouts.Tensor], path: pathlib.Path) -> None:
+    """Raises ValueError unless the head, of a model whose output is its embedding, is a copy of the embedding."""
+    embedding = next(name for name, tensor in layout.items() if tensor.parts == ("embedding",))
+    rows, width = stored.shape(embedding)
+    blocks = (
+        (slice(start, min(start + _COMPARED, rows)), slice(0, width)) for start in range(0, rows, _COMPARED)
+    )
+    if stored.shape(layouts.HEAD) != [rows, width] or not all(
+        np.array_equal(stored.read(layouts.HEAD, block), stored.read(embedding, block)) for block in blocks
+    ):
+        raise ValueError(
+            f"{layouts.HEAD} of {path} is not the embedding; the output of this model is the embedding's transpose"
+        )
+
+
+def _place(
+    read: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh | None, spec: jax.sharding.PartitionSpec
+) -> Float[Array, "..."]:
+    """Returns the array whose slices `read` returns, sharded over a mesh or on the default device."""
+    if mesh is None:
+        return jnp.asarray(read(tuple(slice(0, length) for length in shape)))
+    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
+
+    def block(index: Any) -> Shaped[np.ndarray, "..."]:
+        # Devices with the same slice share one copy.
+        bounds = tuple(part.indices(length)[:2] for part, length in zip(index, shape))
+        if bounds not in blocks:
+            blocks[bounds] = read(tuple(slice(*part) for part in bounds))
+        return blocks[bounds]
+
+    placed = jax.sharding.NamedSharding(mesh, partitioning.fitted(spec, shape, mesh.shape))
+    return jax.make_array_from_callback(shape, placed, block)

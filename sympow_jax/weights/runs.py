@@ -9,28 +9,42 @@ from flax import nnx
 
 from sympow_jax import config, training
 from sympow_jax.training import checkpoint, optimizer, sharding, workdir
-from sympow_jax.weights import files
+from sympow_jax.weights import files, pretrained
 
-__all__ = ["export_run", "import_run"]
+__all__ = ["FORMATS", "export_run", "import_run"]
+
+FORMATS = ("sympow", "huggingface")
 
 
 def export_run(
-    folder: str | os.PathLike[str], path: str | os.PathLike[str], *, dtype: str = "float32"
+    folder: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    format: str = "sympow",
+    dtype: str = "float32",
 ) -> tuple[int, int]:
-    """Writes a run's newest checkpoint with `files.save`; returns its step and the number of elements.
+    """Writes a run's newest checkpoint; returns its step and the number of elements.
+
+    Args:
+        folder: workdir of the run.
+        path: file or folder to write.
+        format: `sympow` for a file as of `files.save`, or `huggingface` for a folder as of
+            `pretrained.save_pretrained`.
+        dtype: dtype of the weights, as there.
 
     Raises:
-        ValueError: as `files.save`, or the folder holds no run or no good checkpoint.
+        ValueError: as these functions, or the folder holds no run or no good checkpoint.
         OSError: a file cannot be written.
     """
     settings = workdir.read_config(pathlib.Path(folder))
     program = training.Program(settings, sharding.whole_mesh(jax.local_devices()[:1]))
     arrays, number = program.restore_arrays(pathlib.Path(folder))
-    return number, files.save(path, settings, program.merge(**arrays), dtype=dtype)
+    write = files.save if format == "sympow" else pretrained.save_pretrained
+    return number, write(path, settings, program.merge(**arrays), dtype=dtype)
 
 
 def import_run(path: str | os.PathLike[str], settings: config.Config, folder: str | os.PathLike[str]) -> int:
-    """Creates a workdir with a run at step 0 from a file of weights; returns the number of elements.
+    """Creates a workdir with a run at step 0 from weights; returns the number of elements.
 
     Raises:
         ValueError: as `files.load`, or the folder holds a run or cannot be written.

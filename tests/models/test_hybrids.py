@@ -178,6 +178,31 @@ def test_rows_and_files_of_states(model, tmp_path):
         generation.restore_state(tmp_path / "state", other)
 
 
+def test_windows_and_recurrent_states_need_no_length(tmp_path):
+    model = small.model("conformal", layers=2, attention_pattern=("conformal", "sliding_window"))
+    prompts, following = small.tokens(2, 60), small.tokens(2, 40, seed=2)
+    expected = small.whole(model, np.concatenate([prompts, following], axis=1))[:, 59:]
+    lengths = np.array([60, 60])
+    logits, state = generation.prefill(model, prompts, lengths)
+    assert state.layers[1].memory.key.shape[1] == 29
+    generation.save_state(tmp_path / "state", model, state)
+    jax.tree.map(np.testing.assert_array_equal, generation.restore_state(tmp_path / "state", model), state)
+    # From caches for the first 10 tokens alone, which are then folded.
+    _, short = generation.prefill(model, prompts[:, :10], np.array([10, 10]), max_length=10)
+    assert [layer.memory.key.shape[1] for layer in short.layers] == [10] * 2
+    continued, folded = generation.prefill(
+        model, prompts[:, 10:], lengths - 10, state=generation.fold(model, short)
+    )
+    assert jax.tree.map(np.shape, folded) == jax.tree.map(np.shape, state)
+    for first, after in ((logits, state), (continued, folded)):
+        parts = [first]
+        for token in following.T:
+            last, after = generation.decode(model, after, token)
+            parts.append(last)
+        assert cases.error(np.stack(parts, axis=1), expected) < BOUND
+    assert np.std(expected) > 0.1
+
+
 def test_losses_of_a_document_in_parts_equal_those_of_one_call(model, monkeypatch):
     tokens = small.tokens(1, 101)
     expected = streaming.token_losses(model, tokens)

@@ -28,13 +28,14 @@ ROWS, CONTEXT, WINDOW = 8, 64, 8
 def settings(preset: str, arrangement: dict) -> config.Config:
     """Returns a config of a layer of width 64 in float32 on `arrangement`.
 
-    `arrangement` may also set `layers`, `attention_pattern`, `scan_layers`, `remat` and `accumulate`. Key heads are
-    grouped if every axis allows it, and power attention has the form with a state. GPT-2 has its biases and no norm
+    `arrangement` may also set `layers`, `attention_pattern`, `scan_layers`, `remat`, `accumulate` and `task`. Key heads
+    are grouped if every axis allows it, and power attention has the form with a state. GPT-2 has its biases and no norm
     after the embedding, and a published family its body.
     """
     sizes = {axis: 1 for axis in ("data", "fsdp", "tensor", "context")} | arrangement
     remat, accumulate = sizes.pop("remat", "none"), sizes.pop("accumulate", 1)
     layers, scan_layers = sizes.pop("layers", 1), sizes.pop("scan_layers", False)
+    task = config.TaskConfig(name=sizes.pop("task", "next_token"))
     pattern = tuple(sizes.pop("attention_pattern", ()))
     recurrent = config.preset(preset).kernel != "softmax" and preset != "even_power"
     form = {"form": "chunked", "chunk_size": 16, "exact_window": WINDOW} if recurrent else {}
@@ -56,9 +57,12 @@ def settings(preset: str, arrangement: dict) -> config.Config:
     }
     return config.Config(
         model=config.ModelConfig(**body | shape, attention=config.preset(preset, **form)),
+        task=task,
         data=config.DataConfig(context_length=CONTEXT, batch_tokens=ROWS * CONTEXT, packing="documents"),
         # After one update, the state of this optimizer is the gradient.
-        optimizer=config.OptimizerConfig(name="sgd", learning_rate=0.1, accumulate=accumulate),
+        optimizer=config.OptimizerConfig(
+            name="sgd", learning_rate=0.1 if task.name == "next_token" else 1e-4, accumulate=accumulate
+        ),
         training=config.TrainingConfig(scan_layers=scan_layers),
         sharding=config.ShardingConfig(**sizes),
     )

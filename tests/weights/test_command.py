@@ -8,6 +8,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from sympow_jax import training
 from sympow_jax.commands import evaluate, generate, train
@@ -52,6 +53,26 @@ def test_there_and_back(gpt2, tmp_path, capsys):
     assert command.main(["import", f"--weights={out}", f"--workdir={tmp_path}/run"]) == 0
     jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "run"), restored(gpt2 / "run"))
     assert workdir.read_config(tmp_path / "run") == workdir.read_config(gpt2 / "run")
+
+
+def test_folders_of_transformers_there_and_back(gpt2, tmp_path, capsys):
+    out = tmp_path / "exported"
+    assert command.main(["export", f"--workdir={gpt2}/run", "--format=huggingface", f"--out={out}"]) == 0
+    assert capsys.readouterr().out.startswith(f"{out} has the ")
+    actual = safetensors.numpy.load_file(out / "model.safetensors")
+    expected = {
+        f"transformer.{name}": x
+        for name, x in published.weights().items()
+        if not name.endswith((".attn.bias", "masked_bias"))
+    }
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(actual[name], x)
+    data = f"--config.data.paths={gpt2}/*.bin"
+    assert command.main(["import", f"--weights={out}", f"--workdir={tmp_path}/run", data]) == 0
+    jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "run"), restored(gpt2 / "run"))
+    again = ["export", f"--workdir={gpt2}/run", "--format=huggingface", f"--out={out}"]
+    assert f"{out}/config.json exists; remove it" in mistakes.line(command.main, again, capsys, at_once=False)
 
 
 def test_generated_tokens_are_those_of_the_formula(gpt2, capsys):
@@ -145,6 +166,15 @@ def test_evaluation(gpt2, tmp_path, capsys):
             "unknown option '--layer'",
         ),
         (["export", "--workdir={folder}/run"], "--out"),
+        (["export", "--workdir={folder}/run", "--out={out}/x", "--format=pt"], "invalid choice: 'pt'"),
+        (
+            ["import", "--weights={folder}", "--workdir={out}/run"],
+            "cannot read the settings {folder}/config.json",
+        ),
+        (
+            ["import", "--weights=hf://gpt2", "--workdir={out}/run"],
+            "hf://gpt2 is no name of a model; write hf://ORG/",
+        ),
         (
             ["import", "--weights={gpt2}", "--workdir={folder}/run"],
             "run holds a run; import into another workdir",

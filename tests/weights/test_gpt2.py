@@ -93,12 +93,12 @@ def test_settings(tmp_path):
     [
         (
             {"n_embd": None, "n_layer": "2", "activation_function": "gelu"},
-            "n_embd is None; n_layer is '2'; activation_function is 'gelu', not one of gelu_new",
+            "n_layer is '2', not a positive integer; n_embd is None, not a positive integer; activation_function is "
+            "'gelu', not one of gelu_new",
         ),
         ({"layer_norm_epsilon": 0}, "model.norm_epsilon is 0; it must be positive"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
-        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
-        ({"n_inner": 0}, "model.mlp_width is 0; it must be at least 1"),
+        ({"n_inner": 0}, "n_inner is 0, not a positive integer"),
         ({"n_head": 5}, "model.heads is 5 and does not divide model.width 24"),
     ],
 )

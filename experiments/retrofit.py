@@ -1,0 +1,218 @@
+"""Retrofit: a trained softmax model whose attention is replaced, against the same model from scratch.
+
+A model with the body of Llama is trained with softmax, once. Then each variant replaces its attention and goes on with
+the same data, as `configs/retrofit.py` does: directly, or after a first stage (`matched`) in which the new layers learn
+the outputs of the old ones. `scratch` is a new model of the variant that has as many updates as both stages together.
+"""
+
+import dataclasses
+import itertools
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments import _shared
+from sympow_jax import config
+
+PLANS = {
+    "toy": _shared.Plan(
+        seeds=(0, 1, 2), steps=100, contexts=(256,), lengths=(64, 128, 256, 512, 1024, 2048, 4096)
+    ),
+    "paper": _shared.Plan(
+        seeds=(0,),
+        steps=5000,
+        contexts=(4096,),
+        lengths=tuple(2**exponent for exponent in range(8, 17)),
+        documents=64,
+    ),
+    "tiny": _shared.Plan(seeds=(0, 1), steps=4, contexts=(16,), lengths=(8, 16, 32), documents=2),
+}
+# Arguments of `configs/retrofit.py`. The models of the toy scale have two layers.
+VARIANTS: dict[str, dict[str, str]] = {
+    "sympow": {"preset": "sympow"},
+    "gated": {"preset": "sympow_gated"},
+    "conformal": {"preset": "conformal"},
+    "gated and softmax": {"preset": "sympow_gated", "every": "2"},
+}
+STARTS = ("direct", "matched", "scratch")
+# Updates of the softmax model and of the first stage, as multiples of the others.
+_BASE, _FIRST = 15, 1 / 3
+_RATES = {"base": 2e-3, "match": 2e-3, "retrofit": 1e-3, "scratch": 2e-3}
+_BODY: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
+_HELDOUT_TIMES = 10
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the experiment with the arguments after its name; returns the exit code."""
+    return _shared.run("retrofit", __doc__, arguments, _report, plans=PLANS, variants=tuple(VARIANTS))
+
+
+def _report(options: _shared.Options) -> None:
+    base, folders = _train(options)
+    lengths = options.plan.lengths
+    rows = [
+        {"variant": variant, "start": start, "seed": seed, "context_length": row["context_length"]}
+        | {"loss": row["loss"]}
+        for (variant, start, seed), folder in folders.items()
+        for row in _shared.evaluation(folder)
+    ]
+    curves = [
+        {"variant": variant, "start": start, "seed": seed, "step": step, "loss": loss}
+        for (variant, start, seed), folder in folders.items()
+        for step, loss in _shared.heldout_curve(folder)
+    ]
+    softmax = [{key: row[key] for key in ("context_length", "loss")} for row in _shared.evaluation(base)]
+    path = _shared.write(options, rows, [base, *folders.values()], curves=curves, softmax=softmax)
+    panels = [_curves_panel(options, variant, curves) for variant in options.variants]
+    means = _shared.means(rows, ("variant", "start", "context_length"), "loss")
+    lines = {"softmax": [lengths, [row["loss"] for row in softmax]]} | {
+        variant: _shared.bands(lengths, [means[variant, "matched", length] for length in lengths])
+        for variant in options.variants
+    }
+    (context,) = options.plan.contexts
+    panels.append(
+        _shared.Panel(
+            lines=lines,
+            x_label="upper end of positions (tokens)",
+            y_label="held-out loss (nats per token)",
+            title="matched, after training",
+            ticks=lengths,
+            mark=(context, f"training context {context:,}"),
+        )
+    )
+    _shared.draw_lines(
+        path,
+        panels,
+        title="Attention replaced in a trained softmax model",
+        subtitle=f"{options.plan.average}; {options.plan.steps:,} updates after a first stage of "
+        f"{_first(options):,}, softmax after {_BASE * options.plan.steps:,}",
+    )
+    _shared.print_tables(path, tables)
+
+
+def _first(options: _shared.Options) -> int:
+    return max(1, round(_FIRST * options.plan.steps))
+
+
+def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str, int], pathlib.Path]]:
+    """Trains all runs; returns the folder of the softmax model, and those of its retrofits by variant, start, seed."""
+    plan = options.plan
+    steps, first = plan.steps, _first(options)
+    base_steps = _BASE * steps
+    base = _settings(options, steps=base_steps)
+    (folder,) = _shared.train_all(options, {f"retrofit_base_steps{base_steps}": base})
+    keys = list(itertools.product(options.variants, plan.seeds))
+    names = {key: f"retrofit_{key[0].replace(' ', '_')}_of{base_steps}_seed{key[1]}" for key in keys}
+
+    def retrofit(variant: str, **more: str) -> config.Config:
+        arguments = VARIANTS[variant] | more
+        return config.load(f'retrofit:"{folder}",{",".join(f"{name}={x}" for name, x in arguments.items())}')
+
+    first_runs = {
+        f"{names[variant, seed]}_match{first}": _changed(
+            options, retrofit(variant, match="true"), rate="match", steps=first, seed=seed
+        )
+        for variant, seed in keys
+    }
+    matches = dict(zip(keys, _shared.train_all(options, first_runs), strict=True))
+    runs: dict[str, config.Config] = {}
+    for variant, seed in keys:
+        direct, name = retrofit(variant), names[variant, seed]
+        matched = config.load(f'retrofit:"{matches[variant, seed]}"')
+        scratch = dataclasses.replace(direct, task=config.TaskConfig())
+        runs |= {
+            f"{name}_direct{steps}": _changed(options, direct, rate="retrofit", steps=steps, seed=seed),
+            f"{name}_matched{first}_{steps}": _changed(
+                options, matched, rate="retrofit", steps=steps, seed=seed
+            ),
+            f"{name}_scratch{first + steps}": _changed(
+                options, scratch, rate="scratch", steps=first + steps, seed=seed
+            ),
+        }
+    found = [(variant, start, seed) for variant, seed in keys for start in STARTS]
+    return folder, dict(zip(found, _shared.train_all(options, runs), strict=True))
+
+
+def _settings(options: _shared.Options, *, steps: int) -> config.Config:
+    """Returns the config of the softmax model."""
+    (context,) = options.plan.contexts
+    attention = config.preset("llama3")
+    found = _shared.settings(options, attention, context=context, seed=0, evaluated=True)
+    model = dataclasses.replace(found.model, layers=max(2, found.model.layers), **_BODY)
+    found = dataclasses.replace(found, model=model)
+    return _changed(options, found, rate="base", steps=steps, seed=0)
+
+
+def _changed(
+    options: _shared.Options, settings: config.Config, *, rate: str, steps: int, seed: int
+) -> config.Config:
+    """Returns settings with the optimizer, length, seed and evaluation of this experiment."""
+    optimizer = config.OptimizerConfig(
+        learning_rate=_RATES[rate], schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
+    )
+    lengths = () if rate == "match" else options.plan.lengths
+    return dataclasses.replace(
+        settings,
+        optimizer=optimizer,
+        training=dataclasses.replace(
+            settings.training, steps=steps, seed=seed, checkpoint_every=100, keep_checkpoints=1, log_every=100
+        ),
+        data=dataclasses.replace(settings.data, seed=seed),
+        evaluation=config.EvaluationConfig(
+            context_lengths=lengths,
+            documents=options.plan.documents,
+            every=max(1, steps // _HELDOUT_TIMES),
+        ),
+    )
+
+
+def _curves_panel(options: _shared.Options, variant: str, curves: Sequence[_shared.Row]) -> _shared.Panel:
+    """Returns a panel of the held-out losses of a variant during training, by start."""
+    found = _shared.means([row for row in curves if row["variant"] == variant], ("start", "step"), "loss")
+    lines = {}
+    for start in STARTS:
+        steps = [step for name, step in found if name == start]
+        # The first stage comes before the first update of a matched model.
+        begins = _first(options) if start == "matched" else 0
+        lines[start] = _shared.bands(
+            [begins + step for step in steps], [found[start, step] for step in steps]
+        )
+    return _shared.Panel(
+        lines=lines, x_label="updates, both stages", y_label="held-out loss (nats per token)", title=variant
+    )
+
+
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of the experiment's JSON."""
+    rows, softmax = content["rows"], content["softmax"]
+    found = _shared.means(rows, ("variant", "start", "context_length"), "loss")
+    lengths = [row["context_length"] for row in softmax]
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    columns = ("", *(f"{length:,}" for length in lengths))
+    base = ("softmax", *(f"{row['loss']:.3f}" for row in softmax))
+    tables = [
+        _shared.Table(
+            title=f"Held-out loss at positions up to, {start}",
+            columns=columns,
+            rows=[
+                base,
+                *(
+                    (variant, *(f"{found[variant, start, length].value:.3f}" for length in lengths))
+                    for variant in variants
+                ),
+            ],
+        )
+        for start in STARTS
+    ]
+    pairs = (("matched", "direct"), ("matched", "scratch"))
+    for variant in variants:
+        of_variant = [row | {"variant": row["start"]} for row in rows if row["variant"] == variant]
+        tables.append(
+            _shared.difference_table(f"Differences, {variant}", of_variant, "context_length", pairs)
+        )
+    return tables
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,458 @@
+"""Families of published transformers: settings from a `config.json` of Hugging Face, and back."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from sympow_jax import config
+from sympow_jax.config import attention as attention_lib
+from sympow_jax.config import serialize
+from sympow_jax.weights import layouts
+
+__all__ = ["FAMILIES", "Family", "find", "is_config", "settings", "values"]
+
+Values = Mapping[str, Any]
+
+# Keys of the sizes in most families, by field of `config.ModelConfig`.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_width": "intermediate_size",
+}
+# Fields that may be none, whose default the model knows.
+_OPTIONAL = ("kv_heads", "head_dim", "mlp_width")
+_GELU_TANH = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+_ROPE_DEFAULT = 10_000.0
+# Keys of Llama 3's scaling, by field of `config.RopeConfig`.
+_LLAMA3 = {
+    "factor": "factor",
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_length": "original_max_position_embeddings",
+}
+# Values of layer_types.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Placeholder for data.paths, since `config.json` names no data. `data.prepare` writes such files.
+_TOKENS = "data/train.bin"
+_BATCH_ROWS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """Published transformers with the same code in the package `transformers`, and their keys in `config.json`.
+
+    Attributes:
+        model_type: name of the family in `config.json`.
+        architecture: class of its language model.
+        layout: names of its tensors.
+        sizes: keys of the sizes, by field of `config.ModelConfig`.
+        length: key of the longest context.
+        epsilon: key of the number that norms add.
+        activation: key of the activation.
+        activations: values of that key and the activations here. Of several values for one, the first is written.
+        norm: the field `norm` of the model.
+        rope: whether positions are rotations. If not, they are learned and absolute, as in GPT-2.
+        biases: whether all projections have biases, or the key that says so.
+        qkv_biases: whether the projections to queries, keys and values have biases.
+        qk_norm: whether queries and keys are normalized.
+        window: whether `sliding_window` is the number of tokens that a query attends to.
+        power: whether attention is gated power attention with p = 2. Gates have a bias if all projections do.
+        defaults: values of keys that a `config.json` may leave out.
+        fixed: values of keys that support no other.
+    """
+
+    model_type: str
+    architecture: str
+    layout: layouts.Layout = layouts.LLAMA
+    sizes: Mapping[str, str] = dataclasses.field(default_factory=lambda: _SIZES)
+    length: str = "max_position_embeddings"
+    epsilon: str = "rms_norm_eps"
+    activation: str = "hidden_act"
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"silu": "swiglu"})
+    norm: str = "rms"
+    rope: bool = True
+    biases: bool | str = False
+    qkv_biases: bool = False
+    qk_norm: bool = False
+    window: bool = False
+    power: bool = False
+    defaults: Values
+    fixed: Values = dataclasses.field(default_factory=dict)
+
+    def model(self, values: Values) -> config.ModelConfig:
+        """Returns the model that a `config.json` describes, in float32.
+
+        Raises:
+            ValueError: values are missing or not supported. The error lists all of them.
+        """
+        values = dict(self.defaults) | dict(values)
+        problems = self._problems(values)
+        rope = _read_rope(values, problems) if self.rope else config.RopeConfig()
+        window = _read_window(values, problems) if self.window else None
+        if problems:
+            raise ValueError(f"this {self.model_type} is not supported: {'; '.join(problems)}")
+        biases = values[self.biases] if isinstance(self.biases, str) else self.biases
+        options: dict[str, Any] = {} if self.rope else {"max_document_length": values[self.length]}
+        options |= {} if window is None else {"window": window}
+        softmax = "softmax" if window is None else "sliding_window"
+        sizes: dict[str, Any] = {field: values.get(key) for field, key in self.sizes.items()}
+        return config.ModelConfig(
+            **sizes,
+            activation=self.activations[values[self.activation]],
+            norm=self.norm,
+            norm_epsilon=values[self.epsilon],
+            embedding_norm=False,
+            biases=biases,
+            tied_head=values["tie_word_embeddings"],
+            dtype="float32",
+            attention=config.AttentionConfig(
+                kernel="power" if self.power else softmax,
+                decay="learned" if self.power else "none",
+                decay_bias=0.0 if self.power and biases else None,
+                position="rope" if self.rope else "learned_absolute",
+                rope=rope,
+                qk_norm=self.qk_norm,
+                qkv_biases=self.qkv_biases,
+                **options,
+            ),
+        )
+
+    def _problems(self, values: Values) -> list[str]:
+        optional = [self.sizes[field] for field in _OPTIONAL if field in self.sizes]
+        names = [*self.sizes.values(), self.length]
+        problems = [
+            f"{name} is {values.get(name)!r}, not a positive integer"
+            for name in names
+            if not (_is_size(values.get(name)) or (name in optional and values.get(name) is None))
+        ]
+        fixed = {"quantization_config": None, "partial_rotary_factor": 1.0} | dict(self.fixed)
+        problems += [
+            f"{name} is {values[name]!r}, not {value!r}"
+            for name, value in fixed.items()
+            if values.get(name, value) != value
+        ]
+        flags = ["tie_word_embeddings", *([self.biases] if isinstance(self.biases, str) else [])]
+        problems += [
+            f"{name} is {values[name]!r}, not true or false"
+            for name in flags
+            if not isinstance(values[name], bool)
+        ]
+        if not isinstance(values[self.epsilon], int | float):
+            problems.append(f"{self.epsilon} is {values[self.epsilon]!r}, not a number")
+        if values[self.activation] not in self.activations:
+            names = list(self.activations)
+            problems.append(
+                f"{self.activation} is {values[self.activation]!r}, not one of {', '.join(names)}"
+            )
+        return problems
+
+    def values(self, model: config.ModelConfig) -> dict[str, Any]:
+        """Returns the keys of `config.json` that describe a model, which must be one of this family."""
+        sizes = {key: getattr(model, field) for field, key in self.sizes.items()}
+        activations = {value: name for name, value in reversed(list(self.activations.items()))}
+        values: dict[str, Any] = {
+            **self.fixed,
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            **sizes,
+            self.sizes["mlp_width"]: model.hidden_width,
+            self.epsilon: model.norm_epsilon,
+            # If no name fits, `differences` says so.
+            self.activation: activations.get(model.activation, next(iter(self.activations))),
+            "tie_word_embeddings": model.tied_head,
+        }
+        if isinstance(self.biases, str):
+            values[self.biases] = model.biases
+        if self.window:
+            values |= {key: value for key, value in _write_window(model).items() if key in self.defaults}
+        if self.rope:
+            return values | _write_rope(model.attention.rope)
+        return values | {self.length: model.attention.max_document_length}
+
+    def differences(self, model: config.ModelConfig) -> list[str]:
+        """Returns how a model differs from the one of this family that is the most like it; empty if it does not.
+
+        Raises:
+            ValueError: a model of this family cannot have these sizes.
+        """
+        own = _function(self.model({self.length: 1} | self.values(model)))
+        wanted = _function(model)
+        return [
+            f"{path} is {wanted.get(path)!r} and not {own.get(path)!r}"
+            for path in sorted(own.keys() | wanted.keys())
+            if own.get(path) != wanted.get(path)
+        ]
+
+
+_LLAMA_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
+# Layers before `max_window_layers` have no window.
+_QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_STARCODER2_DEFAULTS = {
+    "tie_word_embeddings": True,
+    "norm_epsilon": 1e-5,
+    "hidden_act": "gelu_pytorch_tanh",
+    "use_bias": True,
+    "sliding_window": None,
+}
+_STARCODER2: dict[str, Any] = {
+    "layout": layouts.STARCODER2,
+    "epsilon": "norm_epsilon",
+    "activations": _GELU_TANH,
+    "norm": "layer",
+    "biases": "use_bias",
+    "defaults": _STARCODER2_DEFAULTS,
+}
+
+_ROWS = (
+    Family(
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        layout=layouts.GPT2,
+        sizes={
+            "vocab_size": "vocab_size",
+            "layers": "n_layer",
+            "width": "n_embd",
+            "heads": "n_head",
+            "mlp_width": "n_inner",
+        },
+        length="n_positions",
+        epsilon="layer_norm_epsilon",
+        activation="activation_function",
+        activations={"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "relu": "relu"},
+        norm="layer",
+        rope=False,
+        biases=True,
+        defaults={
+            "tie_word_embeddings": True,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+        },
+        fixed={
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+    ),
+    Family(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        defaults=_LLAMA_DEFAULTS,
+        fixed={"attention_bias": False, "mlp_bias": False},
+    ),
+    Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        window=True,
+        defaults=_LLAMA_DEFAULTS | {"sliding_window": 4096},
+    ),
+    Family(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        qkv_biases=True,
+        window=True,
+        defaults=_QWEN_DEFAULTS,
+    ),
+    Family(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        qk_norm=True,
+        window=True,
+        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+        fixed={"attention_bias": False},
+    ),
+    Family(model_type="starcoder2", architecture="Starcoder2ForCausalLM", window=True, **_STARCODER2),
+    Family(
+        model_type="brumby",
+        architecture="BrumbyForCausalLM",
+        qk_norm=True,
+        power=True,
+        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+        fixed={"attention_bias": False, "use_exp": False, "p": 2},
+    ),
+    Family(model_type="powercoder", architecture="PowerCoderForCausalLM", power=True, **_STARCODER2),
+)
+FAMILIES: Mapping[str, Family] = {row.model_type: row for row in _ROWS}
+"""Families by `model_type`."""
+
+
+def is_config(values: Values) -> bool:
+    """Returns whether the values are the contents of a `config.json` of Hugging Face, and not of settings."""
+    return "model_type" in values or "n_embd" in values
+
+
+def settings(values: Values) -> config.Config:
+    """Returns settings of a run for the model that a `config.json` describes, in float32.
+
+    The run reads tokens with the model's full context length. The file does not say from where or how to train, so
+    these settings are defaults.
+
+    Raises:
+        ValueError: the family is unknown, or values are missing or not supported. The error lists all of them.
+    """
+    # The first files of GPT-2 do not name it.
+    name = values.get("model_type", "gpt2")
+    if name not in FAMILIES:
+        raise ValueError(f"model_type is {name!r}; it must be one of {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    model, length = family.model(values), values[family.length]
+    ends = values.get("eos_token_id")
+    # Models that chat have several ends, of which the first ends a document.
+    end = next(iter(ends), None) if isinstance(ends, list) else ends
+    return config.Config(
+        model=model,
+        data=config.DataConfig(
+            source="tokens",
+            paths=(_TOKENS,),
+            token_dtype="uint16" if model.vocab_size <= 1 << 16 else "uint32",
+            document_separator=end,
+            context_length=length,
+            batch_tokens=_BATCH_ROWS * length,
+        ),
+    )
+
+
+def find(settings: config.Config) -> Family:
+    """Returns the family that describes a model.
+
+    Raises:
+        ValueError: no family does. The error says how the model differs from the nearest.
+    """
+    if settings.task.name != "next_token" or settings.model.patch_size is not None:
+        raise ValueError(f"task.name is {settings.task.name!r}; Hugging Face's layouts are for next_token")
+    nearest: tuple[str, list[str]] | None = None
+    for family in FAMILIES.values():
+        try:
+            differences = family.differences(settings.model)
+        except ValueError:
+            continue
+        if not differences:
+            return family
+        if nearest is None or len(differences) < len(nearest[1]):
+            nearest = family.model_type, differences
+    reason = f"; in the nearest, {nearest[0]}, {', '.join(nearest[1])}" if nearest else ""
+    raise ValueError(
+        f"none of Hugging Face's layouts describes this model{reason}; write it in the format sympow instead"
+    )
+
+
+def values(settings: config.Config) -> tuple[Family, dict[str, Any]]:
+    """Returns the family of a model and the contents of its `config.json`.
+
+    Raises:
+        ValueError: as `find`.
+    """
+    family, model = find(settings), settings.model
+    contents = {family.length: settings.data.context_length} | family.values(model)
+    if settings.data.document_separator is not None:
+        contents["eos_token_id"] = settings.data.document_separator
+    return family, contents
+
+
+def _read_rope(values: Values, problems: list[str]) -> config.RopeConfig:
+    """Returns the rates of rotation, from the keys of versions 4 or 5 of `transformers`; adds to the problems."""
+    nested = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
+        problems.append(f"rope_parameters is {nested!r}, not the same rates for all layers")
+        return config.RopeConfig()
+    base: Any = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
+    kind = nested.get("rope_type", nested.get("type", "default"))
+    if nested.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor is {nested['partial_rotary_factor']!r}, not 1.0")
+    if not isinstance(base, int | float):
+        problems.append(f"rope_theta is {base!r}, not a number")
+    if kind not in attention_lib.ROPE_SCALINGS and kind != "default":
+        problems.append(f"rope_type is {kind!r}, not default or llama3")
+    if problems:
+        return config.RopeConfig()
+    scaling: dict[str, Any] = {}
+    if kind == "llama3":
+        scaling = {"scaling": kind} | {field: nested.get(key) for field, key in _LLAMA3.items()}
+        problems += [f"{_LLAMA3[field]} is missing" for field, value in scaling.items() if value is None]
+        if problems:
+            return config.RopeConfig()
+    return config.RopeConfig(base=float(base), layout="halves", **scaling)
+
+
+def _read_window(values: Values, problems: list[str]) -> int | None:
+    """Returns the number of tokens that a query attends to, itself included, if not all; adds to the problems."""
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    layers = values.get("num_hidden_layers", 0)
+    types = values.get("layer_types")
+    if types is None and isinstance(layers, int):
+        first = values.get("max_window_layers", 0)
+        types = [_SLIDING if window is not None and layer >= first else _FULL for layer in range(layers)]
+    if unknown := sorted({str(kind) for kind in types or ()} - {_SLIDING, _FULL}):
+        problems.append(f"layer_types has {', '.join(unknown)}, not {_FULL} or {_SLIDING}")
+    elif len(set(types or ())) > 1:
+        problems.append(
+            "some layers have a sliding window and some have none (layer_types or max_window_layers)"
+        )
+    elif types and types[0] == _SLIDING:
+        if _is_size(window):
+            return window
+        problems.append(f"sliding_window is {window!r}, not a positive integer")
+    return None
+
+
+def _write_window(model: config.ModelConfig) -> dict[str, Any]:
+    """Returns keys with which all layers have the window, or none."""
+    slides = model.attention.kernel == "sliding_window"
+    return {
+        "sliding_window": model.attention.window if slides else None,
+        "use_sliding_window": slides,
+        "max_window_layers": 0 if slides else model.layers,
+    }
+
+
+def _write_rope(rope: config.RopeConfig) -> dict[str, Any]:
+    """Returns keys that versions 4 and 5 of `transformers` read."""
+    scaling = None
+    if rope.scaling == "llama3":
+        scaling = {"rope_type": "llama3"} | {key: getattr(rope, field) for field, key in _LLAMA3.items()}
+    return {"rope_theta": rope.base or _ROPE_DEFAULT, "rope_scaling": scaling}
+
+
+def _function(model: config.ModelConfig) -> dict[str, Any]:
+    """Returns the fields, by dotted path, that decide the parameters of a model and their function."""
+    flat = serialize.flatten(dataclasses.replace(model, mlp_width=model.hidden_width), prefix="model.")
+    attention = model.attention
+    unused = [
+        "dtype",
+        "state_dtype",
+        "remat",
+        "mlp_ratio",
+        "channels",
+        "attention.form",
+        "attention.implementation",
+    ]
+    unused += ["attention.chunk_size", "attention.exact_window"]
+    unused += ["attention.feature_map", "attention.normalizer"] if attention.kernel != "linear" else []
+    unused += ["attention.window"] if attention.kernel != "sliding_window" else []
+    unused += ["attention.power"] if attention.kernel not in ("power", "linear") else []
+    unused += ["attention.max_document_length"] if attention.rope.base is not None else []
+    groups = ["attention.lrpe."] if attention.position != "lrpe" else []
+    groups += ["attention.spe."] if attention.position != "spe" else []
+    if attention.position != "rope":
+        groups.append("attention.rope.")
+    elif attention.rope.scaling == "none":
+        unused += [f"attention.rope.{field}" for field in _LLAMA3]
+    # Only its presence matters to a model that has its parameters.
+    flat["model.attention.decay_bias"] = attention.decay_bias is not None
+    return {
+        path: value
+        for path, value in flat.items()
+        if path.removeprefix("model.") not in unused
+        and not path.startswith(tuple(f"model.{x}" for x in groups))
+    }
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0

@@ -1,0 +1,115 @@
+"""Published models as folders of Hugging Face's layout: `config.json` and safetensors files."""
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from jaxtyping import Shaped
+
+from sympow_jax import atomic, config, models
+from sympow_jax.array_types import Array, Float
+from sympow_jax.training import workdir
+from sympow_jax.weights import families, files, hub, layouts, tensors
+
+__all__ = ["from_pretrained", "save_pretrained"]
+
+
+def from_pretrained(
+    path: str | os.PathLike[str], *, param_dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
+) -> tuple[config.Config, models.Model]:
+    """Returns the settings and the model of a published transformer, or of a file that `save` wrote.
+
+    Matrix products are in the dtype of the settings, which is float32 for published models. To change settings, call
+    `read_settings` and `load` instead.
+
+    Args:
+        path: a folder with `config.json` and safetensors files, a safetensors file, or `hf://ORG/NAME[@REVISION]`,
+            which is downloaded.
+        param_dtype: dtype of the parameters, `float32` or `bfloat16`.
+        mesh: mesh that the parameters are sharded over, as in training (`models.parameter_specs`). If None, they are on
+            the default device.
+
+    Raises:
+        ValueError: the download fails, or as `read_settings` and `load`.
+    """
+    path = hub.local_path(path)
+    settings = files.read_settings(files.settings_path(path))
+    return settings, files.load(path, settings, param_dtype=param_dtype, mesh=mesh)
+
+
+def save_pretrained(
+    folder: str | os.PathLike[str],
+    settings: config.Config,
+    model: models.Model,
+    *,
+    dtype: str = "float32",
+    max_file_bytes: int = 5_000_000_000,
+) -> int:
+    """Writes a model as a folder that `transformers` opens; returns the number of elements.
+
+    The family is the first of `families.FAMILIES` that describes the model. `config.json` is written last.
+
+    Args:
+        folder: folder to write to. It may exist, but without `config.json` and safetensors files.
+        settings: settings of the run.
+        model: the model.
+        dtype: dtype of the files: `float32`, from which `load` restores the model bit for bit, or `bfloat16`, which
+            rounds.
+        max_file_bytes: size above which there are several files and an index. A larger tensor has its own file.
+
+    Raises:
+        ValueError: no family describes the model, the folder has such files, or `dtype` is not supported.
+        OSError: a file cannot be written.
+    """
+    folder = pathlib.Path(folder)
+    files.check_dtype("dtype", dtype)
+    family, values = families.values(settings)
+    for name in ("config.json", tensors.WHOLE, tensors.INDEX):
+        if os.path.lexists(folder / name):
+            raise ValueError(f"{folder / name} exists; remove it or choose another folder")
+    arrays = files.named_arrays(model)
+    table = family.layout.tensors(arrays)
+    itemsize = jnp.dtype(dtype).itemsize
+    sizes = {name: itemsize * sum(arrays[part].size for part in row.parts) for name, row in table.items()}
+    shards = list(_shards(sizes, max_file_bytes))
+    names = [
+        tensors.WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}{tensors.SUFFIX}"
+        for number in range(1, len(shards) + 1)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, shard in zip(names, shards):
+        contents = {key: _tensor(table[key], arrays).astype(jnp.dtype(dtype), order="C") for key in shard}
+        try:
+            with atomic.replace(folder / name) as draft:
+                safetensors.numpy.save_file(contents, draft, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:  # such as a full disk
+            raise OSError(f"cannot write {folder / name}: {error}") from error
+    if len(shards) > 1:
+        places = {key: name for name, shard in zip(names, shards) for key in shard}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        workdir.write_json(folder / tensors.INDEX, index)
+    workdir.write_json(folder / "config.json", values | {"torch_dtype": dtype})
+    return sum(array.size for array in arrays.values())
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Yields the names of the tensors of each file, in order, each as many as fit in `limit` bytes."""
+    shard: list[str] = []
+    used = 0
+    for name, size in sizes.items():
+        if shard and used + size > limit:
+            yield shard
+            shard, used = [], 0
+        shard.append(name)
+        used += size
+    yield shard
+
+
+def _tensor(row: layouts.Tensor, arrays: Mapping[str, Float[Array, "..."]]) -> Shaped[np.ndarray, "..."]:
+    joined = np.concatenate([np.asarray(arrays[part]) for part in row.parts], axis=-1)
+    return joined.T if row.transposed else joined

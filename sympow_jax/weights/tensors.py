@@ -1,0 +1,108 @@
+"""Tensors of one or several safetensors files, read slice by slice."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+from jaxtyping import Shaped
+
+from sympow_jax.config import serialize
+
+__all__ = ["INDEX", "SUFFIX", "WHOLE", "Tensors", "opened"]
+
+SUFFIX = ".safetensors"
+# Names of the files in a folder of Hugging Face's layout: one file, or the index of several.
+WHOLE = f"model{SUFFIX}"
+INDEX = f"{WHOLE}.index.json"
+# Weights as pickles, which are not read, because unpickling runs code.
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_REMEDY = (
+    "; its weights are pickles (.bin), which are not read: load them with transformers and save them with its "
+    "save_pretrained"
+)
+
+
+class Tensors:
+    """Tensors by name, of open files.
+
+    Attributes:
+        names: names of the tensors.
+    """
+
+    def __init__(self, files: Mapping[str, Any]):
+        self._files = files
+        self.names = set(files)
+
+    def shape(self, name: str) -> list[int]:
+        """Returns the shape of a tensor."""
+        return self._files[name].get_slice(name).get_shape()
+
+    def dtype(self, name: str) -> str:
+        """Returns the dtype of a tensor by its name in safetensors, such as `BF16`."""
+        return self._files[name].get_slice(name).get_dtype()
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
+        """Returns a slice of a tensor; only that slice is read. Slices have a step of 1, one per axis."""
+        return self._files[name].get_slice(name)[index]
+
+
+@contextlib.contextmanager
+def opened(path: pathlib.Path) -> Iterator[Tensors]:
+    """Opens a safetensors file, or those of a folder: `model.safetensors`, or the files that its index names.
+
+    Raises:
+        ValueError: a file does not exist, is damaged or is not a safetensors file, or the index names files outside
+            the folder or tensors that its files do not have.
+    """
+    with contextlib.ExitStack() as stack:
+        if path.is_dir() and not (path / WHOLE).is_file():
+            yield _open_shards(path, stack)
+        else:
+            file = stack.enter_context(_open(path / WHOLE if path.is_dir() else path))
+            yield Tensors(dict.fromkeys(file.keys(), file))
+
+
+def _open(path: pathlib.Path) -> Any:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    try:
+        return safetensors.safe_open(path, framework="np")
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from error
+
+
+def _open_shards(folder: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
+    if not (folder / INDEX).is_file():
+        pickles = any((folder / name).is_file() for name in _PICKLES)
+        raise ValueError(f"there is no {WHOLE} and no {INDEX} in {folder}{_REMEDY if pickles else ''}")
+    places = _weight_map(folder / INDEX)
+    shards = sorted(set(places.values()))
+    if missing := [name for name in shards if not (folder / name).is_file()]:
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; download it again")
+    files = {name: stack.enter_context(_open(folder / name)) for name in shards}
+    stored = {name: set(file.keys()) for name, file in files.items()}
+    if lacking := sorted(name for name, shard in places.items() if name not in stored[shard]):
+        raise ValueError(
+            f"{INDEX} of {folder} names tensors that its files do not have: {', '.join(lacking)}; download it again"
+        )
+    return Tensors({name: files[shard] for name, shard in places.items()})
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+    """Returns the names of the files in an index by the names of their tensors."""
+    places = serialize.read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index} has no weight_map with the file of each tensor")
+    if outside := sorted({name for name in places.values() if not _is_plain(name)}):
+        raise ValueError(
+            f"{index} names files that are no {SUFFIX} files of its folder: {', '.join(outside)}"
+        )
+    return places
+
+
+def _is_plain(name: str) -> bool:
+    return os.path.basename(name) == name and name.endswith(SUFFIX)

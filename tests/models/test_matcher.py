@@ -1,0 +1,177 @@
+"""Tests of new attention that is trained to give the outputs of the attention that it replaces."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, layers, models, training
+from sympow_jax.commands import train
+from sympow_jax.training import sharding
+from tests.models import families
+
+PATTERN = ("conformal", "shared")
+TIME = 24
+
+
+def settings(**changes) -> config.Config:
+    """Returns a run of the body of Qwen3 whose first and third layer of four are replaced."""
+    base = families.settings("qwen3", layers=4, attention_pattern=PATTERN)
+    run = config.Config(
+        model=dataclasses.replace(
+            base, attention=dataclasses.replace(base.attention, exact_window=4, decay_bias=4.0)
+        ),
+        task=config.TaskConfig(name="match_attention"),
+        data=config.DataConfig(context_length=TIME, batch_tokens=2 * TIME),
+        optimizer=config.OptimizerConfig(name="adamw", learning_rate=3e-3, weight_decay=0.1),
+        training=config.TrainingConfig(scan_layers=False),
+    )
+    return dataclasses.replace(run, **changes)
+
+
+def tokens():
+    return np.random.default_rng(0).integers(0, families.VOCABULARY, (2, TIME)).astype(np.int32)
+
+
+def batch(**more):
+    return {"inputs": tokens(), "targets": np.roll(tokens(), -1, axis=1), **more}
+
+
+@pytest.fixture(scope="module")
+def matcher():
+    run = settings()
+    model = models.make(run.model, run.task, rngs=1)
+    generator = np.random.default_rng(0)
+    noisy = jax.tree.map(
+        lambda x: jnp.asarray(x + 0.3 * generator.normal(size=x.shape), x.dtype), nnx.state(model)
+    )
+    nnx.update(model, noisy)
+    return model
+
+
+def _original(matcher):
+    """Returns the decoder before its attention is replaced."""
+    shape = dataclasses.replace(matcher.config, attention_pattern=())
+    decoder = models.DecoderLM(shape, rngs=0)
+    for name in ("embedding", "unembedding", "final_norm"):
+        setattr(decoder, name, getattr(matcher, name))
+    for block, matched in zip(decoder.blocks, matcher.blocks):
+        block.attention = getattr(matched, "original", matched.attention)
+        for name in ("attention_norm", "mlp_norm", "mlp"):
+            setattr(block, name, getattr(matched, name))
+    return decoder
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_errors_are_those_of_each_new_layer_on_hidden_states_of_the_original(matcher, padded):
+    segment_ids = np.zeros((2, TIME), np.int32)
+    segment_ids[1, 10:] = 1
+    segment_ids[1, 20:] = -1
+    segment_ids = segment_ids if padded else None
+    counts = np.ones((2, TIME), bool) if segment_ids is None else segment_ids >= 0
+    decoder, expected = _original(matcher), np.zeros((2, TIME))
+    x, _ = decoder.stem(decoder.embed(tokens()), segment_ids)
+    for layer, block in enumerate(decoder.blocks):
+        if layer in (0, 2):
+            normed = layers.normalize(block.attention_norm, x, segment_ids)
+            old = np.asarray(block.attention(normed, segment_ids=segment_ids), np.float64)
+            new = np.asarray(matcher.blocks[layer].attention(normed, segment_ids=segment_ids), np.float64)
+            expected += ((new - old) ** 2).sum(-1) / (old**2).sum(-1)[counts].mean() / 2
+        x, _ = block(x, segment_ids=segment_ids)
+    found = matcher.errors(tokens(), segment_ids=segment_ids)
+    np.testing.assert_allclose(found[counts], expected[counts], rtol=1e-4)
+    assert expected[counts].min() > 1e-3
+
+
+def test_only_the_new_attention_has_gradients(matcher):
+    grads = nnx.grad(lambda model: model.errors(tokens()).sum())(matcher)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads)):
+        name = models.parameter_name(path)
+        new = name.startswith(("blocks.0.attention.", "blocks.2.attention."))
+        assert bool(np.abs(leaf).max() > 0) == new, name
+        assert models.AttentionMatcher.trains(matcher.config, name) == new
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_updates_lower_the_error_and_keep_all_else(scan_layers):
+    run = settings(training=config.TrainingConfig(scan_layers=scan_layers))
+    program = training.Program(run, sharding.whole_mesh())
+    state = program.init_state()
+    before = program.by_layer(jax.tree.map(jnp.copy, state)).params
+    errors = []
+    for _ in range(8):
+        state, metrics = program.update(state, batch())
+        errors.append(float(metrics["loss"]))
+    assert errors[-1] < 0.9 * errors[0]
+    after = program.by_layer(state).params
+    for path, leaf in jax.tree_util.tree_leaves_with_path(after):
+        name = models.parameter_name(path)
+        same = np.array_equal(leaf, _at(before, path))
+        assert same != models.AttentionMatcher.trains(run.model, name), name
+    moments = sum(leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
+    trained = sum(
+        leaf.size
+        for path, leaf in jax.tree_util.tree_leaves_with_path(after)
+        if models.AttentionMatcher.trains(run.model, models.parameter_name(path))
+    )
+    assert moments == 2 * trained
+
+
+def _at(tree, path):
+    for key in path:
+        tree = tree[key.key]
+    return tree
+
+
+def test_a_retrofit_in_two_stages(tmp_path, capsys):
+    """The first stage begins with the layers of the original and resumes to the bit; the second with its result."""
+    shape = dataclasses.replace(settings().model, attention_pattern=(), vocab_size=256)
+    data = config.DataConfig(source="text", context_length=TIME, batch_tokens=2 * TIME)
+    evaluation = config.EvaluationConfig(context_lengths=())
+
+    def run(**changes):
+        steps = config.TrainingConfig(steps=4, checkpoint_every=2, scan_layers=True)
+        made = settings(data=data, evaluation=evaluation, training=steps, **changes)
+        return dataclasses.replace(made, model=dataclasses.replace(made.model, vocab_size=256))
+
+    base = dataclasses.replace(run(task=config.TaskConfig()), model=shape)
+    assert train.train(base, tmp_path / "base") == 0
+    first = run(task=config.TaskConfig(name="match_attention", initial_run=str(tmp_path / "base")))
+    assert train.train(first, tmp_path / "first") == 0
+    half = dataclasses.replace(first, training=dataclasses.replace(first.training, steps=2))
+    assert train.train(half, tmp_path / "halves") == 0
+    assert train.train(first, tmp_path / "halves") == 0
+    program, original = (training.Program(made, sharding.whole_mesh()) for made in (first, base))
+    found, halves = (program.restore_arrays(tmp_path / name)[0]["params"] for name in ("first", "halves"))
+    jax.tree.map(np.testing.assert_array_equal, halves, found)
+    old = original.restore_arrays(tmp_path / "base")[0]["params"]
+    jax.tree.map(np.testing.assert_array_equal, found["blocks"][2]["original"], old["blocks"][2]["attention"])
+    jax.tree.map(np.testing.assert_array_equal, found["blocks"][1], old["blocks"][1])
+    assert not np.array_equal(
+        found["blocks"][2]["attention"]["query"]["kernel"], old["blocks"][2]["attention"]["query"]["kernel"]
+    )
+    capsys.readouterr()
+    second = run(task=config.TaskConfig(initial_run=str(tmp_path / "first")))
+    begun = training.Program(second, sharding.whole_mesh()).begin().params
+    assert "dropped: blocks.*.original.key.kernel" in capsys.readouterr().out
+    stacked = begun["stacked_blocks"][0]["attention"]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        {0: stacked},
+        {0: jax.tree.map(lambda *x: np.stack(x), *(found["blocks"][i]["attention"] for i in (0, 2)))},
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_pattern": ()}, "every layer has model.attention; name the new attention"),
+        ({"attention_pattern": ("shared",)}, "every layer has model.attention"),
+    ],
+)
+def test_mistakes(changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings(model=dataclasses.replace(settings().model, **changes))

@@ -1,0 +1,471 @@
+"""Tests of published transformers: the logits of the original software, exact round trips, and files with faults."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from sympow_jax import config, generation, weights
+from sympow_jax.weights import families, hub
+from tests.ops import cases
+from tests.weights import originals, power_models
+
+BOUND = 1e-5
+EACH = pytest.mark.parametrize("name", originals.MODELS)
+
+
+@nnx.jit
+def logits(model, tokens):
+    return model(tokens)
+
+
+def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens of a fixture and their logits by `transformers`."""
+    arrays = safetensors.numpy.load_file(originals.FIXTURES / name / "expected.safetensors")
+    return arrays["tokens"], arrays["logits"]
+
+
+def tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    files = folder.glob("model*.safetensors")
+    return {name: x for file in files for name, x in safetensors.numpy.load_file(file).items()}
+
+
+def copy(folder: pathlib.Path, name: str = "llama", **changes) -> pathlib.Path:
+    """Copies a fixture's files of weights and its config, with changes."""
+    folder.mkdir()
+    shutil.copy(originals.FIXTURES / name / "model.safetensors", folder)
+    values = json.loads((originals.FIXTURES / name / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+@EACH
+def test_logits_are_those_of_transformers(name):
+    """In one pass, and token by token after a prompt."""
+    _, model = weights.from_pretrained(originals.FIXTURES / name)
+    tokens, original = expected(name)
+    assert np.std(original) > 0.5
+    assert cases.error(logits(model, tokens), original) <= BOUND
+    start = 4
+    actual, state = generation.prefill(
+        model, tokens[:, :start], np.array([start] * 2), max_length=originals.TIME
+    )
+    for time in range(start, originals.TIME):
+        assert cases.error(actual, original[:, time - 1]) <= BOUND
+        actual, state = generation.decode(model, state, tokens[:, time])
+
+
+@EACH
+def test_a_round_trip_is_exact(tmp_path, name):
+    settings, model = weights.from_pretrained(originals.FIXTURES / name)
+    count = weights.save_pretrained(tmp_path / "one", settings, model)
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["config.json", "model.safetensors"]
+    actual, original = tensors(tmp_path / "one"), tensors(originals.FIXTURES / name)
+    assert actual.keys() == original.keys()
+    assert count == sum(x.size for x in original.values())
+    for key, x in original.items():
+        np.testing.assert_array_equal(actual[key], x)
+    again = weights.read_settings(tmp_path / "one" / "config.json")
+    model = dataclasses.replace(settings.model, mlp_width=settings.model.hidden_width)
+    assert again == dataclasses.replace(settings, model=model)
+
+
+def test_shards_and_their_index(tmp_path):
+    settings, model = weights.from_pretrained(originals.FIXTURES / "qwen3")
+    weights.save_pretrained(tmp_path, settings, model, max_file_bytes=8_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = {path.name: safetensors.numpy.load_file(path) for path in tmp_path.glob("model-*.safetensors")}
+    assert sorted(files) == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 1
+    assert index["weight_map"] == {key: name for name, arrays in files.items() for key in arrays}
+    sizes = {name: sum(x.nbytes for x in arrays.values()) for name, arrays in files.items()}
+    assert max(sizes.values()) <= 8_000
+    assert index["metadata"] == {"total_size": sum(sizes.values())}
+    _, again = weights.from_pretrained(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(again), nnx.state(model))
+
+
+@pytest.mark.parametrize("name", power_models.CONFIGS)
+def test_manifest_models_are_their_published_formula(tmp_path, name):
+    power_models.write(name, tmp_path / "published")
+    settings, model = weights.from_pretrained(tmp_path / "published")
+    tokens, tensors_ = np.random.default_rng(1).integers(0, 40, (1, 30)), power_models.weights(name)
+    original = power_models.forward(name, tensors_, tokens[0])
+    assert np.std(original) > 0.5
+    assert cases.error(logits(model, tokens)[0], original) <= BOUND
+    weights.save_pretrained(tmp_path / "saved", settings, model)
+    actual = tensors(tmp_path / "saved")
+    assert actual.keys() == tensors_.keys()
+    for key, x in tensors_.items():
+        np.testing.assert_array_equal(actual[key], x)
+    values = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert (
+        values.items()
+        >= {
+            key: value
+            for key, value in power_models.CONFIGS[name].items()
+            if "chunk" not in key and "window" not in key and key != "switch_over_seq_len"
+        }.items()
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_parameters_of_bfloat16(name):
+    """The model runs, and its logits are those of the rounded parameters in float32."""
+    _, model = weights.from_pretrained(originals.FIXTURES / name, param_dtype="bfloat16")
+    _, exact = weights.from_pretrained(originals.FIXTURES / name)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("bfloat16")}
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(exact))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), rounded)
+    nnx.update(exact, jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
+    tokens, _ = expected(name)
+    actual = logits(model, tokens)
+    assert actual.dtype == jnp.float32
+    assert cases.error(actual, logits(exact, tokens)) <= BOUND
+    state = model.init_state(2, max_length=originals.TIME)
+    streamed, _ = model(tokens[:, :5], state=state, return_state=True)
+    assert cases.error(streamed, actual[:, :5]) <= BOUND
+
+
+def test_slices_are_read_straight_to_a_mesh(tmp_path):
+    """Every byte is read once, and the peak is a fraction of the model."""
+    shapes = [{"fsdp": 4, "tensor": 2}, {"data": 8}]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.weights.sharded", tmp_path / "model", *map(json.dumps, shapes)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=pathlib.Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    for shape, result in zip(shapes, results, strict=True):
+        assert result["equal"], shape
+        assert result["sharded"], shape
+        assert result["divided"] == (0 if "data" in shape else 16)
+        assert result["read"] == result["bytes"]
+        assert result["overhead"] < 2.5 * result["largest"] < result["bytes"] / 3
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"model_type": "gemma"}, "model_type is 'gemma'; it must be one of gpt2, llama, mistral,"),
+        (
+            "llama",
+            {"attention_bias": True, "mlp_bias": True},
+            "attention_bias is True, not False; mlp_bias is True",
+        ),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', not one of silu"),
+        (
+            "llama",
+            {"hidden_size": 1.5, "num_hidden_layers": None},
+            "num_hidden_layers is None, not a positive integer",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_type is 'yarn', not default or",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not 1.0"),
+        (
+            "llama",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "'rope_theta': 10000.0}}, not the same rates for all layers",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor is 0.25, not 1.0",
+        ),
+        (
+            "llama",
+            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "rope_type is 'dyna",
+        ),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, not None"),
+        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', not true or false"),
+        ("llama", {"num_key_value_heads": 3}, "model.heads is 4 and model.kv_heads is 3"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+            "some layers have a sliding window and some have none",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "layer_types has chunked_attention, not",
+        ),
+        ("starcoder2", {"use_bias": None}, "use_bias is None, not true or false"),
+    ],
+)
+def test_configs_that_are_not_supported(tmp_path, name, changes, message):
+    folder = copy(tmp_path / "model", name, **changes)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        weights.from_pretrained(folder)
+    assert str(raised.value).startswith(f"{folder}/config.json: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_keys_of_older_configs(tmp_path):
+    """Version 4 of `transformers` has other keys of rotations; `head_dim` and the number of key heads may be absent."""
+    values = json.loads((originals.FIXTURES / "llama32" / "config.json").read_text())
+    expected_ = weights.read_settings(originals.FIXTURES / "llama32" / "config.json")
+    rope = values.pop("rope_parameters")
+    values |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert weights.read_settings(tmp_path / "config.json") == expected_
+    assert expected_.model.attention.rope.scaling == "llama3"
+    assert expected_.data.document_separator == 2
+    for ends, separator in ((0, 0), (None, None), ([], None), ([3, 2], 3)):
+        (tmp_path / "config.json").write_text(json.dumps(values | {"eos_token_id": ends}))
+        assert weights.read_settings(tmp_path / "config.json").data.document_separator == separator
+    values = {key: value for key, value in values.items() if key not in ("head_dim", "num_key_value_heads")}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = weights.read_settings(tmp_path / "config.json").model
+    assert (model.kv_heads, model.head_dim) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "preset", "values"),
+    [
+        (
+            "llama32_1b",
+            "llama32",
+            {
+                "model_type": "llama",
+                "vocab_size": 128_256,
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 16,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 131_072,
+                "rope_theta": 500_000.0,
+                "rope_scaling": {
+                    "factor": 32.0,
+                    "high_freq_factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "original_max_position_embeddings": 8192,
+                    "rope_type": "llama3",
+                },
+                "tie_word_embeddings": True,
+            },
+        ),
+        (
+            "qwen2_7b",
+            "qwen2",
+            {
+                "model_type": "qwen2",
+                "vocab_size": 152_064,
+                "hidden_size": 3584,
+                "intermediate_size": 18_944,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 131_072,
+                "max_window_layers": 28,
+                "sliding_window": 131_072,
+                "use_sliding_window": False,
+                "rope_theta": 1_000_000.0,
+                "tie_word_embeddings": False,
+            },
+        ),
+        (
+            "starcoder2_3b",
+            "starcoder2",
+            {
+                "model_type": "starcoder2",
+                "vocab_size": 49_152,
+                "hidden_size": 3072,
+                "intermediate_size": 12_288,
+                "num_hidden_layers": 30,
+                "num_attention_heads": 24,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 16_384,
+                "rope_theta": 999_999.4420358813,
+                "sliding_window": 4096,
+                "use_bias": True,
+            },
+        ),
+        (
+            "qwen3_14b",
+            "brumby",
+            {
+                "model_type": "brumby",
+                "vocab_size": 151_936,
+                "hidden_size": 5120,
+                "intermediate_size": 17_408,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 40,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 32_768,
+                "rope_theta": 1_000_000,
+            },
+        ),
+    ],
+)
+def test_published_configs_are_the_sizes_and_presets_of_this_package(tmp_path, size, preset, values):
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    read = weights.read_settings(tmp_path / "config.json")
+    ours = config.ModelConfig(
+        **config.MODEL_SIZES[size] | {"dtype": "float32"}, attention=config.preset(preset)
+    )
+    ours = dataclasses.replace(ours, mlp_width=ours.hidden_width)
+    assert read.model == ours
+    family, written = families.values(read)
+    assert family.model_type == values["model_type"]
+    assert written.items() >= {key: x for key, x in values.items() if key != "sliding_window"}.items()
+
+
+def mistaken(folder: pathlib.Path) -> str:
+    """Returns the single line of the error."""
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        weights.from_pretrained(folder)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_all_mismatches_are_listed(tmp_path):
+    folder = copy(tmp_path / "model")
+    arrays = tensors(folder)
+    arrays["model.layers.0.mlp.up_proj.weight"] = arrays["model.layers.0.mlp.up_proj.weight"].T.copy()
+    arrays["model.layers.1.self_attn.q_proj.bias"] = np.zeros(16, np.float32)
+    arrays["model.norm.weight"] = arrays["model.norm.weight"].astype(np.int8)
+    del arrays["lm_head.weight"]
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    assert mistaken(folder) == (
+        f"{folder} does not fit the model of these settings: it lacks lm_head.weight; the model has no "
+        "model.layers.1.self_attn.q_proj.bias; model.layers.0.mlp.up_proj.weight is [16, 24] and not [24, 16]; "
+        "model.norm.weight is of dtype I8 and not F32, F16, BF16"
+    )
+
+
+@pytest.mark.parametrize("fault", ["values", "rows", "none"])
+def test_a_head_must_be_the_embedding_if_they_are_tied(tmp_path, fault):
+    folder = copy(tmp_path / "model", "llama32")
+    arrays = tensors(folder)
+    embedding = arrays["model.embed_tokens.weight"]
+    heads = {"values": embedding + np.eye(*embedding.shape, 3, dtype=np.float32), "rows": embedding[:-1]}
+    arrays["lm_head.weight"] = heads.get(fault, embedding)
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
+    if fault == "none":
+        weights.from_pretrained(folder)
+    else:
+        assert mistaken(folder).startswith(f"lm_head.weight of {folder} is not the embedding; ")
+
+
+def test_missing_and_damaged_files(tmp_path):
+    folder = copy(tmp_path / "model")
+    settings, model = weights.from_pretrained(folder)
+    whole = folder / "model.safetensors"
+    whole.write_bytes(whole.read_bytes()[:-1])
+    assert f"{whole} is not a safetensors file, or is damaged" in mistaken(folder)
+    whole.unlink()
+    assert (
+        mistaken(folder) == f"there is no model.safetensors and no model.safetensors.index.json in {folder}"
+    )
+    (folder / "pytorch_model.bin").touch()
+    assert "pickles (.bin), which are not read: load them with transformers" in mistaken(folder)
+    (folder / "config.json").unlink()
+    assert mistaken(folder).startswith(f"cannot read the settings {folder}/config.json")
+    weights.save_pretrained(folder, settings, model, max_file_bytes=8_000)
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name = "model-00001-of-00003.safetensors"
+    for places, message in (
+        (None, f"{index} has no weight_map"),
+        (
+            content["weight_map"] | {"a": "../x.safetensors"},
+            "files that are no .safetensors files of its folder: ../x",
+        ),
+        (
+            content["weight_map"] | {"a": "/x.safetensors"},
+            "files that are no .safetensors files of its folder: /x",
+        ),
+        (content["weight_map"] | {"a": "x.bin"}, "files that are no .safetensors files of its folder: x.bin"),
+        (content["weight_map"] | {"a": name, "b": name}, "names tensors that its files do not have: a, b"),
+    ):
+        index.write_text(json.dumps({"weight_map": places}))
+        assert message in mistaken(folder)
+    index.write_text("{")
+    assert f"{index}: " in mistaken(folder)
+    index.write_text(json.dumps(content))
+    (folder / name).unlink()
+    assert f"{folder} lacks {name}, which model.safetensors.index.json names" in mistaken(folder)
+
+
+def test_models_that_no_family_describes(tmp_path):
+    settings, model = weights.from_pretrained(originals.FIXTURES / "llama")
+    for changes, message in (
+        (
+            {"embedding_norm": True},
+            "; in the nearest, llama, model.embedding_norm is True and not False; write it in the format sympow",
+        ),
+        ({"activation": "geglu"}, "; in the nearest, llama, model.activation is 'geglu' and not 'swiglu'; "),
+        (
+            {"attention": config.preset("conformal")},
+            "model.attention.position is 'learned_rope' and not 'rope', ",
+        ),
+    ):
+        other = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **changes))
+        with pytest.raises(ValueError, match="none of Hugging Face's layouts describes this model") as raised:
+            weights.save_pretrained(tmp_path / "model", other, model)
+        assert message in str(raised.value)
+    assert not (tmp_path / "model").exists()
+
+
+def test_nothing_is_overwritten(tmp_path):
+    settings, model = weights.from_pretrained(originals.FIXTURES / "llama")
+    for name in ("config.json", "model.safetensors", "model.safetensors.index.json"):
+        folder = tmp_path / name.replace(".", "_")
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        (folder / "tokenizer.json").touch()
+        with pytest.raises(ValueError, match=rf"{name} exists; remove it or choose another folder"):
+            weights.save_pretrained(folder, settings, model)
+        assert (folder / name).read_text() == "mine"
+        (folder / name).unlink()
+        weights.save_pretrained(folder, settings, model)
+
+
+def test_names_of_the_hub(monkeypatch):
+    asked = []
+
+    def download(repo, *, revision, allow_patterns):
+        asked.append((repo, revision))
+        assert "*.safetensors" in allow_patterns
+        if repo == "a/missing":
+            raise OSError("404 Client Error.\nmore")
+        return str(originals.FIXTURES / "qwen3")
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    settings, _ = weights.from_pretrained("hf://a/b")
+    assert settings.model.attention.qk_norm
+    weights.from_pretrained("hf://a/b@v1.0")
+    assert asked == [("a/b", None), ("a/b", "v1.0")]
+    assert hub.local_path("hf") == pathlib.Path("hf")
+    for name in ("hf://a", "hf://a/b/c", "hf://a/b@", "hf:///b"):
+        with pytest.raises(ValueError, match=re.escape(f"{name} is no name of a model; write hf://ORG/NAME")):
+            hub.local_path(name)
+    with pytest.raises(ValueError, match=r"^cannot download hf://a/missing: 404 Client Error\.$"):
+        hub.local_path("hf://a/missing")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match=r"'huggingface_hub', which is not installed; .*sympow-jax\[hub\]"):
+        hub.local_path("hf://a/b")
