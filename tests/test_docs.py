@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import json
 import pathlib
 import re
 import runpy
@@ -122,10 +123,31 @@ COMMANDS = {page: lines for page, text in PAGES.items() if (lines := command_lin
 
 
 @pytest.mark.parametrize("page", COMMANDS)
-def test_command_lines_parse(page, monkeypatch):
+def test_command_lines_parse(page, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     for line in COMMANDS[page]:
+        for run, changes in RETROFITS.items():
+            if f"retrofit.py:{run}" in line:
+                write_run(tmp_path / run, **changes)
+                line = line.replace(f"retrofit.py:{run}", f"retrofit.py:{tmp_path / run}")
         check_command_line(line, monkeypatch)
+
+
+# Runs that commands of retrofits start from: changes of their settings.
+RETROFITS = {
+    "runs/qwen": {},
+    "runs/match": {"pattern": ("3*sympow_gated", "shared"), "task": "match_attention"},
+}
+
+
+def write_run(folder: pathlib.Path, *, pattern: tuple[str, ...] = (), task: str = "next_token") -> None:
+    """Writes what a config reads of a run."""
+    model = config.ModelConfig(
+        **config.MODEL_SIZES["qwen3_600m"], attention=config.preset("qwen3"), attention_pattern=pattern
+    )
+    settings = config.Config(model=model, task=config.TaskConfig(name=task), data=config.DataConfig())
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings)))
 
 
 def check_command_line(line: str, monkeypatch) -> None:

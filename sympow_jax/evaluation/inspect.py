@@ -52,6 +52,11 @@ def inspect(
     settings = workdir.read_config(folder)
     if settings.model.patch_size is not None:
         raise ValueError(f"{folder} holds a run on images; only models that read text can be inspected")
+    if settings.task.name == "match_attention":
+        raise ValueError(
+            f"{folder} holds the first stage of a retrofit, two attentions in a layer; inspect the run that starts "
+            f"from it"
+        )
     layers = _layers(settings, layer)
     checkpoint.require_checkpoint(folder)
     codec = data.codec_of_run(settings, tokenizer)

@@ -1,5 +1,7 @@
 """Model FLOPs of training and peak FLOPs of devices, whose ratio is the MFU."""
 
+import dataclasses
+
 import jax
 
 from sympow_jax import config
@@ -57,23 +59,31 @@ def model_flops_per_token(
       that per-channel gates have one as large as the state. A linear kernel has F = D. If features are rotated, pairs
       multiply rotated features, so D is their number.
     * If no form is set, the cheaper of the two counts, whatever the device would choose.
+    * To match attention, the original model has a forward pass, and only the new attention has both passes.
     """
-    width, heads, kv_heads, size = model.width, model.heads, model.kv_heads, model.head_dim
-    assert kv_heads is not None  # set by ModelConfig
-    assert size is not None
-    weights = flops = 0.0
-    for layer in range(model.layers):
-        kernel = kernels.from_config(model, layer)
-        weights += width * (2 * (heads + kv_heads) * size + _gates(kernel) * kv_heads)
-        weights += mlp.num_weights(model)
-        flops += kernel.flops_per_token(context_length)
     task = task or config.TaskConfig()
+    attention = [_attention_flops(model, layer, context_length) for layer in range(model.layers)]
+    feed_forward = 2 * model.layers * mlp.num_weights(model)
+    if task.name == "match_attention":
+        original = _attention_flops(dataclasses.replace(model, attention_pattern=()), 0, context_length)
+        new = sum(flops for flops, kind in zip(attention, model.attentions) if kind != model.attention)
+        return model.layers * original + feed_forward + _PASSES * new
     outside = (
-        width * {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0) * model.vocab_size
+        model.width
+        * {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0)
+        * model.vocab_size
     )
     if model.patch_size is not None:
-        outside += width * model.patch_size**2 * model.channels
-    return _PASSES * (2 * (weights + outside) + flops)
+        outside += model.width * model.patch_size**2 * model.channels
+    return _PASSES * (sum(attention) + feed_forward + 2 * outside)
+
+
+def _attention_flops(model: config.ModelConfig, layer: int, context_length: int) -> float:
+    """Returns the FLOPs per token of a forward pass of a layer's attention with its projections."""
+    kernel = kernels.from_config(model, layer)
+    heads, kv_heads = kernel.num_heads, kernel.num_kv_heads
+    columns = 2 * (heads + kv_heads) * kernel.head_dim + _gates(kernel) * kv_heads
+    return 2 * model.width * columns + kernel.flops_per_token(context_length)
 
 
 def _gates(kernel: kernels.Kernel) -> int:

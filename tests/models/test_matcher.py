@@ -1,6 +1,7 @@
 """Tests of new attention that is trained to give the outputs of the attention that it replaces."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from flax import nnx
 
 from sympow_jax import config, layers, models, training
 from sympow_jax.commands import train
-from sympow_jax.training import sharding
+from sympow_jax.evaluation import inspect
+from sympow_jax.layers import mlp
+from sympow_jax.training import flops, sharding
 from tests.models import families
 
 PATTERN = ("conformal", "shared")
@@ -163,6 +166,27 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys):
         {0: stacked},
         {0: jax.tree.map(lambda *x: np.stack(x), *(found["blocks"][i]["attention"] for i in (0, 2)))},
     )
+
+
+def test_flops_are_a_forward_pass_of_the_original_and_both_of_the_new_layers():
+    """Relative to a run of next tokens with nothing to unembed, whose passes count three times."""
+
+    def counted(pattern, task="next_token"):
+        model = dataclasses.replace(settings().model, attention_pattern=pattern, vocab_size=1)
+        return flops.model_flops_per_token(model, TIME, config.TaskConfig(name=task))
+
+    unembedding = 6 * settings().model.width
+    original, new = (counted(pattern) - unembedding for pattern in ((), ("conformal",)))
+    mlp_flops = 6 * 4 * mlp.num_weights(settings().model)
+    expected = original / 3 + (new - mlp_flops) / 2  # two of four layers are new
+    assert counted(PATTERN, "match_attention") == pytest.approx(expected)
+
+
+def test_a_first_stage_is_not_inspected(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(settings())))
+    with pytest.raises(ValueError, match=r"the first stage of a retrofit.*inspect the run that starts"):
+        inspect.inspect(tmp_path, b"fox")
 
 
 @pytest.mark.parametrize(
