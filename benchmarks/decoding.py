@@ -149,8 +149,12 @@ class _Contender:
         state = generation.init_state(model, 1, max_length=(kept or length + BLOCK) if keeps else None)
         self.kept = isinstance(state.layers[0].memory, ops.KVCache)
         self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        self._logits = jnp.zeros((1, model.config.vocab_size))
-        self._state, self._position = _filled(state, length), np.array([length], np.int32)
+        self._rows = loop.Rows(
+            logits=jnp.zeros((1, model.config.vocab_size)),
+            state=_filled(state, length),
+            position=jnp.array([length], jnp.int32),
+            seen=None,
+        )
         for _ in range(2):  # compiles, and fills the window
             self._decode()
 
@@ -161,15 +165,9 @@ class _Contender:
 
     def _decode(self) -> None:
         # Blocks simply continue the same context: each reads the same number of keys and folds equally often.
-        self._logits, self._state, self._position, tokens, _ = loop.decode_block(
-            self._graph,
-            self._variables,
-            generation.Sampling(temperature=0),
-            BLOCK,
-            np.uint32(0),
-            self._logits,
-            self._state,
-            self._position,
+        greedy, seeds = generation.Sampling(temperature=0), np.zeros(1, np.uint32)
+        self._rows, tokens, _ = loop.decode_block(
+            self._graph, self._variables, greedy, BLOCK, seeds, self._rows
         )
         jax.block_until_ready(tokens)
 

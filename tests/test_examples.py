@@ -1,14 +1,19 @@
 """Tests that the examples run unchanged and print the expected results."""
 
+import concurrent.futures
 import os
 import pathlib
 import re
 import runpy
 import subprocess
 import sys
+import threading
+import urllib.error
 
 import numpy as np
 import pytest
+
+from sympow_jax import config, data, generation, models
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 # Examples for meshes, which run on any number of devices.
@@ -90,6 +95,44 @@ def test_meshes_of_one_device(name):
     run_on_devices(name, 1)
 
 
+@pytest.mark.parametrize("preset", ["conformal", "softmax"])
+def test_a_server_of_concurrent_requests(preset):
+    """Five requests share two slots; each text is that of its prompt alone."""
+    serve = runpy.run_path(str(EXAMPLES / "serve.py"))
+    settings = config.ModelConfig(
+        vocab_size=256, layers=1, width=16, heads=2, dtype="float32", attention=config.preset(preset)
+    )
+    model = models.DecoderLM(settings, rngs=0)
+    codec = data.Codec(data.tokenizer.load("byte"), vocab_size=256)
+    sampling = generation.Sampling(temperature=0.8, min_p=0.001)
+    engine = serve["Engine"](model, codec, slots=2, max_length=64, sampling=sampling)
+    server = serve["make_server"](engine, 0)
+    port = server.server_address[1]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    requests = [("def ", 40, 1), ("a", 9, 2), ("def ", 40, 1), ("class A:", 25, 3), ("é", 30, 4)]
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        calls = [
+            pool.submit(serve["ask"], port, prompt, max_tokens=count, seed=seed)
+            for prompt, count, seed in requests
+        ]
+        texts = [call.result(timeout=100) for call in calls]
+    for text, (prompt, count, seed) in zip(texts, requests):
+        options = {"max_tokens": count, "sampling": sampling, "seed": seed}
+        assert [text] == generation.complete(model, codec, [prompt], **options)
+    stop = texts[0][5:7]
+    assert serve["ask"](port, "def ", max_tokens=40, seed=1, stops=[stop]) == texts[0][: texts[0].index(stop)]
+    for mistake in (
+        {"prompt": "def ", "max_tokens": 61},
+        {"prompt": 3},
+        {"prompt": "a", "top": 1},
+        {"prompt": ""},
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            serve["ask"](port, **mistake)
+    server.shutdown()
+    server.server_close()
+
+
 def test_every_example_is_tested():
-    tested = {"plain_jax", "linen_model", "hand_written", "equinox_module", *MESHES}
+    tested = {"plain_jax", "serve", "linen_model", "hand_written", "equinox_module", *MESHES}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

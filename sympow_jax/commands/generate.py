@@ -19,6 +19,9 @@ from sympow_jax.training import checkpoint, cli, machine, workdir
 __all__ = ["generate", "main"]
 
 
+_DTYPES = ("float32", "bfloat16")
+
+
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_line.Parser(
         prog=program,
@@ -49,10 +52,51 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         metavar="P",
         help="Draw from the fewest likeliest tokens that together have probability P.",
     )
+    parser.add_argument(
+        "--min_p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="Never draw tokens whose probability is below P times the largest.",
+    )
+    parser.add_argument(
+        "--repetition_penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="Make tokens of the prompt and its continuation less likely: their logits are divided by R if positive, "
+        "multiplied otherwise.",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Continuations of each prompt, which have seeds S, S + 1, ...",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="Seed of the draws.")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="Text to end before; may be repeated."
     )
+    parser.add_argument(
+        "--weights_dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="Dtype that matrices are rounded to when they are loaded. Products are in float32.",
+    )
+    parser.add_argument(
+        "--state_dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="Dtype in which recurrent states are stored between tokens. bfloat16 is for models with decays.",
+    )
+    for axis, sharded in (("data", "prompts and samples"), ("tensor", "heads, matrices and states")):
+        parser.add_argument(
+            f"--sharding.{axis}",
+            type=int,
+            metavar="N",
+            help=f"Number of shards of {sharded}. With one of these flags all devices are used, otherwise one.",
+        )
     parser.add_tokenizer()
     return parser.parse_args(arguments)
 
@@ -75,6 +119,14 @@ def _read_prompts(flags: argparse.Namespace) -> list[tuple[str, bytes]]:
     ]
 
 
+def _read_sizes(flags: argparse.Namespace) -> config.ShardingConfig | None:
+    """Returns the mesh shape; None for one device."""
+    data, tensor = vars(flags)["sharding.data"], vars(flags)["sharding.tensor"]
+    if data is None and tensor is None:
+        return None
+    return config.ShardingConfig(data=data, tensor=1 if tensor is None else tensor)
+
+
 def _require_decoder(settings: config.Config, folder: pathlib.Path) -> None:
     if settings.task.name != "next_token" or settings.model.patch_size is not None:
         raise ValueError(
@@ -83,30 +135,28 @@ def _require_decoder(settings: config.Config, folder: pathlib.Path) -> None:
 
 
 class _Printer:
-    """Prints the texts one below the other; a text is streamed once those above it are done."""
+    """Prints texts, each below its heading; a text is streamed once those above it are done."""
 
-    def __init__(self, prompts: Sequence[str]):
-        self._prompts = prompts
-        self._held = ["" for _ in prompts]
+    def __init__(self, headings: Sequence[str]):
+        self._headings = headings
+        self._held = ["" for _ in headings]
         self._current = 0
         self._begin()
 
-    def add(self, new: Sequence[str], transcripts: Sequence[generation.Transcript]) -> None:
-        self._held = [before + text for before, text in zip(self._held, new)]
-        while self._current < len(self._prompts):
+    def add(self, pieces: Sequence[generation.Piece]) -> None:
+        self._held = [before + piece.text for before, piece in zip(self._held, pieces)]
+        while self._current < len(self._headings):
             self._write(self._held[self._current])
             self._held[self._current] = ""
-            if not transcripts[self._current].done:
+            if not pieces[self._current].done:
                 return
             self._write("\n")
             self._current += 1
             self._begin()
 
     def _begin(self) -> None:
-        if self._current < len(self._prompts):
-            if len(self._prompts) > 1:
-                self._write(f"--- {self._current + 1} of {len(self._prompts)} ---\n")
-            self._write(self._prompts[self._current])
+        if self._current < len(self._headings):
+            self._write(self._headings[self._current])
 
     def _write(self, text: str) -> None:
         if sys.stdout.isatty():
@@ -115,6 +165,17 @@ class _Printer:
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
+
+
+def _headings(prompts: Sequence[str], samples: int) -> list[str]:
+    """Returns the line, if there are several texts, and the prompt that precede each continuation."""
+    headings = []
+    for number, prompt in enumerate(prompts, 1):
+        for sample in range(1, samples + 1):
+            counts = [f"{number} of {len(prompts)}"] if len(prompts) > 1 else []
+            counts += [f"sample {sample} of {samples}"] if samples > 1 else []
+            headings.append((f"--- {', '.join(counts)} ---\n" if counts else "") + prompt)
+    return headings
 
 
 def generate(flags: argparse.Namespace) -> int:
@@ -133,25 +194,35 @@ def generate(flags: argparse.Namespace) -> int:
         temperature=flags.temperature,
         top_k=flags.top_k,
         top_p=flags.top_p,
-        vocab_size=codec.sampled_vocab_size,
+        min_p=flags.min_p,
+        repetition_penalty=flags.repetition_penalty,
     )
     prompts = _read_prompts(flags)
     tokens = [codec.encode(prompt, name) for name, prompt in prompts]
-    transcripts = [
-        generation.Transcript(codec, row, max_tokens=flags.max_tokens, stops=flags.stop) for row in tokens
-    ]
 
-    model = cast(models.DecoderLM, training.restore_exact(folder)[1])
+    _, model, _ = training.restore_exact(
+        folder,
+        sizes=_read_sizes(flags),
+        weights_dtype=flags.weights_dtype,
+        state_dtype=flags.state_dtype,
+    )
     # By default, GPUs would round the factors of float32 products.
     with jax.default_matmul_precision("highest"):
-        blocks = generation.generate(
-            model, tokens, max_tokens=flags.max_tokens, sampling=sampling, seed=flags.seed
+        texts = generation.stream(
+            cast(models.DecoderLM, model),
+            codec,
+            tokens,
+            max_tokens=flags.max_tokens,
+            sampling=sampling,
+            stops=flags.stop,
+            samples=flags.samples,
+            seed=flags.seed,
         )
-        printer = _Printer([prompt.decode(errors="replace") for _, prompt in prompts])
-        for block in blocks:
-            printer.add([row.add(new.tolist()) for row, new in zip(transcripts, block)], transcripts)
-            if all(row.done for row in transcripts):
-                break
+        printer = _Printer(
+            _headings([prompt.decode(errors="replace") for _, prompt in prompts], flags.samples)
+        )
+        for pieces in texts:
+            printer.add(pieces)
     return 0
 
 

@@ -100,6 +100,20 @@ class ModelConfig:
         )
         | fields.may_differ(fields.Occasion.INITIAL_DECODER, fields.Occasion.INITIAL_ENCODER),
     )
+    state_dtype: str = dataclasses.field(
+        default="float32",
+        metadata=fields.about(
+            "Dtype in which recurrent states are stored between calls: the sums of values, and the keys and values of "
+            "the exact window. They are computed in float32. bfloat16 halves the memory of a state, and rounds it each "
+            "time that it is updated.",
+            choices=DTYPES,
+        )
+        | fields.may_differ(
+            fields.Occasion.RESUME,
+            fields.Occasion.INITIAL_DECODER,
+            fields.Occasion.INITIAL_ENCODER,
+        ),
+    )
     remat: str = dataclasses.field(
         default="none",
         metadata=fields.about(
@@ -133,7 +147,8 @@ class ModelConfig:
     )
 
     def __post_init__(self):
-        object.__setattr__(self, "dtype", checks.dtype_name(self.dtype))
+        for name in ("dtype", "state_dtype"):
+            object.__setattr__(self, name, checks.dtype_name(getattr(self, name)))
         fields.validate(self, "model")
         positive = ["layers", "width", "heads", "mlp_ratio", "channels"]
         positive += ["vocab_size"] if self.patch_size is None else []

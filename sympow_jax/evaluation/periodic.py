@@ -34,19 +34,18 @@ class Periodic:
         self._program = program
         self._batches: dict[str, dict[str, Array]] = {}
         self._codec: data.Codec | None = None
-        self._prompts: list[list[int]] = []
         self._steps, self._every = config.training.steps, config.heldout_every
         if not self._every:
             return
         if config.evaluation.prompts:
-            self._codec, self._prompts = self._open_prompts()
+            self._codec = self._open_codec()
         share, shares = sharding.batch_share(program.mesh)
         for name, part in heldout.parts.items():
             rows = part.sample(share=share, shares=shares)
             if rows is not None:
                 self._batches[name] = sharding.place_batch(rows, program.mesh)
 
-    def _open_prompts(self) -> tuple[data.Codec, list[list[int]]]:
+    def _open_codec(self) -> data.Codec:
         config = self._program.config
         # Parameters of several devices might not fit on the one that continues the prompts.
         devices = self._program.mesh.size
@@ -64,7 +63,7 @@ class Periodic:
                 f"evaluation.prompts: a prompt and its {_TOKENS} tokens must fit model.attention.max_document_length, "
                 f"{longest}; shorten or leave out the prompts"
             )
-        return codec, prompts
+        return codec
 
     def is_due(self, step: int) -> bool:
         """Returns whether there is an evaluation after update `step`."""
@@ -100,13 +99,10 @@ class Periodic:
         if codec is None:
             return {}
         model = cast(models.DecoderLM, self._generator.model(state))
-        transcripts = [generation.Transcript(codec, row, max_tokens=_TOKENS) for row in self._prompts]
-        sampling = generation.Sampling(temperature=_TEMPERATURE, vocab_size=codec.sampled_vocab_size)
-        for block in generation.generate(model, self._prompts, max_tokens=_TOKENS, sampling=sampling):
-            for transcript, tokens in zip(transcripts, block):
-                transcript.add(tokens.tolist())
         prompts = self._program.config.evaluation.prompts
-        return {prompt: prompt + transcript.text for prompt, transcript in zip(prompts, transcripts)}
+        sampling = generation.Sampling(temperature=_TEMPERATURE)
+        texts = generation.complete(model, codec, prompts, max_tokens=_TOKENS, sampling=sampling)
+        return {prompt: prompt + text for prompt, text in zip(prompts, texts)}
 
     @functools.cached_property
     def _generator(self) -> training.Program:

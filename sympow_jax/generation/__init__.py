@@ -8,11 +8,15 @@ from sympow_jax.generation.decoding import decode, fold, init_state, prefill
 from sympow_jax.generation.loop import generate
 from sympow_jax.generation.sampling import Sampling, sample
 from sympow_jax.generation.state_file import restore_state, save_state
+from sympow_jax.generation.text import Codec, Piece, complete, stream
 from sympow_jax.generation.transcript import Transcript
 
 __all__ = [
+    "Codec",
+    "Piece",
     "Sampling",
     "Transcript",
+    "complete",
     "decode",
     "fold",
     "fork",
@@ -23,5 +27,6 @@ __all__ = [
     "restore_state",
     "sample",
     "save_state",
+    "stream",
     "take",
 ]

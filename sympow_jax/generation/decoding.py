@@ -1,6 +1,14 @@
-"""Prefill and single-token decoding."""
+"""Prefill and single-token decoding.
 
+A model whose parameters are on a mesh with the axes of `layers.partitioning` is computed on that mesh: rows are sharded
+over `data` and `fsdp`, heads and their states over `tensor`. An axis that does not divide the number of rows or of
+key/value heads does not shard them: every device along it then has them all. Functions that are called within `jax.jit`
+use the mesh in scope.
+"""
+
+import contextlib
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +18,7 @@ from flax import nnx
 from sympow_jax import models, ops
 from sympow_jax.array_types import Array, Float, Int
 
-__all__ = ["cache_sizes", "decode", "fold", "init_state", "prefill", "require_state"]
+__all__ = ["cache_sizes", "decode", "fold", "init_state", "mesh_of", "prefill", "require_state"]
 
 # A prompt and its continuation are one document. Padding after shorter prompts leaves the state unchanged.
 _SEGMENT, _PADDING = 0, -1
@@ -42,12 +50,14 @@ def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = 
                 f"attention of kernel {growing[0]!r} uses a KV cache, which has a fixed length; pass max_length, the "
                 f"longest prompt plus the tokens after it"
             )
-        widest = max(kernel.cache_limit or 1 for kernel in kernels)
-        return model.init_state(batch, max_length=widest, kv_cache=[limit is None for limit in limits])
-    if max_length < 1:
+        max_length = max(kernel.cache_limit or 1 for kernel in kernels)
+        kv_cache = [limit is None for limit in limits]
+    elif max_length < 1:
         raise ValueError(f"max_length is {max_length}; it must be at least 1")
-    kv_cache = [limit is None or max_length <= limit for limit in limits]
-    return model.init_state(batch, max_length=max_length, kv_cache=kv_cache)
+    else:
+        kv_cache = [limit is None or max_length <= limit for limit in limits]
+    with mesh_of(model):
+        return model.init_state(batch, max_length=max_length, kv_cache=kv_cache)
 
 
 def prefill(
@@ -83,7 +93,8 @@ def prefill(
         _check_places(model, np.asarray(lengths), state)
     if state is None:
         state = init_state(model, tokens.shape[0], max_length=max_length)
-    return _prefill(*nnx.split(model), jnp.asarray(tokens), jnp.asarray(lengths), state)
+    with mesh_of(model):
+        return _prefill(*nnx.split(model), jnp.asarray(tokens), jnp.asarray(lengths), state)
 
 
 def decode(
@@ -96,7 +107,8 @@ def decode(
     Raises:
         ValueError: the state is of another model or batch size.
     """
-    return _decode(*nnx.split(model), state, jnp.asarray(token))
+    with mesh_of(model):
+        return _decode(*nnx.split(model), state, jnp.asarray(token))
 
 
 def fold(model: models.DecoderLM, state: models.DecoderState) -> models.DecoderState:
@@ -108,7 +120,17 @@ def fold(model: models.DecoderLM, state: models.DecoderState) -> models.DecoderS
     Raises:
         ValueError: the state is of another model, or no layer has a recurrent state.
     """
-    return _fold(*nnx.split(model), state)
+    with mesh_of(model):
+        return _fold(*nnx.split(model), state)
+
+
+def mesh_of(model: models.DecoderLM) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context with the mesh of a model's parameters in scope, which is kept if they are traced."""
+    parameter: Any = jax.tree.leaves(nnx.state(model, nnx.Param))[0]
+    mesh = None if isinstance(parameter, jax.core.Tracer) else getattr(parameter.sharding, "mesh", None)
+    if not isinstance(mesh, jax.sharding.Mesh) or mesh.size == 1:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh)
 
 
 def require_state(model: models.DecoderLM, state: models.DecoderState, batch: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,30 @@ from flax import nnx
 
 from sympow_jax import models
 from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
-from sympow_jax.generation import decoding
+from sympow_jax.generation import batches, decoding
 from sympow_jax.generation import sampling as sampling_lib
 
-__all__ = ["decode_block", "generate"]
+__all__ = ["Rows", "decode_block", "generate"]
 
 _SEEDS = 2**32
 # Positions are int32.
 _POSITIONS = 2**31
+
+
+class Rows(NamedTuple):
+    """A running batch.
+
+    Attributes:
+        logits: logits of the next token.
+        state: state after `position` tokens.
+        position: number of tokens.
+        seen: tokens that have occurred; None unless sampling uses them.
+    """
+
+    logits: Float[Array, "B V"]
+    state: models.DecoderState
+    position: Int[Array, " B"]
+    seen: Bool[Array, "B V"] | None
 
 
 def generate(
@@ -26,19 +43,30 @@ def generate(
     *,
     max_tokens: int,
     sampling: sampling_lib.Sampling,
+    samples: int = 1,
     seed: int = 0,
     block: int = 32,
-) -> Iterator[Int[np.ndarray, "prompts tokens"]]:
-    """Yields the `max_tokens` tokens that follow each prompt, at most `block` tokens per prompt at a time.
+) -> Iterator[Int[np.ndarray, "rows tokens"]]:
+    """Yields the `max_tokens` tokens that follow each prompt, at most `block` tokens per continuation at a time.
 
-    The host waits for the device once per block. The continuation of a prompt depends on the prompt, `sampling` and
-    `seed` only. The rest of the batch has no influence, except on the rounding of logits. Equal prompts have equal
-    continuations. A KV cache is used until the recurrent state takes less memory, and is then folded into it.
+    The host waits for the device once per block. A continuation depends on its prompt, `sampling` and its seed only.
+    The rest of the batch has no influence, except on the rounding of logits. Equal prompts have equal continuations. A
+    KV cache is used until the recurrent state takes less memory, and is then folded into it.
+
+    Args:
+        model: the decoder.
+        prompts: tokens of each prompt.
+        max_tokens: number of tokens after each prompt.
+        sampling: options of sampling.
+        samples: number of continuations of each prompt, which is prefilled once. Row p * samples + s of a block
+            continues prompt p with the seed `seed + s` modulo 2^32.
+        seed: seed of the draws.
+        block: number of tokens between two waits for the device.
 
     Raises:
         ValueError: before the first block: there is no prompt, a prompt is empty or has a token outside the
-            vocabulary, `max_tokens` is outside [1, 2^31), the tokens exceed learned positions, or the seed is
-            outside [0, 2^32). Later: logits are not finite.
+            vocabulary, `max_tokens` is outside [1, 2^31), `samples` is below 1, the tokens exceed learned positions,
+            or the seed is outside [0, 2^32). Later: logits are not finite.
     """
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError(
@@ -48,6 +76,8 @@ def generate(
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1 and below {_POSITIONS}")
     if not 0 <= seed < _SEEDS:
         raise ValueError(f"seed is {seed}; it must be at least 0 and below {_SEEDS}")
+    if samples < 1:
+        raise ValueError(f"samples is {samples}; it must be at least 1")
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     tokens = np.zeros((len(prompts), lengths.max()), np.int64)
     for row, prompt in enumerate(prompts):
@@ -62,7 +92,20 @@ def generate(
     total = used + -(-max_tokens // block) * block
     room = _room(model.kv_cache_lengths, used + block, total)
     logits, state = decoding.prefill(model, tokens, lengths, max_length=room)
-    return _blocks(model, logits, state, lengths, room, used, max_tokens, sampling, seed, block)
+    seen = _seen(prompts, logits.shape[-1]) if sampling.uses_seen else None
+    rows = Rows(logits, state, jnp.asarray(lengths), seen)
+    if samples > 1:
+        rows = batches.fork(rows, samples)
+    seeds = np.tile((seed + np.arange(samples)) % _SEEDS, len(prompts)).astype(np.uint32)
+    return _blocks(model, rows, seeds, samples, room, used, max_tokens, sampling, block)
+
+
+def _seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[Array, "prompts V"]:
+    """Returns the tokens that occur in each prompt."""
+    seen = np.zeros((len(prompts), vocab_size), bool)
+    for row, prompt in zip(seen, prompts):
+        row[np.asarray(prompt)] = True
+    return jnp.asarray(seen)
 
 
 def _room(kv_cache_lengths: Sequence[int | None], least: int, total: int) -> int | None:
@@ -73,53 +116,47 @@ def _room(kv_cache_lengths: Sequence[int | None], least: int, total: int) -> int
     return min(*lengths, total) if least <= min(lengths) else None
 
 
-def _blocks(model, logits, state, position, room, used, max_tokens, sampling, seed, block):
+def _blocks(model, rows, seeds, samples, room, used, max_tokens, sampling, block):
     graph, variables = nnx.split(model)
     for left in range(max_tokens, 0, -block):
         if room is not None and used + block > room:
-            state, room = decoding.fold(model, state), None
-        logits, state, position, tokens, finite = decode_block(
-            graph, variables, sampling, block, np.uint32(seed), logits, state, position
-        )
+            rows, room = rows._replace(state=decoding.fold(model, rows.state)), None
+        with decoding.mesh_of(model):
+            rows, tokens, finite = decode_block(graph, variables, sampling, block, seeds, rows)
         used += block
         tokens, finite = np.asarray(tokens)[:, :left], np.asarray(finite)[:, :left]
         if not finite.all():
             row, _ = np.argwhere(~finite)[0]
-            raise ValueError(f"the logits of prompt {row + 1} are not finite; has training diverged?")
+            raise ValueError(
+                f"the logits of prompt {row // samples + 1} are not finite; has training diverged?"
+            )
         yield tokens
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graph", "sampling", "block"), donate_argnames=("logits", "state")
-)
+@functools.partial(jax.jit, static_argnames=("graph", "sampling", "block"), donate_argnames="rows")
 def decode_block(
     graph: nnx.GraphDef,
     variables: nnx.State,
     sampling: sampling_lib.Sampling,
     block: int,
-    seed: UInt32[Array, ""],
-    logits: Float[Array, "B V"],
-    state: models.DecoderState,
-    position: Int[Array, " B"],
-) -> tuple[
-    Float[Array, "B V"], models.DecoderState, Int[Array, " B"], Int[Array, "B block"], Bool[Array, "B block"]
-]:
-    """Samples `block` tokens of each row, one after another, from the logits and state after `position` tokens.
+    seeds: UInt32[Array, " B"],
+    rows: Rows,
+) -> tuple[Rows, Int[Array, "B block"], Bool[Array, "B block"]]:
+    """Samples `block` tokens of each row, one after another.
 
-    The logits and the state are donated.
+    The rows are donated.
 
     Returns:
-        The logits, state and position after these tokens, the tokens, and whether the logits that each token was
-        sampled from are finite.
+        The rows after these tokens, the tokens, and whether the logits that each token was sampled from are finite.
     """
     model = nnx.merge(graph, variables)
 
-    def step(carry, _):
-        logits, state, position = carry
-        token = sampling_lib.sample(logits, sampling, seed=seed, position=position)
-        finite = jnp.isfinite(logits).all(axis=-1)
-        logits, state = model(token[:, None], state=state, return_state=True)
-        return (logits[:, 0], state, position + 1), (token, finite)
+    def step(rows, _):
+        token = sampling_lib.sample(rows.logits, sampling, seed=seeds, position=rows.position, seen=rows.seen)
+        finite = jnp.isfinite(rows.logits).all(axis=-1)
+        logits, state = model(token[:, None], state=rows.state, return_state=True)
+        seen = None if rows.seen is None else rows.seen.at[jnp.arange(len(token)), token].set(True)
+        return Rows(logits[:, 0], state, rows.position + 1, seen), (token, finite)
 
-    carry, (tokens, finite) = jax.lax.scan(step, (logits, state, position), length=block)
-    return *carry, tokens.T, finite.T
+    rows, (tokens, finite) = jax.lax.scan(step, rows, length=block)
+    return rows, tokens.T, finite.T

@@ -1,4 +1,8 @@
-"""Samples the next token from logits, with a key of the seed and the position only."""
+"""Samples the next token from logits, with a key of the seed and the position only.
+
+Options are applied in the order of Hugging Face transformers: repetition penalty, temperature, `top_k`, `top_p`,
+`min_p`. vLLM applies `min_p` before `top_k` and `top_p`, so that its `top_p` counts probabilities among fewer tokens.
+"""
 
 import dataclasses
 import math
@@ -6,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.array_types import Array, Float, Int, UInt32
+from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
 
 __all__ = ["Sampling", "sample"]
 
@@ -20,15 +24,22 @@ class Sampling:
         top_k: samples from the `top_k` likeliest tokens only; None for all.
         top_p: samples from the fewest likeliest of these that together have at least this probability ("The Curious
             Case of Neural Text Degeneration", Holtzman et al. 2020, section 3.1).
+        min_p: excludes tokens whose probability is below `min_p` times the largest one ("Turning Up the Heat: Min-p
+            Sampling for Creative and Coherent LLM Outputs", Nguyen et al. 2025, section 3); 0 excludes none.
+        repetition_penalty: divisor of the positive logits, and factor of the negative ones, of tokens that have
+            occurred in the prompt or its continuation ("CTRL", Keskar et al. 2019, section 4.1); 1 for none.
         vocab_size: samples ids below this only; None for all ids of the model.
 
     Raises:
-        ValueError: the temperature is below 0, `top_k` is below 1, or `top_p` is outside (0, 1].
+        ValueError: the temperature is below 0, `top_k` is below 1, `top_p` is outside (0, 1], `min_p` is outside
+            [0, 1], or the penalty is not above 0.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     vocab_size: int | None = None
 
     def __post_init__(self):
@@ -38,36 +49,78 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p:g}; it must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p is {self.min_p:g}; it must be at least 0 and at most 1")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty:g}; it must be above 0, and finite"
+            )
+
+    @property
+    def uses_seen(self) -> bool:
+        """True if the draws depend on the tokens that have occurred."""
+        return self.repetition_penalty != 1
 
 
 def sample(
     logits: Float[Array, "B V"],
     sampling: Sampling,
     *,
-    seed: UInt32[Array, ""],
+    seed: UInt32[Array, ""] | UInt32[Array, " B"],
     position: Int[Array, " B"],
+    seen: Bool[Array, "B V"] | None = None,
 ) -> Int[Array, " B"]:
     """Returns a token for each row.
 
-    `position` is the number of tokens before it in the row. The token depends on the seed, the position and the row's
-    logits only, so it does not depend on the batch, and equal rows get equal tokens.
+    The token depends on the row's seed, position, logits and seen tokens only, so it does not depend on the batch, and
+    equal rows get equal tokens.
+
+    Args:
+        logits: logits of the next token of each row.
+        sampling: options.
+        seed: seed of the draws, one for all rows or one per row.
+        position: number of tokens before the sampled one in the row.
+        seen: tokens that have occurred in the row; only used by `repetition_penalty`.
+
+    Raises:
+        ValueError: there is a repetition penalty and `seen` is None.
     """
     logits = jnp.where(
         jnp.arange(logits.shape[-1]) < (sampling.vocab_size or logits.shape[-1]), logits, -jnp.inf
     )
+    if sampling.uses_seen:
+        logits = _penalized(logits, sampling.repetition_penalty, seen)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = _truncated(logits / sampling.temperature, sampling)
     # Noise is indexed by token id, not by rank, so that rounding that swaps nearly equal logits changes no noise.
-    keys = jax.vmap(lambda index: jax.random.fold_in(jax.random.key(seed), index))(position)
+    seeds = jnp.broadcast_to(seed, position.shape)
+    keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(seeds, position)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 
+def _penalized(
+    logits: Float[Array, "B V"], penalty: float, seen: Bool[Array, "B V"] | None
+) -> Float[Array, "B V"]:
+    """Returns the logits, those of seen tokens made less likely by a penalty above 1."""
+    if seen is None:
+        raise ValueError(f"repetition_penalty is {penalty:g}, which needs the seen tokens; pass seen")
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
 def _truncated(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Replaces the logits that `top_k`, `top_p` and `min_p` exclude by minus infinity."""
+    if sampling.top_k is not None or sampling.top_p < 1:
+        logits = _likeliest(logits, sampling)
+    if sampling.min_p > 0:
+        lowest = logits.max(axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = jnp.where(logits < lowest, -jnp.inf, logits)
+    return logits
+
+
+def _likeliest(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Replaces the logits that `top_k` and `top_p` exclude by minus infinity."""
-    if sampling.top_k is None and sampling.top_p == 1:
-        return logits
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ranks = jnp.argsort(order, axis=-1)
     if sampling.top_k is not None:

@@ -4,13 +4,13 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Transcript"]
+__all__ = ["Decoder", "Transcript"]
 
 # Tokenizers decode a token depending on earlier ones. This many prompt tokens suffice for the first new token.
 _PROMPT_TOKENS = 16
 
 
-class _Codec(Protocol):
+class Decoder(Protocol):
     """Decoder of tokens to text, such as `sympow_jax.data.Codec`."""
 
     @property
@@ -32,7 +32,7 @@ class Transcript:
     or after `max_tokens`. Then `done` is True.
     """
 
-    def __init__(self, codec: _Codec, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()):
+    def __init__(self, codec: Decoder, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()):
         """Raises ValueError for an empty stop string."""
         if "" in stops:
             raise ValueError("a stop string is empty; it would stop everything")

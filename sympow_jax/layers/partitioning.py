@@ -137,13 +137,15 @@ def over_devices(f: Callable[..., Any], arguments: tuple[Any, ...], specs: tuple
         f: function of the shards. All axes are manual within it, so it needs collectives over named axes for data of
             other devices.
         arguments: arrays or trees of arrays.
-        specs: a spec for each argument.
+        specs: for each argument, a spec of all its arrays or a tree of specs.
         out: specs of the results.
     """
     if not (sizes := _sizes()):
         return f(*arguments)
     in_specs = tuple(
-        jax.tree.map(lambda x, spec=spec: fitted(spec, x.shape, sizes), argument)
+        jax.tree.map(
+            lambda x, spec: fitted(spec, x.shape, sizes), argument, jax.tree.broadcast(spec, argument)
+        )
         for argument, spec in zip(arguments, specs)
     )
     mapped = jax.shard_map(f, in_specs=in_specs, out_specs=out, axis_names=set(sizes), check_vma=False)

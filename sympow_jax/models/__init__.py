@@ -1,6 +1,13 @@
 """Models: decoders, encoders, image classifiers, and decoders whose attention is replaced."""
 
-from sympow_jax.models.build import Model, make, names_of_any_layer, parameter_name, parameter_specs
+from sympow_jax.models.build import (
+    Model,
+    cast_weights,
+    make,
+    names_of_any_layer,
+    parameter_name,
+    parameter_specs,
+)
 from sympow_jax.models.decoder import DecoderLM, DecoderState
 from sympow_jax.models.encoder import DualEncoder, Encoder
 from sympow_jax.models.image_classifier import ImageClassifier
@@ -16,6 +23,7 @@ __all__ = [
     "Encoder",
     "ImageClassifier",
     "Model",
+    "cast_weights",
     "logits",
     "make",
     "names_of_any_layer",

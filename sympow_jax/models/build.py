@@ -11,7 +11,7 @@ from sympow_jax import config as configs
 from sympow_jax.layers import partitioning
 from sympow_jax.models import decoder, encoder, image_classifier, matcher
 
-__all__ = ["Model", "make", "names_of_any_layer", "parameter_name", "parameter_specs"]
+__all__ = ["Model", "cast_weights", "make", "names_of_any_layer", "parameter_name", "parameter_specs"]
 
 Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier | matcher.AttentionMatcher
 """Type of the models that `make` returns."""
@@ -33,6 +33,22 @@ def make(
         return matcher.AttentionMatcher(config, rngs=rngs, stacked=stacked)
     kind = encoder.DualEncoder if task.dual_encoder else encoder.Encoder
     return kind(config, task, rngs=rngs, stacked=stacked)
+
+
+def cast_weights[M: nnx.Module](model: M, dtype: str) -> M:
+    """Returns the model with its matrices, and their biases, in `dtype`.
+
+    Each product converts them to its own dtype. Norms, decays, rotation rates and positions, which take little memory,
+    stay in float32.
+    """
+    graph, variables = nnx.split(model)
+
+    def cast(variable: nnx.Variable) -> nnx.Variable:
+        names = variable.get_metadata().get("out_sharding") or ()
+        is_exact = not names or "gates" in names
+        return variable if is_exact else variable.replace(variable[...].astype(dtype))
+
+    return nnx.merge(graph, jax.tree.map(cast, variables, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:

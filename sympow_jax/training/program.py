@@ -396,28 +396,62 @@ def _random_kernels() -> Iterator[None]:
         jax.config.update("jax_threefry_gpu_kernel_lowering", before)
 
 
-def restore_model(folder: str | pathlib.Path) -> tuple[config_lib.Config, models.Model, int]:
+def restore_model(
+    folder: str | pathlib.Path,
+    *,
+    sizes: config_lib.ShardingConfig | None = None,
+    weights_dtype: str = "float32",
+) -> tuple[config_lib.Config, models.Model, int]:
     """Returns the config, the model and the step of the newest good checkpoint in a workdir.
 
     Each process gets the whole model on its own devices.
 
+    Args:
+        folder: workdir of a run.
+        sizes: mesh shape of this process's devices, over which parameters are sharded. None gives every device a copy.
+        weights_dtype: dtype of the matrices (`models.cast_weights`).
+
     Raises:
-        ValueError: the folder holds no run, or a run without a good checkpoint, or its newest cannot be read.
+        ValueError: the folder holds no run, or a run without a good checkpoint, or its newest cannot be read; or the
+            sizes do not fit the devices or the model.
     """
     config = workdir.read_config(pathlib.Path(folder))
-    program = Program(config, sharding.whole_mesh(jax.local_devices()))
-    arrays, number = program.restore_arrays(folder)
-    return config, program.merge(**arrays), number
+    model, number = _restore(folder, config, sizes, jax.local_devices())
+    return config, models.cast_weights(model, weights_dtype), number
 
 
-def restore_exact(folder: str | pathlib.Path) -> tuple[config_lib.Config, models.Model, int]:
-    """Restores a model as `restore_model` does, but on one device, in float32 and with `implementation=None`.
+def restore_exact(
+    folder: str | pathlib.Path,
+    *,
+    sizes: config_lib.ShardingConfig | None = None,
+    weights_dtype: str = "float32",
+    state_dtype: str = "float32",
+) -> tuple[config_lib.Config, models.Model, int]:
+    """Restores a model as `restore_model` does, but with products in float32 and `implementation=None`.
 
     At a lower precision, rounding depends on the batch, and so would the tokens sampled from the logits.
+
+    Args:
+        folder: workdir of a run.
+        sizes: mesh shape of this process's devices. None restores the model on one device.
+        weights_dtype: dtype of the matrices (`models.cast_weights`).
+        state_dtype: `model.state_dtype` of the model.
     """
     config = workdir.read_config(pathlib.Path(folder))
     attention = dataclasses.replace(config.model.attention, implementation=None)
-    exact = dataclasses.replace(config.model, dtype="float32", attention=attention)
-    program = Program(dataclasses.replace(config, model=exact), sharding.whole_mesh(jax.local_devices()[:1]))
+    exact = dataclasses.replace(config.model, dtype="float32", state_dtype=state_dtype, attention=attention)
+    devices = jax.local_devices()[: None if sizes else 1]
+    model, number = _restore(folder, dataclasses.replace(config, model=exact), sizes, devices)
+    return config, models.cast_weights(model, weights_dtype), number
+
+
+def _restore(
+    folder: str | pathlib.Path,
+    config: config_lib.Config,
+    sizes: config_lib.ShardingConfig | None,
+    devices: Sequence[jax.Device],
+) -> tuple[models.Model, int]:
+    config = dataclasses.replace(config, sharding=sizes or config_lib.ShardingConfig())
+    program = Program(config, sharding.mesh_of(config.sharding, devices))
     arrays, number = program.restore_arrays(folder)
-    return config, program.merge(**arrays), number
+    return program.merge(**arrays), number

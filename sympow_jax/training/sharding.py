@@ -17,6 +17,7 @@ __all__ = [
     "bytes_per_device",
     "describe",
     "make_mesh",
+    "mesh_of",
     "place_batch",
     "program_bytes",
     "replicated",
@@ -32,25 +33,38 @@ def make_mesh(settings: config.Config) -> jax.sharding.Mesh:
     Raises:
         ValueError: the sizes do not multiply to the number of devices, or do not divide the rows of a micro-batch.
     """
-    sizes = dataclasses.asdict(settings.sharding)
-    count = jax.device_count()
-    others = math.prod(size for size in sizes.values() if size is not None)
-    if count % others or (sizes["data"] is not None and others != count):
-        arrangement = " x ".join(f"{name} {size or '?'}" for name, size in sizes.items())
-        raise ValueError(
-            f"sharding {arrangement} does not multiply to the {count} devices there are; change a size, or leave "
-            f"sharding.data unset to take what the others leave"
-        )
-    sizes["data"] = sizes["data"] or count // others
+    sizes = _axis_sizes(settings.sharding, jax.device_count())
     rows = settings.data.batch_size // settings.optimizer.accumulate
-    shares = math.prod(sizes[axis] for axis in partitioning.BATCH)
-    if rows % shares:
+    if rows % math.prod(sizes[axis] for axis in partitioning.BATCH):
         raise ValueError(
             f"a micro-batch has {rows} rows, which sharding.data {sizes['data']} x sharding.fsdp {sizes['fsdp']} "
             f"do not divide; change data.batch_tokens or optimizer.accumulate, or move devices to sharding.context "
             f"or sharding.tensor"
         )
-    return _mesh({axis: sizes[axis] for axis in partitioning.AXES})
+    return _mesh(sizes)
+
+
+def mesh_of(sizes: config.ShardingConfig, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """Returns a mesh of `devices` with these sizes of its axes.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices.
+    """
+    return _mesh(_axis_sizes(sizes, len(devices)), devices)
+
+
+def _axis_sizes(sizes: config.ShardingConfig, count: int) -> dict[str, int]:
+    """Returns the size of each axis of a mesh of `count` devices."""
+    named = dataclasses.asdict(sizes)
+    others = math.prod(size for size in named.values() if size is not None)
+    if count % others or (named["data"] is not None and others != count):
+        arrangement = " x ".join(f"{name} {size or '?'}" for name, size in named.items())
+        raise ValueError(
+            f"sharding {arrangement} does not multiply to the {count} devices there are; change a size, or leave "
+            f"sharding.data unset to take what the others leave"
+        )
+    named["data"] = named["data"] or count // others
+    return {axis: named[axis] for axis in partitioning.AXES}
 
 
 def whole_mesh(devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

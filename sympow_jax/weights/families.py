@@ -430,7 +430,15 @@ def _function(model: config.ModelConfig) -> dict[str, Any]:
     """Returns the fields, by dotted path, that decide the parameters of a model and their function."""
     flat = serialize.flatten(dataclasses.replace(model, mlp_width=model.hidden_width), prefix="model.")
     attention = model.attention
-    unused = ["dtype", "remat", "mlp_ratio", "channels", "attention.form", "attention.implementation"]
+    unused = [
+        "dtype",
+        "state_dtype",
+        "remat",
+        "mlp_ratio",
+        "channels",
+        "attention.form",
+        "attention.implementation",
+    ]
     unused += ["attention.chunk_size", "attention.exact_window"]
     unused += ["attention.feature_map", "attention.normalizer"] if attention.kernel != "linear" else []
     unused += ["attention.window"] if attention.kernel != "sliding_window" else []

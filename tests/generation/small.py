@@ -20,6 +20,7 @@ def model(
     layers: int = 1,
     seed: int = 0,
     dtype: str = "float32",
+    state_dtype: str = "float32",
     attention_pattern: tuple[str, ...] = (),
     **changes,
 ) -> models.DecoderLM:
@@ -30,6 +31,7 @@ def model(
         heads=4,
         kv_heads=2,
         dtype=dtype,
+        state_dtype=state_dtype,
         attention_pattern=attention_pattern,
         attention=config.preset(preset, **{"exact_window": 4, "window": 30, **changes}),
     )

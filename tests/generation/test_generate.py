@@ -77,6 +77,19 @@ def test_a_prompt_alone_and_in_a_file(runs, capsys):
     assert stopped == alone[: alone.index(stop, len("the quick"))] + "\n"
 
 
+def test_samples_have_headings(runs, capsys):
+    flags = (f"--workdir={runs}/a", "--max_tokens=40", "--min_p=0.01", "--repetition_penalty=1.1")
+    first, second = (continued(capsys, *flags, "--prompt=the quick", f"--seed={seed}") for seed in (5, 6))
+    assert first != second
+    both = continued(capsys, *flags, "--prompt=the quick", "--seed=5", "--samples=2")
+    assert both == f"--- sample 1 of 2 ---\n{first}--- sample 2 of 2 ---\n{second}"
+    all_six = continued(capsys, *flags, f"--prompts={runs}/prompts", "--seed=5", "--samples=2")
+    one = f"sample 1 of 2 ---\n{first}"
+    two = f"sample 2 of 2 ---\n{second}"
+    assert all_six.startswith(f"--- 1 of 3, {one}--- 1 of 3, {two}--- 2 of 3, sample 1 of 2 ---\nfox")
+    assert all_six.endswith(f"--- 3 of 3, sample 1 of 2 ---\n{first}--- 3 of 3, sample 2 of 2 ---\n{second}")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -97,6 +110,13 @@ def test_a_prompt_alone_and_in_a_file(runs, capsys):
         (["--workdir={runs}/a", "--prompt=a", "--top_k=0"], "top_k is 0"),
         (["--workdir={runs}/a", "--prompt=a", "--top_p=0"], "top_p is 0"),
         (["--workdir={runs}/a", "--prompt=a", "--top_p=1.1"], "top_p is 1.1"),
+        (["--workdir={runs}/a", "--prompt=a", "--min_p=2"], "min_p is 2"),
+        (["--workdir={runs}/a", "--prompt=a", "--repetition_penalty=0"], "repetition_penalty is 0"),
+        (["--workdir={runs}/a", "--prompt=a", "--samples=0"], "samples is 0"),
+        (["--workdir={runs}/a", "--prompt=a", "--state_dtype=float16"], "choose from 'float32', 'bfloat16'"),
+        (["--workdir={runs}/a", "--prompt=a", "--sharding.tensor=3"], "tensor is 3 and does not divide"),
+        (["--workdir={runs}/a", "--prompt=a", "--sharding.data=0"], "sharding.data is 0"),
+        (["--workdir={runs}/a", "--prompt=a", "--sharding.data=64"], "data 64 x fsdp 1 x tensor 1"),
         (["--workdir={runs}/a", "--prompt=a", "--seed=-1"], "seed is -1"),
         (["--workdir={runs}/a", "--prompt=a", "--stop="], "a stop string is empty"),
         (["--workdir={runs}/a"], "--prompt"),
@@ -127,6 +147,26 @@ def test_control_c(runs, capsys, monkeypatch):
     printed, error = capsys.readouterr()
     assert printed.startswith("the quick")
     assert error == "interrupted\n"
+
+
+def test_dtypes(runs, capsys):
+    """Two steps of training leave a model whose greedy text rounding does not change."""
+    flags = (f"--workdir={runs}/a", "--max_tokens=20", "--temperature=0", "--prompt=the quick")
+    short = continued(capsys, *flags, "--weights_dtype=bfloat16", "--state_dtype=bfloat16")
+    assert short == continued(capsys, *flags)
+
+
+def test_over_devices(runs, capsys):
+    flags = (f"--workdir={runs}/a", "--max_tokens=40", f"--prompts={runs}/prompts")
+    done = subprocess.run(
+        [sys.executable, ROOT / "generate.py", *flags, "--sharding.tensor=2"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == continued(capsys, *flags)
 
 
 @pytest.mark.slow

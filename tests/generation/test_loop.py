@@ -25,7 +25,7 @@ def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
     blocks = list(
         generation.generate(model, rows, max_tokens=max_tokens, sampling=sampling, block=block, **settings)
     )
-    assert all(piece.shape == (len(rows), block) for piece in blocks[:-1])
+    assert all(piece.shape == (len(rows) * settings.get("samples", 1), block) for piece in blocks[:-1])
     return np.concatenate(blocks, axis=1)
 
 
@@ -74,6 +74,38 @@ def test_drawn_tokens_do_not_depend_on_the_batch():
     assert (draw([rows[0]], max_tokens=20, seed=4)[0] != together[0]).any()
 
 
+def test_samples_are_the_texts_of_successive_seeds():
+    """The last seed is followed by 0."""
+    model, rows = small.model("softmax"), prompts(9, 4)
+    draw = functools.partial(
+        generated, model, sampling=generation.Sampling(temperature=0.9), max_tokens=20, block=10
+    )
+    together = draw(rows, samples=3, seed=2**32 - 2)
+    assert together.shape == (6, 20)
+    for sample, seed in enumerate((2**32 - 2, 2**32 - 1, 0)):
+        np.testing.assert_array_equal(together[sample::3], draw(rows, seed=seed))
+    assert (together[0] != together[1]).any()
+    assert (together[3] != together[4]).any()
+
+
+def test_repeated_tokens_are_penalized():
+    """The loop is compared with `sample` of the logits of whole rows, with a set of tokens for each row."""
+    model, rows = small.model("softmax"), prompts(9, 4)
+    sampling = generation.Sampling(temperature=0, repetition_penalty=3.0)
+    actual = generated(model, rows, max_tokens=16, sampling=sampling)
+    assert (actual != generated(model, rows, max_tokens=16, sampling=GREEDY)).any()
+    for prompt, tokens in zip(rows, actual):
+        logits = np.asarray(small.whole(model, np.array([[*prompt, *tokens]])), np.float64)[0]
+        for index, token in enumerate(tokens):
+            row = logits[len(prompt) + index - 1]
+            for used in {*prompt, *tokens[:index]}:
+                row[used] *= 1 / 3 if row[used] > 0 else 3
+            assert row.argmax() == token
+    # A text that is cut anywhere continues as before, and alone as in a batch.
+    cut = [*rows[1], *actual[1, :5].tolist()]
+    np.testing.assert_array_equal(generated(model, [cut], max_tokens=11, sampling=sampling)[0], actual[1, 5:])
+
+
 def test_logits_that_are_not_finite():
     model = nnx.clone(small.model("softmax"))
     model.final_norm.bias[...] = np.nan
@@ -89,6 +121,7 @@ def test_mistakes():
         "max_tokens is 0": {"max_tokens": 0},
         "max_tokens is 1000000000000000000000000000000; it must be": {"max_tokens": 10**30},
         "seed is -1": {"seed": -1},
+        "samples is 0": {"samples": 0},
         "token 64 at position 1 of row 0": {"prompts": [[1, 64]]},
     }.items():
         with pytest.raises(ValueError, match=message):

@@ -1,5 +1,7 @@
 """Tests of sampling: the drawn tokens, the eligible tokens, and the dependence on the key."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,74 @@ def test_the_likeliest_alone():
     assert (draws(top_p=1e-9) == 0).all()
 
 
+def test_min_p():
+    close(frequencies(min_p=0.3), [5 / 9, 2.5 / 9, 1.5 / 9, 0])
+    close(frequencies(min_p=0.29), [5 / 9, 2.5 / 9, 1.5 / 9, 0])
+    close(frequencies(min_p=0.6), [1, 0, 0, 0])
+    close(frequencies(min_p=1.0), [1, 0, 0, 0])
+    # min_p is applied after the temperature: 0.25 / 0.5 becomes 0.25.
+    close(frequencies(min_p=0.4, temperature=0.5), [1, 0, 0, 0])
+    # top_p counts probabilities of all tokens, also of those that min_p excludes.
+    close(frequencies(top_p=0.74, min_p=0.4), [2 / 3, 1 / 3, 0, 0])
+
+
+def eligible(logits, seen, *, temperature, top_k, top_p, min_p, repetition_penalty):
+    """Returns the probabilities of a row in float64, with each option as its paper states it, one after another."""
+    logits = logits.astype(np.float64)
+    for token in np.flatnonzero(seen):
+        logits[token] *= 1 / repetition_penalty if logits[token] > 0 else repetition_penalty
+    logits /= temperature
+    order = np.argsort(-logits, kind="stable")
+    logits[order[top_k:]] = -np.inf
+    weights = np.exp(logits - logits.max())
+    weights /= weights.sum()
+    count = np.searchsorted(np.cumsum(weights[order]), top_p) + 1
+    weights[order[count:]] = 0
+    weights[weights < min_p * weights.max()] = 0
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6, "temperature": 0.7},
+        {"repetition_penalty": 1.3, "temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.2},
+    ],
+)
+def test_probabilities_in_float64(options):
+    """Logits of both signs; every row has seen other tokens."""
+    everything = {"temperature": 1.0, "top_k": 12, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    rows = 3
+    logits = np.asarray(2 * jax.random.normal(jax.random.key(1), (rows, 12)))
+    seen = np.asarray(jax.random.bernoulli(jax.random.key(2), 0.5, (rows, 12)))
+    assert (logits[seen] > 0).any()
+    assert (logits[seen] < 0).any()
+    tokens = generation.sample(
+        jnp.repeat(logits, DRAWS, axis=0),
+        generation.Sampling(**options),
+        seed=np.uint32(0),
+        position=jnp.arange(rows * DRAWS),
+        seen=jnp.repeat(seen, DRAWS, axis=0),
+    )
+    for row, drawn in enumerate(np.asarray(tokens).reshape(rows, DRAWS)):
+        expected = eligible(logits[row], seen[row], **everything | options)
+        counts = np.bincount(drawn, minlength=12) / DRAWS
+        assert (counts[expected == 0] == 0).all()
+        close(counts, expected)
+
+
+def test_a_penalty_of_the_likeliest_token():
+    logits, seen = jnp.array([[2.0, 1.5, -1.0]]), jnp.array([[True, False, False]])
+    greedy = generation.Sampling(temperature=0, repetition_penalty=1.5)
+    sample = functools.partial(generation.sample, seed=np.uint32(0), position=jnp.zeros(1, jnp.int32))
+    assert sample(logits, greedy, seen=seen) == 1
+    assert sample(-logits, greedy, seen=~seen) == 2
+    with pytest.raises(ValueError, match="which needs the seen tokens; pass seen"):
+        sample(logits, greedy)
+
+
 def test_ties_do_not_exceed_top_k():
     counts = np.bincount(draws(probabilities=np.full(4, 0.25), top_k=3), minlength=4)
     assert (counts > 0).sum() == 3
@@ -73,6 +143,16 @@ def test_seed_and_position_decide():
         assert sample(np.array([row]))[0] == together[row]
 
 
+def test_a_seed_per_row():
+    logits = jnp.broadcast_to(jnp.log(PROBABILITIES), (DRAWS, 4))
+    seeds, position = jnp.arange(DRAWS, dtype=jnp.uint32), jnp.full(DRAWS, 5)
+    sample = functools.partial(generation.sample, logits, generation.Sampling())
+    together = sample(seed=seeds, position=position)
+    close(np.bincount(together, minlength=4) / DRAWS, PROBABILITIES)
+    for row in (0, 17):
+        assert sample(seed=seeds[row], position=position)[row] == together[row]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -83,6 +163,11 @@ def test_seed_and_position_decide():
         ({"top_p": 0.0}, "top_p is 0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_p": float("nan")}, "top_p is nan"),
+        ({"min_p": -0.1}, "min_p is -0.1"),
+        ({"min_p": 1.5}, "min_p is 1.5"),
+        ({"min_p": float("nan")}, "min_p is nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
     ],
 )
 def test_mistakes(settings, message):

@@ -85,6 +85,22 @@ def test_bfloat16_keys_are_saved_and_restored(tmp_path):
     same(restored, state)
 
 
+def test_recurrent_states_in_bfloat16_are_saved_and_restored(tmp_path):
+    model = small.model("conformal", state_dtype="bfloat16")
+    state = generation.prefill(model, small.tokens(2, 21), np.array([21, 9]))[1]
+    assert state.layers[0].memory.kv.dtype == "bfloat16"
+    generation.save_state(tmp_path / "context", model, state)
+    same(generation.restore_state(tmp_path / "context", model), state)
+    # A KV cache is used while it is smaller, and is folded into a state of this dtype.
+    assert model.kv_cache_lengths < small.model("conformal").kv_cache_lengths
+    cache = generation.prefill(model, small.tokens(2, 9), np.array([9, 5]), max_length=9)[1]
+    assert generation.fold(model, cache).layers[0].memory.kv.dtype == "bfloat16"
+    with pytest.raises(
+        ValueError, match=r"another model: state_dtype is 'bfloat16' there and 'float32' here"
+    ):
+        generation.restore_state(tmp_path / "context", small.model("conformal"))
+
+
 def test_a_state_of_an_earlier_version(prefilled, tmp_path):
     """Settings that its file lacks have their defaults."""
     model, state = prefilled

@@ -252,3 +252,39 @@ def test_logits_multiply_in_the_models_dtype_in_both_passes():
         ),
     ):
         np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-4)
+
+
+def test_matrices_in_bfloat16():
+    """They give the logits of the same numbers in float32; what takes little memory is not rounded."""
+    model = small("conformal")
+    model.blocks[0].attention.decay.kernel[...] *= 1 + 1e-3  # not a bfloat16 number
+    short = models.cast_weights(model, "bfloat16")
+    dtypes = {
+        ".".join(map(str, path)): variable[...].dtype.name
+        for path, variable in nnx.to_flat_state(nnx.state(short, nnx.Param))
+    }
+    assert dtypes["embedding"] == dtypes["blocks.0.mlp.up.kernel"] == "bfloat16"
+    for name in ("attention.decay.kernel", "attention.rate.kernel", "attention_norm.scale"):
+        assert dtypes[f"blocks.0.{name}"] == "float32"
+    tokens = np.arange(60).reshape(2, 30) % 32
+    expected = run(models.cast_weights(short, "float32"), tokens)
+    np.testing.assert_array_equal(run(short, tokens), expected)
+    assert (run(model, tokens) != expected).any()
+
+
+@pytest.mark.parametrize("preset", ["conformal", "linear_lrpe"])
+def test_states_in_bfloat16(preset):
+    model = small(preset)
+    short = models.DecoderLM(dataclasses.replace(model.config, state_dtype=jnp.bfloat16), rngs=0)
+    nnx.update(short, nnx.state(model, nnx.Param))
+    tokens = np.arange(2 * TIME).reshape(2, TIME) % 32
+    _, state = run_on(short, tokens[:, :20], None, short.init_state(2, max_length=1, kv_cache=False))
+    sizes = {x.dtype.name for x in jax.tree.leaves(state)}
+    assert "bfloat16" in sizes
+    for index in range(20, TIME):
+        logits, state = run_on(short, tokens[:, index : index + 1], None, state)
+        assert logits.dtype == jnp.float32
+    assert {x.dtype.name for x in jax.tree.leaves(state)} == sizes
+    expected = run(model, tokens)[:, -1]
+    difference = np.sqrt(np.mean((logits[:, 0] - expected) ** 2) / np.mean(expected**2))
+    assert 1e-5 < difference < 2e-2

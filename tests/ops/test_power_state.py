@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ def whole(drawn, power):
 
 OPTIONS = ("power", "form", "exact_window", "chunk_size", "implementation", "return_state")
 attend = jax.jit(ops.power_attention, static_argnames=OPTIONS)
+step = jax.jit(ops.power_attention_step, static_argnames="power")
 
 
 def run(drawn, cuts, **options):
@@ -246,3 +248,56 @@ def test_long_ungated_state_is_exact_to_1e_5():
 def test_state_larger_than_memory_names_the_bytes():
     with pytest.raises(ValueError, match=r"the state takes [\d,]+ bytes .* the device has [\d,]+"):
         ops.PowerState.zeros(64, 12, 64, 64, power=6)
+
+
+def test_a_state_in_bfloat16_is_that_in_float32_rounded_after_each_call():
+    """Keys and values are bfloat16 numbers, which the window holds exactly. The state is updated every 4 tokens."""
+    drawn = single(cases.arrays(CASE))
+    for name in ("key", "value"):
+        drawn[name] = np.asarray(drawn[name].astype(jnp.bfloat16), np.float32)
+    state = ops.PowerState.zeros(2, 1, 8, 5, power=2, exact_window=4, dtype="bfloat16")
+    options = {"power": 2, "exact_window": 4}
+    for begin, end in itertools.pairwise([0, 40, *range(60, 73), 149]):
+        split = part(drawn, begin, end)
+        if end - begin == 1:
+            call = functools.partial(step, **{name: x[:, 0] for name, x in split.items()}, power=2)
+            (actual, new), (expected, exact) = call(state=state), call(state=state.astype("float32"))
+        else:
+            call = functools.partial(attend, **split, **options, return_state=True)
+            (actual, new), (expected, exact) = (
+                call(initial_state=x) for x in (state, state.astype("float32"))
+            )
+        assert actual.dtype == jnp.float32
+        assert cases.error(actual, expected) < 2e-6
+        assert {
+            name: getattr(new, name).dtype.name for name in ("kv", "norm", "keys", "values", "log_decays")
+        } == {
+            "kv": "bfloat16",
+            "norm": "float32",
+            "keys": "bfloat16",
+            "values": "bfloat16",
+            "log_decays": "float32",
+        }
+        # Half a unit in the last place, and what float32 rounds before.
+        for one, other in zip(jax.tree.leaves(new), jax.tree.leaves(exact)):
+            np.testing.assert_allclose(
+                np.asarray(one, np.float64), np.asarray(other, np.float64), rtol=2**-7.99, atol=1e-6
+            )
+        state = new
+    assert cases.error(state.kv, exact.kv) > 1e-4
+
+
+def test_gradients_through_a_state_in_bfloat16():
+    drawn = single(cases.arrays(CASE))
+    state = ops.PowerState.zeros(2, 1, 8, 5, power=2, exact_window=4, dtype="bfloat16")
+    first, token = part(drawn, 0, 40), {name: x[:, 0] for name, x in part(drawn, 40, 41).items()}
+
+    def loss(key, state):
+        _, state = ops.power_attention(
+            **first | {"key": key}, power=2, exact_window=4, initial_state=state, return_state=True
+        )
+        out, _ = ops.power_attention_step(**token, state=state, power=2)
+        return (out**2).sum()
+
+    actual, expected = (jax.grad(loss)(first["key"], x) for x in (state, state.astype("float32")))
+    assert cases.error(actual, expected) < 2e-2

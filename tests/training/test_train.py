@@ -206,13 +206,13 @@ def test_prompts_that_a_run_cannot_have_are_errors_at_its_start(settings):
 def test_prompts_are_continued_without_the_implementation_that_trains(settings, monkeypatch):
     program = training.Program(_with_prompts(settings, "a", implementation="xla"), sharding.whole_mesh())
     used = []
-    generate = generation.generate
+    complete = generation.complete
 
     def record(model, *arguments, **options):
         used.append(model.config.attention.implementation)
-        return generate(model, *arguments, **options)
+        return complete(model, *arguments, **options)
 
-    monkeypatch.setattr(generation, "generate", record)
+    monkeypatch.setattr(generation, "complete", record)
     assert _periodic(program).texts(program.init_state())["a"].startswith("a")
     assert used == [None]
 

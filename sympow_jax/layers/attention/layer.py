@@ -14,6 +14,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers import initializers, norms, partitioning
 from sympow_jax.layers.attention import kernels, positions
+from sympow_jax.ops import documents, rotary
 from sympow_jax.ops._shared import arguments
 
 __all__ = ["Attention", "AttentionMaps", "AttentionState", "make_attention"]
@@ -50,6 +51,18 @@ class AttentionMaps:
     weights: Float[Array, "B N T T"]
     log_decay: Float[Array, "B T K ..."] | None
     rate: Float[Array, "B T K ..."] | None
+
+
+# Types whose arrays have axes by name.
+_WITH_LAYOUT = (ops.PowerState, ops.KVCache, rotary.RotaryState, documents.PositionState)
+_AXES = {"B": partitioning.BATCH, "K": partitioning.TENSOR}
+
+
+def _state_specs(state: AttentionState | None) -> Any:
+    """Returns the partition spec of each array of a state: rows and key/value heads are sharded."""
+    layouts = jax.tree.map(lambda x: x.layout(), state, is_leaf=lambda x: isinstance(x, _WITH_LAYOUT))
+    specs = jax.tree.map(lambda x: jax.sharding.PartitionSpec(*map(_AXES.get, x.split())), layouts)
+    return jax.tree.map(lambda x, spec: partitioning.fit(spec, x.shape), state, specs)
 
 
 def make_attention(config: configs.ModelConfig, layer: int = 0, *, rngs: nnx.Rngs | int) -> "Attention":
@@ -217,8 +230,8 @@ class Attention(nnx.Module):
         if segment_ids is not None:
             segment_ids = partitioning.gather_time(segment_ids)
         heads, arrays = self._project(x), self.positions.head_arrays()
-        if state is None and partitioning.is_divided():
-            mixed = self._over_devices(heads, arrays, segment_ids)
+        if partitioning.is_divided():
+            mixed, state = self._over_devices(heads, arrays, segment_ids, state)
         else:
             mixed, state = self._mix(heads, arrays, segment_ids, state)
         (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
@@ -272,8 +285,8 @@ class Attention(nnx.Module):
         if not kv_cache:
             return self._recurrent_state(batch)
         limit = self.kernel.cache_limit
-        memory = self.kernel.init_cache(batch, max_length if limit is None else min(max_length, limit))
-        return AttentionState(memory=memory, position=self.positions.init_state(batch))
+        capacity = max_length if limit is None else min(max_length, limit)
+        return self._sharded_state(batch, self.kernel.init_cache(batch, capacity))
 
     @property
     def kv_cache_length(self) -> int | None:
@@ -327,7 +340,12 @@ class Attention(nnx.Module):
         return self._recurrent_state(batch)
 
     def _recurrent_state(self, batch: int) -> AttentionState:
-        return AttentionState(memory=self.kernel.init_state(batch), position=self.positions.init_state(batch))
+        return self._sharded_state(batch, self.kernel.init_state(batch))
+
+    def _sharded_state(self, batch: int, memory: kernels.Memory) -> AttentionState:
+        """Returns the state before any token with this memory, sharded over the mesh in scope."""
+        state = AttentionState(memory=memory, position=self.positions.init_state(batch))
+        return jax.tree.map(partitioning.constrain, state, _state_specs(state))
 
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays and rotation rates per key/value head."""
@@ -364,23 +382,26 @@ class Attention(nnx.Module):
         spec = (rows, (), partitioning.explicit_axes(heads, self.kv_heads, query))
         return tuple(None if x is None else partitioning.reshard(x, spec) for x in (query, *others))
 
-    def _over_devices(self, heads, arrays, segment_ids):
-        """Returns the kernel's output [B, T, N, E] without a state, computed per shard of rows, heads and times."""
+    def _over_devices(self, heads, arrays, segment_ids, state):
+        """Returns as `_mix`, computed per shard of rows and heads and, without a state, of times."""
         divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
-        spec = partitioning.HEADS if divisible else partitioning.TOKENS
+        rows, times, tensor = partitioning.HEADS
+        spec = jax.sharding.PartitionSpec(rows, None if state else times, tensor if divisible else None)
         divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
 
-        def mix(heads, arrays, segment_ids):
+        def mix(heads, arrays, segment_ids, state):
             axis_name = partitioning.CONTEXT if divided else None
-            return self._mix(heads, arrays, segment_ids, axis_name=axis_name)[0]
+            return self._mix(heads, arrays, segment_ids, state, axis_name=axis_name)
 
         # Key/value heads are the first axis of the positions' arrays.
-        arrays_spec = jax.sharding.PartitionSpec(partitioning.TENSOR if divisible else None)
+        arrays_spec = jax.sharding.PartitionSpec(tensor if divisible else None)
+        tokens_spec = jax.sharding.PartitionSpec(*spec[:2])
+        state_specs = _state_specs(state)
         return partitioning.over_devices(
             mix,
-            (heads, arrays, segment_ids),
-            (spec, arrays_spec, partitioning.TOKENS),
-            partitioning.fit(spec, heads.query.shape),
+            (heads, arrays, segment_ids, state),
+            (spec, arrays_spec, tokens_spec, state_specs),
+            (partitioning.fit(spec, heads.query.shape), state_specs),
         )
 
     def _mix(self, heads, arrays, segment_ids, state=None, axis_name=None):

@@ -29,8 +29,12 @@ def attend(plan, query, key, value, log_decay, segment_ids, state):
     # The scope names form and implementation in profiles and compiled programs.
     with jax.named_scope(f"{plan.form}_{plan.implementation}"):
         query, key, value = rounded((query, key, value))
+        if plan.axis_name is None and state is None:
+            return _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, None)
         if plan.axis_name is None:
-            return _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, state)
+            wide = state.astype(plan.dtype)
+            out, final = _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, wide)
+            return out, None if final is None else final.astype(state.kv.dtype)
         if plan.form == "attention":
 
             def of_heads(*arrays):

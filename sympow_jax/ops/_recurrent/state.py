@@ -22,6 +22,9 @@ class PowerState:
     exactly, because a sum in feature space cancels if few keys carry weight. Running a, then b from a's state, equals
     running a and b in one call, wherever the sequence is split.
 
+    A state may be stored in bfloat16. Ops then compute in float32 and return the state in bfloat16: `kv`, `keys` and
+    `values`, which take most of its memory. `norm` and `log_decays` are float32, so that rounding changes no decay.
+
     Ops raise an error for a state of another power, which has another number of features. D = 1 is the exception: every
     power has one feature, and the power is not stored.
 
@@ -94,6 +97,11 @@ class PowerState:
         """Number of bytes stored, window included."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
+    def astype(self, dtype) -> "PowerState":
+        """Returns the state with `kv`, `keys` and `values` in this dtype."""
+        stored = {name: getattr(self, name).astype(dtype) for name in ("kv", "keys", "values")}
+        return dataclasses.replace(self, **stored)
+
 
 def zeros(
     batch: int,
@@ -113,12 +121,13 @@ def zeros(
     features = feature_maps.symmetric_power_dim(head_dim, power)
     slots = 2 * exact_window
     channels = (value_dim,) if per_channel else ()
+    exact = jnp.promote_types(dtype, jnp.float32)
     return PowerState(
         kv=jnp.zeros((batch, kv_heads, features, value_dim), dtype),
-        norm=jnp.zeros((batch, kv_heads, features, *channels), dtype),
+        norm=jnp.zeros((batch, kv_heads, features, *channels), exact),
         keys=jnp.zeros((batch, slots, kv_heads, head_dim), dtype),
         values=jnp.zeros((batch, slots, kv_heads, value_dim), dtype),
-        log_decays=jnp.zeros((batch, slots, kv_heads, *channels), dtype),
+        log_decays=jnp.zeros((batch, slots, kv_heads, *channels), exact),
         length=jnp.zeros(batch, jnp.int32),
         segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
     )

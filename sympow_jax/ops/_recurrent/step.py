@@ -50,6 +50,7 @@ def step_by(state_ops: StateOps, plan, query, key, value, log_decay, segment_ids
         log_decay = jnp.zeros_like(value if plan.per_channel else key[..., 0])
     token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay.astype(dtype), False)}
     token = {name: x[:, None].astype(dtype) for name, x in token.items()}
+    # A state that is stored in a shorter dtype is widened where it is read, and rounded where it is updated.
     if exact_window == 0:
         state = dataclasses.replace(state, **state_ops.fold(plan, state, token, valid))
     else:
@@ -58,7 +59,7 @@ def step_by(state_ops: StateOps, plan, query, key, value, log_decay, segment_ids
     query = query.reshape(batch, kv_heads, -1, head_dim).astype(dtype)
     if plan.division is not means.Division.NONE:
         query = rows_of.unit_scale(query)
-    out = jnp.where(valid[:, None, None, None], state_ops.read(plan, query, state), 0)
+    out = jnp.where(valid[:, None, None, None], state_ops.read(plan, query, state.astype(dtype)), 0)
     if exact_window:
         # Read the state before it is updated: otherwise XLA keeps a copy to read from.
         out, state = jax.lax.optimization_barrier((out, state))
@@ -88,7 +89,7 @@ def _appended(state, token, active):
     """Returns the state with a token in the next slot of the window, in the active rows."""
     # Written in place if the state is donated; writes to a slot beyond the window are dropped.
     slot = jnp.where(active, state.length, 2 * state.exact_window)
-    put = jax.vmap(lambda slots, i, x: slots.at[i].set(x[0], mode="drop"))
+    put = jax.vmap(lambda slots, i, x: slots.at[i].set(x[0].astype(slots.dtype), mode="drop"))
     fields = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
     return dataclasses.replace(state, **fields, length=state.length + active)
 
@@ -165,7 +166,7 @@ def _fold_window(plan, fold, full, state):
     """Updates the state with the oldest W of 2W tokens in the rows that are full."""
     exact_window = plan.exact_window
     names = ("keys", "values", "log_decays")
-    oldest = {name: getattr(state, name)[:, :exact_window] for name in names}
+    oldest = {name: getattr(state, name)[:, :exact_window].astype(plan.dtype) for name in names}
     newest = {name: getattr(state, name)[:, exact_window:] for name in names}
     shifted = {name: jnp.concatenate([x, jnp.zeros_like(x)], 1) for name, x in newest.items()}
     updated = fold(plan, state, oldest, full)
@@ -209,7 +210,7 @@ def _replaced(state, active, **fields):
 
 
 def _where(chosen, new, old):
-    """Selects between new and old by a mask of leading axes."""
+    """Selects between new and old by a mask of leading axes, in the dtype of the old."""
     if chosen is True:
         return new
-    return jnp.where(layout.with_rank(chosen, old.ndim), new, old)
+    return jnp.where(layout.with_rank(chosen, old.ndim), new.astype(old.dtype), old)

@@ -243,10 +243,10 @@ def check_state(
             f"the state's keys have shape {state.keys.shape}; these inputs need "
             f"{(batch, 2 * state.exact_window, kv_heads, head_dim)}; make it with {constructor}"
         )
-    if state.kv.dtype != dtype:
+    if state.kv.dtype not in (dtype, jnp.bfloat16):
         raise ValueError(
-            f"the state has dtype {state.kv.dtype}; it must be {dtype}, in which inputs of this dtype accumulate; make "
-            f"it with {constructor[:-1]}, dtype={jnp.dtype(dtype).name!r})"
+            f"the state has dtype {state.kv.dtype}; it must be {dtype}, in which inputs of this dtype accumulate, or "
+            f"bfloat16; make it with {constructor[:-1]}, dtype={jnp.dtype(dtype).name!r})"
         )
     if exact_window is not None and state.exact_window != exact_window:
         raise ValueError(
@@ -303,10 +303,10 @@ def check_linear_state(
                 f"the state's {name}.kv has shape {kv.shape}; these inputs need {shape}; {remedy}"
             )
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    if state.numerator.kv.dtype != dtype:
+    if state.numerator.kv.dtype not in (dtype, jnp.bfloat16):
         raise ValueError(
             f"the state has dtype {state.numerator.kv.dtype}; it must be {dtype}, in which inputs of this dtype "
-            f"accumulate; {remedy}"
+            f"accumulate, or bfloat16; {remedy}"
         )
 
 

@@ -16,6 +16,7 @@ def make(
     num_kv_heads: int,
     head_dim: int,
     dtype: str = "float32",
+    state_dtype: str = "float32",
 ) -> Kernel:
     """Returns the kernel that `attention.kernel` names, with its options.
 
@@ -25,10 +26,16 @@ def make(
         num_kv_heads: number of key/value heads.
         head_dim: size of a head.
         dtype: name of the dtype of queries, keys and values, and of a KV cache.
+        state_dtype: name of the dtype in which a recurrent state is stored.
     """
     kind = pkgutil.resolve_name(attention_lib.KERNELS[attention.kernel].target)
     return kind(
-        attention=attention, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+        attention=attention,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        state_dtype=state_dtype,
     )
 
 
@@ -42,4 +49,5 @@ def from_config(config: configs.ModelConfig, layer: int = 0) -> Kernel:
         num_kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         dtype=config.dtype,
+        state_dtype=config.state_dtype,
     )

@@ -44,6 +44,7 @@ class Kernel(abc.ABC):
         num_kv_heads: number of key/value heads, K.
         head_dim: size of a head, and of its values, E.
         dtype: name of the dtype of queries, keys and values, and of a KV cache.
+        state_dtype: name of the dtype in which a recurrent state is stored.
     """
 
     attention: configs.AttentionConfig
@@ -51,6 +52,7 @@ class Kernel(abc.ABC):
     num_kv_heads: int
     head_dim: int
     dtype: str = "float32"
+    state_dtype: str = "float32"
 
     rotates_features: ClassVar[bool] = False
     """Positions are applied to features of queries and keys instead of to queries and keys."""

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+import jax.numpy as jnp
+
 from sympow_jax import ops
 from sympow_jax.layers.attention import positions
 from sympow_jax.layers.attention.kernels import kernel
@@ -59,6 +61,7 @@ class LinearKernel(kernel.RecurrentKernel):
             rotated_dim=self.rotated_dim,
             normalizer=attention.normalizer,
             exact_window=attention.exact_window,
+            dtype=jnp.dtype(self.state_dtype),
         )
 
     @property

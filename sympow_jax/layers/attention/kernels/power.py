@@ -148,6 +148,7 @@ class PowerKernel(kernel.RecurrentKernel):
             power=self.attention.power,
             exact_window=self.attention.exact_window,
             per_channel=self._per_channel,
+            dtype=jnp.dtype(self.state_dtype),
         )
 
     @property

@@ -1,0 +1,149 @@
+"""Measures the error of decoding with bfloat16 weights and recurrent states.
+
+    uv run python -m benchmarks.rounding --workdirs=runs/conformal,runs/sympow --out=benchmarks/results/rounding.json
+
+Decodes four texts of the Python standard library one token at a time, from the recurrent state (softmax: a KV cache),
+and compares the logits with those of float32. Errors are given for the first 512 tokens, and for the last 512 of 4,096,
+which show whether rounding accumulates. The runs must read bytes.
+"""
+
+import argparse
+import dataclasses
+import inspect
+import pathlib
+import typing
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import _rows
+from sympow_jax import generation, models, training
+from sympow_jax.array_types import Array, Float, Int
+
+TEXTS = (argparse, dataclasses, inspect, typing)
+TOKENS, RANGE = 4096, 512
+# Dtypes of weights and of the state.
+VARIANTS = {
+    "weights": ("bfloat16", "float32"),
+    "state": ("float32", "bfloat16"),
+    "both": ("bfloat16", "bfloat16"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Differences from float32 in one range of positions.
+
+    Attributes:
+        run: name of the workdir.
+        rounded: what is in bfloat16, a name in `VARIANTS`.
+        first: first position, from 1.
+        last: last position.
+        rms: RMS of the difference of logits, each without their mean over the vocabulary, over their RMS.
+        kl: mean of KL(float32 || bfloat16) of the next token, in nats.
+        agreement: fraction of positions whose likeliest token is the same.
+        loss: change of the mean loss, in nats per token.
+        state_bytes: bytes of the state of one row.
+    """
+
+    run: str
+    rounded: str
+    first: int
+    last: int
+    rms: float
+    kl: float
+    agreement: float
+    loss: float
+    state_bytes: int
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints the results and writes them to a file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workdirs", required=True, help="workdirs of runs, separated by commas")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of each text, {TOKENS}")
+    options = parser.parse_args(arguments)
+    rows = []
+    for folder in map(pathlib.Path, options.workdirs.split(",")):
+        for row in measure(folder, options.tokens):
+            print(
+                f"{row.run:>12} {row.rounded:>8} {row.first:>5} to {row.last:>5}: RMS {row.rms:.2e}, KL {row.kl:.2e}, "
+                f"same token {row.agreement:.4f}, loss {row.loss:+.5f}",
+                flush=True,
+            )
+            rows.append(dataclasses.asdict(row))
+    _rows.write(options.out, {"machine": _rows.machine(), "texts": len(TEXTS), "rows": rows})
+
+
+def measure(folder: pathlib.Path, count: int) -> list[Row]:
+    """Returns the rows of a run."""
+    tokens = read_texts(count)
+    model = _restore(folder)
+    expected, _ = decoded(model, tokens)
+    rows = []
+    for rounded, (weights_dtype, state_dtype) in VARIANTS.items():
+        if state_dtype != "float32" and None in model.kv_cache_lengths:
+            continue  # There is no recurrent state.
+        short = _restore(folder, weights_dtype=weights_dtype, state_dtype=state_dtype)
+        actual, size = decoded(short, tokens)
+        for start in sorted({0, count - RANGE}):
+            part = np.s_[:, start : start + RANGE]
+            values = compare(actual[part], expected[part], tokens[:, 1:][part])
+            rows.append(Row(folder.name, rounded, start + 1, start + RANGE, *values, size))
+    return rows
+
+
+def _restore(
+    folder: pathlib.Path, *, weights_dtype: str = "float32", state_dtype: str = "float32"
+) -> models.DecoderLM:
+    _, model, _ = training.restore_exact(folder, weights_dtype=weights_dtype, state_dtype=state_dtype)
+    return typing.cast(models.DecoderLM, model)
+
+
+def read_texts(count: int) -> Int[np.ndarray, "B T"]:
+    """Returns the first `count` + 1 bytes of each text."""
+    contents = (pathlib.Path(inspect.getfile(module)).read_bytes() for module in TEXTS)
+    return np.stack([np.frombuffer(content[: count + 1], np.uint8) for content in contents]).astype(np.int32)
+
+
+def decoded(
+    model: models.DecoderLM, tokens: Int[np.ndarray, "B T"]
+) -> tuple[Float[np.ndarray, "B T V"], int]:
+    """Returns the logits after each token but the last, decoded one by one, and the bytes of the state of a row."""
+    batch, time = tokens.shape
+    length = time if None in model.kv_cache_lengths else None
+    state = generation.init_state(model, batch, max_length=length)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // batch
+
+    @jax.jit
+    def run(state: models.DecoderState, tokens: Int[Array, "T B"]) -> Float[Array, "T B V"]:
+        def step(state, token):
+            logits, state = generation.decode(model, state, token)
+            return state, logits
+
+        return jax.lax.scan(step, state, tokens)[1]
+
+    with jax.default_matmul_precision("highest"):
+        logits = run(state, jnp.asarray(tokens[:, :-1].T))
+    return np.asarray(logits).swapaxes(0, 1), size
+
+
+def compare(actual, expected, targets) -> tuple[float, float, float, float]:
+    """Returns the RMS, the KL, the agreement and the change of the loss, in float64."""
+    wide = [x.astype(np.float64) for x in (actual, expected)]
+    logs = [x - np.logaddexp.reduce(x, -1, keepdims=True) for x in wide]
+    centered = [x - x.mean(-1, keepdims=True) for x in logs]
+    rms = np.sqrt(np.mean((centered[0] - centered[1]) ** 2) / np.mean(centered[1] ** 2))
+    kl = (np.exp(logs[1]) * (logs[1] - logs[0])).sum(-1).mean()
+    agreement = (actual.argmax(-1) == expected.argmax(-1)).mean()
+    losses = [-np.take_along_axis(x, targets[..., None], -1).mean() for x in logs]
+    return float(rms), float(kl), float(agreement), float(losses[0] - losses[1])
+
+
+if __name__ == "__main__":
+    main()

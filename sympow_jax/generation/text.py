@@ -1,0 +1,123 @@
+"""Text from text: prompts are encoded, continued and decoded."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from sympow_jax import models
+from sympow_jax.generation import loop, transcript
+from sympow_jax.generation import sampling as sampling_lib
+
+__all__ = ["Codec", "Piece", "complete", "stream"]
+
+_SAMPLING = sampling_lib.Sampling()
+
+
+class Codec(transcript.Decoder, Protocol):
+    """Conversion between text and tokens, such as `sympow_jax.data.Codec`."""
+
+    @property
+    def sampled_vocab_size(self) -> int:
+        """Number of ids that may be sampled."""
+
+    def encode(self, prompt: bytes, name: str) -> list[int]:
+        """Returns the tokens of a prompt, which errors call `name`."""
+
+
+class Piece(NamedTuple):
+    """New text of a continuation.
+
+    Attributes:
+        text: text after that of earlier pieces; may be empty.
+        done: whether the continuation ends with this piece.
+    """
+
+    text: str
+    done: bool
+
+
+def complete(
+    model: models.DecoderLM,
+    codec: Codec,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    sampling: sampling_lib.Sampling = _SAMPLING,
+    stops: Sequence[str] = (),
+    samples: int = 1,
+    seed: int = 0,
+) -> list[str]:
+    """Returns `samples` continuations of each prompt, without the prompt; those of a prompt are adjacent.
+
+    Args:
+        model: the decoder.
+        codec: tokenizer of the model, such as `data.codec_of_run(config)` or
+            `data.Codec(data.tokenizer.load("byte"), vocab_size=256)`.
+        prompts: texts to continue.
+        max_tokens: maximum number of tokens after each prompt.
+        sampling: options of sampling; ids that the codec does not have are never sampled.
+        stops: texts to end before.
+        samples: number of continuations of each prompt. Sample s has the seed `seed + s` modulo 2^32.
+        seed: seed of the draws.
+
+    Raises:
+        ValueError: `codec` cannot encode a prompt, a stop is empty, or as `generate`.
+
+    Examples:
+        >>> from sympow_jax import config, data, generation, models
+        >>> settings = config.ModelConfig(vocab_size=256, layers=1, width=32, heads=2)
+        >>> model = models.DecoderLM(settings, rngs=0)
+        >>> codec = data.Codec(data.tokenizer.load("byte"), vocab_size=256)
+        >>> texts = generation.complete(model, codec, ["def ", "class "], max_tokens=3, samples=2)
+        >>> len(texts)
+        4
+    """
+    tokens = [codec.encode(prompt.encode(), f"prompt {number}") for number, prompt in enumerate(prompts, 1)]
+    texts = [""] * (len(tokens) * samples)
+    for pieces in stream(
+        model,
+        codec,
+        tokens,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stops=stops,
+        samples=samples,
+        seed=seed,
+    ):
+        texts = [text + piece.text for text, piece in zip(texts, pieces)]
+    return texts
+
+
+def stream(
+    model: models.DecoderLM,
+    codec: Codec,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    sampling: sampling_lib.Sampling = _SAMPLING,
+    stops: Sequence[str] = (),
+    samples: int = 1,
+    seed: int = 0,
+) -> Iterator[list[Piece]]:
+    """Yields the new text of each continuation, until all have ended; text that was yielded never changes.
+
+    Arguments and errors are those of `complete`, but prompts are tokens.
+    """
+    rows = [
+        transcript.Transcript(codec, prompt, max_tokens=max_tokens, stops=stops)
+        for prompt in prompts
+        for _ in range(samples)
+    ]
+    size = codec.sampled_vocab_size
+    sampling = dataclasses.replace(sampling, vocab_size=min(sampling.vocab_size or size, size))
+    blocks = loop.generate(
+        model, prompts, max_tokens=max_tokens, sampling=sampling, samples=samples, seed=seed
+    )
+    return _pieces(blocks, rows)
+
+
+def _pieces(blocks, rows):
+    for block in blocks:
+        yield [Piece(row.add(tokens.tolist()), row.done) for row, tokens in zip(rows, block)]
+        if all(row.done for row in rows):
+            break
