@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 D, T = "data", "tensor"
 
@@ -38,25 +40,29 @@ def run(cases):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-# Cases, and the axes that should shard their rows and key/value heads.
-CASES = [
-    (("conformal", 2, 4, {D: 4, T: 2}), D, T),
-    # Neither axis divides: every device has all rows, or all heads.
-    (("conformal", 2, 3, {D: 2, T: 4}), None, None),
-    (("softmax", 4, 4, {D: 2, T: 4}), D, T),
-]
+def check(case, rows, heads):
+    """Checks tokens and states, whose rows and key/value heads should be sharded over these axes."""
+    (result,) = run([case])
+    assert result["equal"]
+    assert result["varied"] > 10
+    cache, recurrent = axes(rows, heads)
+    # A cache at first, and a recurrent state once it is folded.
+    for specs, expected in zip(result["specs"], [cache, cache, cache, recurrent]):
+        assert {name: spec for name, spec in specs.items() if name in expected} == expected
+        if ".position.whole" in specs:
+            assert specs[".position.whole"] == [axis for axis in (rows, heads) if axis]
 
 
-def test_tokens_and_states():
-    results = run([case for case, *_ in CASES])
-    assert len(results) == len(CASES)
-    for (case, rows, heads), result in zip(CASES, results):
-        assert result["equal"], case
-        assert result["varied"] > 10
-        cache, recurrent = axes(rows, heads)
-        # A cache at first, and a recurrent state once it is folded.
-        for specs, expected in zip(result["specs"], [cache, cache, cache, recurrent]):
-            assert {name: spec for name, spec in specs.items() if name in expected} == expected, case
-        learned = case[0] == "conformal"
-        position = {".position.whole": [x for x in (rows, heads) if x]} if learned else {}
-        assert all(specs[name] == spec for specs in result["specs"] for name, spec in position.items()), case
+def test_a_kv_cache_and_a_recurrent_state():
+    check(("conformal", 2, 4, {D: 4, T: 2}), D, T)
+
+
+@pytest.mark.slow
+def test_a_kv_cache_alone():
+    check(("softmax", 4, 4, {D: 2, T: 4}), D, T)
+
+
+@pytest.mark.slow
+def test_axes_that_do_not_divide():
+    """Every device has all rows, and all heads."""
+    check(("conformal", 2, 3, {D: 2, T: 4}), None, None)
