@@ -34,7 +34,9 @@ def get_config(
         )
     return dataclasses.replace(
         source,
-        model=source.model if is_second else _retrofit(source.model, preset or "conformal", every),
+        model=source.model
+        if is_second
+        else _retrofit(source.model, "conformal" if preset is None else preset, every),
         task=config.TaskConfig(name="match_attention" if match else "next_token", initial_run=run),
         optimizer=config.OptimizerConfig(
             learning_rate=MATCH_LEARNING_RATE if match else LEARNING_RATE,

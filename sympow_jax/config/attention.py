@@ -417,6 +417,8 @@ class AttentionConfig:
         if self.chunk_size is not None:
             checks.require_at_least(1, **{"attention.chunk_size": self.chunk_size})
         checks.require_at_least(0, **{"attention.exact_window": self.exact_window})
+        if self.decay_bias is not None and abs(self.decay_bias) > 100:
+            raise ValueError(f"attention.decay_bias is {self.decay_bias}; it must be from -100 to 100")
         checks.require_at_least(1, **{"attention.window": self.window})
         checks.require_at_least(2, **{"attention.max_document_length": self.max_document_length})
         self._check_composition()

@@ -240,12 +240,13 @@ class ModelConfig:
 def _expand(item: str, limit: int) -> list[str]:
     """Returns the presets of an item of a pattern, such as `softmax` or `3*conformal`."""
     count, star, name = item.rpartition("*")
-    number = int(count) if count.strip().isdecimal() else 1
-    if star and not (count.strip().isdecimal() and 1 <= number <= limit):
+    # No more than ten digits are read: Python refuses the longest numbers.
+    number = int(count) if count.strip().isdecimal() and len(count.strip()) <= 10 else 0
+    if star and not 1 <= number <= limit:
         raise ValueError(
-            f"model.attention_pattern has {item!r}; before `*` is the number of layers, from 1 to {limit}"
+            f"model.attention_pattern has {item[:60]!r}; before `*` is the number of layers, from 1 to {limit}"
         )
-    return [name.strip()] * number
+    return [name.strip()] * (number if star else 1)
 
 
 _LLAMA: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}

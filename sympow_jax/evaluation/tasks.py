@@ -50,7 +50,7 @@ def evaluate(
 
     Raises:
         ValueError: as these functions; or the runs' tasks differ, or lengths or documents are given for runs that do
-            not predict the next token.
+            not predict the next token; or they are first stages of retrofits.
     """
     paths, configs = workdirs_lib.read_runs(workdirs)
     tasks = [config.task.name for config in configs]
@@ -60,6 +60,10 @@ def evaluate(
     if tasks[0] == "next_token":
         runs.evaluate_runs(workdirs, lengths, out=out, documents=documents)
         return
+    if tasks[0] == "match_attention":
+        raise ValueError(
+            f"{paths[0]} is the first stage of a retrofit; evaluate the run that starts from it (docs/retrofit.md)"
+        )
     if lengths is not None or documents is not None:
         raise ValueError(
             f"--context_lengths and --documents are for runs that predict the next token; {paths[0]} is of the task "

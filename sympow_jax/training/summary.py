@@ -173,6 +173,11 @@ def next_command(config: config_lib.Config, folder: pathlib.Path, program: str) 
         # Without paths, the text is Python's standard library.
         prompt = "The " if config.data.paths else "def "
         return f'next: {name} {run} --prompt="{prompt}"{tokenizer}'
+    if config.task.name == "match_attention":
+        command = (
+            "uv run train.py --config=configs/retrofit.py" if script else "sympow train --config=retrofit"
+        )
+        return f"next: {command}:{shlex.quote(str(folder))} --workdir=NEW"
     # Of other sources, no text can be read.
     if config.data.source in ("text", "tokens", "longcrawl64"):
         name = "uv run sympow inspect" if script else "sympow inspect"

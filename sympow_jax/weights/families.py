@@ -8,7 +8,7 @@ from sympow_jax import config
 from sympow_jax.config import serialize
 from sympow_jax.weights import layouts
 
-__all__ = ["FAMILIES", "Family", "find", "is_config", "settings", "values"]
+__all__ = ["FAMILIES", "Family", "find", "function", "is_config", "settings", "values"]
 
 Values = Mapping[str, Any]
 
@@ -178,8 +178,8 @@ class Family:
         Raises:
             ValueError: a model of this family cannot have these sizes.
         """
-        own = _function(self.model({self.length: 1} | self.values(model)))
-        wanted = _function(model)
+        own = function(self.model({self.length: 1} | self.values(model)))
+        wanted = function(model)
         return [
             f"{path} is {wanted.get(path)!r} and not {own.get(path)!r}"
             for path in sorted(own.keys() | wanted.keys())
@@ -298,7 +298,7 @@ def settings(values: Values) -> config.Config:
     """
     # The first files of GPT-2 do not name it.
     name = values.get("model_type", "gpt2")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"model_type is {name!r}; it must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     model, length = family.model(values), values[family.length]
@@ -364,7 +364,11 @@ def _without_pattern(model: config.ModelConfig) -> config.ModelConfig:
 
 def _read_rope(values: Values, problems: list[str]) -> config.RopeConfig:
     """Returns the rates of rotation, from the keys of versions 4 or 5 of `transformers`; adds to the problems."""
-    nested = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    both = [values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key)]
+    if len(both) == 2 and both[0] != both[1]:
+        problems.append("rope_parameters and rope_scaling differ; leave one of them out")
+        return config.RopeConfig()
+    nested = both[0] if both else {}
     if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
         problems.append(f"rope_parameters is {nested!r}, not the same rates for all layers")
         return config.RopeConfig()
@@ -372,8 +376,8 @@ def _read_rope(values: Values, problems: list[str]) -> config.RopeConfig:
     kind = nested.get("rope_type", nested.get("type", "default"))
     if nested.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append(f"partial_rotary_factor is {nested['partial_rotary_factor']!r}, not 1.0")
-    if not isinstance(base, int | float):
-        problems.append(f"rope_theta is {base!r}, not a number")
+    if not isinstance(base, int | float) or not 1 < base < 1e30:
+        problems.append(f"rope_theta is {str(base)[:40]}, not a number above 1 and below 1e30")
     if kind not in ("default", "llama3"):
         problems.append(f"rope_type is {kind!r}, not default or llama3")
     if problems:
@@ -389,12 +393,23 @@ def _read_rope(values: Values, problems: list[str]) -> config.RopeConfig:
 
 def _read_window(values: Values, problems: list[str]) -> int | None:
     """Returns the number of tokens that a query attends to, itself included, if not all; adds to the problems."""
-    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
-    layers = values.get("num_hidden_layers", 0)
+    slides = values.get("use_sliding_window", True)
+    first = values.get("max_window_layers") or 0
+    if not isinstance(slides, bool) or not isinstance(first, int):
+        problems.append(
+            f"use_sliding_window is {slides!r} and max_window_layers {first!r}, not true or false and an integer"
+        )
+        return None
+    window = values.get("sliding_window") if slides else None
     types = values.get("layer_types")
-    if types is None and isinstance(layers, int):
-        first = values.get("max_window_layers") or 0
-        types = [_SLIDING if window is not None and layer >= first else _FULL for layer in range(layers)]
+    if types is None:
+        # The kinds of layers, once each.
+        layers = values.get("num_hidden_layers")
+        below, above = first > 0, isinstance(layers, int) and first < layers
+        types = [_FULL] * below + [_SLIDING] * above if window is not None else [_FULL]
+    if not isinstance(types, list):
+        problems.append(f"layer_types is {types!r}, not a list")
+        return None
     if unknown := sorted({str(kind) for kind in types or ()} - {_SLIDING, _FULL}):
         problems.append(f"layer_types has {', '.join(unknown)}, not {_FULL} or {_SLIDING}")
     elif len(set(types or ())) > 1:
@@ -426,7 +441,7 @@ def _write_rope(rope: config.RopeConfig) -> dict[str, Any]:
     return {"rope_theta": rope.base or _ROPE_DEFAULT, "rope_scaling": scaling}
 
 
-def _function(model: config.ModelConfig) -> dict[str, Any]:
+def function(model: config.ModelConfig) -> dict[str, Any]:
     """Returns the fields, by dotted path, that decide the parameters of a model and their function."""
     flat = serialize.flatten(dataclasses.replace(model, mlp_width=model.hidden_width), prefix="model.")
     attention = model.attention

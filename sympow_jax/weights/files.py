@@ -239,6 +239,8 @@ def _check_head(stored: tensors.Tensors, layout: Mapping[str, layouts.Tensor], p
     blocks = (
         (slice(start, min(start + _COMPARED, rows)), slice(0, width)) for start in range(0, rows, _COMPARED)
     )
+    if (dtype := stored.dtype(layouts.HEAD)) not in _READ:
+        raise ValueError(f"{layouts.HEAD} of {path} is of dtype {dtype} and not {', '.join(_READ)}")
     if stored.shape(layouts.HEAD) != [rows, width] or not all(
         np.array_equal(stored.read(layouts.HEAD, block), stored.read(embedding, block)) for block in blocks
     ):

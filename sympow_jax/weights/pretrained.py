@@ -63,12 +63,19 @@ def save_pretrained(
         max_file_bytes: size above which there are several files and an index. A larger tensor has its own file.
 
     Raises:
-        ValueError: no family describes the model, the folder has such files, or `dtype` is not supported.
+        ValueError: no family describes the model, the settings are of another model, the folder has such files, or
+            `dtype` or `max_file_bytes` is not supported.
         OSError: a file cannot be written.
     """
     folder = pathlib.Path(folder)
     files.check_dtype("dtype", dtype)
+    if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes is {max_file_bytes!r}; it must be a number of bytes, at least 1")
     family, values = families.values(settings)
+    if families.function(model.config) != families.function(settings.model):
+        raise ValueError(
+            "settings.model is not the config of the model; pass the settings that it was made with"
+        )
     outputs = [folder / "config.json", folder / tensors.INDEX, *sorted(folder.glob(f"*{tensors.SUFFIX}"))]
     if existing := [path for path in outputs if os.path.lexists(path)]:
         raise ValueError(f"{existing[0]} exists; remove it or choose another folder")

@@ -70,6 +70,8 @@ def _open(path: pathlib.Path) -> Any:
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     try:
+        # The library calls a file that may not be read missing.
+        path.open("rb").close()
         return safetensors.safe_open(path, framework="np")
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from error

@@ -127,7 +127,10 @@ def test_what_does_not_fit(changes, message):
             {"name": "masked_token", "dual_encoder": True},
             "task.dual_encoder is True and task.name 'masked_token'; pairs of texts have classes or numbers",
         ),
-        ({"name": "translation"}, "task.name is 'translation'; it must be one of next_token, match_attention"),
+        (
+            {"name": "translation"},
+            "task.name is 'translation'; it must be one of next_token, match_attention",
+        ),
     ],
 )
 def test_tasks_that_cannot_be(task, message):

@@ -11,9 +11,9 @@ from flax import nnx
 
 from sympow_jax import config, layers, models, training
 from sympow_jax.commands import train
-from sympow_jax.evaluation import inspect
+from sympow_jax.evaluation import inspect, tasks
 from sympow_jax.layers import mlp
-from sympow_jax.training import flops, initial, sharding
+from sympow_jax.training import flops, initial, sharding, summary
 from tests.models import families
 
 PATTERN = ("conformal", "shared")
@@ -184,11 +184,15 @@ def test_flops_are_a_forward_pass_of_the_original_and_both_of_the_new_layers():
     assert counted(PATTERN, "match_attention") == pytest.approx(expected)
 
 
-def test_a_first_stage_is_not_inspected(tmp_path):
+def test_a_first_stage_is_neither_inspected_nor_evaluated(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(settings())))
     with pytest.raises(ValueError, match=r"the first stage of a retrofit.*inspect the run that starts"):
         inspect.inspect(tmp_path, b"fox")
+    with pytest.raises(ValueError, match=r"the first stage of a retrofit; evaluate the run that starts"):
+        tasks.evaluate([tmp_path], out=tmp_path)
+    printed = summary.next_command(settings(), tmp_path, "sympow train")
+    assert printed == f"next: sympow train --config=retrofit:{tmp_path} --workdir=NEW"
 
 
 def test_an_original_of_other_attention_is_not_matched(tmp_path):

@@ -184,6 +184,16 @@ def test_slices_are_read_straight_to_a_mesh(tmp_path):
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not 1.0"),
         (
             "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters and rope_scaling differ; leave one of them out",
+        ),
+        ("llama", {"rope_parameters": {"rope_theta": 10**400}}, "not a number above 1 and below 1e30"),
+        ("llama", {"hidden_act": ["silu"]}, "hidden_act is ['silu'], not one of silu"),
+        ("qwen2", {"layer_types": 5}, "layer_types is 5, not a list"),
+        ("qwen2", {"use_sliding_window": "false"}, "use_sliding_window is 'false'"),
+        ("mistral", {"num_hidden_layers": 10**12, "sliding_window": 4}, "model.layers is 1000000000000"),
+        (
+            "llama",
             {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
             "'rope_theta': 10000.0}}, not the same rates for all layers",
         ),
@@ -416,9 +426,9 @@ def test_models_that_no_family_describes(tmp_path):
     for changes, message in (
         (
             {"embedding_norm": True},
-            "; in the nearest, llama, model.embedding_norm is True and not False; write it in the format sympow",
+            "; the nearest is llama, but model.embedding_norm is True and not False; write it in the format sympow",
         ),
-        ({"activation": "geglu"}, "; in the nearest, llama, model.activation is 'geglu' and not 'swiglu'; "),
+        ({"activation": "geglu"}, "; the nearest is llama, but model.activation is 'geglu' and not 'swiglu'; "),
         (
             {"attention": config.preset("conformal")},
             "model.attention.position is 'learned_rope' and not 'rope', ",
