@@ -428,7 +428,10 @@ def test_models_that_no_family_describes(tmp_path):
             {"embedding_norm": True},
             "; the nearest is llama, but model.embedding_norm is True and not False; write it in the format sympow",
         ),
-        ({"activation": "geglu"}, "; the nearest is llama, but model.activation is 'geglu' and not 'swiglu'; "),
+        (
+            {"activation": "geglu"},
+            "; the nearest is llama, but model.activation is 'geglu' and not 'swiglu'; ",
+        ),
         (
             {"attention": config.preset("conformal")},
             "model.attention.position is 'learned_rope' and not 'rope', ",
