@@ -97,7 +97,7 @@ class Engine(threading.Thread):
         )
         logits, state = generation.decode(self.model, self.batch["state"], tokens)
         self.batch = {"logits": logits, "state": state}
-        self.positions += 1
+        self.positions = self.positions + 1  # not in place, since JAX may still be reading it
         for slot, (request, token) in enumerate(zip(self.requests, np.asarray(tokens))):
             if request is not None:
                 request.transcript.add([int(token)])

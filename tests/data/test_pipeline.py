@@ -249,7 +249,7 @@ def test_the_end_of_an_only_file_is_held_out(tmp_path, size, pieces):
         (
             "text",
             "classification",
-            r"'classification', but data\.source 'text' is for next_token and masked_token",
+            r"'classification', but data\.source 'text' is for next_token and match_attention and masked_token",
         ),
         (
             "tsv",

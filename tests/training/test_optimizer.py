@@ -21,7 +21,8 @@ def _rates(steps: int, **changes) -> list[float]:
 
 
 def _make(settings: config.OptimizerConfig, params):
-    return optimizer.make_optimizer(settings, 10, params, optimizer.factors(settings, params))
+    trained = jax.tree.map(lambda _: True, params)
+    return optimizer.make_optimizer(settings, 10, params, optimizer.factors(settings, params), trained)
 
 
 def _one_update(grad: float, **changes) -> dict[str, np.ndarray]:

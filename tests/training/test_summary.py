@@ -176,7 +176,9 @@ NEXT_OF_CONFIG = {
 
 def test_every_config_has_a_next_command():
     folder = pathlib.Path(__file__).parents[2] / "configs"
-    assert {spec.partition(":")[0] for spec in NEXT_OF_CONFIG} == {path.name for path in folder.glob("*.py")}
+    # A retrofit needs a run to start from.
+    configs = {path.name for path in folder.glob("*.py")} - {"retrofit.py"}
+    assert {spec.partition(":")[0] for spec in NEXT_OF_CONFIG} == configs
     for spec, expected in NEXT_OF_CONFIG.items():
         settings = config.load(f"{folder}/{spec}")
         found = summary.next_command(settings, pathlib.Path("runs/a"), "sympow train")
