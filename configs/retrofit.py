@@ -87,6 +87,6 @@ def _retrofit(model: config.ModelConfig, preset: str, every: int | None) -> conf
         attention=dataclasses.replace(model.attention, **changes),
         attention_pattern=(preset,) if every is None else (f"{every - 1}*{preset}", "shared"),
     )
-    if set(changed.attentions) == {changed.attention}:
+    if not changed.replaced_layers:
         raise ValueError(f"preset is {preset!r}, which is the attention that the model has; name another")
     return changed

@@ -14,12 +14,10 @@ import jax
 
 from sympow_jax import config, data, generation, models, training
 from sympow_jax.commands import command_line
+from sympow_jax.config import model as model_settings
 from sympow_jax.training import checkpoint, cli, machine, workdir
 
 __all__ = ["generate", "main"]
-
-
-_DTYPES = ("float32", "bfloat16")
 
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
@@ -80,13 +78,13 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--weights_dtype",
-        choices=_DTYPES,
+        choices=model_settings.DTYPES,
         default="float32",
         help="Dtype that matrices are rounded to when they are loaded. Products are in float32.",
     )
     parser.add_argument(
         "--state_dtype",
-        choices=_DTYPES,
+        choices=model_settings.DTYPES,
         default="float32",
         help="Dtype in which recurrent states are stored between tokens. bfloat16 is for models with decays.",
     )

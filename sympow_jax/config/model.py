@@ -227,14 +227,24 @@ class ModelConfig:
         return ",".join(self.attention_pattern) or attention_lib.preset_name(self.attention)
 
     @property
-    def position_attention(self) -> attention_lib.AttentionConfig | None:
-        """Attention of the first layer whose positions are added to the embedding; None if there is none."""
-        return next((attention for attention in self.attentions if attention.adds_position), None)
+    def original(self) -> "ModelConfig":
+        """The model whose layers all have `attention`."""
+        return dataclasses.replace(self, attention_pattern=())
+
+    @functools.cached_property
+    def replaced_layers(self) -> frozenset[int]:
+        """Layers whose attention is not that of the original."""
+        return frozenset(layer for layer, kind in enumerate(self.attentions) if kind != self.attention)
+
+    @property
+    def added_position(self) -> tuple[str, int | None] | None:
+        """Position that is added to the embedding, and its longest document; None if there is none."""
+        return next(((x.position, x.longest_document) for x in self.attentions if x.adds_position), None)
 
     @property
     def longest_document(self) -> int | None:
         """Tokens of the longest document that the positions support; None if unlimited."""
-        return None if self.position_attention is None else self.position_attention.longest_document
+        return None if self.added_position is None else self.added_position[1]
 
 
 def _expand(item: str, limit: int) -> list[str]:

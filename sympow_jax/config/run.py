@@ -292,7 +292,7 @@ class Config:
                 f"model.norm is 'batch' and task.name {task!r}; means over a batch show a position those that follow "
                 f"it: use 'layer'"
             )
-        if task == "match_attention" and set(model.attentions) == {model.attention}:
+        if task == "match_attention" and not model.replaced_layers:
             raise ValueError(
                 "task.name is 'match_attention', but every layer has model.attention; name the new attention in "
                 "model.attention_pattern, such as conformal"
@@ -302,16 +302,11 @@ class Config:
                 raise ValueError(
                     "task.name is 'match_attention' and task.initial_run none; name the run whose attention is replaced"
                 )
-            added, own = (
-                model.position_attention,
-                dataclasses.replace(model, attention_pattern=()).position_attention,
-            )
-            if (added and (added.position, added.longest_document)) != (
-                own and (own.position, own.longest_document)
-            ):
+            added, own = model.added_position, model.original.added_position
+            if added != own:
                 raise ValueError(
                     f"task.name is 'match_attention', and the new attention adds positions "
-                    f"{added and added.position!r} to the embedding where the original adds {own and own.position!r}; "
+                    f"{added and added[0]!r} to the embedding where the original adds {own and own[0]!r}; "
                     f"use a preset with the same, or train with 'next_token' alone"
                 )
         if self.data.heldout_names and self.task.outputs is None:

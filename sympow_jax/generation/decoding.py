@@ -18,7 +18,7 @@ from flax import nnx
 from sympow_jax import models, ops
 from sympow_jax.array_types import Array, Float, Int
 
-__all__ = ["cache_sizes", "decode", "fold", "init_state", "mesh_of", "prefill", "require_state"]
+__all__ = ["cache_sizes", "decode", "fold", "init_state", "mesh_in_scope", "prefill", "require_state"]
 
 # A prompt and its continuation are one document. Padding after shorter prompts leaves the state unchanged.
 _SEGMENT, _PADDING = 0, -1
@@ -56,7 +56,7 @@ def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = 
         raise ValueError(f"max_length is {max_length}; it must be at least 1")
     else:
         kv_cache = [limit is None or max_length <= limit for limit in limits]
-    with mesh_of(model):
+    with mesh_in_scope(nnx.state(model)):
         return model.init_state(batch, max_length=max_length, kv_cache=kv_cache)
 
 
@@ -93,8 +93,9 @@ def prefill(
         _check_places(model, np.asarray(lengths), state)
     if state is None:
         state = init_state(model, tokens.shape[0], max_length=max_length)
-    with mesh_of(model):
-        return _prefill(*nnx.split(model), jnp.asarray(tokens), jnp.asarray(lengths), state)
+    graph, variables = nnx.split(model)
+    with mesh_in_scope(variables):
+        return _prefill(graph, variables, jnp.asarray(tokens), jnp.asarray(lengths), state)
 
 
 def decode(
@@ -107,8 +108,9 @@ def decode(
     Raises:
         ValueError: the state is of another model or batch size.
     """
-    with mesh_of(model):
-        return _decode(*nnx.split(model), state, jnp.asarray(token))
+    graph, variables = nnx.split(model)
+    with mesh_in_scope(variables):
+        return _decode(graph, variables, state, jnp.asarray(token))
 
 
 def fold(model: models.DecoderLM, state: models.DecoderState) -> models.DecoderState:
@@ -120,13 +122,14 @@ def fold(model: models.DecoderLM, state: models.DecoderState) -> models.DecoderS
     Raises:
         ValueError: the state is of another model, or no layer has a recurrent state.
     """
-    with mesh_of(model):
-        return _fold(*nnx.split(model), state)
+    graph, variables = nnx.split(model)
+    with mesh_in_scope(variables):
+        return _fold(graph, variables, state)
 
 
-def mesh_of(model: models.DecoderLM) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context with the mesh of a model's parameters in scope, which is kept if they are traced."""
-    parameter: Any = jax.tree.leaves(nnx.state(model, nnx.Param))[0]
+def mesh_in_scope(variables: nnx.State) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context with the mesh of a model's variables in scope, which is kept if they are traced."""
+    parameter: Any = jax.tree.leaves(variables)[0]
     mesh = None if isinstance(parameter, jax.core.Tracer) else getattr(parameter.sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh) or mesh.size == 1:
         return contextlib.nullcontext()

@@ -121,7 +121,7 @@ def _blocks(model, rows, seeds, samples, room, used, max_tokens, sampling, block
     for left in range(max_tokens, 0, -block):
         if room is not None and used + block > room:
             rows, room = rows._replace(state=decoding.fold(model, rows.state)), None
-        with decoding.mesh_of(model):
+        with decoding.mesh_in_scope(variables):
             rows, tokens, finite = decode_block(graph, variables, sampling, block, seeds, rows)
         used += block
         tokens, finite = np.asarray(tokens)[:, :left], np.asarray(finite)[:, :left]

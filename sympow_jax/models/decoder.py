@@ -154,7 +154,7 @@ class DecoderLM(trunk.TokenTrunk):
                 block.attention.init_state(batch, max_length=max_length, kv_cache=choice)
                 for block, choice in zip(self.blocks, choices)
             ),
-            position=None if self.config.position_attention is None else documents.PositionState.zeros(batch),
+            position=None if self.config.added_position is None else documents.PositionState.zeros(batch),
         )
 
     @property

@@ -1,7 +1,5 @@
 """Decoder whose new attention is trained to give the outputs of the attention that it replaces."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -26,9 +24,8 @@ class _MatchedBlock(trunk.Block):
 
     def __init__(self, config: configs.ModelConfig, layer: int, *, rngs: nnx.Rngs):
         super().__init__(config, layer, rngs=rngs)
-        unchanged = dataclasses.replace(config, attention_pattern=())
-        is_new = config.attentions[layer] != config.attention
-        self.original = layers.make_attention(unchanged, rngs=rngs) if is_new else None
+        is_new = layer in config.replaced_layers
+        self.original = layers.make_attention(config.original, rngs=rngs) if is_new else None
 
     def match(
         self, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
@@ -71,11 +68,7 @@ class AttentionMatcher(trunk.TokenTrunk):
     def is_trained(cls, config: configs.ModelConfig, name: str) -> bool:
         """Returns whether a parameter belongs to new attention; only these are trained."""
         first, *rest = name.split(".")
-        return (
-            first == "blocks"
-            and rest[1] == "attention"
-            and config.attentions[int(rest[0])] != config.attention
-        )
+        return first == "blocks" and rest[1] == "attention" and int(rest[0]) in config.replaced_layers
 
     def errors(
         self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None
@@ -100,4 +93,4 @@ class AttentionMatcher(trunk.TokenTrunk):
 
         zeros = jnp.zeros(x.shape[:2], jnp.float32)
         _, total = self.over_blocks(step, (trunk.shard_tokens(x), zeros))
-        return total / sum(attention != self.config.attention for attention in self.config.attentions)
+        return total / len(self.config.replaced_layers)

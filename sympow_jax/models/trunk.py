@@ -183,7 +183,7 @@ class Trunk(nnx.Module, abc.ABC):
         """
         if self.config.embedding_norm:
             x = layers.normalize(self.embedding_norm, x, segment_ids)
-        if self.config.position_attention is None:
+        if self.config.added_position is None:
             return x, None
         longest = self.config.longest_document
         if longest is not None:

@@ -1,7 +1,5 @@
 """Model FLOPs of training and peak FLOPs of devices, whose ratio is the MFU."""
 
-import dataclasses
-
 import jax
 
 from sympow_jax import config
@@ -65,8 +63,8 @@ def model_flops_per_token(
     attention = [_attention_flops(model, layer, context_length) for layer in range(model.layers)]
     feed_forward = 2 * model.layers * mlp.num_weights(model)
     if task.name == "match_attention":
-        original = _attention_flops(dataclasses.replace(model, attention_pattern=()), 0, context_length)
-        new = sum(flops for flops, kind in zip(attention, model.attentions) if kind != model.attention)
+        original = _attention_flops(model.original, 0, context_length)
+        new = sum(attention[layer] for layer in model.replaced_layers)
         return model.layers * original + feed_forward + _PASSES * new
     outside = (
         model.width

@@ -17,6 +17,7 @@ from jaxtyping import Shaped
 
 from sympow_jax import atomic, config, models
 from sympow_jax.array_types import Array, Float
+from sympow_jax.config import model as model_settings
 from sympow_jax.config import serialize
 from sympow_jax.layers import partitioning
 from sympow_jax.training import workdir
@@ -24,7 +25,7 @@ from sympow_jax.weights import families, layouts, tensors
 
 __all__ = ["DTYPES", "check_dtype", "load", "named_arrays", "read_settings", "save", "settings_path"]
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = model_settings.DTYPES
 # Dtypes of safetensors that float32 represents exactly.
 _READ = ("F32", "F16", "BF16")
 # Rows of two matrices that are compared at a time.
