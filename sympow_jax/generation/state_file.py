@@ -12,13 +12,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sympow_jax import atomic, config, models
+from sympow_jax import atomic, config, layers, models, ops
 from sympow_jax.config import fields, serialize
 from sympow_jax.generation import decoding
 
 __all__ = ["restore_state", "save_state"]
 
 _HEADER = "header"
+# Format 1 had KV caches [B, S, K, ...] in order of time, with tokens of earlier documents and without `next`.
+_FORMAT = 2
 # Values of settings that are missing in files of earlier versions.
 _DEFAULTS = {
     setting.path: setting.default
@@ -38,6 +40,7 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
     decoding.require_state(model, state)
     capacity, kv_cache = decoding.cache_sizes(state)
     header = {
+        "format": _FORMAT,
         "model": _settings(model),
         "parameters": _checksum(model),
         "rows": jax.tree.leaves(state.layers[0].memory)[0].shape[0],
@@ -77,6 +80,8 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
     abstract = jax.eval_shape(
         lambda: model.init_state(header["rows"], max_length=header["capacity"], kv_cache=header["kv_cache"])
     )
+    if header["format"] == 1:
+        arrays = _with_rings(arrays, header["rows"])
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
     restored = []
     for name, leaf in leaves:
@@ -84,7 +89,40 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
         if array is None or array.shape != leaf.shape or array.dtype != _bits(np.empty(0, leaf.dtype)).dtype:
             raise ValueError(f"{path} is damaged: {jax.tree_util.keystr(name)} is not what was saved")
         restored.append(jax.device_put(array.view(leaf.dtype)))
-    return jax.tree.unflatten(structure, restored)
+    state = jax.tree.unflatten(structure, restored)
+    if header["format"] == 1:
+        state = dataclasses.replace(state, layers=tuple(map(_appended, state.layers)))
+    return state
+
+
+def _with_rings(arrays: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    """Returns the arrays of a file of format 1 with heads of KV caches before slots, and slot 0 as the next."""
+    arrays = dict(arrays)
+    for cache in [name.removesuffix(".key") for name in arrays if name.endswith(".memory.key")]:
+        for name in (f"{cache}.key", f"{cache}.value", f"{cache}.log_decay"):
+            if (array := arrays.get(name)) is not None and array.ndim > 2:
+                arrays[name] = np.swapaxes(array, 1, 2)
+        arrays[f"{cache}.next"] = np.zeros(rows, np.int32)
+    return arrays
+
+
+def _appended(layer: layers.AttentionState) -> layers.AttentionState:
+    """Returns the state of a layer with the tokens of its KV cache appended to an empty one.
+
+    This drops tokens of earlier documents, and marks those that are not finite.
+    """
+    cache = layer.memory
+    if not isinstance(cache, ops.KVCache):
+        return layer
+    shape = cache.key.shape
+    empty = ops.KVCache.zeros(
+        shape[0], cache.capacity, shape[1], shape[3], cache.value.shape[3], dtype=cache.key.dtype
+    )
+    joined, _ = empty.append(**cache.tokens())
+    memory = dataclasses.replace(
+        joined.newest(cache.capacity), segment=cache.segment, complete=cache.complete
+    )
+    return dataclasses.replace(layer, memory=memory)
 
 
 def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -94,6 +132,9 @@ def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         header = serialize.parse_object(str(arrays.pop(_HEADER)))
         if not isinstance(header["model"], dict) or not {"parameters", "kv_cache"} <= header.keys():
             raise KeyError("a part of the header")
+        header.setdefault("format", 1)
+        if header["format"] not in (1, _FORMAT):
+            raise ValueError("a format of a later version")
         # Earlier versions wrote one bool for all layers, and no capacity without a cache.
         header["capacity"] = header["capacity"] or 1
         # Every array has an axis of rows; those of a KV cache have one of its capacity too.
