@@ -171,9 +171,15 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
         (("--out=there.bin", "texts"), "there.bin exists; remove it"),
         (("--out=described.bin", "texts"), "described.bin.json exists; remove it"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
-        (("--out=a.bin", "--tokenizer=gone.json", "texts"), "--tokenizer=gone.json: there is no such file"),
+        (
+            ("--out=a.bin", "--tokenizer=gone.json", "texts"),
+            "--tokenizer=gone.json: there is no such file or folder",
+        ),
         (("--out=a.bin", "--tokenizer=bad.json", "texts"), "bad.json is not a `tokenizers` file"),
-        (("--out=a.bin", "--tokenizer=nonesuch", "texts"), "give byte, a file, or one of gpt2"),
+        (
+            ("--out=a.bin", "--tokenizer=nonesuch", "texts"),
+            "give byte, a file, a folder as ./NAME, or one of",
+        ),
         (("--out=a.bin", "--separator=-1", "texts"), "--separator is -1; it must be an id from 0"),
     ]
     for arguments, message in cases:
