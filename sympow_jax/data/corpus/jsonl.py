@@ -44,7 +44,7 @@ def _value(line: bytes, column: str, name: str) -> blocks.Document | None:
         raise ValueError(f"{name} is not an object with fields; write lines such as {{{column!r}: ...}}")
     if column not in record:
         listed = ", ".join(map(repr, itertools.islice(record, 8)))
-        raise ValueError(f"{name} has no field {column!r}: there are {listed}; set data.text_columns")
+        raise ValueError(f"{name} has no field {column!r}: there are {listed}; name one of them")
     value = record[column]
     if value is None:
         return None

@@ -130,7 +130,7 @@ def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
     schema = opened.schema_arrow
     if column not in schema.names:
         listed = ", ".join(map(repr, schema.names))
-        raise ValueError(f"{url} has no column {column!r}: there are {listed}; set data.text_columns")
+        raise ValueError(f"{url} has no column {column!r}: there are {listed}; name one of them")
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type

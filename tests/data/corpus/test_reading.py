@@ -191,7 +191,7 @@ LINES = {
     b"{": r"is not JSON",
     b"[" * 100_000: r"is not JSON: maximum recursion",
     b"[1]": r"is not an object",
-    b'{"words": "a"}': r"has no field 'text': there are 'words'; set data\.text_columns",
+    b'{"words": "a"}': r"has no field 'text': there are 'words'; name one of them",
     b'{"text": 3}': r"'text' is of type int; it must be text, or a list of token ids",
     b'{"text": "\\ud800"}': r"not Unicode",
     b'{"text": "\xff"}': r"is not JSON: .* can't decode",
@@ -236,7 +236,7 @@ def test_columns_of_wrong_types(tmp_path, column, message):
 def test_columns_that_are_missing_or_differ(tmp_path):
     file = write(tmp_path / "a.parquet", ["a"])
     with pytest.raises(
-        ValueError, match=r"a\.parquet has no column 'body': there are 'id', 'text'; set data"
+        ValueError, match=r"a\.parquet has no column 'body': there are 'id', 'text'; name one"
     ):
         corpus.holds_text(file, "body")
     with pytest.raises(ValueError, match=r"'text' of .* holds text, but that of the first file token ids"):
