@@ -71,13 +71,15 @@ def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.Data
             f"unset where every file is one document"
         )
     starts = [np.concatenate([[0], end[:-1]]) for end in ends]
-    return documents.Spans(
+    lengths = np.concatenate(ends) - np.concatenate(starts)
+    spans = documents.Spans(
         arrays,
         [str(file.path) for file in matches],
         array=np.repeat(np.arange(len(arrays)), [len(end) for end in ends]),
         starts=np.concatenate(starts),
-        lengths=np.concatenate(ends) - np.concatenate(starts),
+        lengths=lengths,
     )
+    return spans.select(np.flatnonzero(lengths >= config.shortest_document))
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[documents.Spans, documents.Spans]:
