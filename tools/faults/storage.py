@@ -172,7 +172,7 @@ def read_only(stage: Stage, numbers: range) -> Iterator[Reason]:
 
 def vanishing(stage: Stage, numbers: range) -> Iterator[Reason]:
     """Unmounts the file system of the workdir during a run, and mounts it again."""
-    words = ("could not be saved", "cannot write", "No such file", "is no longer")
+    words = ("could not be saved", "the folder has vanished", "cannot write")
     hide, show = small_disk.SmallDisk.hide, small_disk.SmallDisk.show
     expected = stage.undisturbed(**_SAVING)
     return (tried(_disturbed_disk, stage, expected, hide, show, words) for _ in numbers)
