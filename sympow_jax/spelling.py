@@ -6,9 +6,9 @@ from typing import Any
 
 __all__ = ["cut", "listed", "nearest", "remedy", "shown"]
 
-# Characters of a value, and items of a list, that an error shows. Both may come from a file of any content.
+# Characters of a value and of a list that an error shows. Both may come from a file of any content.
 _VALUE = 80
-_ITEMS = 5
+_LIST = 400
 
 
 def cut(text: str, length: int) -> str:
@@ -30,8 +30,14 @@ def shown(value: Any) -> str:
 
 
 def listed(items: Collection[Any], separator: str = ", ") -> str:
-    """Returns the first items, each shortened, and the number of the others."""
-    first = [cut(str(item), 2 * _VALUE) for item in list(items)[:_ITEMS]]
+    """Returns the items with the separator in between; of a long list, the first ones and the number of the others."""
+    items = list(items)
+    first: list[str] = []
+    for item in items:
+        first.append(cut(str(item), _LIST))
+        if sum(map(len, first)) > _LIST:
+            first = first[:-1] or first
+            break
     more = len(items) - len(first)
     return separator.join([*first, *([f"{more:,} more"] if more else [])])
 

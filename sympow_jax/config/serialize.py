@@ -106,16 +106,13 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Raises:
-        ValueError: as `parse_object`, or the file is not UTF-8 or has more than 64 MiB.
+        ValueError: as `parse_object`, or the file is not UTF-8 or larger than 64 MiB.
         OSError: the file cannot be read.
     """
     try:
-        # Read with a bound, because the size of what is no plain file is not known before.
-        with path.open("rb") as file:
-            content = file.read(_BYTES + 1)
-        if len(content) > _BYTES:
+        if path.stat().st_size > _BYTES:
             raise ValueError(f"it has more than {_BYTES:,} bytes, unlike any JSON of settings or metadata")
-        return parse_object(content.decode("utf-8"))
+        return parse_object(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
