@@ -184,6 +184,10 @@ class DataConfig:
                 f"data.text_columns is {self.text_columns}; source {self.source!r} reads one column"
             )
         checks.require_seed(**{"data.seed": self.seed})
+        if self.document_separator is not None and not 0 <= self.document_separator < 2**32:
+            raise ValueError(
+                f"data.document_separator is {self.document_separator}; it must be an id from 0 to {2**32 - 1}, or none"
+            )
         self._check_names()
         if self.batch_tokens < self.context_length or self.batch_tokens % self.context_length:
             raise ValueError(
