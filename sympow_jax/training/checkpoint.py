@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from sympow_jax import config
+from sympow_jax import config, spelling
 from sympow_jax.array_types import Array, Int
 from sympow_jax.training import hosts, workdir
 from sympow_jax.training.state import Params, TrainState
@@ -44,6 +44,8 @@ __all__ = ["Checkpoints", "require_checkpoint", "restore_arrays"]
 
 _DAMAGED = "damaged_checkpoints"
 _OPTIMIZER = "opt_state"
+# Arrays that a step may have been saved without.
+_OPTIONAL = (_OPTIMIZER, "average", "skips")
 # Errors of Orbax and TensorStore for files with other content than was saved, or without some of the files, as found by
 # flipping bits and cutting files. The base class stands for itself only: Orbax wraps others in it.
 _MALFORMED = (ValueError, LookupError, AttributeError, TypeError, FileNotFoundError, RecursionError)
@@ -80,6 +82,7 @@ class Checkpoints:
                 f"the metadata of a checkpoint in {self._folder} has too many levels, and was not saved by a run; move "
                 f"that checkpoint elsewhere, then the same command resumes the run"
             ) from None
+        self._disk = self._folder.stat().st_dev
         self._saving: ocp.AsyncResponse[bool] | None = None
         self._failure = _Failure()
 
@@ -99,8 +102,8 @@ class Checkpoints:
     def restore(self, abstract: TrainState) -> tuple[TrainState, Any] | None:
         """Restores the newest good state, with the shardings of `abstract`, and the position in the data.
 
-        The optimizer state is `()` if none was saved. Steps whose damage is proven are moved to
-        `damaged_checkpoints`, with a message on stderr.
+        The optimizer state is `()` if none was saved, and other parts that were not saved are empty. Steps whose damage
+        is proven are moved to `damaged_checkpoints`, with a message on stderr.
 
         Returns:
             The state and the position, which is None at the beginning of the data; or None without checkpoints.
@@ -159,6 +162,7 @@ class Checkpoints:
         metadata["digest"] = _digest(metadata)
         self.check(wait=True)
         with self._explained():
+            self._require_folder()
             self._saving = self._orbax.save_checkpointables_async(
                 number, arrays, force=True, custom_metadata=metadata
             )
@@ -173,8 +177,17 @@ class Checkpoints:
                 with contextlib.suppress(TimeoutError):
                     self._saving.result(timeout=0.1)
                     self._saving = None
+                    self._require_folder()
             if self._failure.error is not None:
                 raise self._failure.error
+
+    def _require_folder(self) -> None:
+        """Raises OSError if the folder is gone, or on another disk than at the start.
+
+        If its disk was unmounted, Orbax would make the folder anew where the disk was, and save there.
+        """
+        if not self._folder.is_dir() or self._folder.stat().st_dev != self._disk:
+            raise FileNotFoundError("the folder has vanished")
 
     def _let_end(self) -> None:
         """Waits for the threads of a failed save, so that they do not write or log anything later.
@@ -296,7 +309,8 @@ def _newest_good[T](
 
 def _arrays(state: TrainState) -> dict[str, Any]:
     """Returns the arrays of a state that a checkpoint holds; `step` is the folder's name instead."""
-    arrays = {"params": state.params, _OPTIMIZER: state.opt_state, "statistics": state.statistics}
+    names = ("params", _OPTIMIZER, "statistics", "average", "skips")
+    arrays = {name: getattr(state, name) for name in names}
     return _without_empty(arrays)
 
 
@@ -310,7 +324,7 @@ def _load(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the arrays of a step, with the shardings of `abstract`, and its metadata, in this process only.
 
-    The optimizer state is included only if it was saved.
+    Those in `_OPTIONAL` are included only if they were saved.
 
     Raises:
         _DamagedError: the files can be read, but are not what was saved as this step.
@@ -328,8 +342,8 @@ def _load(
             raise _DamagedError("its metadata is not what was saved")
         if metadata["step"] != number:
             raise _DamagedError(f"it was saved as step {metadata['step']}, and renamed or linked")
-        if _OPTIMIZER not in metadata["fingerprints"]:
-            abstract = {name: tree for name, tree in abstract.items() if name != _OPTIMIZER}
+        saved = metadata["fingerprints"]
+        abstract = {name: x for name, x in abstract.items() if name in saved or name not in _OPTIONAL}
         return ocp.load_checkpointables(path, abstract), metadata
 
 
@@ -406,9 +420,7 @@ def _put_aside(path: pathlib.Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    # Keep both ends of a long message: what failed is said first, why is said last, with long paths in between.
-    return text if len(text) <= 240 else f"{text[:80]} ... {text[-140:]}"
+    return spelling.cut(str(error), 240) or type(error).__name__
 
 
 def _fingerprints(arrays: dict[str, Any]) -> dict[str, int]:
