@@ -365,25 +365,23 @@ def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
 
 SLOW = """
 import sys, time
-from sympow_jax.commands import prepare
+from sympow_jax.data import prepare
 from sympow_jax.data.prepare import pieces
 
 encode = pieces.PieceEncoder.encode
 pieces.PieceEncoder.encode = lambda self, piece: time.sleep(0.3) or encode(self, piece)
 if __name__ == "__main__":
     pieces._TEXT_BYTES = int(sys.argv[1])
-    prepare.main(sys.argv[2:])
+    prepare.write_bin("a.bin", ["lines.jsonl"], prepare.Options(text_column="text", workers=2))
 """
 
 
 def test_nothing_remains_of_a_killed_command(folder, lines):
     """A command with slow workers is killed after its first piece; its workers end too."""
     pathlib.Path("slow.py").write_text(SLOW)
-    arguments = ["--format=bin", "--out=a.bin", "--text_column=text", "--workers=2", "lines.jsonl"]
     path = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = subprocess.Popen(
-        [sys.executable, "slow.py", str(pieces._TEXT_BYTES), *arguments],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "slow.py", str(pieces._TEXT_BYTES)], env={**os.environ, "PYTHONPATH": path}
     )
     hidden = pathlib.Path(".a.bin.prepare")
     _wait(lambda: list(hidden.glob("piece-*")) or (hidden / "joined.json").exists())

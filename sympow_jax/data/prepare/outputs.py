@@ -42,13 +42,13 @@ class Options:
 
 
 class Progress(NamedTuple):
-    """Counts of the work that is done. Documents and tokens are those of the first pieces without a gap.
+    """Counts of the work that is done.
 
     Attributes:
         done: number of finished pieces.
         pieces: number of all pieces.
-        documents: number of documents written.
-        tokens: number of tokens written, with separators.
+        documents: number of documents in the finished pieces, without those left out.
+        tokens: number of their tokens, with separators.
     """
 
     done: int
@@ -140,15 +140,17 @@ def _tokenize(
     tasks = [
         workers.Task(index, piece) for index, piece in enumerate(all_pieces) if not folder.finished(index)
     ]
-    done = len(all_pieces) - len(tasks)
-    folder.join()
-    report(Progress(done, len(all_pieces), folder.counts.documents, folder.counts.tokens))
+
+    def tell() -> None:
+        counts = folder.counts
+        report(Progress(counts.pieces, len(all_pieces), counts.documents, counts.tokens))
+
+    tell()
     # Closed here, so that the processes have ended when an error or Ctrl-C leaves this function.
     with contextlib.closing(workers.run(tasks, encoding, folder.path, count=count)) as finished:
-        for _ in finished:
-            folder.join()
-            done += 1
-            report(Progress(done, len(all_pieces), folder.counts.documents, folder.counts.tokens))
+        for index in finished:
+            folder.add(index)
+            tell()
 
 
 def _json(summary: dict[str, Any]) -> str:
