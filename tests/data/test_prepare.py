@@ -328,7 +328,7 @@ def test_another_command_for_the_same_output(folder, lines, capsys):
     command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
     line = mistakes.line(prepare.main, [*command, "--shortest_document=5", "--separator=1"], capsys)
     assert (
-        "holds part of another output: separator was 0 and is 1, shortest_document was 0 and is 5; rep"
+        "holds part of another output: separator was 0 and is 1, shortest_document was 1 and is 5; rep"
         in line
     )
     builders.write_jsonl(folder / "more.jsonl", LINES)
@@ -447,7 +447,7 @@ def test_a_full_disk(folder, lines, monkeypatch, capsys):
 def test_short_documents_are_left_out(folder, lines, capsys):
     common = ["--format=bin", "--text_column=text", "lines.jsonl"]
     prepare.main([*common, "--out=a.bin", "--shortest_document=30"])
-    kept = [line for line in LINES if len(line) >= 30]
+    kept = [line for line in LINES if len(line) + 1 >= 30]
     assert 0 < len(kept) < len(LINES)
     assert stored("a.bin") == b"".join(f"{line}\0".encode() for line in kept)
     description = json.loads(pathlib.Path("a.bin.json").read_text())
@@ -499,7 +499,7 @@ def test_mistakes_with_columns(folder, lines, word_tokenizer, capsys):
         (("rows.parquet",), "rows.parquet has many documents, one per row or line; name the column"),
         (("lines.jsonl",), "lines.jsonl has many documents, one per row or line; name the column"),
         (("texts", "--workers=0"), "--workers is 0; it must be at least 1"),
-        (("texts", "--shortest_document=-1"), "--shortest_document is -1; it must be at least 0"),
+        (("texts", "--shortest_document=0"), "--shortest_document is 0; it must be at least 1"),
         (
             ("texts", "--tokenizer=strict.json"),
             "b.txt: tokenizer strict.json cannot encode a text of 13 characters",

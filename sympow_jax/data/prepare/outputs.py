@@ -30,14 +30,14 @@ class Options:
         tokenizer: name for `tokenizer.load`.
         separator: id that ends a document; None takes the tokenizer's.
         text_column: column of parquet and JSON lines files that holds the text; None if every file is a document.
-        shortest_document: documents of fewer tokens, without the separator, are left out.
+        shortest_document: number of tokens, with the separator, of the shortest document that is not left out.
         workers: number of processes. One is this process itself.
     """
 
     tokenizer: str = "byte"
     separator: int | None = None
     text_column: str | None = None
-    shortest_document: int = 0
+    shortest_document: int = 1
     workers: int = 1
 
 
@@ -121,7 +121,7 @@ def _prepared(
                 else f"there are no documents ({len(sources.files)} files read); name files that hold text"
             )
         summary |= {"documents": counts.documents, "tokens": counts.tokens}
-        if options.shortest_document:
+        if options.shortest_document > 1:
             summary |= {
                 "shortest_document": options.shortest_document,
                 "left_out_documents": counts.left_out,

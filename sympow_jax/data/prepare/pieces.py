@@ -54,7 +54,7 @@ class Encoding:
         separator: id that follows every document.
         token_dtype: type of the tokens, a key of `tokens.DTYPES`.
         text_column: column of parquet and JSON lines that holds the text; None if every file is a document.
-        shortest_document: documents of fewer tokens, without the separator, are left out.
+        shortest_document: number of tokens, with the separator, of the shortest document that is not left out.
     """
 
     tokenizer: str
@@ -159,7 +159,7 @@ class PieceEncoder:
         ended, left_out = [np.empty(0, dtype)], 0
         for name, document in self._documents(piece):
             ids = self._encode(name, document)
-            if len(ids) < self._encoding.shortest_document:
+            if len(ids) + 1 < self._encoding.shortest_document:
                 left_out += 1
             else:
                 ended.append(np.append(ids, self._encoding.separator).astype(dtype))
