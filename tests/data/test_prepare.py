@@ -322,6 +322,25 @@ def test_the_sidecar_of_a_stopped_command(folder, lines, monkeypatch):
     assert stored("a.bin") == lines
 
 
+@pytest.mark.parametrize(
+    "content", ['{"pieces": 3}', '{"pieces": -1, "tokens": 0, "documents": 0, "left_out": 0}']
+)
+def test_a_damaged_folder(folder, lines, capsys, content):
+    with pytest.raises(Stopped):
+        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(3))
+    hidden = folder / ".a.bin.prepare"
+    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
+    os.truncate(hidden / "tokens", 5)
+    line = mistakes.line(prepare.main, command, capsys)
+    assert (
+        "joined.json does not fit the 5 bytes of tokens next to it; remove the folder to start again" in line
+    )
+    (hidden / "joined.json").write_text(content)
+    assert "joined.json does not fit the 5 bytes of" in mistakes.line(prepare.main, command, capsys)
+    (hidden / "joined.json").write_text("[" * 100_000)
+    assert "joined.json" in mistakes.line(prepare.main, command, capsys)
+
+
 def test_another_command_for_the_same_output(folder, lines, capsys):
     with pytest.raises(Stopped):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(2))

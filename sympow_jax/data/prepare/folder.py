@@ -188,7 +188,7 @@ class Folder:
     def _restore(self) -> None:
         self._remove_drafts()
         if (self.path / _JOINED).exists():
-            self._joined = self.counts = Counts(**serialize.read_object(self.path / _JOINED))
+            self._joined = self.counts = self._read_joined()
         with _space_errors(self.tokens), self.tokens.open("ab") as stream:
             stream.truncate(self._joined.tokens * self._token_bytes)
         for path in sorted(self.path.glob(f"{_PIECE}*")):
@@ -197,6 +197,19 @@ class Folder:
                 path.unlink()
             else:
                 self.add(index)
+
+    def _read_joined(self) -> Counts:
+        path = self.path / _JOINED
+        values = serialize.read_object(path)
+        numbers = [values.get(name) for name in Counts._fields]
+        whole = len(values) == len(numbers) and all(type(number) is int and number >= 0 for number in numbers)
+        size = self.tokens.stat().st_size if self.tokens.exists() else 0
+        if not whole or size < values["tokens"] * self._token_bytes:
+            raise ValueError(
+                f"{path} does not fit the {size} bytes of {self.tokens.name} next to it; remove the folder to start "
+                f"again"
+            )
+        return Counts(**values)
 
     def _remove_drafts(self) -> None:
         """Removes what processes that were killed had begun to write."""
