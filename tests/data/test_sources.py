@@ -240,7 +240,7 @@ def test_a_row_of_one_id_is_no_data(tmp_path):
         except ValueError as error:
             failed.append(str(error))
     assert sorted(failed) == [
-        f"{path} (document at 0) has only id 5 from its token {64 * row} on, in the whole of row {row} of 64 tokens; "
+        f"{path} (document at 0) has only id 5 in the 64 tokens of row {row}, which begins at its token {64 * row}; "
         "the data was not copied in full, or the file is damaged: copy or prepare it again"
         for row in (2, 3, 4)
     ]
@@ -259,9 +259,18 @@ def test_longcrawl64_of_zeros_after_some_rows(tmp_path):
         )
         dataset = data.train_dataset(config, task=task, vocab_size=50_304)
         with pytest.raises(
-            ValueError, match=r"a\.zarr \(row 5\) has only id 0 from its token 0 on, in the whole of"
+            ValueError, match=r"a\.zarr \(row 5\) has only id 0 in the 64 tokens of row 5, which beg"
         ):
             [dataset[i] for i in range(8)]
+    held_out = builders.data_config(
+        source="longcrawl64", paths=(path,), heldout_paths=(path,), context_length=64, document_separator=0
+    )
+    opened = data.HeldoutData(held_out, vocab_size=50_304).documents
+    assert opened[4].tolist() == [0, *values[4]]
+    with pytest.raises(
+        ValueError, match=r"a\.zarr \(row 5\) has only id 0 in all of its 64 tokens; the data was not"
+    ):
+        opened[5]
 
 
 @pytest.mark.parametrize(
