@@ -17,9 +17,8 @@ from sympow_jax.data.prepare import pieces
 
 __all__ = ["Counts", "Folder", "folder_of", "write_piece"]
 
-_HEADER = np.dtype(
-    "<i8"
-)  # number of tokens, of documents and of documents left out, before the tokens of a piece
+# Three numbers before the tokens of a piece: of tokens, of documents and of documents left out.
+_HEADER = np.dtype("<i8")
 _MANIFEST, _LOCK, _JOINED, _TOKENS, _PIECE = "manifest.json", "lock", "joined.json", "tokens", "piece-"
 
 
@@ -47,7 +46,7 @@ def _space_errors(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"cannot write {path}: {error.strerror}; correct this and repeat the command, which continues"
+            f"cannot write {path}: {error.strerror or error}; correct this and repeat the command, which continues"
         ) from error
 
 

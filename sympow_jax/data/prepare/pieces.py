@@ -39,10 +39,12 @@ class Sources:
     Attributes:
         files: path or URL and size of each file, in order.
         pieces: the pieces of all files in order. Every document is in one of them.
+        piece_bytes: bytes of text in a piece, roughly.
     """
 
     files: list[tuple[str, int]]
     pieces: Sequence[Piece]
+    piece_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _find_texts(paths: Sequence[str]) -> Sources:
             f"{texts[0].path} has many documents, one per row or line; name the column that holds their text with "
             f"--text_column"
         )
-    return Sources([(str(file.path), file.size) for file in texts], list(_grouped(texts)))
+    return Sources([(str(file.path), file.size) for file in texts], list(_grouped(texts)), _TEXT_BYTES)
 
 
 def _grouped(texts: Iterable[files.File]) -> Iterator[TextPiece]:
@@ -130,7 +132,9 @@ def _find_columns(paths: Sequence[str], text_column: str) -> Sources:
             f"{ordered[0].url} holds token ids in {text_column!r}, and not text; train on it with data.source="
             f"{ordered[0].format}"
         )
-    return Sources([(file.url, file.size) for file in ordered], corpus.pieces(ordered, _TEXT_BYTES))
+    return Sources(
+        [(file.url, file.size) for file in ordered], corpus.pieces(ordered, _TEXT_BYTES), _TEXT_BYTES
+    )
 
 
 class PieceEncoder:
