@@ -202,7 +202,10 @@ def test_help_explains_every_setting(capsys, monkeypatch):
     assert words.count("Quote an item that has commas, or spaces at its ends. Default: ()") == 8
     assert max(map(len, printed.splitlines())) <= 80
     # Each config has a line with its arguments, and one with its summary.
-    assert "\n    gpt2_124m:preset=conformal,p=2,context=4096\n      The papers' recipe" in printed
+    assert (
+        "\n    gpt2_124m:preset=conformal,p=2,context=4096,data=longcrawl64\n      The papers' recipe"
+        in printed
+    )
 
 
 def test_configs_are_run_only_for_help(monkeypatch):
