@@ -382,7 +382,7 @@ def test_weight_decay_factors_multiply_and_vectors_never_decay():
         np.testing.assert_allclose(change, -0.5 * 0.2 * factor * np.asarray(param), rtol=1e-6)
     for pattern in ("norm*", "final_norm.scale"):
         wrong = dataclasses.replace(settings, weight_decay_factors=(f"{pattern}=0",))
-        with pytest.raises(ValueError, match="weight_decay_factors has the pattern .* matches no matrix"):
+        with pytest.raises(ValueError, match=r"weight_decay_factors has the pattern .* matches no matrix"):
             optimizer.traits(wrong, params)
 
 
