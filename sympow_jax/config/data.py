@@ -91,8 +91,9 @@ class DataConfig:
     tokenizer: str = dataclasses.field(
         default="byte",
         metadata=fields.about(
-            "Tokenizer of `tsv`: `byte`, a `tokenizers` JSON file or tiktoken's. A text is truncated to the "
-            "context; of two texts, the longer is truncated first, or each to half for `task.dual_encoder`."
+            "Tokenizer of `tsv`: `byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, "
+            "`hf://ORG/NAME`, or the name of a tiktoken encoding. A text is truncated to the context; "
+            "of two texts, the longer is truncated first, or each to half for `task.dual_encoder`."
         ),
     )
     image_size: int = dataclasses.field(

@@ -13,6 +13,8 @@ __all__ = ["differences", "flatten", "from_dict", "parse_object", "read_object"]
 
 # Levels of the JSON that is read. What this project writes has 5; deeper values would exhaust the stack elsewhere.
 _LEVELS = 32
+# Largest JSON file that is read. The index of the weights of a large model has some MB.
+_MAX_BYTES = 1 << 26
 
 
 def flatten(values: Any, occasion: fields.Occasion | None = None, *, prefix: str = "") -> dict[str, Any]:
@@ -102,9 +104,12 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Raises:
-        ValueError: as `parse_object`, or the file is not UTF-8.
+        ValueError: as `parse_object`, or the file is not UTF-8 or larger than 64 MiB.
         OSError: the file cannot be read.
     """
+    size = path.stat().st_size
+    if size > _MAX_BYTES:
+        raise ValueError(f"{path}: it has {size} bytes, too many for JSON with settings")
     try:
         return parse_object(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -110,9 +110,13 @@ def key_hashes(keys: Sequence[str]) -> Float64[np.ndarray, " documents"]:
 
 def index_hashes(count: int) -> Float64[np.ndarray, " documents"]:
     """Returns SplitMix64 of 0 .. count - 1, scaled to [0, 1) (Steele, Lea and Flood, 2014)."""
-    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    # In place, because there may be 10^8 documents.
+    mixed = np.arange(1, count + 1, dtype=np.uint64)
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     return (mixed >> np.uint64(11)) / 2.0**53
 
