@@ -23,12 +23,12 @@ from sympow_jax.training import (
     hosts,
     initial,
     loss,
+    optimizer,
     sharding,
     spikes,
     stacking,
     workdir,
 )
-from sympow_jax.training import optimizer as optimizers
 from sympow_jax.training.state import Params, TrainState
 
 __all__ = ["Program", "Update", "restore_exact", "restore_model"]
@@ -82,13 +82,13 @@ class Program:
         self.params: Params = jax.tree_util.tree_map_with_path(shard, params)
         self.statistics: Params = jax.tree.map(self._placed, statistics)
         self.kernels = tuple(block.attention.kernel for block in model.blocks)
-        traits = optimizers.traits(config.optimizer, self.params)
+        traits = optimizer.traits(config.optimizer, self.params)
         trained = jax.tree_util.tree_map_with_path(self._trains, self.params)
         if self.scans:
             rates, decays = self._stack((traits.learning_rate, traits.weight_decay), join=np.array)
             matrices, trained = self._stack((traits.orthogonalized, trained), join=lambda leaves: leaves[0])
-            traits = optimizers.Traits(rates, decays, matrices)
-        self.optimizer = optimizers.make_optimizer(config.optimizer, config.training.steps, traits, trained)
+            traits = optimizer.Traits(rates, decays, matrices)
+        self.optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, traits, trained)
 
     def _trains(self, path: tuple[Any, ...], _: Any) -> bool:
         if self.config.task.name != "match_attention":
@@ -185,7 +185,7 @@ class Program:
         if state.average:
             return state.average
         if self.config.optimizer.name == "schedule_free" and state.opt_state != ():
-            return jax.jit(optimizers.schedule_free_average)(state.opt_state, state.params)
+            return jax.jit(optimizer.schedule_free_average)(state.opt_state, state.params)
         return state.params
 
     @functools.cached_property
@@ -357,7 +357,7 @@ class Program:
         * `skipped_updates` and `skipped_in_a_row`, if updates may be skipped
         """
         settings = self.config
-        rate = optimizers.learning_rate(settings.optimizer, settings.training.steps)
+        rate = optimizer.learning_rate(settings.optimizer, settings.training.steps)
         ema_decay = settings.optimizer.ema_decay
 
         def update(state: TrainState, batch: loss.Batch) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
@@ -370,6 +370,8 @@ class Program:
             changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
             step, average, skips = state.step + 1, state.average, state.skips
+            # The schedule does not count what was skipped.
+            done = state.step - skips["total"] if skips else state.step
             if ema_decay is not None:
                 average = _averaged(average, params, ema_decay, step)
             if settings.training.skips_updates:
@@ -383,7 +385,7 @@ class Program:
                 "grad_norm": grad_norm,
                 "parameter_norm": optax.tree.norm(params),
                 "update_norm": optax.tree.norm(changes),
-                "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
+                "learning_rate": jnp.asarray(rate(done), jnp.float32),
             }
             if sums.z is not None:
                 metrics["z_loss"] = settings.optimizer.z_loss * sums.z / count

@@ -56,7 +56,9 @@ def test_a_skipped_update_leaves_all_but_the_step():
     settings = test_tasks.make("regression", norm="batch")
     settings = dataclasses.replace(
         settings,
-        optimizer=config.OptimizerConfig(name="adamw", ema_decay=0.9),
+        optimizer=config.OptimizerConfig(
+            name="adamw", learning_rate=4e-3, warmup_steps=4, ema_decay=0.9, weight_decay=0.1
+        ),
         training=config.TrainingConfig(skip_nonfinite=True, scan_layers=True),
     )
     program = test_tasks.program(settings)
@@ -67,6 +69,7 @@ def test_a_skipped_update_leaves_all_but_the_step():
     before = jax.tree.map(np.array, state)
     state, scalars = program.update(state, bad)
     assert not np.isfinite(scalars["grad_norm"])
+    assert float(scalars["learning_rate"]) == pytest.approx(2e-3)
     assert float(scalars["update_norm"]) == 0
     assert (int(state.step), float(scalars["skipped_updates"]), float(scalars["skipped_in_a_row"])) == (
         2,
@@ -78,6 +81,8 @@ def test_a_skipped_update_leaves_all_but_the_step():
         jax.tree.map(np.testing.assert_array_equal, getattr(state, name), getattr(before, name))
     state, scalars = program.update(state, good)
     assert (float(scalars["skipped_updates"]), float(scalars["skipped_in_a_row"])) == (1, 0)
+    # The rate of the second update that is done.
+    assert float(scalars["learning_rate"]) == pytest.approx(2e-3)
     for name in parts:
         changed = jax.tree.map(
             lambda a, b: (np.asarray(a) != b).any(), getattr(state, name), getattr(before, name)
