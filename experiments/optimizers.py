@@ -133,7 +133,7 @@ def _report(options: _shared.Options, folders: Mapping[tuple[str, float, int], p
         }
         for (variant, rate, seed), folder in folders.items()
     ]
-    names = dict.fromkeys(row["variant"] for row in rows)
+    names = dict.fromkeys(str(row["variant"]) for row in rows)
     bytes_per_parameter = {name: state_bytes(options, name) for name in names}
     path = _shared.write(options, rows, list(folders.values()), bytes_per_parameter=bytes_per_parameter)
     _shared.draw_values(

@@ -1,9 +1,45 @@
-"""Nearest names, for error messages about a name that does not exist."""
+"""Words of error messages: the nearest name to one that does not exist, lists and values of bounded length."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
-__all__ = ["nearest", "remedy"]
+__all__ = ["cut", "listed", "nearest", "remedy", "shown"]
+
+# Characters of a value and of a list that an error shows. Both may come from a file of any content.
+_VALUE = 80
+_LIST = 400
+
+
+def cut(text: str, length: int) -> str:
+    """Returns a text in one line of at most `length` characters; the middle of a longer one is left out."""
+    text = " ".join(text.split())
+    if len(text) <= length:
+        return text
+    # What failed is said first and why is said last, with long paths in between.
+    first = (length - len(_LEFT_OUT)) * 3 // 8
+    return f"{text[:first]}{_LEFT_OUT}{text[first + len(_LEFT_OUT) - length :]}"
+
+
+_LEFT_OUT = " ... "
+
+
+def shown(value: Any) -> str:
+    """Returns the `repr` of a value, shortened."""
+    return cut(repr(value), _VALUE)
+
+
+def listed(items: Collection[Any], separator: str = ", ") -> str:
+    """Returns the items with the separator in between; of a long list, the first ones and the number of the others."""
+    items = list(items)
+    first: list[str] = []
+    for item in items:
+        first.append(cut(str(item), _LIST))
+        if sum(map(len, first)) > _LIST:
+            first = first[:-1] or first
+            break
+    more = len(items) - len(first)
+    return separator.join([*first, *([f"{more:,} more"] if more else [])])
 
 
 def nearest(name: str, known: Iterable[str], *, similarity: float = 0.6) -> str | None:

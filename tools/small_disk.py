@@ -9,8 +9,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 _BALLAST = "ballast"
-# Left free by `fill`: room for lines of metrics, not for a checkpoint.
-_LEFT = 1 << 15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,17 +18,38 @@ class SmallDisk:
     path: pathlib.Path
     seen: pathlib.Path
     enter: Callable[[], None]
+    holder: int
+    """Process that keeps the disk mounted."""
 
-    def fill(self) -> None:
-        """Fills the disk except for a little space."""
+    def fill(self, *, left: int) -> None:
+        """Fills the disk except for `left` bytes, rounded down to pages."""
         with (self.seen / _BALLAST).open("wb") as file:
-            file.write(bytes(max(0, self._free() - _LEFT)))
-        # Files written or deleted meanwhile have changed the free space.
-        assert self._free() <= 2 * _LEFT
+            file.write(bytes(max(0, self._free() - left)))
 
     def free(self) -> None:
         """Frees the space again."""
         (self.seen / _BALLAST).unlink()
+
+    def make_read_only(self) -> None:
+        """Makes the disk read-only. Files that are open for writing stay so, as no system would allow otherwise."""
+        self._run('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"')
+
+    def make_writable(self) -> None:
+        """Undoes `make_read_only`."""
+        self._run('umount -l "$1"')
+
+    def hide(self) -> None:
+        """Leaves the empty folder that a disk is mounted on, as if it were unmounted."""
+        self._run('mount -t tmpfs none "$1"')
+
+    def show(self) -> None:
+        """Undoes `hide`."""
+        self._run('umount -l "$1"')
+
+    def _run(self, command: str) -> None:
+        """Runs a shell command, with the path of the disk as $1, where the disk is mounted."""
+        enter = ["nsenter", "-t", str(self.holder), "-U", "-m", "--preserve-credentials"]
+        subprocess.run([*enter, "sh", "-c", command, "sh", self.path], check=True)
 
     def _free(self) -> int:
         stats = os.statvfs(self.seen)
@@ -56,7 +75,7 @@ def mounted(path: pathlib.Path, *, mebibytes: int) -> Iterator[SmallDisk]:
         try:
             assert holder.stdout.readline() == b"\n"
             seen = pathlib.Path(f"/proc/{holder.pid}/root{path}")
-            yield SmallDisk(path, seen, functools.partial(_enter, holder.pid))
+            yield SmallDisk(path, seen, functools.partial(_enter, holder.pid), holder.pid)
         finally:
             holder.kill()
 

@@ -20,14 +20,18 @@ __all__ = [
 
 # JAX draws keys from 32 bits of a seed, so larger seeds would repeat smaller ones.
 _SEEDS = 2**32
+# Characters of a text that is compared with names, which takes a time in proportion to its length.
+_NAME = 100
 
 
 def require_choice(name: str, value: object, choices: Iterable[object]) -> None:
     """Raises ValueError, which calls the setting `name`, unless its value is one of `choices`."""
     if value not in (choices := list(choices)):
         names = [str(choice) for choice in choices]
-        near = spelling.remedy(str(value), names, otherwise="")
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(names)}{near and f'; {near}'}")
+        near = spelling.remedy(str(value)[:_NAME], names, otherwise="")
+        raise ValueError(
+            f"{name} is {spelling.shown(value)}; it must be one of {', '.join(names)}{near and f'; {near}'}"
+        )
 
 
 def require_at_least(least: float, **values: float) -> None:

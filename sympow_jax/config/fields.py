@@ -10,6 +10,7 @@ import typing
 from collections.abc import Collection
 from typing import Any
 
+from sympow_jax import spelling
 from sympow_jax.config import _checks as checks
 
 __all__ = [
@@ -93,11 +94,11 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
     expected = f"a tuple of {item.__name__}" if several else f"{_article(item)} {item.__name__}"
     remedy = ""
     if several and _is_of(value, item):
-        remedy = f": write ({value!r},)"
+        remedy = f": write ({spelling.shown(value)},)"
     elif kind is int and isinstance(value, float) and value.is_integer():
         remedy = f": write {int(value):_}"
     raise ValueError(
-        f"{name} is {value!r}, {_article(type(value))} {type(value).__name__}; it must be {expected}"
+        f"{name} is {spelling.shown(value)}, {_article(type(value))} {type(value).__name__}; it must be {expected}"
         f"{' or None' if optional else ''}{remedy}"
     )
 

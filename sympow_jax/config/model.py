@@ -16,6 +16,9 @@ DTYPES = ("float32", "bfloat16")
 _MAX_LAYERS = 1024
 # An initialization that cannot be allocated may never end. The widest published feed-forward layers have 10^5 units.
 _MAX_WIDTH = 2**20
+_MAX_HEAD_DIM = 2**16
+# What is normalized has a mean square of about 1. A larger number would outweigh it.
+_MAX_EPSILON = 1.0
 REMATS = ("none", "elementwise", "attention", "full")
 ACTIVATIONS = ("gelu", "relu", "swiglu", "geglu")
 NORMS = ("layer", "rms", "batch")
@@ -160,6 +163,8 @@ class ModelConfig:
         for name, width in {"width": self.width, "mlp_width": self.hidden_width}.items():
             if width > _MAX_WIDTH:
                 raise ValueError(f"model.{name} is {width}; it must be at most {_MAX_WIDTH}")
+        if self.norm_epsilon > _MAX_EPSILON:
+            raise ValueError(f"model.norm_epsilon is {self.norm_epsilon}; it must be at most {_MAX_EPSILON}")
         if self.norm_epsilon < 1e-30:
             raise ValueError(
                 f"model.norm_epsilon is {self.norm_epsilon}; it must be at least 1e-30, or float32 may round it to 0"
@@ -175,6 +180,8 @@ class ModelConfig:
         )
         object.__setattr__(self, "kv_heads", sizes[0])
         object.__setattr__(self, "head_dim", sizes[1])
+        if sizes[1] > _MAX_HEAD_DIM:
+            raise ValueError(f"model.head_dim is {sizes[1]}; it must be at most {_MAX_HEAD_DIM}")
         for attention in set(self.attentions):
             attention.check_head(sizes[1])
         self._check_added_position()

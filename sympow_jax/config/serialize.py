@@ -7,14 +7,15 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from sympow_jax import spelling
 from sympow_jax.config import fields
 
 __all__ = ["differences", "flatten", "from_dict", "parse_object", "read_object"]
 
 # Levels of the JSON that is read. What this project writes has 5; deeper values would exhaust the stack elsewhere.
 _LEVELS = 32
-# Largest JSON file that is read. The index of the weights of a large model has some MB.
-_MAX_BYTES = 1 << 26
+# Bytes of a file of JSON. An index of the largest published models has 20 MB.
+_BYTES = 1 << 26
 
 
 def flatten(values: Any, occasion: fields.Occasion | None = None, *, prefix: str = "") -> dict[str, Any]:
@@ -44,11 +45,12 @@ def flatten(values: Any, occasion: fields.Occasion | None = None, *, prefix: str
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Describes the values that differ between two flat mappings; empty if none."""
-    return ", ".join(
-        f"{path} was {before.get(path)!r} and is {after.get(path)!r}"
+    changes = [
+        f"{path} was {spelling.shown(before.get(path))} and is {spelling.shown(after.get(path))}"
         for path in sorted(before.keys() | after.keys())
         if before.get(path) != after.get(path)
-    )
+    ]
+    return spelling.listed(changes)
 
 
 def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
@@ -58,10 +60,10 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
         ValueError: this version does not have a field, or a field without a default is missing.
     """
     if not isinstance(values, Mapping):
-        raise ValueError(f"{kind.__name__} is {values!r}; it must have fields")
+        raise ValueError(f"{kind.__name__} is {spelling.shown(values)}; it must have fields")
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"{kind.__name__} has no {', '.join(unknown)}; it has {', '.join(hints)}")
+        raise ValueError(f"{kind.__name__} has no {spelling.listed(unknown)}; it has {', '.join(hints)}")
     needed = (x.name for x in dataclasses.fields(kind) if _has_no_default(x))
     if missing := [name for name in needed if name not in values]:
         raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
@@ -82,7 +84,7 @@ def parse_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"it is not JSON: {error}") from error
+        raise ValueError(f"it is not JSON: {spelling.cut(str(error), 120)}") from error
     except RecursionError:
         raise ValueError(f"its JSON has more than {_LEVELS} levels") from None
     if not isinstance(value, dict):
@@ -107,10 +109,9 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
         ValueError: as `parse_object`, or the file is not UTF-8 or larger than 64 MiB.
         OSError: the file cannot be read.
     """
-    size = path.stat().st_size
-    if size > _MAX_BYTES:
-        raise ValueError(f"{path}: it has {size} bytes, too many for JSON with settings")
     try:
+        if path.stat().st_size > _BYTES:
+            raise ValueError(f"it has more than {_BYTES:,} bytes, unlike any JSON of settings or metadata")
         return parse_object(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -65,7 +65,7 @@ def _reason(error: ValueError) -> str:
     return re.sub(r"\s+", " ", str(error)).split(" [tensorstore_spec=")[0]
 
 
-def _open(setting: str, paths: tuple[str, ...], dtype: str) -> tensorstore.TensorStore:
+def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> tensorstore.TensorStore:
     if len(paths) != 1:
         raise ValueError(f"{setting} has {len(paths)} entries; longcrawl64 reads one Zarr array")
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
@@ -83,6 +83,11 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str) -> tensorstore.Tenso
         raise ValueError(
             f"{setting}: {paths[0]} holds {array.dtype.name}, but data.token_dtype is {dtype!r}; "
             f"the array must hold uint16 or uint32 and the setting must agree"
+        )
+    if array.shape[1] < shortest:
+        raise ValueError(
+            f"{setting}: {paths[0]} has documents of {array.shape[1]} tokens, but data.shortest_document is "
+            f"{shortest}; lower it"
         )
     _check_sizes(f"{setting}: {paths[0]}", array)
     return array
@@ -136,11 +141,13 @@ class ZarrDocuments:
 
 def _sides(config: config_lib.DataConfig) -> tuple[ZarrDocuments, ZarrDocuments]:
     """Returns the training and the held-out documents."""
-    array = _open("data.paths", config.paths, config.token_dtype)
+    array = _open("data.paths", config.paths, config.token_dtype, config.shortest_document)
     lead = DOCUMENT_START if config.document_separator is None else config.document_separator
     everything = np.arange(array.shape[0])
     if config.heldout_paths:
-        other = _open("data.heldout_paths", config.heldout_paths, config.token_dtype)
+        other = _open(
+            "data.heldout_paths", config.heldout_paths, config.token_dtype, config.shortest_document
+        )
         test = ZarrDocuments(other, config.heldout_paths[0], rows=np.arange(other.shape[0]), lead=lead)
         return ZarrDocuments(array, config.paths[0], rows=everything, lead=lead), test
     mask = files.held_out(files.index_hashes(len(everything)), config.heldout_fraction)
@@ -165,7 +172,7 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns sizes of the arrays, and the SHA-256 of their metadata; reading terabytes would delay the start."""
     train, test = _sides(config)
     arrays = [
-        _open(setting, paths, config.token_dtype)
+        _open(setting, paths, config.token_dtype, config.shortest_document)
         for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths))
         if paths
     ]

@@ -104,6 +104,9 @@ class Rows:
 
     The order of documents is drawn once from the seed, unless storage groups documents.
 
+    Attributes:
+        whole: number of rows without padding. They are the first ones.
+
     Raises:
         ValueError: there is nothing to predict. On access, an id is outside the vocabulary, data is missing, or a row
             of at least 64 stored tokens (`tokens`, `longcrawl64`) has one id only.
@@ -122,12 +125,18 @@ class Rows:
             raise ValueError(
                 f"the training data has {len(source.lengths)} documents, the longest of "
                 f"{int(source.lengths.max(initial=0))} tokens, and nothing to predict; name more data in data.paths"
+                + (" or lower data.shortest_document" if config.shortest_document > 1 else "")
             )
 
-    def __len__(self) -> int:
         # A window's last target is the first input of the next one, so a single last token makes no window.
-        ahead = 0 if self._segmented or self._source.lead is not None else 1
-        return -(-(self._total - ahead) // self._length)
+        ahead = 0 if self._segmented or source.lead is not None else 1
+        self._count, self.whole = (
+            -(-(self._total - ahead) // self._length),
+            (self._total - ahead) // self._length,
+        )
+
+    def __len__(self) -> int:
+        return self._count
 
     @property
     def together(self) -> int:

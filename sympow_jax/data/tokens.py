@@ -110,13 +110,16 @@ def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.Data
             f"unset where every file is one document"
         )
     lengths = np.concatenate([np.diff(end, prepend=0) for end in ends])
-    return documents.Spans(
+    spans = documents.Spans(
         arrays,
         [str(file.path) for file in matches],
         array=np.repeat(np.arange(len(arrays), dtype=np.int32), [len(end) for end in ends]),
         starts=np.concatenate(ends) - lengths,
         lengths=lengths,
     )
+    if config.shortest_document > 1:
+        return spans.select(np.flatnonzero(lengths >= config.shortest_document))
+    return spans
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[documents.Spans, documents.Spans]:

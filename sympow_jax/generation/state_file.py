@@ -1,24 +1,31 @@
 """State files: an `.npz` of the arrays, the model's settings and a checksum of its parameters."""
 
+import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import zipfile
 import zlib
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from sympow_jax import atomic, config, models
+from sympow_jax import atomic, config, models, spelling
 from sympow_jax.config import fields, serialize
 from sympow_jax.generation import decoding
 
 __all__ = ["restore_state", "save_state"]
 
 _HEADER = "header"
+# Ending of the members of an archive of `np.savez`.
+_SUFFIX = ".npy"
+# Bytes of the header, which has about 10,000.
+_HEADER_BYTES = 1 << 20
 # Values of settings that are missing in files of earlier versions.
 _DEFAULTS = {
     setting.path: setting.default
@@ -56,60 +63,129 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
 def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> models.DecoderState:
     """Returns the state that `save_state` wrote for the same model.
 
+    The file may come from a stranger: only arrays of the model's sizes are read, and no more bytes than the file has.
+
     Raises:
         ValueError: the file is not a saved state, or is one of a model with other settings or parameters.
         OSError: the file cannot be read.
     """
-    header, arrays = _read(pathlib.Path(path))
+    path = pathlib.Path(path)
+    with contextlib.ExitStack() as stack:
+        with _readable(path):
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            members = _members(archive, path.stat().st_size)
+            header = _read_header(archive, members, path.stat().st_size, layers=len(model.blocks))
+        _require_same_model(path, header, model)
+        abstract = jax.eval_shape(
+            lambda: model.init_state(
+                header["rows"], max_length=header["capacity"], kv_cache=header["kv_cache"]
+            )
+        )
+        leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
+        restored = []
+        for name, leaf in leaves:
+            dtype = _bits(np.empty(0, leaf.dtype)).dtype
+            with _readable(path):
+                array = _read(archive, members[jax.tree_util.keystr(name)], leaf.shape, dtype)
+            restored.append(jax.device_put(array.view(leaf.dtype)))
+    return jax.tree.unflatten(structure, restored)
+
+
+def _require_same_model(path: pathlib.Path, header: dict[str, Any], model: models.DecoderLM) -> None:
     own = _settings(model)
     saved = _as_json({name: _DEFAULTS[name] for name in own if name in _DEFAULTS}) | header["model"]
     if saved != own:
         names = sorted(name for name in {*own, *saved} if own.get(name) != saved.get(name))
         first = names[0]
         raise ValueError(
-            f"{path} is a state of another model: {first} is {saved.get(first)!r} there and "
-            f"{own.get(first)!r} here ({len(names)} settings differ)"
+            f"{path} is a state of another model: {spelling.cut(first, 100)} is {spelling.shown(saved.get(first))} "
+            f"there and {own.get(first)!r} here ({len(names)} settings differ)"
         )
     if header["parameters"] != _checksum(model):
         raise ValueError(
             f"{path} is a state of another model: its settings are those of this one, its parameters are not"
         )
-    abstract = jax.eval_shape(
-        lambda: model.init_state(header["rows"], max_length=header["capacity"], kv_cache=header["kv_cache"])
-    )
-    leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
-    restored = []
-    for name, leaf in leaves:
-        array = arrays.get(jax.tree_util.keystr(name))
-        if array is None or array.shape != leaf.shape or array.dtype != _bits(np.empty(0, leaf.dtype)).dtype:
-            raise ValueError(f"{path} is damaged: {jax.tree_util.keystr(name)} is not what was saved")
-        restored.append(jax.device_put(array.view(leaf.dtype)))
-    return jax.tree.unflatten(structure, restored)
 
 
-def _read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+# Errors of zipfile, of NumPy and of this module about the content of a file. A RuntimeError, a RecursionError among
+# them, is of an archive with a password, and of Python's parser for the header of an array; so is a MemoryError.
+_MALFORMED = (ValueError, LookupError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+
+
+@contextlib.contextmanager
+def _readable(path: pathlib.Path) -> Iterator[None]:
+    """Turns errors about the content of a state file into a ValueError that names it."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = dict(file.items())
-        header = serialize.parse_object(str(arrays.pop(_HEADER)))
-        if not isinstance(header["model"], dict) or not {"parameters", "kv_cache"} <= header.keys():
-            raise KeyError("a part of the header")
-        # Earlier versions wrote one bool for all layers, and no capacity without a cache.
-        header["capacity"] = header["capacity"] or 1
-        # Every array has an axis of rows; those of a KV cache have one of its capacity too.
-        if any(not 0 < header[size] < 2**31 for size in ("rows", "capacity")):
-            raise ValueError("sizes that no array has")
-        return header, arrays
-    except (
-        ValueError,
-        KeyError,
-        EOFError,
-        AttributeError,
-        TypeError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+        yield
+    except _MALFORMED as error:
         raise ValueError(f"{path} is not a saved state, or is damaged") from error
+
+
+def _members(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:
+    """Returns the members of an archive of `size` bytes by the names of their arrays.
+
+    Raises:
+        ValueError: they are compressed or share bytes, so that reading them could take more memory than the file has.
+    """
+    members = archive.infolist()
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise ValueError("it has compressed arrays")
+    if sum(member.file_size for member in members) > size:
+        raise ValueError("its arrays have more bytes than the file")
+    return {member.filename.removesuffix(_SUFFIX): member for member in members}
+
+
+def _read_header(
+    archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], size: int, *, layers: int
+) -> dict[str, Any]:
+    """Returns the header of a state file of `size` bytes.
+
+    Raises:
+        ValueError: it is of another form, or has sizes that no array of the file has.
+        KeyError: a part of it is missing.
+    """
+    if members[_HEADER].file_size > _HEADER_BYTES:
+        raise ValueError("its header is too long")
+    with archive.open(members[_HEADER]) as stream:
+        shape, _, dtype = _npy_header(stream)
+        if shape != () or dtype.kind != "U":
+            raise ValueError("its header is no text")
+        text = stream.read()
+    header = serialize.parse_object(str(np.frombuffer(text, dtype)[0]))
+    # Earlier versions wrote one bool for all layers, and no capacity without a cache.
+    header["capacity"] = header["capacity"] or 1
+    if not isinstance(header["model"], dict) or "parameters" not in header:
+        raise ValueError("a part of its header is missing")
+    caches = header["kv_cache"]
+    if not isinstance(caches, bool) and not (
+        isinstance(caches, list) and len(caches) == layers and all(isinstance(x, bool) for x in caches)
+    ):
+        raise ValueError("its header is of other layers")
+    # Every array has an axis of rows; those of a KV cache have one of its capacity too.
+    for name in ("rows", "capacity"):
+        if type(header[name]) is not int or not 0 < header[name] <= size:
+            raise ValueError("sizes that no array of the file has")
+    return header
+
+
+def _read(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """Returns the array of a member; raises ValueError if it has another shape or dtype, or is cut."""
+    with archive.open(member) as stream:
+        if _npy_header(stream) != (shape, False, dtype):
+            raise ValueError("an array is not what was saved")
+        content = stream.read()
+    if len(content) != math.prod(shape) * dtype.itemsize:
+        raise ValueError("an array is cut")
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def _npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Reads shape, order and dtype of an array; `np.savez` writes version 1.0 for all arrays of a state."""
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("an array is of another version of the format")
+    return np.lib.format.read_array_header_1_0(stream)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

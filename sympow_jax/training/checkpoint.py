@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from sympow_jax import config
+from sympow_jax import config, spelling
 from sympow_jax.array_types import Array, Int
 from sympow_jax.training import hosts, workdir
 from sympow_jax.training.state import Params, TrainState
@@ -82,6 +82,7 @@ class Checkpoints:
                 f"the metadata of a checkpoint in {self._folder} has too many levels, and was not saved by a run; move "
                 f"that checkpoint elsewhere, then the same command resumes the run"
             ) from None
+        self._disk = self._folder.stat().st_dev
         self._saving: ocp.AsyncResponse[bool] | None = None
         self._failure = _Failure()
 
@@ -161,6 +162,7 @@ class Checkpoints:
         metadata["digest"] = _digest(metadata)
         self.check(wait=True)
         with self._explained():
+            self._require_folder()
             self._saving = self._orbax.save_checkpointables_async(
                 number, arrays, force=True, custom_metadata=metadata
             )
@@ -175,8 +177,17 @@ class Checkpoints:
                 with contextlib.suppress(TimeoutError):
                     self._saving.result(timeout=0.1)
                     self._saving = None
+                    self._require_folder()
             if self._failure.error is not None:
                 raise self._failure.error
+
+    def _require_folder(self) -> None:
+        """Raises OSError if the folder is gone, or on another disk than at the start.
+
+        If its disk was unmounted, Orbax would make the folder anew where the disk was, and save there.
+        """
+        if not self._folder.is_dir() or self._folder.stat().st_dev != self._disk:
+            raise FileNotFoundError("the folder has vanished")
 
     def _let_end(self) -> None:
         """Waits for the threads of a failed save, so that they do not write or log anything later.
@@ -409,9 +420,7 @@ def _put_aside(path: pathlib.Path) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    # Keep both ends of a long message: what failed is said first, why is said last, with long paths in between.
-    return text if len(text) <= 240 else f"{text[:80]} ... {text[-140:]}"
+    return spelling.cut(str(error), 240) or type(error).__name__
 
 
 def _fingerprints(arrays: dict[str, Any]) -> dict[str, int]:

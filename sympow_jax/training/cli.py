@@ -19,6 +19,15 @@ _STDERR = 2
 _ONE_PRESS = 1.0
 
 
+def _hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Prints an error that ends the program, and not those of the threads of a save that has failed.
+
+    TensorStore prints one for each write that ends after Orbax, which waited for it, has given up.
+    """
+    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+        sys.__excepthook__(kind, error, trace)
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turns a user error or Ctrl-C into one line on stderr and a non-zero exit code.
@@ -31,6 +40,7 @@ def user_errors() -> Iterator[None]:
         logging.getLogger("absl").propagate = False
         logging.getLogger("absl").addHandler(logging.NullHandler())
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        sys.excepthook = _hook
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:

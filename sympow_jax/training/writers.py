@@ -5,16 +5,21 @@ import json
 import math
 import pathlib
 import textwrap
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import tensorboardX
+from tensorboardX import event_file_writer, summary
+from tensorboardX.proto import event_pb2
 
 from sympow_jax import atomic
 from sympow_jax.config import serialize
 from sympow_jax.training import workdir as workdir_lib
 
 __all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "require_wandb"]
+
+# Events are in TensorBoard's file after this time. To flush it takes milliseconds, because it waits for the disk.
+_FLUSH_SECONDS = 10.0
 
 
 class Writer(Protocol):
@@ -53,26 +58,43 @@ class JsonLines:
 
 
 class TensorBoard:
-    """TensorBoard event files in a folder."""
+    """TensorBoard event files in a folder.
+
+    Events are written in the caller's thread, so that errors are raised. `tensorboardX.SummaryWriter` has a thread
+    with a queue instead. It ends if the disk is full or the clock is set back by a month, and the run would then wait
+    for the queue indefinitely.
+    """
 
     def __init__(self, folder: pathlib.Path, *, start: int):
         """Continues after step `start`; TensorBoard hides the points of later steps."""
-        self._board = tensorboardX.SummaryWriter(str(folder), purge_step=start + 1)
+        self._file = event_file_writer.EventsWriter(str(folder / "events"))
+        self._flushed = -math.inf
+        # TensorBoard purges the points from this step on.
+        began = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._write(event_pb2.Event(step=start + 1, session_log=began))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a point to the curve of every metric."""
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            self._write(event_pb2.Event(step=step, summary=summary.scalar(name, value)))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Adds each text to those of its name, as code, so that Markdown leaves its lines and signs as they are."""
         for name, text in texts.items():
-            self._board.add_text(name, textwrap.indent(text, "    ", lambda line: True), step)
+            code = textwrap.indent(text, "    ", lambda line: True)
+            self._write(event_pb2.Event(step=step, summary=summary.text(name, code)))
 
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
         del failed
-        self._board.close()
+        self._file.close()
+
+    def _write(self, event: event_pb2.Event) -> None:
+        event.wall_time = time.time()
+        self._file.write_event(event)
+        if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = time.monotonic()
 
 
 class Wandb:

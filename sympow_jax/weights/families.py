@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from sympow_jax import config
+from sympow_jax import config, spelling
 from sympow_jax.config import serialize
 from sympow_jax.weights import layouts
 
@@ -124,28 +124,28 @@ class Family:
         optional = [self.sizes[field] for field in _OPTIONAL if field in self.sizes]
         names = [*self.sizes.values(), self.length]
         problems = [
-            f"{name} is {values.get(name)!r}, not a positive integer"
+            f"{name} is {spelling.shown(values.get(name))}, not a positive integer"
             for name in names
             if not (_is_size(values.get(name)) or (name in optional and values.get(name) is None))
         ]
         fixed = {"quantization_config": None, "partial_rotary_factor": 1.0} | dict(self.fixed)
         problems += [
-            f"{name} is {values[name]!r}, not {value!r}"
+            f"{name} is {spelling.shown(values[name])}, not {value!r}"
             for name, value in fixed.items()
             if values.get(name, value) != value
         ]
         flags = ["tie_word_embeddings", *([self.biases] if isinstance(self.biases, str) else [])]
         problems += [
-            f"{name} is {values[name]!r}, not true or false"
+            f"{name} is {spelling.shown(values[name])}, not true or false"
             for name in flags
             if not isinstance(values[name], bool)
         ]
         if not isinstance(values[self.epsilon], int | float):
-            problems.append(f"{self.epsilon} is {values[self.epsilon]!r}, not a number")
+            problems.append(f"{self.epsilon} is {spelling.shown(values[self.epsilon])}, not a number")
         if not isinstance(values[self.activation], str) or values[self.activation] not in self.activations:
             names = list(self.activations)
             problems.append(
-                f"{self.activation} is {values[self.activation]!r}, not one of {', '.join(names)}"
+                f"{self.activation} is {spelling.shown(values[self.activation])}, not one of {', '.join(names)}"
             )
         return problems
 
@@ -299,12 +299,16 @@ def settings(values: Values) -> config.Config:
     # The first files of GPT-2 do not name it.
     name = values.get("model_type", "gpt2")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"model_type is {name!r}; it must be one of {', '.join(FAMILIES)}")
+        raise ValueError(f"model_type is {spelling.shown(name)}; it must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     model, length = family.model(values), values[family.length]
     ends = values.get("eos_token_id")
     # Models that chat have several ends, of which the first ends a document.
     end = next(iter(ends), None) if isinstance(ends, list) else ends
+    if end is not None and not (isinstance(end, int) and 0 <= end < model.vocab_size):
+        raise ValueError(
+            f"eos_token_id is {spelling.shown(end)}; it must be an id from 0 to {model.vocab_size - 1}, or null"
+        )
     return config.Config(
         model=model,
         data=config.DataConfig(
@@ -370,16 +374,18 @@ def _read_rope(values: Values, problems: list[str]) -> config.RopeConfig:
         return config.RopeConfig()
     nested = both[0] if both else {}
     if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
-        problems.append(f"rope_parameters is {nested!r}, not the same rates for all layers")
+        problems.append(f"rope_parameters is {spelling.shown(nested)}, not the same rates for all layers")
         return config.RopeConfig()
     base: Any = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
     kind = nested.get("rope_type", nested.get("type", "default"))
     if nested.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor is {nested['partial_rotary_factor']!r}, not 1.0")
+        problems.append(
+            f"partial_rotary_factor is {spelling.shown(nested['partial_rotary_factor'])}, not 1.0"
+        )
     if not isinstance(base, int | float) or not 1 < base < 1e30:
         problems.append(f"rope_theta is {str(base)[:40]}, not a number above 1 and below 1e30")
     if kind not in ("default", "llama3"):
-        problems.append(f"rope_type is {kind!r}, not default or llama3")
+        problems.append(f"rope_type is {spelling.shown(kind)}, not default or llama3")
     if problems:
         return config.RopeConfig()
     scaling: dict[str, Any] = {}
@@ -397,21 +403,23 @@ def _read_window(values: Values, problems: list[str]) -> int | None:
     first = values.get("max_window_layers") or 0
     if not isinstance(slides, bool) or not isinstance(first, int):
         problems.append(
-            f"use_sliding_window is {slides!r} and max_window_layers {first!r}, not true or false and an integer"
+            f"use_sliding_window is {spelling.shown(slides)} and max_window_layers {spelling.shown(first)}, not true "
+            f"or false and an integer"
         )
         return None
     window = values.get("sliding_window") if slides else None
-    types = values.get("layer_types")
+    types, layers = values.get("layer_types"), values.get("num_hidden_layers")
     if types is None:
         # The kinds of layers, once each.
-        layers = values.get("num_hidden_layers")
         below, above = first > 0, isinstance(layers, int) and first < layers
         types = [_FULL] * below + [_SLIDING] * above if window is not None else [_FULL]
     if not isinstance(types, list):
-        problems.append(f"layer_types is {types!r}, not a list")
+        problems.append(f"layer_types is {spelling.shown(types)}, not a list")
         return None
-    if unknown := sorted({str(kind) for kind in types or ()} - {_SLIDING, _FULL}):
-        problems.append(f"layer_types has {', '.join(unknown)}, not {_FULL} or {_SLIDING}")
+    if values.get("layer_types") and len(types) != layers:
+        problems.append(f"layer_types has {len(types)} items, not one for each of num_hidden_layers")
+    elif unknown := sorted({str(kind) for kind in types or ()} - {_SLIDING, _FULL}):
+        problems.append(f"layer_types has {spelling.listed(unknown)}, not {_FULL} or {_SLIDING}")
     elif len(set(types or ())) > 1:
         problems.append(
             "some layers have a sliding window and some have none (layer_types or max_window_layers)"
@@ -419,7 +427,7 @@ def _read_window(values: Values, problems: list[str]) -> int | None:
     elif types and types[0] == _SLIDING:
         if _is_size(window):
             return window
-        problems.append(f"sliding_window is {window!r}, not a positive integer")
+        problems.append(f"sliding_window is {spelling.shown(window)}, not a positive integer")
     return None
 
 

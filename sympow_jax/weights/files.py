@@ -15,7 +15,7 @@ import safetensors.numpy
 from flax import nnx
 from jaxtyping import Shaped
 
-from sympow_jax import atomic, config, models
+from sympow_jax import atomic, config, models, spelling
 from sympow_jax.array_types import Array, Float
 from sympow_jax.config import model as model_settings
 from sympow_jax.config import serialize
@@ -108,7 +108,7 @@ def load(
 
     Raises:
         ValueError: a file does not exist, is damaged or is not a safetensors file, or the weights do not fit the model.
-            In the last case, the error lists every name and shape that differs.
+            In the last case, the error lists the first names and shapes that differ. Or a weight is NaN or infinite.
     """
     path = pathlib.Path(path)
     check_dtype("param_dtype", param_dtype)
@@ -178,12 +178,19 @@ class _Source:
     def read(
         self, stored: tensors.Tensors, index: tuple[slice, ...], *, dtype: Any
     ) -> Shaped[np.ndarray, "..."]:
-        """Returns a slice of the parameter."""
+        """Returns a slice of the parameter; raises ValueError if it has a number that is not finite."""
         last = slice(index[-1].start + self.start, index[-1].stop + self.start)
         index = (*index[:-1], last)
-        if not self.transposed:
-            return stored.read(self.tensor, index).astype(dtype)
-        return stored.read(self.tensor, index[::-1]).T.astype(dtype, order="C")
+        if self.transposed:
+            read = stored.read(self.tensor, index[::-1]).T.astype(dtype, order="C")
+        else:
+            read = stored.read(self.tensor, index).astype(dtype)
+        if bad := read.size - np.count_nonzero(np.isfinite(read)):
+            raise ValueError(
+                f"{spelling.cut(self.tensor, 100)} has {bad:,} of {read.size:,} numbers that are NaN or infinite in "
+                f"{np.dtype(dtype).name}; the file is damaged, or of a training that diverged"
+            )
+        return read
 
 
 def _sources(
@@ -199,7 +206,8 @@ def _sources(
     copied = published is not None and layouts.HEAD not in layout and layouts.HEAD in stored.names
     ignored |= {layouts.HEAD} if copied else set()
     if problems := _mismatches(stored, stored.names - ignored, layout, shapes):
-        raise ValueError(f"{path} does not fit the model of these settings: {'; '.join(problems)}")
+        found = spelling.listed(problems, "; ")
+        raise ValueError(f"{path} does not fit the model of these settings: {found}")
     if copied:
         _check_head(stored, layout, path)
     sources = {}
@@ -219,9 +227,9 @@ def _mismatches(
 ) -> list[str]:
     problems = []
     if lacking := sorted(layout.keys() - names):
-        problems.append(f"it lacks {', '.join(lacking)}")
+        problems.append(f"it lacks {spelling.listed(lacking)}")
     if extra := sorted(names - layout.keys()):
-        problems.append(f"the model has no {', '.join(extra)}")
+        problems.append(f"the model has no {spelling.listed(extra)}")
     for name in sorted(layout.keys() & names):
         parts = [shapes[part] for part in layout[name].parts]
         shape = [*parts[0][:-1], sum(part[-1] for part in parts)]

@@ -10,6 +10,7 @@ import numpy as np
 import safetensors
 from jaxtyping import Shaped
 
+from sympow_jax import spelling
 from sympow_jax.config import serialize
 
 __all__ = ["INDEX", "SUFFIX", "WHOLE", "Tensors", "opened"]
@@ -74,7 +75,9 @@ def _open(path: pathlib.Path) -> Any:
         path.open("rb").close()
         return safetensors.safe_open(path, framework="np")
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file, or is damaged: {error}") from error
+        raise ValueError(
+            f"{path} is not a safetensors file, or is damaged: {spelling.cut(str(error), 200)}"
+        ) from error
 
 
 def _open_shards(folder: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
@@ -84,12 +87,13 @@ def _open_shards(folder: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
     places = _weight_map(folder / INDEX)
     shards = sorted(set(places.values()))
     if missing := [name for name in shards if not (folder / name).is_file()]:
-        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {INDEX} names; download it again")
+        raise ValueError(f"{folder} lacks {spelling.listed(missing)}, which {INDEX} names; download it again")
     files = {name: stack.enter_context(_open(folder / name)) for name in shards}
     stored = {name: set(file.keys()) for name, file in files.items()}
     if lacking := sorted(name for name, shard in places.items() if name not in stored[shard]):
         raise ValueError(
-            f"{INDEX} of {folder} names tensors that its files do not have: {', '.join(lacking)}; download it again"
+            f"{INDEX} of {folder} names tensors that its files do not have: {spelling.listed(lacking)}; download it "
+            f"again"
         )
     return Tensors({name: files[shard] for name, shard in places.items()})
 
@@ -101,7 +105,7 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
         raise ValueError(f"{index} has no weight_map with the file of each tensor")
     if outside := sorted({name for name in places.values() if not _is_plain(name)}):
         raise ValueError(
-            f"{index} names files that are no {SUFFIX} files of its folder: {', '.join(outside)}"
+            f"{index} names files that are no {SUFFIX} files of its folder: {spelling.listed(outside)}"
         )
     return places
 

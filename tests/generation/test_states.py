@@ -1,6 +1,10 @@
 """Tests of states of a running batch: forked, inserted, extracted, saved and restored."""
 
+import io
 import json
+import tracemalloc
+import warnings
+import zipfile
 
 import jax
 import numpy as np
@@ -138,15 +142,56 @@ def test_a_state_of_another_model(prefilled, tmp_path):
     with np.load(path) as file:
         arrays = dict(file.items())
     header = json.loads(str(arrays["header"]))
-    headers = ({"rows": 10**30}, {"rows": "x"}, {"capacity": 2**63}, {"model": []}, {"rows": None})
+    headers = (
+        {"rows": 10**30},
+        {"rows": "x"},
+        {"capacity": 2**63},
+        {"model": []},
+        {"rows": None},
+        {"rows": 1.0},
+    )
+    headers += ({"rows": True}, {"kv_cache": []}, {"kv_cache": "yes"}, {"kv_cache": [1, 0]}, {"kv_cache": {}})
     texts = [json.dumps(header | changes) for changes in headers]
     for text in (*texts, "{}", "[" * 1000 + "]" * 1000, '{"model": ' * 100_000 + "0" + "}" * 100_000):
         with path.open("wb") as opened:
             np.savez(opened, **(arrays | {"header": np.array(text)}))
         with pytest.raises(ValueError, match="not a saved state, or is damaged"):
             generation.restore_state(path, model)
+    with path.open("wb") as opened:
+        np.savez(opened, **(arrays | {"header": np.array({"a": "pickle"}, dtype=object)}))
+    with pytest.raises(ValueError, match="not a saved state, or is damaged"):
+        generation.restore_state(path, model)
     path.write_bytes(whole[:-100])
     with pytest.raises(ValueError, match="not a saved state, or is damaged"):
         generation.restore_state(path, model)
     with pytest.raises(OSError, match="nothing"):
         generation.restore_state(tmp_path / "nothing", model)
+
+
+def test_a_state_takes_no_more_memory_than_its_file(prefilled, tmp_path):
+    """An archive of zeros, whose 20 kB are 200 MB, and arrays that claim to be larger than the file."""
+    model, state = prefilled
+    path = tmp_path / "context"
+    generation.save_state(path, model, state)
+    with np.load(path) as file:
+        arrays = dict(file.items())
+    largest = max(arrays, key=lambda name: arrays[name].nbytes)
+    tracemalloc.start()
+    claimed = io.BytesIO()
+    np.lib.format.write_array_header_1_0(claimed, {"shape": (10**9,), "fortran_order": False, "descr": "<f4"})
+    for kind in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        with zipfile.ZipFile(path, "w", kind) as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w") as member:
+                    np.lib.format.write_array(member, array)
+            with warnings.catch_warnings(action="ignore"), archive.open(f"{largest}.npy", "w") as member:
+                member.write(claimed.getvalue())
+                if kind == zipfile.ZIP_DEFLATED:
+                    for _ in range(200):
+                        member.write(bytes(10**6))
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        with pytest.raises(ValueError, match="not a saved state, or is damaged"):
+            generation.restore_state(path, model)
+        assert tracemalloc.get_traced_memory()[1] - before < 2e7
+    tracemalloc.stop()

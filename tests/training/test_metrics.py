@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
+import pathlib
 import time
 import types
 
 import jax.numpy as jnp
 import pytest
-from tensorboardX.event_file_writer import EventFileWriter
+from tensorboardX.event_file_writer import EventsWriter
 
-from sympow_jax.training import flops, metrics
+from sympow_jax.training import flops, metrics, writers
 
 
 def _scalars(loss: float = 1.0, **changes) -> dict[str, jnp.ndarray]:
@@ -113,10 +114,10 @@ def test_memory_of_the_fullest_device_of_this_process(tmp_path, report):
 def test_tensorboard_has_the_same_metrics(tmp_path, report, monkeypatch):
     seen = {}
 
-    def record(self, event, *_):
+    def record(self, event):
         seen.update({(value.tag, event.step): value.simple_value for value in event.summary.value})
 
-    monkeypatch.setattr(EventFileWriter, "add_event", record)
+    monkeypatch.setattr(EventsWriter, "write_event", record)
     report(range(1, 7))
     for line in _lines(tmp_path):
         step = line.pop("step")
@@ -124,6 +125,22 @@ def test_tensorboard_has_the_same_metrics(tmp_path, report, monkeypatch):
             if step in (4, 6):
                 assert seen.pop((name, step)) == pytest.approx(value)
     assert not seen
+
+
+def test_an_event_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
+    board = writers.TensorBoard(tmp_path, start=0)
+    (path,) = tmp_path.iterdir()
+    monkeypatch.setattr(time, "time", lambda: -1e9)  # the clock is set back
+    board.write(1, {"loss": 2.0})
+    monkeypatch.setattr(writers, "_FLUSH_SECONDS", 0)
+    before = path.stat().st_size
+    board.write(2, {"loss": 2.0})
+    assert path.stat().st_size > before
+    with pathlib.Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(board._file._py_recordio_writer, "_writer", full)
+        for step in range(3, 20):
+            with pytest.raises(OSError, match="No space left"):
+                board.write(step, {"loss": 2.0})
 
 
 def test_only_one_process_writes(tmp_path, report, capsys):

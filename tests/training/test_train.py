@@ -12,7 +12,7 @@ import types
 import jax
 import numpy as np
 import pytest
-import tensorboardX
+from tensorboardX.event_file_writer import EventsWriter
 
 from sympow_jax import config, data, evaluation, generation, training
 from sympow_jax.commands import launch, train
@@ -147,9 +147,14 @@ def test_held_out_losses_are_those_of_the_formula_and_change_nothing(tmp_path, w
 
 def test_prompts_are_continued_and_change_nothing(tmp_path, with_training, monkeypatch):
     seen = {}
-    monkeypatch.setattr(
-        tensorboardX.SummaryWriter, "add_text", lambda _, *text: seen.update({text[::2]: text[1]})
-    )
+
+    def record(self, event):
+        for value in event.summary.value:
+            name, _, kind = value.tag.rpartition("/")
+            if kind == "text_summary":
+                seen[name, event.step] = value.tensor.string_val[0].decode()
+
+    monkeypatch.setattr(EventsWriter, "write_event", record)
     settings = with_training(steps=4, checkpoint_every=4)
     assert train.train(settings, tmp_path / "without") == 0
     assert not seen

@@ -6,5 +6,21 @@ with extras.required("corpora", __name__):
     from sympow_jax.data.corpus.blocks import Block
     from sympow_jax.data.corpus.files import CorpusFile, Piece, find, format_of, pieces
     from sympow_jax.data.corpus.reading import Reader, holds_text
+    from sympow_jax.data.corpus.source import describe, open_heldout, open_rows
+    from sympow_jax.data.corpus.stream import BatchIterator, CorpusRows
 
-__all__ = ["Block", "CorpusFile", "Piece", "Reader", "find", "format_of", "holds_text", "pieces"]
+__all__ = [
+    "BatchIterator",
+    "Block",
+    "CorpusFile",
+    "CorpusRows",
+    "Piece",
+    "Reader",
+    "describe",
+    "find",
+    "format_of",
+    "holds_text",
+    "open_heldout",
+    "open_rows",
+    "pieces",
+]

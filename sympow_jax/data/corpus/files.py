@@ -43,6 +43,12 @@ class CorpusFile:
         suffix = posixpath.splitext(self.url)[1].lower()
         return suffix if self.format == "jsonl" and suffix in COMPRESSIONS else None
 
+    @property
+    def text_bytes(self) -> int:
+        """Rough number of bytes of text."""
+        kind = "parquet" if self.format == "parquet" else "compressed" if self.compression else "plain"
+        return self.size * _EXPANSION[kind]
+
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -157,7 +163,6 @@ def pieces(files: Sequence[CorpusFile], text_bytes: int) -> list[Piece]:
     """
     found = []
     for file in files:
-        kind = "parquet" if file.format == "parquet" else "compressed" if file.compression else "plain"
-        count = -(-file.size * _EXPANSION[kind] // text_bytes)
+        count = -(-file.text_bytes // text_bytes)
         found += [Piece(file, index, count) for index in range(count)]
     return found

@@ -162,7 +162,10 @@ def _boundary(starts: Int64[np.ndarray, " groups+1"], index: int, count: int) ->
 
 
 def _texts(part: pa.Array) -> list[bytes | None]:
-    return part.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
+    if pa.types.is_dictionary(part.type):
+        part = part.dictionary_decode()
+    # Not by way of text, which would fail for the whole batch if one document is not UTF-8.
+    return part.cast(pa.large_binary()).to_pylist()
 
 
 def _ids(part: pa.Array, names: list[str]) -> list[Int32[np.ndarray, " tokens"]]:

@@ -1,0 +1,187 @@
+"""Faults of processes: they are killed, told to stop, started twice, or their clock is wrong."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sympow_jax.training import cli
+from tests.training import launching
+from tools.faults import clock
+from tools.faults.stage import (
+    PATIENCE,
+    NotSurvived,
+    Reason,
+    Stage,
+    check_error,
+    check_same,
+    check_success,
+    has_reported,
+    losses,
+    steps,
+    tried,
+)
+
+_YEAR = 365 * 24 * 3600.0
+
+
+def _kills(
+    stage: Stage, tries: int, name: str, moment: Callable[[pathlib.Path, list], None]
+) -> Iterator[Reason]:
+    """Sends SIGKILL when `moment` returns, repeatedly until the run has ended."""
+    options = {"training__steps": 150, "training__checkpoint_every": 5}
+    expected = stage.undisturbed(**options)
+    while tries:
+        run, reasons = stage.new(name), []
+        while tries:
+            started = stage.start(run, **options)
+            with contextlib.suppress(TimeoutError):  # it may end before its moment comes
+                moment(run, started)
+            before = steps(run)
+            started[0].process.kill()
+            code = started[0].wait()
+            if code == 0:
+                break
+            tries -= 1
+            stage.half_written += any(run.glob("checkpoints/*tmp*"))
+            kept = steps(run)
+            lost = [step for step in before if step not in kept]
+            # The newest checkpoints are kept; one older checkpoint may be deleted, as it would be without a kill.
+            wrong = code != -signal.SIGKILL or (before and kept[-1] < before[-1]) or len(lost) > 1
+            reasons.append(f"{code}, {started[0].errors()}, had {before}, kept {kept}" if wrong else None)
+
+        def go_on(run=run) -> None:
+            stage.finish(run, resumes_at=(steps(run) or [0])[-1], **options)
+            check_same(run, expected)
+
+        end = tried(go_on)
+        yield from (reason or end for reason in reasons)
+
+
+def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Sends SIGKILL at a random time after the start of the process."""
+    return _kills(
+        stage, len(numbers), "killed", lambda run, started: time.sleep(stage.random.uniform(0.2, 4))
+    )
+
+
+def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Sends SIGKILL while a checkpoint is being written."""
+
+    def moment(run: pathlib.Path, started: list) -> None:
+        # Wait for a random one of the saves since this start, then a random time from its beginning.
+        saves = stage.random.randint(1, 8)
+        seen: set[str] = set()
+
+        def saving() -> bool:
+            seen.update(path.name for path in run.glob("checkpoints/*tmp*"))
+            return len(seen) >= saves
+
+        launching.wait_until(saving, started)
+        time.sleep(stage.random.uniform(0, 0.1))
+
+    return _kills(stage, len(numbers), "killed-saving", moment)
+
+
+def terminations(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Sends SIGTERM: the current step is saved, and the exit code is 143."""
+    options = {"training__steps": 400, "training__checkpoint_every": 100}
+    expected = stage.undisturbed(**options)
+
+    def attempt() -> None:
+        run = stage.new("terminated")
+        (one,) = started = stage.start(run, **options)
+        launching.wait_until(lambda: has_reported(run), started)
+        time.sleep(stage.random.uniform(0, 0.5))
+        one.send(signal.SIGTERM)
+        code, saved = one.wait(PATIENCE), steps(run)
+        if code != 128 + signal.SIGTERM or saved[-1] != losses(run)[-1][0] or one.errors() != [cli.SAVING]:
+            raise NotSurvived(f"it ended with {code}, {one.errors()}, checkpoints {saved}")
+        stage.finish(run, **options)
+        check_same(run, expected)
+
+    return (tried(attempt) for _ in numbers)
+
+
+def one_of_two(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Sends SIGKILL to one of two processes; the other ends by itself, and both are restarted."""
+    return _one_of(2, stage, numbers)
+
+
+def one_of_four(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Sends SIGKILL to one of four processes; the others end by themselves, and all are restarted."""
+    return _one_of(4, stage, numbers)
+
+
+def _one_of(processes: int, stage: Stage, numbers: range) -> Iterator[Reason]:
+    options: dict[str, Any] = {"training__steps": 60, "training__checkpoint_every": 10}
+    options |= {"processes": processes}
+    expected = stage.undisturbed(**options)
+
+    def attempt(number: int) -> None:
+        run = stage.new("several")
+        started = stage.start(run, **options)
+        launching.wait_until(lambda: bool(steps(run)), started, timeout=PATIENCE)
+        time.sleep(stage.random.uniform(0, 1))
+        started[number % processes].process.kill()
+        codes = [one.wait(PATIENCE) for one in started]
+        if 0 in codes:
+            raise NotSurvived(f"they ended with {codes}")
+        stage.finish(run, resumes_at=steps(run)[-1], **options)
+        check_same(run, expected)
+
+    return (tried(attempt, number) for number in numbers)
+
+
+def two_runs(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Starts a second run in the same workdir: one of the two trains, the other ends with one line."""
+    options = {"training__steps": 100, "training__checkpoint_every": 10}
+    expected = stage.undisturbed(**options)
+
+    def attempt(number: int) -> None:
+        run = stage.new("twice")
+        first = stage.start(run, **options)
+        if number % 2:
+            launching.wait_until(lambda: has_reported(run), first)
+            time.sleep(stage.random.uniform(0, 0.5))
+        second = stage.start(run, **options)
+        if (
+            number % 2 == 0 and second[0].wait(PATIENCE) == 0
+        ):  # started together, either may be the one that trains
+            first, second = second, first
+        check_error(second[0], "is in use by")
+        check_success(first)
+        check_same(run, expected)
+
+    return (tried(attempt, number) for number in numbers)
+
+
+def clock_steps(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Steps the system clock forward and back during a run, by up to a minute or a year in turn, until it ends.
+
+    The times of its files are changed in the same way. A step of more than Orbax's timeout may end a save with one
+    line; the run is then started again.
+    """
+    options = {"training__steps": 100, "training__checkpoint_every": 5}
+    expected = stage.undisturbed(**options)
+
+    def attempt(number: int) -> None:
+        run, most = stage.new("clock"), (60.0, _YEAR)[number % 2]
+        with clock.stepped() as stepped:
+            (one,) = stage.start(run, **options)
+            while one.process.exitcode != 0:
+                if one.process.exitcode is not None:
+                    check_error(one, "save timeout" if most == _YEAR else "no error")
+                    (one,) = stage.start(run, **options)
+                stepped.step(stage.random.uniform(-most, most))
+                for path in run.rglob("*"):
+                    then = time.time() + stage.random.uniform(-most, most)
+                    with contextlib.suppress(FileNotFoundError):  # a checkpoint that is being written
+                        os.utime(path, (then, then))
+                time.sleep(stage.random.uniform(0, 0.5))
+        check_same(run, expected)
+
+    return (tried(attempt, number) for number in numbers)

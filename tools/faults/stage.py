@@ -1,0 +1,142 @@
+"""Environment of disturbed runs, and the checks that a run survived."""
+
+import json
+import pathlib
+import random
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from sympow_jax import training
+from tests.training import launching
+
+# Seconds for a process to end. Eight processes on one slow core take minutes.
+PATIENCE = 600
+SETTINGS = {
+    "model.layers": 1,
+    "model.width": 32,
+    "model.heads": 2,
+    "model.attention.kernel": "softmax",
+    "model.attention.decay": "none",
+    "model.attention.position": "rope",
+    "data.context_length": 32,
+    "data.batch_tokens": 256,
+    "data.heldout_fraction": 0.3,
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+    "training.log_every": 1000,
+}
+
+# Why a try was not survived, or None if it was.
+Reason = str | None
+
+
+class NotSurvived(Exception):
+    """Raised with the reason if a try was not survived."""
+
+
+class Stage:
+    """Environment of the runs of one fault: a corpus, a cache of compiled programs and a folder for each run."""
+
+    def __init__(self, folder: pathlib.Path, cache: pathlib.Path, seed: str):
+        self.random = random.Random(seed)
+        self.folder = folder
+        self.half_written = 0  # checkpoints that a SIGKILL left so
+        self._cache = cache
+        self.corpus = folder / "corpus"
+        self.corpus.mkdir()
+        words = random.Random(0)
+        for index in range(40):
+            text = words.choices(("quick", "brown", "fox", "jumps", "over", "lazy", "dog"), k=60)
+            (self.corpus / f"{index}.txt").write_text(" ".join(text))
+        self._config = f"--config=configs/text.py:{self.corpus}/*.txt"
+        self._undisturbed: dict[tuple[object, ...], pathlib.Path] = {}
+
+    def new(self, name: str) -> pathlib.Path:
+        """Returns a workdir that no run has used."""
+        return pathlib.Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
+
+    def start(self, run: pathlib.Path, *, processes=1, devices=1, prepare=None, **changes):
+        """Starts the run in a workdir; `changes` are settings, with `__` for a dot."""
+        changed = {name.replace("__", "."): value for name, value in changes.items()}
+        arguments = [f"--config.{name}={value}" for name, value in (SETTINGS | changed).items()]
+        return launching.start(
+            [self._config, f"--workdir={run}", *arguments],
+            self.folder / "says",
+            processes=processes,
+            devices=devices,
+            cache=self._cache,
+            prepare=prepare,
+        )
+
+    def finish(self, run: pathlib.Path, *, resumes_at: int | None = None, **options) -> None:
+        """Starts the run and waits until it ends successfully; raises NotSurvived if it resumed at another step."""
+        check_success(self.start(run, **options), resumes_at=resumes_at)
+
+    def undisturbed(self, **options) -> pathlib.Path:
+        """Returns the workdir of an undisturbed run with these settings."""
+        key = tuple(sorted(options.items()))
+        if key not in self._undisturbed:
+            self._undisturbed[key] = self.new("undisturbed")
+            self.finish(self._undisturbed[key], **options)
+        return self._undisturbed[key]
+
+
+def losses(run: pathlib.Path) -> list[tuple[int, float]]:
+    """Returns the steps that a run has reported, with their losses."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+
+
+def steps(run: pathlib.Path) -> list[int]:
+    """Returns the steps that a run has checkpoints of."""
+    return sorted(int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit())
+
+
+def has_reported(run: pathlib.Path) -> bool:
+    """Returns whether a run has reported a step."""
+    return (run / "metrics.jsonl").exists() and bool(losses(run))
+
+
+def check_success(started: list[launching.Started], *, resumes_at: int | None = None) -> None:
+    """Waits; raises NotSurvived unless all processes end successfully, and began at this step, if it is given."""
+    codes = [one.wait(PATIENCE) for one in started]
+    if any(codes):
+        raise NotSurvived(f"going on ended with {codes}: {[one.errors()[-3:] for one in started]}")
+    said = (line for line in started[0].said() if line.startswith(("training: step", "trained: step")))
+    began = int(next(said).split()[2])
+    if resumes_at is not None and began != resumes_at:
+        raise NotSurvived(f"it resumed from step {began} instead of {resumes_at}")
+
+
+def check_same(run: pathlib.Path, expected: pathlib.Path) -> None:
+    """Raises NotSurvived unless losses and parameters are bitwise identical to those of the other run."""
+    if losses(run) != losses(expected):
+        raise NotSurvived("the losses are not those of the undisturbed run")
+    (_, model, step), (_, other, at) = map(training.restore_model, (run, expected))
+    if step != at or not all(map(np.array_equal, jax.tree.leaves(model), jax.tree.leaves(other))):
+        raise NotSurvived("the parameters are not those of the undisturbed run")
+
+
+def check_error(one: launching.Started, *words: str) -> None:
+    """Waits; raises NotSurvived unless the process ended with exit code 1 and one line that contains one of the words.
+
+    A line has at most 600 characters.
+    """
+    code, lines = one.wait(PATIENCE), one.errors()
+    clear = len(lines) == 1 and len(lines[0]) <= 600 and any(word in lines[0] for word in words)
+    if code != 1 or not clear:
+        raise NotSurvived(f"it ended with {code} and said {lines[-3:]}")
+
+
+def tried(attempt: Callable[..., None], *arguments: Any) -> Reason:
+    """Returns why an attempt failed; any exception means that it did."""
+    try:
+        attempt(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None

@@ -1,0 +1,202 @@
+"""Faults of files and file systems: damage, a full disk, one that is read-only, and one that vanishes."""
+
+import functools
+import os
+import pathlib
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from sympow_jax.data import prepare
+from tests.data import builders
+from tests.training import launching
+from tools import small_disk
+from tools.faults.stage import PATIENCE, NotSurvived, Reason, Stage, check_error, check_same, steps, tried
+
+_FULL = ("could not be saved", "cannot write", "No space left", "File too large")
+
+
+def _truncate(stage: Stage, path: pathlib.Path) -> None:
+    os.truncate(path, stage.random.randrange(path.stat().st_size))
+
+
+def _flip(stage: Stage, path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[stage.random.randrange(len(content))] ^= 1 << stage.random.randrange(8)
+    path.write_bytes(content)
+
+
+Damage = Callable[[Stage, pathlib.Path], None]
+
+
+def _damaged_checkpoints(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Damages a file of the newest checkpoint, each in turn: it resumes from the one before."""
+    options = {"training__steps": 20, "training__checkpoint_every": 5}
+    expected = stage.undisturbed(**options)
+    files = sorted(path for path in (expected / "checkpoints" / "20").rglob("*") if path.is_file())
+
+    def attempt(number: int) -> None:
+        run = stage.new("damaged")
+        shutil.copytree(expected, run, dirs_exist_ok=True)
+        damage(stage, run / files[number % len(files)].relative_to(expected))
+        stage.finish(run, **options)
+        check_same(run, expected)
+
+    return (tried(attempt, number) for number in numbers)
+
+
+truncated_checkpoints = functools.partial(_damaged_checkpoints, _truncate)
+flipped_checkpoints = functools.partial(_damaged_checkpoints, _flip)
+
+
+def _prepared(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
+    """Prepares the corpus in both formats; returns the files' folders with the settings that read them."""
+    sources = [str(stage.corpus)]
+    flat, rows = stage.new("bin") / "train.bin", stage.new("zarr") / "train.zarr"
+    prepare.write_bin(str(flat), sources)
+    prepare.write_longcrawl64(str(rows), sources, row_tokens=64)
+    common: dict[str, Any] = {"data__document_separator": 0}
+    return [
+        (flat.parent, common | {"data__source": "tokens", "data__paths": flat}),
+        (rows, common | {"data__source": "longcrawl64", "data__paths": rows, "data__packing": "windows"}),
+    ]
+
+
+def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Damages a file of prepared data, each in turn.
+
+    The run is not affected, or ends with one line and resumes once the file is good again.
+    """
+    cases = []
+    for folder, options in _prepared(stage):
+        options |= {"training__checkpoint_every": 5}
+        half = stage.undisturbed(training__steps=10, **options)
+        expected = stage.undisturbed(training__steps=20, **options)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        cases += [(path, half, expected, options) for path in files]
+
+    def attempt(number: int) -> None:
+        path, half, expected, options = cases[number % len(cases)]
+        run, good = stage.new("data"), path.read_bytes()
+        shutil.copytree(half, run, dirs_exist_ok=True)
+        try:
+            damage(stage, path)
+            (one,) = stage.start(run, training__steps=20, **options)
+            code = one.wait(PATIENCE)
+        finally:
+            path.write_bytes(good)
+        if code != 0:
+            check_error(one, "data", path.name, path.parent.name)
+            stage.finish(run, training__steps=20, resumes_at=steps(run)[-1], **options)
+        try:
+            check_same(run, expected)
+        except NotSurvived as error:
+            raise NotSurvived(f"{path.name}, not noticed: {error}") from None
+
+    return (tried(attempt, number) for number in numbers)
+
+
+truncated_data = functools.partial(_damaged_data, _truncate)
+flipped_data = functools.partial(_damaged_data, _flip)
+
+
+def shards(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Removes chunks of a Zarr array while a run reads it, and restores them."""
+    array = stage.folder / "array"
+    values = np.random.default_rng(0).integers(1, 256, (2048, 64)).astype(np.uint16)
+    builders.write_zarr(array, values, chunks=(8, 64))
+    options: dict[str, Any] = {"training__steps": 100, "training__checkpoint_every": 10}
+    options |= {"data__source": "longcrawl64", "data__paths": array}
+    options |= {"data__document_separator": 0, "data__packing": "windows"}
+    expected = stage.undisturbed(**options)
+
+    def attempt() -> None:
+        run, away = stage.new("vanished"), stage.new("away")
+        started = stage.start(run, **options)
+        launching.wait_until(lambda: bool(steps(run)), started)
+        for chunk in array.glob("[0-9]*"):
+            chunk.rename(away / chunk.name)
+        started[0].wait(PATIENCE)
+        for chunk in away.iterdir():
+            chunk.rename(array / chunk.name)
+        check_error(started[0], "cannot be read")
+        stage.finish(run, **options)
+        check_same(run, expected)
+
+    return (tried(attempt) for _ in numbers)
+
+
+_SAVING = {"training__steps": 60, "training__checkpoint_every": 10}
+
+
+def full_disk(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Fills the disk during a save up to a random byte, then frees space again.
+
+    Uses a separate disk if the system permits one, else a limit on the size of files.
+    """
+    expected = stage.undisturbed(**_SAVING)
+    newest = expected / "checkpoints" / str(_SAVING["training__steps"])
+    size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+
+    def fill(disk: small_disk.SmallDisk) -> None:
+        disk.fill(left=stage.random.randrange(size // 2))
+
+    def attempt_by_limit() -> None:
+        run = stage.new("full")
+        stage.finish(run, **(_SAVING | {"training__steps": 20}))
+        limit = functools.partial(_limit_files, stage.random.randrange(1 << 12, 1 << 16))
+        (limited,) = stage.start(run, prepare=limit, **_SAVING)
+        check_error(limited, *_FULL)
+        stage.finish(run, resumes_at=steps(run)[-1], **_SAVING)
+        check_same(run, expected)
+
+    if small_disk.permitted():
+        return (
+            tried(_disturbed_disk, stage, expected, fill, small_disk.SmallDisk.free, _FULL) for _ in numbers
+        )
+    return (tried(attempt_by_limit) for _ in numbers)
+
+
+def read_only(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Makes the file system of the workdir read-only during a run, and writable again."""
+    words = ("could not be saved", "cannot write", "Read-only")
+    lock, unlock = small_disk.SmallDisk.make_read_only, small_disk.SmallDisk.make_writable
+    expected = stage.undisturbed(**_SAVING)
+    return (tried(_disturbed_disk, stage, expected, lock, unlock, words) for _ in numbers)
+
+
+def vanishing(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Unmounts the file system of the workdir during a run, and mounts it again."""
+    words = ("could not be saved", "the folder has vanished", "cannot write")
+    hide, show = small_disk.SmallDisk.hide, small_disk.SmallDisk.show
+    expected = stage.undisturbed(**_SAVING)
+    return (tried(_disturbed_disk, stage, expected, hide, show, words) for _ in numbers)
+
+
+def _disturbed_disk(
+    stage: Stage,
+    expected: pathlib.Path,
+    disturb: Callable[[small_disk.SmallDisk], None],
+    repair: Callable[[small_disk.SmallDisk], None],
+    words: tuple[str, ...],
+) -> None:
+    """Disturbs the disk of a run, which ends with one line, repairs it, starts the run again and compares its end."""
+    with small_disk.mounted(stage.new("disk"), mebibytes=4) as disk:
+        run = disk.seen / "run"
+        started = stage.start(disk.path / "run", prepare=disk.enter, **_SAVING)
+        launching.wait_until(lambda: bool(steps(run)), started)
+        disturb(disk)
+        started[0].wait(PATIENCE)
+        repair(disk)
+        check_error(started[0], *words)
+        stage.finish(disk.path / "run", prepare=disk.enter, resumes_at=steps(run)[-1], **_SAVING)
+        check_same(run, expected)
+
+
+def _limit_files(size: int) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
