@@ -39,7 +39,7 @@ def test_table_8():
     expected = (6, 512, 8, 2048, "relu", 512, 128, 50_000, 4000, 5e-4, "inverse_sqrt", "adamw", 1e-8, *adam)
     assert shape(language) == expected
     masked = load("roberta_wikibook.py")
-    expected = (12, 768, 12, 3072, "gelu", 512, 512, 23_000, 3000, 5e-4, "polynomial", "adamw", 1e-6, *adam)
+    expected = (12, 768, 12, 3072, "gelu", 512, 512, 23_000, 3000, 5e-4, "linear", "adamw", 1e-6, *adam)
     assert shape(masked) == expected
     images = load("deit_small.py")
     epoch = 1_281_167 / 1600
