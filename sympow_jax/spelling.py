@@ -4,7 +4,10 @@ import difflib
 from collections.abc import Collection, Iterable
 from typing import Any
 
-__all__ = ["cut", "listed", "nearest", "remedy", "shown"]
+__all__ = ["LINE", "cut", "listed", "nearest", "remedy", "shown"]
+
+LINE = 500
+"""Characters of an error about settings."""
 
 # Characters of a value and of a list that an error shows. Both may come from a file of any content.
 _VALUE = 80

@@ -67,12 +67,14 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
     needed = (x.name for x in dataclasses.fields(kind) if _has_no_default(x))
     if missing := [name for name in needed if name not in values]:
         raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
-    return kind(
-        **{
-            name: from_dict(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
-            for name, value in values.items()
-        }
-    )
+    built = {
+        name: from_dict(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+        for name, value in values.items()
+    }
+    try:
+        return kind(**built)
+    except ValueError as error:
+        raise ValueError(spelling.cut(str(error), spelling.LINE)) from error
 
 
 def parse_object(text: str) -> dict[str, Any]:

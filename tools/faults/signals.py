@@ -62,10 +62,23 @@ def _kills(
 
 
 def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Sends SIGKILL at a random time after the start of the process."""
-    return _kills(
-        stage, len(numbers), "killed", lambda run, started: time.sleep(stage.random.uniform(0.2, 4))
-    )
+    """Sends SIGKILL at a random time after the start of the process, or after its first step."""
+
+    def moment(run: pathlib.Path, started: list) -> None:
+        if stage.random.random() < 0.3:
+            time.sleep(stage.random.uniform(0.2, 4))
+            return
+        before = len(losses(run)) if has_reported(run) else 0
+        # The metrics after the restored step are deleted, and those of new steps follow.
+        launching.wait_until(lambda: _has_restarted(started[0]), started)
+        launching.wait_until(lambda: has_reported(run) and len(losses(run)) != before, started)
+        time.sleep(stage.random.uniform(0, 1.5))
+
+    return _kills(stage, len(numbers), "killed", moment)
+
+
+def _has_restarted(one: launching.Started) -> bool:
+    return any(line.startswith("training: step") for line in one.said())
 
 
 def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
