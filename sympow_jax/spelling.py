@@ -11,7 +11,7 @@ LINE = 500
 
 # Characters of a value and of a list that an error shows. Both may come from a file of any content.
 _VALUE = 80
-_LIST = 400
+_LIST = 350
 
 
 def cut(text: str, length: int) -> str:
@@ -38,7 +38,7 @@ def listed(items: Collection[Any], separator: str = ", ") -> str:
     first: list[str] = []
     for item in items:
         first.append(cut(str(item), _LIST))
-        if sum(map(len, first)) > _LIST:
+        if len(separator.join(first)) > _LIST:
             first = first[:-1] or first
             break
     more = len(items) - len(first)
