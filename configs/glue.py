@@ -66,7 +66,7 @@ def get_config(task: str = "sst2", method: str = "type2") -> config.Config:
             learning_rate=2e-5,
             b2=0.98,
             epsilon=1e-6,
-            schedule="polynomial",
+            schedule="linear",
             warmup_steps=steps * 6 // 100,
             final_fraction=0.0,
             weight_decay=0.1,

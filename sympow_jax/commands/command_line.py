@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
             "--tokenizer",
             metavar="FILE",
             help="Tokenizer that made the tokens of data.source `tokens` or `longcrawl64`: a `tokenizers` JSON file, "
-            "or the name of a tiktoken encoding.",
+            "a folder that has it as `tokenizer.json`, `hf://ORG/NAME`, or the name of a tiktoken encoding.",
         )
 
     def add_settings(self, values: config.Config | None = None, *, hidden: bool = False) -> None:

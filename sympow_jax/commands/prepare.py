@@ -1,13 +1,24 @@
 """Turns text into token files: `sympow prepare --format=bin --out=train.bin FILES...`."""
 
-from collections.abc import Sequence
+import argparse
+import contextlib
+import signal
+import sys
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+
+import rich.console
+import rich.progress
 
 from sympow_jax.commands import command_line
-from sympow_jax.data import files, longcrawl64, prepare
-from sympow_jax.data import tokenizer as tokenizer_lib
+from sympow_jax.data import longcrawl64, prepare
 from sympow_jax.training import cli
 
 __all__ = ["main"]
+
+# Seconds between two lines about the progress, where the output is not a terminal.
+_LINE_SECONDS = 5.0
 
 
 def _parser(program: str) -> command_line.Parser:
@@ -19,13 +30,30 @@ def _parser(program: str) -> command_line.Parser:
         "--out", required=True, metavar="PATH", help="The .bin file or .zarr folder to write."
     )
     parser.add_argument(
+        "--text_column",
+        metavar="NAME",
+        help="Column of parquet files, or field of JSON lines, that holds the text of a document. Without it, every "
+        "file is a document.",
+    )
+    parser.add_argument(
         "--tokenizer",
         default="byte",
         metavar="NAME",
-        help="`byte`, a `tokenizers` JSON file, or the name of a tiktoken encoding.",
+        help="`byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, `hf://ORG/NAME`, or the name "
+        "of a tiktoken encoding.",
     )
     parser.add_argument(
         "--separator", type=int, metavar="ID", help="Id that ends a document. Default: the tokenizer's."
+    )
+    parser.add_argument(
+        "--shortest_document",
+        type=int,
+        metavar="N",
+        default=0,
+        help="Documents of fewer tokens are left out, and counted.",
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=1, help="Number of processes that tokenize."
     )
     parser.add_argument(
         "--row_tokens",
@@ -38,28 +66,105 @@ def _parser(program: str) -> command_line.Parser:
     return parser
 
 
+def _check(options: argparse.Namespace) -> None:
+    for name, lowest in (("row_tokens", 1), ("workers", 1), ("shortest_document", 0)):
+        value = getattr(options, name)
+        if value < lowest:
+            raise ValueError(f"--{name} is {value}; it must be at least {lowest}")
+    if options.separator is not None and not 0 <= options.separator < 1 << 32:
+        raise ValueError(f"--separator is {options.separator}; it must be an id from 0 to {(1 << 32) - 1}")
+
+
+class _Terminated(KeyboardInterrupt):
+    """Arrival of SIGTERM, which no code takes for an error."""
+
+
+def _terminate(number: int, frame: types.FrameType | None) -> None:
+    del number, frame
+    raise _Terminated
+
+
+@contextlib.contextmanager
+def _stops() -> Iterator[None]:
+    """Turns Ctrl-C and SIGTERM into a line that says how to continue."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print("interrupted; the same command continues", file=sys.stderr, flush=True)
+        number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+        raise SystemExit(128 + number) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Rate:
+    """Describes progress, with the tokens per second since its creation."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._tokens: int | None = None
+
+    def describe(self, progress: prepare.Progress) -> str:
+        if self._tokens is None:
+            self._tokens = progress.tokens  # of an earlier command
+        rate = (progress.tokens - self._tokens) / (time.monotonic() - self._begin)
+        return (
+            f"{progress.done} of {progress.pieces} pieces, {progress.documents:,} documents, {progress.tokens:,} "
+            f"tokens, {rate:,.0f} tokens/s"
+        )
+
+
+@contextlib.contextmanager
+def _reporting() -> Iterator[Callable[[prepare.Progress], None]]:
+    """Yields a function that shows progress on stderr: as a bar on a terminal, or else as a line now and then."""
+    console, rate = rich.console.Console(stderr=True), _Rate()
+    if console.is_terminal:
+        with rich.progress.Progress(console=console, transient=True) as bar:
+            task = bar.add_task("")
+
+            def draw(progress: prepare.Progress) -> None:
+                bar.update(
+                    task, completed=progress.done, total=progress.pieces, description=rate.describe(progress)
+                )
+
+            yield draw
+        return
+    last = time.monotonic()
+
+    def write(progress: prepare.Progress) -> None:
+        nonlocal last
+        line, now = rate.describe(progress), time.monotonic()
+        if now - last >= _LINE_SECONDS:
+            print(line, file=sys.stderr, flush=True)
+            last = now
+
+    yield write
+
+
 def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
     """Writes the token files and prints the settings that read them; returns the exit code."""
     with cli.user_errors():
-        options = _parser(program).parse_args(arguments)
-        if options.row_tokens < 1:
-            raise ValueError(f"--row_tokens is {options.row_tokens}; it must be at least 1")
-        if options.separator is not None and not 0 <= options.separator < 1 << 32:
-            raise ValueError(
-                f"--separator is {options.separator}; it must be an id from 0 to {(1 << 32) - 1}"
-            )
-        tokenizer = tokenizer_lib.load(options.tokenizer)
-        found = files.find("files", options.files)
-        if options.format == "bin":
-            about = prepare.write_bin(options.out, found, tokenizer, separator=options.separator)
-        else:
-            about = prepare.write_longcrawl64(
-                options.out, found, tokenizer, separator=options.separator, row_tokens=options.row_tokens
-            )
+        flags = _parser(program).parse_args(arguments)
+        _check(flags)
+        options = prepare.Options(
+            tokenizer=flags.tokenizer,
+            separator=flags.separator,
+            text_column=flags.text_column,
+            shortest_document=flags.shortest_document,
+            workers=flags.workers,
+        )
+        with _stops(), _reporting() as report:
+            if flags.format == "bin":
+                about = prepare.write_bin(flags.out, flags.files, options, report=report)
+            else:
+                about = prepare.write_longcrawl64(
+                    flags.out, flags.files, options, row_tokens=flags.row_tokens, report=report
+                )
     print(", ".join(f"{name} {value}" for name, value in about.items()))
-    source = "tokens" if options.format == "bin" else "longcrawl64"
+    source = "tokens" if flags.format == "bin" else "longcrawl64"
     print(
-        f"read it with data.source={source} data.paths={options.out} data.token_dtype={about['token_dtype']} "
+        f"read it with data.source={source} data.paths={flags.out} data.token_dtype={about['token_dtype']} "
         f"data.document_separator={about['separator']} and model.vocab_size at least {about['vocab_size']}"
     )
     return 0

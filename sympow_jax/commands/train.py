@@ -3,8 +3,6 @@
 import contextlib
 import pathlib
 
-import grain
-
 from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
@@ -32,16 +30,16 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         mesh = sharding.make_mesh(config)
         share, shares = sharding.batch_share(mesh)
         program = training.Program(config, mesh)
-        traced = program.trace(rows[0])
+        traced = program.trace(data.example_row(rows))
         description = data.describe(config.data)
         periodic = evaluation.Periodic(program, heldout)
     workdir.open_run(folder, config, description)
     read = data.batches(rows, config.data.batch_size, share=share, shares=shares)
-    batches = iter(read.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH)))
+    batches = data.iterate(read, prefetch=PREFETCH)
 
     steps, every = config.training.steps, config.training.checkpoint_every
 
-    with checkpoint.Checkpoints(folder, config) as checkpoints:
+    with contextlib.closing(batches), checkpoint.Checkpoints(folder, config) as checkpoints:
         state, position = program.restore_or_begin(checkpoints)
         if position is not None:
             batches.set_state(position)

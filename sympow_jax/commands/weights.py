@@ -12,10 +12,10 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from sympow_jax import config
+from sympow_jax import config, hub
 from sympow_jax.commands import command_line
 from sympow_jax.training import cli
-from sympow_jax.weights import files, hub, runs
+from sympow_jax.weights import files, runs
 
 __all__ = ["main"]
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
             number, count = runs.export_run(known.workdir, known.out, format=known.format, dtype=known.dtype)
             print(f"{known.out} has the {count:,} numbers of step {number} of {known.workdir}")
         else:
-            path = hub.local_path(known.weights)
+            path = hub.local_path(known.weights, hub.WEIGHTS)
             count = runs.import_run(path, _read_settings(known, path), known.workdir)
             print(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {path}")
     return 0

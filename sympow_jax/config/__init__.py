@@ -18,7 +18,8 @@ from sympow_jax.config.data import DataConfig
 from sympow_jax.config.loading import load, override
 from sympow_jax.config.methods import LRPE_METHODS, lrpe_method
 from sympow_jax.config.model import MODEL_SIZES, ModelConfig
-from sympow_jax.config.run import Config, EvaluationConfig, OptimizerConfig, ShardingConfig, TrainingConfig
+from sympow_jax.config.optimizer import OptimizerConfig
+from sympow_jax.config.run import Config, EvaluationConfig, ShardingConfig, TrainingConfig
 from sympow_jax.config.task import TaskConfig
 
 __all__ = [

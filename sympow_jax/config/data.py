@@ -7,7 +7,9 @@ from sympow_jax.config import fields
 
 __all__ = ["DataConfig"]
 
-SOURCES = ("text", "tokens", "longcrawl64", "tsv", "images", "listops")
+SOURCES = ("text", "tokens", "longcrawl64", "parquet", "jsonl", "tsv", "images", "listops")
+DOCUMENT_SOURCES = ("text", "tokens", "longcrawl64", "parquet", "jsonl")
+CORPUS_SOURCES = ("parquet", "jsonl")
 PACKINGS = ("windows", "documents")
 TOKEN_DTYPES = ("uint16", "uint32")
 IMAGE_MODES = ("rgb", "gray")
@@ -22,18 +24,19 @@ _PATHLESS = ("text", "listops")
 class DataConfig:
     """Source of a run's data: rows of `context_length` tokens, or images.
 
-    The sources `text`, `tokens` and `longcrawl64` have documents, for predicting tokens. `tsv`, `images` and `listops`
-    have labeled examples, for classification or regression.
+    The sources `text`, `tokens`, `longcrawl64`, `parquet` and `jsonl` have documents, for predicting tokens. `tsv`,
+    `images` and `listops` have labeled examples, for classification or regression.
     """
 
     source: str = dataclasses.field(
         default="text",
         metadata=fields.about(
             "Format of the data. `text` reads files as bytes. `tokens` reads flat little-endian `.bin` files. "
-            "`longcrawl64` reads a Zarr v2 array with one document per row. `tsv` reads lines of text files "
-            "whose columns are separated by tabs, without quoting (GLUE's layout). `images` reads one folder "
-            "per class in every path. `listops` generates examples (`data/listops.py` defines them and lists "
-            "the ids).",
+            "`longcrawl64` reads a Zarr v2 array with one document per row. `parquet` and `jsonl` read a column of "
+            "text, or of lists of token ids, of parquet files or of JSON lines, which may be larger than memory. "
+            "`tsv` reads lines of text files whose columns are separated by tabs, without quoting (GLUE's layout). "
+            "`images` reads one folder per class in every path. `listops` generates examples (`data/listops.py` "
+            "defines them and lists the ids).",
             choices=SOURCES,
         ),
     )
@@ -41,7 +44,8 @@ class DataConfig:
         default=(),
         metadata=fields.about(
             "Files, folders or globs to read. Without them, `text` reads the Python interpreter's own "
-            "standard library. `listops` reads none."
+            "standard library. `listops` reads none. Those of `parquet` and `jsonl` may be URLs, such as "
+            "`hf://datasets/...` or `s3://...`."
         ),
     )
     heldout_paths: tuple[str, ...] = dataclasses.field(
@@ -70,13 +74,16 @@ class DataConfig:
         default=None,
         metadata=fields.about(
             "Id between documents. `tokens`: the id that ends a document. `longcrawl64`: the id before every "
-            "row; if none, 50256. `tsv`: the id between two texts; if none, the tokenizer's end of text."
+            "row; if none, 50256. `parquet`, `jsonl`: the id after each document; if none, the tokenizer's end of "
+            "text, and no id after lists of token ids. `tsv`: the id between two texts; if none, the tokenizer's end "
+            "of text."
         ),
     )
     text_columns: tuple[str, ...] = dataclasses.field(
         default=(),
         metadata=fields.about(
-            "One or two columns of text of `tsv`; two are joined with a separator between them, except by "
+            "Columns that are read. `parquet`, `jsonl`: the one column of text or of token ids; if none, `text`. "
+            "`tsv`: one or two columns of text; two are joined with a separator between them, except by "
             "`task.dual_encoder`. Columns are named as in the header. For files without a header, they are numbers "
             "that count from 1."
         ),
@@ -91,8 +98,25 @@ class DataConfig:
     tokenizer: str = dataclasses.field(
         default="byte",
         metadata=fields.about(
-            "Tokenizer of `tsv`: `byte`, a `tokenizers` JSON file or tiktoken's. A text is truncated to the "
-            "context; of two texts, the longer is truncated first, or each to half for `task.dual_encoder`."
+            "Tokenizer of the text of `parquet`, `jsonl` and `tsv`: `byte`, a `tokenizers` JSON file, a folder that "
+            "has it as `tokenizer.json`, `hf://ORG/NAME`, or the name of a tiktoken encoding. A text of `tsv` is "
+            "truncated to the context; of two texts, the longer is truncated first, or each to half for "
+            "`task.dual_encoder`."
+        ),
+    )
+    tokenizer_workers: int = dataclasses.field(
+        default=2,
+        metadata=fields.about(
+            "Number of processes that read and tokenize `parquet` and `jsonl`; 0 for a thread of the training process. "
+            "Rows do not depend on it."
+        )
+        | fields.may_differ(*fields.Occasion),
+    )
+    shortest_document: int = dataclasses.field(
+        default=1,
+        metadata=fields.about(
+            "Number of tokens, with the separator, of the shortest document that is read; shorter ones are left out. "
+            "Only sources with documents have it."
         ),
     )
     image_size: int = dataclasses.field(
@@ -148,6 +172,17 @@ class DataConfig:
         checks.require_at_least(
             1, **{"data.context_length": self.context_length, "data.image_size": self.image_size}
         )
+        checks.require_at_least(1, **{"data.shortest_document": self.shortest_document})
+        checks.require_at_least(0, **{"data.tokenizer_workers": self.tokenizer_workers})
+        if self.shortest_document > 1 and self.source not in DOCUMENT_SOURCES:
+            raise ValueError(
+                f"data.shortest_document is {self.shortest_document}, but data.source {self.source!r} has no "
+                f"documents; leave it out"
+            )
+        if self.source in CORPUS_SOURCES and len(self.text_columns) > 1:
+            raise ValueError(
+                f"data.text_columns is {self.text_columns}; source {self.source!r} reads one column"
+            )
         checks.require_seed(**{"data.seed": self.seed})
         if self.document_separator is not None and not 0 <= self.document_separator < 2**32:
             raise ValueError(

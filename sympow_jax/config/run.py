@@ -1,120 +1,17 @@
-"""Settings of the optimizer, training, sharding and evaluation, and of a whole run."""
+"""Settings of training, sharding and evaluation, and of a whole run."""
 
 import dataclasses
-import math
 
 from sympow_jax.config import _checks as checks
 from sympow_jax.config import data as data_lib
 from sympow_jax.config import fields
 from sympow_jax.config import model as model_lib
+from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.config import task as task_lib
 
-__all__ = ["Config", "EvaluationConfig", "OptimizerConfig", "ShardingConfig", "TrainingConfig"]
+__all__ = ["Config", "EvaluationConfig", "ShardingConfig", "TrainingConfig"]
 
 _ON_RESUME = fields.may_differ(fields.Occasion.RESUME)
-
-SCHEDULES = ("constant", "cosine", "inverse_sqrt", "polynomial")
-OPTIMIZERS = ("adam", "adamw", "sgd")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """An optax optimizer; the default is the papers': Adam at 6e-4 with no schedule."""
-
-    name: str = dataclasses.field(default="adam", metadata=fields.about("Optimizer.", choices=OPTIMIZERS))
-    learning_rate: float = dataclasses.field(
-        default=6e-4, metadata=fields.about("Learning rate after the warmup.")
-    )
-    b1: float = dataclasses.field(
-        default=0.9,
-        metadata=fields.about("Decay of the mean of gradients, in [0, 1). For `sgd`, the momentum."),
-    )
-    b2: float = dataclasses.field(
-        default=0.999, metadata=fields.about("Decay of the mean of squared gradients, in [0, 1).")
-    )
-    epsilon: float = dataclasses.field(
-        default=1e-8, metadata=fields.about("Number that Adam adds to the root of the mean square.")
-    )
-    schedule: str = dataclasses.field(
-        default="constant",
-        metadata=fields.about(
-            "Learning rate after the warmup. `cosine` is a half cosine and `polynomial` a straight line, both "
-            "down to `final_fraction`. `inverse_sqrt` falls with the root of the step.",
-            choices=SCHEDULES,
-        ),
-    )
-    warmup_steps: int = dataclasses.field(
-        default=0, metadata=fields.about("Updates over which the learning rate rises linearly from 0.")
-    )
-    final_fraction: float = dataclasses.field(
-        default=0.1,
-        metadata=fields.about(
-            "Final learning rate of the schedules `cosine` and `polynomial`, divided by `learning_rate`."
-        ),
-    )
-    weight_decay: float = dataclasses.field(
-        default=0.0, metadata=fields.about("Decoupled weight decay of `adamw`, applied to matrices only.")
-    )
-    clip_norm: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Global norm that gradients are scaled down to if theirs is larger. If none, they are not."
-        ),
-    )
-    learning_rate_factors: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Factors of the learning rate, as PATTERN=FACTOR, for the parameters whose names match, such as "
-            "`*.attention.rate.kernel=0.1`. `*` matches any text. A factor of 0 keeps them as they are. A parameter "
-            "that matches several patterns has the product of their factors."
-        ),
-    )
-    accumulate: int = dataclasses.field(
-        default=1,
-        metadata=fields.about(
-            "Micro-batches per update. `data.batch_tokens` counts the tokens of an update."
-        ),
-    )
-
-    def __post_init__(self):
-        fields.validate(self, "optimizer")
-        checks.require_at_least(
-            0,
-            **{
-                f"optimizer.{name}": getattr(self, name)
-                for name in ("learning_rate", "warmup_steps", "weight_decay", "epsilon")
-            },
-        )
-        checks.require_at_least(1, **{"optimizer.accumulate": self.accumulate})
-        checks.require_fraction(**{"optimizer.b1": self.b1, "optimizer.b2": self.b2})
-        if not 0 <= self.final_fraction <= 1:
-            raise ValueError(f"optimizer.final_fraction is {self.final_fraction}; it must lie in [0, 1]")
-        if self.weight_decay and self.name != "adamw":
-            raise ValueError(
-                f"optimizer.weight_decay is {self.weight_decay} but optimizer.name is {self.name!r}; use adamw"
-            )
-        if self.clip_norm is not None:
-            checks.require_positive(**{"optimizer.clip_norm": self.clip_norm})
-        _ = self.factors_by_pattern
-
-    @property
-    def factors_by_pattern(self) -> tuple[tuple[str, float], ...]:
-        """`learning_rate_factors` as pairs of a pattern and a factor."""
-        return tuple(map(_read_factor, self.learning_rate_factors))
-
-
-def _read_factor(item: str) -> tuple[str, float]:
-    pattern, _, text = item.partition("=")
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = math.nan
-    if not (pattern and 0 <= factor < math.inf):
-        raise ValueError(
-            f"optimizer.learning_rate_factors has {item!r}; it must be PATTERN=FACTOR with a factor of at least 0, "
-            f"such as *.attention.rate.kernel=0.1"
-        )
-    return pattern, factor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +44,27 @@ class TrainingConfig:
         )
         | _ON_RESUME,
     )
+    skip_nonfinite: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether an update whose loss or gradients are not finite is skipped: it leaves parameters and optimizer "
+            "state as they were. Otherwise, the run ends."
+        )
+        | _ON_RESUME,
+    )
+    skip_spikes: float | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Multiple of the mean norm of recent gradients above which an update is skipped. If none, no norm is too "
+            "large."
+        )
+        | _ON_RESUME,
+    )
+    max_skips: int = dataclasses.field(
+        default=10,
+        metadata=fields.about("Number of updates that are skipped in a row at which the run ends.")
+        | _ON_RESUME,
+    )
     wandb_project: str | None = dataclasses.field(
         default=None,
         metadata=fields.about(
@@ -157,7 +75,7 @@ class TrainingConfig:
 
     def __post_init__(self):
         fields.validate(self, "training")
-        names = ("steps", "log_every", "checkpoint_every", "keep_checkpoints")
+        names = ("steps", "log_every", "checkpoint_every", "keep_checkpoints", "max_skips")
         checks.require_at_least(1, **{f"training.{name}": getattr(self, name) for name in names})
         checks.require_seed(**{"training.seed": self.seed})
         steps = self.profile_steps
@@ -166,8 +84,18 @@ class TrainingConfig:
                 f"training.profile_steps is {steps}; it must be the first and the last step to trace, counted from 1, "
                 f"such as 11,13, or empty"
             )
+        if self.skip_spikes is not None and self.skip_spikes <= 1:
+            raise ValueError(
+                f"training.skip_spikes is {self.skip_spikes}; it must be above 1, such as 5, or about every second "
+                f"update would be skipped"
+            )
         if self.wandb_project == "":
             raise ValueError("training.wandb_project is empty; name a project, or none")
+
+    @property
+    def skips_updates(self) -> bool:
+        """Whether an update may be skipped."""
+        return self.skip_nonfinite or self.skip_spikes is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,7 +183,9 @@ class Config:
     model: model_lib.ModelConfig
     task: task_lib.TaskConfig = dataclasses.field(default_factory=task_lib.TaskConfig)
     data: data_lib.DataConfig = dataclasses.field(default_factory=data_lib.DataConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    optimizer: optimizer_lib.OptimizerConfig = dataclasses.field(
+        default_factory=optimizer_lib.OptimizerConfig
+    )
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
     sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig, metadata=_ON_RESUME)
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig, metadata=_ON_RESUME)
@@ -267,6 +197,7 @@ class Config:
                 f"optimizer.accumulate is {self.optimizer.accumulate} and does not divide the "
                 f"{self.data.batch_size} rows of a batch"
             )
+        self._check_optimizer()
         self._check_task()
         self._check_pairs()
         self._check_images()
@@ -279,6 +210,20 @@ class Config:
         """Steps between evaluations on a held-out batch; 0 if they are off."""
         every = self.evaluation.every
         return max(1, self.training.steps // 10) if every is None else every
+
+    def _check_optimizer(self):
+        optimizer, steps = self.optimizer, self.training.steps
+        if optimizer.z_loss and self.task.name not in ("next_token", "masked_token"):
+            raise ValueError(
+                f"optimizer.z_loss is {optimizer.z_loss} and task.name {self.task.name!r}; it is for tasks that "
+                f"predict tokens, next_token and masked_token: leave it out"
+            )
+        falling = round(optimizer.decay_fraction * steps)
+        if optimizer.schedule == "wsd" and optimizer.warmup_steps + falling > steps:
+            raise ValueError(
+                f"optimizer.warmup_steps is {optimizer.warmup_steps} and optimizer.decay_fraction "
+                f"{optimizer.decay_fraction}, {falling} updates, but training.steps is {steps}; lower one of the two"
+            )
 
     def _check_task(self):
         task, model = self.task.name, self.model

@@ -1,4 +1,4 @@
-"""Rows and held-out documents from text, token files, Zarr arrays, and labeled texts and images."""
+"""Rows and held-out documents from text, token files, Zarr arrays, corpora, and labeled texts and images."""
 
 from sympow_jax import extras
 
@@ -9,6 +9,8 @@ with extras.required("train", __name__):
         HeldoutData,
         batches,
         describe,
+        example_row,
+        iterate,
         train_dataset,
     )
 
@@ -19,5 +21,7 @@ __all__ = [
     "batches",
     "codec_of_run",
     "describe",
+    "example_row",
+    "iterate",
     "train_dataset",
 ]

@@ -69,22 +69,27 @@ class Codec:
 
 
 def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
-    """Returns the codec of a run with `data.source` text, tokens or longcrawl64.
+    """Returns the codec of a run whose `data.source` has documents.
 
     Args:
         settings: the run's settings.
-        name: name of the tokenizer, as for `prepare`. It is required unless the source is `text`.
+        name: name of the tokenizer, as for `prepare`. It is required for the sources `tokens` and `longcrawl64`. Of
+            `parquet` and `jsonl`, it is `data.tokenizer` by default, and must be given if they hold token ids.
 
     Raises:
         ValueError: the source is another, or the tokenizer is missing, cannot be loaded or is not the data's.
     """
     source, separator = settings.data.source, settings.data.document_separator
-    if source not in ("text", "tokens", "longcrawl64"):
+    if source not in ("text", "tokens", "longcrawl64", "parquet", "jsonl"):
         raise ValueError(f"the run read data.source {source!r}, of which no text can be made")
     if source == "text":
         if name not in (None, "byte"):
             raise ValueError(f"--tokenizer={name}, but the run read text as bytes; leave it out")
         return Codec(tokenizer.load("byte"), settings.model.vocab_size)
+    if source in ("parquet", "jsonl"):
+        loaded = tokenizer.load(name or settings.data.tokenizer)
+        end = loaded.separator if separator is None else separator
+        return Codec(loaded, settings.model.vocab_size, end=end)
     if name is None:
         raise ValueError(
             f"the run read data.source {source!r}, tokens without their text; give the tokenizer that made them as "

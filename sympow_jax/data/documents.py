@@ -7,7 +7,11 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
-__all__ = ["Documents", "HeldoutDocuments", "Spans", "check_vocabulary"]
+__all__ = ["MAX_DOCUMENTS", "MAX_TOKENS", "Documents", "HeldoutDocuments", "Spans", "check_vocabulary"]
+
+# Largest source. Opening a source takes up to 60 bytes of memory per document.
+MAX_DOCUMENTS = 1 << 28
+MAX_TOKENS = 1 << 48
 
 
 @runtime_checkable
@@ -47,7 +51,7 @@ class Spans:
         arrays: collections.abc.Sequence[Integer[np.ndarray, " tokens"]],
         names: collections.abc.Sequence[str],
         *,
-        array: Int64[np.ndarray, " documents"],
+        array: Integer[np.ndarray, " documents"],
         starts: Int64[np.ndarray, " documents"],
         lengths: Int64[np.ndarray, " documents"],
     ):

@@ -8,11 +8,21 @@ import pathlib
 from collections.abc import Buffer, Callable, Collection, Iterable, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool, Float64, Int64, UInt64
 
 from sympow_jax import config as config_lib
 
-__all__ = ["File", "below", "digest", "find", "find_all", "held_out", "index_hashes", "key_hashes"]
+__all__ = [
+    "File",
+    "below",
+    "digest",
+    "find",
+    "find_all",
+    "held_out",
+    "index_hashes",
+    "key_hashes",
+    "position_hashes",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +120,25 @@ def key_hashes(keys: Sequence[str]) -> Float64[np.ndarray, " documents"]:
 
 def index_hashes(count: int) -> Float64[np.ndarray, " documents"]:
     """Returns SplitMix64 of 0 .. count - 1, scaled to [0, 1) (Steele, Lea and Flood, 2014)."""
-    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return _splitmix(np.arange(count, dtype=np.uint64))
+
+
+def position_hashes(
+    key: str, positions: Int64[np.ndarray, " documents"]
+) -> Float64[np.ndarray, " documents"]:
+    """Returns SplitMix64 of positions in the file `key`, from the SHA-256 of the key, scaled to [0, 1)."""
+    origin = int.from_bytes(hashlib.sha256(os.fsencode(key)).digest()[:8], "big")
+    return _splitmix(positions.astype(np.uint64) + np.uint64(origin))
+
+
+def _splitmix(mixed: UInt64[np.ndarray, " _"]) -> Float64[np.ndarray, " _"]:
+    # In place, because there may be 10^8 documents.
+    mixed += np.uint64(1)
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     return (mixed >> np.uint64(11)) / 2.0**53
 

@@ -1,12 +1,17 @@
 """Images in one folder per class, as arrays for a model of patches or as sequences of gray pixels."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import PIL.Image
+import PIL.ImageFile
+import PIL.JpegImagePlugin
+import PIL.PngImagePlugin
 from jaxtyping import Float32, Int32, UInt8
 
 from sympow_jax import config as config_lib
@@ -15,6 +20,12 @@ from sympow_jax.data import files, rows
 __all__ = ["Images", "describe", "open_examples"]
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# Decoders by the first bytes of a file. Pillow's other decoders are not given files of unknown origin.
+_DECODERS = {
+    b"\x89PNG\r\n\x1a\n": PIL.PngImagePlugin.PngImageFile,
+    b"\xff\xd8\xff": PIL.JpegImagePlugin.JpegImageFile,
+}
+_MAX_PIXELS = 1 << 26  # 200 MB in memory; the header of a small file can claim any size
 _MODES = {"rgb": "RGB", "gray": "L"}
 # Mean and standard deviation of each channel: ImageNet's for color; gray images are mapped to [-1, 1].
 _STATISTICS = {"rgb": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "gray": ((0.5,), (0.5,))}
@@ -90,10 +101,27 @@ def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
     return ValueError(f"{path} cannot be read as an image ({reason}); replace or remove it")
 
 
+@contextlib.contextmanager
+def _opened(path: pathlib.Path) -> Iterator[PIL.ImageFile.ImageFile]:
+    """Yields an image of which only the header has been read."""
+    with path.open("rb") as stream:
+        start = stream.read(8)
+        stream.seek(0)
+        decoders = [decoder for magic, decoder in _DECODERS.items() if start.startswith(magic)]
+        if not decoders:
+            raise ValueError("its content is neither PNG nor JPEG")
+        with decoders[0](stream) as image:
+            if image.width * image.height > _MAX_PIXELS:
+                raise ValueError(
+                    f"it has {image.width} x {image.height} pixels; at most {_MAX_PIXELS} are read"
+                )
+            yield image
+
+
 def _size(path: pathlib.Path) -> tuple[int, int]:
     """Returns width and height, reading only the header."""
     try:
-        with PIL.Image.open(path) as image:
+        with _opened(path) as image:
             return image.size
     except Exception as error:  # Pillow's decoders raise errors of many kinds
         raise _unreadable(path, error) from error
@@ -101,7 +129,7 @@ def _size(path: pathlib.Path) -> tuple[int, int]:
 
 def _decode(path: pathlib.Path, mode: str) -> PIL.Image.Image:
     try:
-        with PIL.Image.open(path) as image:
+        with _opened(path) as image:
             if image.mode.startswith(("I", "F")):
                 raise ValueError("it has more than 8 bits a channel")
             return image.convert(mode)
@@ -202,8 +230,8 @@ def open_examples(
 
     Raises:
         ValueError: a folder is missing, a class is empty, or classes differ between folders or from `task.classes`.
-            With `data.image_tokens`, the vocabulary is too small or image sizes differ. On access, a file is not an
-            image.
+            With `data.image_tokens`, the vocabulary is too small or image sizes differ. On access, a file's content is
+            not PNG or JPEG, or has more than 2^26 pixels.
     """
     classes = _classes(config)
     # Before the classes are counted, because a superfluous folder is most often an empty one.

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 from typing import Any
@@ -11,7 +12,7 @@ import tensorstore
 from jaxtyping import Int64, Integer
 
 from sympow_jax import config as config_lib
-from sympow_jax.data import files
+from sympow_jax.data import documents, files
 
 __all__ = [
     "CHUNKS",
@@ -27,6 +28,9 @@ __all__ = [
 DOCUMENT_START = 50_256  # GPT-2's <|endoftext|>, before every input
 ROW_TOKENS = 65_536
 CHUNKS = (2048, 2048)
+
+# Bytes of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^23.
+_CHUNK_BYTES = 1 << 28
 
 # A row of full length spans 32 chunks of 8 MB. The cache has room for two such bands of documents.
 _CACHE_BYTES = 2 * 32 * CHUNKS[0] * CHUNKS[1] * 2
@@ -61,7 +65,7 @@ def _reason(error: ValueError) -> str:
     return re.sub(r"\s+", " ", str(error)).split(" [tensorstore_spec=")[0]
 
 
-def _open(setting: str, paths: tuple[str, ...], dtype: str) -> tensorstore.TensorStore:
+def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> tensorstore.TensorStore:
     if len(paths) != 1:
         raise ValueError(f"{setting} has {len(paths)} entries; longcrawl64 reads one Zarr array")
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
@@ -80,7 +84,30 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str) -> tensorstore.Tenso
             f"{setting}: {paths[0]} holds {array.dtype.name}, but data.token_dtype is {dtype!r}; "
             f"the array must hold uint16 or uint32 and the setting must agree"
         )
+    if array.shape[1] < shortest:
+        raise ValueError(
+            f"{setting}: {paths[0]} has documents of {array.shape[1]} tokens, but data.shortest_document is "
+            f"{shortest}; lower it"
+        )
+    _check_sizes(f"{setting}: {paths[0]}", array)
     return array
+
+
+def _check_sizes(name: str, array: tensorstore.TensorStore) -> None:
+    """Raises ValueError for sizes that no data has but metadata may claim, before memory is reserved for them."""
+    rows, row_tokens = array.shape
+    if rows > documents.MAX_DOCUMENTS or rows * row_tokens > documents.MAX_TOKENS:
+        raise ValueError(
+            f"{name} has shape {array.shape} by its metadata; at most {documents.MAX_DOCUMENTS} rows and "
+            f"{documents.MAX_TOKENS} tokens can be read, so split the array or copy its .zarray again"
+        )
+    chunk = tuple(array.spec().to_json()["metadata"]["chunks"])
+    size = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
+    if size > _CHUNK_BYTES:
+        raise ValueError(
+            f"{name} has chunks of shape {chunk}, {size} bytes each, by its metadata; chunks of at most "
+            f"{_CHUNK_BYTES} bytes can be read, so write the array with smaller ones"
+        )
 
 
 class ZarrDocuments:
@@ -114,11 +141,13 @@ class ZarrDocuments:
 
 def _sides(config: config_lib.DataConfig) -> tuple[ZarrDocuments, ZarrDocuments]:
     """Returns the training and the held-out documents."""
-    array = _open("data.paths", config.paths, config.token_dtype)
+    array = _open("data.paths", config.paths, config.token_dtype, config.shortest_document)
     lead = DOCUMENT_START if config.document_separator is None else config.document_separator
     everything = np.arange(array.shape[0])
     if config.heldout_paths:
-        other = _open("data.heldout_paths", config.heldout_paths, config.token_dtype)
+        other = _open(
+            "data.heldout_paths", config.heldout_paths, config.token_dtype, config.shortest_document
+        )
         test = ZarrDocuments(other, config.heldout_paths[0], rows=np.arange(other.shape[0]), lead=lead)
         return ZarrDocuments(array, config.paths[0], rows=everything, lead=lead), test
     mask = files.held_out(files.index_hashes(len(everything)), config.heldout_fraction)
@@ -134,7 +163,7 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocum
     `data.document_separator` replaces GPT-2's 50,256 before each row.
 
     Raises:
-        ValueError: there is no array, or its shape or dtype is wrong.
+        ValueError: there is no array, or its shape, chunks or dtype are wrong.
     """
     return _sides(config)[heldout]
 
@@ -143,7 +172,7 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns sizes of the arrays, and the SHA-256 of their metadata; reading terabytes would delay the start."""
     train, test = _sides(config)
     arrays = [
-        _open(setting, paths, config.token_dtype)
+        _open(setting, paths, config.token_dtype, config.shortest_document)
         for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths))
         if paths
     ]

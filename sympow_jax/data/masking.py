@@ -45,6 +45,9 @@ class MaskedRows:
     With packing `windows`, every row is full: tokens after the last whole row are dropped. With packing `documents`,
     every token is in one row, `segment_ids` are as in `rows.Rows`, and padding is never predicted.
 
+    Attributes:
+        whole: number of rows without padding. They are the first ones.
+
     Raises:
         ValueError: there is less than one row, or the mask is outside the vocabulary. On access, as `rows.Rows`.
     """
@@ -65,8 +68,8 @@ class MaskedRows:
                 f"least two in the vocabulary"
             )
         self._rows = rows.Rows(source, config, vocab_size=vocab_size)
-        full, rest = divmod(self._rows.tokens, config.context_length)
-        self._count = full + (config.packing == "documents" and rest > 0)
+        self.whole, rest = divmod(self._rows.tokens, config.context_length)
+        self._count = self.whole + (config.packing == "documents" and rest > 0)
         if not self._count:
             raise ValueError(
                 f"the documents have {self._rows.tokens} tokens, less than one row of data.context_length "

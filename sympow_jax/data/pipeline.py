@@ -14,14 +14,21 @@ from sympow_jax.data import documents, longcrawl64, masking, rows, shuffle, text
 if TYPE_CHECKING:
     import grain
 
+    from sympow_jax.data import corpus
+
+    type TrainDataset = grain.MapDataset | corpus.CorpusRows
+
 __all__ = [
     "HeldoutData",
     "batches",
     "describe",
+    "example_row",
+    "iterate",
     "train_dataset",
 ]
 
 _DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
+_CORPORA = {"parquet": "corpus", "jsonl": "corpus"}  # documents that are tokenized as they are read
 _EXAMPLES = {  # tasks that each source of labeled examples supports
     "tsv": ("classification", "regression"),
     "images": ("classification",),
@@ -36,8 +43,10 @@ _TRAINING, _HELD_OUT = 1, 2
 
 
 def _source(name: str) -> Any:
-    # Imported on demand, because sources of examples need libraries that would delay the start of other runs.
-    return _DOCUMENTS[name] if name in _DOCUMENTS else importlib.import_module(f"sympow_jax.data.{name}")
+    if name in _DOCUMENTS:
+        return _DOCUMENTS[name]
+    # Imported on demand, because others need libraries that would delay the start of a run, or may not be installed.
+    return importlib.import_module(f"sympow_jax.data.{_CORPORA.get(name, name)}")
 
 
 def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> None:
@@ -52,9 +61,11 @@ def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig)
 def _open(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
 ) -> documents.Documents | rows.Examples:
-    """Opens the training or the held-out part of a source."""
+    """Opens the training or the held-out part of a source; of a corpus the held-out part only."""
     if config.source in _EXAMPLES:
         return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
+    if config.source in _CORPORA:
+        return _source(config.source).open_heldout(config, vocab_size=vocab_size)
     source = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)
     if source.lead is not None and not 0 <= source.lead < vocab_size:
         raise ValueError(
@@ -86,11 +97,11 @@ def _may_hold_out(config: config_lib.DataConfig) -> bool:
 
 def train_dataset(
     config: config_lib.DataConfig, *, task: config_lib.TaskConfig | None = None, vocab_size: int
-) -> "grain.MapDataset":
+) -> "TrainDataset":
     """Returns the training rows of a task, shuffled anew each epoch and repeated indefinitely.
 
-    The default task is to predict the next token. Element i is a function of i, the data, `config.seed` and the task
-    only. It is a dict:
+    The default task is to predict the next token. Row i is a function of i, the data, `config.seed` and the task only.
+    Rows of `parquet` and `jsonl` can only be read in order. A row is a dict:
 
     * `next_token`: `inputs [T]` and `targets [T]`, int32, and `segment_ids [T]` if packing is `documents`, as
       described in `rows.Rows`. A target of -1 does not count.
@@ -106,29 +117,58 @@ def train_dataset(
     """
     task = task or config_lib.TaskConfig()
     _require_fitting(config, task)
+    if config.source in _CORPORA:
+        pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
+        return _source(config.source).open_rows(config, pack, vocab_size=vocab_size)
     opened = _open(config, task, vocab_size=vocab_size, heldout=False)
     dataset = _rows(opened, config, task, vocab_size=vocab_size)
     order = shuffle.Shuffle(len(dataset), block=dataset.together, seed=config.seed)
-    import grain  # only here, because it would delay the start of programs that do not train
+    import grain  # not above, because it would delay the start of programs that do not train
 
     return grain.MapDataset.range(_ENDLESS).map(
         lambda draw: dataset.row(order(draw), (config.seed, int(draw), _TRAINING))
     )
 
 
+def example_row(dataset: "TrainDataset") -> rows.Row:
+    """Returns a row with the shapes and types of every training row; of a corpus, nothing is read."""
+    import grain
+
+    return dataset[0] if isinstance(dataset, grain.MapDataset) else dataset.example()
+
+
 def batches(
-    dataset: "grain.MapDataset", batch_size: int, *, share: int = 0, shares: int = 1
-) -> "grain.MapDataset":
+    dataset: "TrainDataset", batch_size: int, *, share: int = 0, shares: int = 1
+) -> "grain.MapDataset | corpus.BatchIterator":
     """Returns shard `share` of every batch, its rows stacked.
 
     A batch is divided into `shares` equal shards, in the order of its rows. Batch i is the rows from i * batch_size,
     independent of `shares`, so that a run can be resumed with a different number of processes. The state of an iterator
-    is i.
+    is one integer: i, or the place in a corpus.
 
     Raises:
         ValueError: `shares` does not divide `batch_size`.
     """
-    return dataset.batch(_share_size(batch_size, shares))[share::shares]
+    import grain
+
+    size = _share_size(batch_size, shares)
+    if isinstance(dataset, grain.MapDataset):
+        return dataset.batch(size)[share::shares]
+    return dataset.batches(batch_size, share=share, shares=shares)
+
+
+def iterate(
+    batches: "grain.MapDataset | corpus.BatchIterator", *, prefetch: int
+) -> "grain.DatasetIterator | corpus.BatchIterator":
+    """Returns an iterator of batches that are read in the background, `prefetch` of them ahead.
+
+    A corpus is tokenized ahead by a few parts of the data instead.
+    """
+    import grain
+
+    if isinstance(batches, grain.MapDataset):
+        return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
+    return batches
 
 
 def _share_size(batch_size: int, shares: int) -> int:

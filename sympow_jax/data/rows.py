@@ -28,6 +28,11 @@ NO_LABEL = -1
 NO_TARGET = -1
 PADDING = -1  # segment id
 
+# Stored tokens are never one id over a whole row of this length or more. Where they are, a copy was not completed:
+# a file has its size from the start, and what was not written to it reads as 0.
+_NEVER_REPEATED = 64
+_STORED = ("tokens", "longcrawl64")
+
 Row = dict[str, Any]  # arrays by name
 
 
@@ -99,13 +104,18 @@ class Rows:
 
     The order of documents is drawn once from the seed, unless storage groups documents.
 
+    Attributes:
+        whole: number of rows without padding. They are the first ones.
+
     Raises:
-        ValueError: there is nothing to predict. On access, an id is outside the vocabulary or data is missing.
+        ValueError: there is nothing to predict. On access, an id is outside the vocabulary, data is missing, or a row
+            of at least 64 stored tokens (`tokens`, `longcrawl64`) has one id only.
     """
 
     def __init__(self, source: documents.Documents, config: config_lib.DataConfig, *, vocab_size: int):
         self._source, self._vocab_size = source, vocab_size
         self._length, self._segmented = config.context_length, config.packing == "documents"
+        self._may_repeat = config.source not in _STORED or self._length < _NEVER_REPEATED
         self._order = np.arange(len(source.lengths))
         if source.together is None:
             self._order = np.random.default_rng(config.seed).permutation(self._order)
@@ -115,12 +125,18 @@ class Rows:
             raise ValueError(
                 f"the training data has {len(source.lengths)} documents, the longest of "
                 f"{int(source.lengths.max(initial=0))} tokens, and nothing to predict; name more data in data.paths"
+                + (" or lower data.shortest_document" if config.shortest_document > 1 else "")
             )
 
-    def __len__(self) -> int:
         # A window's last target is the first input of the next one, so a single last token makes no window.
-        ahead = 0 if self._segmented or self._source.lead is not None else 1
-        return -(-(self._total - ahead) // self._length)
+        ahead = 0 if self._segmented or source.lead is not None else 1
+        self._count, self.whole = (
+            -(-(self._total - ahead) // self._length),
+            (self._total - ahead) // self._length,
+        )
+
+    def __len__(self) -> int:
+        return self._count
 
     @property
     def together(self) -> int:
@@ -162,7 +178,22 @@ class Rows:
             documents.check_vocabulary(piece, vocab_size=self._vocab_size, name=self._source.name(document))
             pieces.append(piece.astype(np.int32))
             counts.append(len(piece))
-        return _Stretch(np.concatenate(pieces), np.repeat(np.arange(first, last), counts))
+        stretch = _Stretch(np.concatenate(pieces), np.repeat(np.arange(first, last), counts))
+        if not self._may_repeat:
+            self._check_repeated(stretch, start)
+        return stretch
+
+    def _check_repeated(self, stretch: _Stretch, start: int) -> None:
+        """Raises ValueError if the row that begins at token `start` is full and has one id only."""
+        row = stretch.tokens[: self._length]
+        if len(row) == self._length and np.all(row == row[0]):
+            position = int(stretch.document[0])
+            raise ValueError(
+                f"{self._source.name(int(self._order[position]))} has only id {row[0]} from its token "
+                f"{start - int(self._offsets[position])} on, in the whole of row {start // self._length} of "
+                f"{self._length} tokens; the data was not copied in full, or the file is damaged: copy or prepare it "
+                f"again"
+            )
 
     def _follow(self, stretch: _Stretch) -> Row:
         inputs, targets = stretch.tokens[: self._length], stretch.tokens[1:]

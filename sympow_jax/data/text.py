@@ -34,10 +34,13 @@ def _find(setting: str, paths: tuple[str, ...]) -> list[files.File]:
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[list[files.File], list[files.File]]:
-    """Returns the training and the held-out files, in order, without empty files."""
-    matches = [file for file in _find("data.paths", config.paths) if file.size]
+    """Returns the training and the held-out files, in order, without empty files and those that are too short."""
+    shortest = config.shortest_document
+    matches = [file for file in _find("data.paths", config.paths) if file.size >= shortest]
     if config.heldout_paths:
-        heldout = [file for file in _find("data.heldout_paths", config.heldout_paths) if file.size]
+        heldout = [
+            file for file in _find("data.heldout_paths", config.heldout_paths) if file.size >= shortest
+        ]
         return matches, heldout
     mask = files.held_out(files.key_hashes([file.key for file in matches]), config.heldout_fraction)
     return [f for f, out in zip(matches, mask) if not out], [f for f, out in zip(matches, mask) if out]

@@ -1,16 +1,21 @@
-"""Tokenizers for preparing data and for generation: bytes, a `tokenizers` file or a `tiktoken` encoding."""
+"""Tokenizers for preparing data and for generation: bytes, `tokenizers` files or `tiktoken` encodings."""
 
+import contextlib
 import dataclasses
+import hashlib
 import importlib
 import os
 import pathlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Integer
 
-__all__ = ["Tokenizer", "load"]
+from sympow_jax import hub
+from sympow_jax.config import serialize
+
+__all__ = ["Tokenizer", "load", "local_name"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +26,16 @@ class Tokenizer:
         name: name for errors and records.
         vocab_size: upper bound of the ids.
         separator: id that ends a document; None if the tokenizer has none.
-        encode: converts bytes to ids.
+        fingerprint: text that differs between tokenizers whose ids differ.
+        encode: converts bytes to ids. Raises UnicodeDecodeError if it reads text and the bytes are not UTF-8, and
+            ValueError if the tokenizer cannot encode the text.
         decode: converts ids to bytes. The ids need not be whole characters. Unassigned ids give no bytes.
     """
 
     name: str
     vocab_size: int
     separator: int | None
+    fingerprint: str
     encode: Callable[[bytes], Integer[np.ndarray, " tokens"]]
     decode: Callable[[Sequence[int]], bytes]
 
@@ -37,6 +45,7 @@ _BYTES = Tokenizer(
     name="byte",
     vocab_size=256,
     separator=0,
+    fingerprint="byte",
     encode=lambda document: np.frombuffer(document, np.uint8),
     decode=lambda tokens: bytes(tokens),
 )
@@ -55,41 +64,92 @@ def _import(library: str, option: str) -> types.ModuleType:
         ) from error
 
 
-def _from_json(path: pathlib.Path, option: str) -> Tokenizer:
-    library = _import("tokenizers", option)
+@contextlib.contextmanager
+def _errors_as(message: str) -> Iterator[None]:
+    """Turns any error of a tokenizer library into a ValueError.
+
+    The libraries raise Exception itself, and where their Rust code panics, an error that is no Exception.
+    """
     try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{message}: {' '.join(str(error).split()) or type(error).__name__}") from error
+
+
+def _from_json(path: pathlib.Path, option: str, *, name: str, end: str | None = None) -> Tokenizer:
+    """Returns the tokenizer of a `tokenizers` file.
+
+    Args:
+        path: the file.
+        option: setting and its value, for errors.
+        name: name of the tokenizer.
+        end: token that ends a document; None looks for one of the usual names.
+    """
+    library = _import("tokenizers", option)
+    with _errors_as(f"{option} is not a `tokenizers` file"):
         loaded = library.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself
-        raise ValueError(f"{option} is not a `tokenizers` file: {error}") from error
     # Text that spells a special token is encoded as text.
     loaded.encode_special_tokens = True
-    ends = (loaded.token_to_id(name) for name in _END_NAMES)
+    # The file may ask for both, for a model's inputs. A document has its own length.
+    loaded.no_truncation()
+    loaded.no_padding()
+    vocabulary = loaded.get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise ValueError(f"{option} has no tokens; name the file of a trained tokenizer")
+    if end is not None and end not in vocabulary:
+        raise ValueError(
+            f"{option}: the eos_token {end!r} of tokenizer_config.json is no token of tokenizer.json; correct it"
+        )
+    ends = (vocabulary.get(token) for token in ((end,) if end is not None else _END_NAMES))
 
     def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
-        return np.asarray(loaded.encode(document.decode(), add_special_tokens=False).ids, np.uint32)
+        text = document.decode()
+        with _errors_as(f"tokenizer {name} cannot encode a text of {len(text)} characters"):
+            return np.asarray(loaded.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode(tokens: Sequence[int]) -> bytes:
         return loaded.decode(list(tokens), skip_special_tokens=False).encode()
 
     # Ids need not be contiguous.
-    vocab_size = 1 + max(loaded.get_vocab(with_added_tokens=True).values())
-    separator = next((end for end in ends if end is not None), None)
-    return Tokenizer(path.name, vocab_size, separator, encode, decode)
+    vocab_size = 1 + max(vocabulary.values())
+    separator = next((token for token in ends if token is not None), None)
+    fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Tokenizer(name, vocab_size, separator, fingerprint, encode, decode)
+
+
+def _from_folder(folder: pathlib.Path, option: str, *, name: str) -> Tokenizer:
+    """Returns the tokenizer of a folder in Hugging Face's layout, whose `eos_token` is the separator."""
+    path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{option} has no tokenizer.json, the only kind of file that is read; vocabularies as text and "
+            f"SentencePiece models are not. transformers writes it: "
+            f"AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        )
+    end = serialize.read_object(settings).get("eos_token") if settings.is_file() else None
+    if isinstance(end, dict):
+        end = end.get("content")
+    if end is not None and not isinstance(end, str):
+        raise ValueError(f"{settings}: its eos_token is not a text; correct it")
+    return _from_json(path, option, name=name, end=end)
 
 
 def _from_tiktoken(name: str, option: str) -> Tokenizer:
     library = _import("tiktoken", option)
-    try:
+    known = ", ".join(library.list_encoding_names())
+    with _errors_as(
+        f"{option} is no file and cannot be had from tiktoken; give byte, a file, a folder as ./NAME, or one of "
+        f"{known}, which tiktoken downloads or finds in the folder TIKTOKEN_CACHE_DIR"
+    ):
         loaded = library.get_encoding(name)
-    except Exception as error:  # an unknown name, or any error of the download
-        known = ", ".join(library.list_encoding_names())
-        raise ValueError(
-            f"{option} is no file and cannot be had from tiktoken ({type(error).__name__}); give byte, a file, or one "
-            f"of {known}, which tiktoken downloads or finds in the folder TIKTOKEN_CACHE_DIR"
-        ) from error
+    separator = loaded.eot_token if "<|endoftext|>" in loaded.special_tokens_set else None
 
     def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
-        return np.asarray(loaded.encode_ordinary(document.decode()), np.uint32)
+        text = document.decode()
+        with _errors_as(f"tokenizer {name} cannot encode a text of {len(text)} characters"):
+            return np.asarray(loaded.encode_ordinary(text), np.uint32)
 
     def token_bytes(token: int) -> bytes:
         try:
@@ -100,25 +160,44 @@ def _from_tiktoken(name: str, option: str) -> Tokenizer:
     def decode(tokens: Sequence[int]) -> bytes:
         return b"".join(map(token_bytes, tokens))
 
-    return Tokenizer(loaded.name, loaded.max_token_value + 1, loaded.eot_token, encode, decode)
+    vocab_size = loaded.max_token_value + 1
+    # tiktoken checks the digest of its files.
+    return Tokenizer(loaded.name, vocab_size, separator, f"{loaded.name} {vocab_size}", encode, decode)
+
+
+def local_name(name: str) -> str:
+    """Returns a name of the same tokenizer that `load` finds without a download, after downloading `hf://` names.
+
+    Other processes are given the name, because a `Tokenizer` cannot be pickled.
+
+    Raises:
+        ValueError: the download fails.
+    """
+    return str(hub.local_path(name, hub.TOKENIZER)) if hub.is_remote(name) else name
 
 
 def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
     """Returns the tokenizer `name`.
 
     Args:
-        name: `byte`, a `tokenizers` JSON file, or an encoding that tiktoken has cached or can download.
+        name: `byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, `hf://ORG/NAME[@REVISION]`,
+            which is downloaded, or an encoding that tiktoken has cached or can download.
         setting: flag or setting that the name was given as, for errors.
 
     Raises:
-        ValueError: the file or encoding does not exist or is of another kind, or the library is not installed.
+        ValueError: the file or encoding does not exist or is of another kind, the download fails, or the library is
+            not installed.
     """
     if name == "byte":
         return _BYTES
     option = f"{setting}={name}"
+    if hub.is_remote(name):
+        return _from_folder(hub.local_path(name, hub.TOKENIZER), option, name=name)
     if os.path.sep in name or os.path.splitext(name)[1]:
         path = pathlib.Path(name).expanduser()
+        if path.is_dir():
+            return _from_folder(path, option, name=path.resolve().name)
         if not path.is_file():
-            raise ValueError(f"{option}: there is no such file")
-        return _from_json(path, option)
+            raise ValueError(f"{option}: there is no such file or folder")
+        return _from_json(path, option, name=path.name)
     return _from_tiktoken(name, option)

@@ -36,6 +36,11 @@ def _map(file: files.File, config: config_lib.DataConfig) -> Integer[np.ndarray,
     metadata = sidecar(file.path)
     if metadata.is_file():
         stored = serialize.read_object(metadata).get("token_dtype")
+        if not isinstance(stored, str) or stored not in DTYPES:
+            raise ValueError(
+                f"{metadata}: its token_dtype is not one of {', '.join(DTYPES)}; `sympow prepare` did not write this "
+                f"file, so correct or remove it"
+            )
         if stored != config.token_dtype:
             raise ValueError(
                 f"{file.path} holds {stored} ids according to {metadata.name}, but data.token_dtype is "
@@ -47,37 +52,74 @@ def _map(file: files.File, config: config_lib.DataConfig) -> Integer[np.ndarray,
         raise ValueError(f"cannot read {file.path}: {error.strerror}") from error
 
 
-def _ends(array: Integer[np.ndarray, " tokens"], separator: int | None) -> Int64[np.ndarray, " documents"]:
-    """Returns the position after each document, which ends with a separator or with the file."""
+def _ends(
+    array: Integer[np.ndarray, " tokens"], separator: int | None, *, limit: int
+) -> Int64[np.ndarray, " documents"] | None:
+    """Returns the position after each document, which ends with a separator or with the file.
+
+    None if there are more than `limit` documents, without looking further.
+    """
     if separator is None:
         return np.array([len(array)])
-    ends = [
-        start + 1 + np.flatnonzero(array[start : start + _SCAN_TOKENS] == separator)
-        for start in range(0, len(array), _SCAN_TOKENS)
-    ]
-    positions = np.concatenate(ends)
-    return positions if len(positions) and positions[-1] == len(array) else np.append(positions, len(array))
+    pieces, count = [], 0  # positions in each piece, which 32 bits hold
+    for start in range(0, len(array), _SCAN_TOKENS):
+        pieces.append(np.flatnonzero(array[start : start + _SCAN_TOKENS] == separator).astype(np.uint32))
+        count += len(pieces[-1])
+        if count > limit:
+            return None
+    ended = array[-1] == separator
+    ends = np.full(count if ended else count + 1, len(array), np.int64)
+    filled = 0
+    for i, piece in enumerate(pieces):
+        ends[filled : filled + len(piece)] = piece
+        ends[filled : filled + len(piece)] += i * _SCAN_TOKENS + 1
+        filled += len(piece)
+    return ends
+
+
+def _all_ends(
+    setting: str,
+    matches: list[files.File],
+    arrays: list[Integer[np.ndarray, " tokens"]],
+    separator: int | None,
+) -> list[Int64[np.ndarray, " documents"]]:
+    """Returns the ends of the documents of every file, if memory can hold them."""
+    ends, left = [], documents.MAX_DOCUMENTS
+    for file, array in zip(matches, arrays):
+        inside = _ends(array, separator, limit=left)
+        if inside is None or len(inside) > left:
+            raise ValueError(
+                f"{setting}: there are more than {documents.MAX_DOCUMENTS} documents up to {file.path}, each ended by "
+                f"the data.document_separator {separator}; correct it, name fewer files, or leave it unset, so that "
+                f"every file is one document"
+            )
+        ends.append(inside)
+        left -= len(inside)
+    return ends
 
 
 def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> documents.Spans:
     matches = files.find(setting, paths, suffix=".bin")
     separator = config.document_separator
     arrays = [_map(file, config) for file in matches]
-    ends = [_ends(array, separator) for array in arrays]
+    ends = _all_ends(setting, matches, arrays, separator)
     occurs = any(array[end[0] - 1] == separator for array, end in zip(arrays, ends))
     if separator is not None and not occurs:
         raise ValueError(
             f"{setting}: no file holds the data.document_separator {separator}; correct it, or leave it "
             f"unset where every file is one document"
         )
-    starts = [np.concatenate([[0], end[:-1]]) for end in ends]
-    return documents.Spans(
+    lengths = np.concatenate([np.diff(end, prepend=0) for end in ends])
+    spans = documents.Spans(
         arrays,
         [str(file.path) for file in matches],
-        array=np.repeat(np.arange(len(arrays)), [len(end) for end in ends]),
-        starts=np.concatenate(starts),
-        lengths=np.concatenate(ends) - np.concatenate(starts),
+        array=np.repeat(np.arange(len(arrays), dtype=np.int32), [len(end) for end in ends]),
+        starts=np.concatenate(ends) - lengths,
+        lengths=lengths,
     )
+    if config.shortest_document > 1:
+        return spans.select(np.flatnonzero(lengths >= config.shortest_document))
+    return spans
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[documents.Spans, documents.Spans]:
@@ -95,7 +137,8 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
     `data.document_separator` is the last token of every document. Without a separator, every file is one document.
 
     Raises:
-        ValueError: nothing matches, or a file is empty, truncated or of another dtype.
+        ValueError: nothing matches, a file is empty, truncated or of another dtype, or there are more than 2^28
+            documents.
     """
     return _sides(config)[heldout]
 

@@ -72,12 +72,14 @@ class Periodic:
     def metrics(self, state: training.TrainState) -> dict[str, Float[Array, ""]]:
         """Returns the loss of each part, and for classification its accuracy, as arrays still being computed.
 
-        Names are as in `evaluate_heldout`. There are none if nothing is held out.
+        The parameters are those of `Program.evaluation_params`. Names are as in `evaluate_heldout`. There are none if
+        nothing is held out.
         """
         values: dict[str, Float[Array, ""]] = {}
+        params = self._program.evaluation_params(state)
         for name, batch in self._batches.items():
             assert self.heldout_means is not None
-            values |= metrics.of_part(name, self.heldout_means(state.params, state.statistics, batch))
+            values |= metrics.of_part(name, self.heldout_means(params, state.statistics, batch))
         return values
 
     @functools.cached_property

@@ -44,6 +44,8 @@ __all__ = ["Checkpoints", "require_checkpoint", "restore_arrays"]
 
 _DAMAGED = "damaged_checkpoints"
 _OPTIMIZER = "opt_state"
+# Arrays that a step may have been saved without.
+_OPTIONAL = (_OPTIMIZER, "average", "skips")
 # Errors of Orbax and TensorStore for files with other content than was saved, or without some of the files, as found by
 # flipping bits and cutting files. The base class stands for itself only: Orbax wraps others in it.
 _MALFORMED = (ValueError, LookupError, AttributeError, TypeError, FileNotFoundError, RecursionError)
@@ -100,8 +102,8 @@ class Checkpoints:
     def restore(self, abstract: TrainState) -> tuple[TrainState, Any] | None:
         """Restores the newest good state, with the shardings of `abstract`, and the position in the data.
 
-        The optimizer state is `()` if none was saved. Steps whose damage is proven are moved to
-        `damaged_checkpoints`, with a message on stderr.
+        The optimizer state is `()` if none was saved, and other parts that were not saved are empty. Steps whose damage
+        is proven are moved to `damaged_checkpoints`, with a message on stderr.
 
         Returns:
             The state and the position, which is None at the beginning of the data; or None without checkpoints.
@@ -307,7 +309,8 @@ def _newest_good[T](
 
 def _arrays(state: TrainState) -> dict[str, Any]:
     """Returns the arrays of a state that a checkpoint holds; `step` is the folder's name instead."""
-    arrays = {"params": state.params, _OPTIMIZER: state.opt_state, "statistics": state.statistics}
+    names = ("params", _OPTIMIZER, "statistics", "average", "skips")
+    arrays = {name: getattr(state, name) for name in names}
     return _without_empty(arrays)
 
 
@@ -321,7 +324,7 @@ def _load(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the arrays of a step, with the shardings of `abstract`, and its metadata, in this process only.
 
-    The optimizer state is included only if it was saved.
+    Those in `_OPTIONAL` are included only if they were saved.
 
     Raises:
         _DamagedError: the files can be read, but are not what was saved as this step.
@@ -339,8 +342,8 @@ def _load(
             raise _DamagedError("its metadata is not what was saved")
         if metadata["step"] != number:
             raise _DamagedError(f"it was saved as step {metadata['step']}, and renamed or linked")
-        if _OPTIMIZER not in metadata["fingerprints"]:
-            abstract = {name: tree for name, tree in abstract.items() if name != _OPTIMIZER}
+        saved = metadata["fingerprints"]
+        abstract = {name: x for name, x in abstract.items() if name in saved or name not in _OPTIONAL}
         return ocp.load_checkpointables(path, abstract), metadata
 
 

@@ -12,7 +12,7 @@ from sympow_jax import models
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import parallel, partitioning
 
-__all__ = ["Batch", "Sums", "count", "cross_entropy_sum", "label_sums", "predict", "sums"]
+__all__ = ["Batch", "Sums", "count", "label_sums", "predict", "sums", "token_sums", "zeros"]
 
 Batch = Mapping[str, Array]
 
@@ -26,14 +26,16 @@ class Sums(NamedTuple):
     Attributes:
         loss: cross-entropies in nats, or squared errors, which for `AttentionMatcher` are relative.
         correct: number of rows whose class has the largest logit; 0 if no classes are predicted.
+        z: squared log-normalizers of the tokens' probabilities; None if there is no z-loss.
     """
 
     loss: Float[Array, ""]
     correct: Float[Array, ""]
+    z: Float[Array, ""] | None = None
 
 
-def sums(model: models.Model, batch: Batch) -> Sums:
-    """Returns the sums of a model over a batch, in float32.
+def sums(model: models.Model, batch: Batch, *, z_loss: bool = False) -> Sums:
+    """Returns the sums of a model over a batch, in float32; `z` is of tokens, and only with `z_loss`.
 
     A batch has `inputs`, optional `segment_ids`, and either `targets` or `labels`. `targets [B T]` are tokens, and
     `labels [B]` are classes if they are integers, or else numbers. Integers >= 0 count, and so do numbers except NaN.
@@ -46,8 +48,14 @@ def sums(model: models.Model, batch: Batch) -> Sums:
         assert not isinstance(model, models.ImageClassifier)
         hidden = model.hidden(inputs, segment_ids=segment_ids)
         dtype = jnp.dtype(model.config.dtype)
-        return Sums(cross_entropy_sum(hidden, model.output_table, batch["targets"], dtype), jnp.float32(0))
+        losses, z = token_sums(hidden, model.output_table, batch["targets"], dtype, z_loss=z_loss)
+        return Sums(losses, jnp.float32(0), z)
     return label_sums(predict(model, batch), batch["labels"])
+
+
+def zeros(*, z_loss: bool = False) -> Sums:
+    """Returns the sums over no targets or labels."""
+    return Sums(jnp.float32(0), jnp.float32(0), jnp.float32(0) if z_loss else None)
 
 
 def label_sums(outputs: Float[Array, "B outputs"], labels: Array) -> Sums:
@@ -81,10 +89,17 @@ def _counts(wanted: Array) -> Bool[Array, "..."]:
     return ~jnp.isnan(wanted) if jnp.issubdtype(wanted.dtype, jnp.floating) else wanted >= 0
 
 
-def cross_entropy_sum(
-    hidden: Float[Array, "B T M"], embedding: Float[Array, "V M"], targets: Int[Array, "B T"], dtype: Any
-) -> Float[Array, ""]:
-    """Returns the sum of the cross-entropies, in nats, of the targets >= 0 under logits hidden . embedding^T.
+def token_sums(
+    hidden: Float[Array, "B T M"],
+    embedding: Float[Array, "V M"],
+    targets: Int[Array, "B T"],
+    dtype: Any,
+    *,
+    z_loss: bool = False,
+) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
+    """Returns the sums of `Sums.loss` and `Sums.z` over the targets >= 0 under logits hidden . embedding^T.
+
+    The second is None without `z_loss`. Its use is from "PaLM" (Chowdhery et al. 2022, section 5).
 
     The product is in `dtype` with float32 accumulation, and the result is float32. Logits exist only for one slice of
     time at once, also in the backward pass, which recomputes them. Under a mesh, rows, times and the vocabulary are
@@ -96,20 +111,22 @@ def cross_entropy_sum(
 
     def local(hidden, embedding, targets):
         embedding = parallel.gather(embedding, axes, partitioning.FSDP)
-        loss = functools.partial(_slice_loss, embedding=embedding, dtype=dtype, axis_name=vocabulary)
-        total = _over_slices(loss, hidden, targets, len(embedding))
+        sums = functools.partial(
+            _slice_sums, embedding=embedding, dtype=dtype, axis_name=vocabulary, z_loss=z_loss
+        )
+        total = _over_slices(sums, hidden, targets, len(embedding), z_loss)
         return jax.lax.psum(total, summed) if summed else total
 
     specs = partitioning.TOKENS, partitioning.ROWS, partitioning.TOKENS
     return partitioning.over_devices(local, (hidden, embedding, targets), specs, partitioning.REPLICATED)
 
 
-def _over_slices(loss, hidden, targets, vocabulary):
-    """Returns the sum of loss(hidden, targets) over slices of time whose logits fit in `_LOGITS_BYTES`."""
+def _over_slices(sums, hidden, targets, vocabulary, z_loss):
+    """Returns the total of sums(hidden, targets) over slices of time whose logits fit in `_LOGITS_BYTES`."""
     rows, time = targets.shape
     width = max(1, _LOGITS_BYTES // (4 * rows * vocabulary))
     if width >= time:
-        return loss(hidden, targets)
+        return sums(hidden, targets)
     slices = -(-time // width)
     width = -(-time // slices)
     padding = slices * width - time
@@ -119,27 +136,38 @@ def _over_slices(loss, hidden, targets, vocabulary):
     @jax.checkpoint
     def add(total, start):
         part = (jax.lax.dynamic_slice_in_dim(leaf, start, width, axis=1) for leaf in (hidden, targets))
-        return total + loss(*part), None
+        return jax.tree.map(jnp.add, total, sums(*part)), None
 
-    return jax.lax.scan(add, jnp.float32(0), jnp.arange(slices) * width)[0]
+    zero = jnp.float32(0)
+    return jax.lax.scan(add, (zero, zero if z_loss else None), jnp.arange(slices) * width)[0]
 
 
-def _slice_loss(hidden, targets, *, embedding, dtype, axis_name):
-    """Returns the sum for one slice; `axis_name` is the mesh axis that shards the vocabulary, if any."""
+def _slice_sums(hidden, targets, *, embedding, dtype, axis_name, z_loss):
+    """Returns the sums for one slice; `axis_name` is the mesh axis that shards the vocabulary, if any."""
     logits = models.logits(hidden, embedding, dtype)
     counts = targets >= 0
     if axis_name is None:
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
     else:
         losses = _divided_cross_entropy(logits, targets, axis_name)
-    return jnp.sum(jnp.where(counts, losses, 0))
+    z = None
+    if z_loss:
+        normalizers = (
+            jax.nn.logsumexp(logits, -1) if axis_name is None else _divided_normalizer(logits, axis_name)
+        )
+        z = jnp.sum(jnp.where(counts, jnp.square(normalizers), 0))
+    return jnp.sum(jnp.where(counts, losses, 0)), z
+
+
+def _divided_normalizer(logits, axis_name):
+    highest = jax.lax.pmax(jax.lax.stop_gradient(logits).max(-1), axis_name)
+    weights = jax.lax.psum(jnp.exp(logits - highest[..., None]).sum(-1), axis_name)
+    return jnp.log(weights) + highest
 
 
 def _divided_cross_entropy(logits, targets, axis_name):
     size = logits.shape[-1]
-    highest = jax.lax.pmax(jax.lax.stop_gradient(logits).max(-1), axis_name)
-    weights = jax.lax.psum(jnp.exp(logits - highest[..., None]).sum(-1), axis_name)
     label = targets - jax.lax.axis_index(axis_name) * size
     here = (label >= 0) & (label < size)
     picked = jnp.take_along_axis(logits, jnp.clip(label, 0, size - 1)[..., None], axis=-1)[..., 0]
-    return jnp.log(weights) + highest - jax.lax.psum(jnp.where(here, picked, 0), axis_name)
+    return _divided_normalizer(logits, axis_name) - jax.lax.psum(jnp.where(here, picked, 0), axis_name)

@@ -29,9 +29,9 @@ def check_settings(settings: config.Config) -> None:
 class Reporter:
     """Context manager that reports every update.
 
-    `metrics.jsonl` gets one object per step. The terminal, TensorBoard and Weights & Biases get every `log_every`-th
-    step, those with held-out metrics, and the last. A terminal shows a progress bar; other outputs get plain lines. To
-    the metrics of the update are added:
+    `metrics.jsonl` gets one object per step; that of a skipped update lacks what is not finite. The terminal,
+    TensorBoard and Weights & Biases get every `log_every`-th step, those with held-out metrics, and the last. A
+    terminal shows a progress bar; other outputs get plain lines. To the metrics of the update are added:
 
     * those of a batch of held-out rows, where there are any, with `heldout_` before their names.
     * step_seconds: time since the metrics of the previous step were available. It includes saves, compilation and
@@ -68,6 +68,7 @@ class Reporter:
             ValueError: Weights & Biases is requested, but is not installed or refuses the run.
         """
         training, devices = settings.training, list(devices)
+        self._max_skips = training.max_skips
         self._start, self._steps, self._log_every = start, training.steps, training.log_every
         self._tokens_per_step = settings.data.batch_tokens
         self._flops_per_step = self._tokens_per_step * flops.model_flops_per_token(
@@ -134,7 +135,8 @@ class Reporter:
             held_out: metrics of held-out rows after it; None for none.
 
         Raises:
-            ValueError: one of loss, grad_norm and parameter_norm is not finite.
+            ValueError: one of loss, grad_norm and parameter_norm is not finite, and the update was not skipped; or
+                `training.max_skips` updates in a row were.
         """
         values = {name: float(value) for name, value in metrics.items()}
         rows = {name: float(value) for name, value in (held_out or {}).items()}
@@ -144,12 +146,11 @@ class Reporter:
         seconds, self._last = now - self._last, now
         if step == self._start + 1:
             self._first = now
-        for name in ("loss", "grad_norm", "parameter_norm"):
-            if not math.isfinite(values[name]):
-                raise ValueError(
-                    f"{name} is {values[name]} at step {step}; the last checkpoint is kept; a lower "
-                    f"optimizer.learning_rate, optimizer.clip_norm or more optimizer.warmup_steps may help"
-                )
+        self._check(step, values)
+        loss = values["loss"]
+        if values.get("skipped_in_a_row"):
+            # JSON has no number that is not finite.
+            values = {name: value for name, value in values.items() if math.isfinite(value)}
         values |= {"step_seconds": seconds, **self._rates(seconds), **self._memory()}
         values["data_wait_seconds"] = self._waits.pop(step)
         if not self._writes:
@@ -159,7 +160,23 @@ class Reporter:
         if step % self._log_every == 0 or step == self._steps or rows:
             for writer in self._every:
                 writer.write(step, values)
-            self._show(step, values["loss"], rows, now)
+            self._show(step, loss, rows, now)
+
+    def _check(self, step: int, values: Mapping[str, float]) -> None:
+        """Raises ValueError if the run cannot continue after an update with these metrics."""
+        remedy = (
+            "the last checkpoint is kept; a lower optimizer.learning_rate, optimizer.clip_norm or more "
+            "optimizer.warmup_steps may help"
+        )
+        skipped = int(values.get("skipped_in_a_row", 0))
+        if skipped >= self._max_skips:
+            raise ValueError(
+                f"the last {skipped} updates up to step {step} were skipped, this one with loss {values['loss']} and "
+                f"grad_norm {values['grad_norm']}; {remedy}"
+            )
+        for name in ("parameter_norm",) if skipped else ("loss", "grad_norm", "parameter_norm"):
+            if not math.isfinite(values[name]):
+                raise ValueError(f"{name} is {values[name]} at step {step}; {remedy}")
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Writes texts by name, after update `step`, to the writers that have texts."""

@@ -1,36 +1,66 @@
-"""Optax optimizers from an `OptimizerConfig`."""
+"""Optax optimizers from an `OptimizerConfig`.
+
+Layers may be stacked (`stacking`): the arrays of `stacked_blocks` then have the layers as an axis in front. Every
+optimizer treats each layer's array as an array of its own, so that its updates do not depend on the form.
+"""
 
 import fnmatch
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from sympow_jax import config, models, spelling
+from sympow_jax.training import stacking
 
-__all__ = ["factors", "learning_rate", "make_optimizer"]
+__all__ = ["Traits", "learning_rate", "make_optimizer", "schedule_free_average", "traits"]
+
+# Root mean square of muon's updates, with which they need the learning rate and the weight decay of AdamW: "Muon is
+# Scalable for LLM Training" (Liu et al. 2025, section 2.2).
+_MUON_RMS = 0.2
+
+
+class Traits(NamedTuple):
+    """How an optimizer treats each parameter, as trees of the parameters.
+
+    Attributes:
+        learning_rate: factors of the learning rate; arrays of one per layer where parameters are stacked.
+        weight_decay: factors of the weight decay, in the same form. They are 0 except for matrices.
+        orthogonalized: whether muon orthogonalizes the parameter.
+    """
+
+    learning_rate: Any
+    weight_decay: Any
+    orthogonalized: Any
 
 
 def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns a schedule from `count`, the number of previous updates, to the learning rate.
 
     For update u = count + 1 and w warm-up steps, the rate is `learning_rate * u / w` up to u = w. Then it depends on
-    the schedule. `constant` stays. `cosine` is a half cosine and `polynomial` a straight line (degree 1); both reach
-    `final_fraction * learning_rate` at update `steps`. `inverse_sqrt` is `learning_rate * sqrt(w / u)`, with w at
-    least 1.
+    the schedule. `constant` stays. `cosine` is a half cosine and `linear` a straight line; both reach
+    `final_fraction * learning_rate` at update `steps`. `wsd` stays, and is a straight line to the same rate over the
+    last `decay_fraction * steps` updates. `inverse_sqrt` is `learning_rate * sqrt(w / u)`, with w at least 1.
     """
     peak, warmup = settings.learning_rate, settings.warmup_steps
+    assert peak is not None
+    length = max(steps - warmup, 1)
+    straight = functools.partial(optax.polynomial_schedule, peak, settings.final_fraction * peak, power=1)
     if settings.schedule == "constant":
         decay = optax.constant_schedule(peak)
     elif settings.schedule == "cosine":
-        decay = optax.cosine_decay_schedule(peak, max(steps - warmup, 1), alpha=settings.final_fraction)
-    elif settings.schedule == "polynomial":
-        decay = optax.polynomial_schedule(
-            peak, settings.final_fraction * peak, power=1, transition_steps=max(steps - warmup, 1)
-        )
+        decay = optax.cosine_decay_schedule(peak, length, alpha=settings.final_fraction)
+    elif settings.schedule == "linear":
+        decay = straight(transition_steps=length)
+    elif settings.schedule == "wsd":
+        falling = round(settings.decay_fraction * steps)
+        schedules = [optax.constant_schedule(peak), straight(transition_steps=falling)]
+        decay = optax.join_schedules(schedules, [length - falling])
     else:
         decay = functools.partial(_inverse_sqrt, peak, warmup)
     if not warmup:
@@ -39,79 +69,234 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     return lambda count: schedule(count + 1)
 
 
-def factors(settings: config.OptimizerConfig, params: optax.Params) -> Any:
-    """Returns the factor of each parameter's learning rate, for parameters by layer.
+def traits(settings: config.OptimizerConfig, params: optax.Params) -> Traits:
+    """Returns how the optimizer treats each of these parameters, which are by layer.
 
-    It is the product of the factors of all patterns in `learning_rate_factors` that the parameter's name matches.
+    A factor is the product of the factors of all patterns that the parameter's name matches.
 
     Raises:
-        ValueError: a pattern matches no parameter.
+        ValueError: a pattern matches no parameter, or one of `weight_decay_factors` or `orthogonalized` no matrix.
     """
     names = jax.tree_util.tree_map_with_path(lambda path, _: models.parameter_name(path), params)
+    matrices = jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
+    rate_factors = settings.factors_by_pattern("learning_rate_factors")
+    decay_factors = settings.factors_by_pattern("weight_decay_factors")
     known = jax.tree.leaves(names)
-    pairs = settings.factors_by_pattern
-    for pattern, _ in pairs:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in known):
-            near = spelling.remedy(
-                pattern, known, otherwise=f"the names are {', '.join(models.names_of_any_layer(known))}"
-            )
-            raise ValueError(
-                f"optimizer.learning_rate_factors has the pattern {pattern!r}, which matches no parameter; {near}"
-            )
-    return jax.tree.map(
-        lambda name: math.prod(factor for pattern, factor in pairs if fnmatch.fnmatchcase(name, pattern)),
-        names,
+    _require_matches("learning_rate_factors", [pattern for pattern, _ in rate_factors], known, "parameter")
+    known = [name for name, is_matrix in zip(known, jax.tree.leaves(matrices)) if is_matrix]
+    _require_matches("weight_decay_factors", [pattern for pattern, _ in decay_factors], known, "matrix")
+
+    def is_orthogonalized(name: str, leaf: Any) -> bool:
+        # By the name of any layer, because an update may run all layers as one.
+        (name,) = models.names_of_any_layer([name])
+        return leaf.ndim == 2 and any(fnmatch.fnmatchcase(name, x) for x in settings.orthogonalized)
+
+    orthogonalized = jax.tree.map(is_orthogonalized, names, params)
+    if settings.name == "muon" and not any(jax.tree.leaves(orthogonalized)):
+        raise ValueError(
+            f"optimizer.orthogonalized is {settings.orthogonalized} and matches no matrix; the matrices are "
+            f"{', '.join(models.names_of_any_layer(known))}"
+        )
+    return Traits(
+        learning_rate=jax.tree.map(lambda name: _product(rate_factors, name), names),
+        weight_decay=jax.tree.map(
+            lambda name, is_matrix: _product(decay_factors, name) if is_matrix else 0, names, matrices
+        ),
+        orthogonalized=orthogonalized,
     )
 
 
-def make_optimizer(
-    settings: config.OptimizerConfig, steps: int, params: optax.Params, factors: Any, trained: Any
-) -> optax.GradientTransformation:
-    """Returns Adam, AdamW (decay on matrices only) or SGD with momentum `b1`, after clipping by global norm.
+def _product(pairs: Sequence[tuple[str, float]], name: str) -> float:
+    return math.prod(factor for pattern, factor in pairs if fnmatch.fnmatchcase(name, pattern))
 
-    Updates, with their weight decay, are then multiplied by the factors, which have no state. Parameters that are not
-    trained stay as they are and have no state.
+
+def _require_matches(setting: str, patterns: Sequence[str], names: Sequence[str], kind: str) -> None:
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = spelling.remedy(
+                pattern, names, otherwise=f"the names are {', '.join(models.names_of_any_layer(names))}"
+            )
+            raise ValueError(
+                f"optimizer.{setting} has the pattern {pattern!r}, which matches no {kind}; {near}"
+            )
+
+
+def make_optimizer(
+    settings: config.OptimizerConfig, steps: int, traits: Traits, trained: Any
+) -> optax.GradientTransformation:
+    """Returns the optimizer, after clipping by global norm.
+
+    Updates, with their weight decay, are multiplied by the factors of the learning rate, which have no state.
+    Parameters that are not trained stay as they are and have no state.
 
     Args:
         settings: settings of the optimizer.
         steps: number of updates, at which the schedules end.
-        params: shapes of the parameters; of stacked ones, those of a single layer, which weight decay looks at.
-        factors: tree of the factors of the learning rate, arrays of one per layer where parameters are stacked.
+        traits: how it treats each parameter, with factors and parameters in the same form.
         trained: tree of whether each parameter is trained.
     """
     rate = learning_rate(settings, steps)
-    if settings.name == "adam":
-        update = optax.adam(rate, settings.b1, settings.b2, settings.epsilon)
-    elif settings.name == "adamw":
-        update = optax.adamw(
-            rate,
-            settings.b1,
-            settings.b2,
-            settings.epsilon,
-            weight_decay=settings.weight_decay,
-            mask=jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
-        )
+    factors = optax.stateless(lambda changes, _: jax.tree.map(_scaled, traits.learning_rate, changes))
+    if settings.name == "prodigy":
+        update = _prodigy(settings, rate, traits)
     else:
-        update = optax.sgd(rate, momentum=settings.b1)
+        parts = [_direction(settings, traits), optax.scale_by_learning_rate(rate)]
+        # AdamW's state has a place for weight decay, though an empty one, without any too.
+        if settings.weight_decay or settings.name == "adamw":
+            parts.insert(1, _weight_decay(settings, traits))
+        update = optax.chain(*parts)
+    if settings.name == "schedule_free":
+        # Factors scale the steps of z, of which x is the mean.
+        update = optax.contrib.schedule_free(
+            optax.chain(update, factors),
+            lambda update_number: rate(update_number - 1),
+            b1=settings.b1,
+        )
     if settings.clip_norm is not None:
         update = optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
-    if settings.learning_rate_factors:
-        update = optax.chain(
-            update, optax.stateless(lambda changes, _: jax.tree.map(_scaled, changes, factors))
-        )
+    if settings.learning_rate_factors and settings.name != "schedule_free":
+        update = optax.chain(update, factors)
     if all(jax.tree.leaves(trained)):
         return update
     labels = jax.tree.map(lambda trains: "trained" if trains else "kept", trained)
     return optax.partition({"trained": update, "kept": optax.set_to_zero()}, labels)
 
 
+def schedule_free_average(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
+    """Returns the parameters x that `schedule_free` recommends for evaluation.
+
+    Gradients are taken at `params`, y = (1 - b1) z + b1 x, and `opt_state` has z: "The Road Less Scheduled" (Defazio et
+    al. 2024, equations 3 to 5). Parameters that are not trained stay as they are.
+    """
+    kind = optax.contrib.ScheduleFreeState
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
+    (state,) = (leaf for leaf in leaves if isinstance(leaf, kind))
+
+    def average(z: Any, y: Any) -> Any:
+        return y if isinstance(z, optax.MaskedNode) else (y - (1 - state.b1) * z) / state.b1
+
+    return jax.tree.map(average, state.z, params, is_leaf=lambda z: isinstance(z, optax.MaskedNode))
+
+
+def _direction(settings: config.OptimizerConfig, traits: Traits) -> optax.GradientTransformation:
+    """Returns the optimizer without weight decay and learning rate; it gives updates that are subtracted."""
+    if settings.name == "sgd":
+        return optax.trace(settings.b1)
+    if settings.name == "lion":
+        return optax.scale_by_lion(settings.b1, settings.b2)
+    if settings.name == "schedule_free":
+        return optax.scale_by_rms(settings.b2, settings.epsilon, eps_in_sqrt=False, bias_correction=True)
+    if settings.name == "adafactor":
+        return _adafactor(settings)
+    adam = optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon)
+    if settings.name != "muon":
+        return adam
+    labels = jax.tree.map(lambda matrix: "muon" if matrix else "adam", traits.orthogonalized)
+    return optax.partition({"muon": _muon(settings), "adam": adam}, labels)
+
+
+def _adafactor(settings: config.OptimizerConfig) -> optax.GradientTransformation:
+    """Returns "Adafactor" (Shazeer and Stern 2018, algorithm 4 with the decay of section 7.2), as `optax.adafactor`."""
+    parts = [
+        optax.scale_by_factored_rms(min_dim_size_to_factor=settings.factored_size, epsilon=settings.epsilon),
+        optax.clip_by_block_rms(1.0),
+    ]
+    if settings.parameter_scale:
+        parts.append(optax.scale_by_param_block_rms())
+    update = _by_layer(optax.chain(*parts))
+    return optax.chain(update, optax.ema(settings.b1, debias=False)) if settings.b1 else update
+
+
+def _muon(settings: config.OptimizerConfig) -> optax.GradientTransformation:
+    """Returns Muon (Jordan et al. 2024), whose updates have the root mean square of AdamW's for any shape."""
+
+    def axes(matrices: optax.Params) -> Any:
+        # Axes in front of these, such as that of stacked layers, are a batch of matrices.
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), matrices)
+
+    def scale(matrices: optax.Params, _: Any) -> optax.Params:
+        return jax.tree.map(lambda matrix: _MUON_RMS * max(matrix.shape[-2:]) ** 0.5 * matrix, matrices)
+
+    orthogonalize = optax.contrib.scale_by_muon(
+        beta=settings.momentum, eps=settings.epsilon, weight_dimension_numbers=axes
+    )
+    return optax.chain(orthogonalize, optax.stateless(scale))
+
+
+def _prodigy(
+    settings: config.OptimizerConfig, rate: optax.Schedule, traits: Traits
+) -> optax.GradientTransformation:
+    """Returns "Prodigy" (Mishchenko and Defazio 2023), with weight decay of matrices only."""
+    b1, b2, start = settings.b1, settings.b2, settings.initial_distance
+    prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.epsilon, estim_lr0=start)
+    decay = _weight_decay(settings, traits)
+
+    def init(params: optax.Params) -> optax.OptState:
+        # Copies, because the parameters are donated, and the state has the first ones.
+        return prodigy.init(jax.tree.map(jnp.copy, params))
+
+    def update(grads: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, Any]:
+        changes, new = prodigy.update(grads, state, params)
+        if not settings.weight_decay:
+            return changes, new
+        correction = (1 - b2**new.count) ** 0.5 / (1 - b1**new.count)
+        step = state.estim_lr * rate(state.count) * correction
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        decays, _ = decay.update(zeros, decay.init(params), params)
+        return jax.tree.map(lambda change, decay: change - step * decay, changes, decays), new
+
+    return optax.GradientTransformation(init, update)
+
+
+def _weight_decay(settings: config.OptimizerConfig, traits: Traits) -> optax.GradientTransformation:
+    """Returns decoupled weight decay, before the learning rate; its state has no arrays."""
+
+    def add(changes: optax.Updates, params: optax.Params) -> optax.Updates:
+        return jax.tree.map(add_one, traits.weight_decay, changes, params)
+
+    def add_one(factor: Any, change: Any, param: Any) -> Any:
+        if not settings.weight_decay or isinstance(change, optax.MaskedNode):
+            return change
+        return change + _scaled(factor, settings.weight_decay * param)
+
+    return optax.masked(
+        optax.stateless(add), jax.tree.map(lambda factor: bool(np.any(factor)), traits.weight_decay)
+    )
+
+
+def _by_layer(update: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Returns an optimizer of single arrays as one that treats each layer of stacked arrays as an array."""
+
+    def axes(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: 0 if stacking.is_stacked(path) else None, tree
+        )
+
+    def has_layers(params: optax.Params) -> bool:
+        return any(axis is not None for axis in jax.tree.leaves(axes(params), is_leaf=lambda x: x is None))
+
+    def init(params: optax.Params) -> optax.OptState:
+        if not has_layers(params):
+            return update.init(params)
+        state = jax.eval_shape(update.init, params)
+        return jax.vmap(update.init, in_axes=(axes(params),), out_axes=axes(state))(params)
+
+    def update_layers(changes: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, Any]:
+        if not has_layers(params):
+            return update.update(changes, state, params)
+        each = (axes(changes), axes(state), axes(params))
+        return jax.vmap(update.update, in_axes=each, out_axes=each[:2])(changes, state, params)
+
+    return optax.GradientTransformation(init, update_layers)
+
+
 def _inverse_sqrt(peak: float, warmup: int, since_warmup: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     return peak * (max(warmup, 1) / (warmup + since_warmup)) ** 0.5
 
 
-def _scaled(change: Any, factor: Any) -> Any:
-    """Returns the change times its factor, or its factors by layer."""
-    if np.all(factor == 1):
+def _scaled(factor: Any, change: Any) -> Any:
+    """Returns the change times its factor, or its factors by layer; a masked one as it is."""
+    if isinstance(change, optax.MaskedNode) or np.all(factor == 1):
         return change
     factor = np.asarray(factor, change.dtype)
     return change * factor.reshape(*factor.shape, *[1] * (change.ndim - factor.ndim))

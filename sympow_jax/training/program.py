@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,15 +16,28 @@ from flax import nnx
 
 from sympow_jax import config as config_lib
 from sympow_jax import models
-from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import partitioning
-from sympow_jax.training import checkpoint, hosts, initial, loss, optimizer, sharding, stacking, workdir
+from sympow_jax.training import (
+    checkpoint,
+    hosts,
+    initial,
+    loss,
+    optimizer,
+    sharding,
+    spikes,
+    stacking,
+    workdir,
+)
 from sympow_jax.training.state import Params, TrainState
 
 __all__ = ["Program", "Update", "restore_exact", "restore_model"]
 
 # Models of at least this many layers are scanned by default. Otherwise each layer takes about 1 s of CPU to compile.
 _SCANNED_LAYERS = 16
+
+# Parts of a state that a checkpoint may be without.
+_OPTIONAL = ("opt_state", "average", "skips")
 
 Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Array, ""]]]]
 """Maps (state, batch) to (updated state, metrics)."""
@@ -67,14 +81,13 @@ class Program:
         self.params: Params = jax.tree_util.tree_map_with_path(shard, params)
         self.statistics: Params = jax.tree.map(self._placed, statistics)
         self.kernels = tuple(block.attention.kernel for block in model.blocks)
-        one_layer, factors = self.params, optimizer.factors(config.optimizer, self.params)
+        traits = optimizer.traits(config.optimizer, self.params)
         trained = jax.tree_util.tree_map_with_path(self._trains, self.params)
         if self.scans:
-            one_layer, trained = self._stack((self.params, trained), join=lambda leaves: leaves[0])
-            factors = self._stack(factors, join=np.array)
-        self._optimizer = optimizer.make_optimizer(
-            config.optimizer, config.training.steps, one_layer, factors, trained
-        )
+            rates, decays = self._stack((traits.learning_rate, traits.weight_decay), join=np.array)
+            matrices, trained = self._stack((traits.orthogonalized, trained), join=lambda leaves: leaves[0])
+            traits = optimizer.Traits(rates, decays, matrices)
+        self._optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, traits, trained)
 
     def _trains(self, path: tuple[Any, ...], _: Any) -> bool:
         if self.config.task.name != "match_attention":
@@ -91,21 +104,33 @@ class Program:
 
     @functools.cached_property
     def abstract(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state; optimizer state is sharded like its parameters."""
+        """Shapes, dtypes and shardings of the state.
+
+        Arrays of the optimizer state that have the shape of their parameter are sharded like it, and others replicated.
+        """
         params, statistics = self.params, self.statistics
         if self.scans:
             params, statistics = self._stack((params, statistics), join=self._stacked)
-        opt_state = optax.tree_map_params(
-            self._optimizer,
-            # Parameters that are not trained have no state.
-            lambda leaf, param: leaf if isinstance(leaf, optax.MaskedNode) else param,
-            jax.eval_shape(self._optimizer.init, params),
-            params,
-            transform_non_params=self._placed,
-            is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
-        )
+        by_path = dict(jax.tree_util.tree_leaves_with_path(params))
+
+        def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            param = by_path.get(_param_path(path))
+            # Adafactor's means of rows and columns are replicated: they are a thousandth of a matrix.
+            return self._placed(leaf) if param is None or param.shape != leaf.shape else param
+
+        opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._optimizer.init, params))
         step: Any = self._placed(jax.ShapeDtypeStruct((), jnp.int32))
-        return TrainState(step=step, params=params, opt_state=opt_state, statistics=statistics)
+        return TrainState(
+            step=step,
+            params=params,
+            opt_state=opt_state,
+            statistics=statistics,
+            average=params if self.config.optimizer.ema_decay is not None else {},
+            skips=jax.tree.map(self._placed, jax.eval_shape(self._begin_skips)),
+        )
+
+    def _begin_skips(self) -> dict[str, Array]:
+        return spikes.begin() if self.config.training.skips_updates else {}
 
     @property
     def _stack(self) -> Callable[..., Any]:
@@ -135,19 +160,32 @@ class Program:
     def by_layer(self, state: TrainState) -> TrainState:
         """Returns a state with the parameters and optimizer state of each layer on their own.
 
-        They are a copy if layers are scanned. An optimizer state of `()` stays.
+        They are a copy if layers are scanned. An optimizer state of `()` stays, and so does an empty average.
         """
         return _converted(stacking.unstack, state, self.abstract_by_layer) if self.scans else state
 
     def from_layers(self, state: TrainState) -> TrainState:
-        """Returns the inverse of `by_layer`; an optimizer state of `()` stays."""
+        """Returns the inverse of `by_layer`; an optimizer state of `()` and an empty average stay."""
         return _converted(self._stack, state, self.abstract) if self.scans else state
 
     def model(self, state: TrainState) -> models.Model:
-        """Returns the model of a state, in evaluation mode."""
+        """Returns the model of a state with its `evaluation_params`, in evaluation mode."""
         # Without the optimizer state, which is larger than the parameters.
-        state = self.by_layer(dataclasses.replace(state, opt_state=()))
+        state = TrainState(state.step, self.evaluation_params(state), (), state.statistics)
+        state = self.by_layer(state)
         return self.merge(state.params, state.statistics)
+
+    def evaluation_params(self, state: TrainState) -> Params:
+        """Returns the parameters of a state for everything except training, in the form of the state.
+
+        They are the moving average with `optimizer.ema_decay`, the average x of `schedule_free`, and otherwise those
+        that are trained. A state without an average or optimizer state, as of imported weights, has no others.
+        """
+        if state.average:
+            return state.average
+        if self.config.optimizer.name == "schedule_free" and state.opt_state != ():
+            return jax.jit(optimizer.schedule_free_average)(state.opt_state, state.params)
+        return state.params
 
     @functools.cached_property
     def _shardings(self) -> TrainState:
@@ -179,10 +217,17 @@ class Program:
             # Stacked, because layers that are initialized by a loop compile in the time of one.
             _, *variables = _split(self._make(self.config.training.seed, stacked=True))
             params, statistics = variables if self.scans else stacking.unstack(variables)
-            return TrainState(jnp.int32(0), params, self._optimizer.init(params), statistics)
+            return self._new_state(params, statistics)
 
         with _random_kernels():
             return jax.jit(init, out_shardings=self._shardings)()
+
+    def _new_state(self, params: Params, statistics: Params) -> TrainState:
+        """Returns the state before the first update of these parameters, in the form of the state."""
+        # A copy, because the update donates both.
+        average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema_decay is not None else {}
+        opt_state = self._optimizer.init(params)
+        return TrainState(jnp.int32(0), params, opt_state, statistics, average, self._begin_skips())
 
     def begin(self) -> TrainState:
         """Returns the state before the first update, with the parameters of `task.initial_run` if it is set.
@@ -208,10 +253,10 @@ class Program:
             f"the {kind} is that of step {number} of {folder}, a run of the task {first.config.task.name!r}"
         )
         state = self.init_state()
-        new = self.by_layer(dataclasses.replace(state, opt_state=()))
+        new = self.by_layer(TrainState(state.step, state.params, (), state.statistics))
         params = initial.replace(new.params, arrays["params"], folder)
         new = dataclasses.replace(new, params=params, statistics=arrays.get("statistics", {}))
-        return dataclasses.replace(self.from_layers(new), opt_state=state.opt_state)
+        return self._completed(self.from_layers(new))
 
     def restore_or_begin(self, checkpoints: checkpoint.Checkpoints) -> tuple[TrainState, Any]:
         """Returns the newest good state of a run, or the state before the first update if there is no checkpoint.
@@ -226,15 +271,36 @@ class Program:
         if restored is None:
             return self.begin(), None
         state, position = self.from_layers(restored[0]), restored[1]
-        if state.opt_state == ():  # a checkpoint of imported weights
-            init = jax.jit(self._optimizer.init, out_shardings=self._shardings.opt_state)
-            state = dataclasses.replace(state, opt_state=init(state.params))
-        return state, position
+        return self._completed(state), position
+
+    def _completed(self, state: TrainState) -> TrainState:
+        """Returns a state with new values of what it does not have, but the program has.
+
+        A checkpoint of imported weights has no optimizer state and no average, and one from before updates could be
+        skipped has no numbers of these.
+        """
+        missing = [
+            name
+            for name in _OPTIONAL
+            if not getattr(state, name) and jax.tree.leaves(getattr(self.abstract, name))
+        ]
+        if not missing:
+            return state
+
+        def init(params: Params, statistics: Params) -> dict[str, Any]:
+            new = self._new_state(params, statistics)
+            return {name: getattr(new, name) for name in missing}
+
+        shardings = {name: getattr(self._shardings, name) for name in missing}
+        return dataclasses.replace(
+            state, **jax.jit(init, out_shardings=shardings)(state.params, state.statistics)
+        )
 
     def restore_arrays(self, folder: str | pathlib.Path) -> tuple[dict[str, Params], int]:
-        """Restores `params`, and `statistics` if there are any, from a workdir of the same model.
+        """Restores the parameters for evaluation, and `statistics` if there are any, from a workdir of the same model.
 
-        Each process restores on its own, so the mesh may have devices of this process only.
+        The parameters, `params`, are those of `evaluation_params`. Each process restores on its own, so the mesh may
+        have devices of this process only.
 
         Returns:
             The arrays and the step of the newest good checkpoint.
@@ -242,8 +308,17 @@ class Program:
         Raises:
             ValueError: the folder has no good checkpoint, or its newest cannot be read.
         """
-        arrays = {"params": self.params, "statistics": self.statistics}
-        return checkpoint.restore_arrays(folder, arrays)
+        abstract = self.abstract_by_layer
+        arrays: dict[str, Any] = {"params": self.params, "statistics": self.statistics}
+        arrays["average"] = abstract.average
+        if self.config.optimizer.name == "schedule_free":
+            arrays["opt_state"] = abstract.opt_state
+        found, number = checkpoint.restore_arrays(folder, arrays)
+        step = jnp.int32(number)
+        state = TrainState(
+            step, found.pop("params"), found.pop("opt_state", ()), average=found.pop("average", {})
+        )
+        return {"params": self.evaluation_params(state), **found}, number
 
     def trace(self, row: Mapping[str, np.ndarray]) -> jax.stages.Traced:
         """Traces the update for batches of such rows, which raises the model's errors before anything is compiled.
@@ -276,9 +351,12 @@ class Program:
         * `parameter_norm`, after the update, which is finite only if every parameter is
         * `update_norm`, the norm of the change of the parameters
         * `learning_rate`
+        * `z_loss`, the term that `optimizer.z_loss` adds, which `loss` is without
+        * `skipped_updates` and `skipped_in_a_row`, if updates may be skipped
         """
         settings = self.config
         rate = optimizer.learning_rate(settings.optimizer, settings.training.steps)
+        ema_decay = settings.optimizer.ema_decay
 
         def update(state: TrainState, batch: loss.Batch) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
             # Kernels shard themselves over the mesh in scope, because the partitioner cannot.
@@ -286,16 +364,30 @@ class Program:
                 sums, grads, statistics = self._accumulate(state, batch)
             count = loss.count(batch)
             grads = jax.tree.map(lambda grad: grad / count, grads)
+            grad_norm = optax.tree.norm(grads)
             changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
+            step, average, skips = state.step + 1, state.average, state.skips
+            if ema_decay is not None:
+                average = _averaged(average, params, ema_decay, step)
+            if settings.training.skips_updates:
+                is_good, skips = spikes.judge(settings.training, skips, sums.loss, grad_norm)
+                old = state.params, state.opt_state, state.statistics, state.average
+                new = params, opt_state, statistics, average
+                params, opt_state, statistics, average = _selected(is_good, new, old)
+                changes = _selected(is_good, changes, jax.tree.map(jnp.zeros_like, changes))
             metrics = {
                 **self._means(sums, count),
-                "grad_norm": optax.tree.norm(grads),
+                "grad_norm": grad_norm,
                 "parameter_norm": optax.tree.norm(params),
                 "update_norm": optax.tree.norm(changes),
                 "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
             }
-            return TrainState(state.step + 1, params, opt_state, statistics), metrics
+            if sums.z is not None:
+                metrics["z_loss"] = settings.optimizer.z_loss * sums.z / count
+            if skips:
+                metrics |= {"skipped_updates": skips["total"], "skipped_in_a_row": skips["in_a_row"]}
+            return TrainState(step, params, opt_state, statistics, average, skips), metrics
 
         shardings = self._shardings, sharding.replicated(self.mesh)
         return jax.jit(update, donate_argnums=0, out_shardings=shardings)
@@ -314,8 +406,7 @@ class Program:
                 return jax.tree.map(jnp.add, total, more), None
 
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                zeros = loss.Sums(jnp.float32(0), jnp.float32(0))
-                total, _ = jax.lax.scan(add, zeros, self._micro_batches(batch))
+                total, _ = jax.lax.scan(add, loss.zeros(), self._micro_batches(batch))
             return self._means(total, loss.count(batch))
 
         return jax.jit(means, out_shardings=sharding.replicated(self.mesh))
@@ -335,8 +426,9 @@ class Program:
         def total(params: Params):
             model = self._merge_trained(params, statistics)
             model.train()
-            sums = loss.sums(model, rows)
-            return sums.loss, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
+            sums = loss.sums(model, rows, z_loss=self.config.optimizer.z_loss > 0)
+            total = sums.loss if sums.z is None else sums.loss + self.config.optimizer.z_loss * sums.z
+            return total, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
 
         grads, (sums, statistics) = jax.grad(total, has_aux=True)(params)
         return sums, grads, statistics
@@ -350,7 +442,10 @@ class Program:
             more, more_grads, statistics = self._differentiate(state.params, statistics, rows)
             return (*jax.tree.map(jnp.add, (sums, grads), (more, more_grads)), statistics), None
 
-        zeros = loss.Sums(jnp.float32(0), jnp.float32(0)), jax.tree.map(jnp.zeros_like, state.params)
+        zeros = (
+            loss.zeros(z_loss=self.config.optimizer.z_loss > 0),
+            jax.tree.map(jnp.zeros_like, state.params),
+        )
         return jax.lax.scan(add, (*zeros, state.statistics), self._micro_batches(batch))[0]
 
     def _micro_batches(self, batch: loss.Batch) -> loss.Batch:
@@ -363,14 +458,37 @@ class Program:
         )
 
 
+def _param_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the path of a parameter, from that of an array for it in an optimizer state.
+
+    Only the dicts at its end are those of the parameters, because an optax state is a named tuple.
+    """
+    names = itertools.takewhile(lambda key: isinstance(key, jax.tree_util.DictKey), reversed(path))
+    return tuple(reversed(list(names)))
+
+
+def _averaged(average: Params, params: Params, decay: float, step: Int[Array, ""]) -> Params:
+    """Returns the moving average after update `step`.
+
+    The decay rises with the step, so that the first parameters are soon forgotten, as in TensorFlow's
+    `ExponentialMovingAverage` with `num_updates`.
+    """
+    weight = jnp.minimum(decay, (1 + step) / (10 + step))
+    return jax.tree.map(lambda old, new: weight * old + (1 - weight) * new, average, params)
+
+
+def _selected(condition: Bool[Array, ""], new: Any, old: Any) -> Any:
+    return jax.tree.map(functools.partial(jnp.where, condition), new, old)
+
+
 def _shardings_of(abstract: TrainState) -> TrainState:
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
 def _converted(convert: Callable[[Any], Any], state: TrainState, abstract: TrainState) -> TrainState:
-    """Returns `convert(state)` with the shardings of `abstract`; an optimizer state of `()` stays."""
-    if state.opt_state == ():
-        abstract = dataclasses.replace(abstract, opt_state=())
+    """Returns `convert(state)` with the shardings of `abstract`; what the state does not have is left out."""
+    missing = {name: getattr(state, name) for name in _OPTIONAL if not getattr(state, name)}
+    abstract = dataclasses.replace(abstract, **missing)
     return jax.jit(convert, out_shardings=_shardings_of(abstract))(state)
 
 

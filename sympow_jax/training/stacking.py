@@ -12,9 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["stack", "unstack"]
+__all__ = ["is_stacked", "stack", "unstack"]
 
 _BLOCKS, _STACKED = "blocks", "stacked_blocks"
+
+
+def is_stacked(path: tuple[Any, ...]) -> bool:
+    """Returns whether the leaf at a path of a tree has an axis of periods in front."""
+    return jax.tree_util.DictKey(_STACKED) in path
 
 
 def stack(tree: Any, period: int, join: Callable[[Sequence[Any]], Any] = jnp.stack) -> Any:
@@ -40,9 +45,11 @@ def stack(tree: Any, period: int, join: Callable[[Sequence[Any]], Any] = jnp.sta
 
 def unstack(tree: Any, take: Callable[[Any, int], Any] = lambda leaf, index: leaf[index]) -> Any:
     """Returns a stacked tree in its form by layer; `take(leaf, index)` returns the leaf of period `index`."""
+    # Of the whole tree, because the blocks of an optimizer state may have no arrays.
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    periods = next((leaf.shape[0] for path, leaf in leaves if is_stacked(path)), 0)
 
     def convert(blocks: dict[int, Any]) -> dict[int, Any]:
-        periods = jax.tree.leaves(blocks)[0].shape[0]
         return {
             index * len(blocks) + first: jax.tree.map(
                 lambda leaf, index=index: take(leaf, index), blocks[first]

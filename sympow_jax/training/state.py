@@ -24,9 +24,13 @@ class TrainState:
         params: parameters of the model.
         opt_state: optimizer state; `()` in a checkpoint of imported weights.
         statistics: running statistics of batch normalization; empty without it.
+        average: moving average of the parameters; empty without `optimizer.ema_decay`.
+        skips: numbers of skipped updates and norms of gradients; empty unless updates may be skipped (`spikes`).
     """
 
     step: Int[Array, ""]
     params: Params
     opt_state: optax.OptState
     statistics: Params = dataclasses.field(default_factory=dict)
+    average: Params = dataclasses.field(default_factory=dict)
+    skips: dict[str, Array] = dataclasses.field(default_factory=dict)

@@ -118,7 +118,9 @@ def _data(config: config_lib.Config, data: Mapping[str, Any]) -> str:
     heldout = data[f"heldout_{unit}"]
     kept = f"{heldout:,} held out" if heldout else "nothing held out"
     kept += f" ({data['heldout_note']})" if "heldout_note" in data else ""
-    return f"data: {config.data.source}, {data[unit]:,} {unit} to train on, {kept}"
+    count = f"{data[unit]:,} {unit} to train on"
+    count += f" ({data['tokens_note']})" if "tokens_note" in data else ""
+    return f"data: {config.data.source}, {count}, {kept}"
 
 
 def memory(
@@ -167,7 +169,7 @@ def next_command(config: config_lib.Config, folder: pathlib.Path, program: str) 
     """
     script = program.endswith(".py")
     run = f"--workdir={shlex.quote(str(folder))}"
-    tokenizer = "" if config.data.source == "text" else " --tokenizer=FILE"
+    tokenizer = " --tokenizer=FILE" if config.data.source in ("tokens", "longcrawl64") else ""
     if config.task.name == "next_token":
         name = "uv run generate.py" if script else "sympow generate"
         # Without paths, the text is Python's standard library.
@@ -179,7 +181,7 @@ def next_command(config: config_lib.Config, folder: pathlib.Path, program: str) 
         )
         return f"next: {command}:{shlex.quote(str(folder))} --workdir=NEW"
     # Of other sources, no text can be read.
-    if config.data.source in ("text", "tokens", "longcrawl64"):
+    if config.data.source in ("text", "tokens", "longcrawl64", "parquet", "jsonl"):
         name = "uv run sympow inspect" if script else "sympow inspect"
         return f'next: {name} {run} --text="The"{tokenizer}'
     name = "uv run eval.py" if script else "sympow eval"

@@ -11,10 +11,10 @@ import safetensors
 import safetensors.numpy
 from jaxtyping import Shaped
 
-from sympow_jax import atomic, config, models
+from sympow_jax import atomic, config, hub, models
 from sympow_jax.array_types import Array, Float
 from sympow_jax.training import workdir
-from sympow_jax.weights import families, files, hub, layouts, tensors
+from sympow_jax.weights import families, files, layouts, tensors
 
 __all__ = ["from_pretrained", "save_pretrained"]
 
@@ -37,7 +37,7 @@ def from_pretrained(
     Raises:
         ValueError: the download fails, or as `read_settings` and `load`.
     """
-    path = hub.local_path(path)
+    path = hub.local_path(path, hub.WEIGHTS)
     settings = files.read_settings(files.settings_path(path))
     return settings, files.load(path, settings, param_dtype=param_dtype, mesh=mesh)
 

@@ -32,7 +32,7 @@ def test_groups_are_those_of_the_config():
     assert (heads.form, heads.optional, heads.default) == ("INT", True, None)
     assert by_path["evaluation.context_lengths"].form == "INT,INT,..."
     resumable = {path.rpartition(".")[0] for path, setting in by_path.items() if setting.resumable}
-    assert resumable == {"model", "training", "sharding", "evaluation"}
+    assert resumable == {"model", "data", "training", "sharding", "evaluation"}
     assert all(setting.resumable for path, setting in by_path.items() if path.startswith("sharding."))
     assert not by_path["model.layers"].resumable
 

@@ -39,3 +39,10 @@ def test_what_is_no_object_is_an_error_of_one_line(tmp_path, text, message):
 
 def test_thirty_two_levels_are_read():
     assert serialize.parse_object(nested(30, "[", "]")) == json.loads(nested(30, "[", "]"))
+
+
+def test_a_huge_file_is_not_read(tmp_path):
+    with (tmp_path / "a.json").open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(ValueError, match=r"a\.json: it has more than 67,108,864 bytes"):
+        serialize.read_object(tmp_path / "a.json")

@@ -1,7 +1,12 @@
 """Small data of every kind on disk, and configs that read it."""
 
+import bz2
+import gzip
+import json
+import lzma
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +54,25 @@ def write_words(path: pathlib.Path, vocabulary: dict[str, int], special: Sequenc
     built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     built.add_special_tokens(list(special))
     built.save(str(path))
+    return str(path)
+
+
+def write_parquet(
+    path: pathlib.Path, documents: Sequence[Any], *, group: int = 5, column: str = "text"
+) -> str:
+    """Writes the documents as a column after another one, in row groups of `group` rows."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    table = arrow.table({"id": range(len(documents)), column: documents})
+    parquet.write_table(table, path, row_group_size=group)
+    return str(path)
+
+
+def write_jsonl(path: pathlib.Path, documents: Sequence[Any], *, column: str = "text") -> str:
+    """Writes one JSON object per line, compressed as the name says."""
+    zstandard = pytest.importorskip("zstandard")
+    lines = "".join(json.dumps({"id": i, column: document}) + "\n" for i, document in enumerate(documents))
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+    path.write_bytes(compress.get(path.suffix, bytes)(lines.encode()))
     return str(path)
 
 

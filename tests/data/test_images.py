@@ -3,6 +3,7 @@
 import io
 import os
 import pathlib
+import zlib
 
 import numpy as np
 import PIL.Image
@@ -160,12 +161,36 @@ def test_random_crops_of_narrow_images(tmp_path):
     assert all(np.isfinite(dataset[i]["inputs"]).all() for i in range(20))
 
 
-@pytest.mark.parametrize("kind", ["png", "jpeg", "bmp", "gif", "tiff", "webp"])
+@pytest.mark.parametrize("kind", ["png", "jpeg"])
 def test_kinds_of_files(tmp_path, kind):
     pixels = np.full((8, 8, 3), (200, 40, 90), np.uint8)
     write(tmp_path, {f"a/x.{kind.upper()}": encoded(pixels, kind), f"b/x.{kind}": encoded(pixels, kind)})
     row = data.train_dataset(settings(tmp_path, augment=False), task=TASK, vocab_size=1)[0]
     np.testing.assert_allclose(row["inputs"] * DEVIATION + MEAN, pixels / 255, atol=4 / 255)
+
+
+@pytest.mark.parametrize("kind", ["bmp", "gif", "tiff", "webp"])
+def test_other_decoders_are_not_used(tmp_path, kind):
+    content = encoded(random_pixels(0, 8, 8, 3), kind)
+    write(tmp_path, {"a/x.png": content, f"b/x.{kind}": content})
+    dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
+    with pytest.raises(
+        ValueError, match=r"cannot be read as an image \(its content is neither PNG nor JPEG\)"
+    ):
+        dataset[0]
+
+
+def test_an_image_of_too_many_pixels_is_not_decoded(tmp_path, recwarn):
+    content = bytearray(encoded(random_pixels(0, 8, 8)))
+    content[16:24] = (13_000).to_bytes(4, "big") * 2  # width and height in the header,
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")  # whose checksum holds
+    write(tmp_path, {"a/x.png": bytes(content), "b/x.png": bytes(content)})
+    dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
+    with pytest.raises(
+        ValueError, match=r"x\.png cannot be read .*13000 x 13000 pixels; at most 67108864 are"
+    ):
+        dataset[0]
+    assert not recwarn.list
 
 
 def test_fraction_held_out_and_description(tmp_path):
@@ -203,7 +228,7 @@ def test_two_roots_and_held_out_folders(root, tmp_path):
         ),
         (
             {"ape/g.png": b"none"},
-            r"g\.png cannot be read as an image \(cannot identify image file .*\); replace",
+            r"g\.png cannot be read as an image \(its content is neither PNG nor JPEG\); replace",
         ),
         ({"dog/list.txt": b"x"}, r"the class folder .*/dog holds no image \(\.bmp, .*\); fill or remove it"),
         ({"dog/x.png": random_pixels(0, 8, 8)}, r"task\.classes 2, but .* holds folders of 3 classes; make"),

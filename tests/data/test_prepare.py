@@ -1,16 +1,23 @@
-"""Tests of converting text files to token files and back, in both layouts and with each kind of tokenizer."""
+"""Tests of converting text to token files and back, in both layouts and with each kind of tokenizer."""
 
+import fcntl
 import json
+import multiprocessing
 import os
 import pathlib
+import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
 from sympow_jax import data
 from sympow_jax.commands import prepare
+from sympow_jax.data import prepare as prepare_lib
 from sympow_jax.data import tokenizer, tokens
+from sympow_jax.data.prepare import pieces
 from tests import mistakes
 from tests.data import builders
 
@@ -171,9 +178,15 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
         (("--out=there.bin", "texts"), "there.bin exists; remove it"),
         (("--out=described.bin", "texts"), "described.bin.json exists; remove it"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
-        (("--out=a.bin", "--tokenizer=gone.json", "texts"), "--tokenizer=gone.json: there is no such file"),
+        (
+            ("--out=a.bin", "--tokenizer=gone.json", "texts"),
+            "--tokenizer=gone.json: there is no such file or folder",
+        ),
         (("--out=a.bin", "--tokenizer=bad.json", "texts"), "bad.json is not a `tokenizers` file"),
-        (("--out=a.bin", "--tokenizer=nonesuch", "texts"), "give byte, a file, or one of gpt2"),
+        (
+            ("--out=a.bin", "--tokenizer=nonesuch", "texts"),
+            "give byte, a file, a folder as ./NAME, or one of",
+        ),
         (("--out=a.bin", "--separator=-1", "texts"), "--separator is -1; it must be an id from 0"),
     ]
     for arguments, message in cases:
@@ -217,3 +230,296 @@ def test_a_chunk_of_zeros_is_written(folder, word_tokenizer):
     read = np.stack([dataset[i]["targets"] for i in range(512)])
     assert (read == 0).sum() == 4095
     assert (read == 7).sum() == 1
+
+
+LINES = [f"document {i} " + "word " * (i % 7) for i in range(60)]
+PIECES = 12
+OPTIONS = prepare_lib.Options(text_column="text")
+
+
+@pytest.fixture
+def lines(folder, monkeypatch):
+    """Writes documents as JSON lines that are read in 12 pieces, and returns the bytes of the `.bin` they become."""
+    pytest.importorskip("pyarrow")
+    size = os.path.getsize(builders.write_jsonl(folder / "lines.jsonl", LINES))
+    monkeypatch.setattr(pieces, "_TEXT_BYTES", -(-size // PIECES))
+    return b"".join(f"{line}\0".encode() for line in LINES)
+
+
+def stored(path: str) -> bytes:
+    return np.fromfile(path, "<u2").astype(np.uint8).tobytes()
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_at(done: int):
+    def report(progress: prepare_lib.Progress) -> None:
+        assert progress.pieces == PIECES
+        if progress.done == done:
+            raise Stopped
+
+    return report
+
+
+def test_all_formats_give_the_same_tokens(folder, lines):
+    builders.write_parquet(folder / "rows.parquet", LINES)
+    builders.write_jsonl(folder / "lines.jsonl.gz", LINES)
+    builders.write_files(folder / "files", {f"{i:02}": line.encode() for i, line in enumerate(LINES)})
+    for i, path in enumerate(("lines.jsonl", "lines.jsonl.gz", "*.parquet", "files")):
+        options = OPTIONS if path != "files" else prepare_lib.Options()
+        summary = prepare_lib.write_bin(f"{i}.bin", [path], options)
+        assert (summary["documents"], summary["tokens"]) == (len(LINES), len(lines))
+        assert stored(f"{i}.bin") == lines
+    # Of several files, the order is that of their keys, whatever their formats.
+    prepare_lib.write_bin("all.bin", ["rows.parquet", "lines.jsonl"], OPTIONS)
+    assert stored("all.bin") == 2 * lines
+
+
+def test_text_files_of_several_pieces(folder, monkeypatch):
+    reports = []
+    for size, count in ((1, 3), (20, 2), (1 << 22, 1)):
+        monkeypatch.setattr(pieces, "_TEXT_BYTES", size)
+        prepare_lib.write_bin(f"{size}.bin", ["texts"], report=reports.append)
+        assert stored(f"{size}.bin") == STORED
+        assert reports[-1] == (count, count, 3, len(STORED))
+
+
+@pytest.mark.parametrize("done", [1, 6, PIECES])
+def test_a_stopped_command_continues(folder, lines, done):
+    with pytest.raises(Stopped):
+        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(done))
+    assert not os.path.exists("a.bin")
+    hidden = folder / ".a.bin.prepare"
+    # What a killed process may leave: a draft, and tokens beyond those that are counted.
+    builders.write_files(hidden, {".piece-000000009-x/piece-000000009": b"draft"})
+    with (hidden / "tokens").open("ab") as stream:
+        stream.write(b"more")
+    begun = []
+    prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=begun.append)
+    assert (begun[0].done, begun[-1].done) == (done, PIECES)
+    assert stored("a.bin") == lines
+    assert json.loads(pathlib.Path("a.bin.json").read_text())["documents"] == len(LINES)
+    assert not hidden.exists()
+
+
+def test_the_sidecar_of_a_stopped_command(folder, lines, monkeypatch):
+    replace = os.replace
+
+    def stop_at_the_end(source, target) -> None:
+        if os.path.basename(target) == "a.bin":
+            raise Stopped
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stop_at_the_end)
+        with pytest.raises(Stopped):
+            prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS)
+    assert os.path.exists("a.bin.json")
+    assert not os.path.exists("a.bin")
+    prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS)
+    assert stored("a.bin") == lines
+
+
+def test_another_command_for_the_same_output(folder, lines, capsys):
+    with pytest.raises(Stopped):
+        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(2))
+    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
+    line = mistakes.line(prepare.main, [*command, "--shortest_document=5", "--separator=1"], capsys)
+    assert (
+        "holds part of another output: separator was 0 and is 1, shortest_document was 0 and is 5; rep"
+        in line
+    )
+    builders.write_jsonl(folder / "more.jsonl", LINES)
+    line = mistakes.line(prepare.main, [*command, "more.jsonl"], capsys)
+    assert "files was 1 and is 2" in line
+    with pathlib.Path(".a.bin.prepare/lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "is used by another process; wait" in mistakes.line(prepare.main, command, capsys)
+    os.remove(".a.bin.prepare/manifest.json")
+    line = mistakes.line(prepare.main, command, capsys)
+    assert "but no manifest.json; remove the folder or choose another --out" in line
+
+
+def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
+    options = prepare_lib.Options(text_column="text", workers=2)
+    killed = []
+
+    def kill(progress: prepare_lib.Progress) -> None:
+        if progress.done == 3 and not killed:
+            killed.extend(multiprocessing.active_children())
+            os.kill(killed[0].pid, signal.SIGKILL)
+
+    with pytest.raises(
+        ValueError, match=r"^a worker process was killed, perhaps because memory was short; repeat the"
+    ):
+        prepare_lib.write_bin("a.bin", ["lines.jsonl"], options, report=kill)
+    assert len(killed) == 2
+    assert not multiprocessing.active_children()
+    reports = []
+    prepare_lib.write_bin("a.bin", ["lines.jsonl"], options, report=reports.append)
+    assert reports[0].done >= 3
+    assert stored("a.bin") == lines
+
+
+SLOW = """
+import sys, time
+from sympow_jax.commands import prepare
+from sympow_jax.data.prepare import pieces
+
+encode = pieces.PieceEncoder.encode
+pieces.PieceEncoder.encode = lambda self, piece: time.sleep(0.3) or encode(self, piece)
+if __name__ == "__main__":
+    pieces._TEXT_BYTES = int(sys.argv[1])
+    prepare.main(sys.argv[2:])
+"""
+
+
+def test_nothing_remains_of_a_killed_command(folder, lines):
+    """A command with slow workers is killed after its first piece; its workers end too."""
+    pathlib.Path("slow.py").write_text(SLOW)
+    arguments = ["--format=bin", "--out=a.bin", "--text_column=text", "--workers=2", "lines.jsonl"]
+    path = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    command = subprocess.Popen(
+        [sys.executable, "slow.py", str(pieces._TEXT_BYTES), *arguments],
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    hidden = pathlib.Path(".a.bin.prepare")
+    _wait(lambda: list(hidden.glob("piece-*")) or (hidden / "joined.json").exists())
+    children = pathlib.Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+    command.kill()
+    command.wait()
+    assert len(children) >= 2
+    _wait(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
+    assert not os.path.exists("a.bin")
+    reports = []
+    prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=reports.append)
+    assert reports[0].done >= 1
+    assert stored("a.bin") == lines
+
+
+def _wait(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_command_with_one_line(folder, lines, monkeypatch, capsys, number):
+    encode = pieces.PieceEncoder.encode
+    encoded = []
+
+    def interrupted(self, piece):
+        encoded.append(piece)
+        if len(encoded) == 3:
+            signal.raise_signal(number)
+        return encode(self, piece)
+
+    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces.PieceEncoder, "encode", interrupted)
+        with pytest.raises(SystemExit) as stopped:
+            prepare.main(command)
+    assert stopped.value.code == 128 + number
+    assert capsys.readouterr() == ("", "interrupted; the same command continues\n")
+    prepare.main(command)
+    assert stored("a.bin") == lines
+
+
+def test_a_full_disk(folder, lines, monkeypatch, capsys):
+    sync, count = os.fsync, []
+
+    def full(number: int) -> None:
+        count.append(number)
+        if len(count) > 9:
+            raise OSError(28, "No space left on device")
+        sync(number)
+
+    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        line = mistakes.line(prepare.main, command, capsys)
+    assert "No space left on device; correct this and repeat the command, which continues" in line
+    prepare.main(command)
+    assert stored("a.bin") == lines
+
+
+def test_short_documents_are_left_out(folder, lines, capsys):
+    common = ["--format=bin", "--text_column=text", "lines.jsonl"]
+    prepare.main([*common, "--out=a.bin", "--shortest_document=30"])
+    kept = [line for line in LINES if len(line) >= 30]
+    assert 0 < len(kept) < len(LINES)
+    assert stored("a.bin") == b"".join(f"{line}\0".encode() for line in kept)
+    description = json.loads(pathlib.Path("a.bin.json").read_text())
+    assert description["documents"] == len(kept)
+    assert description["left_out_documents"] == len(LINES) - len(kept)
+    capsys.readouterr()
+    line = mistakes.line(prepare.main, [*common, "--out=b.bin", "--shortest_document=1000"], capsys)
+    assert "every document has fewer tokens than --shortest_document, 1000; lower it" in line
+    assert not os.path.exists(".b.bin.prepare")
+
+
+def test_longcrawl64_of_columns(folder, lines):
+    prepare.main(
+        ["--format=longcrawl64", "--out=a.zarr", "--row_tokens=8", "--text_column=text", "lines.jsonl"]
+    )
+    config = builders.data_config(
+        source="longcrawl64", paths=("a.zarr",), document_separator=0, heldout_fraction=0.0
+    )
+    dataset = data.train_dataset(config, vocab_size=256)
+    rows = len(lines) // 8
+    read = sorted(bytes(dataset[i]["targets"].astype(np.uint8)) for i in range(rows))
+    assert read == sorted(lines[8 * i : 8 * i + 8] for i in range(rows))
+
+
+def test_mistakes_with_columns(folder, lines, word_tokenizer, capsys):
+    builders.write_jsonl(folder / "ids.jsonl", [[1, 2], [3]])
+    builders.write_jsonl(folder / "none.jsonl", [None, ""])
+    builders.write_jsonl(folder / "zero.jsonl", ["a", "b\0"])
+    builders.write_parquet(folder / "rows.parquet", LINES)
+    (folder / "strict.json").write_text(pathlib.Path("words.json").read_text().replace("[UNK]", "[NONE]", 1))
+    before = sorted(os.listdir("."))
+    column = "--text_column=text"
+    cases = [
+        ((column, "texts"), "texts is neither .parquet nor .jsonl, nor a compressed .jsonl"),
+        ((column, "gone.jsonl"), "gone.jsonl: there is no such file or folder"),
+        (
+            ("--text_column=body", "lines.jsonl"),
+            "has no field 'body': there are 'id', 'text'; name one of them",
+        ),
+        (
+            (column, "ids.jsonl"),
+            "ids.jsonl holds token ids in 'text', and not text; train on it with data.source=",
+        ),
+        ((column, "none.jsonl"), "there are no documents (1 files read); name files that hold text"),
+        (
+            (column, "zero.jsonl"),
+            "zero.jsonl (line at byte 23) holds id 0, which separates documents; leave it out",
+        ),
+        (("rows.parquet",), "rows.parquet has many documents, one per row or line; name the column"),
+        (("lines.jsonl",), "lines.jsonl has many documents, one per row or line; name the column"),
+        (("texts", "--workers=0"), "--workers is 0; it must be at least 1"),
+        (("texts", "--shortest_document=-1"), "--shortest_document is -1; it must be at least 0"),
+        (
+            ("texts", "--tokenizer=strict.json"),
+            "b.txt: tokenizer strict.json cannot encode a text of 13 characters",
+        ),
+    ]
+    for arguments, message in cases:
+        assert message in mistakes.line(prepare.main, ["--format=bin", "--out=a.bin", *arguments], capsys)
+        assert sorted(os.listdir(".")) == before
+
+
+def test_progress_in_lines_and_as_a_bar(folder, lines, monkeypatch, capsys):
+    command = ["--format=bin", "--text_column=text", "lines.jsonl"]
+    monkeypatch.setattr(prepare, "_LINE_SECONDS", 0.0)
+    prepare.main([*command, "--out=a.bin"])
+    written = capsys.readouterr().err.splitlines()
+    assert len(written) == PIECES + 1
+    assert written[-1].startswith(f"{PIECES} of {PIECES} pieces, 60 documents, {len(lines):,} tokens, ")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    prepare.main([*command, "--out=b.bin"])
+    assert f"{PIECES} of {PIECES} pieces, 60 documents" in capsys.readouterr().err

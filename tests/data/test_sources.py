@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import http.server
+import json
 import os
 import pathlib
 import sysconfig
@@ -12,8 +13,9 @@ import numpy as np
 import pytest
 import tensorstore
 
+from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import files, longcrawl64, text, tokens
+from sympow_jax.data import documents, files, longcrawl64, text, tokens
 from tests.data import builders
 
 
@@ -187,6 +189,104 @@ def test_bin_whose_dtype_differs_from_its_json_file(tmp_path):
     builders.write_files(tmp_path, {"a.bin.json": b"[" * 1000 + b"]" * 1000})
     with pytest.raises(ValueError, match=r"a\.bin\.json: it has no JSON object"):
         data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"token_dtype": ["uint16"]}',
+        '{"token_dtype": NaN}',
+        '{"token_dtype": "int8"}',
+        "{}",
+        '{"token_dtype": {}}',
+    ],
+)
+def test_a_json_file_without_a_dtype(tmp_path, content):
+    path = builders.write_bin(tmp_path / "a.bin", [[1, 2]])
+    builders.write_files(tmp_path, {"a.bin.json": content.encode()})
+    with pytest.raises(
+        ValueError, match=r"a\.bin\.json: its token_dtype is not one of uint16, uint32; `sympow pre"
+    ):
+        data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
+
+
+def test_more_documents_than_memory_holds(tmp_path, monkeypatch):
+    paths = tuple(builders.write_bin(tmp_path / f"{i}.bin", [[1, 0]] * 5 + [[2]]) for i in range(2))
+    config = builders.data_config(source="tokens", paths=paths, document_separator=0)
+    for limit, scanned, fails in ((12, 4, False), (11, 4, True), (11, 1 << 24, True), (5, 4, True)):
+        monkeypatch.setattr(documents, "MAX_DOCUMENTS", limit)
+        monkeypatch.setattr(tokens, "_SCAN_TOKENS", scanned)
+        if fails:
+            with pytest.raises(
+                ValueError, match=rf"there are more than {limit} documents up to .*\d\.bin, each en"
+            ):
+                tokens.open_documents(config, heldout=False)
+        else:
+            tokens.open_documents(config, heldout=False)
+
+
+def test_a_row_of_one_id_is_no_data(tmp_path):
+    stored = np.arange(1, 641) % 7
+    stored[120:320] = 5  # all of rows 2, 3 and 4, and parts of rows 1 and 5
+    path = builders.write_bin(tmp_path / "a.bin", [stored])
+    config = builders.data_config(
+        source="tokens", paths=(path,), context_length=64, heldout_fraction=0.0, packing="documents"
+    )
+    dataset = data.train_dataset(config, vocab_size=256)
+    failed = []
+    for i in range(10):
+        try:
+            dataset[i]
+        except ValueError as error:
+            failed.append(str(error))
+    assert sorted(failed) == [
+        f"{path} (document at 0) has only id 5 from its token {64 * row} on, in the whole of row {row} of 64 tokens; "
+        "the data was not copied in full, or the file is damaged: copy or prepare it again"
+        for row in (2, 3, 4)
+    ]
+    short = builders.data_config(source="tokens", paths=(path,), context_length=32, heldout_fraction=0.0)
+    dataset = data.train_dataset(short, vocab_size=256)
+    assert [set(dataset[i]["inputs"].tolist()) for i in range(20)].count({5}) == 6
+
+
+def test_longcrawl64_of_zeros_after_some_rows(tmp_path):
+    values = zarr_values(rows=8, row_tokens=64)
+    values[5] = 0
+    path = builders.write_zarr(tmp_path / "a.zarr", values, chunks=(8, 16))
+    for task in (config_lib.TaskConfig(), config_lib.TaskConfig(name="masked_token")):
+        config = builders.data_config(
+            source="longcrawl64", paths=(path,), context_length=64, heldout_fraction=0.0, document_separator=0
+        )
+        dataset = data.train_dataset(config, task=task, vocab_size=50_304)
+        with pytest.raises(
+            ValueError, match=r"a\.zarr \(row 5\) has only id 0 from its token 0 on, in the whole of"
+        ):
+            [dataset[i] for i in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"chunks": [1 << 34, 16]},
+            r"has chunks of shape \(17179869184, 16\), 549755813888 bytes each, by its meta",
+        ),
+        ({"chunks": [10**18, 16]}, "cannot open .* as a Zarr v2 array: .*too large"),
+        ({"shape": [10**12, 16]}, r"has shape \(1000000000000, 16\) by its metadata; at most 268435456 rows"),
+        ({"shape": [20, 10**18]}, r"has shape \(20, 1000000000000000000\) by its metadata"),
+        ({"chunks": "many"}, "cannot open .* as a Zarr v2 array: .*chunks"),
+        ({"dtype": [["a", "<u2"]]}, "cannot open .* as a Zarr v2 array: .*fill_value"),
+        ({"filters": json.loads("[" * 900 + "]" * 900)}, "cannot open .* as a Zarr v2 array: "),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_metadata_that_no_array_has(tmp_path, changes, message):
+    path = builders.write_zarr(tmp_path / "a.zarr", zarr_values(), chunks=(8, 16))
+    metadata = json.loads(pathlib.Path(path, ".zarray").read_text())
+    builders.write_files(tmp_path, {"a.zarr/.zarray": json.dumps(metadata | changes).encode()})
+    with pytest.raises(ValueError, match=message) as raised:
+        data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=50_304)
+    assert "\n" not in str(raised.value)
 
 
 def zarr_values(rows=20, row_tokens=32, dtype="<u2"):

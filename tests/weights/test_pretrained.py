@@ -18,8 +18,8 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 
-from sympow_jax import config, generation, weights
-from sympow_jax.weights import families, hub
+from sympow_jax import config, generation, hub, weights
+from sympow_jax.weights import families
 from tests.ops import cases
 from tests.weights import originals, power_models
 
@@ -513,12 +513,14 @@ def test_names_of_the_hub(monkeypatch):
     assert settings.model.attention.qk_norm
     weights.from_pretrained("hf://a/b@v1.0")
     assert asked == [("a/b", None), ("a/b", "v1.0")]
-    assert hub.local_path("hf") == pathlib.Path("hf")
+    assert hub.local_path("hf", hub.WEIGHTS) == pathlib.Path("hf")
     for name in ("hf://a", "hf://a/b/c", "hf://a/b@", "hf:///b"):
-        with pytest.raises(ValueError, match=re.escape(f"{name} is no name of a model; write hf://ORG/NAME")):
-            hub.local_path(name)
+        with pytest.raises(
+            ValueError, match=re.escape(f"{name} is no name of a repository; write hf://ORG/NAME")
+        ):
+            hub.local_path(name, hub.WEIGHTS)
     with pytest.raises(ValueError, match=r"^cannot download hf://a/missing: 404 Client Error\.$"):
-        hub.local_path("hf://a/missing")
+        hub.local_path("hf://a/missing", hub.WEIGHTS)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match=r"'huggingface_hub', which is not installed; .*sympow-jax\[hub\]"):
-        hub.local_path("hf://a/b")
+        hub.local_path("hf://a/b", hub.WEIGHTS)

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sympow_jax.data import files as data_files
-from sympow_jax.data import prepare, tokenizer
+from sympow_jax.data import prepare
 from tests.data import builders
 from tests.training import launching
 from tools import small_disk
@@ -56,10 +55,10 @@ flipped_checkpoints = functools.partial(_damaged_checkpoints, _flip)
 
 def _prepared(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
     """Prepares the corpus in both formats; returns the files' folders with the settings that read them."""
-    sources, byte = data_files.find("files", [str(stage.corpus)]), tokenizer.load("byte")
+    sources = [str(stage.corpus)]
     flat, rows = stage.new("bin") / "train.bin", stage.new("zarr") / "train.zarr"
-    prepare.write_bin(str(flat), sources, byte)
-    prepare.write_longcrawl64(str(rows), sources, byte, row_tokens=64)
+    prepare.write_bin(str(flat), sources)
+    prepare.write_longcrawl64(str(rows), sources, row_tokens=64)
     common: dict[str, Any] = {"data__document_separator": 0}
     return [
         (flat.parent, common | {"data__source": "tokens", "data__paths": flat}),

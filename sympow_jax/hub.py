@@ -1,20 +1,31 @@
-"""Download of weights from the Hugging Face Hub."""
+"""Download of weights and tokenizers from the Hugging Face Hub."""
 
 import importlib
 import os
 import pathlib
 import re
+from collections.abc import Sequence
 
-__all__ = ["local_path"]
+__all__ = ["TOKENIZER", "WEIGHTS", "is_remote", "local_path"]
 
 _SCHEME = "hf://"
 _NAME = re.compile(r"(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^@]+))?")
-# Weights, settings and tokenizers, but no pickles.
-_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model"]
+# Names of files to download. Of a model: weights, settings and tokenizers, but no pickles.
+WEIGHTS = ("*.json", "*.safetensors", "tokenizer.model")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Returns whether `local_path` downloads a path."""
+    return os.fspath(path).startswith(_SCHEME)
+
+
+def local_path(path: str | os.PathLike[str], patterns: Sequence[str]) -> pathlib.Path:
     """Returns a path, or the folder with the downloaded files of `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`.
+
+    Args:
+        path: path or name.
+        patterns: files of the repository to download, `WEIGHTS` or `TOKENIZER`.
 
     Files are kept in the cache of the package `huggingface_hub`, which is the extra `hub`. Its variables, such as
     HF_HOME and HF_TOKEN, apply.
@@ -23,11 +34,11 @@ def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
         ValueError: the name has another form, the package is not installed, or the download fails.
     """
     name = os.fspath(path)
-    if not name.startswith(_SCHEME):
+    if not is_remote(name):
         return pathlib.Path(name)
     match = _NAME.fullmatch(name.removeprefix(_SCHEME))
     if match is None:
-        raise ValueError(f"{name} is no name of a model; write hf://ORG/NAME or hf://ORG/NAME@REVISION")
+        raise ValueError(f"{name} is no name of a repository; write hf://ORG/NAME or hf://ORG/NAME@REVISION")
     try:
         library = importlib.import_module("huggingface_hub")
     except ImportError as error:
@@ -37,7 +48,7 @@ def local_path(path: str | os.PathLike[str]) -> pathlib.Path:
         ) from error
     try:
         folder = library.snapshot_download(
-            match["repo"], revision=match["revision"], allow_patterns=_PATTERNS
+            match["repo"], revision=match["revision"], allow_patterns=list(patterns)
         )
     except Exception as error:  # of the library, of the HTTP client below it, or of the system
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,0 +1,219 @@
+"""Held-out loss of each optimizer at its own best learning rate.
+
+The toy scale is a small quickstart: one layer, a context of 256, four rows per update. Each optimizer is trained with
+the first seed at rates three times apart, and further ones as long as the best is the first or the last. The other
+seeds are trained at the best rate. All but `schedule_free`, which has no schedule, have a cosine.
+"""
+
+import dataclasses
+import math
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from experiments import _shared
+from sympow_jax import config, training
+from sympow_jax.config import optimizer as optimizer_lib
+from sympow_jax.training import sharding
+
+PLANS = {
+    "toy": _shared.Plan(seeds=(0, 1, 2), steps=100, contexts=(256,), lengths=(256,), documents=64),
+    "paper": _shared.Plan(seeds=(0,), steps=10_000, contexts=(4096,), lengths=(4096,), documents=64),
+    "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16,), documents=2),
+}
+VARIANTS = optimizer_lib.OPTIMIZERS
+# The middle one of the first three rates.
+_RATES = {
+    "adam": 6e-3,
+    "adamw": 6e-3,
+    "adafactor": 3e-2,
+    "lion": 1e-3,
+    "muon": 6e-3,
+    "prodigy": 1.0,
+    "schedule_free": 6e-3,
+    "sgd": 0.3,
+}
+_FACTOR = 3.0
+_MOST_RATES = 5
+_TOY_TOKENS = 1024
+_WEIGHT_DECAY = 0.1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the experiment with the arguments after its name; returns the exit code."""
+    return _shared.run("optimizers", __doc__, arguments, _run, plans=PLANS, variants=VARIANTS)
+
+
+def _run(options: _shared.Options) -> None:
+    folders: dict[tuple[str, float, int], pathlib.Path] = {}
+    first, *others = options.plan.seeds
+    for variant in options.variants:
+        rates = [_RATES[variant] * _FACTOR**exponent for exponent in (-1, 0, 1)]
+        _train(options, folders, variant, rates, first)
+        while (best := _best(folders, variant)) in (min(rates), max(rates)) and len(rates) < _MOST_RATES:
+            rates.append(best / _FACTOR if best == min(rates) else best * _FACTOR)
+            _train(options, folders, variant, rates[-1:], first)
+        for seed in others:
+            _train(options, folders, variant, [best], seed)
+        # After each optimizer, so that a stopped experiment has the results so far.
+        path = _report(options, folders)
+    _shared.print_tables(path, tables)
+
+
+def _train(
+    options: _shared.Options,
+    folders: dict[tuple[str, float, int], pathlib.Path],
+    variant: str,
+    rates: Sequence[float],
+    seed: int,
+) -> None:
+    """Adds the folders of an optimizer's runs at these rates."""
+    runs = {
+        f"{variant}_rate{rate:.2g}_steps{options.plan.steps}_seed{seed}": settings(
+            options, variant, rate=rate, seed=seed
+        )
+        for rate in rates
+    }
+    done = _shared.train_all(options, runs)
+    folders |= {(variant, rate, seed): folder for rate, folder in zip(rates, done)}
+
+
+def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) -> config.Config:
+    """Returns the config of a run of an optimizer at a learning rate."""
+    base = _shared.settings(
+        options,
+        config.preset("conformal"),
+        context=options.plan.contexts[0],
+        seed=seed,
+        evaluated=True,
+        paper="gpt2_124m:conformal",
+    )
+    if options.scale == "toy":
+        base = dataclasses.replace(
+            base,
+            model=dataclasses.replace(base.model, layers=1),
+            data=dataclasses.replace(base.data, batch_tokens=_TOY_TOKENS),
+        )
+    optimizer = config.OptimizerConfig(
+        name=variant,
+        learning_rate=rate,
+        warmup_steps=options.plan.steps // 10,
+        schedule="constant" if variant == "schedule_free" else "cosine",
+        weight_decay=0.0 if variant == "adam" else _WEIGHT_DECAY,
+        clip_norm=1.0,
+    )
+    # A rate that is too high has a high loss, instead of ending the experiment.
+    changed = dataclasses.replace(base.training, skip_nonfinite=True, max_skips=options.plan.steps + 1)
+    return dataclasses.replace(base, optimizer=optimizer, training=changed)
+
+
+def _loss(folder: pathlib.Path) -> float:
+    (row,) = _shared.evaluation(folder)
+    return row["loss"]
+
+
+def _best(folders: Mapping[tuple[str, float, int], pathlib.Path], variant: str) -> float:
+    """Returns the rate of the lowest held-out loss."""
+    losses = {rate: _loss(folder) for (name, rate, _), folder in folders.items() if name == variant}
+    return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+
+
+def _report(options: _shared.Options, folders: Mapping[tuple[str, float, int], pathlib.Path]) -> pathlib.Path:
+    """Writes rows, CSV, JSON and the plot; returns the plot's path."""
+    rows = [
+        {
+            "variant": variant,
+            "learning_rate": rate,
+            "seed": seed,
+            "loss": _loss(folder),
+            "training_loss": _shared.final_loss(folder),
+        }
+        for (variant, rate, seed), folder in folders.items()
+    ]
+    names = dict.fromkeys(str(row["variant"]) for row in rows)
+    bytes_per_parameter = {name: state_bytes(options, name) for name in names}
+    path = _shared.write(options, rows, list(folders.values()), bytes_per_parameter=bytes_per_parameter)
+    _shared.draw_values(
+        path,
+        [(name, *_shared.mean(losses).band) for name, (_, losses) in _at_best_rates(rows).items()],
+        title="Optimizers at their own best learning rates",
+        subtitle=f"held-out loss after {options.plan.steps:,} updates, {options.plan.average}",
+        x_label="nats per token",
+    )
+    return path
+
+
+def state_bytes(options: _shared.Options, variant: str) -> float:
+    """Returns the bytes of optimizer state per parameter, without allocating anything."""
+    wanted = settings(options, variant, rate=_RATES[variant], seed=0)
+    program = training.Program(wanted, sharding.whole_mesh())
+    state, params = (
+        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+        for tree in (program.abstract.opt_state, program.params)
+    )
+    return state / params * jax.numpy.float32(0).itemsize
+
+
+def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[float]]]:
+    """Returns the best rate of each optimizer, and the losses of all seeds at that rate."""
+    found = {}
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        own = [row for row in rows if row["variant"] == name]
+        seeds = {row["seed"] for row in own}
+        # The rate that every seed was trained at.
+        (rate,) = (
+            {
+                row["learning_rate"]
+                for row in own
+                if {x["seed"] for x in own if x["learning_rate"] == row["learning_rate"]} == seeds
+            }
+            if len(seeds) > 1
+            else {min(own, key=lambda row: row["loss"])["learning_rate"]}
+        )
+        found[name] = rate, [row["loss"] for row in own if row["learning_rate"] == rate]
+    return found
+
+
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    rows = content["rows"]
+    found = _at_best_rates(rows)
+    order = sorted(found, key=lambda name: _shared.mean(found[name][1]).value)
+    first = min(row["seed"] for row in rows)
+    tried = {
+        name: sorted(
+            (row["learning_rate"], row["loss"])
+            for row in rows
+            if row["variant"] == name and row["seed"] == first
+        )
+        for name in order
+    }
+    return [
+        _shared.Table(
+            title="Held-out loss at the best rate, nats per token",
+            columns=("", "loss", "learning rate", "bytes of state per parameter"),
+            rows=[
+                (
+                    name,
+                    str(_shared.mean(found[name][1])),
+                    f"{found[name][0]:.2g}",
+                    f"{content['bytes_per_parameter'][name]:.1f}",
+                )
+                for name in order
+            ],
+        ),
+        _shared.Table(
+            title="Held-out loss of the first seed by learning rate",
+            columns=("", "loss at each rate"),
+            rows=[
+                (name, ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in tried[name])) for name in order
+            ],
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,26 @@
+"""Corpora of text or token ids in parquet and JSON lines, larger than memory, local or remote."""
+
+from sympow_jax import extras
+
+with extras.required("corpora", __name__):
+    from sympow_jax.data.corpus.blocks import Block
+    from sympow_jax.data.corpus.files import CorpusFile, Piece, find, format_of, pieces
+    from sympow_jax.data.corpus.reading import Reader, holds_text
+    from sympow_jax.data.corpus.source import describe, open_heldout, open_rows
+    from sympow_jax.data.corpus.stream import BatchIterator, CorpusRows
+
+__all__ = [
+    "BatchIterator",
+    "Block",
+    "CorpusFile",
+    "CorpusRows",
+    "Piece",
+    "Reader",
+    "describe",
+    "find",
+    "format_of",
+    "holds_text",
+    "open_heldout",
+    "open_rows",
+    "pieces",
+]

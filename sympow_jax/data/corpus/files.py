@@ -1,0 +1,168 @@
+"""Files of a corpus, on any file system that fsspec knows, and the pieces that they are read in."""
+
+import contextlib
+import dataclasses
+import glob
+import os
+import posixpath
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import fsspec
+
+__all__ = ["CorpusFile", "Piece", "file_errors", "find", "format_of", "open_file", "pieces"]
+
+_SUFFIXES = {"parquet": (".parquet", ".parq"), "jsonl": (".jsonl", ".ndjson", ".json")}
+# Endings of compressed files; parquet compresses its own columns.
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+
+# Bytes of text in a byte of a file, roughly. Only the sizes of pieces depend on it.
+_EXPANSION = {"parquet": 2, "compressed": 4, "plain": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class CorpusFile:
+    """A file of a corpus.
+
+    Attributes:
+        url: local path, or URL such as `s3://...` or `hf://datasets/...`.
+        key: path relative to the folder, or to the fixed part of the glob, that matched the file. Order and hold-out
+            depend on it only, so that they do not change when the folder is moved.
+        size: number of bytes.
+        format: `parquet` or `jsonl`.
+    """
+
+    url: str
+    key: str
+    size: int
+    format: str
+
+    @property
+    def compression(self) -> str | None:
+        """Suffix of a compressed JSON lines file, such as `.gz`; None if it can be read from anywhere."""
+        suffix = posixpath.splitext(self.url)[1].lower()
+        return suffix if self.format == "jsonl" and suffix in COMPRESSIONS else None
+
+    @property
+    def text_bytes(self) -> int:
+        """Rough number of bytes of text."""
+        kind = "parquet" if self.format == "parquet" else "compressed" if self.compression else "plain"
+        return self.size * _EXPANSION[kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Piece `index` of `count` of a file. Each document of the file is in exactly one piece."""
+
+    file: CorpusFile
+    index: int
+    count: int
+
+
+@contextlib.contextmanager
+def file_errors(place: str) -> Iterator[None]:
+    """Turns an error of a file system into a ValueError that names the file, or the setting and the path."""
+    try:
+        yield
+    except (ValueError, MemoryError):
+        raise
+    except FileNotFoundError as error:
+        raise ValueError(f"{place}: there is no such file or folder; correct the path") from error
+    except Exception as error:  # each file system raises the errors of its own network library
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(
+            f"cannot read {place}: {reason}; if it is remote, check the network and your access to it, or name a "
+            f"local copy"
+        ) from error
+
+
+def format_of(path: str) -> str | None:
+    """Returns `parquet` or `jsonl`, as the name of a file says; None if it says neither."""
+    name = path.lower()
+    name = next((name.removesuffix(ending) for ending in COMPRESSIONS if name.endswith(ending)), name)
+    return next((format for format, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), None)
+
+
+def open_file(url: str) -> IO[bytes]:
+    """Opens a local or remote file, without decompressing it.
+
+    Raises:
+        ValueError: the file cannot be opened.
+    """
+    with file_errors(url):
+        return fsspec.open(url, "rb", compression=None).open()
+
+
+def find(setting: str, paths: Sequence[str], *, format: str) -> list[CorpusFile]:
+    """Returns the files that `paths` name, each once, ordered by key.
+
+    A path is a file, a folder or a glob, local or a URL. A folder stands for its files whose name has a suffix of
+    `format`, except hidden ones. `setting` is the name of the setting that holds the paths, for errors.
+
+    Raises:
+        ValueError: a path matches no file, a file is empty, or a file system cannot be reached.
+    """
+    matches: dict[str, CorpusFile] = {}
+    for path in paths:
+        with file_errors(f"{setting} {path}"):
+            files = list(_matching(path, format))
+        if not files:
+            raise ValueError(
+                f"{setting}: no {format} file matches {path!r}; correct the path or the pattern (a folder stands for "
+                f"its files that end in {', '.join(_SUFFIXES[format])})"
+            )
+        for file in files:
+            if not file.size:
+                raise ValueError(f"{file.url} is empty; remove it, or make it again")
+            # Otherwise, a file with two names could be trained on under one name and held out under the other.
+            matches.setdefault(os.path.realpath(file.url) if "://" not in file.url else file.url, file)
+    return sorted(matches.values(), key=lambda file: (file.key, file.url))
+
+
+def _matching(path: str, format: str) -> Iterator[CorpusFile]:
+    system, root = fsspec.url_to_fs(path)
+    try:
+        info = system.info(root)
+    except FileNotFoundError:
+        if not glob.has_magic(root):
+            raise
+        info = None
+    if info is None:
+        found = system.glob(root, detail=True)
+        base = _fixed_part(root)
+    elif info["type"] == "directory":
+        found, base = system.find(root, detail=True), root
+        found = {name: entry for name, entry in found.items() if _belongs(name, root, format)}
+    else:
+        found, base = {root: info}, posixpath.dirname(root)
+    for name, entry in found.items():
+        if entry["type"] == "file":
+            url = name if _is_local(system) else system.unstrip_protocol(name)
+            yield CorpusFile(url, posixpath.relpath(name, base or "."), int(entry["size"]), format)
+
+
+def _is_local(system: Any) -> bool:
+    return "file" in ([system.protocol] if isinstance(system.protocol, str) else system.protocol)
+
+
+def _fixed_part(pattern: str) -> str:
+    """Returns the folders of a glob before the first that has a wildcard."""
+    parts = pattern.split("/")
+    return "/".join(parts[: next(i for i, part in enumerate(parts) if glob.has_magic(part))])
+
+
+def _belongs(name: str, root: str, format: str) -> bool:
+    hidden = any(part.startswith(".") for part in posixpath.relpath(name, root).split("/"))
+    return not hidden and format_of(name) == format
+
+
+def pieces(files: Sequence[CorpusFile], text_bytes: int) -> list[Piece]:
+    """Returns the pieces of all files in order, each of about `text_bytes` of text.
+
+    They follow from the sizes of the files, so that no file is opened.
+    """
+    found = []
+    for file in files:
+        count = -(-file.text_bytes // text_bytes)
+        found += [Piece(file, index, count) for index in range(count)]
+    return found

@@ -1,0 +1,175 @@
+"""Reads one column of parquet files, a range of rows at a time."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from jaxtyping import Int32, Int64
+
+from sympow_jax.data.corpus import blocks, files
+
+__all__ = ["ParquetReader", "holds_text"]
+
+# Rows that are decoded at a time. A whole row group of long documents might not fit in memory.
+_BATCH_ROWS = 128
+_OPEN_FILES = 16
+# A row group of up to this number of pieces is not divided.
+_LARGEST_GROUP = 2
+
+
+@contextlib.contextmanager
+def _arrow_errors(place: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{place} cannot be read: {reason}; copy or make the file again") from error
+
+
+class _GroupReader:
+    """Reads rows of one row group, in order."""
+
+    def __init__(self, opened: pq.ParquetFile, group: int, column: str):
+        self.row = 0  # next row
+        self._batches = opened.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[column])
+        self._rest: pa.Array = pa.nulls(0)
+
+    def read(self, start: int, stop: int) -> list[pa.Array]:
+        """Returns rows start .. stop - 1 of the group; rows up to `start` are skipped."""
+        parts = []
+        while self.row < stop:
+            if not len(self._rest):
+                self._rest = next(self._batches).column(0)
+            skips = self.row < start
+            part = self._rest[: (start if skips else stop) - self.row]
+            self._rest = self._rest[len(part) :]
+            self.row += len(part)
+            if not skips:
+                parts.append(part)
+        return parts
+
+
+class ParquetReader:
+    """Reads pieces of parquet files. The column `column` holds text or lists of token ids.
+
+    Pieces begin at row groups, except that a row group larger than two pieces is divided. Unless its pieces are read in
+    order, it is decoded from its start for each of them.
+    """
+
+    def __init__(self, column: str, *, texts: bool):
+        self._column, self._texts = column, texts
+        self._open = functools.lru_cache(maxsize=_OPEN_FILES)(_open)
+        self._last: tuple[str, int, _GroupReader] | None = None
+
+    def read(self, piece: files.Piece) -> blocks.Block:
+        """Returns the documents of a piece.
+
+        Raises:
+            ValueError: the file or a row group is corrupt, or the column is missing or not of the type that is read.
+        """
+        url = piece.file.url
+        opened = self._open(url)
+        if _holds_text(opened, url, self._column) != self._texts:
+            raise ValueError(
+                f"column {self._column!r} of {url} holds {blocks.KINDS[not self._texts]}, but that of the first file "
+                f"{blocks.KINDS[self._texts]}; all must be of one type"
+            )
+        sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+        starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        first = _boundary(starts, piece.index, piece.count)
+        stop = _boundary(starts, piece.index + 1, piece.count)
+        positions: list[int] = []
+        documents: list[blocks.Document] = []
+        row = first
+        groups = np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, stop)
+        for group in range(*groups):
+            begin, end = max(first, starts[group]), min(stop, starts[group + 1])
+            for part in self._parts(opened, url, group, begin - starts[group], end - starts[group]):
+                names = [f"{url} (row {row + i})" for i in range(len(part))]
+                values = _texts(part) if self._texts else _ids(part, names)
+                for i, value in enumerate(values):
+                    if value is not None and len(value):
+                        positions.append(row + i)
+                        documents.append(value)
+                row += len(part)
+        return blocks.Block(url, "row", np.array(positions, np.int64), documents)
+
+    def _parts(self, opened: pq.ParquetFile, url: str, group: int, start: int, stop: int) -> list[pa.Array]:
+        reader = self._last[2] if self._last is not None and self._last[:2] == (url, group) else None
+        with _arrow_errors(f"row group {group} of {url}"):
+            if reader is None or reader.row > start:
+                reader = _GroupReader(opened, group, self._column)
+                self._last = url, group, reader
+            return reader.read(start, stop)
+
+
+def holds_text(file: files.CorpusFile, column: str) -> bool:
+    """Returns True if the column holds text, False if it holds token ids.
+
+    Raises:
+        ValueError: the file is not a parquet file, or has no such column, or the column holds something else.
+    """
+    return _holds_text(_open(file.url), file.url, column)
+
+
+_TEXT_CHECKS = (
+    pa.types.is_string,
+    pa.types.is_large_string,
+    pa.types.is_string_view,
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+)
+_LIST_CHECKS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+
+
+def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
+    schema = opened.schema_arrow
+    if column not in schema.names:
+        listed = ", ".join(map(repr, schema.names))
+        raise ValueError(f"{url} has no column {column!r}: there are {listed}; name one of them")
+    kind = schema.field(column).type
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if any(check(kind) for check in _TEXT_CHECKS):
+        return True
+    if any(check(kind) for check in _LIST_CHECKS) and pa.types.is_integer(kind.value_type):
+        return False
+    raise ValueError(
+        f"column {column!r} of {url} is of type {kind}; it must hold text, or lists of token ids"
+    )
+
+
+def _open(url: str) -> pq.ParquetFile:
+    stream = files.open_file(url)
+    with _arrow_errors(url):
+        # Without pre-buffering, which would hold the compressed column of a whole row group.
+        return pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+
+
+def _boundary(starts: Int64[np.ndarray, " groups+1"], index: int, count: int) -> int:
+    """Returns the first row of piece `index` of `count`; `starts` are the first rows of row groups."""
+    rows = int(starts[-1])
+    row = index * rows // count
+    if index in (0, count):
+        return row
+    group = int(np.searchsorted(starts, row, side="right")) - 1
+    begin, end = int(starts[group]), int(starts[group + 1])
+    return begin if (end - begin) * count <= _LARGEST_GROUP * rows else row
+
+
+def _texts(part: pa.Array) -> list[bytes | None]:
+    if pa.types.is_dictionary(part.type):
+        part = part.dictionary_decode()
+    # Not by way of text, which would fail for the whole batch if one document is not UTF-8.
+    return part.cast(pa.large_binary()).to_pylist()
+
+
+def _ids(part: pa.Array, names: list[str]) -> list[Int32[np.ndarray, " tokens"]]:
+    lengths = pc.fill_null(pc.list_value_length(part), 0).to_numpy(zero_copy_only=False)
+    flat = pc.list_flatten(part)
+    values = np.split(flat.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1])
+    return [blocks.as_ids(value, name) for value, name in zip(values, names, strict=True)]

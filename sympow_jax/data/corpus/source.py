@@ -1,0 +1,176 @@
+"""Opens a corpus as the training rows and the held-out documents of a run."""
+
+import functools
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import documents
+from sympow_jax.data import tokenizer as tokenizer_lib
+from sympow_jax.data.corpus import files, reading, stream, tokenizing
+
+__all__ = ["HELDOUT_TOKENS", "describe", "open_heldout", "open_rows"]
+
+# Text that is tokenized at a time. A run that is resumed reads it again.
+_GROUP_BYTES = 1 << 24
+# With less text in a row than this, a group has at least 64 rows, so that less than 1 % is dropped at its end.
+_ROWS, _TOKEN_BYTES = 64, 4
+# Held-out documents are in memory; and no more than this is read to find them.
+HELDOUT_TOKENS = 1 << 24
+_HELDOUT_GROUPS = 64
+# Text of the first file whose tokens tell how many the corpus has, and whether they are still the same.
+_SAMPLE_BYTES = 1 << 20
+_DIGEST_BYTES, _DIGEST_FILES = 1 << 16, 16
+
+# Without a model, any id that fits an int32.
+_ANY_VOCABULARY = (1 << 31) - 1
+
+
+def _column(config: config_lib.DataConfig) -> str:
+    return config.text_columns[0] if config.text_columns else "text"
+
+
+def _find(config: config_lib.DataConfig, *, heldout: bool) -> list[files.CorpusFile]:
+    own = heldout and bool(config.heldout_paths)
+    setting, paths = ("data.heldout_paths", config.heldout_paths) if own else ("data.paths", config.paths)
+    return files.find(setting, paths, format=config.source)
+
+
+def _groups(corpus: list[files.CorpusFile], config: config_lib.DataConfig) -> list[stream.Group]:
+    return stream.grouped(corpus, max(_GROUP_BYTES, _ROWS * _TOKEN_BYTES * config.context_length))
+
+
+def _recipe(
+    config: config_lib.DataConfig, first: files.CorpusFile, *, vocab_size: int, heldout: bool
+) -> tokenizing.Recipe:
+    texts, separator = reading.holds_text(first, _column(config)), config.document_separator
+    if texts:
+        tokenizer = tokenizer_lib.load(config.tokenizer, setting="data.tokenizer")
+        separator = tokenizer.separator if separator is None else separator
+        if tokenizer.vocab_size > vocab_size:
+            raise ValueError(
+                f"data.tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, but model.vocab_size is "
+                f"{vocab_size}; raise it to at least {tokenizer.vocab_size}"
+            )
+    if separator is not None and not 0 <= separator < vocab_size:
+        raise ValueError(
+            f"the id after each document is {separator}, but model.vocab_size is {vocab_size}; raise it, or set "
+            f"data.document_separator"
+        )
+    return tokenizing.Recipe(
+        column=_column(config),
+        texts=texts,
+        tokenizer=config.tokenizer,
+        separator=separator,
+        vocab_size=vocab_size,
+        shortest=config.shortest_document,
+        # All documents of `data.heldout_paths` are held out, and none of `data.paths`.
+        heldout_fraction=float(heldout) if config.heldout_paths else config.heldout_fraction,
+        heldout=heldout,
+    )
+
+
+def open_rows(
+    config: config_lib.DataConfig,
+    pack: Callable[[documents.Spans], stream.PackedRows],
+    *,
+    vocab_size: int,
+) -> stream.CorpusRows:
+    """Returns the training rows, which `pack` makes of documents. Only the start of the first file is read.
+
+    Raises:
+        ValueError: no file is found, one is empty, the column of the first does not exist or is of another type, or
+            the tokenizer does not exist or has more ids than the model.
+    """
+    corpus = _find(config, heldout=False)
+    recipe = _recipe(config, corpus[0], vocab_size=vocab_size, heldout=False)
+    return stream.CorpusRows(
+        recipe,
+        _groups(corpus, config),
+        pack,
+        length=config.context_length,
+        seed=config.seed,
+        workers=config.tokenizer_workers,
+    )
+
+
+def open_heldout(config: config_lib.DataConfig, *, vocab_size: int) -> documents.Spans:
+    """Returns the first held-out documents in the order of files, up to 2^24 tokens.
+
+    At most a GiB of text is read to find them.
+
+    Raises:
+        ValueError: as `open_rows`, or what is read is corrupt or has ids outside the vocabulary.
+    """
+    corpus = _find(config, heldout=True)
+    _recipe(config, corpus[0], vocab_size=vocab_size, heldout=True)
+    return _read_heldout(config, tuple(corpus))
+
+
+@functools.lru_cache(maxsize=1)
+def _read_heldout(config: config_lib.DataConfig, corpus: tuple[files.CorpusFile, ...]) -> documents.Spans:
+    recipe = _recipe(config, corpus[0], vocab_size=_ANY_VOCABULARY, heldout=True)
+    groups = _groups(list(corpus), config)[:_HELDOUT_GROUPS]
+    found, count = [], 0
+    tokens_in_order = tokenizing.tokens_in_order(recipe, groups, workers=config.tokenizer_workers)
+    for group, tokens in zip(groups, tokens_in_order):
+        found.append((group[0].file.url, tokens))
+        count += len(tokens.tokens)
+        if count >= HELDOUT_TOKENS:
+            break
+    tokens_in_order.close()
+    ends = [np.cumsum(tokens.lengths) for _, tokens in found]
+    lengths = np.concatenate([tokens.lengths for _, tokens in found])
+    spans = documents.Spans(
+        [tokens.tokens for _, tokens in found],
+        [url for url, _ in found],
+        array=np.repeat(np.arange(len(found)), [len(tokens.lengths) for _, tokens in found]),
+        starts=np.concatenate(ends) - lengths,
+        lengths=lengths,
+    )
+    return spans.select(np.flatnonzero(np.cumsum(lengths) - lengths < HELDOUT_TOKENS))
+
+
+def describe(config: config_lib.DataConfig) -> dict[str, Any]:
+    """Returns counts of files and bytes, an estimate of the tokens, and a SHA-256; only a sample is read.
+
+    The digest is of the names and sizes of all files, the ends of the first 16, and the tokens of the first MiB of
+    text, so that another tokenizer has another digest.
+    """
+    corpus = _find(config, heldout=False)
+    heldout = (
+        open_heldout(config, vocab_size=_ANY_VOCABULARY)
+        if config.heldout_paths or config.heldout_fraction
+        else None
+    )
+    recipe = _recipe(config, corpus[0], vocab_size=_ANY_VOCABULARY, heldout=False)
+    sample, *others = files.pieces(corpus[:1], _SAMPLE_BYTES)
+    tokens = tokenizing.Tokenizing(recipe)([sample]).tokens
+    size = sum(file.size for file in corpus)
+    estimate = len(tokens) * (1 + len(others)) * size // corpus[0].size
+    dropped = len(_groups(corpus, config)) * config.context_length / 2 / max(1, estimate)
+    matches = corpus + (_find(config, heldout=True) if config.heldout_paths else [])
+    digest = hashlib.sha256(tokens.astype("<u4").tobytes())
+    for number, file in enumerate(matches):
+        digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
+        if number < _DIGEST_FILES:
+            digest.update(_end(file))
+    return {
+        "files": len(matches),
+        "bytes": sum(file.size for file in matches),
+        "tokens": estimate,
+        "tokens_note": f"estimated; about {dropped:.1%} are dropped at the ends of parts of the data",
+        "heldout_documents": 0 if heldout is None else len(heldout.lengths),
+        "heldout_tokens": 0 if heldout is None else int(heldout.lengths.sum()),
+        "digest": digest.hexdigest(),
+        "digest_of": "names and sizes of all files, ends of the first, and tokens of a sample",
+    }
+
+
+def _end(file: files.CorpusFile) -> bytes:
+    with files.open_file(file.url) as stream, files.file_errors(file.url):
+        stream.seek(max(0, file.size - _DIGEST_BYTES))
+        return stream.read(_DIGEST_BYTES)

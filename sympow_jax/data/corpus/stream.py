@@ -1,0 +1,201 @@
+"""Training batches of a corpus, in an order that one integer resumes."""
+
+import functools
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int64
+
+from sympow_jax.data import documents, rows
+from sympow_jax.data.corpus import files, tokenizing
+
+__all__ = ["BatchIterator", "CorpusRows", "Group", "grouped"]
+
+Group = tuple[files.Piece, ...]
+RowMakers = list[Callable[[], rows.Row]]
+
+# A position is the number of a group in the order of all epochs, and then the number of a row in the group.
+_ROW_BITS = 32
+# Last numbers of random keys, which no key of a row has.
+_GROUP_ORDER, _ROW_ORDER = 3, 4
+# Last number of the key of a training row.
+_TRAINING = 1
+
+
+class PackedRows(Protocol):
+    """Rows that documents are packed into; the first `whole` of them have no padding."""
+
+    whole: int
+
+    def row(self, index: int, key: tuple[int, ...]) -> rows.Row: ...
+
+
+def grouped(corpus: Sequence[files.CorpusFile], text_bytes: int) -> list[Group]:
+    """Returns the pieces of a corpus in order; small files that follow each other are one group."""
+    groups: list[Group] = []
+    space = 0
+    for piece in files.pieces(corpus, text_bytes):
+        size = piece.file.text_bytes
+        if piece.count == 1 and size <= space:
+            groups[-1] += (piece,)
+            space -= size
+        else:
+            groups.append((piece,))
+            space = text_bytes - size
+    return groups
+
+
+class CorpusRows:
+    """Training rows of a corpus, repeated indefinitely.
+
+    Each epoch has the groups of pieces in a new random order; the pieces of a compressed file stay in order, one after
+    the other. The documents of a group are packed into rows. Its whole rows are read in a random order, and the tokens
+    after the last of them are dropped.
+
+    Args:
+        recipe: what makes tokens of documents.
+        groups: all groups of pieces.
+        pack: makes rows of documents.
+        length: number of tokens in a row.
+        seed: seed of every order.
+        workers: number of processes that tokenize; 0 for a thread of this one.
+    """
+
+    def __init__(
+        self,
+        recipe: tokenizing.Recipe,
+        groups: Sequence[Group],
+        pack: Callable[[documents.Spans], PackedRows],
+        *,
+        length: int,
+        seed: int,
+        workers: int,
+    ):
+        self._recipe, self._groups, self._pack, self.length = recipe, groups, pack, length
+        self._seed, self._workers = seed, workers
+        self._order = functools.lru_cache(maxsize=2)(self._new_order)
+
+    def example(self) -> rows.Row:
+        """Returns a row of the shapes and types of every row. Nothing is read."""
+        count = self.length + 1
+        zeros = tokenizing.DocumentTokens(np.zeros(count, np.int32), np.array([count]))
+        return self._pack(zeros.spans("an example")).row(0, (self._seed, _TRAINING))
+
+    def batches(self, batch_size: int, *, share: int = 0, shares: int = 1) -> "BatchIterator":
+        """Returns an iterator of shard `share` of every batch; `shares` divides the batch size."""
+        return BatchIterator(self, batch_size, share=share, shares=shares)
+
+    def tokens(self, start: int) -> Generator[tokenizing.DocumentTokens]:
+        """Yields the tokens of each group, from number `start` in the order of all epochs.
+
+        Raises:
+            ValueError: as `tokenizing.tokens_in_order`.
+        """
+        order = (self._group(number) for number in itertools.count(start))
+        return tokenizing.tokens_in_order(self._recipe, order, workers=self._workers)
+
+    def rows(self, number: int, tokens: tokenizing.DocumentTokens) -> RowMakers:
+        """Returns functions that make the whole rows of group `number`, in their order."""
+        if len(tokens.tokens) <= self.length:
+            return []
+        packed = self._pack(tokens.spans(self._group(number)[0].file.url))
+        order = np.random.default_rng((self._seed, number, _ROW_ORDER)).permutation(packed.whole)
+        keys = ((self._seed, number << _ROW_BITS | row, _TRAINING) for row in range(packed.whole))
+        return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
+
+    def __len__(self) -> int:
+        """Returns the number of groups of an epoch."""
+        return len(self._groups)
+
+    def _group(self, number: int) -> Group:
+        epoch, index = divmod(number, len(self._groups))
+        return self._groups[self._order(epoch)[index]]
+
+    def _new_order(self, epoch: int) -> Int64[np.ndarray, " groups"]:
+        begins = [not group[0].index or group[0].file.compression is None for group in self._groups]
+        unit = np.cumsum(begins) - 1
+        rank = np.random.default_rng((self._seed, epoch, _GROUP_ORDER)).permutation(unit[-1] + 1)
+        return np.argsort(rank[unit], kind="stable")
+
+
+class BatchIterator:
+    """Iterator of shard `share` of every batch, with the methods of `grain.DatasetIterator` that a run needs.
+
+    A batch is divided into `shares` equal shards, in the order of its rows. Batches are independent of `shares` and of
+    the number of workers. Every process tokenizes all documents, because only then does it know which rows are its own.
+
+    Attributes:
+        read_tokens: number of tokens of the groups that were begun.
+        dropped_tokens: number of these that are in no row.
+    """
+
+    def __init__(self, corpus: CorpusRows, batch_size: int, *, share: int, shares: int):
+        self._corpus, self._batch_size, self._shares = corpus, batch_size, shares
+        self._share = range(share * batch_size // shares, (share + 1) * batch_size // shares)
+        self.read_tokens = self.dropped_tokens = 0
+        self._group = self._row = 0
+        self._rows: RowMakers | None = None
+        self._tokens = corpus.tokens(0)
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """Returns the next batch: each array of `rows.Rows` or `masking.MaskedRows` with a first axis of rows.
+
+        Raises:
+            ValueError: data cannot be read, or no group has a whole row, or the position is none of the data.
+        """
+        chosen: list[rows.Row] = []
+        number = 0  # of the next row of the batch
+        while number < self._batch_size:
+            available = self._available()
+            taken = min(len(available) - self._row, self._batch_size - number)
+            own = range(max(number, self._share.start), min(number + taken, self._share.stop))
+            chosen += [available[self._row + index - number]() for index in own]
+            number += taken
+            self._row += taken
+            if self._row == len(available):
+                self._group, self._row, self._rows = self._group + 1, 0, None
+        return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the position of the next batch as one integer."""
+        return {"next_row": self._group << _ROW_BITS | self._row}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Sets the position; the group at it is read again."""
+        self.close()
+        self._group, self._row = state["next_row"] >> _ROW_BITS, state["next_row"] & ((1 << _ROW_BITS) - 1)
+        self._rows, self._tokens = None, self._corpus.tokens(self._group)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._tokens.close()
+
+    def _available(self) -> RowMakers:
+        """Returns the rows of the group at the position, or of the first group after it that has one."""
+        empty = 0
+        while self._rows is None:
+            tokens = next(self._tokens)
+            found = self._corpus.rows(self._group, tokens)
+            self.read_tokens += len(tokens.tokens)
+            self.dropped_tokens += len(tokens.tokens) - len(found) * self._corpus.length
+            if self._row < max(1, len(found)):
+                self._rows = found or None
+            else:
+                raise ValueError(
+                    f"the run was saved at row {self._row} of a part of the data that now has {len(found)} rows; "
+                    f"restore the data and the tokenizer that the run began with"
+                )
+            empty += not found
+            self._group += not found
+            # Two epochs, because the first group of one may be the last of the next.
+            if empty == 2 * len(self._corpus):
+                raise ValueError(
+                    f"no part of the data has the {self._corpus.length + 1} tokens of a whole row; name more data in "
+                    f"data.paths, or set a shorter data.context_length or data.shortest_document"
+                )
+        return self._rows

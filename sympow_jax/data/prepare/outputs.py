@@ -1,0 +1,239 @@
+"""The files that prepared tokens are written to."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorstore
+
+from sympow_jax import atomic
+from sympow_jax.data import longcrawl64, tokens
+from sympow_jax.data import tokenizer as tokenizer_lib
+from sympow_jax.data.prepare import folder as folder_lib
+from sympow_jax.data.prepare import pieces, workers
+
+__all__ = ["Options", "Progress", "write_bin", "write_longcrawl64"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The way from documents to tokens.
+
+    Attributes:
+        tokenizer: name for `tokenizer.load`.
+        separator: id that ends a document; None takes the tokenizer's.
+        text_column: column of parquet and JSON lines files that holds the text; None if every file is a document.
+        shortest_document: documents of fewer tokens, without the separator, are left out.
+        workers: number of processes. One is this process itself.
+    """
+
+    tokenizer: str = "byte"
+    separator: int | None = None
+    text_column: str | None = None
+    shortest_document: int = 0
+    workers: int = 1
+
+
+class Progress(NamedTuple):
+    """Counts of the work that is done. Documents and tokens are those of the first pieces without a gap.
+
+    Attributes:
+        done: number of finished pieces.
+        pieces: number of all pieces.
+        documents: number of documents written.
+        tokens: number of tokens written, with separators.
+    """
+
+    done: int
+    pieces: int
+    documents: int
+    tokens: int
+
+
+Report = Callable[[Progress], None]
+
+
+def _ignore(progress: Progress) -> None:
+    del progress
+
+
+def _new(out: str | pathlib.Path) -> pathlib.Path:
+    path = pathlib.Path(out).expanduser()
+    if os.path.lexists(path):
+        raise ValueError(f"{out} exists; remove it or choose another --out")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def _prepared(
+    path: pathlib.Path, paths: Sequence[str], options: Options, report: Report
+) -> Iterator[tuple[folder_lib.Folder, dict[str, Any]]]:
+    """Tokenizes all documents, and yields the folder with their tokens and a description of them.
+
+    The folder remains if it is not removed within.
+    """
+    tokenizer = tokenizer_lib.load(options.tokenizer)
+    separator = tokenizer.separator if options.separator is None else options.separator
+    if separator is None:
+        raise ValueError(f"the tokenizer {tokenizer.name} names no end of text; set --separator to an id")
+    vocab_size = max(tokenizer.vocab_size, separator + 1)
+    encoding = pieces.Encoding(
+        tokenizer=tokenizer_lib.local_name(options.tokenizer),
+        separator=separator,
+        token_dtype="uint16" if vocab_size <= 1 << 16 else "uint32",
+        text_column=options.text_column,
+        shortest_document=options.shortest_document,
+    )
+    summary = {
+        "tokenizer": tokenizer.name,
+        "vocab_size": vocab_size,
+        "separator": separator,
+        "token_dtype": encoding.token_dtype,
+    }
+    sources = pieces.find(paths, options.text_column)
+    listed = hashlib.sha256(os.fsencode("".join(f"{name}\0{size}\0" for name, size in sources.files)))
+    manifest = summary | {
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+        "text_column": options.text_column,
+        "shortest_document": options.shortest_document,
+        "files": len(sources.files),
+        "bytes": sum(size for _, size in sources.files),
+        "files_sha256": listed.hexdigest()[:16],
+        "pieces": len(sources.pieces),
+    }
+    folder = folder_lib.Folder(folder_lib.folder_of(path), tokens.DTYPES[encoding.token_dtype].itemsize)
+    with folder.opened(manifest):
+        _tokenize(folder, sources.pieces, encoding, options.workers, report)
+        counts = folder.counts
+        if not counts.documents:
+            folder.remove()
+            raise ValueError(
+                f"every document has fewer tokens than --shortest_document, {options.shortest_document}; lower it"
+                if counts.left_out
+                else f"there are no documents ({len(sources.files)} files read); name files that hold text"
+            )
+        summary |= {"documents": counts.documents, "tokens": counts.tokens}
+        if options.shortest_document:
+            summary |= {
+                "shortest_document": options.shortest_document,
+                "left_out_documents": counts.left_out,
+            }
+        yield folder, summary
+
+
+def _tokenize(
+    folder: folder_lib.Folder,
+    all_pieces: Sequence[pieces.Piece],
+    encoding: pieces.Encoding,
+    count: int,
+    report: Report,
+) -> None:
+    """Tokenizes and joins the pieces that are not in the folder yet."""
+    tasks = [
+        workers.Task(index, piece) for index, piece in enumerate(all_pieces) if not folder.finished(index)
+    ]
+    done = len(all_pieces) - len(tasks)
+    folder.join()
+    report(Progress(done, len(all_pieces), folder.counts.documents, folder.counts.tokens))
+    # Closed here, so that the processes have ended when an error or Ctrl-C leaves this function.
+    with contextlib.closing(workers.run(tasks, encoding, folder.path, count=count)) as finished:
+        for _ in finished:
+            folder.join()
+            done += 1
+            report(Progress(done, len(all_pieces), folder.counts.documents, folder.counts.tokens))
+
+
+def _json(summary: dict[str, Any]) -> str:
+    return json.dumps(summary, indent=2) + "\n"
+
+
+def write_bin(
+    out: str, paths: Sequence[str], options: Options | None = None, *, report: Report = _ignore
+) -> dict[str, Any]:
+    """Writes a `.bin` and its JSON file, the `.bin` last, and returns the content of the JSON file.
+
+    Args:
+        out: path of the `.bin`. Finished pieces are in a hidden folder next to it until all are there. If this folder
+            exists, its work is continued.
+        paths: files, folders or globs to read.
+        options: the way from documents to tokens.
+        report: called with the progress after every piece.
+
+    Raises:
+        ValueError: `out` exists, there is no separator, a document contains the separator or cannot be read or encoded,
+            there is nothing to write, a worker was killed, or the folder holds pieces of other sources or options.
+    """
+    path = _new(out)
+    sidecar = tokens.sidecar(path)
+    # An earlier call may have been stopped between the two files.
+    if not folder_lib.folder_of(path).is_dir():
+        _new(sidecar)
+    with _prepared(path, paths, options or Options(), report) as (folder, summary):
+        if os.path.lexists(sidecar) and sidecar.read_text() != _json(summary):
+            _new(sidecar)
+        with atomic.replace(sidecar) as description:
+            description.write_text(_json(summary))
+        os.replace(folder.tokens, path)
+        folder.remove()
+    return summary
+
+
+def write_longcrawl64(
+    out: str,
+    paths: Sequence[str],
+    options: Options | None = None,
+    *,
+    row_tokens: int = longcrawl64.ROW_TOKENS,
+    report: Report = _ignore,
+) -> dict[str, Any]:
+    """Writes a Zarr v2 array with rows of `row_tokens`, and returns the content of its `.zattrs`.
+
+    Arguments and errors are those of `write_bin`.
+
+    Raises:
+        ValueError: as `write_bin`, or there are fewer tokens than one row.
+    """
+    path = _new(out)
+    with _prepared(path, paths, options or Options(), report) as (folder, summary):
+        rows = summary["tokens"] // row_tokens
+        if not rows:
+            folder.remove()
+            raise ValueError(
+                f"the files hold {summary['tokens']} tokens, fewer than one row of {row_tokens}; "
+                f"name more files or set a smaller --row_tokens"
+            )
+        partial = folder.path / "rows.zarr"
+        shutil.rmtree(partial, ignore_errors=True)
+        _write_rows(partial, folder.tokens, (rows, row_tokens), tokens.DTYPES[summary["token_dtype"]])
+        summary |= {
+            "rows": rows,
+            "row_tokens": row_tokens,
+            "dropped_tokens": summary["tokens"] - rows * row_tokens,
+        }
+        (partial / ".zattrs").write_text(_json(summary))
+        partial.rename(path)
+        folder.remove()
+    return summary
+
+
+def _write_rows(partial: pathlib.Path, flat: pathlib.Path, shape: tuple[int, int], dtype: np.dtype) -> None:
+    """Writes the first tokens of a flat file as an array."""
+    stream = np.memmap(flat, dtype, mode="r", shape=shape)
+    # Chunks of zeros are written too, because the reader treats a missing chunk as an error.
+    writing = {
+        **longcrawl64.spec(str(partial)),
+        "metadata": longcrawl64.metadata(*shape, dtype),
+        "store_data_equal_to_fill_value": True,
+    }
+    array = tensorstore.open(writing, create=True).result()
+    for start in range(0, shape[0], longcrawl64.CHUNKS[0]):
+        stop = min(start + longcrawl64.CHUNKS[0], shape[0])
+        array[start:stop].write(stream[start:stop]).result()

@@ -1,0 +1,312 @@
+"""Tests of reading documents from parquet and JSON lines."""
+
+import gzip
+import json
+import pathlib
+import random
+
+import numpy as np
+import pytest
+
+from tests.data import builders
+
+pa = pytest.importorskip("pyarrow")
+pytest.importorskip("fsspec")
+pq = pytest.importorskip("pyarrow.parquet")
+zstandard = pytest.importorskip("zstandard")
+corpus = pytest.importorskip("sympow_jax.data.corpus")
+
+FORMATS = ("a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.bz2", "a.ndjson.xz", "a.json.zst")
+
+
+def texts(count: int = 100) -> list[str | None]:
+    rng = random.Random(0)
+    documents = ["".join(rng.choices('ab é"\n\\', k=rng.randrange(0, 500))) for _ in range(count)]
+    return [None, "", *documents]
+
+
+def write(path: pathlib.Path, documents) -> corpus.CorpusFile:
+    write = builders.write_parquet if path.suffix == ".parquet" else builders.write_jsonl
+    write(path, documents)
+    return find(path)
+
+
+def find(path: pathlib.Path) -> corpus.CorpusFile:
+    (file,) = corpus.find("data.paths", [str(path)], format=corpus.format_of(path.name))
+    return file
+
+
+def read(file: corpus.CorpusFile, text_bytes: int = 2000, *, is_text: bool = True):
+    reader = corpus.Reader("text", texts=is_text)
+    return [reader.read(piece) for piece in corpus.pieces([file], text_bytes)]
+
+
+def documents_of(blocks):
+    return [document for block in blocks for document in block.documents]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("text_bytes", [100, 2000, 1 << 20])
+def test_every_document_is_in_one_piece(tmp_path, name, text_bytes):
+    file = write(tmp_path / name, texts())
+    blocks = read(file, text_bytes)
+    assert documents_of(blocks) == [text.encode() for text in texts() if text]
+    positions = np.concatenate([block.positions for block in blocks])
+    assert (np.diff(positions) > 0).all()
+    # Positions do not depend on how the file is cut.
+    assert positions.tolist() == np.concatenate([block.positions for block in read(file, 777)]).tolist()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_piece_is_equal_in_any_order(tmp_path, name):
+    file = write(tmp_path / name, texts())
+    blocks = read(file)
+    pieces = corpus.pieces([file], 2000)
+    assert len(pieces) > 5
+    reader = corpus.Reader("text", texts=True)
+    for index in [*reversed(range(len(pieces))), 1, 4, 4]:
+        block = reader.read(pieces[index])
+        assert block.documents == blocks[index].documents
+        assert block.positions.tolist() == blocks[index].positions.tolist()
+
+
+@pytest.mark.parametrize("group", [1, 10, 1000])
+def test_row_groups_of_any_size(tmp_path, group):
+    builders.write_parquet(tmp_path / "a.parquet", texts(), group=group)
+    blocks = read(find(tmp_path / "a.parquet"))
+    assert documents_of(blocks) == [text.encode() for text in texts() if text]
+    assert max(len(block.documents) for block in blocks) < 60
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *[pa.string(), pa.large_string(), pa.string_view(), pa.binary()],
+        pa.dictionary(pa.int32(), pa.string()),
+    ],
+)
+def test_types_of_text(tmp_path, kind):
+    array = pa.array(["é", None, "b", "é"], pa.string())
+    array = array.dictionary_encode() if pa.types.is_dictionary(kind) else array.cast(kind)
+    pq.write_table(pa.table({"text": array}), tmp_path / "a.parquet")
+    file = find(tmp_path / "a.parquet")
+    assert corpus.holds_text(file, "text")
+    assert documents_of(read(file)) == ["é".encode(), b"b", "é".encode()]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_token_ids(tmp_path, name):
+    ids = [[1, 2, 3], [], None, [70_000], [5, 6]] * 9
+    file = write(tmp_path / name, ids)
+    assert not corpus.holds_text(file, "text")
+    documents = documents_of(read(file, 100, is_text=False))
+    assert [document.tolist() for document in documents] == [one for one in ids if one]
+    assert {document.dtype for document in documents} == {np.dtype(np.int32)}
+
+
+def test_frames_of_compressed_files_are_read_as_one(tmp_path):
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts()).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content[:5001]) + gzip.compress(content[5001:]))
+    (tmp_path / "a.jsonl.zst").write_bytes(
+        zstandard.compress(content[:5001]) + zstandard.compress(content[5001:])
+    )
+    for name in ("a.jsonl.gz", "a.jsonl.zst"):
+        assert documents_of(read(find(tmp_path / name))) == [text.encode() for text in texts() if text]
+
+
+def test_lines_end_in_any_way(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
+    assert documents_of(read(find(tmp_path / "a.jsonl"), 7)) == [b"a", b"b"]
+
+
+def test_files_of_other_file_systems(tmp_path):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    builders.write_jsonl(tmp_path / "b.jsonl.gz", ["one", "two"])
+    memory.pipe("/corpus/x/b.jsonl.gz", (tmp_path / "b.jsonl.gz").read_bytes())
+    builders.write_jsonl(tmp_path / "a.jsonl", ["three"])
+    memory.pipe("/corpus/a.jsonl", (tmp_path / "a.jsonl").read_bytes())
+    memory.pipe("/corpus/.hidden.jsonl", b"no")
+    memory.pipe("/corpus/readme.txt", b"no")
+    for path in ("memory://corpus", "memory:///corpus/**/*.jsonl*"):
+        files = corpus.find("data.paths", [path], format="jsonl")
+        assert [file.key for file in files if "hidden" not in file.key] == ["a.jsonl", "x/b.jsonl.gz"]
+    files = corpus.find("data.paths", ["memory://corpus"], format="jsonl")
+    assert [documents_of(read(file)) for file in files] == [[b"three"], [b"one", b"two"]]
+    (local,) = corpus.find("data.paths", [f"file://{tmp_path}/a.jsonl"], format="jsonl")
+    assert local == find(tmp_path / "a.jsonl")
+
+
+def test_each_file_is_found_once_and_in_order(tmp_path, monkeypatch):
+    for name in ("b.parquet", "a.parquet", "sub/c.parquet", ".hidden.parquet", "d.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"PAR1")
+    paths = [str(tmp_path), str(tmp_path / "b.parquet"), f"{tmp_path}/*/c.parquet"]
+    files = corpus.find("data.paths", paths, format="parquet")
+    assert [file.key for file in files] == ["a.parquet", "b.parquet", "sub/c.parquet"]
+    monkeypatch.chdir(tmp_path)
+    assert [file.key for file in corpus.find("data.paths", ["."], format="parquet")] == [
+        "a.parquet",
+        "b.parquet",
+        "sub/c.parquet",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["{}/none"], r"data\.paths .*none: there is no such file or folder; correct the path"),
+        (["{}/*.parquet"], r"data\.paths: no jsonl file matches '.*\*\.parquet'"),
+        (
+            ["{}"],
+            r"no jsonl file matches .* \(a folder stands for its files that end in \.jsonl, \.ndjson, \.json\)",
+        ),
+        (["{}/empty"], r"empty is empty; remove it"),
+        (["foo://x"], r"foo"),
+    ],
+)
+def test_paths_that_name_no_file(tmp_path, paths, message):
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(ValueError, match=message) as raised:
+        corpus.find("data.paths", [path.format(tmp_path) for path in paths], format="jsonl")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+
+    def fail(*_, **__):
+        raise RuntimeError("Name or service\nnot known")
+
+    monkeypatch.setattr(hub.HfApi, "repo_info", fail)
+    path = "hf://datasets/org-of-nobody/data/*.parquet"
+    with pytest.raises(
+        ValueError, match=r"cannot read data\.paths hf://.*: Name or service not known; .*local copy"
+    ):
+        corpus.find("data.paths", [path], format="parquet")
+
+
+LINES = {
+    b"{": r"is not JSON",
+    b"[" * 100_000: r"is not JSON: maximum recursion",
+    b"[1]": r"is not an object",
+    b'{"words": "a"}': r"has no field 'text': there are 'words'; name one of them",
+    b'{"text": 3}': r"'text' is of type int; it must be text, or a list of token ids",
+    b'{"text": "\\ud800"}': r"not Unicode",
+    b'{"text": "\xff"}': r"is not JSON: .* can't decode",
+    b'{"text": [1, 2]}': r"'text' is token ids, but text in the first line",
+    b'{"text": [1, "a"]}': r"not all integers",
+    b'{"text": [1, 2.5]}': r"not all integers",
+    b'{"text": [[1], [2]]}': r"not all integers",
+    b'{"text": [18446744073709551617]}': r"not all integers",
+    b'{"text": [3, -1]}': r"token id -1; ids are from 0",
+    b'{"text": [2147483648]}': r"token id 2147483648; ids",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_bad_lines(tmp_path, line):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=LINES[line]) as raised:
+        read(find(tmp_path / "a.jsonl"))
+    assert "a.jsonl (line at byte 17)" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (
+            pa.array([1.5]),
+            r"column 'text' of .*a\.parquet is of type double; it must hold text, or lists of token",
+        ),
+        (pa.array([[1.5]]), r"of type list<.*double>"),
+        (pa.array([[-1]]), r"a\.parquet \(row 0\) has token id -1"),
+        (pa.array([[None]], pa.list_(pa.int32())), r"a\.parquet \(row 0\) .*not all integers"),
+    ],
+)
+def test_columns_of_wrong_types(tmp_path, column, message):
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    file = find(tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=message):
+        read(file, is_text=corpus.holds_text(file, "text"))
+
+
+def test_columns_that_are_missing_or_differ(tmp_path):
+    file = write(tmp_path / "a.parquet", ["a"])
+    with pytest.raises(
+        ValueError, match=r"a\.parquet has no column 'body': there are 'id', 'text'; name one"
+    ):
+        corpus.holds_text(file, "body")
+    with pytest.raises(ValueError, match=r"'text' of .* holds text, but that of the first file token ids"):
+        read(file, is_text=False)
+
+
+def test_a_corrupt_row_group_is_named(tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [rng.bytes(2000).hex() for _ in range(40)]
+    file = write(tmp_path / "a.parquet", documents)
+    content = bytearray((tmp_path / "a.parquet").read_bytes())
+    metadata = pq.read_metadata(tmp_path / "a.parquet")
+    start = metadata.row_group(3).column(1).data_page_offset
+    content[start : start + 3000] = bytes(3000)
+    (tmp_path / "a.parquet").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"row group 3 of .*a\.parquet cannot be read: .*; copy or make"
+    ) as raised:
+        read(file, 10_000)
+    assert "\n" not in str(raised.value)
+    (tmp_path / "a.parquet").write_bytes(content[:-4000])
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read: .*; copy or make the file again"):
+        read(find(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("name", FORMATS[2:])
+@pytest.mark.parametrize("damage", ["truncated", "corrupt"])
+def test_damaged_compressed_files(tmp_path, name, damage):
+    file = write(tmp_path / name, texts(1000))
+    content = bytearray((tmp_path / name).read_bytes())
+    middle = len(content) // 2
+    content = content[:middle] if damage == "truncated" else content[:middle] + bytes(len(content) - middle)
+    (tmp_path / name).write_bytes(content)
+    # gzip has no checksum before the end of the file.
+    message = r" is truncated: " if damage == "truncated" else r" is corrupt | is not JSON: | is truncated: "
+    with pytest.raises(ValueError, match=name + f"({message}| .line at byte \\d+.{message})") as raised:
+        read(find(tmp_path / name))
+    assert "\n" not in str(raised.value)
+    if damage == "truncated":
+        with pytest.raises(ValueError, match=r"of \d+; it has changed; start again"):
+            read(file)
+
+
+def test_a_plain_file_that_shrinks(tmp_path):
+    file = write(tmp_path / "a.jsonl", texts())
+    (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes()[:3000])
+    with pytest.raises(ValueError, match=r"a\.jsonl has less than the \d+ bytes that it had; it has changed"):
+        read(file)
+
+
+def test_a_line_without_end(tmp_path, monkeypatch):
+    from sympow_jax.data.corpus import jsonl
+
+    monkeypatch.setattr(jsonl, "_LONGEST_LINE", 50_000)
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        file = write(tmp_path / name, ["a", "b" * 200_000])
+        with pytest.raises(ValueError, match=r"\(line at byte \d+\) has more than 50000 bytes"):
+            read(file, 100)
+
+
+def test_a_file_that_decompresses_to_too_much(tmp_path, monkeypatch):
+    from sympow_jax.data.corpus import jsonl
+
+    monkeypatch.setattr(jsonl, "_LARGEST_PIECE", 1 << 20)
+    file = write(tmp_path / "a.jsonl.gz", ["b" * 3_000_000])
+    with pytest.raises(ValueError, match=r"decompresses to more than 1048576 bytes after byte 0"):
+        read(file, 1 << 20)
+
+
+def test_a_file_without_documents(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": null}\n\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl has no documents"):
+        corpus.holds_text(find(tmp_path / "a.jsonl"), "text")

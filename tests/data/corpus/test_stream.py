@@ -1,0 +1,438 @@
+"""Tests of training batches and held-out documents from parquet and JSON lines."""
+
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from sympow_jax import config as config_lib
+from sympow_jax import data
+from sympow_jax.data import documents, rows
+from tests.data import builders
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("zstandard")
+corpus = pytest.importorskip("sympow_jax.data.corpus")
+from sympow_jax.data.corpus import source, stream, tokenizing  # noqa: E402
+
+SEPARATOR = 0
+
+
+def numbered(count: int, *, first: int = 1, seed: int = 0) -> list[list[int]]:
+    """Returns documents of 1 to 40 ids, all distinct."""
+    lengths = np.random.default_rng(seed).integers(1, 40, count)
+    return [[first - 1 + id for id in document] for document in builders.numbered(lengths)]
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """Makes groups of about 2,000 bytes of text."""
+    monkeypatch.setattr(source, "_GROUP_BYTES", 2000)
+    monkeypatch.setattr(source, "_ROWS", 0)
+
+
+@pytest.fixture(params=["parquet", "jsonl", "zst"])
+def config(request, tmp_path, small_groups):
+    """Returns a config of 300 documents in three files, of several groups each."""
+    for number, name in enumerate("abc"):
+        ids = numbered(100, first=1 + 10_000 * number, seed=number)
+        if request.param == "parquet":
+            builders.write_parquet(tmp_path / f"{name}.parquet", ids)
+        else:
+            suffix = ".zst" if request.param == "zst" else ""
+            builders.write_jsonl(tmp_path / f"{name}.jsonl{suffix}", ids)
+    return builders.data_config(
+        source="parquet" if request.param == "parquet" else "jsonl",
+        paths=(str(tmp_path),),
+        heldout_fraction=0.0,
+        tokenizer_workers=0,
+        document_separator=SEPARATOR,
+    )
+
+
+def open_batches(config, batch_size=4, *, vocab_size=50_000, task=None, **shares):
+    dataset = data.train_dataset(config, task=task, vocab_size=vocab_size)
+    return data.iterate(data.batches(dataset, batch_size, **shares), prefetch=2)
+
+
+def read_epoch(config, **arguments):
+    """Returns the rows of the first epoch, and the iterator at its end."""
+    dataset = data.train_dataset(config, vocab_size=50_000, **arguments)
+    batches = dataset.batches(1)
+    found = []
+    while batches.get_state()["next_row"] >> 32 < len(dataset):
+        found.append({name: array[0] for name, array in next(batches).items()})
+    batches.close()
+    return found[:-1] if batches.get_state()["next_row"] % (1 << 32) else found, batches
+
+
+def stacked(rows):
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+@pytest.mark.parametrize("task", ["next_token", "masked_token"])
+def test_rows_are_those_of_the_source_tokens(tmp_path, packing, task):
+    ids = numbered(50)
+    bin_file = builders.write_bin(tmp_path / "a.bin", [[*document, SEPARATOR] for document in ids])
+    settings = {
+        "packing": packing,
+        "heldout_fraction": 0.0,
+        "document_separator": SEPARATOR,
+        "tokenizer_workers": 0,
+    }
+    tokens = builders.data_config(source="tokens", paths=(bin_file,), **settings)
+    parquet = builders.data_config(
+        source="parquet", paths=(builders.write_parquet(tmp_path / "a.parquet", ids),), **settings
+    )
+    task = config_lib.TaskConfig(name=task)
+    reference = data.train_dataset(tokens, task=task, vocab_size=50_000)
+    count = sum(map(len, ids)) + len(ids)
+    expected = {bytes(reference[i]["inputs"]) for i in range(-(-count // 8))}
+    batch = next(open_batches(parquet, count // 8 - 1, task=task))
+    assert batch.keys() == reference[0].keys()
+    if task.name == "next_token":
+        assert {bytes(row) for row in batch["inputs"]} <= expected
+    else:
+        # The same tokens, masked at random.
+        plain = {bytes(row) for row in next(open_batches(parquet, count // 8 - 1))["inputs"]}
+        shown = np.where(batch["targets"] == -1, batch["inputs"], batch["targets"])
+        assert {bytes(row) for row in shown} & plain
+        assert ((batch["targets"] != -1).sum(axis=1) >= 1).all()
+    example = data.example_row(data.train_dataset(parquet, task=task, vocab_size=50_000))
+    assert {name: (array.shape, array.dtype) for name, array in example.items()} == {
+        name: (array.shape[1:], array.dtype) for name, array in batch.items()
+    }
+
+
+def test_every_token_is_in_one_row_of_an_epoch_except_for_the_dropped(config):
+    found, batches = read_epoch(config)
+    tokens = np.concatenate([row["inputs"] for row in found])
+    ids = tokens[tokens != SEPARATOR]
+    assert len(np.unique(ids)) == len(ids)
+    everything = [
+        id
+        for number in range(3)
+        for one in numbered(100, first=1 + 10_000 * number, seed=number)
+        for id in one
+    ]
+    assert set(ids) < set(everything)
+    assert batches.read_tokens == len(everything) + 300
+    assert batches.dropped_tokens == batches.read_tokens - len(tokens)
+    assert 0 < batches.dropped_tokens < 9 * (batches.get_state()["next_row"] >> 32)
+
+
+def test_epochs_have_other_orders(config):
+    dataset = data.train_dataset(config, vocab_size=50_000)
+    epochs = [[dataset._group(epoch * len(dataset) + i) for i in range(len(dataset))] for epoch in range(3)]
+    assert len(dataset) > 5
+    assert len({tuple(sorted(epoch, key=str)) for epoch in epochs}) == 1
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    other = data.train_dataset(dataclasses.replace(config, seed=1), vocab_size=50_000)
+    assert [other._group(i) for i in range(len(dataset))] not in epochs
+
+
+def test_compressed_files_are_read_in_order(tmp_path, small_groups):
+    for name in "abc":
+        builders.write_jsonl(tmp_path / f"{name}.jsonl.gz", numbered(200))
+    config = builders.data_config(source="jsonl", paths=(str(tmp_path),))
+    dataset = data.train_dataset(config, vocab_size=50_000)
+    assert len(dataset) > 6
+    order = [dataset._group(i)[0] for i in range(len(dataset))]
+    for file in {piece.file for piece in order}:
+        places = [i for i, piece in enumerate(order) if piece.file == file]
+        assert places == list(range(places[0], places[0] + len(places)))
+        assert [order[i].index for i in places] == list(range(len(places)))
+
+
+@pytest.mark.parametrize("start", [1, 2, 7, 40])
+def test_batches_resume_from_one_integer(config, start):
+    running = open_batches(config)
+    batches = [next(running) for _ in range(start)]
+    state = running.get_state()
+    assert [type(value) for value in state.values()] == [int]
+    batches += [next(running) for _ in range(6)]
+    resumed = open_batches(config)
+    resumed.set_state(state)
+    parts = [open_batches(config, share=share, shares=2) for share in range(2)]
+    for part in parts:
+        part.set_state(state)
+    for batch in batches[start:]:
+        assert_same(next(resumed), batch)
+        halves = [next(part) for part in parts]
+        assert_same({name: np.concatenate([half[name] for half in halves]) for name in batch}, batch)
+    assert resumed.get_state() == running.get_state() == parts[0].get_state()
+    for iterator in (running, resumed, *parts):
+        iterator.close()
+
+
+def test_batches_do_not_depend_on_workers(config):
+    alone, with_workers = open_batches(config), open_batches(dataclasses.replace(config, tokenizer_workers=2))
+    for _ in range(60):
+        assert_same(next(alone), next(with_workers))
+    state = alone.get_state()
+    assert state == with_workers.get_state()
+    with_workers.set_state(state)
+    assert_same(next(alone), next(with_workers))
+    with_workers.close()
+
+
+def test_small_files_share_a_group(tmp_path):
+    for number in range(30):
+        builders.write_jsonl(tmp_path / f"{number:02}.jsonl", numbered(5, first=1 + 200 * number))
+    config = builders.data_config(
+        source="jsonl", paths=(str(tmp_path),), heldout_fraction=0.0, context_length=512, tokenizer_workers=0
+    )
+    dataset = data.train_dataset(config, vocab_size=50_000)
+    assert len(dataset) == 1
+    assert next(open_batches(config, 2))["inputs"].shape == (2, 512)
+    files = corpus.find("data.paths", config.paths, format="jsonl")
+    groups = stream.grouped(files, 5000)
+    assert [piece.file for group in groups for piece in group] == files
+    assert 3 < len(groups) < 10
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_text_is_tokenized_and_separated(tmp_path, workers):
+    texts = ["one é", "", "two", "three"]
+    builders.write_parquet(tmp_path / "a.parquet", texts, column="body")
+    config = builders.data_config(
+        source="parquet",
+        paths=(str(tmp_path),),
+        text_columns=("body",),
+        heldout_fraction=0.0,
+        tokenizer_workers=workers,
+        packing="documents",
+    )
+    tokens = next(data.train_dataset(config, vocab_size=256).tokens(0))
+    assert tokens.tokens.tobytes().decode("utf-16-le") == "one \xc3\xa9\0two\0three\0"
+    assert tokens.lengths.tolist() == [7, 4, 6]
+    words = builders.write_words(
+        tmp_path / "words.json", {"[UNK]": 0, "two": 5, "three": 70_000, "</s>": 70_001}, ["</s>"]
+    )
+    for separator, expected in (
+        (None, [0, 0, 70_001, 5, 70_001, 70_000, 70_001]),
+        (3, [0, 0, 3, 5, 3, 70_000, 3]),
+    ):
+        changed = dataclasses.replace(config, tokenizer=words, document_separator=separator)
+        tokens = next(data.train_dataset(changed, vocab_size=70_002).tokens(0))
+        assert tokens.tokens.tolist() == expected
+
+
+def test_held_out_documents(config, tmp_path):
+    config = dataclasses.replace(config, heldout_fraction=0.2)
+    heldout = data.HeldoutData(config, vocab_size=50_000)
+    chosen = {document[0] for document in map(tuple, heldout.documents)}
+    everything = {
+        one[0] for number in range(3) for one in numbered(100, first=1 + 10_000 * number, seed=number)
+    }
+    assert 30 < len(chosen) < 90
+    assert all(document[-1] == SEPARATOR for document in heldout.documents)
+    dataset = data.train_dataset(config, vocab_size=50_000)
+    tokens = dataset.tokens(0)
+    trained = set()
+    for _ in range(len(dataset)):
+        group = next(tokens)
+        trained |= set(group.tokens[np.cumsum(group.lengths) - group.lengths].tolist())
+    tokens.close()
+    assert trained == everything - chosen
+    assert len(heldout.rows)
+    assert (
+        data.HeldoutData(dataclasses.replace(config, heldout_fraction=0.0), vocab_size=50_000).documents
+        is None
+    )
+
+
+def test_held_out_documents_are_bounded(config, monkeypatch):
+    config = dataclasses.replace(config, heldout_paths=config.paths, heldout_fraction=0.0)
+    everything = list(data.HeldoutData(config, vocab_size=50_000).documents)
+    assert len(everything) == 300
+    monkeypatch.setattr(source, "HELDOUT_TOKENS", 1000)
+    source._read_heldout.cache_clear()
+    some = list(data.HeldoutData(config, vocab_size=50_000).documents)
+    assert 1000 <= sum(map(len, some)) < 1050
+    for one, other in zip(some, everything):
+        np.testing.assert_array_equal(one, other)
+    source._read_heldout.cache_clear()
+
+
+def test_documents_that_are_too_short_are_left_out(config, tmp_path):
+    config = dataclasses.replace(config, shortest_document=30, heldout_fraction=0.3)
+    heldout = data.HeldoutData(config, vocab_size=50_000).documents
+    assert min(map(len, heldout)) >= 30
+    dataset = data.train_dataset(config, vocab_size=50_000)
+    tokens = dataset.tokens(0)
+    lengths = np.concatenate([next(tokens).lengths for _ in range(len(dataset))])
+    tokens.close()
+    assert len(lengths)
+    assert lengths.min() >= 30
+
+
+def test_the_description_tells_a_change(config, tmp_path):
+    described = data.describe(config)
+    assert described == data.describe(dataclasses.replace(config, tokenizer_workers=1))
+    assert described["files"] == 3
+    assert described["heldout_tokens"] == 0
+    count = sum(
+        len(one) + 1 for number in range(3) for one in numbered(100, first=1 + 10_000 * number, seed=number)
+    )
+    assert 0.3 * count < described["tokens"] < 3 * count
+    # A part of 2,000 bytes of lines or of compressed ids has a few hundred tokens, half a row of which is dropped.
+    assert "% are dropped at the ends" in described["tokens_note"]
+    other = data.describe(dataclasses.replace(config, document_separator=1))
+    assert other["digest"] != described["digest"]
+    path = next(tmp_path.glob("c.*"))
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    assert data.describe(config)["digest"] != described["digest"]
+
+
+def test_no_part_has_a_row(config):
+    batches = open_batches(dataclasses.replace(config, context_length=8192, batch_tokens=8192))
+    with pytest.raises(
+        ValueError, match=r"no part of the data has the 8193 tokens of a whole row; name more data"
+    ):
+        next(batches)
+
+
+def test_a_position_of_other_data(config):
+    batches = open_batches(config)
+    batches.set_state({"next_row": 100_000})
+    with pytest.raises(
+        ValueError, match=r"saved at row 100000 of a part of the data that now has \d+ rows; restore"
+    ):
+        next(batches)
+
+
+@pytest.mark.parametrize(
+    ("changes", "vocab_size", "message"),
+    [
+        (
+            {"document_separator": 50_000},
+            50_000,
+            r"the id after each document is 50000, but model\.vocab_size is 50000",
+        ),
+        ({"text_columns": ("body",)}, 50_000, r"has no (column|field) 'body': there are 'id', 'text'"),
+        (
+            {"paths": ("none/*.parquet",)},
+            50_000,
+            r"data\.paths: no (parquet|jsonl) file matches 'none/\*\.parquet'",
+        ),
+        ({"heldout_paths": ("none",)}, 50_000, r"data\.heldout_paths none: there is no such file or folder"),
+    ],
+)
+def test_mistakes_found_at_open(config, changes, vocab_size, message):
+    config = dataclasses.replace(config, **changes)
+    open_data = data.HeldoutData if config.heldout_paths else data.train_dataset
+    with pytest.raises(ValueError, match=message):
+        open_data(config, vocab_size=vocab_size)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
+    builders.write_parquet(tmp_path / "a.parquet", ["a"])
+    config = builders.data_config(source="parquet", paths=(str(tmp_path),))
+    message = r"data\.tokenizer byte has 256 ids, but model\.vocab_size is 255; raise it to at least 256"
+    with pytest.raises(ValueError, match=message):
+        data.train_dataset(config, vocab_size=255)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_documents_met_in_training(tmp_path, workers):
+    builders.write_jsonl(tmp_path / "a.jsonl", [[1, 2, 3], [4, 500]])
+    config = builders.data_config(
+        source="jsonl", paths=(str(tmp_path),), tokenizer_workers=workers, heldout_fraction=0.0
+    )
+    batches = open_batches(config, vocab_size=256)
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl \(line at byte 29\) holds id 500, but model\.vocab_size is 256"
+    ):
+        next(batches)
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"text": pa.array([b"good", b"\xff"])}), tmp_path / "a.parquet")
+    words = builders.write_words(tmp_path / "words.json", {"[UNK]": 0})
+    config = dataclasses.replace(config, source="parquet", tokenizer=words)
+    with pytest.raises(ValueError, match=r"a\.parquet \(row 1\) is not UTF-8 at byte 0; leave it out"):
+        next(open_batches(config))
+
+
+def test_memory_that_runs_out(config, monkeypatch):
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(tokenizing.Tokenizing, "_documents", fail)
+    with pytest.raises(
+        ValueError, match=r"out of memory while reading .*; set fewer data\.tokenizer_workers"
+    ):
+        next(open_batches(config))
+
+
+def test_a_worker_that_is_killed(config):
+    batches = open_batches(dataclasses.replace(config, tokenizer_workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(
+        ValueError, match=r"a process that tokenizes data was killed, .*; run again to resume"
+    ):
+        list(itertools.islice(batches, 10_000))
+    batches.close()
+    worker.join(10)
+    assert not multiprocessing.active_children()
+
+
+_PARENT = """
+import multiprocessing, sys, time
+from sympow_jax import config, data
+if __name__ == "__main__":
+    settings = config.DataConfig(source="jsonl", paths=(sys.argv[1],), context_length=8, batch_tokens=8)
+    batches = data.batches(data.train_dataset(settings, vocab_size=256), 1)
+    next(batches)
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    (tmp_path / "parent.py").write_text(_PARENT)
+    builders.write_jsonl(tmp_path / "a.jsonl", ["some text"] * 50)
+    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "a.jsonl")]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    workers = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(workers) == 2
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}/status") for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}/status") for pid in workers)
+
+
+def test_whole_rows_are_the_first_ones():
+    for packing, count, whole in (
+        ("windows", 24, 2),
+        ("windows", 25, 3),
+        ("documents", 24, 3),
+        ("documents", 23, 2),
+    ):
+        tokens = tokenizing.DocumentTokens(np.arange(count, dtype=np.uint16), np.array([count]))
+        config = builders.data_config(packing=packing)
+        packed = rows.Rows(tokens.spans("a"), config, vocab_size=256)
+        assert packed.whole == whole
+        assert all((packed[i]["targets"][:-1] != -1).all() for i in range(whole))
+    assert isinstance(tokens.spans("a"), documents.Documents)

@@ -1,0 +1,164 @@
+"""Tests of finding tokenizers: files, folders and repositories, and of files that are no tokenizers."""
+
+import json
+import pathlib
+import sys
+import types
+
+import pytest
+
+from sympow_jax.data import tokenizer
+from tests.data import builders
+
+VOCABULARY = {"[UNK]": 0, "the": 1, "first": 2, "</s>": 3, "end": 4}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Writes a folder in Hugging Face's layout, and makes its parent the working folder."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "words"
+    path.mkdir()
+    builders.write_words(path / "tokenizer.json", VOCABULARY)
+    (path / "tokenizer_config.json").write_text('{"eos_token": "end"}')
+    return path
+
+
+def test_the_separator_of_a_folder_is_its_eos_token(folder):
+    loaded = tokenizer.load("./words")
+    assert (loaded.name, loaded.vocab_size, loaded.separator) == ("words", 5, 4)
+    assert loaded.encode(b"the first").tolist() == [1, 2]
+    settings = folder / "tokenizer_config.json"
+    settings.write_text('{"eos_token": {"content": "the", "lstrip": false}}')
+    assert tokenizer.load("words/").separator == 1
+    for content in ('{"eos_token": null}', "{}"):
+        settings.write_text(content)
+        assert tokenizer.load("./words").separator == 3
+    settings.unlink()
+    assert tokenizer.load("./words").separator == 3
+
+
+def test_a_file_alone_has_the_usual_separator(folder):
+    loaded = tokenizer.load("words/tokenizer.json")
+    assert (loaded.name, loaded.separator) == ("tokenizer.json", 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token": 5}', r"tokenizer_config\.json: its eos_token is not a text; correct it"),
+        ('{"eos_token": {"content": []}}', r"tokenizer_config\.json: its eos_token is not a text"),
+        (
+            '{"eos_token": "stop"}',
+            r"=\./words: the eos_token 'stop' of tokenizer_config\.json is no token of",
+        ),
+        ('{"a":' * 100_000, r"tokenizer_config\.json: its JSON has more than 32 levels|is not JSON"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_bad_settings_of_a_folder(folder, content, message):
+    (folder / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        tokenizer.load("./words")
+    assert "\n" not in str(caught.value)
+
+
+def test_other_kinds_of_tokenizers(tmp_path):
+    builders.write_files(tmp_path, {"vocab.json": b"{}", "merges.txt": b"", "tokenizer.model": b""})
+    with pytest.raises(
+        ValueError, match=r"has no tokenizer\.json, the only kind of file that is read; .*SentencePie"
+    ):
+        tokenizer.load(str(tmp_path))
+
+
+def test_repositories_of_the_hub(folder, monkeypatch):
+    asked = []
+
+    def download(repo, *, revision, allow_patterns):
+        asked.append((repo, revision, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    loaded = tokenizer.load("hf://a/b@v1")
+    assert (loaded.name, loaded.separator) == ("hf://a/b@v1", 4)
+    assert asked == [("a/b", "v1", ["tokenizer.json", "tokenizer_config.json"])]
+    # Workers load the downloaded files under a name that needs no network.
+    assert tokenizer.local_name("hf://a/b") == str(folder)
+    assert tokenizer.load(tokenizer.local_name("hf://a/b")).fingerprint == loaded.fingerprint
+    assert [tokenizer.local_name(name) for name in ("byte", "gpt2", "./words")] == ["byte", "gpt2", "./words"]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match="needs the package 'huggingface_hub', which is not installed"):
+        tokenizer.load("hf://a/b")
+
+
+def test_the_limits_that_a_file_sets_are_for_models(folder):
+    path = folder / "tokenizer.json"
+    stored = json.loads(path.read_text()) | {
+        "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        "padding": {
+            "strategy": {"Fixed": 9},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "[UNK]",
+        },
+    }
+    path.write_text(json.dumps(stored))
+    assert tokenizer.load("./words").encode(b"the first the first").tolist() == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"type": "WordLevel", "vocab": {}, "unk_token": "x"}, "has no tokens; name the file of a trained"),
+        ({"type": "WordLevel", "vocab": {"x": -5}, "unk_token": "x"}, "is not a `tokenizers` file: .*-5"),
+        ({"type": "BPE", "vocab": {"x": 0}, "merges": ["x q"]}, "is not a `tokenizers` file: .*out of vocab"),
+        ({"type": "Unigram", "vocab": [["x", 0.0]], "unk_id": 7}, "is not a `tokenizers` file: "),
+    ],
+)
+def test_hostile_tables(folder, model, message):
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+    with pytest.raises(ValueError, match=message):
+        tokenizer.load("words/tokenizer.json")
+
+
+def test_a_text_that_the_library_cannot_encode(folder):
+    path = folder / "tokenizer.json"
+    model = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+    loaded = tokenizer.load("./words/tokenizer.json")
+    with pytest.raises(
+        ValueError, match=r"^tokenizer tokenizer\.json cannot encode a text of 3 char.*Missing \[UNK\]"
+    ):
+        loaded.encode(b"x y")
+
+
+@pytest.mark.parametrize("rank", [-5, 1 << 40, 3])
+def test_a_tiktoken_table_with_a_bad_rank(monkeypatch, rank):
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([i]): i for i in range(256)} | {b"th": rank}
+
+    def encoding():
+        return {"name": "strange", "pat_str": ".", "mergeable_ranks": ranks, "special_tokens": {}}
+
+    monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"strange": encoding})
+    with pytest.raises(
+        ValueError, match=r"^--tokenizer=strange is no file and cannot be had from tiktoken; give byt"
+    ):
+        tokenizer.load("strange")
+
+
+def test_a_tiktoken_encoding_without_an_end(monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([i]): i for i in range(256)}
+    plain = tiktoken.Encoding("plain", pat_str=".", mergeable_ranks=ranks, special_tokens={})
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "plain", plain)
+    assert tokenizer.load("plain").separator is None
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(ValueError, match=r"gone/: there is no such file or folder"):
+        tokenizer.load(f"{tmp_path}/gone/")
+    assert pathlib.Path(tmp_path).is_dir()
