@@ -5,6 +5,7 @@ A reader ends in success, or in an error of one of the types of `ACCEPTED`.
 
 import dataclasses
 import functools
+import gzip
 import json
 import pathlib
 import random
@@ -269,6 +270,44 @@ def token_file(source: random.Random, folder: pathlib.Path) -> None:
 
 
 @functools.cache
+def _corpora() -> dict[str, bytes]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    texts = ["the quick fox", None, "", "é" * 30]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+    def write(folder: pathlib.Path) -> None:
+        (folder / "a.jsonl").write_bytes(lines)
+        (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
+        pq.write_table(pa.table({"text": texts, "ids": [[1, 2], [3], [], [4]]}), folder / "a.parquet")
+
+    return _made(write)
+
+
+def corpus_file(source: random.Random, folder: pathlib.Path) -> None:
+    """Reads all documents of a parquet or JSON lines file."""
+    from sympow_jax.data import corpus
+
+    name = source.choice(list(_corpora()))
+    content = _corpora()[name]
+    if name == "a.jsonl" and source.random() < 0.7:
+        lines = content.decode().splitlines()
+        lines[source.randrange(len(lines))] = inputs.json_text({"text": "a", "ids": [1]}, source)
+        content = "\n".join(lines).encode()
+    elif name.endswith(".gz") and source.random() < 0.2:
+        content = gzip.compress(bytes(source.choice((10**6, 4 * 10**8))), mtime=0)
+    else:
+        content = inputs.changed_bytes(content, source)
+    (folder / name).write_bytes(content)
+    found = corpus.find("data.paths", [str(folder)], format=corpus.format_of(name))
+    texts = source.random() < 0.7
+    reader = corpus.Reader("text" if texts else "ids", texts=texts)
+    for piece in corpus.pieces(found, source.choice((10, 1 << 20))):
+        reader.read(piece)
+
+
+@functools.cache
 def _tokenizer() -> dict[str, Any]:
     import tokenizers
 
@@ -288,42 +327,32 @@ def tokenizer_file(source: random.Random, folder: pathlib.Path) -> None:
 
 
 def arguments(source: random.Random, folder: pathlib.Path) -> None:
-    """Traces power attention with random shapes, dtypes and segment ids."""
+    """Traces power attention with random shapes, dtypes, segment ids and options."""
     del folder
-    size = functools.partial(source.choice, (1, 2, 2, 3, 4, 4, 8, 0))
-    batch, time, heads, dim = (
-        source.choice((1, 2)),
-        size(),
-        source.choice((2, 4)),
-        source.choice((4, 8, 0, 3)),
-    )
-    shape = (batch, time, heads, dim)
+    sizes = (1, 2, 3, 4, 8, 17, 64)
+    batch, time, heads, dim = (source.choice(sizes) for _ in range(4))
 
-    def array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-        axes = list(shape)
-        if source.random() < 0.1:
-            axes[source.randrange(len(axes))] = size()
-        if source.random() < 0.05:
-            axes = axes[:-1] if source.random() < 0.5 else [*axes, 1]
-        kind = source.choice(("int32", "bool", "float16", "complex64")) if source.random() < 0.05 else dtype
-        return jax.ShapeDtypeStruct(tuple(axes), kind)
+    def seldom(usual: Any, *others: Any) -> Any:
+        return source.choice(others) if source.random() < 0.1 else usual
 
-    query, key, value = (array(shape, "float32") for _ in range(3))
-    decay = array(shape[:3], "float32") if source.random() < 0.5 else None
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        axes = [seldom(length, *sizes, 0) for length in shape]
+        axes = seldom(axes, axes[:-1], [*axes, 1])
+        return jax.ShapeDtypeStruct(axes, seldom("float32", "int32", "bool", "float16", "complex64"))
+
+    query, key, value = (array(batch, time, heads, dim) for _ in range(3))
+    decay = array(batch, time, heads) if source.random() < 0.5 else None
     segments: Any = None
     if source.random() < 0.7:
-        kind = source.choice(("int32", "int32", "int64", "uint8", "float32"))
-        segments = (
-            np.random.default_rng(source.randrange(2**32)).integers(-2, 100, (batch, time)).astype(kind)
-        )
-        if source.random() < 0.2:
-            segments = source.choice((segments[:, :-1], segments[0], segments.tolist(), 0, "x", segments.T))
+        segments = np.random.default_rng(source.randrange(2**32)).integers(-2, 100, (batch, time))
+        segments = segments.astype(seldom("int32", "int64", "uint8", "float32", "bool"))
+        segments = seldom(segments, segments[:, :-1], segments[0], segments.T, segments[None])
     options = {
-        "power": source.choice((2, 2, 4, 0, -2, 3, 2.0, "2", 1000)),
-        "form": source.choice((None, None, "attention", "chunked", "recurrent", "step", 1)),
-        "implementation": source.choice((None, None, "xla", "reference", "mosaic_gpu", "x")),
-        "chunk_size": source.choice((None, None, 2, 0, -1, 10**9, 1.5)),
-        "exact_window": source.choice((0, 4, 64, -1, 10**9, None)),
+        "power": seldom(2, 4, 0, -2, 3, 1000, 2**40),
+        "form": seldom(None, "attention", "chunked", "recurrent", "step", ""),
+        "implementation": seldom(None, "xla", "reference", "mosaic_gpu", "x"),
+        "chunk_size": seldom(None, 2, 0, -1, 10**9),
+        "exact_window": seldom(64, 0, 4, -1, 10**9),
         "return_state": source.choice((False, True)),
     }
 
@@ -334,19 +363,17 @@ def arguments(source: random.Random, folder: pathlib.Path) -> None:
 
 
 def prompts(source: random.Random, folder: pathlib.Path) -> None:
-    """Gives random lengths and tokens to `generation.prefill`."""
+    """Gives random arrays of lengths and tokens to `generation.prefill`."""
     del folder
     rows = np.zeros((2, 6), np.int32)
-    lengths: Any = np.array([source.choice((0, 1, 3, 6, 7, -1, 2**31 - 1)) for _ in range(2)])
+    lengths = np.array([source.choice((0, 1, 3, 6, 7, -1, 2**31 - 1)) for _ in range(2)])
     if source.random() < 0.3:
         lengths = source.choice(
-            (lengths[:1], lengths.astype(float), lengths.tolist(), None, 3, "x", lengths[None])
+            (lengths[:1], lengths.astype(float), lengths[None], lengths.astype(np.uint64))
         )
-    given: Any = rows + source.choice((0, 0, 31, 32, -1))
+    given = rows + source.choice((0, 0, 31, 32, -1))
     if source.random() < 0.3:
-        given = source.choice(
-            (rows[0], rows.astype(np.float32), rows[:, :0], rows[:0], rows.tolist(), rows[None])
-        )
+        given = source.choice((rows[0], rows.astype(np.float32), rows[:, :0], rows[:0], rows[None]))
     longest = source.choice((None, None, 6, 3, 0, -1))
     generation.prefill(_model(), given, lengths, max_length=longest)
 
@@ -363,6 +390,7 @@ READERS: Mapping[str, Reader] = {
     "data.json and metrics.jsonl": records,
     "Zarr array": zarr,
     "token file and its sidecar": token_file,
+    "parquet and JSON lines": corpus_file,
     "tokenizer file": tokenizer_file,
     "shapes and segment ids of power attention": arguments,
     "tokens and lengths of prompts": prompts,
