@@ -25,18 +25,20 @@ from tools.faults.stage import (
     tried,
 )
 
+# Of one run. Afterwards it is resumed to its end, and compared.
+_KILLS = 8
 _YEAR = 365 * 24 * 3600.0
 
 
 def _kills(
     stage: Stage, tries: int, name: str, moment: Callable[[pathlib.Path, list], None]
 ) -> Iterator[Reason]:
-    """Sends SIGKILL when `moment` returns, repeatedly until the run has ended."""
+    """Sends SIGKILL when `moment` returns, several times to a run, which is then resumed to its end."""
     options = {"training__steps": 150, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
     while tries:
         run, reasons = stage.new(name), []
-        while tries:
+        while tries and len(reasons) < _KILLS:
             started = stage.start(run, **options)
             with contextlib.suppress(TimeoutError):  # it may end before its moment comes
                 moment(run, started)
