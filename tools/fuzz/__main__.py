@@ -47,6 +47,18 @@ def _stop(number: int, frame: types.FrameType | None) -> None:
     raise _TooSlow
 
 
+@contextlib.contextmanager
+def _limited_time() -> Iterator[None]:
+    """Raises _TooSlow after `SECONDS` of processor time."""
+    before = signal.signal(signal.SIGPROF, _stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
 def _address_space() -> int:
     """Returns the bytes of address space that this process uses."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
@@ -63,9 +75,9 @@ def try_one(name: str, seed: int, number: int) -> tuple[str, str]:
 
     source = random.Random(f"{seed} {name} {number}")
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
-            readers.READERS[name](source, pathlib.Path(folder))
+            with _limited_time():
+                readers.READERS[name](source, pathlib.Path(folder))
         except readers.ACCEPTED as error:
             text = str(error)
             if "\n" in text or len(text) > CHARACTERS + len(folder):
@@ -76,8 +88,6 @@ def try_one(name: str, seed: int, number: int) -> tuple[str, str]:
         except BaseException as error:
             line = traceback.extract_tb(error.__traceback__)[-1]
             return "problem", f"{type(error).__name__} in {line.filename}:{line.lineno}: {str(error)[:200]}"
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
     return _ACCEPTED, ""
 
 
@@ -85,7 +95,6 @@ def _work(name: str, seed: int, first: int, count: int) -> None:
     """Tries inputs, and prints a line for each; this process has the limits."""
     from tools.fuzz import readers
 
-    signal.signal(signal.SIGPROF, _stop)
     # Before the limit, because it makes the good input and starts threads.
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(*readers.ACCEPTED):
         readers.READERS[name](random.Random(0), pathlib.Path(folder))

@@ -149,7 +149,7 @@ def weights_index(source: random.Random, folder: pathlib.Path) -> None:
 
 @functools.cache
 def _state() -> dict[str, bytes]:
-    _, state = generation.prefill(_model(), np.zeros((2, 6), np.int32), np.array([6, 3]))
+    state = generation.init_state(_model(), 2)
     return _made(lambda folder: generation.save_state(folder / "state", _model(), state))
 
 
