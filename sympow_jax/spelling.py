@@ -37,7 +37,7 @@ def listed(items: Collection[Any], separator: str = ", ") -> str:
     items = list(items)
     first: list[str] = []
     for item in items:
-        first.append(cut(str(item), _LIST))
+        first.append(cut(str(item), 2 * _VALUE))
         if len(separator.join(first)) > _LIST:
             first = first[:-1] or first
             break

@@ -110,8 +110,16 @@ def _require_same_model(path: pathlib.Path, header: dict[str, Any], model: model
 
 # Errors of zipfile, of NumPy, of Python's parser for the header of an array, and of this module about the content of a
 # file. A RuntimeError is of an archive with a password, or a RecursionError of that parser.
-_MALFORMED = (ValueError, LookupError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
-_MALFORMED += (tokenize.TokenError,)
+_MALFORMED = (
+    ValueError,
+    LookupError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+    tokenize.TokenError,
+)
 
 
 @contextlib.contextmanager

@@ -75,8 +75,8 @@ def main(arguments: Sequence[str]) -> int:
                 training__checkpoint_every=4 if name == "a save" else 1000,
             )
             print(f"| {name} | {seconds:.1f} | {code} | {newest} |", flush=True)
-        (newest,) = (path for path in run.glob("checkpoints/*") if path.name == str(max(steps(run))))
-        size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+        last = run / "checkpoints" / str(steps(run)[-1])
+        size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
         print(f"A checkpoint has {size / 1e9:.2f} GB.")
     return 0
 

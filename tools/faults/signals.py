@@ -37,7 +37,8 @@ def _kills(
     options = {"training__steps": 150, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
     while tries:
-        run, reasons = stage.new(name), []
+        run = stage.new(name)
+        reasons: list[Reason] = []
         while tries and len(reasons) < _KILLS:
             started = stage.start(run, **options)
             with contextlib.suppress(TimeoutError):  # it may end before its moment comes

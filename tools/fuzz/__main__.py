@@ -10,7 +10,6 @@ The exit code is 1 if an input does not. An input is a function of the seed and 
 """
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import json
@@ -115,7 +114,7 @@ class Outcome:
         seconds: time that all took.
     """
 
-    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
     problems: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     longest: int = 0
     seconds: float = 0.0
@@ -123,7 +122,8 @@ class Outcome:
     def row(self, name: str) -> str:
         """Returns the row of the table."""
         total = sum(self.counts.values())
-        parts = (name, total, self.counts[_ACCEPTED], self.counts[_REFUSED], len(self.problems), self.longest)
+        accepted, refused = (self.counts.get(result, 0) for result in (_ACCEPTED, _REFUSED))
+        parts = (name, total, accepted, refused, len(self.problems), self.longest)
         return f"| {' | '.join(map(str, parts))} | {self.seconds:.0f} |"
 
 
@@ -187,7 +187,7 @@ def try_reader(name: str, seed: int, first: int, count: int) -> Outcome:
     """Gives inputs to a reader in a process with limits."""
     outcome, began = Outcome(), time.monotonic()
     for number, (result, text) in enumerate(_results(name, seed, first, count), start=first):
-        outcome.counts[result] += 1
+        outcome.counts[result] = outcome.counts.get(result, 0) + 1
         if result == _REFUSED:
             outcome.longest = max(outcome.longest, len(text))
         elif result != _ACCEPTED:
@@ -238,8 +238,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in readers.READERS:
         path = options.results and options.results / f"{re.sub('[^a-z0-9]+', '_', name.lower())}.json"
         if path and path.exists():
-            values = json.loads(path.read_text())
-            outcomes[name] = Outcome(collections.Counter(values.pop("counts")), **values)
+            outcomes[name] = Outcome(**json.loads(path.read_text()))
         elif options.only in name:
             outcomes[name] = try_reader(name, options.seed, options.first, options.examples)
             if path:

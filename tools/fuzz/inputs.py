@@ -42,7 +42,7 @@ HOSTILE: tuple[Any, ...] = (
     10**9,
     10**30,
 )
-TEXTS = (
+TEXTS: tuple[str, ...] = (
     "",
     "none",
     "true",

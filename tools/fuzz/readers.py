@@ -300,7 +300,7 @@ def corpus_file(source: random.Random, folder: pathlib.Path) -> None:
     else:
         content = inputs.changed_bytes(content, source)
     (folder / name).write_bytes(content)
-    found = corpus.find("data.paths", [str(folder)], format=corpus.format_of(name))
+    found = corpus.find("data.paths", [str(folder)], format="parquet" if name == "a.parquet" else "jsonl")
     texts = source.random() < 0.7
     reader = corpus.Reader("text" if texts else "ids", texts=texts)
     for piece in corpus.pieces(found, source.choice((10, 1 << 20))):
@@ -371,9 +371,9 @@ def prompts(source: random.Random, folder: pathlib.Path) -> None:
         lengths = source.choice(
             (lengths[:1], lengths.astype(float), lengths[None], lengths.astype(np.uint64))
         )
-    given = rows + source.choice((0, 0, 31, 32, -1))
+    given: Any = rows + source.choice((0, 0, 31, 32, -1))
     if source.random() < 0.3:
-        given = source.choice((rows[0], rows.astype(np.float32), rows[:, :0], rows[:0], rows[None]))
+        given = source.choice([rows[0], rows.astype(np.float32), rows[:, :0], rows[:0], rows[None]])
     longest = source.choice((None, None, 6, 3, 0, -1))
     generation.prefill(_model(), given, lengths, max_length=longest)
 
