@@ -190,7 +190,7 @@ def clock_steps(stage: Stage, numbers: range) -> Iterator[Reason]:
             (one,) = stage.start(run, **options)
             while one.process.exitcode != 0:
                 if one.process.exitcode is not None:
-                    check_error(one, "save timeout" if most == _YEAR else "no error")
+                    check_error(one, *(("save timeout", "timed out") if most == _YEAR else ()))
                     (one,) = stage.start(run, **options)
                 stepped.step(stage.random.uniform(-most, most))
                 for path in run.rglob("*"):
