@@ -366,16 +366,15 @@ def prompts(source: random.Random, folder: pathlib.Path) -> None:
     """Gives random arrays of lengths and tokens to `generation.prefill`."""
     del folder
     rows = np.zeros((2, 6), np.int32)
-    lengths = np.array([source.choice((0, 1, 3, 6, 7, -1, 2**31 - 1)) for _ in range(2)])
-    if source.random() < 0.3:
-        lengths = source.choice(
-            (lengths[:1], lengths.astype(float), lengths[None], lengths.astype(np.uint64))
-        )
-    given: Any = rows + source.choice((0, 0, 31, 32, -1))
-    if source.random() < 0.3:
-        given = source.choice([rows[0], rows.astype(np.float32), rows[:, :0], rows[:0], rows[None]])
-    longest = source.choice((None, None, 6, 3, 0, -1))
-    generation.prefill(_model(), given, lengths, max_length=longest)
+
+    def seldom(usual: Any, *others: Any) -> Any:
+        return source.choice(others) if source.random() < 0.2 else usual
+
+    lengths = np.array([seldom(source.choice((1, 3, 6)), 0, 7, -1, 2**31 - 1) for _ in range(2)])
+    lengths = seldom(lengths, lengths[:1], lengths.astype(float), lengths[None], lengths.astype(np.uint64))
+    given = rows + seldom(31, 32, -1)
+    given = seldom(given, rows[0], rows.astype(np.float32), rows[:, :0], rows[:0], rows[None])
+    generation.prefill(_model(), given, lengths, max_length=seldom(None, 6, 3, 0, -1))
 
 
 # A reader of another format is one more row.
