@@ -227,3 +227,9 @@ def test_help_with_a_config_has_its_values(capsys, monkeypatch):
         assert sentence in words
     with pytest.raises(ValueError, match="the nearest names are quickstart"):
         command_line.parse_training(["--config", "quickstrat", "-h"])
+
+
+@pytest.mark.parametrize("arguments", [("--workdir=",), ("--workdir", "")])
+def test_an_empty_path_is_not_the_current_folder(arguments):
+    with pytest.raises(ValueError, match="--workdir is empty; it must name a file or a folder"):
+        command_line.parse_training([QUICKSTART, *arguments])
