@@ -179,7 +179,7 @@ def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
         memory = layer.memory
         if not isinstance(memory, ops.KVCache):
             return layer
-        slots = jnp.arange(memory.key.shape[1]) >= memory.key.shape[1] - length
+        slots = jnp.arange(memory.capacity) >= memory.capacity - length
         memory = dataclasses.replace(
             memory,
             segment_ids=jnp.where(slots, 0, memory.segment_ids),

@@ -27,13 +27,18 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
     # Traces make many objects that stay, which frequent collections visit in vain.
     gc.set_threshold(20_000, 20, 20)
-    chosen = config.getoption("markexpr")
-    if any(mark in chosen and f"not {mark}" not in chosen for mark in ("slow", "gpu")):
+    if _at_real_sizes(config):
         return
     # The suite compiles hundreds of small programs and runs each once: LLVM's costly passes are not worth their time.
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
+
+
+def _at_real_sizes(config) -> bool:
+    """Returns whether slow tests or those of a GPU are chosen."""
+    chosen = config.getoption("markexpr")
+    return any(mark in chosen and f"not {mark}" not in chosen for mark in ("slow", "gpu"))
 
 
 def pytest_unconfigure():
@@ -47,9 +52,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
+def _scope_of_programs(fixture_name, config):
+    """Returns "function" for slow tests: one file of these can have more programs than fit."""
+    return "function" if _at_real_sizes(config) else "module"
+
+
+@pytest.fixture(autouse=True, scope=_scope_of_programs)
 def _room_for_programs():
-    """Clears compiled programs once their memory mappings are many; until then modules share them."""
+    """Clears compiled programs once their memory mappings are many; until then tests share them."""
     yield
     try:
         mappings = pathlib.Path("/proc/self/maps").read_bytes().count(b"\n")

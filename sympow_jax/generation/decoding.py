@@ -176,7 +176,7 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
 def cache_sizes(state: models.DecoderState) -> tuple[int, list[bool]]:
     """Returns the capacity of the KV caches of a state, 1 if it has none, and whether each layer has one."""
     memories = [layer.memory for layer in state.layers]
-    capacities = [memory.key.shape[1] for memory in memories if isinstance(memory, ops.KVCache)]
+    capacities = [memory.capacity for memory in memories if isinstance(memory, ops.KVCache)]
     return max(capacities, default=1), [isinstance(memory, ops.KVCache) for memory in memories]
 
 

@@ -16,13 +16,16 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sympow_jax import atomic, config, models, spelling
+from sympow_jax import atomic, config, layers, models, ops, spelling
 from sympow_jax.config import fields, serialize
 from sympow_jax.generation import decoding
 
 __all__ = ["restore_state", "save_state"]
 
 _HEADER = "header"
+# Format 1 had KV caches in order of time, without `next`, with slots before heads and tokens of earlier documents.
+_FORMAT = 2
+_SLOTS_BEFORE_HEADS = (".memory.key", ".memory.value", ".memory.log_decay")
 # Ending of the members of an archive of `np.savez`.
 _SUFFIX = ".npy"
 # Bytes of the header, which has about 10,000.
@@ -46,6 +49,7 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
     decoding.require_state(model, state)
     capacity, kv_cache = decoding.cache_sizes(state)
     header = {
+        "format": _FORMAT,
         "model": _settings(model),
         "parameters": _checksum(model),
         "rows": jax.tree.leaves(state.layers[0].memory)[0].shape[0],
@@ -75,7 +79,7 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
         with _readable(path):
             archive = stack.enter_context(zipfile.ZipFile(path))
             members = _members(archive, path.stat().st_size)
-            header = _read_header(archive, members, path.stat().st_size, layers=len(model.blocks))
+            header = _read_header(archive, members, path.stat().st_size, num_layers=len(model.blocks))
         _require_same_model(path, header, model)
         abstract = jax.eval_shape(
             lambda: model.init_state(
@@ -85,11 +89,36 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
         leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
         restored = []
         for name, leaf in leaves:
-            dtype = _bits(np.empty(0, leaf.dtype)).dtype
+            dtype, field = _bits(np.empty(0, leaf.dtype)).dtype, jax.tree_util.keystr(name)
             with _readable(path):
-                array = _read(archive, members[jax.tree_util.keystr(name)], leaf.shape, dtype)
+                if header["format"] == 1 and field.endswith(".memory.next"):
+                    array = np.zeros(leaf.shape, dtype)
+                elif header["format"] == 1 and field.endswith(_SLOTS_BEFORE_HEADS):
+                    rows, heads, slots, *vector = leaf.shape
+                    array = _read(archive, members[field], (rows, slots, heads, *vector), dtype)
+                    array = np.ascontiguousarray(np.swapaxes(array, 1, 2))
+                else:
+                    array = _read(archive, members[field], leaf.shape, dtype)
             restored.append(jax.device_put(array.view(leaf.dtype)))
-    return jax.tree.unflatten(structure, restored)
+    state = jax.tree.unflatten(structure, restored)
+    if header["format"] == 1:
+        state = dataclasses.replace(state, layers=tuple(map(_appended, state.layers)))
+    return state
+
+
+def _appended(layer: layers.AttentionState) -> layers.AttentionState:
+    """Returns the state of a layer with the tokens of its KV cache appended to an empty one.
+
+    This drops tokens of earlier documents, and marks those that are not finite.
+    """
+    cache = layer.memory
+    if not isinstance(cache, ops.KVCache):
+        return layer
+    (rows, heads, capacity, head_dim), value_dim = cache.key.shape, cache.value.shape[-1]
+    empty = ops.KVCache.zeros(rows, capacity, heads, head_dim, value_dim, dtype=cache.key.dtype)
+    joined, _ = empty.append(**cache.tokens())
+    memory = dataclasses.replace(joined.newest(capacity), segment=cache.segment, complete=cache.complete)
+    return dataclasses.replace(layer, memory=memory)
 
 
 def _require_same_model(path: pathlib.Path, header: dict[str, Any], model: models.DecoderLM) -> None:
@@ -146,7 +175,7 @@ def _members(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:
 
 
 def _read_header(
-    archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], size: int, *, layers: int
+    archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo], size: int, *, num_layers: int
 ) -> dict[str, Any]:
     """Returns the header of a state file of `size` bytes.
 
@@ -162,13 +191,15 @@ def _read_header(
             raise ValueError("its header is no text")
         text = stream.read()
     header = serialize.parse_object(str(np.frombuffer(text, dtype)[0]))
+    if header.setdefault("format", 1) not in (1, _FORMAT):
+        raise ValueError("its format is of a later version")
     # Earlier versions wrote one bool for all layers, and no capacity without a cache.
     header["capacity"] = header["capacity"] or 1
     if not isinstance(header["model"], dict) or "parameters" not in header:
         raise ValueError("a part of its header is missing")
     caches = header["kv_cache"]
     if not isinstance(caches, bool) and not (
-        isinstance(caches, list) and len(caches) == layers and all(isinstance(x, bool) for x in caches)
+        isinstance(caches, list) and len(caches) == num_layers and all(isinstance(x, bool) for x in caches)
     ):
         raise ValueError("its header is of other layers")
     # Every array has an axis of rows; those of a KV cache have one of its capacity too.

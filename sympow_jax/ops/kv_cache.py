@@ -1,13 +1,15 @@
 """KV cache: the decoding state of attention that stores every key and value."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import documents
-from sympow_jax.ops._shared import arguments, calls, layout
+from sympow_jax.ops import documents, fixed_point
+from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._shared import arguments, calls
 
 __all__ = ["KVCache"]
 
@@ -15,24 +17,27 @@ __all__ = ["KVCache"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the last S positions, newest last; a pytree that the caller holds.
+    """Keys and values of the last S tokens of a document: a ring of slots; a pytree that the caller holds.
 
-    Empty slots look like padding. Followed by T new positions (`append`), they are the S + T keys of
-    `softmax_attention` or of the attention form of `power_attention`. Padding takes a slot too, until `without_gaps`.
+    From slot `next` on, around the end of the ring, slots are in order of time, empty ones first. `step` attends with
+    one token and writes it to slot `next`, in place if the cache is donated. `append` returns the S + T keys of T new
+    tokens. Heads come before slots, so that a token's scores and output are matrix products of the arrays as they are.
 
     Attributes:
-        key: key of each position, zero in empty slots.
-        value: value of each position, zero in empty slots.
-        log_decay: log decay of each position, zero in empty slots.
-        segment_ids: segment id of each position, -1 in empty slots.
+        key: key of each slot; NaN if the token's key, value or log decay is not finite.
+        value: value of each slot; finite.
+        log_decay: log decay of each slot; at most 0.
+        segment_ids: segment id of each slot, -1 in slots that are empty or of an earlier document.
+        next: slot of the next token.
         segment: segment id of the document, -1 before the first token.
-        complete: False if the document has outgrown the S positions.
+        complete: False if the document has outgrown the S slots.
     """
 
-    key: Float[Array, "B S K D"]
-    value: Float[Array, "B S K E"]
-    log_decay: Float[Array, "B S K"]
+    key: Float[Array, "B K S D"]
+    value: Float[Array, "B K S E"]
+    log_decay: Float[Array, "B K S"]
     segment_ids: Int[Array, "B S"]
+    next: Int[Array, " B"]
     segment: Int[Array, " B"]
     complete: Bool[Array, " B"]
 
@@ -40,12 +45,13 @@ class KVCache:
     def zeros(
         cls, batch: int, capacity: int, kv_heads: int, head_dim: int, value_dim: int, *, dtype=jnp.float32
     ) -> "KVCache":
-        """Returns the state before any token, with room for `capacity` positions."""
+        """Returns the state before any token, with `capacity` slots."""
         return cls(
-            key=jnp.zeros((batch, capacity, kv_heads, head_dim), dtype),
-            value=jnp.zeros((batch, capacity, kv_heads, value_dim), dtype),
-            log_decay=jnp.zeros((batch, capacity, kv_heads), jnp.float32),
+            key=jnp.zeros((batch, kv_heads, capacity, head_dim), dtype),
+            value=jnp.zeros((batch, kv_heads, capacity, value_dim), dtype),
+            log_decay=jnp.zeros((batch, kv_heads, capacity), jnp.float32),
             segment_ids=jnp.full((batch, capacity), documents.NO_SEGMENT, jnp.int32),
+            next=jnp.zeros(batch, jnp.int32),
             segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
             complete=jnp.ones(batch, bool),
         )
@@ -53,12 +59,25 @@ class KVCache:
     @classmethod
     def layout(cls) -> "KVCache":
         """Returns the axes of each array."""
-        return cls("B S K D", "B S K E", "B S K", "B S", "B", "B")  # type: ignore[arg-type]
+        return cls("B K S D", "B K S E", "B K S", "B S", "B", "B", "B")  # type: ignore[arg-type]
+
+    @property
+    def capacity(self) -> int:
+        """S, the number of slots."""
+        return self.segment_ids.shape[1]
 
     @property
     def nbytes(self) -> int:
         """Number of bytes stored."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def tokens(self) -> dict[str, Array]:
+        """Returns key [B, S, K, D], value, log_decay and segment_ids of all slots in order of time."""
+        cache = _in_order(self)
+        by_head = {name: getattr(cache, name) for name in ("key", "value", "log_decay")}
+        return {name: jnp.swapaxes(x, 1, 2) for name, x in by_head.items()} | {
+            "segment_ids": cache.segment_ids
+        }
 
     def append(
         self,
@@ -67,9 +86,10 @@ class KVCache:
         log_decay: Float[Array, "B T K"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple["KVCache", Bool[Array, "B T"]]:
-        """Returns the S + T positions to attend to, and a mask of the new positions that miss keys.
+        """Returns a cache of the S + T tokens to attend to, and a mask of the new tokens that miss keys.
 
-        Without segment ids, the new positions continue the document of the last one.
+        Without segment ids, the new tokens continue the document of the last one. Padding takes a slot too, and tokens
+        of earlier documents stay, until `newest`.
         """
         key, value, log_decay, segment_ids = arguments.to_arrays(
             key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
@@ -77,18 +97,55 @@ class KVCache:
         return _appended(None, state=self, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids)
 
     def without_gaps(self) -> "KVCache":
-        """Moves padding to the front, where its slots are the first to be dropped."""
-        return _without_gaps(None, state=self, segment_ids=self.segment_ids, key=self.key)
+        """Moves padding before all tokens, where its slots are the first to be dropped."""
+        return _without_gaps(None, state=self)
 
     def newest(self, capacity: int) -> "KVCache":
-        """Returns the last `capacity` positions; there must be at least that many."""
-        return _newest(capacity, state=self, segment_ids=self.segment_ids, key=self.key)
+        """Returns a cache of the last `capacity` slots, which keeps only the current document.
+
+        There must be at least that many slots.
+        """
+        return _newest(capacity, state=self)
+
+    def step(
+        self,
+        query: Float[Array, "B N D"],
+        key: Float[Array, "B K D"],
+        value: Float[Array, "B K E"],
+        log_decay: Float[Array, "B K"] | None,
+        segment_ids: Int[Array, " B"] | None,
+        *,
+        weigh: Callable[..., Array],
+    ) -> tuple[Float[Array, "B N E"], "KVCache", Bool[Array, " B"]]:
+        """Attends with one token to the cached tokens and itself, then writes it to the oldest slot.
+
+        Nothing but that slot is written, if the cache is donated. Padding is not written, and its output is zero.
+
+        Args:
+            query: N is a multiple of K.
+            key: key of the token.
+            value: value of the token.
+            log_decay: logarithm of the token's decay, which discounts the cached tokens; None without decay.
+            segment_ids: document of the token, negative for padding; None continues the document.
+            weigh: maps scores [B, K, G, S + 1], G = N / K, and the logarithms of their decays [B, K, 1, S + 1], minus
+                infinity for masked keys, to weights in any scale. Hashable.
+
+        Returns:
+            The mean of values by weight, zero if all weights are; the cache after the token; and whether the token
+            misses keys, because its document has outgrown the cache.
+        """
+        query, key, value, log_decay, segment_ids = arguments.to_arrays(
+            query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
+        )
+        token = {"key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
+        return _step(weigh, state=self, query=query, **token)
 
 
-_LAYOUTS = {"key": "B T K D", "value": "B T K E", "segment_ids": "B T"}
+_STATE = {"state": KVCache.layout()}
+_TOKENS = _STATE | {"key": "B T K D", "value": "B T K E"}
 
 
-@calls.op(_LAYOUTS, lambda _: (KVCache.layout(), "B T"))
+@calls.op(_TOKENS, lambda _: (KVCache.layout(), "B T"))
 def _appended(_, state, key, value, log_decay, segment_ids):
     batch, time, kv_heads, _ = key.shape
     if log_decay is None:
@@ -97,46 +154,173 @@ def _appended(_, state, key, value, log_decay, segment_ids):
         segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], (batch, time))
     starts, valid, last = documents.boundaries(segment_ids, state.segment)
     continues = valid & (jnp.cumsum(starts, axis=1) == 0)
-    old_and_new = {"key": key, "value": value, "log_decay": log_decay}
-    joined = {
-        name: jnp.concatenate([getattr(state, name), new.astype(getattr(state, name).dtype)], axis=1)
-        for name, new in old_and_new.items()
-    }
+    old = _in_order(state)
+    new = _contained(old, *(jnp.swapaxes(x, 1, 2) for x in (key, value, log_decay)))
+    joined = {name: jnp.concatenate([getattr(old, name), x], axis=2) for name, x in new.items()}
     # Use the wider dtype of the two: ids that wrapped around could be equal.
-    joined["segment_ids"] = jnp.concatenate([state.segment_ids, segment_ids], axis=1)
+    joined["segment_ids"] = jnp.concatenate([old.segment_ids, segment_ids], axis=1)
     complete = state.complete | starts.any(axis=1)
-    return KVCache(**joined, segment=last, complete=complete), continues & ~state.complete[:, None]
+    cache = KVCache(**joined, next=old.next, segment=last, complete=complete)
+    return cache, continues & ~state.complete[:, None]
 
 
-@calls.op(_LAYOUTS, lambda _: KVCache.layout())
-def _without_gaps(_, state, key, segment_ids):
-    order = jnp.argsort(segment_ids >= 0, axis=1, stable=True)
-
-    def in_order(x):
-        return jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
-
-    return KVCache(
-        key=in_order(key),
-        value=in_order(state.value),
-        log_decay=in_order(state.log_decay),
-        segment_ids=in_order(segment_ids),
-        segment=state.segment,
-        complete=state.complete,
+@calls.op(_STATE, lambda _: KVCache.layout())
+def _without_gaps(_, state):
+    state = _in_order(state)
+    order = jnp.argsort(state.segment_ids >= 0, axis=1, stable=True)
+    by_head = order[:, None]
+    return dataclasses.replace(
+        state,
+        key=jnp.take_along_axis(state.key, by_head[..., None], axis=2),
+        value=jnp.take_along_axis(state.value, by_head[..., None], axis=2),
+        log_decay=jnp.take_along_axis(state.log_decay, by_head, axis=2),
+        segment_ids=jnp.take_along_axis(state.segment_ids, order, axis=1),
     )
 
 
-@calls.op(_LAYOUTS, lambda capacity: KVCache.layout())
-def _newest(capacity, state, key, segment_ids):
+@calls.op(_STATE, lambda capacity: KVCache.layout())
+def _newest(capacity, state):
+    state = _in_order(state)
     nothing = jnp.full_like(state.segment, documents.NO_SEGMENT)
-    starts, valid, _ = documents.boundaries(segment_ids, nothing)
+    starts, valid, _ = documents.boundaries(state.segment_ids, nothing)
     document = jnp.cumsum(starts, axis=1)
-    dropped = segment_ids.shape[1] - capacity
-    outgrown = (valid & (document == document[:, -1:]))[:, :dropped].any(axis=1)
-    return KVCache(
-        key=key[:, dropped:],
-        value=state.value[:, dropped:],
-        log_decay=state.log_decay[:, dropped:],
+    current = valid & (document == document[:, -1:])
+    dropped = state.capacity - capacity
+    segment_ids = jnp.where(current, state.segment_ids, documents.NO_SEGMENT)
+    return dataclasses.replace(
+        state,
+        key=state.key[:, :, dropped:],
+        value=state.value[:, :, dropped:],
+        log_decay=state.log_decay[:, :, dropped:],
         segment_ids=segment_ids[:, dropped:],
-        segment=state.segment,
-        complete=state.complete & ~outgrown,
+        complete=state.complete & ~current[:, :dropped].any(axis=1),
     )
+
+
+@calls.op(
+    _STATE | {"query": "B N D", "key": "B K D", "value": "B K E"}, lambda _: ("B N E", KVCache.layout(), "B")
+)
+def _step(weigh, state, query, key, value, log_decay, segment_ids):
+    if segment_ids is None:
+        segment_ids = documents.continued(state.segment)
+    valid = segment_ids >= 0
+    starts = valid & (segment_ids != state.segment)
+    old_ids = jnp.where(starts[:, None], documents.NO_SEGMENT, state.segment_ids)
+    token = _contained(state, key, value, jnp.zeros(key.shape[:2]) if log_decay is None else log_decay)
+    decay = (
+        None
+        if log_decay is None
+        else _decays_to_end(state.log_decay, state.next) + token["log_decay"][..., None]
+    )
+    out = _attend(weigh, query, token, state, old_ids >= 0, decay)
+    out = jnp.where(valid[:, None, None], out, 0)
+    # Read the cache before it is written: otherwise XLA keeps a copy to read from.
+    out, token = jax.lax.optimization_barrier((out, token))
+    overwritten = jnp.take_along_axis(old_ids, state.next[:, None], axis=1)[:, 0] >= 0
+    complete = state.complete | starts
+    # A write to a slot beyond the last is dropped.
+    slot = jnp.where(valid, state.next, state.capacity)
+    put = jax.vmap(lambda slots, slot, x: slots.at[:, slot].set(x, mode="drop"))
+    put_id = jax.vmap(lambda ids, slot, x: ids.at[slot].set(x, mode="drop"))
+    dtype = jnp.promote_types(old_ids.dtype, segment_ids.dtype)
+    cache = KVCache(
+        **{name: put(getattr(state, name), slot, x) for name, x in token.items()},
+        segment_ids=put_id(old_ids.astype(dtype), slot, segment_ids.astype(dtype)),
+        next=jnp.where(valid, (state.next + 1) % state.capacity, state.next),
+        segment=jnp.where(valid, segment_ids, state.segment),
+        complete=complete & ~(valid & overwritten),
+    )
+    return out, cache, valid & ~complete
+
+
+def _attend(weigh, query, token, state, cached, decay):
+    """Returns the output [B, N, E] of one token by its own key and those of `cached` slots [B, S]."""
+    key, value = state.key, state.value
+    dtype = jnp.promote_types(key.dtype, jnp.float32)
+    exact = {"precision": cost.precision_of(key.dtype), "preferred_element_type": dtype}
+    query = query.astype(key.dtype).reshape(*token["key"].shape[:2], -1, query.shape[-1])
+    scores = jnp.einsum("bkgd,bksd->bkgs", query, key, **exact)
+    own = jnp.einsum("bkgd,bkd->bkg", query, token["key"], **exact)[..., None]
+    cached = cached[:, None, None]
+    decay = jnp.zeros((), dtype) if decay is None else decay[:, :, None].astype(dtype)
+    # Scores of empty slots may be NaN.
+    scores = jnp.concatenate([jnp.where(cached, scores, 0), own], axis=-1)
+    decay = jnp.where(cached, decay, -jnp.inf)
+    decay = jnp.pad(decay, [(0, 0)] * 3 + [(0, 1)])
+    weights = weigh(scores, decay)
+    total = weights.sum(-1, keepdims=True)
+    weights = (weights / jnp.where(total == 0, 1, total)).astype(value.dtype)
+    out = jnp.einsum("bkgs,bkse->bkge", weights[..., :-1], value, **exact)
+    out += weights[..., -1:].astype(dtype) * token["value"][:, :, None]
+    return out.astype(value.dtype).reshape(out.shape[0], -1, out.shape[-1])
+
+
+def _in_order(state):
+    """Returns the cache with slots in order of time, from slot 0 on."""
+
+    def rolled(x, axis):
+        return jax.vmap(lambda row, start: jnp.roll(row, -start, axis=axis))(x, state.next)
+
+    return dataclasses.replace(
+        state,
+        key=rolled(state.key, 1),
+        value=rolled(state.value, 1),
+        log_decay=rolled(state.log_decay, 1),
+        segment_ids=rolled(state.segment_ids, 0),
+        next=jnp.zeros_like(state.next),
+    )
+
+
+def _contained(state, key, value, log_decay):
+    """Returns new tokens [B, K, ...] in the dtypes of the cache; only keys are NaN, if anything is not finite.
+
+    A masked key is left out of the scores, but NaN times a weight of zero would be NaN in the sum of values.
+    """
+    key, value = key.astype(state.key.dtype), value.astype(state.value.dtype)
+    # Minus infinity is a valid decay.
+    bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1) & (log_decay < jnp.inf))
+    return {
+        "key": jnp.where(bad[..., None], jnp.nan, key),
+        "value": jnp.where(bad[..., None], 0, value),
+        "log_decay": jnp.where(bad, 0, log_decay).astype(state.log_decay.dtype),
+    }
+
+
+@jax.custom_vjp
+def _decays_to_end(log_decay: Float[Array, "B K S"], start: Int[Array, " B"]) -> Float[Array, "B K S"]:
+    """Returns the sum of the log decays after each slot, the order of time beginning at slot `start`.
+
+    Sums are exact to 2^-32 per slot; log decays below 1 - 2^31 / S are clipped.
+    """
+    steps = -jnp.clip(log_decay, 1 - 2.0**31 / log_decay.shape[-1], 0)
+    flat = steps.reshape(-1, steps.shape[-1], 1)
+    total = tuple(x.reshape(steps.shape) for x in fixed_point.running_sum(flat))
+    newest, last = (tuple(_before(x, start)[..., None] for x in total), tuple(x[..., -1:] for x in total))
+    newer = jnp.arange(steps.shape[-1]) < start[:, None, None]
+    both = fixed_point.add(newest, last)
+    end = tuple(jnp.where(newer, x, y) for x, y in zip(newest, both))
+    whole, fraction = fixed_point.subtract(end, total)
+    return -(whole.astype(jnp.float32) + fraction.astype(jnp.float32) * 2.0**-32)
+
+
+def _decays_to_end_fwd(log_decay, start):
+    return _decays_to_end(log_decay, start), start
+
+
+def _decays_to_end_bwd(start, cotangent):
+    # A slot's decay is in the sums of all slots before it in time.
+    total = jnp.cumsum(cotangent, axis=-1)
+    before = total - cotangent
+    at_start, last = _before(total, start)[..., None], total[..., -1:]
+    newer = jnp.arange(total.shape[-1]) < start[:, None, None]
+    return before - at_start + jnp.where(newer, last, 0), None
+
+
+_decays_to_end.defvjp(_decays_to_end_fwd, _decays_to_end_bwd)
+
+
+def _before(total: Array, start: Int[Array, " B"]) -> Array:
+    """Returns the running sum [B, K] before slot `start`; 0 before the first."""
+    index = jnp.maximum(start - 1, 0)[:, None, None]
+    value = jnp.take_along_axis(total, index, axis=-1)[..., 0]
+    return jnp.where(start[:, None] > 0, value, 0)

@@ -17,8 +17,8 @@ def axes(rows, heads):
     slots = [rows, None, heads] if heads else [rows] if rows else []
     state = [rows, heads] if heads else [rows] if rows else []
     row = [rows] if rows else []
-    cache = dict.fromkeys(("key", "value", "log_decay"), slots)
-    cache |= dict.fromkeys(("segment_ids", "segment", "complete"), row)
+    cache = dict.fromkeys(("key", "value", "log_decay"), state)
+    cache |= dict.fromkeys(("segment_ids", "next", "segment", "complete"), row)
     window = dict.fromkeys(("keys", "values", "log_decays"), slots)
     recurrent = dict.fromkeys(("kv", "norm"), state) | window | dict.fromkeys(("length", "segment"), row)
     return (

@@ -174,7 +174,7 @@ def test_power_4_at_head_size_64_uses_a_kv_cache():
     )
     state = jax.eval_shape(lambda: layer.init_state(1, max_length=65_536))
     assert isinstance(state.memory, kv_cache.KVCache)
-    assert state.memory.key.shape == (1, 65_536, 12, 64)
+    assert state.memory.key.shape == (1, 12, 65_536, 64)
 
 
 def test_padding_and_documents_do_not_leak():

@@ -57,9 +57,9 @@ def test_pieces_of_any_size_equal_one_pass(dtype, size):
     with jax.enable_x64(dtype == "float64"):
         layer, x = make(dtype), inputs(dtype)
         state = layer.init_state(2, max_length=1000)
-        assert state.memory.key.shape == (2, WINDOW - 1, 2, 8)
+        assert state.memory.key.shape == (2, 2, WINDOW - 1, 8)
         out, state = streamed(layer, x, SEGMENT_IDS, state, size)
-        assert state.memory.key.shape == (2, WINDOW - 1, 2, 8)
+        assert state.memory.key.shape == (2, 2, WINDOW - 1, 8)
         assert state.memory.key.dtype == dtype
         assert error(out, whole(layer, x, SEGMENT_IDS)) < 2e-6
 
@@ -68,7 +68,7 @@ def test_pieces_of_any_size_equal_one_pass(dtype, size):
 def test_windows_of_extreme_size(window):
     layer, x = make(window=window), inputs()
     state = layer.init_state(2, max_length=TIME)
-    assert state.memory.key.shape[1] == {1: 1, 2: 1, TIME: TIME - 1, 1000: TIME}[window]
+    assert state.memory.capacity == {1: 1, 2: 1, TIME: TIME - 1, 1000: TIME}[window]
     out, _ = streamed(layer, x, SEGMENT_IDS, state, 8)
     assert error(out, whole(layer, x, SEGMENT_IDS)) < 2e-6
 
@@ -76,7 +76,7 @@ def test_windows_of_extreme_size(window):
 def test_a_state_without_a_length():
     layer, x = make(), inputs()
     out, state = nnx.jit(lambda layer, x: layer(x, return_state=True))(layer, x[:, :20])
-    assert state.memory.key.shape[1] == WINDOW - 1
+    assert state.memory.capacity == WINDOW - 1
     rest, _ = resume(layer, x[:, 20:], None, state)
     assert error(jnp.concatenate([out, rest], axis=1), whole(layer, x)) < 2e-6
 
@@ -85,7 +85,7 @@ def test_a_cache_that_is_shorter_than_the_window():
     """Outputs beyond its length are NaN, as without a window, and a document starts afresh."""
     layer, x = make(), inputs()
     out, state = streamed(layer, x[:, :9], None, layer.init_state(2, max_length=4), 1)
-    assert state.memory.key.shape[1] == 4
+    assert state.memory.capacity == 4
     assert error(out[:, :5], whole(layer, x[:, :5])) < 2e-6
     assert np.isnan(out[:, 5:]).all()
     out, _ = resume(layer, x[:, 9:13], np.full((2, 4), 5, np.int32), state)

@@ -114,7 +114,7 @@ def test_each_layer_has_its_own_kind_of_state(model):
     assert [isinstance(layer.memory, ops.KVCache) for layer in state.layers] == [
         x == "softmax" for x in KERNELS
     ]
-    assert state.layers[2].memory.key.shape[1] == 1000
+    assert state.layers[2].memory.capacity == 1000
     short = generation.init_state(model, 2, max_length=10)
     assert all(isinstance(layer.memory, ops.KVCache) for layer in short.layers)
     folded = generation.fold(model, short)
@@ -184,12 +184,12 @@ def test_windows_and_recurrent_states_need_no_length(tmp_path):
     expected = small.whole(model, np.concatenate([prompts, following], axis=1))[:, 59:]
     lengths = np.array([60, 60])
     logits, state = generation.prefill(model, prompts, lengths)
-    assert state.layers[1].memory.key.shape[1] == 29
+    assert state.layers[1].memory.capacity == 29
     generation.save_state(tmp_path / "state", model, state)
     jax.tree.map(np.testing.assert_array_equal, generation.restore_state(tmp_path / "state", model), state)
     # From caches for the first 10 tokens alone, which are then folded.
     _, short = generation.prefill(model, prompts[:, :10], np.array([10, 10]), max_length=10)
-    assert [layer.memory.key.shape[1] for layer in short.layers] == [10] * 2
+    assert [layer.memory.capacity for layer in short.layers] == [10] * 2
     continued, folded = generation.prefill(
         model, prompts[:, 10:], lengths - 10, state=generation.fold(model, short)
     )

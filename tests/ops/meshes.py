@@ -217,6 +217,21 @@ def append_to_cache():
     return call, without("query") | {"state": state}, LAYOUTS | {"state": layout}, (layout, "B T")
 
 
+def cache_step():
+    """Returns a call that attends to a KV cache with one token, and writes it."""
+
+    def call(state, **token):
+        return state.step(**token, weigh=lambda scores, log_decay: scores**2 * jnp.exp(log_decay))
+
+    def filled():
+        state = kv_cache.KVCache.zeros(BATCH, 8, KV_HEADS, HEAD_DIM, VALUE_DIM)
+        return state.append(**without("query"))[0].newest(8)
+
+    layout = kv_cache.KVCache.layout()
+    arguments = last(drawn()) | {"state": jax.jit(filled)()}
+    return call, arguments, STEP | {"state": layout}, (STEP_OUT, layout, "B")
+
+
 def feature_map():
     arguments = {"x": drawn()["query"]}
     return functools.partial(ops.symmetric_power, power=4), arguments, {"x": "B T N D"}, "B T N F"
@@ -250,6 +265,7 @@ OPS = {
     "lrpe-permutation": functools.partial(lrpe, "permutation", "odd_even"),
     "spe": spe,
     "kv_cache": append_to_cache,
+    "kv_cache-step": cache_step,
     "feature-map": feature_map,
 }
 WAYS = (

@@ -20,7 +20,16 @@ FAST = (
         "rope",
         "feature-map",
     ),
-    ("chunked", "step-that-folds", "kv_cache", "bidirectional-documents", "expressive", "lrpe", "spe"),
+    (
+        "chunked",
+        "step-that-folds",
+        "kv_cache",
+        "kv_cache-step",
+        "bidirectional-documents",
+        "expressive",
+        "lrpe",
+        "spe",
+    ),
 )
 
 

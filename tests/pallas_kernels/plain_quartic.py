@@ -17,6 +17,7 @@ from pallas_kernels.power_state.quartic import forward as quartic
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
+from sympow_jax.ops._shared import calls
 
 __all__ = [
     "blocks_and_scalars",
@@ -54,7 +55,8 @@ def _called(function, shapes, *arrays, **options):
         results = function(*(np.asarray(x) for x in arrays), **options)
         return [np.asarray(x, shape.dtype) for x, shape in zip(results, out, strict=True)]
 
-    return jax.pure_callback(call, out, *arrays)
+    # Results of a callback lose the manual mesh axes that they vary over, which results of the kernels keep.
+    return calls.same_variation((arrays, jax.pure_callback(call, out, *arrays)))[1]
 
 
 def _shapes_of_update(vector, scalars, value, carry, start, weights, *, layout, config, dtype, **options):

@@ -429,17 +429,21 @@ class Attention(nnx.Module):
 
     def _extend(self, query, key, value, rotate, log_decay, segment_ids, cache):
         """Returns the kernel's output [B, T, N, E], and the KV cache with these tokens appended."""
-        capacity, limit = cache.key.shape[1], self.kernel.cache_limit
-        joined, missing = cache.append(key, value, log_decay, segment_ids)
-        out = self.kernel.attend_cache(
-            query, joined, rotate=rotate, log_decay=None if log_decay is None else joined.log_decay
-        )
-        # One position of padding waits in its slot for the next call, unless the cache needs all of its slots.
-        if segment_ids is not None and (key.shape[1] > 1 or limit is not None):
-            joined = joined.without_gaps()
-        if capacity != limit:
+        # The reference has no step.
+        one_token = key.shape[1] == 1 and self.kernel.attention.implementation != "reference"
+        if one_token and self.kernel.weighs_cache:
+            token = jax.tree.map(lambda x: x[:, 0], (query, key, value, log_decay, segment_ids))
+            out, extended, missing = cache.step(*token, weigh=self.kernel.weigh)
+            out, missing = out[:, None], missing[:, None]
+        else:
+            joined, missing = cache.append(key, value, log_decay, segment_ids)
+            tokens = joined.tokens() | ({"log_decay": None} if log_decay is None else {})
+            out = self.kernel.attend_cache(query, **tokens, rotate=rotate)
+            extended = (joined if segment_ids is None else joined.without_gaps()).newest(cache.capacity)
+        # A sliding window needs no more than its own slots.
+        if cache.capacity != self.kernel.cache_limit:
             out = jnp.where(missing[..., None, None], jnp.nan, out)
-        return out, joined.newest(capacity)
+        return out, extended
 
     def _log_decay(self, x, projected) -> Float[Array, "B T K ..."] | None:
         """Returns the logarithm of gamma, which is finite where sigmoid itself rounds to 0."""

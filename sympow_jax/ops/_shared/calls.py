@@ -30,12 +30,13 @@ _DIVIDED = frozenset("BTSNK")
 
 
 def op[**P, R](
-    layouts: dict[str, str], outputs: Callable[[Any], Any]
+    layouts: dict[str, Any], outputs: Callable[[Any], Any]
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Makes f(plan, **arrays) a function that is compiled once for each hashable plan and set of shapes.
 
     Args:
-        layouts: the axes of the named arguments, as in "B T N D". JAX decides the sharding of other arguments.
+        layouts: the axes of the named arguments, as in "B T N D", or a tree of axes for a state. JAX decides the
+            sharding of other arguments.
         outputs: maps the plan to a tree of the axes of each array that f returns.
 
     Outputs keep the sharding that the arguments have on axes of the same letter.
@@ -116,8 +117,9 @@ class _Specs:
     def __init__(self, layouts, arrays):
         self._axes = {}
         for name, layout in layouts.items():
-            if (x := arrays.get(name)) is not None:
-                for letter, axes in zip(layout.split(), jax.typeof(x).sharding.spec):
+            leaves = jax.tree.leaves(arrays.get(name))
+            for x, letters in zip(leaves, jax.tree.leaves(layout)):
+                for letter, axes in zip(letters.split(), jax.typeof(x).sharding.spec):
                     if axes is not None and letter in _DIVIDED:
                         self._axes.setdefault(letter, axes)
 

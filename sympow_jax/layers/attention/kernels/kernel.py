@@ -57,6 +57,9 @@ class Kernel(abc.ABC):
     rotates_features: ClassVar[bool] = False
     """Positions are applied to features of queries and keys instead of to queries and keys."""
 
+    weighs_cache: ClassVar[bool] = False
+    """`weigh` is implemented: a single token leaves a KV cache in place, instead of going through `attend_cache`."""
+
     @abc.abstractmethod
     def attend(
         self,
@@ -103,19 +106,27 @@ class Kernel(abc.ABC):
     def attend_cache(
         self,
         query: Float[Array, "B T N D"],
-        cache: ops.KVCache,
+        key: Float[Array, "B S K D"],
+        value: Float[Array, "B S K E"],
         *,
         rotate: positions.Rotation | None,
         log_decay: Float[Array, "B S K"] | None,
+        segment_ids: Int[Array, "B S"],
     ) -> Float[Array, "B T N E"]:
-        """Returns the output of the last T of the S positions of a cache."""
-        return self.attend(
-            query,
-            cache.key,
-            cache.value,
-            rotate=rotate,
-            log_decay=log_decay,
-            segment_ids=cache.segment_ids,
+        """Returns the output of the last T of the S tokens of a KV cache; arguments as for `attend`."""
+        return self.attend(query, key, value, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
+
+    def weigh(
+        self, scores: Float[Array, "B K G S"], log_decay: Float[Array, "B K 1 S"]
+    ) -> Float[Array, "B K G S"]:
+        """Returns the weights of cached keys, times any factor for all keys of a query.
+
+        Args:
+            scores: products of a query and the keys.
+            log_decay: logarithms of the decays between the two; minus infinity for masked keys, whose scores are 0.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no weights of a cache's keys; it uses attend_cache"
         )
 
     def init_cache(self, batch: int, capacity: int) -> ops.KVCache:

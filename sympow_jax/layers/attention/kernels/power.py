@@ -19,6 +19,8 @@ __all__ = ["PowerKernel"]
 class PowerKernel(kernel.RecurrentKernel):
     """`ops.power_attention`, with decays per head or per value channel."""
 
+    weighs_cache = True
+
     @property
     def cache_policy(self):
         if self._per_channel:
@@ -34,6 +36,13 @@ class PowerKernel(kernel.RecurrentKernel):
         return self.op(rotate)(
             query, key, value, log_decay=log_decay, segment_ids=segment_ids, axis_name=axis_name
         )
+
+    def weigh(self, scores, log_decay):
+        # Decay before taking the power: the largest weight is then 1, whatever the scale of the keys.
+        power = self.attention.power
+        scores *= jnp.exp(log_decay / power)
+        largest = jax.lax.stop_gradient(jnp.abs(scores).max(-1, keepdims=True))
+        return jax.lax.integer_pow(scores / jnp.where(largest == 0, 1, largest), power)
 
     def op(self, rotate):
         attention = self.attention
@@ -67,18 +76,10 @@ class PowerKernel(kernel.RecurrentKernel):
     def compress(self, cache):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
             return super().compress(cache)
-        batch, capacity = cache.segment_ids.shape
+        batch = len(cache.segment)
         # The output for these queries is discarded. Under `jax.jit`, XLA does not compute it.
-        query = jnp.zeros((batch, capacity, self.num_heads, self.encoded_dim), cache.key.dtype)
-        _, state = self.recur(
-            query,
-            cache.key,
-            cache.value,
-            rotate=None,
-            log_decay=cache.log_decay,
-            segment_ids=cache.segment_ids,
-            state=self.init_state(batch),
-        )
+        query = jnp.zeros((batch, cache.capacity, self.num_heads, self.encoded_dim), cache.key.dtype)
+        _, state = self.recur(query, **cache.tokens(), rotate=None, state=self.init_state(batch))
         kv = jnp.where(cache.complete[:, None, None, None], state.kv, jnp.nan)
         return dataclasses.replace(state, kv=kv, segment=cache.segment)
 
@@ -96,7 +97,8 @@ class PowerKernel(kernel.RecurrentKernel):
         # Only shapes are made: neither memory needs to fit.
         state = jax.eval_shape(lambda: self._zeros(power_state.zeros, 1))
         empty, one = (jax.eval_shape(functools.partial(self.init_cache, 1, n)).nbytes for n in (0, 1))
-        return (state.nbytes - empty) // (one - empty)
+        growing = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.ndim > 1)
+        return growing // (one - empty)
 
     @property
     def num_features(self):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 
 from sympow_jax import ops
@@ -14,6 +15,8 @@ __all__ = ["SlidingWindowKernel", "SoftmaxKernel"]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SoftmaxKernel(kernel.Kernel):
     """Softmax attention with scores q . k / sqrt(head_dim); a KV cache is its only memory."""
+
+    weighs_cache = True
 
     @property
     def window(self) -> int | None:
@@ -31,16 +34,14 @@ class SoftmaxKernel(kernel.Kernel):
             implementation=self.attention.implementation,
         )
 
-    def attend_cache(self, query, cache, *, rotate, log_decay):
+    def attend_cache(self, query, key, value, *, rotate, log_decay, segment_ids):
         # A cache has more keys than queries, which only `xla` supports.
-        return self._attend(
-            query,
-            cache.key,
-            cache.value,
-            log_decay=log_decay,
-            segment_ids=cache.segment_ids,
-            implementation="xla",
-        )
+        options = {"log_decay": log_decay, "segment_ids": segment_ids, "implementation": "xla"}
+        return self._attend(query, key, value, **options)
+
+    def weigh(self, scores, log_decay):
+        logits = scores / math.sqrt(self.head_dim) + log_decay
+        return jnp.exp(logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True)))
 
     def _attend(self, query, key, value, **options):
         # Scale by the size of the head, even if position encodings change the size of queries and keys.
@@ -69,14 +70,12 @@ class SlidingWindowKernel(SoftmaxKernel):
     def compress(self, cache):
         """Returns a cache with room for all keys of a window; NaN in rows that exceeded a smaller capacity."""
         assert self.cache_limit is not None
-        batch, capacity = cache.segment_ids.shape
-        if capacity == self.cache_limit:
+        if cache.capacity == self.cache_limit:
             return cache
-        larger = self.init_cache(batch, self.cache_limit)
+        larger = self.init_cache(len(cache.segment), self.cache_limit)
         value = jnp.where(cache.complete[:, None, None, None], cache.value, jnp.nan)
-        joined, _ = dataclasses.replace(larger, segment=cache.segment).append(
-            cache.key, value, cache.log_decay, cache.segment_ids
-        )
+        filled = dataclasses.replace(cache, value=value)
+        joined, _ = dataclasses.replace(larger, segment=cache.segment).append(**filled.tokens())
         return dataclasses.replace(joined.newest(self.cache_limit), segment=cache.segment)
 
     def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
