@@ -1,13 +1,19 @@
 """The papers' recipe: 124M parameters in GPT-2's shape on LongCrawl64, 524,288 tokens per batch, Adam at 6e-4.
 
-`--config=configs/gpt2_124m.py:PRESET[,p=POWER][,context=TOKENS]`, for instance `:softmax` or
+`--config=configs/gpt2_124m.py:PRESET[,p=POWER][,context=TOKENS][,data=DATA]`, for instance `:softmax` or
 `:conformal,p=4,context=16384`; see `sympow_jax.config.PRESETS`. The papers use p = 2, 4 and 6 and contexts
 256 to 65,536. `data.paths` and `data.heldout_paths` are the locations of the two arrays, which may be in an object
 store. The batch fits on eight devices of 80 GB; with n times fewer devices, set `--config.optimizer.accumulate` n times
 as high.
+
+`data=fineweb-edu` reads 10 billion tokens of FineWeb-Edu from the Hugging Face Hub while training, the last of its 14
+files held out. Any other value of `data` names your own data, tokenized for GPT-2: a file, a glob or a local folder of
+parquet, JSON lines or `.bin`. A thousandth of its documents is held out.
 """
 
 import dataclasses
+import pathlib
+from typing import Any
 
 from sympow_jax import config
 
@@ -15,8 +21,58 @@ from sympow_jax import config
 CONTEXTS = tuple(2**exponent for exponent in range(8, 17))
 
 
-def get_config(preset: str = "conformal", *, p: int = 2, context: int = 4096) -> config.Config:
-    """Returns the model named by `preset`, trained at `context` and evaluated up to 65,536 tokens."""
+_FINEWEB = "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT"
+_DATA: dict[str, dict[str, Any]] = {
+    "longcrawl64": {
+        "source": "longcrawl64",
+        "paths": ("data/longcrawl64/train.zarr",),
+        "heldout_paths": ("data/longcrawl64/heldout.zarr",),
+    },
+    "fineweb-edu": {
+        "source": "parquet",
+        "paths": (f"{_FINEWEB}/00*.parquet", f"{_FINEWEB}/01[0-2]*.parquet"),
+        "heldout_paths": (f"{_FINEWEB}/013*.parquet",),
+        "tokenizer": "gpt2",
+        "packing": "documents",
+    },
+}
+_SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_END_OF_TEXT = 50_256  # of GPT-2's tokenizer
+
+
+def _source(path: str) -> str | None:
+    """Returns the source that reads files of such a name; None if there is none."""
+    path = next((path.removesuffix(ending) for ending in _COMPRESSIONS if path.endswith(ending)), path)
+    return next((source for source, suffixes in _SUFFIXES.items() if path.endswith(suffixes)), None)
+
+
+def _own_data(path: str) -> dict[str, Any]:
+    """Returns the settings of the user's data, whose source follows from the names of its files."""
+    folder = pathlib.Path(path).expanduser()
+    names = [entry.name for entry in folder.rglob("*")] if folder.is_dir() else [path]
+    sources = {source for name in names if (source := _source(name))}
+    if len(sources) != 1:
+        kinds = "files of several kinds" if sources else "no file of a known kind"
+        raise ValueError(
+            f"data is {path!r}, which names {kinds}; give {', '.join(_DATA)}, or files that all end in .parquet, in "
+            f".jsonl (compressed too) or in .bin"
+        )
+    (source,) = sources
+    reads = {"document_separator": _END_OF_TEXT} if source == "tokens" else {"tokenizer": "gpt2"}
+    return {
+        "source": source,
+        "paths": (path,),
+        "heldout_fraction": 0.001,
+        "packing": "documents",
+        **reads,
+    }
+
+
+def get_config(
+    preset: str = "conformal", *, p: int = 2, context: int = 4096, data: str = "longcrawl64"
+) -> config.Config:
+    """Returns the model named by `preset`, trained on `data` at `context` and evaluated up to 65,536 tokens."""
     config.require_choice("context", context, CONTEXTS)
     attention = config.preset(preset, power=p)
     if attention.longest_document is not None:
@@ -25,9 +81,7 @@ def get_config(preset: str = "conformal", *, p: int = 2, context: int = 4096) ->
     return config.Config(
         model=config.ModelConfig(**config.MODEL_SIZES["gpt2_124m"], attention=attention),
         data=config.DataConfig(
-            source="longcrawl64",
-            paths=("data/longcrawl64/train.zarr",),
-            heldout_paths=("data/longcrawl64/heldout.zarr",),
+            **(_DATA[data] if data in _DATA else _own_data(data)),
             context_length=context,
             batch_tokens=524_288,
         ),

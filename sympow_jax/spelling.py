@@ -4,11 +4,14 @@ import difflib
 from collections.abc import Collection, Iterable
 from typing import Any
 
-__all__ = ["cut", "listed", "nearest", "remedy", "shown"]
+__all__ = ["LINE", "cut", "listed", "nearest", "remedy", "shown"]
+
+LINE = 500
+"""Characters of an error about settings."""
 
 # Characters of a value and of a list that an error shows. Both may come from a file of any content.
 _VALUE = 80
-_LIST = 400
+_LIST = 350
 
 
 def cut(text: str, length: int) -> str:
@@ -34,8 +37,8 @@ def listed(items: Collection[Any], separator: str = ", ") -> str:
     items = list(items)
     first: list[str] = []
     for item in items:
-        first.append(cut(str(item), _LIST))
-        if sum(map(len, first)) > _LIST:
+        first.append(cut(str(item), 2 * _VALUE))
+        if len(separator.join(first)) > _LIST:
             first = first[:-1] or first
             break
     more = len(items) - len(first)

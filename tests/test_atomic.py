@@ -1,5 +1,7 @@
 """Tests of the atomic replacement of files."""
 
+import shutil
+
 import pytest
 
 from sympow_jax import atomic
@@ -37,3 +39,16 @@ def test_an_error_changes_nothing(tmp_path):
         raise RuntimeError
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_folder_of_a_killed_process_is_removed_and_one_in_use_is_kept(tmp_path):
+    path = tmp_path / "a.txt"
+    with atomic.draft_folder(path) as used:
+        left = tmp_path / f".{path.name}-left"
+        shutil.copytree(used, left)
+        (tmp_path / f".{path.name}-of_the_user").mkdir()
+        with atomic.replace(path) as draft:
+            draft.write_text("text")
+        assert used.exists()
+        assert not left.exists()
+    assert {x.name for x in tmp_path.iterdir()} == {path.name, f".{path.name}-of_the_user"}

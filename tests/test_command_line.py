@@ -199,10 +199,13 @@ def test_help_explains_every_setting(capsys, monkeypatch):
             assert f"--config.{setting.path} {form} {setting.help}{resumable}{choices} " in words
     assert "Number of blocks. Every config sets it. " in words
     assert "Tokens per row. Default: 1024. " in words
-    assert words.count("Quote an item that has commas, or spaces at its ends. Default: ()") == 8
+    assert words.count("Quote an item that has commas, or spaces at its ends. Default: ()") == 9
     assert max(map(len, printed.splitlines())) <= 80
     # Each config has a line with its arguments, and one with its summary.
-    assert "\n    gpt2_124m:preset=conformal,p=2,context=4096\n      The papers' recipe" in printed
+    assert (
+        "\n    gpt2_124m:preset=conformal,p=2,context=4096,data=longcrawl64\n      The papers' recipe"
+        in printed
+    )
 
 
 def test_configs_are_run_only_for_help(monkeypatch):
@@ -224,3 +227,9 @@ def test_help_with_a_config_has_its_values(capsys, monkeypatch):
         assert sentence in words
     with pytest.raises(ValueError, match="the nearest names are quickstart"):
         command_line.parse_training(["--config", "quickstrat", "-h"])
+
+
+@pytest.mark.parametrize("arguments", [("--workdir=",), ("--workdir", "")])
+def test_an_empty_path_is_not_the_current_folder(arguments):
+    with pytest.raises(ValueError, match="--workdir is empty; it must name a file or a folder"):
+        command_line.parse_training([QUICKSTART, *arguments])

@@ -1,6 +1,7 @@
 """Tests of the files in configs/: the papers' sizes, and small copies that learn from generated data."""
 
 import dataclasses
+import fnmatch
 import json
 import pathlib
 import re
@@ -38,7 +39,7 @@ def test_table_8():
     expected = (6, 512, 8, 2048, "relu", 512, 128, 50_000, 4000, 5e-4, "inverse_sqrt", "adamw", 1e-8, *adam)
     assert shape(language) == expected
     masked = load("roberta_wikibook.py")
-    expected = (12, 768, 12, 3072, "gelu", 512, 512, 23_000, 3000, 5e-4, "polynomial", "adamw", 1e-6, *adam)
+    expected = (12, 768, 12, 3072, "gelu", 512, 512, 23_000, 3000, 5e-4, "linear", "adamw", 1e-6, *adam)
     assert shape(masked) == expected
     images = load("deit_small.py")
     epoch = 1_281_167 / 1600
@@ -142,6 +143,34 @@ def test_gpt2_has_the_published_number_of_parameters(size, millions):
     shapes = nnx.eval_shape(lambda: models.DecoderLM(model, rngs=nnx.Rngs(0)))
     count = sum(np.prod(x.shape) for x in jax.tree.leaves(nnx.state(shapes, nnx.Param)))
     assert round(count / 1e6, 1) == millions
+
+
+def test_the_124m_model_on_other_data(tmp_path):
+    settings = load("gpt2_124m.py:conformal,data=fineweb-edu").data
+    assert (settings.source, settings.tokenizer, settings.packing) == ("parquet", "gpt2", "documents")
+    files = [f"sample/10BT/{number:03}_00000.parquet" for number in range(14)]
+    for paths, expected in ((settings.paths, files[:13]), (settings.heldout_paths, files[13:])):
+        patterns = [path.split("fineweb-edu/")[1] for path in paths]
+        assert [f for f in files if any(fnmatch.fnmatch(f, pattern) for pattern in patterns)] == expected
+    for name, source in {
+        "a.parquet": "parquet",
+        "*.jsonl.zst": "jsonl",
+        "a.ndjson": "jsonl",
+        "a.bin": "tokens",
+    }.items():
+        read = load(f'gpt2_124m.py:sympow,data="{name}"').data
+        assert (read.source, read.paths, read.heldout_paths) == (source, (name,), ())
+        assert read.document_separator == (50_256 if source == "tokens" else None)
+    (tmp_path / "a.bin").touch()
+    (tmp_path / "a.bin.json").touch()
+    assert load(f'gpt2_124m.py:data="{tmp_path}"').data.source == "tokens"
+    (tmp_path / "b.parquet").touch()
+    with pytest.raises(
+        ValueError, match="names files of several kinds; give longcrawl64, fineweb-edu, or files"
+    ):
+        load(f'gpt2_124m.py:data="{tmp_path}"')
+    with pytest.raises(ValueError, match="data is 'fineweb', which names no file of a known kind"):
+        load("gpt2_124m.py:data=fineweb")
 
 
 @pytest.mark.parametrize("method", config.LRPE_METHODS)

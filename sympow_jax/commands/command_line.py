@@ -7,6 +7,7 @@ import itertools
 import operator
 import os
 import pathlib
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -18,6 +19,8 @@ from sympow_jax.training import hosts
 __all__ = ["Parser", "parse_training", "read_settings"]
 
 _HELP = {"-h", "--help"}
+# Forms of values that are paths. An empty one would be the current folder.
+_PATH = re.compile(r"DIR|FILE|FOLDER|PATH|A\[,B")
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -63,6 +66,7 @@ class Parser(argparse.ArgumentParser):
             for name in names:
                 if name.startswith("--") and name not in self._option_string_actions:
                     self._reject(name)
+        self._require_paths(args)
         known, rest = super().parse_known_args(args, namespace)
         for argument in rest:
             if argument != "--":
@@ -92,6 +96,15 @@ class Parser(argparse.ArgumentParser):
                 text = argparse.SUPPRESS if hidden else _describe(setting, values).replace("%", "%%")
                 metavar = setting.form + ("|none" if setting.optional else "")
                 section.add_argument(f"--config.{setting.path}", metavar=metavar, help=text)
+
+    def _require_paths(self, arguments: Sequence[str]) -> None:
+        """Raises ValueError if the value of an option that names a path is empty, as of a variable that is not set."""
+        for argument, following in zip(arguments, [*arguments[1:], None]):
+            name, equals, value = argument.partition("=")
+            action = self._option_string_actions.get(name)
+            is_path = action is not None and _PATH.search(str(action.metavar))
+            if is_path and (value if equals else following) == "":
+                self.error(f"{name} is empty; it must name a file or a folder")
 
     def _reject(self, argument: str) -> NoReturn:
         name = argument.removeprefix("--")

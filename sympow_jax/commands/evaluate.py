@@ -4,6 +4,7 @@ Decoders: loss on held-out documents by position, within and beyond the training
 classifiers: the metrics of their task on held-out rows.
 
     sympow eval --workdir=runs/a,runs/b --context_lengths=64,...,65536 --out=runs/comparison
+    sympow eval --workdir=runs/a,runs/b --context_lengths=256,...,65536 --tasks=recall,needle,variables,copy
 """
 
 import argparse
@@ -24,7 +25,10 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         "positions in (previous length, this length], of the same documents throughout. Writes context_loss.csv, "
         "context_loss.json and context_loss.png.\n\n"
         "For runs of other tasks than the next token, computes loss and metrics of the held-out rows. Writes "
-        "heldout.json.",
+        "heldout.json.\n\n"
+        "With --tasks, asks decoders for something earlier in the context instead, and writes tasks.csv, tasks.json "
+        "and tasks.png. `recall` asks for the value of a key among pairs, `needle` for numbers that are hidden in "
+        "held-out text, `variables` for the variables of one value, and `copy` for random tokens once more.",
     )
     parser.add_argument(
         "--workdir",
@@ -48,9 +52,28 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         type=int,
         metavar="N",
         help="Maximum number of documents, all of at least the longest length. Default: evaluation.documents in the "
-        "first run's config.",
+        "first run's config. Not with --tasks.",
     )
+    parser.add_argument(
+        "--tasks",
+        metavar="A[,B,...]",
+        help="Tasks among recall, needle, variables and copy. --context_lengths then are those of a context with its "
+        "question and answer; by default, those of the config that are long enough.",
+    )
+    parser.add_argument(
+        "--trials",
+        type=int,
+        metavar="N",
+        help="Minimum number of questions of each task at each context length. Default: 64.",
+    )
+    parser.add_tokenizer()
     return parser.parse_args(arguments)
+
+
+def _reject(flags: argparse.Namespace, names: Sequence[str], when: str) -> None:
+    for name in names:
+        if getattr(flags, name) is not None:
+            raise ValueError(f"--{name} is {when}; leave it out")
 
 
 def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
@@ -65,6 +88,18 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
         lengths = None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths)
         # Not the workdir itself, which has the evaluation at the end of training.
         out = pathlib.Path(workdirs[0], "evaluation") if flags.out is None else pathlib.Path(flags.out)
-        evaluation.evaluate(workdirs, lengths, out=out, documents=flags.documents)
+        if flags.tasks is None:
+            _reject(flags, ("trials", "tokenizer"), "for --tasks, which is not given")
+            evaluation.evaluate(workdirs, lengths, out=out, documents=flags.documents)
+        else:
+            _reject(flags, ("documents",), "for losses by position, not for --tasks")
+            evaluation.evaluate_context_tasks(
+                workdirs,
+                flags.tasks.split(","),
+                lengths,
+                out=out,
+                trials=flags.trials,
+                tokenizer=flags.tokenizer,
+            )
         print(f"the results are in {out}")
         return 0

@@ -49,8 +49,9 @@ def _parser(program: str) -> command_line.Parser:
         "--shortest_document",
         type=int,
         metavar="N",
-        default=0,
-        help="Documents of fewer tokens are left out, and counted.",
+        default=1,
+        help="Number of tokens, with the separator, of the shortest document that is written; shorter ones are left "
+        "out, and counted.",
     )
     parser.add_argument(
         "--workers", type=int, metavar="N", default=1, help="Number of processes that tokenize."
@@ -67,7 +68,7 @@ def _parser(program: str) -> command_line.Parser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, lowest in (("row_tokens", 1), ("workers", 1), ("shortest_document", 0)):
+    for name, lowest in (("row_tokens", 1), ("workers", 1), ("shortest_document", 1)):
         value = getattr(options, name)
         if value < lowest:
             raise ValueError(f"--{name} is {value}; it must be at least {lowest}")

@@ -156,7 +156,10 @@ def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
         if path not in settings:
             raise ValueError(unknown_setting(path))
         values[path] = _read_value(f"--config.{path}", text, settings[path].annotation)
-    return _rebuild(base, "", values)
+    try:
+        return _rebuild(base, "", values)
+    except ValueError as error:
+        raise ValueError(spelling.cut(str(error), spelling.LINE)) from error
 
 
 def nearest_setting(path: str) -> str | None:
@@ -184,7 +187,7 @@ def unknown_setting(path: str) -> str:
         remedy = f"{group} has {', '.join(names[group])}"
     else:
         remedy = f"the groups are {', '.join(names)}"
-    return f"there is no setting --config.{path}; {remedy}"
+    return f"there is no setting --config.{spelling.cut(path, 80)}; {remedy}"
 
 
 def _names_by_group() -> dict[str, list[str]]:
@@ -244,7 +247,7 @@ def _read_value(name: str, text: str, annotation: Any) -> Any:
         return tuple(map(_READERS[item], _items(text))) if several else _READERS[item](text)
     except ValueError:
         form = fields.form(annotation).replace("|", " or ") + (" or none" if optional else "")
-        raise ValueError(f"{name} is {text!r}; it must be {form}") from None
+        raise ValueError(f"{name} is {spelling.shown(text)}; it must be {form}") from None
 
 
 # A text in quotes, inside which a quote is doubled.

@@ -63,16 +63,19 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
         raise ValueError(f"{kind.__name__} is {spelling.shown(values)}; it must have fields")
     hints = typing.get_type_hints(kind)
     if unknown := sorted(set(values) - set(hints)):
-        raise ValueError(f"{kind.__name__} has no {spelling.listed(unknown)}; it has {', '.join(hints)}")
+        message = f"{kind.__name__} has no {spelling.listed(unknown)}; it has {', '.join(hints)}"
+        raise ValueError(spelling.cut(message, spelling.LINE))
     needed = (x.name for x in dataclasses.fields(kind) if _has_no_default(x))
     if missing := [name for name in needed if name not in values]:
         raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
-    return kind(
-        **{
-            name: from_dict(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
-            for name, value in values.items()
-        }
-    )
+    built = {
+        name: from_dict(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+        for name, value in values.items()
+    }
+    try:
+        return kind(**built)
+    except ValueError as error:
+        raise ValueError(spelling.cut(str(error), spelling.LINE)) from error
 
 
 def parse_object(text: str) -> dict[str, Any]:

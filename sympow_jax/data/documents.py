@@ -7,7 +7,21 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
-__all__ = ["MAX_DOCUMENTS", "MAX_TOKENS", "Documents", "HeldoutDocuments", "Spans", "check_vocabulary"]
+__all__ = [
+    "MAX_DOCUMENTS",
+    "MAX_TOKENS",
+    "STORED",
+    "Documents",
+    "HeldoutDocuments",
+    "Spans",
+    "check_repeated",
+    "check_vocabulary",
+]
+
+# Sources of tokens that were written earlier. They never have one id over a row or document of this number of tokens.
+# Where they do, a copy was not completed: a file has its size from the start, and what is not written reads as 0.
+STORED = ("tokens", "longcrawl64")
+_NEVER_REPEATED = 64
 
 # Largest source. Opening a source takes up to 60 bytes of memory per document.
 MAX_DOCUMENTS = 1 << 28
@@ -89,18 +103,29 @@ def check_vocabulary(tokens: Integer[np.ndarray, " tokens"], *, vocab_size: int,
         )
 
 
+def check_repeated(tokens: Integer[np.ndarray, " tokens"], *, name: str, part: str) -> None:
+    """Raises ValueError if 64 stored tokens or more are all one id; `part` says which tokens of `name` they are."""
+    if len(tokens) >= _NEVER_REPEATED and np.all(tokens == tokens[0]):
+        raise ValueError(
+            f"{name} has only id {tokens[0]} in {part}; the data was not copied in full, or the file is damaged: copy "
+            f"or prepare it again"
+        )
+
+
 class HeldoutDocuments(collections.abc.Sequence):
     """Whole documents as 1-D int32 arrays, read on access.
 
     If the source has a lead id (longcrawl64), it is the first token of each document, as in training. Then every token
     of the stored document is predicted. `lengths` include the lead id; `lead` and `together` are as in `Documents`.
+    `stored` says whether the source is one of `STORED`.
 
     Raises:
-        ValueError: on access, a document holds an id outside the vocabulary or is missing from storage.
+        ValueError: on access, a document holds an id outside the vocabulary or is missing from storage, or a stored one
+            of at least 64 tokens has one id only.
     """
 
-    def __init__(self, documents: Documents, *, vocab_size: int):
-        self._documents, self._vocab_size = documents, vocab_size
+    def __init__(self, documents: Documents, *, vocab_size: int, stored: bool):
+        self._documents, self._vocab_size, self._stored = documents, vocab_size, stored
         self.lead, self.together = documents.lead, documents.together
         self.lengths = documents.lengths + (self.lead is not None)
 
@@ -112,6 +137,8 @@ class HeldoutDocuments(collections.abc.Sequence):
         documents = self._documents
         tokens = documents.read(index, 0, int(documents.lengths[index]))
         check_vocabulary(tokens, vocab_size=self._vocab_size, name=documents.name(index))
+        if self._stored:
+            check_repeated(tokens, name=documents.name(index), part=f"all of its {len(tokens)} tokens")
         if documents.lead is not None:
             tokens = np.concatenate([[documents.lead], tokens])
         return tokens.astype(np.int32)

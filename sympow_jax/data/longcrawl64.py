@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import tensorstore
 from jaxtyping import Int64, Integer
 
 from sympow_jax import config as config_lib
+from sympow_jax import spelling
 from sympow_jax.data import documents, files
 
 __all__ = [
@@ -61,8 +61,8 @@ def spec(path: str) -> dict[str, Any]:
 
 
 def _reason(error: ValueError) -> str:
-    """Returns TensorStore's message on one line, without the spec that it appends."""
-    return re.sub(r"\s+", " ", str(error)).split(" [tensorstore_spec=")[0]
+    """Returns TensorStore's message on one line, shortened, without the spec that it appends."""
+    return spelling.cut(str(error).split(" [tensorstore_spec=")[0], 300)
 
 
 def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> tensorstore.TensorStore:

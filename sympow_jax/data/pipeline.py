@@ -208,7 +208,9 @@ class HeldoutData:
             self.rows = opened if len(opened) else None
             return
         if len(opened.lengths):
-            self.documents = documents.HeldoutDocuments(opened, vocab_size=vocab_size)
+            self.documents = documents.HeldoutDocuments(
+                opened, vocab_size=vocab_size, stored=config.source in documents.STORED
+            )
         if rows.has_targets(opened, config):
             try:
                 self.rows = _rows(opened, config, task, vocab_size=vocab_size)

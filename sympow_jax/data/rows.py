@@ -28,11 +28,6 @@ NO_LABEL = -1
 NO_TARGET = -1
 PADDING = -1  # segment id
 
-# Stored tokens are never one id over a whole row of this length or more. Where they are, a copy was not completed:
-# a file has its size from the start, and what was not written to it reads as 0.
-_NEVER_REPEATED = 64
-_STORED = ("tokens", "longcrawl64")
-
 Row = dict[str, Any]  # arrays by name
 
 
@@ -115,7 +110,7 @@ class Rows:
     def __init__(self, source: documents.Documents, config: config_lib.DataConfig, *, vocab_size: int):
         self._source, self._vocab_size = source, vocab_size
         self._length, self._segmented = config.context_length, config.packing == "documents"
-        self._may_repeat = config.source not in _STORED or self._length < _NEVER_REPEATED
+        self._stored = config.source in documents.STORED
         self._order = np.arange(len(source.lengths))
         if source.together is None:
             self._order = np.random.default_rng(config.seed).permutation(self._order)
@@ -179,21 +174,14 @@ class Rows:
             pieces.append(piece.astype(np.int32))
             counts.append(len(piece))
         stretch = _Stretch(np.concatenate(pieces), np.repeat(np.arange(first, last), counts))
-        if not self._may_repeat:
-            self._check_repeated(stretch, start)
-        return stretch
-
-    def _check_repeated(self, stretch: _Stretch, start: int) -> None:
-        """Raises ValueError if the row that begins at token `start` is full and has one id only."""
-        row = stretch.tokens[: self._length]
-        if len(row) == self._length and np.all(row == row[0]):
-            position = int(stretch.document[0])
-            raise ValueError(
-                f"{self._source.name(int(self._order[position]))} has only id {row[0]} from its token "
-                f"{start - int(self._offsets[position])} on, in the whole of row {start // self._length} of "
-                f"{self._length} tokens; the data was not copied in full, or the file is damaged: copy or prepare it "
-                f"again"
+        if self._stored and len(stretch.tokens) >= self._length:
+            begin = start - int(self._offsets[first])
+            documents.check_repeated(
+                stretch.tokens[: self._length],
+                name=self._source.name(int(self._order[first])),
+                part=f"the {self._length} tokens of row {start // self._length}, which begins at its token {begin}",
             )
+        return stretch
 
     def _follow(self, stretch: _Stretch) -> Row:
         inputs, targets = stretch.tokens[: self._length], stretch.tokens[1:]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Integer
 
-from sympow_jax import hub
+from sympow_jax import hub, spelling
 from sympow_jax.config import serialize
 
 __all__ = ["Tokenizer", "load", "local_name"]
@@ -75,7 +75,7 @@ def _errors_as(message: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"{message}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        raise ValueError(f"{message}: {spelling.cut(str(error), 200) or type(error).__name__}") from error
 
 
 def _from_json(path: pathlib.Path, option: str, *, name: str, end: str | None = None) -> Tokenizer:

@@ -4,6 +4,10 @@ from sympow_jax import extras
 
 with extras.required("train", __name__):
     from sympow_jax.evaluation.buckets import Bucket, parse_lengths, select_documents
+    from sympow_jax.evaluation.context_tasks.answers import Case, Question, Score, answer_scores
+    from sympow_jax.evaluation.context_tasks.prompts import Material
+    from sympow_jax.evaluation.context_tasks.results import TaskResult
+    from sympow_jax.evaluation.context_tasks.runs import context_task_results, evaluate_context_tasks
     from sympow_jax.evaluation.heldout import evaluate_heldout, heldout_metrics
     from sympow_jax.evaluation.periodic import Periodic
     from sympow_jax.evaluation.report import Row
@@ -13,11 +17,19 @@ with extras.required("train", __name__):
 
 __all__ = [
     "Bucket",
+    "Case",
+    "Material",
     "Periodic",
+    "Question",
     "Row",
+    "Score",
+    "TaskResult",
+    "answer_scores",
     "check_settings",
     "context_loss",
+    "context_task_results",
     "evaluate",
+    "evaluate_context_tasks",
     "evaluate_heldout",
     "evaluate_runs",
     "finish",

@@ -97,16 +97,19 @@ def make_rows(run: str, means: Sequence[buckets.Bucket], *, train_context: int) 
         ]
 
 
-def write_csv(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Writes `COLUMNS` of every row, floats in full precision."""
+def write_csv(path: pathlib.Path, rows: Sequence[Any], columns: Sequence[str] = COLUMNS) -> None:
+    """Writes the columns of every row, a dataclass, with floats in full precision."""
     with atomic.replace(path) as draft, draft.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows([getattr(row, name) for name in COLUMNS] for row in rows)
+        writer.writerow(columns)
+        writer.writerows([getattr(row, name) for name in columns] for row in rows)
 
 
-def write_json(path: pathlib.Path, rows: Sequence[Row], **metadata: Any) -> None:
-    """Writes `metadata` and the rows; numbers that are not finite become null, because JSON does not have them."""
+def write_json(path: pathlib.Path, rows: Sequence[Any], **metadata: Any) -> None:
+    """Writes `metadata` and the rows, which are dataclasses.
+
+    Numbers that are not finite become null, because JSON does not have them.
+    """
     records = [
         {name: _finite_or_none(value) for name, value in dataclasses.asdict(row).items()} for row in rows
     ]

@@ -1,18 +1,15 @@
 """Context-length evaluation of trained runs: restores models, streams documents, writes results."""
 
-import contextlib
 import dataclasses
 import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import rich.console
-import rich.markup
-import rich.progress
 from jaxtyping import Int
 
 from sympow_jax import config as config_lib
@@ -22,7 +19,15 @@ from sympow_jax.evaluation import buckets, report, streaming
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.training import checkpoint, hosts
 
-__all__ = ["context_loss", "evaluate_runs", "lengths_of", "require_places", "select_documents"]
+__all__ = [
+    "context_loss",
+    "evaluate_runs",
+    "lengths_of",
+    "require_documents",
+    "require_places",
+    "require_same_documents",
+    "select_documents",
+]
 
 _FEW_DOCUMENTS = 20
 # Longest context length that is chosen, divided by that of training.
@@ -120,7 +125,7 @@ def evaluate_runs(
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     paths, configs = workdirs_lib.read_runs(workdirs)
-    workdirs_lib.require_comparable(paths, [_fixed(config) for config in configs])
+    require_same_documents(paths, configs)
     for path in paths:  # checked before hours are spent on earlier runs
         checkpoint.require_checkpoint(path)
     folder = workdirs_lib.writable_folder(out)
@@ -174,7 +179,7 @@ def _evaluate(
     _, restored, step = training.restore_model(path)
     model = cast(models.DecoderLM, restored)  # the task is 'next_token'
     count = len(tokens)
-    with _progress(console, name, count * lengths[-1]) as advance:
+    with workdirs_lib.progress(console, name, count * lengths[-1]) as advance:
         means = context_loss(model, tokens, lengths, first_position=first_position, on_call=advance)
     console.print(
         f"{name}: step {step:,}, {count} documents of {lengths[-1]:,} tokens, "
@@ -214,16 +219,21 @@ def select_documents(
     Raises:
         ValueError: no document is held out, or none is as long as the last of `lengths`.
     """
-    heldout = opened.documents
-    if heldout is None:
-        raise ValueError(
-            f"no document is held out: data.heldout_paths is empty and data.heldout_fraction is "
-            f"{config.data.heldout_fraction}; name held-out files, or hold out a part of at least two documents"
-        )
+    heldout = require_documents(config, opened)
     lead = 0 if heldout.lead is None else 1  # a begin token before position 1
     buckets.check_lengths(lengths, first_position=2 - lead)
     indices = buckets.select_documents(heldout.lengths - lead, lengths[-1], count, together=heldout.together)
     return Selection(documents=heldout, indices=indices, lead=lead)
+
+
+def require_documents(config: config_lib.Config, opened: data.HeldoutData) -> data.HeldoutDocuments:
+    """Returns the held-out documents; raises ValueError if there are none."""
+    if opened.documents is None:
+        raise ValueError(
+            f"no document is held out: data.heldout_paths is empty and data.heldout_fraction is "
+            f"{config.data.heldout_fraction}; name held-out files, or hold out a part of at least two documents"
+        )
+    return opened.documents
 
 
 def require_places(config: config_lib.Config, lengths: Sequence[int], name: str) -> None:
@@ -236,23 +246,11 @@ def require_places(config: config_lib.Config, lengths: Sequence[int], name: str)
         )
 
 
-def _fixed(config: config_lib.Config) -> dict[str, Any]:
-    """Returns the settings in which runs must agree, so that they predict the same tokens."""
-    values = {"model": {"vocab_size": config.model.vocab_size}, "data": config.data}
-    return serialize.flatten(values, fields.Occasion.HELDOUT_DOCUMENTS)
-
-
-@contextlib.contextmanager
-def _progress(
-    console: rich.console.Console, name: str, tokens: int
-) -> Iterator[Callable[[int], None] | None]:
-    """Shows a progress bar of tokens and yields the function that advances it; None without a terminal."""
-    if not console.is_terminal:
-        yield None
-        return
-    with rich.progress.Progress(console=console, transient=True) as progress:
-        task = progress.add_task(rich.markup.escape(name), total=tokens)
-        yield lambda done: progress.advance(task, done)
+def require_same_documents(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
+    """Raises ValueError unless all runs have the same held-out documents and vocabulary."""
+    values = [{"model": {"vocab_size": config.model.vocab_size}, "data": config.data} for config in configs]
+    settings = [serialize.flatten(value, fields.Occasion.HELDOUT_DOCUMENTS) for value in values]
+    workdirs_lib.require_comparable(paths, settings)
 
 
 def _write(folder: pathlib.Path, rows: Sequence[report.Row], chosen: Selection, runs: list[dict]) -> None:

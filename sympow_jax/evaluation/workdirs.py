@@ -5,10 +5,12 @@ import os
 import pathlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
+import rich.markup
+import rich.progress
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
@@ -16,6 +18,7 @@ from sympow_jax.config import serialize
 from sympow_jax.training import workdir
 
 __all__ = [
+    "progress",
     "read_runs",
     "require_comparable",
     "run_names",
@@ -83,6 +86,17 @@ def run_names(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config
 def warn(console: rich.console.Console, message: str) -> None:
     """Prints a warning."""
     console.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress(console: rich.console.Console, name: str, total: int) -> Iterator[Callable[[int], None] | None]:
+    """Shows a progress bar and yields the function that advances it; None without a terminal."""
+    if not console.is_terminal:
+        yield None
+        return
+    with rich.progress.Progress(console=console, transient=True) as progress:
+        task = progress.add_task(rich.markup.escape(name), total=total)
+        yield lambda done: progress.advance(task, done)
 
 
 @contextlib.contextmanager

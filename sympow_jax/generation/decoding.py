@@ -88,6 +88,9 @@ def prefill(
         raise ValueError(
             f"tokens have shape {tokens.shape} and lengths {lengths.shape}; they must be [B, T] and [B]"
         )
+    for name, array in {"tokens": tokens, "lengths": lengths}.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} have dtype {array.dtype}; it must be an integer dtype")
     if not isinstance(lengths, jax.core.Tracer):
         _check_rows(model, tokens, np.asarray(lengths))
         _check_places(model, np.asarray(lengths), state)

@@ -46,6 +46,7 @@ def generate(
     samples: int = 1,
     seed: int = 0,
     block: int = 32,
+    prompt_length: int | None = None,
 ) -> Iterator[Int[np.ndarray, "rows tokens"]]:
     """Yields the `max_tokens` tokens that follow each prompt, at most `block` tokens per continuation at a time.
 
@@ -62,6 +63,8 @@ def generate(
             continues prompt p with the seed `seed + s` modulo 2^32.
         seed: seed of the draws.
         block: number of tokens between two waits for the device.
+        prompt_length: length that prompts are padded to, so that batches of other prompts use the same compiled
+            program; None means that of the longest.
 
     Raises:
         ValueError: before the first block: there is no prompt, a prompt is empty or has a token outside the
@@ -79,7 +82,12 @@ def generate(
     if samples < 1:
         raise ValueError(f"samples is {samples}; it must be at least 1")
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((len(prompts), lengths.max()), np.int64)
+    padded = int(lengths.max()) if prompt_length is None else prompt_length
+    if padded < lengths.max():
+        raise ValueError(
+            f"prompt_length is {padded}; it must be at least {lengths.max()}, the longest prompt"
+        )
+    tokens = np.zeros((len(prompts), padded), np.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     used = int(lengths.max())
@@ -89,6 +97,7 @@ def generate(
             f"the longest prompt has {used} tokens and max_tokens is {max_tokens}, but the model's learned positions "
             f"end at {longest} tokens; shorten one of them"
         )
+    used = padded
     total = used + -(-max_tokens // block) * block
     room = _room(model.kv_cache_lengths, used + block, total)
     logits, state = decoding.prefill(model, tokens, lengths, max_length=room)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -136,9 +137,18 @@ def _require_same_model(path: pathlib.Path, header: dict[str, Any], model: model
         )
 
 
-# Errors of zipfile, of NumPy and of this module about the content of a file. A RuntimeError, a RecursionError among
-# them, is of an archive with a password, and of Python's parser for the header of an array; so is a MemoryError.
-_MALFORMED = (ValueError, LookupError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+# Errors of zipfile, of NumPy, of Python's parser for the header of an array, and of this module about the content of a
+# file. A RuntimeError is of an archive with a password, or a RecursionError of that parser.
+_MALFORMED = (
+    ValueError,
+    LookupError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+    tokenize.TokenError,
+)
 
 
 @contextlib.contextmanager

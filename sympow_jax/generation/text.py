@@ -98,10 +98,11 @@ def stream(
     stops: Sequence[str] = (),
     samples: int = 1,
     seed: int = 0,
+    prompt_length: int | None = None,
 ) -> Iterator[list[Piece]]:
     """Yields the new text of each continuation, until all have ended; text that was yielded never changes.
 
-    Arguments and errors are those of `complete`, but prompts are tokens.
+    Arguments and errors are those of `complete`, but prompts are tokens. `prompt_length` is that of `generate`.
     """
     rows = [
         transcript.Transcript(codec, prompt, max_tokens=max_tokens, stops=stops)
@@ -111,7 +112,13 @@ def stream(
     size = codec.sampled_vocab_size
     sampling = dataclasses.replace(sampling, vocab_size=min(sampling.vocab_size or size, size))
     blocks = loop.generate(
-        model, prompts, max_tokens=max_tokens, sampling=sampling, samples=samples, seed=seed
+        model,
+        prompts,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        samples=samples,
+        seed=seed,
+        prompt_length=prompt_length,
     )
     return _pieces(blocks, rows)
 

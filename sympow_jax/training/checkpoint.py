@@ -190,13 +190,15 @@ class Checkpoints:
             raise FileNotFoundError("the folder has vanished")
 
     def _let_end(self) -> None:
-        """Waits for the threads of a failed save, so that they do not write or log anything later.
+        """Waits for the threads of a failed save for a while, so that they do not write or log anything later.
 
         Does nothing with several processes, whose threads may wait for those of processes without the failure.
         """
         if self._saving is not None and jax.process_count() == 1:
             with contextlib.suppress(Exception):
                 self._saving.result(timeout=30)
+            # Some of Orbax's threads wait five minutes for others that have failed.
+            hosts.abandon_threads()
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -19,13 +19,10 @@ _STDERR = 2
 _ONE_PRESS = 1.0
 
 
-def _hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Prints an error that ends the program, and not those of the threads of a save that has failed.
-
-    TensorStore prints one for each write that ends after Orbax, which waited for it, has given up.
-    """
-    if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-        sys.__excepthook__(kind, error, trace)
+def _hook(unraisable: Any) -> None:
+    """Prints an error that cannot be raised, except those of writes that end after Orbax has given up a save."""
+    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+        sys.__unraisablehook__(unraisable)
 
 
 @contextlib.contextmanager
@@ -40,7 +37,7 @@ def user_errors() -> Iterator[None]:
         logging.getLogger("absl").propagate = False
         logging.getLogger("absl").addHandler(logging.NullHandler())
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        sys.excepthook = _hook
+        sys.unraisablehook = _hook
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:

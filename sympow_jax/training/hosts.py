@@ -30,6 +30,7 @@ __all__ = [
     "Cluster",
     "Launch",
     "Vote",
+    "abandon_threads",
     "all_or_none",
     "check_same",
     "detect",
@@ -50,6 +51,7 @@ _LAST_PORT, _PORTS = 65_535, 4096
 _PORT_VARIABLE = "JAX_COORDINATOR_PORT"
 _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 _GPU_DEVICES = "/dev/nvidia[0-9]*"
+_abandoned = threading.Event()
 # Part of JAX's error if devices were used before `jax.distributed.initialize`.
 _TOO_LATE = "before any JAX calls"
 
@@ -249,20 +251,28 @@ def join(launch: Launch | Cluster | None) -> None:
 def ending() -> Iterator[None]:
     """Wraps the whole program: waits for the other processes at the end, unless this one fails.
 
-    If it fails, the others end too, as soon as they miss it in a collective, or `_HEARTBEAT` seconds later.
+    If it fails, the others end too, as soon as they miss it in a collective, or `_HEARTBEAT` seconds later. A process
+    that fails and has others, or whose threads no longer end (`abandon_threads`), ends without waiting for anything.
     """
+    _abandoned.clear()
     try:
         yield
         jax.distributed.shutdown()
     except BaseException as error:
-        if not jax.distributed.is_initialized() or (isinstance(error, SystemExit) and not error.code):
+        waits = not (jax.distributed.is_initialized() or _abandoned.is_set())
+        if waits or (isinstance(error, SystemExit) and not error.code):
             raise
         if not isinstance(error, SystemExit):
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        # A normal exit would make JAX wait for the other processes.
+        # A normal exit would make JAX wait for the other processes, and Python for threads.
         os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+
+
+def abandon_threads() -> None:
+    """Makes a process that fails within `ending` end at once, as threads of a failed save would delay it by minutes."""
+    _abandoned.set()
 
 
 def is_first() -> bool:

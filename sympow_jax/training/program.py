@@ -56,6 +56,7 @@ class Program:
         statistics: those of the running statistics of batch normalization; empty without it.
         kernels: attention kernel of each layer.
         scans: whether an update scans the layers, so that the state has them stacked.
+        optimizer: optax optimizer of an update, for parameters and gradients as in the state.
 
     Examples:
         >>> from sympow_jax import config, training
@@ -87,7 +88,7 @@ class Program:
             rates, decays = self._stack((traits.learning_rate, traits.weight_decay), join=np.array)
             matrices, trained = self._stack((traits.orthogonalized, trained), join=lambda leaves: leaves[0])
             traits = optimizer.Traits(rates, decays, matrices)
-        self._optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, traits, trained)
+        self.optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, traits, trained)
 
     def _trains(self, path: tuple[Any, ...], _: Any) -> bool:
         if self.config.task.name != "match_attention":
@@ -118,7 +119,7 @@ class Program:
             # Adafactor's means of rows and columns are replicated: they are a thousandth of a matrix.
             return self._placed(leaf) if param is None or param.shape != leaf.shape else param
 
-        opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._optimizer.init, params))
+        opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(self.optimizer.init, params))
         step: Any = self._placed(jax.ShapeDtypeStruct((), jnp.int32))
         return TrainState(
             step=step,
@@ -226,7 +227,7 @@ class Program:
         """Returns the state before the first update of these parameters, in the form of the state."""
         # A copy, because the update donates both.
         average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema_decay is not None else {}
-        opt_state = self._optimizer.init(params)
+        opt_state = self.optimizer.init(params)
         return TrainState(jnp.int32(0), params, opt_state, statistics, average, self._begin_skips())
 
     def begin(self) -> TrainState:
@@ -252,8 +253,9 @@ class Program:
         hosts.say(
             f"the {kind} is that of step {number} of {folder}, a run of the task {first.config.task.name!r}"
         )
-        state = self.init_state()
-        new = self.by_layer(TrainState(state.step, state.params, (), state.statistics))
+        # Without what depends on the parameters that are replaced.
+        state = dataclasses.replace(self.init_state(), opt_state=(), average={}, skips={})
+        new = self.by_layer(state)
         params = initial.replace(new.params, arrays["params"], folder)
         new = dataclasses.replace(new, params=params, statistics=arrays.get("statistics", {}))
         return self._completed(self.from_layers(new))
@@ -365,9 +367,11 @@ class Program:
             count = loss.count(batch)
             grads = jax.tree.map(lambda grad: grad / count, grads)
             grad_norm = optax.tree.norm(grads)
-            changes, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+            changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
             step, average, skips = state.step + 1, state.average, state.skips
+            # The schedule does not count what was skipped.
+            done = state.step - skips["total"] if skips else state.step
             if ema_decay is not None:
                 average = _averaged(average, params, ema_decay, step)
             if settings.training.skips_updates:
@@ -381,7 +385,7 @@ class Program:
                 "grad_norm": grad_norm,
                 "parameter_norm": optax.tree.norm(params),
                 "update_norm": optax.tree.norm(changes),
-                "learning_rate": jnp.asarray(rate(state.step), jnp.float32),
+                "learning_rate": jnp.asarray(rate(done), jnp.float32),
             }
             if sums.z is not None:
                 metrics["z_loss"] = settings.optimizer.z_loss * sums.z / count

@@ -142,6 +142,9 @@ def memory(
     # The optimizer state is no argument of the held-out means, but stays on the device.
     arguments = sharding.bytes_per_device((program.params, program.statistics))
     evaluation = 0 if heldout is None else (sharding.program_bytes(heldout) or 0) + state - arguments
+    if heldout is not None and program.config.optimizer.name == "schedule_free":
+        # Its average is computed for an evaluation.
+        evaluation += sharding.bytes_per_device(program.params)
     if evaluation > total:
         total, what = evaluation, "a held-out loss"
     # What is saved is a copy of the state by layer.

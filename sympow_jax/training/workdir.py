@@ -28,6 +28,7 @@ __all__ = [
     "CHECKPOINTS",
     "checkpoint_steps",
     "holds_run",
+    "json_text",
     "open_run",
     "open_workdir",
     "read_config",
@@ -86,14 +87,19 @@ def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
         ValueError: the folder cannot be written, another process trains in it, its `config.json` is not a run's, or it
             holds a run with other settings, which the error lists.
     """
-    path = workdir / "config.json"
+    path, new = workdir / "config.json", not os.path.lexists(workdir / _LOCK)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         _hold(workdir)
-        if holds_run(workdir):
-            _check_same_run(workdir, settings)
-        elif path.exists() and not path.is_symlink():
-            _require_settings(path)
+        try:
+            if holds_run(workdir):
+                _check_same_run(workdir, settings)
+            elif path.exists() and not path.is_symlink():
+                _require_settings(path)
+        except ValueError:
+            if new:
+                _release(workdir)
+            raise
         write_json(path, dataclasses.asdict(settings))
         write_json(workdir / "environment.json", _environment())
     except OSError as error:
@@ -180,6 +186,13 @@ def _hold(workdir: pathlib.Path) -> None:
     _held[path] = file
 
 
+def _release(workdir: pathlib.Path) -> None:
+    """Removes the lock that `_hold` made in the folder, which stays as it was."""
+    path = workdir.resolve() / _LOCK
+    _held.pop(path).close()
+    path.unlink()
+
+
 def holds_run(workdir: pathlib.Path) -> bool:
     """Returns whether there is a checkpoint in the folder, good or damaged."""
     return bool(checkpoint_steps(workdir))
@@ -259,4 +272,9 @@ def _git(*arguments: str) -> str | None:
 def write_json(path: pathlib.Path, value: Any) -> None:
     """Writes the value as JSON, atomically: a run killed here leaves the old file unchanged."""
     with atomic.replace(path) as draft:
-        draft.write_text(json.dumps(value, indent=2) + "\n")
+        draft.write_text(json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """Returns the text that `write_json` writes."""
+    return json.dumps(value, indent=2) + "\n"

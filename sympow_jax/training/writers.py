@@ -168,6 +168,7 @@ def _cut(path: pathlib.Path, last_step: int) -> None:
 def _step(line: str) -> float:
     # A killed run can leave an incomplete line, which belongs to a step after the last checkpoint.
     try:
-        return serialize.parse_object(line).get("step", math.inf)
+        step = serialize.parse_object(line).get("step")
     except ValueError:
         return math.inf
+    return step if isinstance(step, int | float) else math.inf

@@ -44,7 +44,7 @@ def save(
     """Writes the parameters and the running statistics of a model; returns the number of elements.
 
     A tensor has the shape of the parameter and its name by `models.parameter_name`. The `kernel` of a projection is
-    [size_in, size_out]. Each file is written atomically, the weights last.
+    [size_in, size_out]. Each file is written atomically, the weights last. A call that was stopped can be repeated.
 
     Args:
         path: a `.safetensors` file, which must not exist. The settings are written to the `.json` file of that name.
@@ -62,7 +62,10 @@ def save(
     if path.suffix != tensors.SUFFIX:
         raise ValueError(f"{path} does not end in {tensors.SUFFIX}, as files of weights do")
     check_dtype("dtype", dtype)
-    for output in (path, settings_file):
+    description = workdir.json_text(dataclasses.asdict(settings))
+    # A stopped export may have left the same settings.
+    is_same = settings_file.is_file() and settings_file.read_bytes() == description.encode()
+    for output in (path, *([] if is_same else [settings_file])):
         if os.path.lexists(output):
             raise ValueError(f"{output} exists; remove it or choose another name")
     arrays = {
@@ -74,7 +77,8 @@ def save(
     try:
         with atomic.replace(path) as draft:
             safetensors.numpy.save_file(arrays, draft, metadata={"format": "sympow_jax"})
-            workdir.write_json(settings_file, dataclasses.asdict(settings))
+            with atomic.replace(settings_file) as settings_draft:
+                settings_draft.write_text(description)
     except safetensors.SafetensorError as error:  # such as a full disk
         raise OSError(f"cannot write {path}: {error}") from error
     return sum(array.size for array in arrays.values())

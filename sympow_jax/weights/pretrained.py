@@ -52,7 +52,8 @@ def save_pretrained(
 ) -> int:
     """Writes a model as a folder that `transformers` opens; returns the number of elements.
 
-    The family is the first of `families.FAMILIES` that describes the model. `config.json` is written last.
+    The family is the first of `families.FAMILIES` that describes the model. All files are written to a hidden folder
+    and then moved, `config.json` last, so that a call that was stopped can be repeated.
 
     Args:
         folder: folder to write to. It may exist, but without `config.json` and safetensors files.
@@ -89,18 +90,21 @@ def save_pretrained(
         for number in range(1, len(shards) + 1)
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, shard in zip(names, shards):
-        contents = {key: _tensor(table[key], arrays).astype(jnp.dtype(dtype), order="C") for key in shard}
-        try:
-            with atomic.replace(folder / name) as draft:
-                safetensors.numpy.save_file(contents, draft, metadata={"format": "pt"})
-        except safetensors.SafetensorError as error:  # such as a full disk
-            raise OSError(f"cannot write {folder / name}: {error}") from error
-    if len(shards) > 1:
-        places = {key: name for name, shard in zip(names, shards) for key in shard}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        workdir.write_json(folder / tensors.INDEX, index)
-    workdir.write_json(folder / "config.json", values | {"torch_dtype": dtype})
+    with atomic.draft_folder(folder / "config.json") as drafts:
+        for name, shard in zip(names, shards):
+            contents = {key: _tensor(table[key], arrays).astype(jnp.dtype(dtype), order="C") for key in shard}
+            try:
+                safetensors.numpy.save_file(contents, drafts / name, metadata={"format": "pt"})
+            except safetensors.SafetensorError as error:  # such as a full disk
+                raise OSError(f"cannot write {folder / name}: {error}") from error
+        if len(shards) > 1:
+            places = {key: name for name, shard in zip(names, shards) for key in shard}
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+            names.append(tensors.INDEX)
+            (drafts / tensors.INDEX).write_text(workdir.json_text(index))
+        (drafts / "config.json").write_text(workdir.json_text(values | {"torch_dtype": dtype}))
+        for name in (*names, "config.json"):
+            os.replace(drafts / name, folder / name)
     return sum(array.size for array in arrays.values())
 
 

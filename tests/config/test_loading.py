@@ -99,7 +99,7 @@ def test_text_takes_paths():
         ("text:", "needs files"),
         (
             "gpt2_124m:sympow,q=3",
-            "has no argument 'q'; the arguments of config 'gpt2_124m' are preset, p, context",
+            "has no argument 'q'; the arguments of config 'gpt2_124m' are preset, p, context, data",
         ),
         ("gpt2_124m:sympow,contxt=512", "config 'gpt2_124m' has no argument 'contxt'; did you mean context?"),
         (

@@ -49,6 +49,17 @@ def test_what_fits():
             {"sharding": config.ShardingConfig(context=2)},
             "sharding.context is 2 and task.name 'masked_token'",
         ),
+        (
+            {"task": CLASSES, "optimizer": config.OptimizerConfig(z_loss=1e-4)},
+            "optimizer.z_loss is 0.0001 and task.name 'classification'",
+        ),
+        (
+            {
+                "optimizer": config.OptimizerConfig(schedule="wsd", warmup_steps=95),
+                "training": config.TrainingConfig(steps=100),
+            },
+            "optimizer.warmup_steps is 95 and optimizer.decay_fraction 0.1, 10 updates, but training.steps is 100",
+        ),
         ({"model": {"patch_size": 4}}, "arrays of images have patches, and tokens have none"),
         ({"data": IMAGES, "task": CLASSES}, "arrays of images have patches, and tokens have none"),
         ({"data": IMAGES, "model": {"patch_size": 4}}, "images have classes or numbers, not tokens"),

@@ -322,13 +322,32 @@ def test_the_sidecar_of_a_stopped_command(folder, lines, monkeypatch):
     assert stored("a.bin") == lines
 
 
+@pytest.mark.parametrize(
+    "content", ['{"pieces": 3}', '{"pieces": -1, "tokens": 0, "documents": 0, "left_out": 0}']
+)
+def test_a_damaged_folder(folder, lines, capsys, content):
+    with pytest.raises(Stopped):
+        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(3))
+    hidden = folder / ".a.bin.prepare"
+    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
+    os.truncate(hidden / "tokens", 5)
+    line = mistakes.line(prepare.main, command, capsys)
+    assert (
+        "joined.json does not fit the 5 bytes of tokens next to it; remove the folder to start again" in line
+    )
+    (hidden / "joined.json").write_text(content)
+    assert "joined.json does not fit the 5 bytes of" in mistakes.line(prepare.main, command, capsys)
+    (hidden / "joined.json").write_text("[" * 100_000)
+    assert "joined.json" in mistakes.line(prepare.main, command, capsys)
+
+
 def test_another_command_for_the_same_output(folder, lines, capsys):
     with pytest.raises(Stopped):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(2))
     command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
     line = mistakes.line(prepare.main, [*command, "--shortest_document=5", "--separator=1"], capsys)
     assert (
-        "holds part of another output: separator was 0 and is 1, shortest_document was 0 and is 5; rep"
+        "holds part of another output: separator was 0 and is 1, shortest_document was 1 and is 5; rep"
         in line
     )
     builders.write_jsonl(folder / "more.jsonl", LINES)
@@ -365,25 +384,23 @@ def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
 
 SLOW = """
 import sys, time
-from sympow_jax.commands import prepare
+from sympow_jax.data import prepare
 from sympow_jax.data.prepare import pieces
 
 encode = pieces.PieceEncoder.encode
 pieces.PieceEncoder.encode = lambda self, piece: time.sleep(0.3) or encode(self, piece)
 if __name__ == "__main__":
     pieces._TEXT_BYTES = int(sys.argv[1])
-    prepare.main(sys.argv[2:])
+    prepare.write_bin("a.bin", ["lines.jsonl"], prepare.Options(text_column="text", workers=2))
 """
 
 
 def test_nothing_remains_of_a_killed_command(folder, lines):
     """A command with slow workers is killed after its first piece; its workers end too."""
     pathlib.Path("slow.py").write_text(SLOW)
-    arguments = ["--format=bin", "--out=a.bin", "--text_column=text", "--workers=2", "lines.jsonl"]
     path = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = subprocess.Popen(
-        [sys.executable, "slow.py", str(pieces._TEXT_BYTES), *arguments],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "slow.py", str(pieces._TEXT_BYTES)], env={**os.environ, "PYTHONPATH": path}
     )
     hidden = pathlib.Path(".a.bin.prepare")
     _wait(lambda: list(hidden.glob("piece-*")) or (hidden / "joined.json").exists())
@@ -449,7 +466,7 @@ def test_a_full_disk(folder, lines, monkeypatch, capsys):
 def test_short_documents_are_left_out(folder, lines, capsys):
     common = ["--format=bin", "--text_column=text", "lines.jsonl"]
     prepare.main([*common, "--out=a.bin", "--shortest_document=30"])
-    kept = [line for line in LINES if len(line) >= 30]
+    kept = [line for line in LINES if len(line) + 1 >= 30]
     assert 0 < len(kept) < len(LINES)
     assert stored("a.bin") == b"".join(f"{line}\0".encode() for line in kept)
     description = json.loads(pathlib.Path("a.bin.json").read_text())
@@ -501,7 +518,7 @@ def test_mistakes_with_columns(folder, lines, word_tokenizer, capsys):
         (("rows.parquet",), "rows.parquet has many documents, one per row or line; name the column"),
         (("lines.jsonl",), "lines.jsonl has many documents, one per row or line; name the column"),
         (("texts", "--workers=0"), "--workers is 0; it must be at least 1"),
-        (("texts", "--shortest_document=-1"), "--shortest_document is -1; it must be at least 0"),
+        (("texts", "--shortest_document=0"), "--shortest_document is 0; it must be at least 1"),
         (
             ("texts", "--tokenizer=strict.json"),
             "b.txt: tokenizer strict.json cannot encode a text of 13 characters",

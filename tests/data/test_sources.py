@@ -240,7 +240,7 @@ def test_a_row_of_one_id_is_no_data(tmp_path):
         except ValueError as error:
             failed.append(str(error))
     assert sorted(failed) == [
-        f"{path} (document at 0) has only id 5 from its token {64 * row} on, in the whole of row {row} of 64 tokens; "
+        f"{path} (document at 0) has only id 5 in the 64 tokens of row {row}, which begins at its token {64 * row}; "
         "the data was not copied in full, or the file is damaged: copy or prepare it again"
         for row in (2, 3, 4)
     ]
@@ -259,9 +259,18 @@ def test_longcrawl64_of_zeros_after_some_rows(tmp_path):
         )
         dataset = data.train_dataset(config, task=task, vocab_size=50_304)
         with pytest.raises(
-            ValueError, match=r"a\.zarr \(row 5\) has only id 0 from its token 0 on, in the whole of"
+            ValueError, match=r"a\.zarr \(row 5\) has only id 0 in the 64 tokens of row 5, which beg"
         ):
             [dataset[i] for i in range(8)]
+    held_out = builders.data_config(
+        source="longcrawl64", paths=(path,), heldout_paths=(path,), context_length=64, document_separator=0
+    )
+    opened = data.HeldoutData(held_out, vocab_size=50_304).documents
+    assert opened[4].tolist() == [0, *values[4]]
+    with pytest.raises(
+        ValueError, match=r"a\.zarr \(row 5\) has only id 0 in all of its 64 tokens; the data was not"
+    ):
+        opened[5]
 
 
 @pytest.mark.parametrize(
@@ -473,3 +482,29 @@ def test_text_digest_is_of_names_sizes_and_contents(tmp_path):
     builders.write_files(tmp_path, {"a": b"one", "b": b"three"})
     config = builders.data_config(paths=(str(tmp_path),), heldout_fraction=0.0)
     assert data.describe(config)["digest"] == hashlib.sha256(b"a\x003\0oneb\x005\0three").hexdigest()
+
+
+def test_short_documents_are_left_out_of_every_source(tmp_path, corpus):
+    config = builders.data_config(paths=(corpus,), shortest_document=len("document 10"))
+    both = [contents(text.open_documents(config, heldout=side)) for side in (False, True)]
+    assert {bytes(one) for one in both[0] + both[1]} == {
+        f"document {i}".encode() for i in range(10, 39) if i % 10 != 9
+    }
+    assert data.describe(config)["documents"] == len(both[0])
+    path = builders.write_bin(tmp_path / "a.bin", [[*range(1, length), 0] for length in range(1, 20)])
+    config = builders.data_config(
+        source="tokens", paths=(path,), document_separator=0, shortest_document=10, heldout_fraction=0.0
+    )
+    assert tokens.open_documents(config, heldout=False).lengths.tolist() == list(range(10, 20))
+    zarr = builders.write_zarr(tmp_path / "a.zarr", np.ones((3, 8), np.uint16))
+    config = builders.data_config(source="longcrawl64", paths=(zarr,), shortest_document=9)
+    with pytest.raises(
+        ValueError, match=r"documents of 8 tokens, but data\.shortest_document is 9; lower it"
+    ):
+        longcrawl64.open_documents(config, heldout=False)
+    with pytest.raises(
+        ValueError, match=r"data\.shortest_document is 9, but data\.source 'listops' has no documents"
+    ):
+        builders.data_config(source="listops", context_length=2048, shortest_document=9)
+    with pytest.raises(ValueError, match=r"data\.shortest_document is 0; it must be at least 1"):
+        builders.data_config(shortest_document=0)

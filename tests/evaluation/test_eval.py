@@ -1,6 +1,7 @@
 """Tests of eval.py from the command line, on runs made by train.py."""
 
 import csv
+import json
 import pathlib
 import subprocess
 import sys
@@ -89,6 +90,21 @@ def test_results_are_in_the_first_workdir_by_default(trained, capsys):
     assert (trained / "b" / "context_loss.csv").read_text() == record
 
 
+def test_tasks_of_two_runs_are_written_beside_the_losses(trained, tmp_path, capsys):
+    arguments = [f"--workdir={trained}/a,{trained}/b", f"--out={tmp_path}", "--trials=2"]
+    assert eval_program.main([*arguments, "--tasks=copy,recall", "--context_lengths=128"]) == 0
+    assert "answers that are right" in capsys.readouterr().out
+    records = read(tmp_path / "tasks.csv")
+    found = [(record["run"], record["task"], record["questions"]) for record in records]
+    assert found == [(run, *row) for run in "ab" for row in (("copy", "2"), ("recall", "8"))]
+    assert {record["context_length"] for record in records} == {"128"}
+    content = json.loads((tmp_path / "tasks.json").read_text())
+    assert [str(row["loss"]) for row in content["rows"]] == [record["loss"] for record in records]
+    assert content["tasks"].keys() == {"copy", "recall"}
+    assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "context_loss.csv").exists()
+
+
 @pytest.mark.parametrize("name", ["nothing", "c"])
 def test_a_mistake_creates_no_folder(trained, capsys, name):
     mistakes.line(eval_program.main, [f"--workdir={trained}/{name}"], capsys)
@@ -109,6 +125,17 @@ def test_a_mistake_creates_no_folder(trained, capsys, name):
         (["--context_lengths=8", "--workdir={runs}/a", "--documents=0"], "number of documents is 0"),
         (["--context_lengths=8", "--workdir={runs}/a", "--documents=many"], "see sympow eval --help"),
         (["--context_lengths=8"], "--workdir"),
+        (["--workdir={runs}/a", "--trials=3"], "--trials is for --tasks"),
+        (["--workdir={runs}/a", "--tasks=copy", "--documents=3"], "--documents is for losses by position"),
+        (["--workdir={runs}/a", "--tasks=copie"], "there is no task 'copie'; did you mean copy?"),
+        (["--workdir={runs}/a", "--tasks=copy,copy"], "task 'copy' is given more than once"),
+        (["--workdir={runs}/a", "--tasks=copy", "--trials=0"], "number of trials is 0"),
+        (["--workdir={runs}/a", "--tasks=copy", "--tokenizer=x.json"], "--tokenizer is for tasks with text"),
+        (
+            ["--workdir={runs}/a", "--tasks=recall"],
+            "context length 32 is too short for the task 'recall': it must be at least 89 tokens",
+        ),
+        (["--workdir={runs}/a", "--tasks=copy", "--context_lengths=2,64"], "must be at least 4 tokens"),
         (
             ["--workdir={runs}/a", "--context_length=8"],
             "unknown option '--context_length'; did you mean --context_lengths?",
@@ -133,4 +160,4 @@ def test_help_names_every_flag(capsys):
         eval_program.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert all(flag in text for flag in ("--workdir", "--context_lengths", "--out", "--documents"))
+    assert all(flag in text for flag in ("--workdir", "--context_lengths", "--out", "--documents", "--tasks"))

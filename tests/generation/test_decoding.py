@@ -121,6 +121,7 @@ def test_mistakes():
         "row 1 has length 0": lambda: generation.prefill(model, tokens, np.array([8, 0])),
         "row 0 has length 9": lambda: generation.prefill(model, tokens, np.array([9, 1])),
         "must be [B, T]": lambda: generation.prefill(model, tokens, rows[:1]),
+        "lengths have dtype float64": lambda: generation.prefill(model, tokens, rows.astype(float)),
         "token 64 at position 3 of row 0": lambda: generation.prefill(model, beyond, rows),
         "2 rows and there are tokens for 1": lambda: generation.decode(model, state, tokens[:1, 0]),
         "another model: it is recurrent": lambda: generation.decode(softmax, state, tokens[:, 0]),

@@ -49,6 +49,14 @@ def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch):
     assert len(np.unique(actual)) > 5
 
 
+def test_padding_of_prompts_changes_nothing():
+    model, rows = small.model("softmax"), prompts(9, 4)
+    draw = functools.partial(generated, model, rows, max_tokens=20, sampling=GREEDY)
+    np.testing.assert_array_equal(draw(prompt_length=16), draw())
+    with pytest.raises(ValueError, match="prompt_length is 8; it must be at least 9, the longest prompt"):
+        draw(prompt_length=8)
+
+
 def test_a_window_bounds_the_cache_and_not_the_text():
     model, rows = small.model("sliding_window"), prompts(21, 3, 11)
     actual = generated(model, rows, max_tokens=40, sampling=GREEDY)

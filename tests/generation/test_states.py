@@ -164,6 +164,11 @@ def test_a_state_of_another_model(prefilled, tmp_path):
             np.savez(opened, **(arrays | {"header": np.array(text)}))
         with pytest.raises(ValueError, match="not a saved state, or is damaged"):
             generation.restore_state(path, model)
+    for old, new in ((b"'descr'", b"\x00descr'"), (b"(3,", b"(((")):  # which Python's parser takes badly
+        assert old in whole
+        path.write_bytes(whole.replace(old, new))
+        with pytest.raises(ValueError, match="not a saved state, or is damaged"):
+            generation.restore_state(path, model)
     with path.open("wb") as opened:
         np.savez(opened, **(arrays | {"header": np.array({"a": "pickle"}, dtype=object)}))
     with pytest.raises(ValueError, match="not a saved state, or is damaged"):

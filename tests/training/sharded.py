@@ -2,9 +2,10 @@
 
     python -m tests.training.sharded train PRESET '{"data": 2, "context": 4}' ...
     python -m tests.training.sharded collectives PRESET '{...}'
+    python -m tests.training.sharded optimizers PRESET '{...}'
 
-Prints a line of JSON for each sharding layout. Runs in a separate process, since it needs more devices than the other
-tests have.
+The last makes two updates of each optimizer. Prints a line of JSON for each sharding layout. Runs in a separate
+process, since it needs more devices than the other tests have.
 """
 
 import dataclasses
@@ -15,8 +16,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from sympow_jax import config, training
+from sympow_jax.config import optimizer as config_optimizer
 from sympow_jax.training import sharding
 from tests.models import families
 from tests.ops import cases
@@ -175,8 +178,69 @@ def exchanged(preset: str, arrangements: list[dict]) -> None:
         print(json.dumps([dataclasses.astuple(x) for x in found]), flush=True)
 
 
+def optimizers(preset: str, arrangements: list[dict]) -> None:
+    """Prints the worst difference of a parameter from one device, after updates of each optimizer.
+
+    The gradients are random, so that only the optimizers are compiled. Updates of the last are those of the program,
+    with a z-loss.
+    """
+    for arrangement in arrangements:
+        worst = {}
+        for name in config_optimizer.OPTIMIZERS:
+            decay = {} if name == "adam" else {"weight_decay": 0.1}
+            decay |= {"factored_size": 32} if name == "adafactor" else {}
+            decay |= {"initial_distance": 0.1} if name == "prodigy" else {}
+            made = config.OptimizerConfig(name=name, learning_rate=0.01, clip_norm=1.0, **decay)
+            worst[name] = _difference(preset, arrangement, made, _updated)
+        made = config.OptimizerConfig(name="muon", learning_rate=0.01, z_loss=0.1, ema_decay=0.5)
+        worst["program"] = _difference(preset, arrangement, made, _trained)
+        print(json.dumps(worst), flush=True)
+
+
+def _difference(preset: str, arrangement: dict, optimizer: config.OptimizerConfig, update) -> float:
+    """Returns the worst relative difference of a parameter between the devices of an arrangement and one."""
+    many = dataclasses.replace(settings(preset, arrangement), optimizer=optimizer)
+    one = dataclasses.replace(many, sharding=config.ShardingConfig())
+    found = update(training.Program(many, sharding.make_mesh(many)))
+    expected = update(training.Program(one, sharding.whole_mesh(jax.devices()[:1])))
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(cases.error(np.asarray(a), np.asarray(b), 0.01) for a, b in pairs)
+
+
+def _updated(program: training.Program):
+    """Returns random parameters by layer after two updates of the optimizer with random gradients."""
+    generator = np.random.default_rng(0)
+
+    def draw():
+        arrays = jax.tree.map(
+            lambda x: generator.normal(size=x.shape).astype(x.dtype), program.abstract.params
+        )
+        return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding, program.abstract.params))
+
+    def update(params, opt_state, grads):
+        changes, opt_state = program.optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, changes), opt_state
+
+    shardings = jax.tree.map(lambda x: x.sharding, (program.abstract.params, program.abstract.opt_state))
+    update = jax.jit(update, out_shardings=shardings)
+    params = draw()
+    opt_state = jax.jit(program.optimizer.init, out_shardings=shardings[1])(params)
+    for _ in range(2):
+        params, opt_state = update(params, opt_state, draw())
+    return program.by_layer(training.TrainState(jnp.int32(2), params, ())).params
+
+
+def _trained(program: training.Program):
+    """Returns the parameters and their average by layer, and the z-loss, after two updates of the program."""
+    state, placed = program.init_state(), sharding.place_batch(batch(), program.mesh)
+    for _ in range(2):
+        state, metrics = program.update(state, placed)
+    state = program.by_layer(state)
+    return state.params, state.average, metrics["z_loss"]
+
+
 if __name__ == "__main__":
     chosen = [json.loads(text) for text in sys.argv[3:]]
     names = ("data", "fsdp", "tensor", "context")
     jax.config.update("jax_num_cpu_devices", max(math.prod(x.get(name, 1) for name in names) for x in chosen))
-    {"train": compare, "collectives": exchanged}[sys.argv[1]](sys.argv[2], chosen)
+    {"train": compare, "collectives": exchanged, "optimizers": optimizers}[sys.argv[1]](sys.argv[2], chosen)

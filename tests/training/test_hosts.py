@@ -1,5 +1,6 @@
 """Tests of runs with several processes: the same training as one process, and a common end."""
 
+import contextlib
 import csv
 import functools
 import json
@@ -504,3 +505,16 @@ def test_a_workdir_in_use(tmp_path):
         holder.kill()
     workdir.open_workdir(tmp_path, config.load("configs/quickstart.py"))
     assert path.read_text().startswith(f"process {hosts.os.getpid()} on ")
+
+
+@pytest.mark.parametrize("abandons", [False, True])
+def test_a_failed_process_with_threads_that_do_not_end(monkeypatch, abandons):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    for fails in (abandons, False):  # a later use is not affected
+        ended.clear()
+        with contextlib.suppress(SystemExit), hosts.ending():
+            if fails:
+                hosts.abandon_threads()
+            raise SystemExit(1)
+        assert ended == [1] * fails

@@ -156,7 +156,7 @@ def test_only_one_process_writes(tmp_path, report, capsys):
 def test_steps_after_the_restored_one_are_cut(tmp_path, report):
     report([1] * 5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(f'"no object"\n{{}}\n{"[" * 1000}\n')  # by another program
+        file.write(f'"no object"\n{{}}\n{{"step": null}}\n{"[" * 1000}\n')  # by another program
         file.write('{"step": 6, "lo')  # killed while writing
     report([2] * 3, start=3)
     assert [(line["step"], line["loss"]) for line in _lines(tmp_path)] == [

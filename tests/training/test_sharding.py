@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import config
+from sympow_jax.config import optimizer as config_optimizer
 from sympow_jax.training import sharding
 from tests.training import collectives, sharded
 
@@ -87,6 +88,14 @@ def test_matching_of_attention_over_devices(compilation_cache):
 
 def test_softmax_over_devices(compilation_cache):
     check("softmax_alibi", [{"data": 2, "context": 2, "tensor": 2}], compilation_cache)
+
+
+def test_every_optimizer_over_devices(compilation_cache):
+    """Adafactor's means, muon's matrices and prodigy's sums are of whole parameters, and states are sharded."""
+    arrangement = {"data": 2, "fsdp": 2, "tensor": 2, "layers": 2, "scan_layers": True}
+    (worst,) = run("optimizers", "sympow_gated", [arrangement], compilation_cache)
+    assert set(worst) == {*config_optimizer.OPTIMIZERS, "program"}
+    assert all(error <= GRADIENT_BOUND for error in worst.values()), worst
 
 
 def test_the_body_of_qwen3_over_devices(compilation_cache):

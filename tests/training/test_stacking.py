@@ -152,13 +152,20 @@ def test_a_deeper_model_has_no_larger_program(settings):
     assert sizes[1] < 1.02 * sizes[0]
 
 
-def test_abstract_states_are_those_of_the_states(settings):
-    program = _program(_deep(settings, scan_layers=True))
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "prodigy", "schedule_free"])
+def test_abstract_states_are_those_of_the_states(settings, name):
+    deep = _deep(settings, scan_layers=True)
+    sizes = {"factored_size": 16} if name == "adafactor" else {}
+    average = {"ema_decay": 0.9} if name == "adamw" else {}
+    optimizer = config.OptimizerConfig(name=name, **sizes, **average)
+    program = _program(dataclasses.replace(deep, optimizer=optimizer))
     state = program.init_state()
     for found, abstract in ((state, program.abstract), (program.by_layer(state), program.abstract_by_layer)):
         assert jax.tree.structure(found) == jax.tree.structure(abstract)
         for leaf, shape in zip(jax.tree.leaves(found), jax.tree.leaves(abstract)):
             assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
+    back = program.from_layers(program.by_layer(state))
+    jax.tree.map(np.testing.assert_array_equal, back, state)
 
 
 @pytest.mark.parametrize("changes", [{}, HYBRID], ids=["equal layers", "hybrid"])

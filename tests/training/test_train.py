@@ -18,6 +18,7 @@ from sympow_jax import config, data, evaluation, generation, training
 from sympow_jax.commands import launch, train
 from sympow_jax.data import text
 from sympow_jax.training import checkpoint, cli, metrics, sharding
+from tests.data import builders
 from tests.training import launching
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -94,6 +95,58 @@ def test_ten_steps_equal_five_and_five(tmp_path, with_training, batches):
     # The half run reports a held-out loss at every step, the whole run too.
     found, expected = ([line["heldout_loss"] for line in _metrics(tmp_path / x)] for x in ("halves", "whole"))
     assert found == expected
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.zst"])
+def test_a_run_on_a_corpus_is_resumed_with_other_workers(tmp_path, with_training, name):
+    pytest.importorskip("sympow_jax.data.corpus")
+    write = builders.write_parquet if name == "a.parquet" else builders.write_jsonl
+    write(tmp_path / name, [f"{index}: the quick brown fox. " * (1 + index % 7) for index in range(60)])
+
+    def on_corpus(steps: int, workers: int) -> config.Config:
+        settings = with_training(steps=steps)
+        read = dataclasses.replace(
+            settings.data,
+            source="parquet" if name == "a.parquet" else "jsonl",
+            paths=(str(tmp_path / name),),
+            tokenizer_workers=workers,
+        )
+        return dataclasses.replace(settings, data=read)
+
+    assert train.train(on_corpus(12, 0), tmp_path / "whole") == 0
+    assert train.train(on_corpus(5, 1), tmp_path / "parts") == 0
+    assert train.train(on_corpus(12, 0), tmp_path / "parts") == 0
+    losses = _losses(tmp_path / "whole")
+    assert losses == _losses(tmp_path / "parts")
+    assert list(losses) == list(range(1, 13))
+    assert losses[12] < losses[1]
+    _assert_same_params(tmp_path / "whole", tmp_path / "parts")
+    assert "heldout_loss" in _metrics(tmp_path / "parts")[-1]
+    # Other data under the same name is noticed before anything is trained.
+    write(tmp_path / name, [f"{index}: the quick brown cat. " * (1 + index % 7) for index in range(60)])
+    with pytest.raises(ValueError, match=r"the data is no longer what the run in .* began with: .*digest"):
+        train.train(on_corpus(13, 0), tmp_path / "parts")
+
+
+def test_a_corrupt_corpus_ends_a_run_whose_checkpoint_is_kept(tmp_path, with_training, monkeypatch):
+    pytest.importorskip("sympow_jax.data.corpus")
+    for size in ("_GROUP_BYTES", "_SAMPLE_BYTES"):
+        monkeypatch.setattr(f"sympow_jax.data.corpus.source.{size}", 500)
+    monkeypatch.setattr("sympow_jax.data.corpus.source._ROWS", 0)
+    path = tmp_path / "a.jsonl"
+    builders.write_jsonl(path, [f"{index}: the quick brown fox jumps. " * 5 for index in range(12)])
+    settings = with_training(steps=40, checkpoint_every=1)
+    read = dataclasses.replace(
+        settings.data, source="jsonl", paths=(str(path),), tokenizer_workers=0, heldout_fraction=0.0
+    )
+    settings = dataclasses.replace(settings, data=read)
+    lines = path.read_bytes().splitlines(keepends=True)
+    broken = b"".join([*lines[:6], lines[6].replace(b'"', b"'"), *lines[7:]])
+    path.write_bytes(broken)
+    with pytest.raises(ValueError, match=r"a\.jsonl \(line at byte \d+\) is not JSON: .*; correct the line"):
+        train.train(settings, tmp_path / "run")
+    _, _, step = training.restore_model(tmp_path / "run")
+    assert 0 < step == _metrics(tmp_path / "run")[-1]["step"] < 40
 
 
 def test_a_run_with_learning_rate_factors_is_resumed(tmp_path, with_training):

@@ -192,3 +192,10 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path, exists):
         workdir.open_workdir(folder, _settings())
     assert target.exists() == exists
     assert not exists or target.read_text() == "the user's"
+
+
+def test_a_folder_that_is_refused_is_left_as_it_was(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not the settings of a run"):
+        workdir.open_workdir(tmp_path, _settings())
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -173,7 +173,7 @@ def test_evaluation(gpt2, tmp_path, capsys):
         ),
         (
             ["import", "--weights=hf://gpt2", "--workdir={out}/run"],
-            "hf://gpt2 is no name of a model; write hf://ORG/",
+            "hf://gpt2 is no name of a repository; write hf://ORG/",
         ),
         (
             ["import", "--weights={gpt2}", "--workdir={folder}/run"],

@@ -170,9 +170,6 @@ def test_missing_and_existing_files(tmp_path):
     assert sorted(x.name for x in path.parent.iterdir()) == ["model.json", "model.safetensors"]
     with pytest.raises(ValueError, match=r"model\.safetensors exists; remove it or choose another name"):
         weights.save(path, settings, model)
-    path.unlink()
-    with pytest.raises(ValueError, match=r"model\.json exists"):
-        weights.save(path, settings, model)
 
 
 def test_invalid_settings(tmp_path):
@@ -188,6 +185,19 @@ def test_invalid_settings(tmp_path):
         ("{}", "Config lacks model"),
         (json.dumps({"model": {"layers": 1}}), "ModelConfig lacks width, heads"),
         (json.dumps(values | {"modle": {}}), "Config has no modle"),
+        (json.dumps(values | {str(x): 0 for x in range(10**5)}), "Config has no 0, .* more; it has model"),
+        (
+            json.dumps(values | {"model": values["model"] | {"heads": "x" * 10**5}}),
+            "model.heads is 'xxx.* an int",
+        ),
+        (
+            json.dumps(values | {"model": values["model"] | {"head_dim": 10**9}}),
+            "head_dim is 1000000000; it must",
+        ),
+        (
+            json.dumps(values | {"data": values["data"] | {"document_separator": -1}}),
+            "separator is -1; it must be",
+        ),
         (json.dumps(values | {"model": values["model"] | {"layers": "two"}}), "settings.json: .*str.*int"),
         (json.dumps(values | {"model": values["model"] | {"heads": 3}}), "model.heads is 3"),
     ):
@@ -196,6 +206,32 @@ def test_invalid_settings(tmp_path):
         with pytest.raises(ValueError, match=message) as raised:
             weights.read_settings(path)
         assert re.search(str(path), str(raised.value))
+        assert len(str(raised.value)) < len(str(path)) + 600
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite(tmp_path, value):
+    settings, path = RUNS["conformal"], tmp_path / "model.safetensors"
+    weights.save(path, settings, make_model(settings))
+    tensors = safetensors.numpy.load_file(path)
+    tensors["blocks.1.mlp.up.kernel"][3, :2] = value
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(
+        ValueError, match=r"blocks\.1\.mlp\.up\.kernel has 2 of 1,024 numbers that are NaN or infinite"
+    ):
+        weights.load(path, settings)
+
+
+def test_an_export_that_was_stopped_before_its_weights_is_repeated(tmp_path):
+    settings, path = RUNS["conformal"], tmp_path / "model.safetensors"
+    model = make_model(settings)
+    weights.save(path, settings, model)
+    path.unlink()
+    weights.save(path, settings, model)
+    path.unlink()
+    path.with_suffix(".json").write_text("{}")
+    with pytest.raises(ValueError, match=r"model\.json exists"):
+        weights.save(path, settings, model)
 
 
 def test_which_settings_belong_to_a_file(tmp_path):

@@ -1,5 +1,6 @@
 """Tests of published transformers: the logits of the original software, exact round trips, and files with faults."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -221,6 +222,18 @@ def test_slices_are_read_straight_to_a_mesh(tmp_path):
             "layer_types has chunked_attention, not",
         ),
         ("starcoder2", {"use_bias": None}, "use_bias is None, not true or false"),
+        ("llama", {"rms_norm_eps": 1e300}, "model.norm_epsilon is 1e+300; it must be at most 1.0"),
+        ("llama", {"rms_norm_eps": float("nan")}, "model.norm_epsilon is nan; it must be a finite number"),
+        ("llama", {"eos_token_id": -1}, "eos_token_id is -1; it must be an id from 0 to "),
+        ("llama", {"eos_token_id": ["x"]}, "eos_token_id is 'x'; it must be an id from 0 to "),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention"]},
+            "layer_types has 1 items, not one for each of num_hidden",
+        ),
+        ("qwen3", {"layer_types": [str(x) for x in range(10**5)]}, "layer_types has 100000 items, not one"),
+        ("llama", {"hidden_act": "x" * 10**5}, "not one of silu"),
+        ("llama", {"model_type": "x" * 10**5}, "it must be one of gpt2, llama"),
     ],
 )
 def test_configs_that_are_not_supported(tmp_path, name, changes, message):
@@ -229,6 +242,7 @@ def test_configs_that_are_not_supported(tmp_path, name, changes, message):
         weights.from_pretrained(folder)
     assert str(raised.value).startswith(f"{folder}/config.json: ")
     assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 600
 
 
 def test_keys_of_older_configs(tmp_path):
@@ -416,6 +430,11 @@ def test_missing_and_damaged_files(tmp_path):
         assert message in mistaken(folder)
     index.write_text("{")
     assert f"{index}: " in mistaken(folder)
+    for places in ({str(x): f"{x}.safetensors" for x in range(10**5)}, {str(x): name for x in range(10**5)}):
+        index.write_text(json.dumps({"weight_map": places}))
+        assert "; download it again" in mistaken(folder)
+        assert " more" in mistaken(folder)
+        assert len(mistaken(folder)) < 900
     index.write_text(json.dumps(content))
     (folder / name).unlink()
     assert f"{folder} lacks {name}, which model.safetensors.index.json names" in mistaken(folder)
@@ -456,6 +475,27 @@ def test_nothing_is_overwritten(tmp_path):
         assert (folder / name).read_text() == "mine"
         (folder / name).unlink()
         weights.save_pretrained(folder, settings, model)
+
+
+def test_an_export_that_was_stopped_is_repeated(tmp_path, monkeypatch):
+    settings, model = weights.from_pretrained(originals.FIXTURES / "llama")
+    left = tmp_path / ".config.json-left"
+
+    def stopped(*arguments, **options):
+        """Stops as SIGKILL does: what is there by then stays."""
+        draft = next(tmp_path.glob(".config.json-*"))
+        shutil.copytree(draft, left)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+        patched.setattr(os, "replace", stopped)
+        weights.save_pretrained(tmp_path, settings, model, max_file_bytes=8_000)
+    assert left.exists()
+    weights.save_pretrained(tmp_path, settings, model, max_file_bytes=8_000)
+    assert not list(tmp_path.glob(".*"))
+    jax.tree.map(
+        np.testing.assert_array_equal, *map(nnx.state, (weights.from_pretrained(tmp_path)[1], model))
+    )
 
 
 def test_names_of_the_hub(monkeypatch):

@@ -135,6 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--brief", action="store_true", help="a few tries of each, in minutes")
+    parser.add_argument("--tries", type=int, help="at most so many of each")
     parser.add_argument("--only", default="", help="faults whose name contains this")
     parser.add_argument(
         "--results", type=pathlib.Path, help="folder of the tries so far, which are not repeated"
@@ -154,6 +155,7 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(_HEAD), flush=True)
         for name, fault in FAULTS.items():
             tries = fault.brief if options.brief else fault.tries
+            tries = tries if options.tries is None else min(tries, options.tries)
             if options.only in name and tries and fault.possible():
                 print(_inject(name, tries, folder, options.seed).row(name), flush=True)
         records = {name: Record(folder, name) for name in FAULTS}

@@ -25,18 +25,21 @@ from tools.faults.stage import (
     tried,
 )
 
+# Of one run. Afterwards it is resumed to its end, and compared.
+_KILLS = 8
 _YEAR = 365 * 24 * 3600.0
 
 
 def _kills(
     stage: Stage, tries: int, name: str, moment: Callable[[pathlib.Path, list], None]
 ) -> Iterator[Reason]:
-    """Sends SIGKILL when `moment` returns, repeatedly until the run has ended."""
+    """Sends SIGKILL when `moment` returns, several times to a run, which is then resumed to its end."""
     options = {"training__steps": 150, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
     while tries:
-        run, reasons = stage.new(name), []
-        while tries:
+        run = stage.new(name)
+        reasons: list[Reason] = []
+        while tries and len(reasons) < _KILLS:
             started = stage.start(run, **options)
             with contextlib.suppress(TimeoutError):  # it may end before its moment comes
                 moment(run, started)
@@ -62,10 +65,23 @@ def _kills(
 
 
 def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Sends SIGKILL at a random time after the start of the process."""
-    return _kills(
-        stage, len(numbers), "killed", lambda run, started: time.sleep(stage.random.uniform(0.2, 4))
-    )
+    """Sends SIGKILL at a random time after the start of the process, or after its first step."""
+
+    def moment(run: pathlib.Path, started: list) -> None:
+        if stage.random.random() < 0.3:
+            time.sleep(stage.random.uniform(0.2, 4))
+            return
+        before = len(losses(run)) if has_reported(run) else 0
+        # The metrics after the restored step are deleted, and those of new steps follow.
+        launching.wait_until(lambda: _has_restarted(started[0]), started)
+        launching.wait_until(lambda: has_reported(run) and len(losses(run)) != before, started)
+        time.sleep(stage.random.uniform(0, 1.5))
+
+    return _kills(stage, len(numbers), "killed", moment)
+
+
+def _has_restarted(one: launching.Started) -> bool:
+    return any(line.startswith("training: step") for line in one.said())
 
 
 def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
@@ -174,7 +190,7 @@ def clock_steps(stage: Stage, numbers: range) -> Iterator[Reason]:
             (one,) = stage.start(run, **options)
             while one.process.exitcode != 0:
                 if one.process.exitcode is not None:
-                    check_error(one, "save timeout" if most == _YEAR else "no error")
+                    check_error(one, *(("save timeout", "timed out") if most == _YEAR else ()))
                     (one,) = stage.start(run, **options)
                 stepped.step(stage.random.uniform(-most, most))
                 for path in run.rglob("*"):

@@ -87,9 +87,10 @@ class Stage:
 
 
 def losses(run: pathlib.Path) -> list[tuple[int, float]]:
-    """Returns the steps that a run has reported, with their losses."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+    """Returns the steps that a run has reported, with their losses; a line that is being written is left out."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    whole = (json.loads(line) for line in lines if line.endswith("\n"))
+    return [(line["step"], line["loss"]) for line in whole]
 
 
 def steps(run: pathlib.Path) -> list[int]:

@@ -43,7 +43,10 @@ class _GroupReader:
         parts = []
         while self.row < stop:
             if not len(self._rest):
-                self._rest = next(self._batches).column(0)
+                batch = next(self._batches, None)
+                if batch is None:
+                    raise pa.ArrowInvalid(f"it has {self.row} rows, fewer than its metadata says")
+                self._rest = batch.column(0)
             skips = self.row < start
             part = self._rest[: (start if skips else stop) - self.row]
             self._rest = self._rest[len(part) :]

@@ -63,7 +63,7 @@ def _recipe(
     return tokenizing.Recipe(
         column=_column(config),
         texts=texts,
-        tokenizer=config.tokenizer,
+        tokenizer=tokenizer_lib.local_name(config.tokenizer) if texts else config.tokenizer,
         separator=separator,
         vocab_size=vocab_size,
         shortest=config.shortest_document,

@@ -17,19 +17,22 @@ from sympow_jax.data.prepare import pieces
 
 __all__ = ["Counts", "Folder", "folder_of", "write_piece"]
 
-_HEADER = np.dtype(
-    "<i8"
-)  # number of tokens, of documents and of documents left out, before the tokens of a piece
-_MANIFEST, _LOCK, _JOINED, _TOKENS = "manifest.json", "lock", "joined.json", "tokens"
+# Three numbers before the tokens of a piece: of tokens, of documents and of documents left out.
+_HEADER = np.dtype("<i8")
+_MANIFEST, _LOCK, _JOINED, _TOKENS, _PIECE = "manifest.json", "lock", "joined.json", "tokens", "piece-"
 
 
 class Counts(NamedTuple):
-    """Counts of what the first `pieces` pieces hold."""
+    """Counts of what some pieces hold."""
 
     pieces: int = 0
     tokens: int = 0
     documents: int = 0
     left_out: int = 0
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Returns the counts of these and other pieces together."""
+        return Counts(*map(sum, zip(self, other)))
 
 
 def folder_of(out: pathlib.Path) -> pathlib.Path:
@@ -43,7 +46,7 @@ def _space_errors(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(
-            f"cannot write {path}: {error.strerror}; correct this and repeat the command, which continues"
+            f"cannot write {path}: {error.strerror or error}; correct this and repeat the command, which continues"
         ) from error
 
 
@@ -57,7 +60,13 @@ def _durable(path: pathlib.Path) -> Iterator[IO[bytes]]:
 
 
 def _piece_path(path: pathlib.Path, index: int) -> pathlib.Path:
-    return path / f"piece-{index:09}"
+    return path / f"{_PIECE}{index:09}"
+
+
+def _read_counts(stream: IO[bytes]) -> Counts:
+    """Reads the header of a piece."""
+    header = np.frombuffer(stream.read(3 * _HEADER.itemsize), _HEADER)
+    return Counts(1, *header.tolist())
 
 
 def write_piece(path: pathlib.Path, index: int, piece: pieces.Tokens) -> None:
@@ -77,11 +86,16 @@ class Folder:
 
     Only one process may have it open; others write pieces. The joined pieces are a file of tokens and the counts of
     what is in it. The counts are written last, so that what a stopped process wrote beyond them is known and removed.
+
+    Attributes:
+        path: the folder.
+        counts: counts of all pieces that are there.
     """
 
     def __init__(self, path: pathlib.Path, token_bytes: int):
         self.path, self._token_bytes = path, token_bytes
-        self.counts = Counts()
+        self.counts, self._joined = Counts(), Counts()
+        self._waiting: set[int] = set()  # indices of pieces that are counted and not joined
 
     @property
     def tokens(self) -> pathlib.Path:
@@ -113,36 +127,40 @@ class Folder:
                 yield
             finally:
                 self._remove_drafts()
-                if not self.counts.pieces and not any(self.path.glob("piece-*")):
+                if not self.counts.pieces:
                     self.remove()
 
     def finished(self, index: int) -> bool:
         """Returns whether piece `index` is there."""
-        return index < self.counts.pieces or _piece_path(self.path, index).exists()
+        return index < self._joined.pieces or _piece_path(self.path, index).exists()
 
-    def join(self) -> None:
-        """Appends the pieces that follow the joined ones to these, and removes their files."""
-        counts, appended = self.counts, []
-        with _space_errors(self.tokens), self.tokens.open("ab") as joined:
-            while (path := _piece_path(self.path, counts.pieces)).exists():
-                with path.open("rb") as stream:
-                    header = np.frombuffer(stream.read(3 * _HEADER.itemsize), _HEADER)
-                    tokens, documents, left_out = header.tolist()
-                    shutil.copyfileobj(stream, joined)
-                appended.append(path)
-                counts = Counts(
-                    counts.pieces + 1,
-                    counts.tokens + tokens,
-                    counts.documents + documents,
-                    counts.left_out + left_out,
-                )
-            joined.flush()
-            os.fsync(joined.fileno())
+    def add(self, index: int) -> None:
+        """Counts piece `index`, which has been written, and joins all pieces that can be joined.
+
+        Raises:
+            ValueError: the joined pieces cannot be written.
+        """
+        with _piece_path(self.path, index).open("rb") as stream:
+            self.counts = self.counts.plus(_read_counts(stream))
+        self._waiting.add(index)
+        self._join()
+
+    def _join(self) -> None:
+        counts, appended = self._joined, []
+        while counts.pieces in self._waiting:
+            path = _piece_path(self.path, counts.pieces)
+            self._waiting.remove(counts.pieces)
+            with _space_errors(self.tokens), path.open("rb") as stream, self.tokens.open("ab") as joined:
+                counts = counts.plus(_read_counts(stream))
+                shutil.copyfileobj(stream, joined)
+                joined.flush()
+                os.fsync(joined.fileno())
+            appended.append(path)
         if not appended:
             return
         with _durable(self.path / _JOINED) as stream:
             stream.write(json.dumps(counts._asdict()).encode())
-        self.counts = counts
+        self._joined = counts
         for path in appended:
             path.unlink()
 
@@ -169,13 +187,28 @@ class Folder:
     def _restore(self) -> None:
         self._remove_drafts()
         if (self.path / _JOINED).exists():
-            self.counts = Counts(**serialize.read_object(self.path / _JOINED))
+            self._joined = self.counts = self._read_joined()
         with _space_errors(self.tokens), self.tokens.open("ab") as stream:
-            stream.truncate(self.counts.tokens * self._token_bytes)
-        # Of these, a process was stopped after the counts were written.
-        for path in self.path.glob("piece-*"):
-            if int(path.name.removeprefix("piece-")) < self.counts.pieces:
+            stream.truncate(self._joined.tokens * self._token_bytes)
+        for path in sorted(self.path.glob(f"{_PIECE}*")):
+            index = int(path.name.removeprefix(_PIECE))
+            if index < self._joined.pieces:  # an earlier process was stopped after it had written the counts
                 path.unlink()
+            else:
+                self.add(index)
+
+    def _read_joined(self) -> Counts:
+        path = self.path / _JOINED
+        values = serialize.read_object(path)
+        numbers = [values.get(name) for name in Counts._fields]
+        whole = len(values) == len(numbers) and all(type(number) is int and number >= 0 for number in numbers)
+        size = self.tokens.stat().st_size if self.tokens.exists() else 0
+        if not whole or size < values["tokens"] * self._token_bytes:
+            raise ValueError(
+                f"{path} does not fit the {size} bytes of {self.tokens.name} next to it; remove the folder to start "
+                f"again"
+            )
+        return Counts(**values)
 
     def _remove_drafts(self) -> None:
         """Removes what processes that were killed had begun to write."""

@@ -30,25 +30,25 @@ class Options:
         tokenizer: name for `tokenizer.load`.
         separator: id that ends a document; None takes the tokenizer's.
         text_column: column of parquet and JSON lines files that holds the text; None if every file is a document.
-        shortest_document: documents of fewer tokens, without the separator, are left out.
+        shortest_document: number of tokens, with the separator, of the shortest document that is not left out.
         workers: number of processes. One is this process itself.
     """
 
     tokenizer: str = "byte"
     separator: int | None = None
     text_column: str | None = None
-    shortest_document: int = 0
+    shortest_document: int = 1
     workers: int = 1
 
 
 class Progress(NamedTuple):
-    """Counts of the work that is done. Documents and tokens are those of the first pieces without a gap.
+    """Counts of the work that is done.
 
     Attributes:
         done: number of finished pieces.
         pieces: number of all pieces.
-        documents: number of documents written.
-        tokens: number of tokens written, with separators.
+        documents: number of documents in the finished pieces, without those left out.
+        tokens: number of their tokens, with separators.
     """
 
     done: int
@@ -108,6 +108,7 @@ def _prepared(
         "bytes": sum(size for _, size in sources.files),
         "files_sha256": listed.hexdigest()[:16],
         "pieces": len(sources.pieces),
+        "piece_bytes": sources.piece_bytes,
     }
     folder = folder_lib.Folder(folder_lib.folder_of(path), tokens.DTYPES[encoding.token_dtype].itemsize)
     with folder.opened(manifest):
@@ -121,7 +122,7 @@ def _prepared(
                 else f"there are no documents ({len(sources.files)} files read); name files that hold text"
             )
         summary |= {"documents": counts.documents, "tokens": counts.tokens}
-        if options.shortest_document:
+        if options.shortest_document > 1:
             summary |= {
                 "shortest_document": options.shortest_document,
                 "left_out_documents": counts.left_out,
@@ -140,15 +141,17 @@ def _tokenize(
     tasks = [
         workers.Task(index, piece) for index, piece in enumerate(all_pieces) if not folder.finished(index)
     ]
-    done = len(all_pieces) - len(tasks)
-    folder.join()
-    report(Progress(done, len(all_pieces), folder.counts.documents, folder.counts.tokens))
+
+    def tell() -> None:
+        counts = folder.counts
+        report(Progress(counts.pieces, len(all_pieces), counts.documents, counts.tokens))
+
+    tell()
     # Closed here, so that the processes have ended when an error or Ctrl-C leaves this function.
     with contextlib.closing(workers.run(tasks, encoding, folder.path, count=count)) as finished:
-        for _ in finished:
-            folder.join()
-            done += 1
-            report(Progress(done, len(all_pieces), folder.counts.documents, folder.counts.tokens))
+        for index in finished:
+            folder.add(index)
+            tell()
 
 
 def _json(summary: dict[str, Any]) -> str:

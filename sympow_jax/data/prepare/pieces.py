@@ -39,10 +39,12 @@ class Sources:
     Attributes:
         files: path or URL and size of each file, in order.
         pieces: the pieces of all files in order. Every document is in one of them.
+        piece_bytes: bytes of text in a piece, roughly.
     """
 
     files: list[tuple[str, int]]
     pieces: Sequence[Piece]
+    piece_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Encoding:
         separator: id that follows every document.
         token_dtype: type of the tokens, a key of `tokens.DTYPES`.
         text_column: column of parquet and JSON lines that holds the text; None if every file is a document.
-        shortest_document: documents of fewer tokens, without the separator, are left out.
+        shortest_document: number of tokens, with the separator, of the shortest document that is not left out.
     """
 
     tokenizer: str
@@ -95,7 +97,7 @@ def _find_texts(paths: Sequence[str]) -> Sources:
             f"{texts[0].path} has many documents, one per row or line; name the column that holds their text with "
             f"--text_column"
         )
-    return Sources([(str(file.path), file.size) for file in texts], list(_grouped(texts)))
+    return Sources([(str(file.path), file.size) for file in texts], list(_grouped(texts)), _TEXT_BYTES)
 
 
 def _grouped(texts: Iterable[files.File]) -> Iterator[TextPiece]:
@@ -130,7 +132,9 @@ def _find_columns(paths: Sequence[str], text_column: str) -> Sources:
             f"{ordered[0].url} holds token ids in {text_column!r}, and not text; train on it with data.source="
             f"{ordered[0].format}"
         )
-    return Sources([(file.url, file.size) for file in ordered], corpus.pieces(ordered, _TEXT_BYTES))
+    return Sources(
+        [(file.url, file.size) for file in ordered], corpus.pieces(ordered, _TEXT_BYTES), _TEXT_BYTES
+    )
 
 
 class PieceEncoder:
@@ -159,7 +163,7 @@ class PieceEncoder:
         ended, left_out = [np.empty(0, dtype)], 0
         for name, document in self._documents(piece):
             ids = self._encode(name, document)
-            if len(ids) < self._encoding.shortest_document:
+            if len(ids) + 1 < self._encoding.shortest_document:
                 left_out += 1
             else:
                 ended.append(np.append(ids, self._encoding.separator).astype(dtype))

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.resource_tracker
 import os
 import pathlib
 import signal
@@ -16,6 +17,8 @@ from multiprocessing.context import SpawnProcess
 from sympow_jax.data.prepare import folder, pieces
 
 __all__ = ["Task", "run"]
+
+_STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,8 @@ def _result(connection: Connection) -> int:
 def _started(count: int, encoding: pieces.Encoding, path: pathlib.Path) -> Iterator[list[Connection]]:
     """Starts processes, yields a connection to each, and kills them at the end."""
     context = multiprocessing.get_context("spawn")
+    # Before the first process is started, because this unblocks signals.
+    multiprocessing.resource_tracker.ensure_running()
     processes: list[SpawnProcess] = []
     connections: list[Connection] = []
     try:
@@ -98,12 +103,8 @@ def _started(count: int, encoding: pieces.Encoding, path: pathlib.Path) -> Itera
             process = context.Process(target=_work, args=(theirs, encoding, path), daemon=True)
             processes.append(process)
             connections.append(ours)
-            # Ctrl-C reaches all processes of a terminal. The new one inherits that it is blocked.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
+            with _stops_delayed():
                 process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             # So that the end of the process ends the connection.
             theirs.close()
         yield connections
@@ -112,6 +113,31 @@ def _started(count: int, encoding: pieces.Encoding, path: pathlib.Path) -> Itera
             if process.pid is not None:
                 process.kill()
                 process.join()
+
+
+@contextlib.contextmanager
+def _stops_delayed() -> Iterator[None]:
+    """Delays Ctrl-C and SIGTERM, which would leave a half-started process, to the end.
+
+    Processes that are started within never see them: they inherit that this thread blocks them. Ctrl-C reaches all
+    processes of a terminal, but the parent alone reports it and ends the others.
+    """
+    # Python calls handlers in the main thread only.
+    numbers = _STOPS if threading.current_thread() is threading.main_thread() else ()
+    received: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    # Blocking is not enough, because the signal may arrive in another thread.
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if received:
+            signal.raise_signal(received[0])
 
 
 def _work(connection: Connection, encoding: pieces.Encoding, path: pathlib.Path) -> None:

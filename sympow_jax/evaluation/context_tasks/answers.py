@@ -1,0 +1,312 @@
+"""Losses of answers after a context, with one pass over the context for all of its questions."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from sympow_jax import models
+
+__all__ = ["Case", "Question", "Score", "answer_scores", "padded_length"]
+
+# Limits of one call of the model: number of tokens, and bytes of states and of logits that exist at the same time.
+_CALL_TOKENS = 16_384
+_STATE_BYTES = 2**30
+_LOGIT_BYTES = 2**26
+_SHORTEST = 16  # tokens of a padded row
+_SEGMENT, _PADDING = 0, -1  # segment ids
+
+
+class Question(NamedTuple):
+    """Tokens after a context.
+
+    Attributes:
+        prompt: tokens before the answer; may be empty.
+        answer: tokens to predict, at least one.
+    """
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+class Case(NamedTuple):
+    """A context and the questions about it, each of which sees the context and its own prompt only.
+
+    Attributes:
+        context: tokens before every question, at least one.
+        questions: the questions.
+    """
+
+    context: Sequence[int]
+    questions: Sequence[Question]
+
+
+class Score(NamedTuple):
+    """Teacher-forced predictions of an answer.
+
+    Attributes:
+        losses: loss in nats of each token, given all tokens before it.
+        correct: whether each token has the highest logit.
+    """
+
+    losses: Float[np.ndarray, " answer"]
+    correct: Bool[np.ndarray, " answer"]
+
+
+class _Row(NamedTuple):
+    """Inputs of the model, of which the last `len(answer)` predict the tokens of the answer."""
+
+    inputs: Sequence[int]
+    answer: Sequence[int]
+
+
+def answer_scores(
+    model: models.DecoderLM,
+    cases: Sequence[Case],
+    *,
+    share: bool | None = None,
+    on_call: Callable[[int], None] | None = None,
+) -> list[list[Score]]:
+    """Returns the scores of the questions of each case.
+
+    A context is either processed once, to a state from which each question continues, or with each question anew.
+    Shapes are padded to few different ones, so that few programs are compiled. Rows of more than 16,384 tokens are
+    processed in segments of that length through the state.
+
+    Memory in addition to the parameters: activations of 16,384 tokens, 64 MiB of logits, and twice the states or KV
+    caches of the rows of a call, which take up to 1 GiB, or those of one row.
+
+    Args:
+        model: the decoder.
+        cases: contexts with their questions.
+        share: whether to process contexts once. None does so where it needs fewer tokens.
+        on_call: function of the number of tokens that each call of the model processed.
+
+    Raises:
+        ValueError: a context or an answer is empty, a row is longer than the model's learned positions, or the
+            recurrent state would exceed the memory of the device.
+    """
+    longest = model.config.longest_document
+    for case in cases:
+        _check(case, longest)
+    scores: list[list[Score]] = [[] for _ in cases]
+    alone: list[tuple[int, _Row]] = []
+    together: dict[tuple[int, int], list[int]] = {}
+    for index, case in enumerate(cases):
+        context, question = _padded_sizes(case)
+        rows = [_Row([*case.context, *x.prompt, *x.answer[:-1]], x.answer) for x in case.questions]
+        fewer = context + len(rows) * question < sum(padded_length(len(row.inputs)) for row in rows)
+        if len(case.context) > 1 and (fewer if share is None else share):
+            together.setdefault((context, question), []).append(index)
+        else:
+            alone += [(index, row) for row in rows]
+    caller = _Caller(model, on_call)
+    _score_alone(caller, alone, scores)
+    for (context, question), indices in together.items():
+        _score_together(caller, cases, indices, context, question, scores)
+    return scores
+
+
+def padded_length(length: int) -> int:
+    """Returns the length that a row is padded to: a power of two, or a multiple of 16,384 if it is longer than that."""
+    if length > _CALL_TOKENS:
+        return -(-length // _CALL_TOKENS) * _CALL_TOKENS
+    return max(_SHORTEST, 1 << (length - 1).bit_length())
+
+
+def _check(case: Case, longest: int | None) -> None:
+    if not len(case.context):
+        raise ValueError("a context is empty; it needs at least one token, such as the id between documents")
+    for question in case.questions:
+        if not len(question.answer):
+            raise ValueError("an answer is empty; it needs at least one token")
+        length = len(case.context) + len(question.prompt) + len(question.answer) - 1
+        if longest is not None and length > longest:
+            raise ValueError(
+                f"a context with its question has {length} tokens before the last one, but the model's learned "
+                f"positions end at {longest}; shorten it"
+            )
+
+
+def _padded_sizes(case: Case) -> tuple[int, int]:
+    """Returns the padded lengths of a context without its last token, and of its longest question with that token."""
+    question = max(len(x.prompt) + len(x.answer) for x in case.questions)
+    return padded_length(len(case.context) - 1), padded_length(question)
+
+
+def _score_alone(caller: "_Caller", rows: Sequence[tuple[int, _Row]], scores: list[list[Score]]) -> None:
+    """Appends the scores of rows, each with the index of its case, in batches of equal padded length."""
+    found: dict[int, Score] = {}
+    by_length: dict[int, list[int]] = {}
+    for number, (_, row) in enumerate(rows):
+        by_length.setdefault(padded_length(len(row.inputs)), []).append(number)
+    for length, numbers in by_length.items():
+        answers = padded_length(max(len(rows[x][1].answer) for x in numbers))
+        in_segments = length > _CALL_TOKENS
+        for batch in _batches(numbers, max(1, _CALL_TOKENS // length)):
+            state = caller.model.init_state(len(batch), max_length=length) if in_segments else None
+            found.update(zip(batch, caller.score([rows[x][1] for x in batch], length, answers, state)))
+    for number, (case, _) in enumerate(rows):
+        scores[case].append(found[number])
+
+
+def _score_together(
+    caller: "_Caller",
+    cases: Sequence[Case],
+    indices: Sequence[int],
+    context: int,
+    question: int,
+    scores: list[list[Score]],
+) -> None:
+    """Appends the scores of the cases of one padded size, with one pass over each context."""
+    answers = padded_length(max(len(x.answer) for index in indices for x in cases[index].questions))
+    state_bytes = _state_bytes(caller.model, context + question)
+    rows = max(1, min(_CALL_TOKENS // max(context, question), _STATE_BYTES // state_bytes))
+    for batch in _batches(indices, rows):
+        state = caller.model.init_state(len(batch), max_length=context + question)
+        state = caller.advance([cases[index].context[:-1] for index in batch], context, state)
+        for number in range(max(len(cases[index].questions) for index in batch)):
+            asked = []
+            for index in batch:
+                # A case with fewer questions repeats its last one, whose score is dropped.
+                last, questions = cases[index].context[-1], cases[index].questions
+                prompt, answer = questions[min(number, len(questions) - 1)]
+                asked.append(_Row([last, *prompt, *answer[:-1]], answer))
+            for index, score in dict(zip(batch, caller.score(asked, question, answers, state))).items():
+                if number < len(cases[index].questions):
+                    scores[index].append(score)
+
+
+def _state_bytes(model: models.DecoderLM, max_length: int) -> int:
+    """Returns the bytes of the state of one row."""
+    state = jax.eval_shape(lambda: model.init_state(1, max_length=max_length))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _batches(items: Sequence[int], largest: int) -> list[list[int]]:
+    """Returns batches of one size, a power of two; the last is filled with copies of its last item."""
+    size = min(1 << (largest.bit_length() - 1), 1 << (len(items) - 1).bit_length())
+    batches = [list(batch) for batch in itertools.batched(items, size)]
+    batches[-1] += [batches[-1][-1]] * (size - len(batches[-1]))
+    return batches
+
+
+def _segments(
+    rows: Sequence[Sequence[int]], length: int
+) -> Iterator[tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B T"]]]:
+    """Yields tokens and segment ids of the consecutive segments of rows that are padded to `length`."""
+    tokens = np.zeros((len(rows), length), np.int32)
+    segment_ids = np.full((len(rows), length), _PADDING, np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+        segment_ids[index, : len(row)] = _SEGMENT
+    size = min(length, _CALL_TOKENS)
+    for start in range(0, length, size):
+        yield tokens[:, start : start + size], segment_ids[:, start : start + size]
+
+
+class _Caller:
+    """Calls a model on padded rows, segment by segment."""
+
+    def __init__(self, model: models.DecoderLM, on_call: Callable[[int], None] | None):
+        self.model = model
+        self._parts = nnx.split(model)
+        self._on_call = on_call
+
+    def advance(
+        self, rows: Sequence[Sequence[int]], length: int, state: models.DecoderState
+    ) -> models.DecoderState:
+        """Returns the state after rows that are padded to `length`; the state before them is donated."""
+        for tokens, segment_ids in _segments(rows, length):
+            state = _advance(*self._parts, state, tokens, segment_ids)
+            self._report(tokens)
+        return state
+
+    def score(
+        self, rows: Sequence[_Row], length: int, answers: int, state: models.DecoderState | None
+    ) -> list[Score]:
+        """Returns the scores of rows that are padded to `length`, after the state, which is not modified.
+
+        Args:
+            rows: the rows.
+            length: padded length of the rows.
+            answers: padded length of the answers.
+            state: state before each row; None for none, if the rows are one segment.
+        """
+        size = min(length, _CALL_TOKENS)
+        answers = min(answers, size)
+        losses = np.zeros((len(rows), length), np.float32)
+        correct = np.zeros((len(rows), length), bool)
+        targets = np.zeros((len(rows), length), np.int32)
+        starts = np.array([len(row.inputs) - len(row.answer) for row in rows])
+        for index, (row, start) in enumerate(zip(rows, starts)):
+            targets[index, start : start + len(row.answer)] = row.answer
+        for number, (tokens, segment_ids) in enumerate(_segments([row.inputs for row in rows], length)):
+            # `answers` consecutive places of this segment, which include all that predict a token of the answer.
+            first = np.clip(starts - number * size, 0, size - answers)
+            places = first[:, None] + np.arange(answers)
+            inside = number * size + places
+            wanted = np.take_along_axis(targets, inside, axis=1)
+            (loss, right), state = _score(
+                *self._parts, state, tokens, segment_ids, places, wanted, return_state=length > size
+            )
+            np.put_along_axis(losses, inside, np.asarray(loss), axis=1)
+            np.put_along_axis(correct, inside, np.asarray(right), axis=1)
+            self._report(tokens)
+        spans = [slice(start, start + len(row.answer)) for row, start in zip(rows, starts)]
+        return [Score(losses[index, span], correct[index, span]) for index, span in enumerate(spans)]
+
+    def _report(self, tokens: Int[np.ndarray, "B T"]) -> None:
+        if self._on_call is not None:
+            self._on_call(tokens.size)
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
+def _advance(
+    graph: nnx.GraphDef,
+    variables: nnx.State,
+    state: PyTree,
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+) -> PyTree:
+    model = nnx.merge(graph, variables)
+    return model.hidden(tokens, segment_ids=segment_ids, state=state, return_state=True)[1]
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "return_state"))
+def _score(
+    graph: nnx.GraphDef,
+    variables: nnx.State,
+    state: PyTree | None,
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    places: Int[Array, "B A"],
+    targets: Int[Array, "B A"],
+    *,
+    return_state: bool,
+) -> tuple[tuple[Float[Array, "B A"], Bool[Array, "B A"]], PyTree | None]:
+    model = nnx.merge(graph, variables)
+    if return_state:
+        hidden, state = model.hidden(tokens, segment_ids=segment_ids, state=state, return_state=True)
+    else:
+        hidden, state = model.hidden(tokens, segment_ids=segment_ids, state=state), None
+    hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
+
+    def score_token(pair):
+        hidden_M, target = pair
+        logits = model.unembed(hidden_M[None, None])[0, 0]
+        loss = optax.losses.softmax_cross_entropy_with_integer_labels(logits, target)
+        return loss, logits.argmax() == target
+
+    vocabulary = jax.eval_shape(model.unembed, hidden).shape[-1]
+    at_once = min(max(1, _LOGIT_BYTES // (4 * vocabulary)), targets.size)
+    pairs = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
+    losses, correct = jax.lax.map(score_token, pairs, batch_size=at_once)
+    return (losses.reshape(targets.shape), correct.reshape(targets.shape)), state

@@ -1,0 +1,250 @@
+"""Prompts and answers of tasks that ask for something earlier in the context.
+
+Texts are encoded piece by piece, so that a key or a value has the same tokens wherever it occurs.
+"""
+
+import dataclasses
+import functools
+import math
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from sympow_jax.evaluation.context_tasks import answers
+
+__all__ = ["TASKS", "Encoder", "Exam", "Material", "Task", "TooShortError", "make_exam"]
+
+_PAIRS_ASKED = 8
+_NEEDLES = 4
+_HOPS = 4  # assignments of a variable to another, as in RULER
+
+
+class TooShortError(ValueError):
+    """A context length is too small for a task."""
+
+
+class Encoder(Protocol):
+    """Tokenizer of texts, such as `sympow_jax.data.Codec`."""
+
+    @property
+    def lead(self) -> int | None:
+        """Id before every document; None for none."""
+
+    def encode(self, prompt: bytes, name: str) -> list[int]:
+        """Returns the tokens of a text, with `lead` before them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Material:
+    """What prompts are made of.
+
+    Attributes:
+        text: tokens of held-out text, in which needles and variables are hidden. Its distinct tokens are the alphabet
+            of copies.
+        encoder: tokenizer; None if it is not known, in which case only copies can be made.
+        lead: id before every document; None for none.
+    """
+
+    text: Int[np.ndarray, " tokens"]
+    encoder: Encoder | None = None
+    lead: int | None = None
+
+    @functools.cached_property
+    def alphabet(self) -> Int[np.ndarray, " tokens"]:
+        """Distinct tokens of the text."""
+        return np.unique(self.text)
+
+    @property
+    def start(self) -> list[int]:
+        """Tokens before every context."""
+        return [] if self.lead is None else [self.lead]
+
+    def encode(self, piece: str) -> list[int]:
+        """Returns the tokens of a text, without the lead.
+
+        Raises:
+            ValueError: there is no tokenizer, or the text has tokens outside the vocabulary.
+        """
+        if self.encoder is None:
+            raise ValueError(
+                "this task needs the tokenizer of the data; give it as --tokenizer=FILE, or use --tasks=copy, which "
+                "needs none"
+            )
+        tokens = self.encoder.encode(piece.encode(), f"the text {piece!r} of a task")
+        return tokens if self.encoder.lead is None else tokens[1:]
+
+    def excerpt(self, length: int, rng: np.random.Generator) -> list[int]:
+        """Returns `length` consecutive tokens of the text from a random place; after its end it begins again."""
+        places = rng.integers(len(self.text)) + np.arange(length)
+        return self.text[places % len(self.text)].tolist()
+
+
+class Exam(NamedTuple):
+    """A context and questions about it.
+
+    Attributes:
+        case: tokens of the context, the questions and the answers.
+        log_candidates: logarithm of the number of answers that the context has to offer. A guess among them is right
+            with the probability exp(-log_candidates).
+    """
+
+    case: answers.Case
+    log_candidates: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task.
+
+    Attributes:
+        title: what it asks for, in a few words.
+        questions: number of questions about a context.
+        make: function of material, number of tokens and source of random numbers. Returns a context that has, with its
+            longest question and answer, at most that number of tokens. Raises TooShortError if it is too small.
+        has_text: whether it needs the tokenizer.
+    """
+
+    title: str
+    questions: int
+    make: Callable[[Material, int, np.random.Generator], Exam]
+    has_text: bool = True
+
+
+def make_exam(task: str, material: Material, length: int, *, seed: int, index: int) -> Exam:
+    """Returns exam `index` of a task; it depends on the arguments only.
+
+    Raises:
+        TooShortError: the length is too small for the task.
+        ValueError: the tokenizer is not known, or cannot encode the text of the task.
+    """
+    rng = np.random.default_rng([seed, index, length, *task.encode()])
+    try:
+        return TASKS[task].make(material, length, rng)
+    except TooShortError as error:
+        raise TooShortError(f"context length {length} is too short for the task {task!r}: {error}") from None
+
+
+def _recall(material: Material, length: int, rng: np.random.Generator) -> Exam:
+    """Lists pairs of a key and a value, as many as fit, and asks for the values of some keys.
+
+    This is the associative recall of "Zoology: Measuring and Improving Recall in Efficient Language Models" (Arora et
+    al. 2023), in text and with all questions at the end.
+    """
+    end = material.encode("\n")
+    keys = _distinct_words(rng, string.ascii_lowercase, 4)
+    pairs: list[answers.Question] = []
+    context, question = material.start, 0
+    while True:
+        key, value = material.encode(f"{next(keys)}="), material.encode(_digits(rng, 4))
+        question = max(question, len(key) + len(value))
+        if len(pairs) >= _PAIRS_ASKED and len(context) + len(key) + len(value) + len(end) + question > length:
+            break
+        context += [*key, *value, *end]
+        pairs.append(answers.Question(key, value))
+    _require(length, len(context) + question)
+    asked = rng.choice(len(pairs), _PAIRS_ASKED, replace=False)
+    candidates = len({tuple(pair.answer) for pair in pairs})
+    return Exam(answers.Case(context, [pairs[index] for index in asked]), math.log(candidates))
+
+
+def _needle(material: Material, length: int, rng: np.random.Generator) -> Exam:
+    """Hides four sentences in a text, one in each quarter, and asks for the number in each.
+
+    This is the multi-key needle in a haystack of "RULER: What's the Real Context Size of Your Long-Context Language
+    Models?" (Hsieh et al. 2024, section 3), without instructions, which models of next tokens do not follow.
+    """
+    keys, numbers = _distinct_words(rng, string.ascii_lowercase, 4), _distinct_words(rng, string.digits, 5)
+    before, after = material.encode("\nThe magic number of "), material.encode(" is #")
+    end = material.encode(".\n")
+    asked = [
+        answers.Question([*before, *material.encode(next(keys)), *after], material.encode(next(numbers)))
+        for _ in range(_NEEDLES)
+    ]
+    needles = [[*x.prompt, *x.answer, *end] for x in asked]
+    question = max(len(x.prompt) + len(x.answer) for x in asked)
+    spread = (np.arange(_NEEDLES) + rng.random(_NEEDLES)) / _NEEDLES
+    context = _hidden(material, needles, spread, length, question, rng)
+    return Exam(answers.Case(context, asked), math.log(_NEEDLES))
+
+
+def _variables(material: Material, length: int, rng: np.random.Generator) -> Exam:
+    """Hides a chain of assignments of variables in a text, and asks which variables have its value.
+
+    This is the variable tracking of RULER (Hsieh et al. 2024, section 3) with its one chain of four hops. The answer
+    has the five names in the order of the assignments.
+    """
+    words = _distinct_words(rng, string.ascii_uppercase, 5)
+    names = [material.encode(f" {next(words)}") for _ in range(_HOPS + 1)]
+    value = material.encode(f" {_digits(rng, 5)}")
+    sources = [value, *([*material.encode(" VAR"), *name] for name in names)]
+    begin, equals, end = material.encode("\nVAR"), material.encode(" ="), material.encode("\n")
+    statements = [[*begin, *name, *equals, *source, *end] for name, source in zip(names, sources)]
+    prompt = [*material.encode("\nVariables assigned the value"), *value, *material.encode(":")]
+    answer = [token for name in names for token in name]
+    spread = np.sort(rng.random(len(statements)))
+    context = _hidden(material, statements, spread, length, len(prompt) + len(answer), rng)
+    case = answers.Case(context, [answers.Question(prompt, answer)])
+    return Exam(case, math.log(math.factorial(len(names))))
+
+
+def _copy(material: Material, length: int, rng: np.random.Generator) -> Exam:
+    """Writes random tokens twice, and asks for all of the second copy after its first token.
+
+    As in "Repeat After Me: Transformers are Better than State Space Models at Copying" (Jelassi et al. 2024), tokens
+    are drawn uniformly from an alphabet.
+    """
+    _require(length, len(material.start) + 4)
+    size = (length - len(material.start)) // 2
+    tokens = rng.choice(material.alphabet, size).tolist()
+    case = answers.Case([*material.start, *tokens], [answers.Question(tokens[:1], tokens[1:])])
+    return Exam(case, (size - 1) * math.log(len(material.alphabet)))
+
+
+TASKS = {
+    "recall": Task("value of a key among pairs", _PAIRS_ASKED, _recall),
+    "needle": Task("number in a sentence hidden in text", _NEEDLES, _needle),
+    "variables": Task("variables of one value, four hops", 1, _variables),
+    "copy": Task("random tokens, repeated", 1, _copy, has_text=False),
+}
+
+
+def _hidden(
+    material: Material,
+    pieces: Sequence[Sequence[int]],
+    depths: Float[np.ndarray, " pieces"],
+    length: int,
+    question: int,
+    rng: np.random.Generator,
+) -> list[int]:
+    """Returns a context of `length - question` tokens: an excerpt with pieces inserted at fractions of its length."""
+    fixed = len(material.start) + sum(map(len, pieces)) + question
+    _require(length, fixed + len(pieces))
+    size = length - fixed
+    excerpt = material.excerpt(size, rng)
+    context, done = material.start, 0
+    for place, piece in zip((depths * size).astype(int).tolist(), pieces):
+        context += [*excerpt[done:place], *piece]
+        done = place
+    return [*context, *excerpt[done:]]
+
+
+def _require(length: int, needed: int) -> None:
+    if length < needed:
+        raise TooShortError(f"it must be at least {needed} tokens")
+
+
+def _digits(rng: np.random.Generator, count: int) -> str:
+    return f"{rng.integers(10**count):0{count}}"
+
+
+def _distinct_words(rng: np.random.Generator, letters: str, length: int) -> Iterator[str]:
+    """Yields different words of random letters."""
+    seen = set()
+    while True:
+        word = "".join(letters[index] for index in rng.integers(len(letters), size=length))
+        if word not in seen:
+            seen.add(word)
+            yield word

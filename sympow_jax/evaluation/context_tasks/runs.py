@@ -1,0 +1,223 @@
+"""Evaluation of models and of trained runs on the tasks of `prompts`."""
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import rich.console
+from jaxtyping import Int
+
+from sympow_jax import data, models, spelling, training
+from sympow_jax.evaluation import buckets, report, runs
+from sympow_jax.evaluation import workdirs as workdirs_lib
+from sympow_jax.evaluation.context_tasks import answers, prompts, results
+from sympow_jax.training import checkpoint, hosts
+
+__all__ = ["context_task_results", "evaluate_context_tasks"]
+
+_TRIALS = 64
+# Tokens of text that are read, divided by the longest context.
+_TEXT = 4
+
+
+def context_task_results(
+    model: models.DecoderLM,
+    material: prompts.Material,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    trials: int = _TRIALS,
+    seed: int = 0,
+    on_result: Callable[[], None] | None = None,
+) -> list[results.TaskResult]:
+    """Returns the result of each task at each context length.
+
+    The contexts and questions depend on the arguments other than the model only. Memory is that of `answer_scores`.
+
+    Args:
+        model: the decoder.
+        material: text and tokenizer.
+        tasks: names of the tasks.
+        lengths: tokens of a context with its longest question and answer.
+        trials: least number of questions of each task at each length; it is rounded up to whole contexts.
+        seed: seed of contexts and questions.
+        on_result: function that is called after each result.
+
+    Raises:
+        ValueError: there is no such task, a length is too short for a task or exceeds the model's learned positions,
+            the tokenizer is not known or cannot encode a task, or `trials` is below 1.
+
+    Examples:
+        >>> import numpy as np
+        >>> from sympow_jax import config, data, evaluation, models
+        >>> settings = config.ModelConfig(vocab_size=256, layers=1, width=32, heads=2)
+        >>> model = models.DecoderLM(settings, rngs=0)
+        >>> codec = data.Codec(data.tokenizer.load("byte"), vocab_size=256)
+        >>> text = np.frombuffer(b"A text to hide needles in. " * 9, np.uint8)
+        >>> found = evaluation.context_task_results(
+        ...     model, evaluation.Material(text, codec), ["recall", "needle"], [256, 512], trials=8
+        ... )
+        >>> [(x.task, x.context_length, x.questions) for x in found]
+        [('recall', 256, 8), ('recall', 512, 8), ('needle', 256, 8), ('needle', 512, 8)]
+    """
+    _check(tasks, trials)
+    found = []
+    for task in tasks:
+        for length in lengths:
+            exams = [
+                prompts.make_exam(task, material, length, seed=seed, index=index)
+                for index in range(-(-trials // prompts.TASKS[task].questions))
+            ]
+            scores = answers.answer_scores(model, [exam.case for exam in exams])
+            found.append(results.summarize(task, length, exams, scores))
+            if on_result is not None:
+                on_result()
+    return found
+
+
+def _check(tasks: Sequence[str], trials: int) -> None:
+    if trials < 1:
+        raise ValueError(f"the number of trials is {trials}; it must be at least 1")
+    if not tasks:
+        raise ValueError(f"no task is given; there are {', '.join(prompts.TASKS)}")
+    for index, task in enumerate(tasks):
+        if task not in prompts.TASKS:
+            known = f"there are {', '.join(prompts.TASKS)}"
+            raise ValueError(
+                f"there is no task {task!r}; {spelling.remedy(task, prompts.TASKS, otherwise=known)}"
+            )
+        if task in tasks[:index]:
+            raise ValueError(f"task {task!r} is given more than once")
+
+
+def evaluate_context_tasks(
+    workdirs: Sequence[str | os.PathLike[str]],
+    tasks: Sequence[str],
+    lengths: Sequence[int] | None = None,
+    *,
+    out: str | os.PathLike[str],
+    trials: int | None = None,
+    tokenizer: str | None = None,
+    console: rich.console.Console | None = None,
+) -> list[results.Row]:
+    """Evaluates the newest checkpoint of every run and writes `tasks.{csv,json,png}` into `out`.
+
+    All runs have the same contexts and questions, whose text is the held-out documents of the first run. Prints a
+    table. With several processes, each evaluates on its own, and only the first writes and prints.
+
+    Args:
+        workdirs: workdirs of the runs.
+        tasks: names of the tasks.
+        lengths: context lengths; None means those of the first run that are long enough for every task.
+        out: folder to write to.
+        trials: least number of questions of each task at each length; None means 64.
+        tokenizer: name of the tokenizer, as for `data.codec_of_run`.
+        console: console to print to.
+
+    Returns:
+        The rows of the CSV.
+
+    Raises:
+        ValueError: a workdir holds no run of the next token or no checkpoint, the runs' data or vocabularies differ,
+            nothing is held out, `out` cannot be written, or as `context_task_results`.
+    """
+    console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
+    trials = _TRIALS if trials is None else trials
+    _check(tasks, trials)
+    paths, configs = workdirs_lib.read_runs(workdirs)
+    for path, config in zip(paths, configs):
+        if config.task.name != "next_token":
+            raise ValueError(
+                f"{path} holds a run of task {config.task.name!r}; --tasks is for models of the next token, leave it "
+                f"out"
+            )
+    runs.require_same_documents(paths, configs)
+    for path in paths:
+        checkpoint.require_checkpoint(path)
+    first = configs[0]
+    heldout = data.HeldoutData(first.data, first.task, vocab_size=first.model.vocab_size)
+    documents = runs.require_documents(first, heldout)
+    codec = None
+    if any(prompts.TASKS[task].has_text for task in tasks):
+        codec = data.codec_of_run(first, tokenizer)
+    elif tokenizer is not None:
+        raise ValueError(f"--tokenizer is for tasks with text; {', '.join(tasks)} has none: leave it out")
+    given = lengths is not None
+    lengths = lengths if lengths is not None else runs.lengths_of(first, heldout)
+    material = prompts.Material(_read(documents, _TEXT * max(lengths, default=0)), codec, documents.lead)
+    lengths = _checked(tasks, lengths, material) if given else _long_enough(tasks, lengths, material)
+    for path, config in zip(paths, configs):
+        runs.require_places(config, lengths, f"the model of {path}")
+    folder = workdirs_lib.writable_folder(out)
+    workdirs_lib.warn_of_changed_data(console, paths, first)
+
+    rows: list[results.Row] = []
+    records = []
+    for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
+        started = time.perf_counter()
+        _, model, step = training.restore_model(path)
+        with workdirs_lib.progress(console, name, len(tasks) * len(lengths)) as advance:
+            found = context_task_results(
+                cast(models.DecoderLM, model),
+                material,
+                tasks,
+                lengths,
+                trials=trials,
+                on_result=None if advance is None else lambda: advance(1),
+            )
+        console.print(
+            f"{name}: step {step:,}, {time.perf_counter() - started:.1f} s",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        rows += results.make_rows(name, found, train_context=config.data.context_length)
+        records.append(
+            {"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)}
+        )
+    if diverged := sorted({row.run for row in rows if not math.isfinite(row.loss)}):
+        workdirs_lib.warn(
+            console, f"losses of {', '.join(diverged)} are not finite; they are null in the JSON"
+        )
+    if hosts.is_first():
+        with workdirs_lib.writing(folder):
+            report.write_csv(folder / "tasks.csv", rows, results.COLUMNS)
+            titles = {task: prompts.TASKS[task].title for task in tasks}
+            report.write_json(folder / "tasks.json", rows, tasks=titles, trials=trials, runs=records)
+            results.write_plot(folder / "tasks.png", rows)
+    results.print_table(rows, console)
+    return rows
+
+
+def _read(documents: data.HeldoutDocuments, count: int) -> Int[np.ndarray, " tokens"]:
+    """Returns at least `count` tokens of held-out documents in their order, or all, without leads."""
+    lead = 0 if documents.lead is None else 1
+    parts = []
+    for document in documents:
+        parts.append(document[lead:])
+        count -= len(parts[-1])
+        if count <= 0:
+            break
+    return np.concatenate(parts)
+
+
+def _checked(tasks: Sequence[str], lengths: Sequence[int], material: prompts.Material) -> Sequence[int]:
+    """Returns the lengths; raises ValueError if they are not increasing or one is too short for a task."""
+    buckets.check_lengths(lengths, first_position=1)
+    for task in tasks:
+        prompts.make_exam(task, material, lengths[0], seed=0, index=0)
+    return lengths
+
+
+def _long_enough(tasks: Sequence[str], lengths: Sequence[int], material: prompts.Material) -> Sequence[int]:
+    """Returns the lengths from the first that is long enough for all tasks; raises ValueError if there is none."""
+    for index in range(len(lengths)):
+        try:
+            return _checked(tasks, lengths[index:], material)
+        except prompts.TooShortError:
+            continue
+    return _checked(tasks, lengths[-1:], material)

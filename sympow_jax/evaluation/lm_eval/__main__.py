@@ -1,0 +1,64 @@
+"""Evaluates a run on tasks of `lm-eval`: `python -m sympow_jax.evaluation.lm_eval --workdir=DIR --tasks=NAMES`."""
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from sympow_jax import atomic, extras
+from sympow_jax.commands import command_line
+from sympow_jax.training import cli, machine
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command_line.Parser(
+        prog="python -m sympow_jax.evaluation.lm_eval",
+        description="Evaluates a run on tasks of lm-eval and prints its table.",
+    )
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
+    parser.add_argument(
+        "--tasks", required=True, metavar="A[,B,...]", help="Names of tasks; `lm-eval ls tasks` lists them."
+    )
+    parser.add_argument("--include_path", metavar="DIR", help="Folder with YAML files of further tasks.")
+    parser.add_argument(
+        "--num_fewshot", type=int, metavar="N", help="Examples before each question. Default: the task's."
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="Maximum number of documents of each task.")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="JSON file of the results. Default: evaluation/lm_eval.json in the workdir.",
+    )
+    parser.add_tokenizer()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
+    with cli.user_errors():
+        flags = _parse(arguments)
+        machine.cache_programs()
+        with extras.required("lm_eval", "this program", exits=True):
+            from sympow_jax.evaluation.lm_eval import harness
+        from lm_eval import utils
+
+        found = harness.evaluate(
+            harness.WorkdirModel(flags.workdir, flags.tokenizer),
+            flags.tasks.split(","),
+            include_path=flags.include_path,
+            num_fewshot=flags.num_fewshot,
+            limit=flags.limit,
+        )
+        default = pathlib.Path(flags.workdir, "evaluation", "lm_eval.json")
+        out = default if flags.out is None else pathlib.Path(flags.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with atomic.replace(out) as draft:
+            draft.write_text(json.dumps(found, indent=2, default=str) + "\n")
+        print(utils.make_table(found))
+        print(f"the results are in {out}")
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Answers of a model to requests in text: likelihoods of continuations and of texts, and continuations."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sympow_jax import data, generation, models
+from sympow_jax.evaluation.context_tasks import answers
+
+__all__ = ["GenerateRequest", "TextModel"]
+
+# Limits of one batch of prompts: rows, and tokens with padding.
+_ROWS = 32
+_TOKENS = 16_384
+
+
+class GenerateRequest(NamedTuple):
+    """A prompt to continue.
+
+    Attributes:
+        prompt: text to continue; may be empty.
+        max_tokens: maximum number of tokens after it.
+        stops: texts to end before.
+        temperature: temperature of the draws; 0 takes the likeliest token.
+    """
+
+    prompt: str
+    max_tokens: int
+    stops: tuple[str, ...] = ()
+    temperature: float = 0.0
+
+
+class TextModel:
+    """A decoder and its tokenizer.
+
+    Requests are batched by length, padded to few different shapes, and returned in their order. Tokens beyond learned
+    positions are dropped from the beginning of a context; models without these have no limit.
+
+    Args:
+        model: the decoder.
+        codec: tokenizer of the model, such as `data.codec_of_run(config)`.
+    """
+
+    def __init__(self, model: models.DecoderLM, codec: data.Codec):
+        self._model, self._codec = model, codec
+        self._longest = model.config.longest_document
+
+    @property
+    def prefix(self) -> int:
+        """Token before a text that has no context: the lead, else the end of a document, else the newline."""
+        for token in (self._codec.lead, self._codec.end):
+            if token is not None:
+                return token
+        return self._codec.encode(b"\n")[-1]
+
+    def continuation_log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Returns, for pairs of a context and a continuation, the log-likelihood of the latter in nats.
+
+        The second value is whether greedy decoding would give the continuation. Spaces at the end of a context are
+        scored with the continuation, as the tokens of words begin with them. Equal contexts are processed once.
+        """
+        rows = [self._encode_pair(*pair) for pair in pairs]
+        by_context: dict[tuple[int, ...], list[int]] = {}
+        for index, (context, _) in enumerate(rows):
+            by_context.setdefault(context, []).append(index)
+        cases = [
+            answers.Case(context, [answers.Question([], rows[index][1]) for index in indices])
+            for context, indices in by_context.items()
+        ]
+        found: dict[int, tuple[float, bool]] = {}
+        for indices, scores in zip(by_context.values(), answers.answer_scores(self._model, cases)):
+            for index, score in zip(indices, scores):
+                found[index] = (_log_likelihood(score), bool(score.correct.all()))
+        return [found[index] for index in range(len(pairs))]
+
+    def text_log_likelihoods(self, texts: Sequence[str]) -> list[float]:
+        """Returns the log-likelihood of each whole text in nats, after `prefix`.
+
+        A text beyond learned positions is cut into windows, in which each token is predicted once.
+        """
+        cases = [self._windows(self._encode(text)[1:]) if text else [] for text in texts]
+        scores = iter(answers.answer_scores(self._model, [case for windows in cases for case in windows]))
+        return [sum(_log_likelihood(next(scores)[0]) for _ in windows) for windows in cases]
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[str]:
+        """Returns the continuation of each prompt, without the prompt.
+
+        Raises:
+            ValueError: learned positions leave no room for `max_tokens` after a token of the prompt, or as
+                `generation.complete`.
+        """
+        texts = [""] * len(requests)
+        prompts = [self._prompt(request) for request in requests]
+        groups: dict[tuple, list[int]] = {}
+        for index, (prompt, request) in enumerate(zip(prompts, requests)):
+            groups.setdefault((self._padded(prompt, request), *request[1:]), []).append(index)
+        for (length, max_tokens, stops, temperature), indices in groups.items():
+            size = min(_ROWS, max(1, _TOKENS // length), 1 << (len(indices) - 1).bit_length())
+            for batch in itertools.batched(indices, size):
+                # Copies of the first prompt, whose texts are dropped, give all batches one shape.
+                rows = [prompts[index] for index in batch]
+                rows += rows[:1] * (size - len(rows))
+                pieces = generation.stream(
+                    self._model,
+                    self._codec,
+                    rows,
+                    max_tokens=max_tokens,
+                    sampling=generation.Sampling(temperature=temperature),
+                    stops=stops,
+                    prompt_length=length,
+                )
+                for step in pieces:
+                    for index, piece in zip(batch, step):
+                        texts[index] += piece.text
+        return texts
+
+    def _encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text, with `prefix` before them."""
+        tokens = self._codec.encode(text.encode(), "a request") if text else []
+        return [self.prefix, *(tokens if self._codec.lead is None else tokens[1:])]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[tuple[int, ...], list[int]]:
+        stripped = context.rstrip(" ")
+        before = self._encode(stripped)
+        after = self._encode(context + continuation)[len(before) :]
+        # A model without a lead has not learned to begin with one.
+        before = before[1:] if stripped and self._codec.lead is None else before
+        if self._longest is not None:
+            before = before[-max(1, self._longest + 1 - len(after)) :]
+        return tuple(before), after
+
+    def _windows(self, tokens: Sequence[int]) -> list[answers.Case]:
+        limit = len(tokens) if self._longest is None else min(self._longest, len(tokens))
+        windows = [answers.Case([self.prefix], [answers.Question([], tokens[:limit])])]
+        for start in range(limit, len(tokens), limit):
+            stop = min(start + limit, len(tokens))
+            # As much context as there is room for.
+            context = tokens[max(0, stop - limit - 1) : start]
+            windows.append(answers.Case(context, [answers.Question([], tokens[start:stop])]))
+        return windows
+
+    def _prompt(self, request: GenerateRequest) -> list[int]:
+        tokens = self._encode(request.prompt)
+        tokens = tokens[1:] if request.prompt and self._codec.lead is None else tokens
+        if self._longest is None:
+            return tokens
+        room = self._longest - request.max_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_gen_toks is {request.max_tokens}, but the model's learned positions end at {self._longest}; "
+                f"make it smaller, so that there is room for a prompt"
+            )
+        return tokens[-room:]
+
+    def _padded(self, prompt: Sequence[int], request: GenerateRequest) -> int:
+        length = answers.padded_length(len(prompt))
+        return length if self._longest is None else min(length, self._longest - request.max_tokens)
+
+
+def _log_likelihood(score: answers.Score) -> float:
+    return -float(score.losses.sum(dtype=np.float64))

@@ -1,0 +1,141 @@
+"""Tests of likelihoods and continuations against one pass over each request."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, data, models
+from sympow_jax.evaluation.lm_eval import requests
+
+BYTES = data.Codec(data.tokenizer.load("byte"), vocab_size=128)
+
+
+def decoder(**options):
+    """Returns a decoder whose outputs depend visibly on the whole context."""
+    settings = config.ModelConfig(
+        vocab_size=128,
+        layers=1,
+        width=16,
+        heads=2,
+        dtype="float32",
+        attention=config.preset("softmax", **options),
+    )
+    model = models.DecoderLM(settings, rngs=nnx.Rngs(0))
+    for parameter in jax.tree.leaves(nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        parameter[...] = 5 * parameter[...]
+    return model
+
+
+@pytest.fixture(scope="module")
+def free():
+    """Returns a model without a limit of positions."""
+    return decoder()
+
+
+@pytest.fixture(scope="module")
+def limited():
+    """Returns a model with learned positions for 12 tokens."""
+    return decoder(position="learned_absolute", max_document_length=12)
+
+
+def log_probabilities(model, row):
+    """Returns the log-probabilities after each token of a row, which is padded to one length of all tests."""
+    length = model.config.longest_document or 64
+    padded = np.zeros((1, length), np.int32)
+    padded[0, : len(row)] = list(row)
+    logits = np.asarray(_forward(nnx.graphdef(model), nnx.state(model), padded), np.float64)[0, : len(row)]
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+_forward = jax.jit(lambda graph, state, tokens: nnx.merge(graph, state)(tokens), static_argnums=0)
+
+
+def expected(model, context, answer):
+    """Returns the log-likelihood of bytes after a context, and whether they are the likeliest."""
+    at = log_probabilities(model, [*context, *answer[:-1]])[-len(answer) :]
+    return at[np.arange(len(answer)), list(answer)].sum(), bool((at.argmax(-1) == list(answer)).all())
+
+
+def assert_pairs(found, wanted):
+    np.testing.assert_allclose([x for x, _ in found], [x for x, _ in wanted], rtol=1e-5)
+    assert [right for _, right in found] == [right for _, right in wanted]
+
+
+def test_continuations_of_shared_empty_and_spaced_contexts(free):
+    likeliest = int(log_probabilities(free, b"cats")[-1].argmax())
+    pairs = [
+        ("cats", " sit"),
+        ("", "dogs"),
+        ("cats", chr(likeliest)),
+        ("a context that is longer", " x"),
+        ("cats ", "sit"),
+    ]
+    found = requests.TextModel(free, BYTES).continuation_log_likelihoods(pairs)
+    wanted = [
+        expected(free, b"cats", b" sit"),
+        expected(free, b"\n", b"dogs"),
+        expected(free, b"cats", bytes([likeliest])),
+        expected(free, b"a context that is longer", b" x"),
+        expected(free, b"cats", b" sit"),
+    ]
+    assert_pairs(found, wanted)
+    assert [right for _, right in found] == [False, False, True, False, False]
+
+
+def test_a_lead_is_before_every_context(free):
+    codec = data.Codec(data.tokenizer.load("byte"), vocab_size=128, lead=3, end=3)
+    found = requests.TextModel(free, codec).continuation_log_likelihoods([("ab", "c"), ("", "c")])
+    assert_pairs(found, [expected(free, b"\x03ab", b"c"), expected(free, b"\x03", b"c")])
+
+
+def test_contexts_are_cut_from_the_left_at_learned_positions(limited):
+    found = requests.TextModel(limited, BYTES).continuation_log_likelihoods([("0123456789abcdef", "xyz")])
+    assert_pairs(found, [expected(limited, b"6789abcdef", b"xyz")])
+
+
+def test_texts_are_scored_whole_or_in_windows(free, limited):
+    text = "a text of thirty characters..."
+    assert requests.TextModel(free, BYTES).text_log_likelihoods([text, "", "b"]) == pytest.approx(
+        [expected(free, b"\n", text.encode())[0], 0.0, expected(free, b"\n", b"b")[0]], rel=1e-5
+    )
+    # Windows of 12 inputs: the last has as much context as there is room for.
+    data = text.encode()
+    parts = [(b"\n", data[:12]), (data[11:12], data[12:24]), (data[17:24], data[24:])]
+    wanted = sum(expected(limited, context, answer)[0] for context, answer in parts)
+    assert requests.TextModel(limited, BYTES).text_log_likelihoods([text]) == pytest.approx(
+        [wanted], rel=1e-5
+    )
+
+
+def greedy(model, prompt, count):
+    """Returns the likeliest continuation, by one pass for each token."""
+    row = list(prompt)
+    for _ in range(count):
+        row.append(int(log_probabilities(model, row)[-1].argmax()))
+    return row[len(prompt) :]
+
+
+def test_continuations_end_before_a_stop_and_after_the_maximum(free):
+    text_model = requests.TextModel(free, BYTES)
+    wanted = {prompt: bytes(greedy(free, prompt or b"\n", 6)).decode() for prompt in (b"cats", b"a dog", b"")}
+    stop = wanted[b"cats"][3:5]
+    found = text_model.generate(
+        [
+            requests.GenerateRequest("cats", 6),
+            requests.GenerateRequest("a dog", 6),
+            requests.GenerateRequest("cats", 6, (stop, "never")),
+            requests.GenerateRequest("", 6),
+            requests.GenerateRequest("cats", 2),
+        ]
+    )
+    cut = wanted[b"cats"][: wanted[b"cats"].index(stop)]
+    assert found == [wanted[b"cats"], wanted[b"a dog"], cut, wanted[b""], wanted[b"cats"][:2]]
+
+
+def test_prompts_are_cut_from_the_left_to_leave_room(limited):
+    text_model = requests.TextModel(limited, BYTES)
+    wanted = bytes(greedy(limited, b"9abcdef", 5)).decode()
+    assert text_model.generate([requests.GenerateRequest("0123456789abcdef", 5)]) == [wanted]
+    with pytest.raises(ValueError, match="max_gen_toks is 12, but the model's learned positions end at 12"):
+        text_model.generate([requests.GenerateRequest("a", 12)])

@@ -1,0 +1,54 @@
+"""Tests of the sums of the loss of tokens against float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax.training import loss
+
+ROWS, TIME, WIDTH, VOCABULARY = 2, 7, 5, 11
+
+
+def _arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    hidden = generator.normal(size=(ROWS, TIME, WIDTH))
+    embedding = 2 * generator.normal(size=(VOCABULARY, WIDTH))
+    targets = generator.integers(0, VOCABULARY, (ROWS, TIME))
+    targets[0, :3] = -1
+    return hidden, embedding, targets
+
+
+def _expected(hidden, embedding, targets):
+    """Returns the sums and the gradients of loss + 0.3 z for hidden and embedding, in float64."""
+    logits = hidden @ embedding.T
+    highest = logits.max(-1, keepdims=True)
+    normalizers = (np.log(np.exp(logits - highest).sum(-1, keepdims=True)) + highest)[..., 0]
+    counts = targets >= 0
+    picked = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    probabilities = np.exp(logits - normalizers[..., None])
+    one_hot = np.eye(VOCABULARY)[np.maximum(targets, 0)]
+    grads = probabilities - one_hot + 0.3 * 2 * normalizers[..., None] * probabilities
+    grads = np.where(counts[..., None], grads, 0)
+    sums = ((normalizers - picked) * counts).sum(), (normalizers**2 * counts).sum()
+    return sums, (grads @ embedding, np.einsum("btv,btm->vm", grads, hidden))
+
+
+@pytest.mark.parametrize("logits_bytes", [1 << 28, 4 * ROWS * VOCABULARY * 3], ids=["whole", "slices"])
+def test_z_loss_and_its_gradient(monkeypatch, logits_bytes):
+    monkeypatch.setattr(loss, "_LOGITS_BYTES", logits_bytes)
+    hidden, embedding, targets = _arrays()
+    expected, expected_grads = _expected(hidden, embedding, targets)
+
+    def total(hidden, embedding):
+        sums = loss.token_sums(hidden, embedding, jnp.asarray(targets), "float32", z_loss=True)
+        return sums[0] + 0.3 * sums[1], sums
+
+    arrays = jnp.asarray(hidden, jnp.float32), jnp.asarray(embedding, jnp.float32)
+    grads, found = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(*arrays)
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    for grad, wanted in zip(grads, expected_grads):
+        np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-5)
+    plain, z = loss.token_sums(*arrays, jnp.asarray(targets), "float32")
+    assert z is None
+    np.testing.assert_allclose(plain, expected[0], rtol=2e-6)

@@ -1,0 +1,110 @@
+"""Tests of updates that are skipped, against their formula and in a program."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import config
+from sympow_jax.training import metrics, sharding, spikes
+from tests.training import test_metrics, test_tasks
+
+SPIKES = config.TrainingConfig(skip_nonfinite=True, skip_spikes=3.0)
+
+
+def _judge(settings, norms, losses=None):
+    """Returns whether each update is done, and the state after the last."""
+    skips, done = spikes.begin(), []
+    for norm, loss in zip(norms, losses or [1.0] * len(norms), strict=True):
+        is_good, skips = spikes.judge(settings, skips, jnp.float32(loss), jnp.float32(norm))
+        done.append(bool(is_good))
+    return done, {name: float(value) for name, value in skips.items()}
+
+
+def test_a_norm_above_a_multiple_of_the_mean_is_skipped():
+    norms = [*np.linspace(2.0, 1.0, 25), 4.5, 3.0, 50.0, np.nan, 1.0]
+    done, skips = _judge(SPIKES, norms)
+    total, weight, expected = 0.0, 0.0, []
+    for norm in norms:
+        good = bool(np.isfinite(norm)) and (sum(expected) < 20 or norm <= 3 * total / weight)
+        expected.append(good)
+        if good:
+            total, weight = 0.98 * total + 0.02 * norm, 0.98 * weight + 0.02
+    assert done == expected
+    assert done.count(False) == 3
+    assert skips["norms"] == pytest.approx(total, rel=1e-5)
+    assert (skips["total"], skips["in_a_row"], skips["done"]) == (3, 0, 27)
+
+
+def test_no_spike_is_found_before_there_is_a_mean():
+    assert _judge(SPIKES, [1.0] * 19 + [100.0])[0] == [True] * 20
+    assert _judge(SPIKES, [1.0] * 20 + [100.0, 100.0])[1]["in_a_row"] == 2
+
+
+@pytest.mark.parametrize("norm", [np.nan, np.inf])
+def test_what_is_not_finite_is_skipped_if_asked_for(norm):
+    only_nonfinite = config.TrainingConfig(skip_nonfinite=True)
+    assert _judge(only_nonfinite, [1.0] * 20 + [1e9, norm])[0] == [True] * 21 + [False]
+    assert _judge(only_nonfinite, [1.0, 1.0], [norm, 2.0])[0] == [False, True]
+    # A NaN, which no comparison holds for, ends the run as it does without the setting.
+    assert _judge(config.TrainingConfig(skip_spikes=3.0), [1.0] * 20 + [np.nan])[0] == [True] * 21
+
+
+def test_a_skipped_update_leaves_all_but_the_step():
+    settings = test_tasks.make("regression", norm="batch")
+    settings = dataclasses.replace(
+        settings,
+        optimizer=config.OptimizerConfig(
+            name="adamw", learning_rate=4e-3, warmup_steps=4, ema_decay=0.9, weight_decay=0.1
+        ),
+        training=config.TrainingConfig(skip_nonfinite=True, scan_layers=True),
+    )
+    program = test_tasks.program(settings)
+    good = test_tasks.batch("regression")
+    bad = good | {"labels": np.array([0.5, np.inf, np.nan, 3.0], np.float32)}
+    good, bad = (sharding.place_batch(rows, program.mesh) for rows in (good, bad))
+    state, _ = program.update(program.init_state(), good)
+    before = jax.tree.map(np.array, state)
+    state, scalars = program.update(state, bad)
+    assert not np.isfinite(scalars["grad_norm"])
+    assert float(scalars["learning_rate"]) == pytest.approx(2e-3)
+    assert float(scalars["update_norm"]) == 0
+    assert (int(state.step), float(scalars["skipped_updates"]), float(scalars["skipped_in_a_row"])) == (
+        2,
+        1,
+        1,
+    )
+    parts = ("params", "opt_state", "statistics", "average")
+    for name in parts:
+        jax.tree.map(np.testing.assert_array_equal, getattr(state, name), getattr(before, name))
+    state, scalars = program.update(state, good)
+    assert (float(scalars["skipped_updates"]), float(scalars["skipped_in_a_row"])) == (1, 0)
+    # The rate of the second update that is done.
+    assert float(scalars["learning_rate"]) == pytest.approx(2e-3)
+    for name in parts:
+        changed = jax.tree.map(
+            lambda a, b: (np.asarray(a) != b).any(), getattr(state, name), getattr(before, name)
+        )
+        assert any(jax.tree.leaves(changed)), name
+
+
+def test_the_run_ends_after_several_in_a_row_and_names_the_step(tmp_path, with_training):
+    settings = with_training(skip_nonfinite=True, max_skips=3)
+    device = test_metrics.CPU[0]
+    with metrics.Reporter(tmp_path, settings, start=0, devices=[device]) as reporter:
+        for number, in_a_row in enumerate([1, 2, 0, 1, 2, 3], 1):
+            skipped = {"loss": np.nan, "grad_norm": np.inf} if in_a_row else {}
+            values = test_metrics._scalars(**skipped, skipped_updates=number, skipped_in_a_row=in_a_row)
+            with reporter.reading(number):
+                pass
+            if in_a_row < 3:
+                reporter.report(number, values)
+                continue
+            with pytest.raises(ValueError, match=r"the last 3 updates up to step 6 were skipped") as raised:
+                reporter.report(number, values)
+            assert "\n" not in str(raised.value)
+    lines = test_metrics._lines(tmp_path)
+    assert ["loss" in line for line in lines] == [False, False, True, False, False]
+    assert [line["skipped_updates"] for line in lines] == [1, 2, 3, 4, 5]
