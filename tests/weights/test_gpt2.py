@@ -136,7 +136,7 @@ def test_parameters_that_gpt2_lacks_are_listed_by_name(tmp_path):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         weights.load(path, dataclasses.replace(settings, model=model))
     lacking = "it lacks blocks.0.attention.decay.kernel, blocks.1.attention.decay.kernel; "
-    assert f"{lacking}the model has no h.0.attn.c_attn.bias, h.0.attn.c_proj.bias, " in str(raised.value)
+    assert f"{lacking}the model has no h.0.attn.c_attn.bias, h.0.attn.c_proj.b" in str(raised.value)
 
 
 def test_a_power_kernel_takes_the_weights_as_they_are(tmp_path):

@@ -1,0 +1,169 @@
+"""Measures reading and tokenizing a corpus as training does, and the tokens that packing drops.
+
+    uv run --extra corpora --extra tokenizers python -m benchmarks.reading --out=benchmarks/results/reading.json
+
+The corpus is the Python source of the standard library and of the installed packages, one document per file. The
+tokenizer `bpe` is a byte-level BPE that is trained on a part of it. Tokens per second are those that one process
+consumes while `data.tokenizer_workers` processes tokenize, without their start.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import tokenizers
+import zstandard
+
+from benchmarks import _rows
+from sympow_jax import config, data
+
+FORMATS = ("parquet", "jsonl", "jsonl.zst")
+# Tokenizer, format and number of worker processes.
+CASES = [
+    *(("byte", kind, 0) for kind in FORMATS),
+    *(("bpe", kind, 0) for kind in FORMATS),
+    *(("bpe", "parquet", workers) for workers in (1, 2)),
+]
+CONTEXTS = (1024, 8192, 65536)
+_VOCAB_SIZE = 16_384
+_TRAINING_DOCUMENTS = 400
+# Parts of the data, of about 16 MiB of text, that are timed after the first.
+_PARTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Speed of one case.
+
+    Attributes:
+        tokenizer: `byte` or `bpe`.
+        format: suffix of the file.
+        workers: `data.tokenizer_workers`.
+        tokens_per_second: tokens per second of all workers together.
+        bytes_per_token: mean length of a token.
+    """
+
+    tokenizer: str
+    format: str
+    workers: int
+    tokens_per_second: float
+    bytes_per_token: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Waste:
+    """Tokens of an epoch that are in no row, because a part of the data ends before the row is full."""
+
+    context_length: int
+    tokens: int
+    dropped: int
+    fraction: float
+
+
+def texts(megabytes: float) -> list[str]:
+    """Returns the documents, in an order that mixes packages, up to a size."""
+    roots = {pathlib.Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")}
+    paths = sorted({path for root in roots for path in root.rglob("*.py")}, key=lambda path: path.name)
+    found, size = [], 0.0
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        if text and size < megabytes * 1e6:
+            found.append(text)
+            size += len(text.encode())
+    return found
+
+
+def write_corpus(folder: pathlib.Path, documents: list[str]) -> None:
+    """Writes the documents in every format, and the tokenizer."""
+    pq.write_table(pa.table({"text": documents}), folder / "corpus.parquet", row_group_size=100)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
+    (folder / "corpus.jsonl").write_bytes(lines)
+    (folder / "corpus.jsonl.zst").write_bytes(zstandard.compress(lines))
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=_VOCAB_SIZE,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(documents[:: -(-len(documents) // _TRAINING_DOCUMENTS)], trainer)
+    bpe.save(str(folder / "bpe.json"))
+
+
+def _opened(folder: pathlib.Path, tokenizer: str, kind: str, *, workers: int = 0, context_length: int = 1024):
+    settings = config.DataConfig(
+        source=kind.split(".")[0],
+        paths=(str(folder / f"corpus.{kind}"),),
+        tokenizer="byte" if tokenizer == "byte" else str(folder / f"{tokenizer}.json"),
+        tokenizer_workers=workers,
+        heldout_fraction=0.0,
+        context_length=context_length,
+        batch_tokens=context_length,
+    )
+    return data.train_dataset(settings, vocab_size=_VOCAB_SIZE)
+
+
+def speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: int) -> Speed:
+    """Returns the speed of a case; `size` is the number of bytes of the corpus."""
+    corpus = _opened(folder, tokenizer, kind, workers=workers)
+    parts = corpus.tokens(0)
+    next(parts)
+    began = time.perf_counter()
+    count = sum(len(part.tokens) for part in itertools.islice(parts, _PARTS))
+    seconds = time.perf_counter() - began
+    parts.close()
+    bytes_per_token = size * _PARTS / len(corpus) / count
+    return Speed(tokenizer, kind, workers, count / seconds, bytes_per_token)
+
+
+def waste(folder: pathlib.Path, context_length: int) -> Waste:
+    """Returns the tokens that an epoch of a context length drops."""
+    corpus = _opened(folder, "bpe", "parquet", context_length=context_length)
+    tokens = kept = 0
+    for number, part in enumerate(itertools.islice(corpus.tokens(0), len(corpus))):
+        tokens += len(part.tokens)
+        kept += len(corpus.rows(number, part)) * context_length
+    return Waste(context_length, tokens, tokens - kept, (tokens - kept) / tokens)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures, prints the results and writes them to a file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
+    parser.add_argument("--megabytes", type=float, default=64, help="size of the corpus, 64")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as place:
+        folder = pathlib.Path(place)
+        documents = texts(options.megabytes)
+        size = sum(len(text.encode()) for text in documents)
+        write_corpus(folder, documents)
+        speeds = []
+        for case in CASES:
+            speeds.append(speed(folder, size, *case))
+            row = speeds[-1]
+            print(
+                f"{row.tokenizer:>5} {row.format:>10} {row.workers} workers: {row.tokens_per_second / 1e6:.2f} M "
+                f"tokens/s, {row.bytes_per_token:.2f} bytes per token",
+                flush=True,
+            )
+        wastes = [waste(folder, length) for length in CONTEXTS]
+        for row in wastes:
+            print(f"context {row.context_length:>6}: {row.fraction:.3%} of {row.tokens:,} tokens dropped")
+    result = {"documents": len(documents), "bytes": size, "speeds": speeds, "waste": wastes}
+    as_dicts = {name: [dataclasses.asdict(row) for row in result[name]] for name in ("speeds", "waste")}
+    _rows.write(options.out, {"machine": _rows.machine(), **result, **as_dicts})
+
+
+if __name__ == "__main__":
+    main()
