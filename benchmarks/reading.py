@@ -158,11 +158,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 flush=True,
             )
         wastes = [waste(folder, length) for length in CONTEXTS]
-        for row in wastes:
-            print(f"context {row.context_length:>6}: {row.fraction:.3%} of {row.tokens:,} tokens dropped")
-    result = {"documents": len(documents), "bytes": size, "speeds": speeds, "waste": wastes}
-    as_dicts = {name: [dataclasses.asdict(row) for row in result[name]] for name in ("speeds", "waste")}
-    _rows.write(options.out, {"machine": _rows.machine(), **result, **as_dicts})
+        for lost in wastes:
+            print(f"context {lost.context_length:>6}: {lost.fraction:.3%} of {lost.tokens:,} tokens dropped")
+    report = {
+        "machine": _rows.machine(),
+        "documents": len(documents),
+        "bytes": size,
+        "speeds": [dataclasses.asdict(row) for row in speeds],
+        "waste": [dataclasses.asdict(row) for row in wastes],
+    }
+    _rows.write(options.out, report)
 
 
 if __name__ == "__main__":

@@ -217,11 +217,15 @@ def append_to_cache():
     return call, without("query") | {"state": state}, LAYOUTS | {"state": layout}, (layout, "B T")
 
 
+def _squared(scores, log_decay):
+    return scores**2 * jnp.exp(log_decay)
+
+
 def cache_step():
     """Returns a call that attends to a KV cache with one token, and writes it."""
 
     def call(state, **token):
-        return state.step(**token, weigh=lambda scores, log_decay: scores**2 * jnp.exp(log_decay))
+        return state.step(**token, weigh=_squared)
 
     def filled():
         state = kv_cache.KVCache.zeros(BATCH, 8, KV_HEADS, HEAD_DIM, VALUE_DIM)
