@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from sympow_jax.data import documents, files
+from sympow_jax.data import documents, files, processes
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import files as corpus_files
 from sympow_jax.data.corpus import reading
@@ -119,7 +119,7 @@ def _start_worker(recipe: Recipe) -> None:
     # Ctrl-C and SIGTERM may reach the whole process group, but the training process needs data until it has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_soon)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    processes.end_with_parent()
     _in_worker = Tokenizing(recipe)
 
 
@@ -127,13 +127,6 @@ def _end_soon(*_) -> None:
     timer = threading.Timer(_GRACE_SECONDS, os._exit, (1,))
     timer.daemon = True
     timer.start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _tokenize_in_worker(pieces: Sequence[corpus_files.Piece]) -> DocumentTokens:

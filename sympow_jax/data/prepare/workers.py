@@ -5,7 +5,6 @@ import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
-import os
 import pathlib
 import signal
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 
+from sympow_jax.data import processes
 from sympow_jax.data.prepare import folder, pieces
 
 __all__ = ["Task", "run"]
@@ -95,13 +95,13 @@ def _started(count: int, encoding: pieces.Encoding, path: pathlib.Path) -> Itera
     context = multiprocessing.get_context("spawn")
     # Before the first process is started, because this unblocks signals.
     multiprocessing.resource_tracker.ensure_running()
-    processes: list[SpawnProcess] = []
+    started: list[SpawnProcess] = []
     connections: list[Connection] = []
     try:
         for _ in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, encoding, path), daemon=True)
-            processes.append(process)
+            started.append(process)
             connections.append(ours)
             with _stops_delayed():
                 process.start()
@@ -109,7 +109,7 @@ def _started(count: int, encoding: pieces.Encoding, path: pathlib.Path) -> Itera
             theirs.close()
         yield connections
     finally:
-        for process in processes:
+        for process in started:
             if process.pid is not None:
                 process.kill()
                 process.join()
@@ -142,7 +142,7 @@ def _stops_delayed() -> Iterator[None]:
 
 def _work(connection: Connection, encoding: pieces.Encoding, path: pathlib.Path) -> None:
     """Does the tasks that a connection sends, and answers each with its index or with an error."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    processes.end_with_parent()
     with contextlib.suppress(EOFError):  # the parent has ended
         try:
             encoder = pieces.PieceEncoder(encoding)
@@ -156,10 +156,3 @@ def _work(connection: Connection, encoding: pieces.Encoding, path: pathlib.Path)
             connection.send(ValueError(str(error)))
         except Exception:
             connection.send(RuntimeError(traceback.format_exc()))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
