@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import os
 import pathlib
@@ -22,9 +23,13 @@ class SmallDisk:
     """Process that keeps the disk mounted."""
 
     def fill(self, *, left: int) -> None:
-        """Fills the disk except for `left` bytes, rounded down to pages."""
-        with (self.seen / _BALLAST).open("wb") as file:
-            file.write(bytes(max(0, self._free() - left)))
+        """Fills the disk except for `left` bytes, rounded down to pages; entirely if the run takes some of them first."""
+        with (self.seen / _BALLAST).open("wb", buffering=0) as file:
+            try:
+                file.write(bytes(max(0, self._free() - left)))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
 
     def free(self) -> None:
         """Frees the space again."""

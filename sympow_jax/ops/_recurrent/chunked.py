@@ -1,8 +1,11 @@
 """The chunked form: exact attention near each query, features for all older tokens, memory linear in time.
 
-Functions take one head (callers `vmap`), time last. Chunk c holds positions [cC, cC + C). Its queries attend exactly to
-the keys of the block [cC - W, cC + C). They read the state after the positions before that block. Afterwards the state
-is updated with the first C positions of the block.
+Functions take one head (callers `vmap`). Chunk c holds positions [cC, cC + C). Its queries attend exactly to the keys
+of the block [cC - W, cC + C). They read the state after the positions before that block. Afterwards the state is updated
+with the first C positions of the block.
+
+Sequences have time first, blocks have time last. The loop transposes each block, which is then in the cache. To
+transpose a whole sequence would take more time per token the longer it is, because its rows are far apart in memory.
 """
 
 import functools
@@ -25,16 +28,16 @@ __all__ = ["chunked"]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def chunked(
     plan: plans.Plan,
-    query: Float[Array, "G D X"],
-    key: Float[Array, "D X"],
-    value: Float[Array, "E X"],
+    query: Float[Array, "X G D"],
+    key: Float[Array, "X D"],
+    value: Float[Array, "X E"],
     log_decay: Float[Array, " X"] | None,
     enters_state: Bool[Array, " X"],
     state: features.Groups,
-) -> tuple[Float[Array, "G E X"], features.Groups]:
+) -> tuple[Float[Array, "X G E"], features.Groups]:
     """Returns the weighted means for the G query heads of one key head, and the state after its last update.
 
-    With `Division.NONE` the result is sums [G, E + 1, X] in place of the mean, to which other sums may be added.
+    With `Division.NONE` the result is sums [X, G, E + 1] in place of the mean, to which other sums may be added.
 
     X is a multiple of the chunk. `log_decay` comes from `decay.bounded`; None means no decay and no document boundary.
     Positions where `enters_state` is False never enter the state. `state` has the layout of `features`; the last column
@@ -61,16 +64,16 @@ def _forward(plan, query, key, value, log_decay, enters_state, state):
             plan.power,
             plan.precision,
         )
-        sums += block.to_query * layout.split_heads(from_state, len(query))
+        sums += block.to_query * layout.split_heads(from_state, query.shape[1])
         state = _updated_state(plan, state, block)
         if plan.division is means.Division.NONE:
-            return state, (sums,)
+            return state, (_time_first(sums),)
         denominator = sums[:, -1:]
         out = means.mean(sums[:, :-1], denominator, 1, plan.division)
-        return state, (out.astype(value.dtype), denominator)
+        return state, (_time_first(out.astype(value.dtype)), _time_first(denominator))
 
     final, results = jax.lax.scan(step, state, blocks.indices)
-    return tuple(map(layout.join_chunks, results)), final
+    return tuple(map(_joined, results)), final
 
 
 def _chunked_fwd(plan, query, key, value, log_decay, enters_state, state):
@@ -81,30 +84,31 @@ def _chunked_fwd(plan, query, key, value, log_decay, enters_state, state):
         divided = results = tuple(ad_checkpoint.checkpoint_name(x, means.SAVED_AS) for x in results)
     # Sums of weights have values of width 0. As a residual within `shard_map`, an empty array would be an argument of
     # the backward pass, and jax 0.11 crashes when it compiles a `shard_map` with an empty argument.
-    saved = value if len(value) else None
+    saved = value if value.shape[1] else None
     return (results[0], final), (query, key, saved, log_decay, enters_state, state, divided, final)
 
 
 def _chunked_bwd(plan, residuals, cotangents):
     query, key, value, log_decay, enters_state, state, divided, final = residuals
-    value = key[:0] if value is None else value
+    value = key[:, :0] if value is None else value
     dsums, dfinal = cotangents
+    denominator = None
     if divided is not None:
         out, denominator = divided
-        dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 1, plan.division)
-        dsums = jnp.concatenate(dsums, 1)
+        dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 2, plan.division)
+        dsums = jnp.concatenate(dsums, 2)
 
     blocks = _Blocks(plan, query, key, value, log_decay, enters_state, state[0].dtype)
     dquery_far, reads = _read_states(plan, blocks, dsums, state)
     dlog_final = sum(jnp.vdot(d, s, precision=plan.precision) for d, s in zip(dfinal, final))
     dquery_near, (dkey, dvalue, ddecay), dstate = _write_states(
-        plan, blocks, dsums, reads, dfinal, dlog_final
+        plan, blocks, dsums, denominator, reads, dfinal, dlog_final
     )
     return (
-        layout.join_chunks(dquery_far + dquery_near).astype(query.dtype),
-        layout.join_chunks(dkey).astype(key.dtype),
-        layout.join_chunks(dvalue).astype(value.dtype),
-        None if log_decay is None else layout.join_chunks(ddecay),
+        _joined(dquery_far + dquery_near).astype(query.dtype),
+        _joined(dkey).astype(key.dtype),
+        _joined(dvalue).astype(value.dtype),
+        None if log_decay is None else _joined(ddecay),
         None,
         dstate,
     )
@@ -114,7 +118,7 @@ chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def _read_states(plan, blocks, dsums, state):
-    """Returns the part of dq that comes through the states (recomputed), and d/d(log of the state) of each chunk."""
+    """Returns the part of dq that comes through the states (recomputed), and d/d(log of the state) of each query."""
 
     def step(state, index):
         block = blocks[index]
@@ -127,13 +131,14 @@ def _read_states(plan, blocks, dsums, state):
             plan.precision,
         )
         dquery = layout.split_heads(dquery, len(block.query))
-        return _updated_state(plan, state, block), (dquery, (block.query * dquery).sum((0, 1)) / plan.power)
+        read = (block.query * dquery).sum(1) / plan.power
+        return _updated_state(plan, state, block), (_time_first(dquery), read)
 
     _, (dquery, reads) = jax.lax.scan(step, state, blocks.indices)
     return dquery, reads
 
 
-def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
+def _write_states(plan, blocks, dsums, denominator, reads, dfinal, dlog_final):
     """Computes the other gradients, carrying the gradient R of the state backward in time.
 
     Gradients of log decays need no products of their own. A weight has degree p in query and key, so q_i . dq_i / p
@@ -151,7 +156,9 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
         index, read = inputs
         block = blocks[index]
         dsums_block = blocks.of_queries(dsums, index)
-        dquery, dkey, dvalue, dlog_query, dlog_key = _exact_vjp(plan, block, dsums_block)
+        of_block = None if denominator is None else blocks.of_queries(denominator, index)
+        dquery, dkey, dvalue, dlog_query, dlog_key = _exact_vjp(plan, block, dsums_block, of_block, read)
+        read = read.sum(0)
         dlog_near = (-dlog_key).at[exact_window:].add(dlog_query + read)
 
         old, value = block.key[:, :chunk], block.value[:, :chunk] * block.to_state
@@ -177,10 +184,10 @@ def _write_states(plan, blocks, dsums, reads, dfinal, dlog_final):
             [g[..., :exact_window] for g in gradients],
             dlog_state - dlog_far.sum() + read.sum(),
         )
-        return carry, (dquery, [g[..., exact_window:] for g in gradients])
+        return carry, (_time_first(dquery), [_time_first(g[..., exact_window:]) for g in gradients])
 
     dtype = dfinal[0].dtype
-    width, value_width = blocks.key.shape[0], blocks.value.shape[0]
+    width, value_width = blocks.key.shape[1], blocks.value.shape[1]
     shapes = (width, exact_window), (value_width, exact_window), (exact_window,)
     tail = [jnp.zeros_like(dsums, dtype, shape=shape) for shape in shapes]
     (dstate, _, _), (dquery, gradients) = jax.lax.scan(
@@ -206,21 +213,18 @@ class _Blocks:
 
     def __init__(self, plan, query, key, value, log_decay, enters_state, dtype):
         chunk, exact_window = plan.chunk, plan.exact_window
-        count = query.shape[-1] // chunk
+        count = len(query) // chunk
         self.plan, self.dtype = plan, dtype
         self.indices = jnp.arange(count)
         self.query = query
-        front = [(0, 0), (exact_window, 0)]
-        self.key, self.value, self.enters_state = (
-            jnp.pad(key, front),
-            jnp.pad(value, front),
-            jnp.pad(enters_state, front[1:]),
-        )
-        self.weights = features.weights(query.shape[1], plan.power, dtype)
+        front = (exact_window, 0)
+        self.key, self.value = (jnp.pad(x, (front, (0, 0))) for x in (key, value))
+        self.enters_state = jnp.pad(enters_state, front)
+        self.weights = features.weights(key.shape[1], plan.power, dtype)
         self.has_decay = log_decay is not None
         if self.has_decay:
             positions = self.indices[:, None] * chunk + jnp.arange(chunk + exact_window)
-            block_log_decay = jnp.pad(log_decay, front[1:])[positions]
+            block_log_decay = jnp.pad(log_decay, front)[positions]
             folded = jnp.where(self.enters_state[positions[:, :chunk]], block_log_decay[:, :chunk], 0)
             self.coarse, self.fine = decays.split(block_log_decay)
             self.to_query = decays.exp((self.coarse + self.fine)[:, exact_window:])
@@ -255,7 +259,7 @@ class _Blocks:
         )
 
     def of_queries(self, x, index):
-        """Returns the chunk's slice of an array over queries."""
+        """Returns the chunk's queries, or what belongs to them."""
         return self._cut(x, index, self.plan.chunk)
 
     def enters_state_at(self, index):
@@ -263,9 +267,18 @@ class _Blocks:
         return jax.lax.dynamic_slice_in_dim(self.enters_state, index * self.plan.chunk, self.plan.chunk)
 
     def _cut(self, x, index, length):
-        part = jax.lax.dynamic_slice_in_dim(x, index * self.plan.chunk, length, -1)
+        part = jax.lax.dynamic_slice_in_dim(x, index * self.plan.chunk, length)
         # Without the barrier XLA repeats the slice in every fusion that reads it, which prevents vectorization on CPUs.
-        return jax.lax.optimization_barrier(part.astype(self.dtype))
+        return jax.lax.optimization_barrier(jnp.moveaxis(part, 0, -1).astype(self.dtype))
+
+
+def _time_first(x: Float[Array, "*rest C"]) -> Float[Array, "C *rest"]:
+    return jnp.moveaxis(x, -1, 0)
+
+
+def _joined(chunks: Float[Array, "n C *rest"]) -> Float[Array, "X *rest"]:
+    # A size of -1 fails for empty arrays.
+    return chunks.reshape(chunks.shape[0] * chunks.shape[1], *chunks.shape[2:])
 
 
 def _exact_weights(plan, block):
@@ -273,10 +286,19 @@ def _exact_weights(plan, block):
     return block.in_window * jax.lax.integer_pow(scores, plan.power), scores
 
 
-def _exact_vjp(plan, block, dsums):
-    """Returns the gradients of the block's exact part, and sums of d/d(log weight) by query and by key."""
+def _exact_vjp(plan, block, dsums, denominator, read):
+    """Returns the gradients of the block's exact part, and sums of d/d(log weight) by query and by key.
+
+    A mean does not change if all weights of a query are scaled. The gradients of their logarithms therefore sum to
+    zero, those through the state (`read`) included. What they sum to in floating point is the rounding error of the
+    gradient of the denominator, and is subtracted. This matters where one weight outweighs all others: the gradient of
+    its key is then the difference of nearly equal numbers.
+    """
     weights, scores = _exact_weights(plan, block)
     dweights = jnp.einsum("geq,ek->gqk", dsums, block.value, precision=plan.precision)
+    if denominator is not None:
+        error = (dweights * weights).sum(-1) + read
+        dweights -= means.mean(error[..., None], denominator.swapaxes(1, 2), -1, plan.division)
     power = plan.power
     dscores = dweights * block.in_window * power * jax.lax.integer_pow(scores, power - 1)
     # Scores keep their layout, queries first. For dq only the result is transposed.

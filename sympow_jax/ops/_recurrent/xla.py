@@ -38,8 +38,8 @@ def chunked(plan, rows: rows_of.Rows):
     """
     length = rows.query.shape[1]
     plan, rows = _in_whole_chunks(plan, rows)
-    out, final = _over_heads(chunked_core.chunked, plan, rows)(*_by_head(rows, plan.power))
-    out = layout.time_second(out)[:, :length]
+    out, final = _over_heads(plan, rows)
+    out = out[:, :length]
     if not plan.return_state:
         return out, None, None
     return out, *kv_and_norm(final, rows.key.shape[-1], plan.power).values()
@@ -51,16 +51,16 @@ def chunked_over_devices(plan, rows: rows_of.Rows):
     decay = context.log_decay_over(rows.log_decay, rows.enters_state, kv_heads)
     undivided = dataclasses.replace(plan, division=means.Division.NONE)
     undivided, rows = _in_whole_chunks(undivided, rows)
-    arguments = _by_head(rows, plan.power)
-    sums, final = _over_heads(chunked_core.chunked, undivided, rows)(*arguments)
+    sums, final = _over_heads(undivided, rows)
     _, before = time_axis.exclusive_prefix(
         context.combined, (decay.astype(sums.dtype), final), plan.axis_name
     )
     add = functools.partial(context.sums_from_earlier_state, plan.power, plan.precision)
     axes = (0, 0, None if rows.log_decay is None else 0)
-    query, log_decay = arguments[0], arguments[3]
-    sums += jax.vmap(jax.vmap(add, in_axes=axes), in_axes=axes)(before, query, log_decay)
-    return layout.time_second(means.of_sums(sums, -2, plan.division))[:, :length], None, None
+    log_decay = None if rows.log_decay is None else jnp.moveaxis(rows.log_decay, 1, 2)
+    query = layout.time_last(rows.query, kv_heads)
+    sums += layout.time_second(jax.vmap(jax.vmap(add, in_axes=axes), in_axes=axes)(before, query, log_decay))
+    return means.of_sums(sums, -1, plan.division)[:, :length], None, None
 
 
 def attention(plan, query, key, value, log_decay, segment_ids, state):
@@ -84,31 +84,24 @@ def _in_whole_chunks(plan, rows):
     return plan, rows_of.padded(rows, plan.chunk)
 
 
-def _by_head(rows, power):
-    """Returns the arguments of `chunked_core.chunked` for all heads: time last, the state over its plain monomials."""
-    batch, _, kv_heads, head_dim = rows.key.shape
+def _over_heads(plan, rows):
+    """Runs the chunked form of every head; returns its results [B, X, N, L] and the state over plain monomials."""
+    batch, time, kv_heads, head_dim = rows.key.shape
     if rows.kv is None:
         dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
         state = features.zeros(
-            rows.value, (batch, kv_heads), head_dim, rows.value.shape[-1] + 1, power, dtype
+            rows.value, (batch, kv_heads), head_dim, rows.value.shape[-1] + 1, plan.power, dtype
         )
     else:
-        state = _groups_of(rows.kv, rows.norm, head_dim, power)
-    return (
-        layout.time_last(rows.query, kv_heads),
-        jnp.moveaxis(rows.key, 1, 3),
-        jnp.moveaxis(rows.value, 1, 3),
-        None if rows.log_decay is None else jnp.moveaxis(rows.log_decay, 1, 2),
-        rows.enters_state,
-        state,
-    )
-
-
-def _over_heads(f, plan, rows):
-    """Maps f, a function of one head, over batch and heads; arguments are those of `_by_head`."""
-    decay = None if rows.log_decay is None else 0
-    f = jax.vmap(functools.partial(f, plan), in_axes=(0, 0, 0, decay, None, 0))
-    return jax.vmap(f, in_axes=(0, 0, 0, decay, 0, 0))
+        state = _groups_of(rows.kv, rows.norm, head_dim, plan.power)
+    heads = rows.query.shape[2]
+    query = rows.query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
+    core = functools.partial(chunked_core.chunked, plan)
+    decay = None if rows.log_decay is None else 1
+    core = jax.vmap(core, in_axes=(1, 1, 1, decay, None, 0), out_axes=(1, 0))
+    core = jax.vmap(core, in_axes=(0, 0, 0, None if decay is None else 0, 0, 0))
+    out, final = core(query, rows.key, rows.value, rows.log_decay, rows.enters_state, state)
+    return out.reshape(batch, time, heads, out.shape[-1]), final
 
 
 def _sums(plan, query, sequence, state):
