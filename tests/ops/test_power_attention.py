@@ -161,6 +161,17 @@ def test_full_grid(case):
     check_float32(case, forms, expected)
 
 
+def test_gradient_of_a_key_that_outweighs_all_others():
+    """With two keys and p = 6, one weight often outweighs the other, and most of the gradient of its key cancels."""
+    case = cases.Case(power=6, head_dim=16, value_dim=16, time=2, scale=1e-3, decay="none")
+    drawn = cases.arrays(case, batch=30)
+    expected = expected_for(drawn, case)["key"]
+    for form in ("chunked", "recurrent"):
+        run = functools.partial(outputs_and_gradients, implementation="xla", form=form, power=case.power)
+        for row, (a, b) in enumerate(zip(run(cast(drawn, "float32"))["key"], expected)):
+            assert cases.error(a, b) <= 1e-5, (form, row)
+
+
 @pytest.mark.parametrize(
     ("power", "decay"),
     [

@@ -92,17 +92,19 @@ def _chunked_bwd(plan, residuals, cotangents):
     query, key, value, log_decay, enters_state, state, divided, final = residuals
     value = key[:, :0] if value is None else value
     dsums, dfinal = cotangents
-    denominator = None
+    exact_denominator = None
     if divided is not None:
         out, denominator = divided
         dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 2, plan.division)
         dsums = jnp.concatenate(dsums, 2)
+        # Not for outputs of 16 bits: their gradients would no longer be those of the GPU kernels, which correct nothing.
+        exact_denominator = denominator if out.dtype == denominator.dtype else None
 
     blocks = _Blocks(plan, query, key, value, log_decay, enters_state, state[0].dtype)
     dquery_far, reads = _read_states(plan, blocks, dsums, state)
     dlog_final = sum(jnp.vdot(d, s, precision=plan.precision) for d, s in zip(dfinal, final))
     dquery_near, (dkey, dvalue, ddecay), dstate = _write_states(
-        plan, blocks, dsums, denominator, reads, dfinal, dlog_final
+        plan, blocks, dsums, exact_denominator, reads, dfinal, dlog_final
     )
     return (
         _joined(dquery_far + dquery_near).astype(query.dtype),
