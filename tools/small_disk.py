@@ -23,7 +23,7 @@ class SmallDisk:
     """Process that keeps the disk mounted."""
 
     def fill(self, *, left: int) -> None:
-        """Fills the disk except for `left` bytes, rounded down to pages; entirely if the run takes some of them first."""
+        """Fills the disk except for `left` bytes, rounded down to pages, or entirely if others write meanwhile."""
         with (self.seen / _BALLAST).open("wb", buffering=0) as file:
             try:
                 file.write(bytes(max(0, self._free() - left)))

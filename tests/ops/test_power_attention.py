@@ -162,9 +162,12 @@ def test_full_grid(case):
 
 
 def test_gradient_of_a_key_that_outweighs_all_others():
-    """With two keys and p = 6, one weight often outweighs the other, and most of the gradient of its key cancels."""
-    case = cases.Case(power=6, head_dim=16, value_dim=16, time=2, scale=1e-3, decay="none")
+    """Most of the gradient of such a key cancels: it is the sum of what its query gives to all other keys."""
+    case = cases.Case(power=6, head_dim=16, value_dim=16, time=2, decay="none")
     drawn = cases.arrays(case, batch=30)
+    # No score cancels, and that of the second key is about a fifth: its weight is a few parts in 100,000.
+    drawn["query"] = np.abs(drawn["query"])
+    drawn["key"] = np.abs(drawn["key"]) * np.array([1, 0.2])[:, None, None]
     expected = expected_for(drawn, case)["key"]
     for form in ("chunked", "recurrent"):
         run = functools.partial(outputs_and_gradients, implementation="xla", form=form, power=case.power)

@@ -1,8 +1,8 @@
 """The chunked form: exact attention near each query, features for all older tokens, memory linear in time.
 
 Functions take one head (callers `vmap`). Chunk c holds positions [cC, cC + C). Its queries attend exactly to the keys
-of the block [cC - W, cC + C). They read the state after the positions before that block. Afterwards the state is updated
-with the first C positions of the block.
+of the block [cC - W, cC + C). They read the state after the positions before that block. Afterwards the state is
+updated with the first C positions of the block.
 
 Sequences have time first, blocks have time last. The loop transposes each block, which is then in the cache. To
 transpose a whole sequence would take more time per token the longer it is, because its rows are far apart in memory.
@@ -97,7 +97,7 @@ def _chunked_bwd(plan, residuals, cotangents):
         out, denominator = divided
         dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 2, plan.division)
         dsums = jnp.concatenate(dsums, 2)
-        # Not for outputs of 16 bits: their gradients would no longer be those of the GPU kernels, which correct nothing.
+        # Not for outputs of 16 bits: the GPU kernels do not correct theirs, and both give the same gradients.
         exact_denominator = denominator if out.dtype == denominator.dtype else None
 
     blocks = _Blocks(plan, query, key, value, log_decay, enters_state, state[0].dtype)
@@ -274,11 +274,12 @@ class _Blocks:
         return jax.lax.optimization_barrier(jnp.moveaxis(part, 0, -1).astype(self.dtype))
 
 
-def _time_first(x: Float[Array, "*rest C"]) -> Float[Array, "C *rest"]:
+def _time_first(x):
     return jnp.moveaxis(x, -1, 0)
 
 
-def _joined(chunks: Float[Array, "n C *rest"]) -> Float[Array, "X *rest"]:
+def _joined(chunks):
+    """Concatenates chunks [n, C, ...] along time, their second axis."""
     # A size of -1 fails for empty arrays.
     return chunks.reshape(chunks.shape[0] * chunks.shape[1], *chunks.shape[2:])
 
