@@ -50,11 +50,14 @@ class Part(NamedTuple):
     Attributes:
         arguments: arguments of Python.
         seconds: time limit.
+        jobs: largest number of rows at once. Counters and the text need the whole device, and a training step half of
+            its memory.
         resumes: whether the program takes --resume, --minutes and --smoke.
     """
 
     arguments: tuple[str, ...]
     seconds: float
+    jobs: int = 16
     resumes: bool = True
 
 
@@ -64,14 +67,12 @@ PARTS = {
     # It ends itself after 450 seconds, and writes its verdict only then.
     "check": Part(("-c", _CHECK, "check", "--brief"), 480, resumes=False),
     "kernels": Part(("-m", "benchmarks.kernels", "--part=brief"), 480),
-    "hardware": Part(("-m", "benchmarks.hopper.hardware"), 120),
+    "hardware": Part(("-m", "benchmarks.hopper.hardware"), 120, jobs=4),
     "chunks": Part(("-m", "benchmarks.kernels", "--part=chunks"), 240),
-    "counters": Part(("-m", "benchmarks.hopper.counters"), 300),
-    "training": Part(("-m", "benchmarks.training", *_TRAINING), 300),
-    "text": Part(("-m", "benchmarks.hopper.text"), 900),
+    "counters": Part(("-m", "benchmarks.hopper.counters"), 300, jobs=1),
+    "training": Part(("-m", "benchmarks.training", *_TRAINING), 300, jobs=3),
+    "text": Part(("-m", "benchmarks.hopper.text"), 900, jobs=1),
 }
-# Counters are read and the text is trained on one at a time: both need the whole device.
-_ALONE = ("counters", "text")
 # What a smoke run gives in place of the shapes of a GPU.
 _SMOKE = {"text": ("--seconds=1", "--preset=conformal", f"--text={pathlib.Path(__file__).parents[2]}")}
 
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"== {name}: no time left", flush=True)
             continue
         print(f"== {name}: at most {seconds:.0f} s", flush=True)
-        status, taken = _run(_command(name, seconds, options), seconds, options.cache)
+        status, taken = _run(_command(name, seconds, options), seconds, options)
         ended = {
             "status": status,
             "seconds": round(taken, 1),
@@ -137,8 +138,7 @@ def _part_names(text: str) -> tuple[str, ...]:
 def _command(name: str, seconds: float, options: argparse.Namespace) -> list[str]:
     part = PARTS[name]
     command = [sys.executable, *part.arguments, f"--out={options.out / name}.json"]
-    jobs = 1 if name in _ALONE else options.jobs
-    command.append(f"--jobs={jobs}")
+    command.append(f"--jobs={min(options.jobs, part.jobs)}")
     if part.resumes:
         command += ["--resume", f"--minutes={max(seconds - ROW_MARGIN, 0) / 60:.2f}"]
         if options.smoke:
@@ -148,9 +148,14 @@ def _command(name: str, seconds: float, options: argparse.Namespace) -> list[str
     return command
 
 
-def _run(command: Sequence[str], seconds: float, cache: pathlib.Path) -> tuple[int | None, float]:
+def _run(command: Sequence[str], seconds: float, options: argparse.Namespace) -> tuple[int | None, float]:
     """Runs a program, whose output is this one's; returns its exit status, None at the time limit, and the seconds."""
-    environment = {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(cache)} | os.environ
+    environment = os.environ | {
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(options.cache),
+        # The verdict of the check, without which training does not use the kernels, moves with the results.
+        "XDG_CACHE_HOME": str(options.out.resolve() / "verdict"),
+    }
     begin = time.monotonic()
     # Start a new session, so that processes of rows are ended too.
     process = subprocess.Popen(command, env=environment, start_new_session=True)

@@ -174,15 +174,19 @@ def _steps(rows: list[dict]) -> list[str]:
 def _constants(reports: Mapping[str, Report]) -> list[str]:
     """Returns the constants that measurements replace, with the value now and the one to set."""
     body = []
-    for row in _rows_of(reports["hardware"]):
-        if "measured" not in row:
-            continue
+    rates = [row for row in _rows_of(reports["hardware"]) if "measured" in row]
+    # The device's clock may differ from the model's. A ratio to the product of N = 64 does not depend on it.
+    full = next((row["measured"] / 64 for row in rates if row.get("columns") == 64), None)
+    for row in rates:
         if row["rate"] == "cache":
             name = f"`tools.h100.CACHE_BYTES`, from {row['megabytes']:g} MB"
             body.append((name, _number(h100.CACHE_BYTES), _number(row["measured"])))
         else:
             name = f"cycles of m64n{row['columns']}k16, N / 2 in `tools.compiled`"
-            body.append((name, _number(row["columns"] / 2), _number(row["measured"])))
+            ratio = (
+                f", {row['measured'] / (full * row['columns']):.4g} times the share at N = 64" if full else ""
+            )
+            body.append((name, _number(row["columns"] / 2), _number(row["measured"]) + ratio))
     rows = _rows_of(reports["kernels"])
     if choices.choices(rows):
         fitted = choices.fit(rows)
