@@ -48,6 +48,8 @@ __all__ = [
 RESULTS = pathlib.Path(__file__).parent / "results"
 # Environment variable that names the lock file with which processes take turns on the device; unset for one process.
 _LOCK = "SYMPOW_BENCHMARK_LOCK"
+# Characters of the line that is printed for a row.
+_LINE = 400
 NO_TIME = "not measured: the time was over"
 # The supervisor of the check judges errors; rows judge their own, and fail if they are too large.
 _JUDGED = {"errors": {"row": 0.0}, "bounds": {"row": 0.0}, "different": []}
@@ -237,13 +239,17 @@ def exclusive() -> Iterator[None]:
 def record(report: dict, rows: Iterable[dict], path: pathlib.Path | None) -> dict:
     """Returns the report with the rows, which is written to the file at `path`, if any, after each.
 
-    Rows may have a `machine`, which is added to that of the report.
+    Rows may have a `machine`, which is added to that of the report. Each row is also one line on standard error.
     """
     report = {**report, "rows": []}
     for row in rows:
         report["machine"] = report["machine"] | row.get("machine", {})
         report["rows"].append({name: value for name, value in row.items() if name != "machine"})
         write(path, report)
+        short = {
+            name: value for name, value in report["rows"][-1].items() if isinstance(value, str | int | float)
+        }
+        print(f"row {len(report['rows'])}: {json.dumps(short)}"[:_LINE], file=sys.stderr, flush=True)
     return report
 
 

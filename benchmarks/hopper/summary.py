@@ -19,6 +19,7 @@ CONTENDERS = (
     "softmax/cudnn",
     "softmax/tokamax",
     "chunked/xla",
+    "attention/xla",
     "retention",
     "jax-linear-attention",
     "flash-linear-attention",
@@ -42,9 +43,9 @@ def markdown(reports: Mapping[str, Report]) -> str:
         ("Trained on text: held-out loss by position", _text(_rows_of(reports["text"]))),
     )
     machines = [report["machine"] for report in reports.values() if "machine" in report]
-    lines = ["# Measured on a Hopper GPU", ""]
-    if machines:
-        known = machines[0] | (reports["kernels"].get("machine") or {})
+    known = (machines[0] if machines else {}) | (reports["kernels"].get("machine") or {})
+    lines = [f"# Measured on {known.get('device', 'no device yet')}", ""]
+    if known:
         lines += [", ".join(f"{name} {value}" for name, value in known.items() if value), ""]
     for name, rate in reports["kernels"].get("ceilings", {}).items():
         lines.append(f"* ceiling: {rate:.4g} {name} per second")

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from benchmarks import _rows
 from benchmarks.hopper import __main__ as hopper
 from benchmarks.hopper import choices, counters, hardware, summary, text
 from sympow_jax.ops._recurrent import cost
@@ -42,6 +43,13 @@ def test_choices_name_the_shapes_at_which_the_slower_form_is_chosen():
         (8192, "attention", pytest.approx(1.5)),
         (16_384, "chunked", pytest.approx(4.0)),
     ]
+
+
+def test_the_faster_form_is_chosen_wherever_both_were_measured_on_an_h200():
+    rows = json.loads((_rows.RESULTS / "h200" / "kernels-brief.json").read_text())["rows"]
+    found = choices.choices(rows)
+    assert len(found) == 10
+    assert [choice for choice in found if choice.loss > 1] == []
 
 
 def test_choices_need_both_forms_with_the_chosen_chunk():
@@ -285,6 +293,7 @@ def test_summary_has_every_measurement():
         }
     )
     for line in (
+        "# Measured on NVIDIA H100",
         "| kernels | not every row had time, 470 s |",
         "1 of 2 cases are correct.",
         "* b: wrong",
