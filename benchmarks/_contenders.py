@@ -20,6 +20,7 @@ __all__ = [
     "draw",
     "prepare",
     "require_close",
+    "training_call",
 ]
 
 # Error bounds for bfloat16 inputs, as stated in the README.
@@ -93,6 +94,11 @@ def prepare(row: Row) -> Prepared:
     return _prepared(program, inputs, error)
 
 
+def training_call(row: Row) -> tuple[Callable, tuple[jax.Array, ...]]:
+    """Returns both passes of a contender as a function, and arguments for it, without running or checking anything."""
+    return _both_passes(_CONTENDERS[row.contender](row).call), (*draw(row, 0), _cotangent(row))
+
+
 def _run(function, *arguments):
     """Compiles a function, then calls it while it holds the device; returns the program and the result."""
     program = jax.jit(function).lower(*arguments).compile()
@@ -137,6 +143,7 @@ def _op(form, implementation):
                 log_decay=log_decay,
                 form=form,
                 implementation=implementation,
+                chunk_size=row.chunk,
                 exact_window=WINDOW,
             )
 
@@ -176,11 +183,26 @@ def _cudnn(row):
         del log_decay
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
-    def formula(query, key, value, log_decay):
-        del log_decay
-        return ops.softmax_attention(query, key, value)
+    return _Contender(call, _softmax)
 
-    return _Contender(call, formula)
+
+def _tokamax(row):
+    del row
+    try:
+        import tokamax
+    except ImportError as error:
+        raise NotImplementedError(f"tokamax is not installed ({error})") from error
+
+    def call(query, key, value, log_decay):
+        del log_decay
+        return tokamax.dot_product_attention(query, key, value, is_causal=True, implementation="mosaic")
+
+    return _Contender(call, _softmax)
+
+
+def _softmax(query, key, value, log_decay):
+    del log_decay
+    return ops.softmax_attention(query, key, value)
 
 
 def _jax_linear_attention(row):
@@ -205,6 +227,7 @@ _CONTENDERS = {
     "chunked/xla": _op("chunked", "xla"),
     "chunked/kernel": _chunked_kernel,
     "softmax/cudnn": _cudnn,
+    "softmax/tokamax": _tokamax,
     "jax-linear-attention": _jax_linear_attention,
 }
 assert set(_CONTENDERS) < set(CONTENDERS)

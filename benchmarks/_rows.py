@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -14,7 +15,8 @@ import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +27,9 @@ from pallas_kernels.check import supervisor, verdict
 from sympow_jax import atomic
 
 __all__ = [
+    "NO_TIME",
     "RESULTS",
+    "deadline",
     "exclusive",
     "in_processes",
     "in_this_process",
@@ -36,6 +40,7 @@ __all__ = [
     "record",
     "require_device",
     "result_path",
+    "resumed",
     "version",
     "write",
 ]
@@ -43,6 +48,9 @@ __all__ = [
 RESULTS = pathlib.Path(__file__).parent / "results"
 # Environment variable that names the lock file with which processes take turns on the device; unset for one process.
 _LOCK = "SYMPOW_BENCHMARK_LOCK"
+# Characters of the line that is printed for a row.
+_LINE = 400
+NO_TIME = "not measured: the time was over"
 # The supervisor of the check judges errors; rows judge their own, and fail if they are too large.
 _JUDGED = {"errors": {"row": 0.0}, "bounds": {"row": 0.0}, "different": []}
 
@@ -78,7 +86,7 @@ def in_processes(
             if outcome.status is supervisor.Status.OK:
                 yield row | {name: value for name, value in outcome.result.items() if name not in _JUDGED}
             elif outcome.status is supervisor.Status.SKIPPED:
-                yield row | {"note": "not measured: the time was over"}
+                yield row | {"note": NO_TIME}
             else:
                 yield row | {"note": outcome.detail.strip().splitlines()[-1].removeprefix("exit status 1: ")}
 
@@ -92,11 +100,48 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
     parser.add_argument(
         "--jobs", type=int, default=1, help="rows that compile at once; they take turns on the device"
     )
+    parser.add_argument("--minutes", type=float, help="begin no row after this time")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that --out has, and measure only the others"
+    )
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; it must be at least 1")
+    if options.resume and options.out is None:
+        parser.error("--resume needs --out, the file whose rows are kept")
     return options
+
+
+def resumed(
+    rows: Sequence[dict],
+    measure: Callable[[list[dict]], Iterable[dict]],
+    options: argparse.Namespace,
+    machine: Mapping[str, Any],
+) -> Iterable[dict]:
+    """Returns measure(rows) or, with --resume, the finished rows of the report at --out and measure(the others).
+
+    A row is finished if it was measured or failed. It is not if there was no time for it. Exits with one line if the
+    report is of another device.
+    """
+    if not options.resume or not options.out.exists():
+        return measure(list(rows))
+    report = json.loads(options.out.read_text())
+    if (before := report["machine"]["device"]) != machine["device"]:
+        sys.exit(f"{options.out} has rows of {before} and this is {machine['device']}; use another --out")
+    finished, missing = [], []
+    for row in rows:
+        found = next((old for old in report["rows"] if old.items() >= row.items()), None)
+        if found is None or found.get("note") == NO_TIME:
+            missing.append(row)
+        else:
+            finished.append(found | {"machine": report["machine"]})
+    return itertools.chain(finished, measure(missing))
+
+
+def deadline(options: argparse.Namespace, seconds: float = float("inf")) -> float:
+    """Returns the value of `time.monotonic` after which no row begins: --minutes or, without it, `seconds` from now."""
+    return time.monotonic() + (seconds if options.minutes is None else 60 * options.minutes)
 
 
 def in_this_process(rows: Iterable[dict], measure: Callable[[dict], dict]) -> Iterator[dict]:
@@ -194,13 +239,17 @@ def exclusive() -> Iterator[None]:
 def record(report: dict, rows: Iterable[dict], path: pathlib.Path | None) -> dict:
     """Returns the report with the rows, which is written to the file at `path`, if any, after each.
 
-    Rows may have a `machine`, which is added to that of the report.
+    Rows may have a `machine`, which is added to that of the report. Each row is also one line on standard error.
     """
     report = {**report, "rows": []}
     for row in rows:
         report["machine"] = report["machine"] | row.get("machine", {})
         report["rows"].append({name: value for name, value in row.items() if name != "machine"})
         write(path, report)
+        short = {
+            name: value for name, value in report["rows"][-1].items() if isinstance(value, str | int | float)
+        }
+        print(f"row {len(report['rows'])}: {json.dumps(short)}"[:_LINE], file=sys.stderr, flush=True)
     return report
 
 

@@ -21,6 +21,7 @@ CONTENDERS = {
     "step/mosaic_gpu": "step",
     "step/xla": "step",
     "softmax/cudnn": "attention",
+    "softmax/tokamax": "attention",
     "jax-linear-attention": "linear",
     "retention": "chunked",
     "retention compiled": "chunked",
@@ -39,6 +40,7 @@ class Row:
     """A contender and the sizes of its arguments: B, N = K, D = E, T and p.
 
     mode: `forward`, `training` (both passes) or `step`, in which `time` is the number of steps.
+    chunk: tokens per chunk of `chunked/mosaic_gpu`; if None, the kernels choose.
     """
 
     part: str = ""
@@ -48,6 +50,7 @@ class Row:
     heads: int = 8
     head_dim: int = 64
     power: int = 2
+    chunk: int | None = None
     time: int
 
 
@@ -126,6 +129,14 @@ def _brief() -> Iterator[Row]:
     yield from _rows("brief", (chunked,), times=(1_048_576,))
     yield from _rows("brief", ("chunked/xla",), modes=("training",), times=(65_536,))
     yield from _rows("brief", _STEP, modes=("step",), times=(_STEPS,))
+    # What is left completes the comparison: peers, other head sizes forward, and the longest row with gradients.
+    peers = ("jax-linear-attention", "flash-linear-attention", "softmax/tokamax")
+    yield from _rows("brief", peers, modes=("training",), times=(65_536, 8192))
+    for head_dim in (32, 128):
+        names = (chunked, attention, softmax)
+        yield from _rows("brief", names, head_dim=head_dim, times=(65_536, 8192, 1024))
+    yield from _rows("brief", (chunked,), modes=("training",), times=(1_048_576,))
+    yield from _rows("brief", (softmax,), times=(1_048_576,))
 
 
 _ALL: dict[str, Any] = {"modes": ("forward", "training"), "times": tuple(2**n for n in range(10, 19))}
@@ -133,7 +144,13 @@ _STEPS = 256
 _ATTENTION = ("attention/mosaic_gpu", "attention/kernel", "attention/xla", "softmax/cudnn")
 _CHUNKED = ("chunked/mosaic_gpu", "chunked/kernel", "chunked/xla", "softmax/cudnn")
 _STEP = ("step/mosaic_gpu", "step/xla")
-_PEERS = ("jax-linear-attention", "retention", "retention compiled", "flash-linear-attention")
+_PEERS = (
+    "jax-linear-attention",
+    "softmax/tokamax",
+    "retention",
+    "retention compiled",
+    "flash-linear-attention",
+)
 PARTS = {
     "attention": [
         row
@@ -164,6 +181,25 @@ PARTS = {
             batch=65_536 // time,
             heads=12,
             power=power,
+            times=(time,),
+        )
+    ],
+    # Chunks that the cost model compares. None is its choice, so the table shows whether another is faster.
+    "chunks": [
+        row
+        for time in (65_536, 8192, 262_144)
+        for head_dim, chunks in (
+            (64, (384, 768, 1152, 1536)),
+            (32, (192, 384, 768)),
+            (128, (512, 1024, 2048)),
+        )
+        for chunk in (None, *chunks)
+        for row in _rows(
+            "chunks",
+            ("chunked/mosaic_gpu",),
+            modes=("training",),
+            head_dim=head_dim,
+            chunk=chunk,
             times=(time,),
         )
     ],

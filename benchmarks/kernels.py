@@ -1,6 +1,6 @@
 """Times the kernels on a GPU against plain JAX, cuDNN's flash attention and other packages.
 
-    uv run --extra cuda13 python -m benchmarks.kernels [--part=NAME ...] [--out=FILE]
+    uv run --extra cuda13 python -m benchmarks.kernels [--part=NAME ...] [--out=FILE [--resume]]
 
 Inputs are bfloat16 with float32 gates, batch 1 and 8 heads unless a row says otherwise. Without --part, all parts
 except `brief` run. `brief` has the most important comparisons and takes 8 minutes at most. Rows are written as JSON as
@@ -19,11 +19,11 @@ measured in the same run. Memory is the peak of a call according to the compiler
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import statistics
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import rich.table
 
@@ -45,24 +45,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.row:
         _rows.print_result(measure, options.row)
         return
+    brief = options.part == ["brief"]
+    parts = options.part or [part for part in _shapes.PARTS if part != "brief"]
+    described = _shapes.SMOKE if options.smoke else [row for part in parts for row in _shapes.PARTS[part]]
+    deadline = _rows.deadline(options, BRIEF_SECONDS if brief else float("inf"))
+    measure_rows: Callable[[list[dict]], Iterable[dict]]
     if options.smoke:
         device: dict = {"machine": _rows.machine(), "ceilings": _timing.ceilings(size=64, copied=2**16)}
-        rows = _rows.in_this_process(map(dataclasses.asdict, _shapes.SMOKE), measure)
+        measure_rows = functools.partial(_rows.in_this_process, measure=measure)
         path = options.out
     else:
-        brief = options.part == ["brief"]
-        deadline = time.monotonic() + (BRIEF_SECONDS if brief else float("inf"))
         device = _rows.require_device("benchmarks.kernels", COMMAND, seconds=ROW_SECONDS)
-        parts = options.part or [part for part in _shapes.PARTS if part != "brief"]
-        rows = _rows.in_processes(
-            [dataclasses.asdict(row) for part in parts for row in _shapes.PARTS[part]],
-            COMMAND,
+        measure_rows = functools.partial(
+            _rows.in_processes,
+            command=COMMAND,
             seconds=BRIEF_ROW_SECONDS if brief else ROW_SECONDS,
             deadline=deadline,
             jobs=options.jobs,
         )
         name = "-".join(["kernels", *(options.part or ())])
         path = options.out or _rows.result_path(name, device["machine"]["device"])
+    rows = _rows.resumed(list(map(dataclasses.asdict, described)), measure_rows, options, device["machine"])
     report = {name: device[name] for name in ("machine", "ceilings")}
     rated = (row | _rates(row, report["ceilings"]) for row in rows)
     _print(_rows.record(report, rated, path))
@@ -134,7 +137,20 @@ def _order(row):
     return [row[name] for name in ("mode", "power", "head_dim", "batch", "heads", "time")]
 
 
-_COLUMNS = ("pass", "p", "D", "b x n", "T", "contender", "ms", "spread", "kernels ms", "rate", "of peak")
+_COLUMNS = (
+    "pass",
+    "p",
+    "D",
+    "b x n",
+    "T",
+    "chunk",
+    "contender",
+    "ms",
+    "spread",
+    "kernels ms",
+    "rate",
+    "of peak",
+)
 _CHECKED = ("cuDNN /", "GB", "error", "note")
 
 
@@ -143,7 +159,7 @@ def _table(part: str, rows: list[dict]) -> rich.table.Table:
     cudnn = {tuple(_order(row)): row.get("seconds") for row in rows if row["contender"] == "softmax/cudnn"}
     for row in rows:
         cells = [row["mode"], str(row["power"]), str(row["head_dim"]), f"{row['batch']} x {row['heads']}"]
-        cells += [f"{row['time']:,}", row["contender"]]
+        cells += [f"{row['time']:,}", str(row["chunk"] or "-"), row["contender"]]
         if seconds := row.get("seconds"):
             flops = row.get("flops_per_second")
             reference = cudnn.get(tuple(_order(row)))

@@ -16,6 +16,7 @@ given. A plot is saved next to that file.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
@@ -23,7 +24,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ LEAST_STEPS, MOST_STEPS = 3, 10
 LONGEST = 40
 COMMAND = (sys.executable, "-m", "benchmarks.training")
 # A model small enough for any device.
-_TINY: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": 128,
     "layers": 2,
     "width": 32,
@@ -74,18 +75,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {"context": context, "preset": preset, "tokens": SMOKE_TOKENS if options.smoke else TOKENS}
         for context, preset in itertools.product(options.context or contexts, options.preset or PRESETS)
     ]
+    deadline = _rows.deadline(options, BRIEF_SECONDS if options.brief else float("inf"))
+    measure_rows: Callable[[list[dict]], Iterable[dict]]
     if options.smoke:
         device = {"machine": _rows.machine()}
-        rows = _rows.in_this_process([row | {"tiny": True} for row in described], measure)
+        described = [row | {"tiny": True} for row in described]
+        measure_rows = functools.partial(_rows.in_this_process, measure=measure)
         path = options.out
     else:
-        deadline = time.monotonic() + (BRIEF_SECONDS if options.brief else float("inf"))
         device = _rows.require_device("benchmarks.training", COMMAND, seconds=ROW_SECONDS)
         limit = BRIEF_ROW_SECONDS if options.brief else ROW_SECONDS
-        rows = _rows.in_processes(described, COMMAND, seconds=limit, deadline=deadline, jobs=options.jobs)
+        measure_rows = functools.partial(
+            _rows.in_processes, command=COMMAND, seconds=limit, deadline=deadline, jobs=options.jobs
+        )
         chosen = ["brief"] if options.brief else [*map(str, options.context or ()), *(options.preset or ())]
         name = "-".join(["training", *(re.sub(r"[^a-z0-9_]+", "-", choice) for choice in chosen)])
         path = options.out or _rows.result_path(name, device["machine"]["device"])
+    rows = _rows.resumed(described, measure_rows, options, device["machine"])
     report = _rows.record({"machine": device["machine"]}, rows, path)
     _print(report)
     if path is not None and any("seconds" in row for row in report["rows"]):
@@ -121,7 +127,7 @@ def measure(row: dict) -> dict:
         return {"machine": _rows.machine(gpu=True)}
     settings = config.load(f"gpt2_124m:{row['preset']}")
     data = dataclasses.replace(settings.data, context_length=row["context"], batch_tokens=row["tokens"])
-    model = dataclasses.replace(settings.model, **(_TINY if row.get("tiny") else {}))
+    model = dataclasses.replace(settings.model, **(TINY if row.get("tiny") else {}))
     settings = dataclasses.replace(settings, data=data, model=model)
     device = jax.devices()[0]
     mesh = sharding.whole_mesh([device])

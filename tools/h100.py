@@ -29,9 +29,18 @@ KERNELS = sorted(
     path.stem for path in (pathlib.Path(__file__).parent / "compiled").glob("*.py") if path.stem != "__init__"
 )
 
-# For predictions: dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, given the clock under load.
+# Assumptions of the predictions, in cycles of one multiprocessor. `benchmarks.hopper --parts=model` measures those that
+# are guesses, and its summary lists the values to set.
+#
+# Dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, given the clock under load.
 SUSTAINED_HERTZ = 0.8 * 1.83e9
 MULTIPROCESSORS = 132
+# Bytes per cycle from shared memory, which wgmma reads at half that rate, and (a guess) from L2.
+SHARED_BYTES, PRODUCT_BYTES, CACHE_BYTES = 128, 64, 25
+# Latency of the last wgmma of each product, of barriers and of sums, per step; guesses. The kernels of states wait for
+# products and barriers only.
+STATE_WAITING_CYCLES = 120
+ATTENTION_WAITING_CYCLES = {"forward": 250, "dq": 300, "dkv": 350, "dk": 350, "dv": 250}
 # Kinds of instructions that are counted in loops.
 KINDS = ("HGMMA", "HMUL2", "FMUL", "FFMA", "FADD", "F2FP", "MUFU", "LDS", "LDSM", "BAR")
 

@@ -1,5 +1,6 @@
 """Tests that rows of a benchmark are measured in processes that may crash, hang or take too long."""
 
+import argparse
 import json
 import os
 import sys
@@ -110,3 +111,34 @@ def test_rows_are_written_as_they_come(tmp_path):
 def test_results_are_named_after_the_device():
     path = _rows.result_path("training-brief", "NVIDIA H100 80GB HBM3")
     assert path == _rows.RESULTS / "training-brief-nvidia-h100-80gb-hbm3.json"
+
+
+def test_finished_rows_are_kept_and_the_others_measured(tmp_path):
+    path = tmp_path / "rows.json"
+    old = [
+        {"number": 0, "seconds": 1.0},
+        {"number": 1, "note": "segmentation fault"},
+        {"number": 2, "note": _rows.NO_TIME},
+    ]
+    path.write_text(json.dumps({"machine": {"device": "H100", "torch": "2"}, "rows": old}))
+    options = argparse.Namespace(resume=True, out=path)
+    asked = []
+
+    def measure(rows):
+        asked.extend(rows)
+        return [row | {"seconds": 2.0} for row in rows]
+
+    described = [{"number": number} for number in range(4)]
+    rows = _rows.resumed(described, measure, options, {"device": "H100"})
+    report = _rows.record({"machine": {"device": "H100"}}, rows, path)
+    assert asked == described[2:]
+    assert report["machine"]["torch"] == "2"
+    assert report["rows"] == [*old[:2], *({"number": number, "seconds": 2.0} for number in (2, 3))]
+
+
+def test_rows_of_another_device_are_not_kept(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps({"machine": {"device": "H100"}, "rows": []}))
+    options = argparse.Namespace(resume=True, out=path)
+    with pytest.raises(SystemExit, match="has rows of H100 and this is H200; use another --out"):
+        _rows.resumed([], list, options, {"device": "H200"})

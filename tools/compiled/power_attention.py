@@ -8,9 +8,6 @@ import jax.numpy as jnp
 from pallas_kernels.power_attention import config, forward, operands
 from tools import h100
 
-# Latency of the last wgmma of each product, of barriers and of row sums, per step; a guess, not a measurement.
-WAITING_CYCLES = 250
-
 WIDTHS = (16, 32, 64, 96, 128)
 # Power, head size, value size, dtype.
 CASES = [
@@ -55,7 +52,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     # The shortest loop that multiplies matrices and rounds weights; m64nNk16 takes N / 2 cycles.
     counts = next(loop for loop in kernel.loops if loop["HGMMA"] and loop["F2FP"])
     tensor = chosen.head_dim // 16 * chosen.block // 2 + chosen.block // 16 * chosen.value_dim // 2
-    step = max(2 * tensor, tensor + counts["instructions"] + WAITING_CYCLES)
+    step = max(2 * tensor, tensor + counts["instructions"] + h100.ATTENTION_WAITING_CYCLES["forward"])
     blocks = 65_536 // chosen.block
     steps = 8 * blocks * (blocks + 1) / 2 / h100.MULTIPROCESSORS
     return [h100.Loop("keys", counts, tensor)], f"{1e3 * steps * step / h100.SUSTAINED_HERTZ:.1f} ms"

@@ -14,8 +14,6 @@ from pallas_kernels.power_attention import config, key_vjp, query_vjp, vjp_opera
 from tools import h100
 from tools.compiled import power_attention as forward
 
-# Latency of the last wgmma of each product, of barriers and of sums, per step; a guess, not a measurement.
-WAITING_CYCLES = {"dq": 300, "dkv": 350, "dk": 350, "dv": 250}
 # The results of a kernel of the pass over keys: if registers are few, it needs two kernels.
 RESULTS = {"dkv": ("dkey", "dvalue"), "dk": ("dkey",), "dv": ("dvalue",)}
 
@@ -87,7 +85,9 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     results = (chosen.head_dim if which != "dv" else 0) + (chosen.value_dim if which in ("dv", "dkv") else 0)
     tensor = scores // 16 * block // 2 + block // 16 * results // 2
     instructions = counts["instructions"]
-    step = max(count * tensor, count * instructions, tensor + instructions + WAITING_CYCLES[which])
+    step = max(
+        count * tensor, count * instructions, tensor + instructions + h100.ATTENTION_WAITING_CYCLES[which]
+    )
     blocks = 65_536 // block
     steps = 8 * blocks * (blocks + count) / (2 * count) / h100.MULTIPROCESSORS
     return [h100.Loop("pairs", counts, tensor)], f"{1e3 * steps * step / h100.SUSTAINED_HERTZ:.1f} ms"

@@ -47,10 +47,6 @@ RARE = [f"update-{size}-{dtype}" for size in SIZES for dtype in cases.STATES]
 QUERIES = [f"{size}-c{chunk}-{dtype}" for size in SIZES for chunk in QUERY_CHUNKS for dtype in cases.STATES]
 RARE += [f"query-{case}" for case in QUERIES]
 RARE = sorted(set(RARE) - set(CASES))
-# Latency of the last wgmma of each product and of barriers; a guess, not a measurement.
-WAITING_CYCLES = 120
-# Bytes per cycle of one multiprocessor: from shared memory, which wgmma reads at half that rate, and (a guess) from L2.
-SHARED_BYTES, PRODUCT_BYTES, CACHE_BYTES = 128, 64, 25
 
 
 def build(case: str):
@@ -110,12 +106,17 @@ def _predict_update(case, layout, loops):
     tensor = config.update_scalars // 2 * 2 * layout.section_width
     # 64 tokens of 16 bits per row. Every warpgroup reads the values, and a vector per scalar in eight parts per warp.
     filled = 128 * (layout.section_rows + configs.BLOCK + scalars)
-    shared = 2 * tensor * PRODUCT_BYTES + filled + 2 * 128 * configs.BLOCK + scalars * 4 * 8 * SHARED_BYTES
+    shared = (
+        2 * tensor * h100.PRODUCT_BYTES
+        + filled
+        + 2 * 128 * configs.BLOCK
+        + scalars * 4 * 8 * h100.SHARED_BYTES
+    )
     step = max(
         2 * tensor,
-        tensor + counts["instructions"] + WAITING_CYCLES,
-        shared / SHARED_BYTES,
-        filled / CACHE_BYTES,
+        tensor + counts["instructions"] + h100.STATE_WAITING_CYCLES,
+        shared / h100.SHARED_BYTES,
+        filled / h100.CACHE_BYTES,
     )
     rounds = -(-cases.PREDICTED_HEADS * config.update_blocks * config.segments // h100.MULTIPROCESSORS)
     cycles = rounds * cases.PREDICTED_TIME / config.segments / configs.BLOCK * step
@@ -128,7 +129,7 @@ def _predict_norms(case, layout, loops):
     tensor = max(layout.head_dim, configs.BLOCK) // configs.BLOCK * 2 * 4 * layout.head_dim // 2
     filled = 2 * configs.BLOCK * layout.head_dim + 4 * configs.BLOCK
     rounds = cases.PREDICTED_HEADS * cases.PREDICTED_TIME / configs.BLOCK / h100.MULTIPROCESSORS
-    return [h100.Loop("tokens", loops[0], tensor)], rounds * max(tensor, filled / CACHE_BYTES)
+    return [h100.Loop("tokens", loops[0], tensor)], rounds * max(tensor, filled / h100.CACHE_BYTES)
 
 
 def _predict_query(case, layout, loops):
@@ -137,15 +138,15 @@ def _predict_query(case, layout, loops):
     count, products = config.query_blocks, config.parts * terms
     tensor = layout.width // 16 * value_dim // 2 * terms
     state = next(loop for loop in loops if loop["HMUL2"] and not loop["MUFU"])
-    cached = 2 * value_dim * layout.width * terms / CACHE_BYTES
-    group = max(count * tensor, tensor + state["instructions"] + products * WAITING_CYCLES, cached)
+    cached = 2 * value_dim * layout.width * terms / h100.CACHE_BYTES
+    group = max(count * tensor, tensor + state["instructions"] + products * h100.STATE_WAITING_CYCLES, cached)
     found, row = [h100.Loop("states", state, tensor)], layouts.TILE * group
     if chunk > configs.BLOCK:  # a single block of keys has no loop of its own
         # Scores, then two products with values.
         near = layout.head_dim // 16 * 32 + 2 * 4 * value_dim // 2
         wgmmas = layout.head_dim // 16 + 8
         keys = next(loop for loop in loops if loop["MUFU"] and loop["HGMMA"] == wgmmas)
-        block = max(count * near, near + keys["instructions"] + 3 * WAITING_CYCLES)
+        block = max(count * near, near + keys["instructions"] + 3 * h100.STATE_WAITING_CYCLES)
         row += ((chunk // configs.BLOCK + count) / 2 + cases.WINDOW // configs.BLOCK) * block
         found.append(h100.Loop("keys", keys, near))
     rows = cases.PREDICTED_HEADS * cases.PREDICTED_TIME / (configs.BLOCK * count)

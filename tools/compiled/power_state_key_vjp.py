@@ -67,13 +67,13 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     read = [loop for loop in loops if loop["HMUL2" if value else "FFMA"] and not loop["MUFU"]][:parts]
     far = {kind: sum(loop[kind] for loop in read) for kind in read[0]}
     tensor = (key + value) * layout.width // 16 * value_dim // 2 * terms
-    waits = parts * (key + value * terms) * forward.WAITING_CYCLES
-    cached = 2 * value_dim * layout.width * terms / forward.CACHE_BYTES
+    waits = parts * (key + value * terms) * h100.STATE_WAITING_CYCLES
+    cached = 2 * value_dim * layout.width * terms / h100.CACHE_BYTES
     row = layouts.TILE * max(count * tensor, tensor + far["instructions"] + waits, cached)
     # Scores; slopes; then two products each for values and keys.
     close = 2 * (head_dim + key * value_dim) + 4 * (key * head_dim + value * value_dim)
     near = next(loop for loop in loops if loop["MUFU"])
-    block = max(count * close, close + near["instructions"] + 3 * forward.WAITING_CYCLES)
+    block = max(count * close, close + near["instructions"] + 3 * h100.STATE_WAITING_CYCLES)
     row += ((chunk // configs.BLOCK + count) / 2 + cases.WINDOW // configs.BLOCK) * block
     cycles = (
         cases.PREDICTED_HEADS * cases.PREDICTED_TIME / (configs.BLOCK * count) / h100.MULTIPROCESSORS * row

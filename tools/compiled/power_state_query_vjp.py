@@ -65,14 +65,14 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
         width // 2 * value_dim // 16 * terms,
         state["instructions"] * layout.sections / groups,
     )
-    waits = config.query_vjp_parts * forward.WAITING_CYCLES
-    cached = 2 * value_dim * width * terms / forward.CACHE_BYTES
+    waits = config.query_vjp_parts * h100.STATE_WAITING_CYCLES
+    cached = 2 * value_dim * width * terms / h100.CACHE_BYTES
     group = max(count * tensor, count * instructions, tensor + instructions + waits, cached)
     found, row = [h100.Loop("states", state, tensor * groups // layout.sections)], layouts.TILE * group
     near = 2 * (head_dim + value_dim) + 2 * 2 * head_dim
     keys = next(loop for loop in loops if loop["MUFU"])
     busy = max(near, keys["instructions"])
-    block = max(count * busy, near + keys["instructions"] + 2 * forward.WAITING_CYCLES)
+    block = max(count * busy, near + keys["instructions"] + 2 * h100.STATE_WAITING_CYCLES)
     row += ((chunk // configs.BLOCK + count) / 2 + cases.WINDOW // configs.BLOCK) * block
     found.append(h100.Loop("keys", keys, near))
     rows = cases.PREDICTED_HEADS * cases.PREDICTED_TIME / (configs.BLOCK * count)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from sympow_jax.ops import feature_maps
 
 __all__ = [
+    "FEATURE_COST",
+    "LEAST_CHUNKED_TIME",
     "default_chunk",
     "faster_kernel",
     "feature_flops",
@@ -20,9 +22,9 @@ __all__ = [
     "state_bytes",
 ]
 
-# Measured for the kernels, see `faster_kernel`.
-_FEATURE_COST = 2
-_LEAST_CHUNKED_TIME = 6144
+# Measured for the kernels, see `faster_kernel`: `benchmarks.hopper` fits both to its rows.
+FEATURE_COST = 2.0
+LEAST_CHUNKED_TIME = 6144
 
 
 def flops_per_token(
@@ -66,7 +68,13 @@ def feature_flops(*, heads: int, kv_heads: int, head_dim: int, value_dim: int, p
     return 2 * feature_maps.symmetric_power_dim(head_dim, power) * value_dim * (heads + kv_heads)
 
 
-def faster_kernel(flops: Mapping[str, float], time: int) -> str:
+def faster_kernel(
+    flops: Mapping[str, float],
+    time: int,
+    *,
+    feature_cost: float = FEATURE_COST,
+    least_chunked_time: int = LEAST_CHUNKED_TIME,
+) -> str:
     """Returns the form whose Hopper kernels are faster, from the FLOPs of each form.
 
     Fitted to an H200 at batch 1 with 8 heads (benchmarks/results/h200): a FLOP over features takes at least twice as
@@ -74,7 +82,7 @@ def faster_kernel(flops: Mapping[str, float], time: int) -> str:
     kernels choose. Both forms take equally long at about 6,000 tokens for p = 2, D = 32 (both passes), and at 7,000
     (both passes) to 12,000 (forward) for D = 64.
     """
-    pays = time >= _LEAST_CHUNKED_TIME and _FEATURE_COST * flops["chunked"] < flops["attention"]
+    pays = time >= least_chunked_time and feature_cost * flops["chunked"] < flops["attention"]
     return "chunked" if pays else "attention"
 
 

@@ -1,0 +1,1 @@
+"""All measurements on one Hopper GPU in the order of their importance: `python -m benchmarks.hopper`."""

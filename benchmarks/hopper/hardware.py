@@ -1,0 +1,251 @@
+"""Measures the rates that the cost model of the kernels assumes: of matrix products and of reads from L2.
+
+    python -m benchmarks.hopper.hardware [--out=FILE]
+
+`wgmma`: every multiprocessor adds m64nNk16 products, whose first operand is in registers, to the accumulators of two
+warpgroups. The model assumes N / 2 cycles for each, also where N is not a multiple of 16. `cache`: every multiprocessor
+copies the same few megabytes into shared memory by TMA, again and again. Cycles are those of the model's clock
+(`tools.h100.SUSTAINED_HERTZ`), so that they replace its constants as they are. Results are compared with plain JAX.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks import _contenders, _rows, _timing
+from pallas_kernels.hopper import launch, ring, tensor_core
+from sympow_jax.ops._shared import target
+from tools import h100
+
+__all__ = ["cache", "main", "wgmma"]
+
+COLUMNS = (32, 40, 48, 64, 96, 128, 160)
+# Of the 50 MB of L2, half of which are closer to a multiprocessor than the others.
+MEGABYTES = (4, 16, 32)
+DEPTH = 64
+# Products of depth 64 in one iteration, after which the warpgroup waits; four instructions each.
+UNROLLED, INSTRUCTIONS = 16, DEPTH // 16
+WARPGROUPS, STAGES = 2, 6
+# Rows of 128 bytes in one copy of 16 KB.
+TILE = 128
+ITERATIONS, PASSES = 2048, 64
+ROW_SECONDS = 120.0
+COMMAND = (sys.executable, "-m", "benchmarks.hopper.hardware")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the table and writes the JSON. Exits with status 1 and one line if there is no Hopper GPU."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options = _rows.read_options(parser, arguments)
+    if options.row:
+        _rows.print_result(measure, options.row)
+        return
+    described: list[dict] = [{"rate": "wgmma", "columns": columns} for columns in COLUMNS]
+    described += [{"rate": "cache", "megabytes": megabytes} for megabytes in MEGABYTES]
+    measure_rows: Callable[[list[dict]], Iterable[dict]]
+    if options.smoke:
+        device = {"machine": _rows.machine()}
+        described = [described[1], {"rate": "cache", "megabytes": 1 / 32}]
+        measure_rows = functools.partial(
+            _rows.in_this_process, measure=functools.partial(measure, smoke=True)
+        )
+    else:
+        device = _rows.require_device("benchmarks.hopper.hardware", COMMAND, seconds=ROW_SECONDS)
+        measure_rows = functools.partial(
+            _rows.in_processes,
+            command=COMMAND,
+            seconds=ROW_SECONDS,
+            deadline=_rows.deadline(options),
+            jobs=options.jobs,
+        )
+    rows = _rows.resumed(described, measure_rows, options, device["machine"])
+    report = _rows.record({"machine": device["machine"]}, rows, options.out)
+    table = _rows.make_table(
+        "rates", ("rate", "of", "measured", "assumed", "spread", "note"), ("rate", "note")
+    )
+    for row in report["rows"]:
+        size = f"N = {row['columns']}" if row["rate"] == "wgmma" else f"{row['megabytes']:g} MB"
+        cells = [f"{row[name]:.4g}" if name in row else "-" for name in ("measured", "assumed", "spread")]
+        table.add_row(row["rate"], size, *cells, row.get("note", row.get("unit", "")))
+    _rows.print_tables(report, [table])
+
+
+def measure(row: dict, *, smoke: bool = False) -> dict:
+    """Measures a row or, for {"device": True}, describes the GPU. `smoke` interprets one block on any device."""
+    if "device" in row:
+        return {"machine": _rows.machine(gpu=True)}
+    if not smoke:
+        target.require_hopper()
+    interpret = plgpu.InterpretGPUParams() if smoke else None
+    blocks = 1 if smoke else h100.MULTIPROCESSORS
+    random = np.random.default_rng(0)
+    arrays: tuple[jax.Array, ...]
+    if row["rate"] == "wgmma":
+        columns, repeats = row["columns"], 1 if smoke else ITERATIONS
+        left = jnp.asarray(random.standard_normal((64, DEPTH)), jnp.bfloat16)
+        right = jnp.asarray(random.standard_normal((columns, DEPTH)), jnp.bfloat16)
+        arrays = left, right
+        expected = UNROLLED * left.astype(jnp.float32) @ right.astype(jnp.float32).T
+        call = functools.partial(wgmma, blocks=blocks, interpret=interpret)
+        # Both warpgroups share the tensor cores of their multiprocessor.
+        work, unit = WARPGROUPS * repeats * UNROLLED * INSTRUCTIONS, "cycles per m64nNk16"
+        assumed = columns / 2
+    else:
+        tiles, repeats = int(row["megabytes"] * 2**20) // (TILE * 128), 1 if smoke else PASSES
+        arrays = (jnp.asarray(random.standard_normal((tiles * TILE, 64)), jnp.bfloat16),)
+        expected = arrays[0][-64:].astype(jnp.float32)
+        call = functools.partial(cache, blocks=blocks, interpret=interpret)
+        work, unit = repeats * arrays[0].nbytes, "bytes per cycle of one multiprocessor"
+        assumed = h100.CACHE_BYTES
+    # One iteration is checked: a sum of many equal products would err by its own length.
+    found = jax.jit(functools.partial(call, repeats=1))(*arrays)
+    error = float(_contenders.rms_error(found, jnp.broadcast_to(expected, found.shape)))
+    _contenders.require_close("the result", error, _contenders.VALUE_BOUND)
+    program = jax.jit(functools.partial(call, repeats=repeats)).lower(*arrays).compile()
+    with _rows.exclusive():
+        taken = [
+            sample.seconds for sample in _timing.samples(functools.partial(_timing.queued, program, [arrays]))
+        ]
+    cycles = statistics.median(taken) * h100.SUSTAINED_HERTZ
+    measured = cycles / work if row["rate"] == "wgmma" else work / cycles
+    return {
+        "measured": measured,
+        "assumed": assumed,
+        "unit": unit,
+        "seconds": statistics.median(taken),
+        "spread": _timing.spread(taken),
+        "error": error,
+    }
+
+
+def wgmma(left, right, *, repeats: int, blocks: int, interpret: Any = None) -> jax.Array:
+    """Returns the sum of repeats * UNROLLED products left @ right^T of every block and warpgroup.
+
+    Args:
+        left: bfloat16 [64, DEPTH], which is read from registers.
+        right: bfloat16 [N, DEPTH], which is read from shared memory.
+        repeats: iterations of the loop.
+        blocks: number of thread blocks, one for each multiprocessor.
+        interpret: parameters of the GPU interpreter, or None.
+
+    Returns:
+        float32 [blocks, WARPGROUPS, 64, N].
+    """
+    columns = right.shape[0]
+
+    def body(gmem, smem):
+        block = lax.axis_index("block")
+
+        def copy():
+            plgpu.copy_gmem_to_smem(gmem["left"], smem["left_smem"], smem["full"])
+            plgpu.copy_gmem_to_smem(gmem["right"], smem["right_smem"], smem["full"])
+
+        def compute(warpgroup, core):
+            plgpu.barrier_wait(smem["full"])
+            first = plgpu.load(smem["left_smem"], layout=plgpu.Layout.WGMMA)
+
+            def add(accumulator):
+                @pl.loop(jnp.int32(0), jnp.int32(repeats))
+                def _iteration(_):
+                    # Straight-line code with one product in flight, as in the kernels.
+                    for _ in range(UNROLLED):
+                        core.add(accumulator, first, smem["right_smem"].T, wait=1)
+                    core.wait()
+
+                gmem["out"][block, warpgroup] = accumulator[...]
+
+            core.accumulators(add, columns)
+
+        return copy, compute
+
+    return launch.launch(
+        body,
+        {"left": left, "right": right},
+        {"out": jax.ShapeDtypeStruct((blocks, WARPGROUPS, 64, columns), jnp.float32)},
+        {
+            "left_smem": tensor_core.operand((), 64, DEPTH, left.dtype),
+            "right_smem": tensor_core.operand((), columns, DEPTH, right.dtype),
+            "full": plgpu.Barrier(num_arrivals=2),
+        },
+        grid={"block": blocks},
+        warpgroups=WARPGROUPS,
+        name="measure_wgmma",
+        interpret=interpret,
+    )["out"]
+
+
+def cache(source, *, repeats: int, blocks: int, interpret: Any = None) -> jax.Array:
+    """Copies all of `source` into the shared memory of every block, `repeats` times; returns its last 64 rows.
+
+    Args:
+        source: bfloat16 [rows, 64], rows a multiple of TILE.
+        repeats: number of times that it is read.
+        blocks: number of thread blocks, one for each multiprocessor.
+        interpret: parameters of the GPU interpreter, or None.
+
+    Returns:
+        float32 [blocks, 64, 64].
+    """
+    tiles = source.shape[0] // TILE
+    steps = tiles * repeats
+
+    def body(gmem, smem):
+        block = lax.axis_index("block")
+
+        def copy():
+            def copy_tile(step, slot):
+                rows = pl.ds(lax.rem(step, jnp.int32(tiles)) * TILE, TILE)
+                plgpu.copy_gmem_to_smem(
+                    gmem["source"].at[rows], smem["source_smem"].at[slot], smem["full"].at[slot]
+                )
+
+            ring.fill(jnp.int32(steps), STAGES, smem["free"], copy_tile)
+
+        def compute(warpgroup, core):
+            del warpgroup, core
+
+            @pl.loop(jnp.int32(0), jnp.int32(steps))
+            def _step(step):
+                slot = ring.slot_of(step, STAGES)
+                plgpu.barrier_wait(smem["full"].at[slot])
+
+                # The last tile is written, so that the result shows that copies arrived.
+                @pl.when(step == steps - 1)
+                def _write():
+                    last = smem["source_smem"].at[slot, pl.ds(TILE - 64, 64)]
+                    gmem["out"][block] = plgpu.load(last, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+                plgpu.barrier_arrive(smem["free"].at[slot])
+
+        return copy, compute
+
+    return launch.launch(
+        body,
+        {"source": source},
+        {"out": jax.ShapeDtypeStruct((blocks, 64, 64), jnp.float32)},
+        {
+            "source_smem": tensor_core.operand((STAGES,), TILE, 64, source.dtype),
+            "full": plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+            "free": plgpu.Barrier(num_arrivals=1, num_barriers=STAGES),
+        },
+        grid={"block": blocks},
+        warpgroups=1,
+        name="measure_cache",
+        interpret=interpret,
+    )["out"]
+
+
+if __name__ == "__main__":
+    main()
