@@ -1,14 +1,10 @@
-"""Tokenizes pieces of a corpus, in worker processes or in a thread."""
+"""Tokenizes pieces of a corpus, a few of them ahead."""
 
 import collections
 import concurrent.futures
 import dataclasses
-import itertools
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -110,29 +106,6 @@ class Tokenizing:
             ) from None
 
 
-_GRACE_SECONDS = 10
-_in_worker: Tokenizing
-
-
-def _start_worker(recipe: Recipe) -> None:
-    global _in_worker
-    # Ctrl-C and SIGTERM may reach the whole process group, but the training process needs data until it has saved.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_soon)
-    processes.end_with_parent()
-    _in_worker = Tokenizing(recipe)
-
-
-def _end_soon(*_) -> None:
-    timer = threading.Timer(_GRACE_SECONDS, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
-
-
-def _tokenize_in_worker(pieces: Sequence[corpus_files.Piece]) -> DocumentTokens:
-    return _in_worker(pieces)
-
-
 def tokens_in_order(
     recipe: Recipe, groups: Iterable[Sequence[corpus_files.Piece]], *, workers: int
 ) -> Generator[DocumentTokens]:
@@ -146,31 +119,12 @@ def tokens_in_order(
     Raises:
         ValueError: as `Tokenizing`, or a worker was killed.
     """
-    executor, tokenize = _executor(recipe, workers)
-    ahead: collections.deque[concurrent.futures.Future[DocumentTokens]] = collections.deque()
-    remaining = iter(groups)
-    try:
-        while True:
-            next_groups = itertools.islice(remaining, workers + 2 - len(ahead))
-            ahead.extend(executor.submit(tokenize, group) for group in next_groups)
-            if not ahead:
-                return
+    make = functools.partial(Tokenizing, recipe)
+    with processes.pool(make, workers=workers, setting="data.tokenizer_workers") as submit:
+        ahead: collections.deque[concurrent.futures.Future[DocumentTokens]] = collections.deque()
+        for group in groups:
+            ahead.append(submit(group))
+            if len(ahead) == workers + 2:
+                yield ahead.popleft().result()
+        while ahead:
             yield ahead.popleft().result()
-    except concurrent.futures.BrokenExecutor:
-        raise ValueError(
-            "a process that tokenizes data was killed, perhaps because memory ran out; run again to resume, with "
-            "fewer data.tokenizer_workers if it happens again"
-        ) from None
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _executor(
-    recipe: Recipe, workers: int
-) -> tuple[concurrent.futures.Executor, Callable[[Sequence[corpus_files.Piece]], DocumentTokens]]:
-    if not workers:
-        return concurrent.futures.ThreadPoolExecutor(1), Tokenizing(recipe)
-    # A forked process would share the locks of JAX's threads.
-    context = multiprocessing.get_context("spawn")
-    executor = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (recipe,))
-    return executor, _tokenize_in_worker

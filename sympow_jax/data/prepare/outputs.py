@@ -1,8 +1,11 @@
 """The files that prepared tokens are written to."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -14,10 +17,10 @@ import numpy as np
 import tensorstore
 
 from sympow_jax import atomic
-from sympow_jax.data import longcrawl64, tokens
+from sympow_jax.data import longcrawl64, processes, tokens
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.prepare import folder as folder_lib
-from sympow_jax.data.prepare import pieces, workers
+from sympow_jax.data.prepare import pieces
 
 __all__ = ["Options", "Progress", "write_bin", "write_longcrawl64"]
 
@@ -31,7 +34,7 @@ class Options:
         separator: id that ends a document; None takes the tokenizer's.
         text_column: column of parquet and JSON lines files that holds the text; None if every file is a document.
         shortest_document: number of tokens, with the separator, of the shortest document that is not left out.
-        workers: number of processes. One is this process itself.
+        workers: number of processes that tokenize; 1 for a thread of this process.
     """
 
     tokenizer: str = "byte"
@@ -130,28 +133,43 @@ def _prepared(
         yield folder, summary
 
 
+class _PieceWriter:
+    """Tokenizes pieces and writes them to a folder."""
+
+    def __init__(self, encoding: pieces.Encoding, folder: pathlib.Path):
+        self._encoder, self._folder = pieces.PieceEncoder(encoding), folder
+
+    def __call__(self, task: tuple[int, pieces.Piece]) -> int:
+        """Returns the index of the piece."""
+        index, piece = task
+        folder_lib.write_piece(self._folder, index, self._encoder.encode(piece))
+        return index
+
+
 def _tokenize(
     folder: folder_lib.Folder,
     all_pieces: Sequence[pieces.Piece],
     encoding: pieces.Encoding,
-    count: int,
+    workers: int,
     report: Report,
 ) -> None:
     """Tokenizes and joins the pieces that are not in the folder yet."""
-    tasks = [
-        workers.Task(index, piece) for index, piece in enumerate(all_pieces) if not folder.finished(index)
-    ]
 
     def tell() -> None:
         counts = folder.counts
         report(Progress(counts.pieces, len(all_pieces), counts.documents, counts.tokens))
 
     tell()
-    # Closed here, so that the processes have ended when an error or Ctrl-C leaves this function.
-    with contextlib.closing(workers.run(tasks, encoding, folder.path, count=count)) as finished:
-        for index in finished:
-            folder.add(index)
-            tell()
+    tasks = iter([(index, piece) for index, piece in enumerate(all_pieces) if not folder.finished(index)])
+    make = functools.partial(_PieceWriter, encoding, folder.path)
+    with processes.pool(make, workers=workers if workers > 1 else 0, setting="--workers") as submit:
+        running = {submit(task) for task in itertools.islice(tasks, workers)}
+        while running:
+            done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
+            for written in done:
+                folder.add(written.result())
+                tell()
+            running |= {submit(task) for task in itertools.islice(tasks, len(done))}
 
 
 def _json(summary: dict[str, Any]) -> str:
