@@ -404,7 +404,9 @@ def test_nothing_remains_of_a_killed_command(folder, lines):
     )
     hidden = pathlib.Path(".a.bin.prepare")
     _wait(lambda: list(hidden.glob("piece-*")) or (hidden / "joined.json").exists())
-    tasks = pathlib.Path(f"/proc/{command.pid}/task")  # one per thread, each with the children that it started
+    tasks = pathlib.Path(
+        f"/proc/{command.pid}/task"
+    )  # one per thread, each with the children that it started
     children = [child for path in tasks.glob("*/children") for child in path.read_text().split()]
     command.kill()
     command.wait()
