@@ -98,12 +98,7 @@ class Tokenizing:
         if isinstance(document, np.ndarray):
             return document
         assert self._tokenizer is not None
-        try:
-            return self._tokenizer.encode(document)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{name} is not UTF-8 at byte {error.start}; leave it out, convert it, or use data.tokenizer=byte"
-            ) from None
+        return self._tokenizer.encode_document(document, name=name)
 
 
 def tokens_in_order(
