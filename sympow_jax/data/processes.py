@@ -42,6 +42,7 @@ def pool[Item, Result](
     context = multiprocessing.get_context("spawn")
     started: list[SpawnProcess] = []
     idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    ended = threading.Event()
 
     def start() -> None:
         # Each thread starts one process, which inherits that the thread blocks signals. No signal can interrupt the
@@ -53,6 +54,8 @@ def pool[Item, Result](
         process.start()
         theirs.close()  # so that the end of the process ends the connection
         started.append(process)
+        if ended.is_set():
+            process.kill()
         idle.put(ours)
 
     def ask(item: Item) -> Result:
@@ -72,12 +75,12 @@ def pool[Item, Result](
         return result
 
     def end() -> None:
+        ended.set()
         threads.shutdown(wait=False, cancel_futures=True)
-        for process in [*started]:
+        for process in started:
             process.kill()  # ends the wait of its thread
         threads.shutdown()
-        for process in started:  # also those that threads were starting
-            process.kill()
+        for process in started:
             process.join()
 
     threads = (
@@ -91,8 +94,8 @@ def pool[Item, Result](
     try:
         yield lambda item: threads.submit(function, item)
     finally:
-        atexit.unregister(end)
         end()
+        atexit.unregister(end)  # not before, because a second Ctrl-C may interrupt `end`
 
 
 def _work(connection: Connection, make: Callable[[], Callable[[Any], Any]]) -> None:
