@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from sympow_jax import config as config_lib
+from sympow_jax.config import data as data_config
 from sympow_jax.data import documents, longcrawl64, masking, rows, shuffle, text, tokens
 
 __all__ = ["HeldoutData", "describe", "train_dataset"]
 
 _DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
-_CORPORA = {"parquet": "corpus", "jsonl": "corpus"}  # documents that are tokenized as they are read
 _EXAMPLES = {  # tasks that each source of labeled examples supports
     "tsv": ("classification", "regression"),
     "images": ("classification",),
@@ -26,7 +26,8 @@ def _source(name: str) -> Any:
     if name in _DOCUMENTS:
         return _DOCUMENTS[name]
     # Imported on demand, because others need libraries that would delay the start of a run, or may not be installed.
-    return importlib.import_module(f"sympow_jax.data.{_CORPORA.get(name, name)}")
+    module = "corpus" if name in data_config.CORPUS_SOURCES else name
+    return importlib.import_module(f"sympow_jax.data.{module}")
 
 
 def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> None:
@@ -44,7 +45,7 @@ def _open(
     """Opens the training or the held-out part of a source; of a corpus the held-out part only."""
     if config.source in _EXAMPLES:
         return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
-    if config.source in _CORPORA:
+    if config.source in data_config.CORPUS_SOURCES:
         return _source(config.source).open_heldout(config, vocab_size=vocab_size)
     source = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)
     if source.lead is not None and not 0 <= source.lead < vocab_size:
@@ -97,7 +98,7 @@ def train_dataset(
     """
     task = task or config_lib.TaskConfig()
     _require_fitting(config, task)
-    if config.source in _CORPORA:
+    if config.source in data_config.CORPUS_SOURCES:
         pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
         return _source(config.source).open_rows(config, pack, vocab_size=vocab_size)
     opened = _open(config, task, vocab_size=vocab_size, heldout=False)

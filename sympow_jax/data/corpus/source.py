@@ -151,7 +151,7 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     )
     recipe = _recipe(config, corpus[0], vocab_size=_ANY_VOCABULARY, heldout=False)
     sample, *others = files.pieces(corpus[:1], _SAMPLE_BYTES)
-    tokens = tokenizing.Tokenizing(recipe)([sample]).tokens
+    tokens = tokenizing.PieceTokenizer(recipe)([sample]).tokens
     size = sum(file.size for file in corpus)
     estimate = len(tokens) * (1 + len(others)) * size // corpus[0].size
     dropped = len(_groups(corpus, config)) * config.context_length / 2 / max(1, estimate)

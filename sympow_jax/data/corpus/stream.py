@@ -51,7 +51,7 @@ class CorpusRows:
     after the last of them are dropped.
 
     Args:
-        recipe: what makes tokens of documents.
+        recipe: the way from documents to tokens.
         groups: all groups of pieces.
         pack: makes rows of documents.
         length: number of tokens in a row.

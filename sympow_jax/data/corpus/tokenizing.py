@@ -15,7 +15,7 @@ from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import files as corpus_files
 from sympow_jax.data.corpus import reading
 
-__all__ = ["DocumentTokens", "Recipe", "Tokenizing", "tokens_in_order"]
+__all__ = ["DocumentTokens", "PieceTokenizer", "Recipe", "tokens_in_order"]
 
 
 class DocumentTokens(NamedTuple):
@@ -33,7 +33,7 @@ class DocumentTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What makes tokens of documents. It can be sent to another process.
+    """The way from documents to tokens, in a form that can be sent to another process.
 
     Attributes:
         column: column of text or of token ids.
@@ -56,7 +56,7 @@ class Recipe:
     heldout: bool
 
 
-class Tokenizing:
+class PieceTokenizer:
     """Reads and tokenizes pieces."""
 
     def __init__(self, recipe: Recipe):
@@ -107,14 +107,14 @@ def tokens_in_order(
     """Yields the tokens of each group of pieces, in order, and reads a few groups ahead.
 
     Args:
-        recipe: what makes tokens of documents.
+        recipe: the way from documents to tokens.
         groups: groups of pieces.
         workers: number of processes; 0 for a thread of this process.
 
     Raises:
-        ValueError: as `Tokenizing`, or a worker was killed.
+        ValueError: as `PieceTokenizer`, or a worker was killed.
     """
-    make = functools.partial(Tokenizing, recipe)
+    make = functools.partial(PieceTokenizer, recipe)
     with processes.pool(make, workers=workers, setting="data.tokenizer_workers") as submit:
         ahead: collections.deque[concurrent.futures.Future[DocumentTokens]] = collections.deque()
         for group in groups:

@@ -63,10 +63,6 @@ class Progress(NamedTuple):
 Report = Callable[[Progress], None]
 
 
-def _ignore(progress: Progress) -> None:
-    del progress
-
-
 def _new(out: str | pathlib.Path) -> pathlib.Path:
     path = pathlib.Path(out).expanduser()
     if os.path.lexists(path):
@@ -77,7 +73,7 @@ def _new(out: str | pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _prepared(
-    path: pathlib.Path, paths: Sequence[str], options: Options, report: Report
+    path: pathlib.Path, paths: Sequence[str], options: Options, report: Report | None
 ) -> Iterator[tuple[folder_lib.Folder, dict[str, Any]]]:
     """Tokenizes all documents, and yields the folder with their tokens and a description of them.
 
@@ -151,15 +147,16 @@ def _tokenize(
     all_pieces: Sequence[pieces.Piece],
     encoding: pieces.Encoding,
     workers: int,
-    report: Report,
+    report: Report | None,
 ) -> None:
     """Tokenizes and joins the pieces that are not in the folder yet."""
 
-    def tell() -> None:
+    def report_progress() -> None:
         counts = folder.counts
-        report(Progress(counts.pieces, len(all_pieces), counts.documents, counts.tokens))
+        if report is not None:
+            report(Progress(counts.pieces, len(all_pieces), counts.documents, counts.tokens))
 
-    tell()
+    report_progress()
     tasks = iter([(index, piece) for index, piece in enumerate(all_pieces) if not folder.finished(index)])
     make = functools.partial(_PieceWriter, encoding, folder.path)
     with processes.pool(make, workers=workers if workers > 1 else 0, setting="--workers") as submit:
@@ -168,7 +165,7 @@ def _tokenize(
             done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
             for written in done:
                 folder.add(written.result())
-                tell()
+                report_progress()
             running |= {submit(task) for task in itertools.islice(tasks, len(done))}
 
 
@@ -177,7 +174,7 @@ def _json(summary: dict[str, Any]) -> str:
 
 
 def write_bin(
-    out: str, paths: Sequence[str], options: Options | None = None, *, report: Report = _ignore
+    out: str, paths: Sequence[str], options: Options | None = None, *, report: Report | None = None
 ) -> dict[str, Any]:
     """Writes a `.bin` and its JSON file, the `.bin` last, and returns the content of the JSON file.
 
@@ -213,7 +210,7 @@ def write_longcrawl64(
     options: Options | None = None,
     *,
     row_tokens: int = longcrawl64.ROW_TOKENS,
-    report: Report = _ignore,
+    report: Report | None = None,
 ) -> dict[str, Any]:
     """Writes a Zarr v2 array with rows of `row_tokens`, and returns the content of its `.zattrs`.
 

@@ -50,7 +50,7 @@ class Sources:
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """The way from documents to tokens, in a form that another process can be given.
+    """The way from documents to tokens, in a form that can be sent to another process.
 
     Attributes:
         tokenizer: name for `tokenizer.load`.

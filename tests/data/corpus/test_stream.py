@@ -374,7 +374,7 @@ def test_memory_that_runs_out(config, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(tokenizing.Tokenizing, "_documents", fail)
+    monkeypatch.setattr(tokenizing.PieceTokenizer, "_documents", fail)
     with pytest.raises(
         ValueError, match=r"out of memory while reading .*; set fewer data\.tokenizer_workers"
     ):
