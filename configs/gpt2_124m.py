@@ -36,22 +36,15 @@ _DATA: dict[str, dict[str, Any]] = {
         "packing": "documents",
     },
 }
-_SUFFIXES = {"parquet": (".parquet",), "jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
-_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _END_OF_TEXT = 50_256  # of GPT-2's tokenizer
-
-
-def _source(path: str) -> str | None:
-    """Returns the source that reads files of such a name; None if there is none."""
-    path = next((path.removesuffix(ending) for ending in _COMPRESSIONS if path.endswith(ending)), path)
-    return next((source for source, suffixes in _SUFFIXES.items() if path.endswith(suffixes)), None)
 
 
 def _own_data(path: str) -> dict[str, Any]:
     """Returns the settings of the user's data, whose source follows from the names of its files."""
     folder = pathlib.Path(path).expanduser()
-    names = [entry.name for entry in folder.rglob("*")] if folder.is_dir() else [path]
-    sources = {source for name in names if (source := _source(name))}
+    # In a folder, a `.json` describes other files.
+    names = [file.name for file in folder.rglob("*") if file.suffix != ".json"] if folder.is_dir() else [path]
+    sources = set(map(config.source_of, names)) - {None}
     if len(sources) != 1:
         kinds = "files of several kinds" if sources else "no file of a known kind"
         raise ValueError(

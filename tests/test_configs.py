@@ -156,6 +156,8 @@ def test_the_124m_model_on_other_data(tmp_path):
         "a.parquet": "parquet",
         "*.jsonl.zst": "jsonl",
         "a.ndjson": "jsonl",
+        "a.parq": "parquet",
+        "a.json": "jsonl",
         "a.bin": "tokens",
     }.items():
         read = load(f'gpt2_124m.py:sympow,data="{name}"').data

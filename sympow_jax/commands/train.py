@@ -10,9 +10,6 @@ from sympow_jax.training import checkpoint, cli, hosts, metrics, sharding, summa
 
 __all__ = ["train"]
 
-# Number of batches that are read ahead of the current step.
-PREFETCH = 4
-
 
 def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     """Starts or resumes the run in `folder`; returns the exit code.
@@ -30,12 +27,11 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         mesh = sharding.make_mesh(config)
         share, shares = sharding.batch_share(mesh)
         program = training.Program(config, mesh)
-        traced = program.trace(data.example_row(rows))
+        traced = program.trace(rows.example())
         description = data.describe(config.data)
         periodic = evaluation.Periodic(program, heldout)
     workdir.open_run(folder, config, description)
-    read = data.batches(rows, config.data.batch_size, share=share, shares=shares)
-    batches = data.iterate(read, prefetch=PREFETCH)
+    batches = rows.batches(config.data.batch_size, share=share, shares=shares)
 
     steps, every = config.training.steps, config.training.checkpoint_every
 

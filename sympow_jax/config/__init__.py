@@ -14,7 +14,7 @@ from sympow_jax.config.attention import (
     preset,
     preset_name,
 )
-from sympow_jax.config.data import DataConfig
+from sympow_jax.config.data import DataConfig, source_of
 from sympow_jax.config.loading import load, override
 from sympow_jax.config.methods import LRPE_METHODS, lrpe_method
 from sympow_jax.config.model import MODEL_SIZES, ModelConfig
@@ -44,4 +44,5 @@ __all__ = [
     "preset",
     "preset_name",
     "require_choice",
+    "source_of",
 ]

@@ -5,11 +5,18 @@ import dataclasses
 from sympow_jax.config import _checks as checks
 from sympow_jax.config import fields
 
-__all__ = ["DataConfig"]
+__all__ = ["DataConfig", "source_of"]
 
 SOURCES = ("text", "tokens", "longcrawl64", "parquet", "jsonl", "tsv", "images", "listops")
 DOCUMENT_SOURCES = ("text", "tokens", "longcrawl64", "parquet", "jsonl")
 CORPUS_SOURCES = ("parquet", "jsonl")
+# Endings of the names of files that are found in folders, and of compressed ones; parquet compresses its own columns.
+SUFFIXES = {
+    "tokens": (".bin",),
+    "parquet": (".parquet", ".parq"),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+}
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 PACKINGS = ("windows", "documents")
 TOKEN_DTYPES = ("uint16", "uint32")
 IMAGE_MODES = ("rgb", "gray")
@@ -252,3 +259,10 @@ class DataConfig:
     def batch_size(self) -> int:
         """Number of rows in a batch."""
         return self.batch_tokens // self.context_length
+
+
+def source_of(path: str) -> str | None:
+    """Returns `tokens`, `parquet` or `jsonl`, as the name of a file says; None if it says none of them."""
+    name = path.lower()
+    name = next((name.removesuffix(ending) for ending in COMPRESSIONS if name.endswith(ending)), name)
+    return next((source for source, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)

@@ -5,23 +5,13 @@ from sympow_jax import extras
 with extras.required("train", __name__):
     from sympow_jax.data.codec import Codec, codec_of_run
     from sympow_jax.data.documents import HeldoutDocuments
-    from sympow_jax.data.pipeline import (
-        HeldoutData,
-        batches,
-        describe,
-        example_row,
-        iterate,
-        train_dataset,
-    )
+    from sympow_jax.data.pipeline import HeldoutData, describe, train_dataset
 
 __all__ = [
     "Codec",
     "HeldoutData",
     "HeldoutDocuments",
-    "batches",
     "codec_of_run",
     "describe",
-    "example_row",
-    "iterate",
     "train_dataset",
 ]

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sympow_jax import config as configs
+from sympow_jax.config import data as data_config
 from sympow_jax.data import longcrawl64, tokenizer
 
 __all__ = ["Codec", "codec_of_run"]
@@ -80,13 +81,13 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
         ValueError: the source is another, or the tokenizer is missing, cannot be loaded or is not the data's.
     """
     source, separator = settings.data.source, settings.data.document_separator
-    if source not in ("text", "tokens", "longcrawl64", "parquet", "jsonl"):
+    if source not in data_config.DOCUMENT_SOURCES:
         raise ValueError(f"the run read data.source {source!r}, of which no text can be made")
     if source == "text":
         if name not in (None, "byte"):
             raise ValueError(f"--tokenizer={name}, but the run read text as bytes; leave it out")
         return Codec(tokenizer.load("byte"), settings.model.vocab_size)
-    if source in ("parquet", "jsonl"):
+    if source in data_config.CORPUS_SOURCES:
         loaded = tokenizer.load(name or settings.data.tokenizer)
         end = loaded.separator if separator is None else separator
         return Codec(loaded, settings.model.vocab_size, end=end)

@@ -4,49 +4,30 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from sympow_jax import config as config_lib
+from sympow_jax.config import data as data_config
 from sympow_jax.data import documents, longcrawl64, masking, rows, shuffle, text, tokens
 
-if TYPE_CHECKING:
-    import grain
-
-    from sympow_jax.data import corpus
-
-    type TrainDataset = grain.MapDataset | corpus.CorpusRows
-
-__all__ = [
-    "HeldoutData",
-    "batches",
-    "describe",
-    "example_row",
-    "iterate",
-    "train_dataset",
-]
+__all__ = ["HeldoutData", "describe", "train_dataset"]
 
 _DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
-_CORPORA = {"parquet": "corpus", "jsonl": "corpus"}  # documents that are tokenized as they are read
 _EXAMPLES = {  # tasks that each source of labeled examples supports
     "tsv": ("classification", "regression"),
     "images": ("classification",),
     "listops": ("classification",),
 }
 
-# More rows than a run can read. sys.maxsize would overflow in Grain's batching, which divides in floating point.
-_ENDLESS = 1 << 48
-
-# Last number of a random key, so that no training row has the key of a held-out row.
-_TRAINING, _HELD_OUT = 1, 2
-
 
 def _source(name: str) -> Any:
     if name in _DOCUMENTS:
         return _DOCUMENTS[name]
     # Imported on demand, because others need libraries that would delay the start of a run, or may not be installed.
-    return importlib.import_module(f"sympow_jax.data.{_CORPORA.get(name, name)}")
+    module = "corpus" if name in data_config.CORPUS_SOURCES else name
+    return importlib.import_module(f"sympow_jax.data.{module}")
 
 
 def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> None:
@@ -64,7 +45,7 @@ def _open(
     """Opens the training or the held-out part of a source; of a corpus the held-out part only."""
     if config.source in _EXAMPLES:
         return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
-    if config.source in _CORPORA:
+    if config.source in data_config.CORPUS_SOURCES:
         return _source(config.source).open_heldout(config, vocab_size=vocab_size)
     source = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)
     if source.lead is not None and not 0 <= source.lead < vocab_size:
@@ -97,11 +78,11 @@ def _may_hold_out(config: config_lib.DataConfig) -> bool:
 
 def train_dataset(
     config: config_lib.DataConfig, *, task: config_lib.TaskConfig | None = None, vocab_size: int
-) -> "TrainDataset":
+) -> rows.TrainRows:
     """Returns the training rows of a task, shuffled anew each epoch and repeated indefinitely.
 
     The default task is to predict the next token. Row i is a function of i, the data, `config.seed` and the task only.
-    Rows of `parquet` and `jsonl` can only be read in order. A row is a dict:
+    Rows of `parquet` and `jsonl` can only be read in order; of others, row i is `dataset[i]`. A row is a dict:
 
     * `next_token`: `inputs [T]` and `targets [T]`, int32, and `segment_ids [T]` if packing is `documents`, as
       described in `rows.Rows`. A target of -1 does not count.
@@ -117,67 +98,11 @@ def train_dataset(
     """
     task = task or config_lib.TaskConfig()
     _require_fitting(config, task)
-    if config.source in _CORPORA:
+    if config.source in data_config.CORPUS_SOURCES:
         pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
         return _source(config.source).open_rows(config, pack, vocab_size=vocab_size)
     opened = _open(config, task, vocab_size=vocab_size, heldout=False)
-    dataset = _rows(opened, config, task, vocab_size=vocab_size)
-    order = shuffle.Shuffle(len(dataset), block=dataset.together, seed=config.seed)
-    import grain  # not above, because it would delay the start of programs that do not train
-
-    return grain.MapDataset.range(_ENDLESS).map(
-        lambda draw: dataset.row(order(draw), (config.seed, int(draw), _TRAINING))
-    )
-
-
-def example_row(dataset: "TrainDataset") -> rows.Row:
-    """Returns a row with the shapes and types of every training row; of a corpus, nothing is read."""
-    import grain
-
-    return dataset[0] if isinstance(dataset, grain.MapDataset) else dataset.example()
-
-
-def batches(
-    dataset: "TrainDataset", batch_size: int, *, share: int = 0, shares: int = 1
-) -> "grain.MapDataset | corpus.BatchIterator":
-    """Returns shard `share` of every batch, its rows stacked.
-
-    A batch is divided into `shares` equal shards, in the order of its rows. Batch i is the rows from i * batch_size,
-    independent of `shares`, so that a run can be resumed with a different number of processes. The state of an iterator
-    is one integer: i, or the place in a corpus.
-
-    Raises:
-        ValueError: `shares` does not divide `batch_size`.
-    """
-    import grain
-
-    size = _share_size(batch_size, shares)
-    if isinstance(dataset, grain.MapDataset):
-        return dataset.batch(size)[share::shares]
-    return dataset.batches(batch_size, share=share, shares=shares)
-
-
-def iterate(
-    batches: "grain.MapDataset | corpus.BatchIterator", *, prefetch: int
-) -> "grain.DatasetIterator | corpus.BatchIterator":
-    """Returns an iterator of batches that are read in the background, `prefetch` of them ahead.
-
-    A corpus is tokenized ahead by a few parts of the data instead.
-    """
-    import grain
-
-    if isinstance(batches, grain.MapDataset):
-        return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)))
-    return batches
-
-
-def _share_size(batch_size: int, shares: int) -> int:
-    if batch_size % shares:
-        raise ValueError(
-            f"a batch has {batch_size} rows, which cannot be divided into {shares} equal shards; "
-            f"change data.batch_tokens or data.context_length"
-        )
-    return batch_size // shares
+    return shuffle.ShuffledRows(_rows(opened, config, task, vocab_size=vocab_size), seed=config.seed)
 
 
 class HeldoutData:
@@ -253,16 +178,16 @@ class HeldoutData:
         if self.rows is None:
             return None
         config = self._config
-        count = _share_size(config.batch_size, shares)
+        own = rows.shard(config.batch_size, share=share, shares=shares)
         order = shuffle.Shuffle(len(self.rows), block=self.rows.together, seed=config.seed)
         chosen = [order(draw) for draw in range(min(config.batch_size, len(self.rows)))]
-        batch = [self._row(index) for index in chosen[share * count : (share + 1) * count]]
-        spare = [] if len(batch) == count else [_uncounted(self._row(chosen[0]))]
-        return _stacked(batch + spare * (count - len(batch)))
+        batch = [self._row(index) for index in chosen[own.start : own.stop]]
+        spare = [] if len(batch) == len(own) else [_uncounted(self._row(chosen[0]))]
+        return _stacked(batch + spare * (len(own) - len(batch)))
 
     def _row(self, index: int) -> rows.Row:
         assert self.rows is not None
-        return self.rows.row(index, (self._config.seed, index, _HELD_OUT))
+        return self.rows.row(index, (self._config.seed, index, rows.HELD_OUT))
 
 
 def _stacked(batch: list[rows.Row]) -> dict[str, np.ndarray]:

@@ -3,7 +3,7 @@
 Rows have a fixed length. Documents of any length become rows by index arithmetic on cumulative lengths.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,20 +13,30 @@ from sympow_jax import config as config_lib
 from sympow_jax.data import documents
 
 __all__ = [
+    "GROUP_ORDER",
+    "HELD_OUT",
     "NO_LABEL",
     "NO_TARGET",
     "PADDING",
+    "ROW_ORDER",
+    "TRAINING",
+    "Batches",
     "Examples",
     "Row",
     "Rows",
+    "TrainRows",
     "has_targets",
     "label_dtype",
     "padded",
+    "shard",
 ]
 
 NO_LABEL = -1
 NO_TARGET = -1
 PADDING = -1  # segment id
+
+# Last numbers of random keys, so that no two random choices have one key.
+TRAINING, HELD_OUT, GROUP_ORDER, ROW_ORDER = 1, 2, 3, 4
 
 Row = dict[str, Any]  # arrays by name
 
@@ -45,6 +55,55 @@ class Examples(Protocol):
 
     def row(self, index: int, key: tuple[int, ...]) -> Row:
         """Returns row `index`, whose random choices are a function of `key` only."""
+
+
+class Batches(Protocol):
+    """Infinite iterator of batches, which are rows with a first axis that counts them."""
+
+    def __iter__(self) -> Iterator[Row]: ...
+
+    def __next__(self) -> Row: ...
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the position of the next batch as one integer, by a name."""
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Sets the position."""
+
+    def close(self) -> None:
+        """Ends the threads and processes that read ahead."""
+
+
+class TrainRows(Protocol):
+    """The training rows of a source, repeated indefinitely, each epoch in a new order."""
+
+    def example(self) -> Row:
+        """Returns a row with the shapes and types of every row."""
+
+    def batches(self, batch_size: int, *, share: int = 0, shares: int = 1) -> Batches:
+        """Returns an iterator of shard `share` of every batch, which reads ahead in the background.
+
+        A batch is divided into `shares` equal shards, in the order of its rows. Batch i is independent of `shares`, so
+        that a run can be resumed with a different number of processes.
+
+        Raises:
+            ValueError: `shares` does not divide `batch_size`.
+        """
+
+
+def shard(batch_size: int, *, share: int, shares: int) -> range:
+    """Returns the rows of a batch that are in shard `share` of `shares` equal ones.
+
+    Raises:
+        ValueError: `shares` does not divide `batch_size`.
+    """
+    if batch_size % shares:
+        raise ValueError(
+            f"a batch has {batch_size} rows, which cannot be divided into {shares} equal shards; "
+            f"change data.batch_tokens or data.context_length"
+        )
+    size = batch_size // shares
+    return range(share * size, (share + 1) * size)
 
 
 def label_dtype(task: config_lib.TaskConfig) -> type[np.generic]:

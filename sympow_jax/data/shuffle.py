@@ -1,10 +1,17 @@
-"""Shuffled orders of any length, computed from the index without storing a permutation."""
+"""Shuffled orders of any length, computed from the index without storing a permutation, and rows in such an order."""
 
 import functools
 
 import numpy as np
 
-__all__ = ["Shuffle", "permuted"]
+from sympow_jax.data import rows
+
+__all__ = ["Shuffle", "ShuffledRows", "permuted"]
+
+# More rows than a run can read. sys.maxsize would overflow in Grain's batching, which divides in floating point.
+_ENDLESS = 1 << 48
+# Number of batches that are read ahead.
+_PREFETCH = 4
 
 # Grain's own index shuffle takes up to 30 ms per index for fewer than 2^16 indices, and repeats indices above 2^32.
 _ROUNDS = 8
@@ -59,3 +66,29 @@ class Shuffle:
         size = min(self._block, self._count - block * self._block)
         # Blocks are keyed from 1, because in SeedSequence a key that ends in 0 equals the shorter key.
         return block * self._block + permuted(inside, size, (self._seed, epoch, 1 + block))
+
+
+class ShuffledRows:
+    """Training rows of a source that can be read in any order.
+
+    Row i is a function of i, the source and the seed only, and batch i is the rows from i * batch_size.
+    """
+
+    def __init__(self, source: rows.Examples, *, seed: int):
+        self._source, self._seed = source, seed
+        self._order = Shuffle(len(source), block=source.together, seed=seed)
+
+    def __getitem__(self, draw: int) -> rows.Row:
+        return self._source.row(self._order(draw), (self._seed, int(draw), rows.TRAINING))
+
+    def example(self) -> rows.Row:
+        """Returns a row with the shapes and types of every row."""
+        return self[0]
+
+    def batches(self, batch_size: int, *, share: int = 0, shares: int = 1) -> rows.Batches:
+        """Returns an iterator of shard `share` of every batch, as described in `rows.TrainRows`."""
+        import grain  # not above, because it would delay the start of programs that do not train
+
+        size = len(rows.shard(batch_size, share=share, shares=shares))
+        batches = grain.MapDataset.range(_ENDLESS).map(self.__getitem__).batch(size)[share::shares]
+        return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCH)))

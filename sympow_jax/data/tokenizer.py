@@ -39,6 +39,21 @@ class Tokenizer:
     encode: Callable[[bytes], Integer[np.ndarray, " tokens"]]
     decode: Callable[[Sequence[int]], bytes]
 
+    def encode_document(self, document: bytes, *, name: str) -> Integer[np.ndarray, " tokens"]:
+        """Returns the ids of a document, which errors call `name`.
+
+        Raises:
+            ValueError: the tokenizer reads text and the document is not UTF-8, or it cannot encode the text.
+        """
+        try:
+            return self.encode(document)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{name} is not UTF-8 at byte {error.start}; leave it out, convert it, or use the tokenizer `byte`"
+            ) from None
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}; leave it out") from error
+
 
 # The separator is byte 0, which text does not contain.
 _BYTES = Tokenizer(

@@ -244,25 +244,19 @@ class TsvExamples:
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns the tokens and the label of example `index`; `key` is unused."""
         line = self._lines[index]
-        texts = [self._encode(text, line) for text in self._table.read(line)[0]]
+        name = self._table.name(line)
+        texts = [
+            self._tokenizer.encode_document(text, name=f"a text of {name}")
+            for text in self._table.read(line)[0]
+        ]
         # Before they are cut, because two joined texts have the separator even if both are empty.
         if not any(map(len, texts)):
             place = "the text" if len(texts) == 1 else "either text"
-            raise ValueError(
-                f"{self._table.name(line)}: the tokenizer finds no token in {place}; leave the line out"
-            )
+            raise ValueError(f"{name}: the tokenizer finds no token in {place}; leave the line out")
         texts = self._cut(texts)
         for tokens in texts:
-            documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=self._table.name(line))
+            documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=name)
         return {**rows.padded(texts, self._length), "labels": np.array(self._labels[index])}
-
-    def _encode(self, text: bytes, line: int) -> Integer[np.ndarray, " tokens"]:
-        try:
-            return self._tokenizer.encode(text)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{self._table.name(line)} is not UTF-8; correct it, or use data.tokenizer=byte"
-            ) from error
 
     def _joined(self, texts: list[Integer[np.ndarray, " _"]]) -> list[Integer[np.ndarray, " _"]]:
         """Returns one text for a row; of two texts that do not fit, the longer is truncated first."""

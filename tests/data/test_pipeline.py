@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import grain
 import numpy as np
 import pytest
 
@@ -55,8 +54,7 @@ def test_every_epoch_has_every_row_in_another_order(config):
 @pytest.mark.parametrize("start", [0, 1, 3, 4, 5, 17])
 def test_an_iterator_resumes_from_one_integer(config, start):
     def iterator():
-        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)
-        return iter(data.batches(data.train_dataset(config, vocab_size=256), 4).to_iter_dataset(options))
+        return data.train_dataset(config, vocab_size=256).batches(4)
 
     running = iterator()
     batches = [next(running) for _ in range(start)]
@@ -75,17 +73,16 @@ def test_an_iterator_resumes_from_one_integer(config, start):
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_processes_read_shards_of_the_same_batches(config, processes):
     dataset = data.train_dataset(config, vocab_size=256)
-    whole = data.batches(dataset, 4)
-    parts = [data.batches(dataset, 4, share=p, shares=processes) for p in range(processes)]
-    for i in range(10):
-        shares = [part[i] for part in parts]
+    whole = dataset.batches(4)
+    parts = [dataset.batches(4, share=p, shares=processes) for p in range(processes)]
+    for batch, *shares in itertools.islice(zip(whole, *parts), 10):
         assert all(len(share["inputs"]) == 4 // processes for share in shares)
-        assert_same({name: np.concatenate([share[name] for share in shares]) for name in shares[0]}, whole[i])
+        assert_same({name: np.concatenate([share[name] for share in shares]) for name in shares[0]}, batch)
 
 
 def test_a_batch_that_processes_cannot_shard(config):
     with pytest.raises(ValueError, match="a batch has 4 rows, which cannot be divided into 3 equal shards"):
-        data.batches(data.train_dataset(config, vocab_size=256), 4, shares=3)
+        data.train_dataset(config, vocab_size=256).batches(4, shares=3)
 
 
 def test_seed_changes_the_order_only(tmp_path):
@@ -102,7 +99,7 @@ def test_seed_changes_the_order_only(tmp_path):
 
 
 def test_a_bad_id_is_an_error_of_one_line(config):
-    batches = data.batches(data.train_dataset(config, vocab_size=100), 4).to_iter_dataset()
+    batches = data.train_dataset(config, vocab_size=100).batches(4)
     with pytest.raises(
         ValueError, match=r"a\.bin \(document at 100\) holds id 109, but model\.vocab_size"
     ) as raised:
@@ -135,7 +132,9 @@ def test_nothing_held_out(tmp_path):
 
 def test_standard_library_trains_and_evaluates():
     config = builders.data_config(context_length=256)
-    batch = data.batches(data.train_dataset(config, vocab_size=256), 16)[1000]
+    batches = data.train_dataset(config, vocab_size=256).batches(16)
+    batches.set_state({"next_index": 1000})
+    batch = next(batches)
     assert batch["inputs"].shape == (16, 256)
     np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
     heldout = data.HeldoutData(config, vocab_size=256).documents
@@ -174,19 +173,16 @@ def test_every_task_resumes_and_shards_its_batches(task_and_data):
         return data.train_dataset(config, task=task, vocab_size=256)
 
     rows = dataset()
-    whole = data.batches(rows, 4)
-    iterator = iter(whole.to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=3)))
-    read = [next(iterator) for _ in range(8)]
+    read = list(itertools.islice(rows.batches(4), 8))
     for i, batch in enumerate(read):
         assert_same(batch, stacked([rows[4 * i + k] for k in range(4)]))
-    resumed = iter(data.batches(dataset(), 4).to_iter_dataset())
+    resumed = dataset().batches(4)
     resumed.set_state({"next_index": 5})
     for batch in read[5:]:
         assert_same(next(resumed), batch)
-    parts = [data.batches(rows, 4, share=share, shares=2) for share in range(2)]
-    for i in range(8):
-        shares = [part[i] for part in parts]
-        assert_same({name: np.concatenate([share[name] for share in shares]) for name in read[i]}, read[i])
+    parts = [rows.batches(4, share=share, shares=2) for share in range(2)]
+    for batch, *shares in zip(read, *parts):
+        assert_same({name: np.concatenate([share[name] for share in shares]) for name in batch}, batch)
 
 
 def test_every_task_has_its_held_out_rows_in_order(task_and_data):
@@ -195,7 +191,7 @@ def test_every_task_has_its_held_out_rows_in_order(task_and_data):
     assert len(once) == len(again) == 2
     for one, other in zip(once, again):
         assert_same(one, other)
-    train = data.batches(data.train_dataset(config, task=task, vocab_size=256), 2)[0]
+    train = next(data.train_dataset(config, task=task, vocab_size=256).batches(2))
     assert {name: (value.shape, value.dtype) for name, value in once[1].items()} == {
         name: (value.shape, value.dtype) for name, value in train.items()
     }

@@ -371,7 +371,7 @@ def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
             os.kill(killed[0].pid, signal.SIGKILL)
 
     with pytest.raises(
-        ValueError, match=r"^a worker process was killed, perhaps because memory was short; repeat the"
+        ValueError, match=r"^a worker process was killed, .*; repeat .* continues, .* fewer --workers$"
     ):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], options, report=kill)
     assert len(killed) == 2
@@ -404,7 +404,10 @@ def test_nothing_remains_of_a_killed_command(folder, lines):
     )
     hidden = pathlib.Path(".a.bin.prepare")
     _wait(lambda: list(hidden.glob("piece-*")) or (hidden / "joined.json").exists())
-    children = pathlib.Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
+    tasks = pathlib.Path(
+        f"/proc/{command.pid}/task"
+    )  # one per thread, each with the children that it started
+    children = [child for path in tasks.glob("*/children") for child in path.read_text().split()]
     command.kill()
     command.wait()
     assert len(children) >= 2

@@ -162,3 +162,17 @@ def test_missing_files(tmp_path):
     with pytest.raises(ValueError, match=r"gone/: there is no such file or folder"):
         tokenizer.load(f"{tmp_path}/gone/")
     assert pathlib.Path(tmp_path).is_dir()
+
+
+def test_errors_name_the_document(folder):
+    path = folder / "tokenizer.json"
+    model = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+    loaded = tokenizer.load("./words/tokenizer.json")
+    assert loaded.encode_document(b"x x", name="page 3").tolist() == [0, 0]
+    for document, message in {
+        b"x\xff": r"^page 3 is not UTF-8 at byte 1; leave it out, convert it, or use the tokenizer `byte`$",
+        b"x y": r"^page 3: tokenizer tokenizer\.json cannot encode a text of 3 char.*; leave it out$",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            loaded.encode_document(document, name="page 3")

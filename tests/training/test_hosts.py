@@ -121,11 +121,11 @@ def test_two_processes_equal_one(start, alone, arguments, tmp_path):
     assert started[1].said() == []
 
     settings, _, _ = command_line.parse_training([*arguments, "--workdir=unused"])
-    whole = data.batches(data.train_dataset(settings.data, vocab_size=256), 4)
-    for process in range(2):
-        for number in range(10):
+    whole = data.train_dataset(settings.data, vocab_size=256).batches(4)
+    for number, batch in zip(range(10), whole):
+        for process in range(2):
             read = np.load(rows / f"{process}.{number + 1}.npy")  # after the held-out batch
-            np.testing.assert_array_equal(read, whole[number]["inputs"][2 * process : 2 * process + 2])
+            np.testing.assert_array_equal(read, batch["inputs"][2 * process : 2 * process + 2])
 
 
 @pytest.mark.slow

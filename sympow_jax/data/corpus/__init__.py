@@ -4,7 +4,7 @@ from sympow_jax import extras
 
 with extras.required("corpora", __name__):
     from sympow_jax.data.corpus.blocks import Block
-    from sympow_jax.data.corpus.files import CorpusFile, Piece, find, format_of, pieces
+    from sympow_jax.data.corpus.files import CorpusFile, Piece, find, pieces
     from sympow_jax.data.corpus.reading import Reader, holds_text
     from sympow_jax.data.corpus.source import describe, open_heldout, open_rows
     from sympow_jax.data.corpus.stream import BatchIterator, CorpusRows
@@ -18,7 +18,6 @@ __all__ = [
     "Reader",
     "describe",
     "find",
-    "format_of",
     "holds_text",
     "open_heldout",
     "open_rows",

@@ -10,11 +10,9 @@ from typing import IO, Any
 
 import fsspec
 
-__all__ = ["CorpusFile", "Piece", "file_errors", "find", "format_of", "open_file", "pieces"]
+from sympow_jax.config import data as data_config
 
-_SUFFIXES = {"parquet": (".parquet", ".parq"), "jsonl": (".jsonl", ".ndjson", ".json")}
-# Endings of compressed files; parquet compresses its own columns.
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+__all__ = ["CorpusFile", "Piece", "file_errors", "find", "open_file", "pieces"]
 
 # Bytes of text in a byte of a file, roughly. Only the sizes of pieces depend on it.
 _EXPANSION = {"parquet": 2, "compressed": 4, "plain": 1}
@@ -41,7 +39,7 @@ class CorpusFile:
     def compression(self) -> str | None:
         """Suffix of a compressed JSON lines file, such as `.gz`; None if it can be read from anywhere."""
         suffix = posixpath.splitext(self.url)[1].lower()
-        return suffix if self.format == "jsonl" and suffix in COMPRESSIONS else None
+        return suffix if self.format == "jsonl" and suffix in data_config.COMPRESSIONS else None
 
     @property
     def text_bytes(self) -> int:
@@ -76,13 +74,6 @@ def file_errors(place: str) -> Iterator[None]:
         ) from error
 
 
-def format_of(path: str) -> str | None:
-    """Returns `parquet` or `jsonl`, as the name of a file says; None if it says neither."""
-    name = path.lower()
-    name = next((name.removesuffix(ending) for ending in COMPRESSIONS if name.endswith(ending)), name)
-    return next((format for format, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), None)
-
-
 def open_file(url: str) -> IO[bytes]:
     """Opens a local or remote file, without decompressing it.
 
@@ -109,7 +100,7 @@ def find(setting: str, paths: Sequence[str], *, format: str) -> list[CorpusFile]
         if not files:
             raise ValueError(
                 f"{setting}: no {format} file matches {path!r}; correct the path or the pattern (a folder stands for "
-                f"its files that end in {', '.join(_SUFFIXES[format])})"
+                f"its files that end in {', '.join(data_config.SUFFIXES[format])})"
             )
         for file in files:
             if not file.size:
@@ -153,7 +144,7 @@ def _fixed_part(pattern: str) -> str:
 
 def _belongs(name: str, root: str, format: str) -> bool:
     hidden = any(part.startswith(".") for part in posixpath.relpath(name, root).split("/"))
-    return not hidden and format_of(name) == format
+    return not hidden and data_config.source_of(name) == format
 
 
 def pieces(files: Sequence[CorpusFile], text_bytes: int) -> list[Piece]:

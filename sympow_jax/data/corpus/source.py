@@ -1,5 +1,6 @@
 """Opens a corpus as the training rows and the held-out documents of a run."""
 
+import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
@@ -115,13 +116,15 @@ def _read_heldout(config: config_lib.DataConfig, corpus: tuple[files.CorpusFile,
     recipe = _recipe(config, corpus[0], vocab_size=_ANY_VOCABULARY, heldout=True)
     groups = _groups(list(corpus), config)[:_HELDOUT_GROUPS]
     found, count = [], 0
-    tokens_in_order = tokenizing.tokens_in_order(recipe, groups, workers=config.tokenizer_workers)
-    for group, tokens in zip(groups, tokens_in_order):
-        found.append((group[0].file.url, tokens))
-        count += len(tokens.tokens)
-        if count >= HELDOUT_TOKENS:
-            break
-    tokens_in_order.close()
+    # Closed here, so that the workers have ended when an error leaves this function too.
+    with contextlib.closing(
+        tokenizing.tokens_in_order(recipe, groups, workers=config.tokenizer_workers)
+    ) as tokens_in_order:
+        for group, tokens in zip(groups, tokens_in_order):
+            found.append((group[0].file.url, tokens))
+            count += len(tokens.tokens)
+            if count >= HELDOUT_TOKENS:
+                break
     ends = [np.cumsum(tokens.lengths) for _, tokens in found]
     lengths = np.concatenate([tokens.lengths for _, tokens in found])
     spans = documents.Spans(
@@ -148,7 +151,7 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     )
     recipe = _recipe(config, corpus[0], vocab_size=_ANY_VOCABULARY, heldout=False)
     sample, *others = files.pieces(corpus[:1], _SAMPLE_BYTES)
-    tokens = tokenizing.Tokenizing(recipe)([sample]).tokens
+    tokens = tokenizing.PieceTokenizer(recipe)([sample]).tokens
     size = sum(file.size for file in corpus)
     estimate = len(tokens) * (1 + len(others)) * size // corpus[0].size
     dropped = len(_groups(corpus, config)) * config.context_length / 2 / max(1, estimate)

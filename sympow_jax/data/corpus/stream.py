@@ -18,10 +18,6 @@ RowMakers = list[Callable[[], rows.Row]]
 
 # A position is the number of a group in the order of all epochs, and then the number of a row in the group.
 _ROW_BITS = 32
-# Last numbers of random keys, which no key of a row has.
-_GROUP_ORDER, _ROW_ORDER = 3, 4
-# Last number of the key of a training row.
-_TRAINING = 1
 
 
 class PackedRows(Protocol):
@@ -55,7 +51,7 @@ class CorpusRows:
     after the last of them are dropped.
 
     Args:
-        recipe: what makes tokens of documents.
+        recipe: the way from documents to tokens.
         groups: all groups of pieces.
         pack: makes rows of documents.
         length: number of tokens in a row.
@@ -81,11 +77,11 @@ class CorpusRows:
         """Returns a row of the shapes and types of every row. Nothing is read."""
         count = self.length + 1
         zeros = tokenizing.DocumentTokens(np.zeros(count, np.int32), np.array([count]))
-        return self._pack(zeros.spans("an example")).row(0, (self._seed, _TRAINING))
+        return self._pack(zeros.spans("an example")).row(0, (self._seed, rows.TRAINING))
 
     def batches(self, batch_size: int, *, share: int = 0, shares: int = 1) -> "BatchIterator":
-        """Returns an iterator of shard `share` of every batch; `shares` divides the batch size."""
-        return BatchIterator(self, batch_size, share=share, shares=shares)
+        """Returns an iterator of shard `share` of every batch, as described in `rows.TrainRows`."""
+        return BatchIterator(self, batch_size, rows.shard(batch_size, share=share, shares=shares))
 
     def tokens(self, start: int) -> Generator[tokenizing.DocumentTokens]:
         """Yields the tokens of each group, from number `start` in the order of all epochs.
@@ -101,8 +97,8 @@ class CorpusRows:
         if len(tokens.tokens) <= self.length:
             return []
         packed = self._pack(tokens.spans(self._group(number)[0].file.url))
-        order = np.random.default_rng((self._seed, number, _ROW_ORDER)).permutation(packed.whole)
-        keys = ((self._seed, number << _ROW_BITS | row, _TRAINING) for row in range(packed.whole))
+        order = np.random.default_rng((self._seed, number, rows.ROW_ORDER)).permutation(packed.whole)
+        keys = ((self._seed, number << _ROW_BITS | row, rows.TRAINING) for row in range(packed.whole))
         return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
 
     def __len__(self) -> int:
@@ -116,24 +112,23 @@ class CorpusRows:
     def _new_order(self, epoch: int) -> Int64[np.ndarray, " groups"]:
         begins = [not group[0].index or group[0].file.compression is None for group in self._groups]
         unit = np.cumsum(begins) - 1
-        rank = np.random.default_rng((self._seed, epoch, _GROUP_ORDER)).permutation(unit[-1] + 1)
+        rank = np.random.default_rng((self._seed, epoch, rows.GROUP_ORDER)).permutation(unit[-1] + 1)
         return np.argsort(rank[unit], kind="stable")
 
 
 class BatchIterator:
-    """Iterator of shard `share` of every batch, with the methods of `grain.DatasetIterator` that a run needs.
+    """Iterator of the rows `share` of every batch.
 
-    A batch is divided into `shares` equal shards, in the order of its rows. Batches are independent of `shares` and of
-    the number of workers. Every process tokenizes all documents, because only then does it know which rows are its own.
+    Batches are independent of the number of workers. Every process tokenizes all documents, because only then does it
+    know which rows are its own.
 
     Attributes:
         read_tokens: number of tokens of the groups that were begun.
         dropped_tokens: number of these that are in no row.
     """
 
-    def __init__(self, corpus: CorpusRows, batch_size: int, *, share: int, shares: int):
-        self._corpus, self._batch_size, self._shares = corpus, batch_size, shares
-        self._share = range(share * batch_size // shares, (share + 1) * batch_size // shares)
+    def __init__(self, corpus: CorpusRows, batch_size: int, share: range):
+        self._corpus, self._batch_size, self._share = corpus, batch_size, share
         self.read_tokens = self.dropped_tokens = 0
         self._group = self._row = 0
         self._rows: RowMakers | None = None

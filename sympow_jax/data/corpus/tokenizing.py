@@ -1,14 +1,10 @@
-"""Tokenizes pieces of a corpus, in worker processes or in a thread."""
+"""Tokenizes pieces of a corpus, a few of them ahead."""
 
 import collections
 import concurrent.futures
 import dataclasses
-import itertools
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +15,7 @@ from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import files as corpus_files
 from sympow_jax.data.corpus import reading
 
-__all__ = ["DocumentTokens", "Recipe", "Tokenizing", "tokens_in_order"]
+__all__ = ["DocumentTokens", "PieceTokenizer", "Recipe", "tokens_in_order"]
 
 
 class DocumentTokens(NamedTuple):
@@ -37,7 +33,7 @@ class DocumentTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What makes tokens of documents. It can be sent to another process.
+    """The way from documents to tokens, in a form that can be sent to another process.
 
     Attributes:
         column: column of text or of token ids.
@@ -60,7 +56,7 @@ class Recipe:
     heldout: bool
 
 
-class Tokenizing:
+class PieceTokenizer:
     """Reads and tokenizes pieces."""
 
     def __init__(self, recipe: Recipe):
@@ -102,35 +98,7 @@ class Tokenizing:
         if isinstance(document, np.ndarray):
             return document
         assert self._tokenizer is not None
-        try:
-            return self._tokenizer.encode(document)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{name} is not UTF-8 at byte {error.start}; leave it out, convert it, or use data.tokenizer=byte"
-            ) from None
-
-
-_GRACE_SECONDS = 10
-_in_worker: Tokenizing
-
-
-def _start_worker(recipe: Recipe) -> None:
-    global _in_worker
-    # Ctrl-C and SIGTERM may reach the whole process group, but the training process needs data until it has saved.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_soon)
-    processes.end_with_parent()
-    _in_worker = Tokenizing(recipe)
-
-
-def _end_soon(*_) -> None:
-    timer = threading.Timer(_GRACE_SECONDS, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
-
-
-def _tokenize_in_worker(pieces: Sequence[corpus_files.Piece]) -> DocumentTokens:
-    return _in_worker(pieces)
+        return self._tokenizer.encode_document(document, name=name)
 
 
 def tokens_in_order(
@@ -139,38 +107,19 @@ def tokens_in_order(
     """Yields the tokens of each group of pieces, in order, and reads a few groups ahead.
 
     Args:
-        recipe: what makes tokens of documents.
+        recipe: the way from documents to tokens.
         groups: groups of pieces.
         workers: number of processes; 0 for a thread of this process.
 
     Raises:
-        ValueError: as `Tokenizing`, or a worker was killed.
+        ValueError: as `PieceTokenizer`, or a worker was killed.
     """
-    executor, tokenize = _executor(recipe, workers)
-    ahead: collections.deque[concurrent.futures.Future[DocumentTokens]] = collections.deque()
-    remaining = iter(groups)
-    try:
-        while True:
-            next_groups = itertools.islice(remaining, workers + 2 - len(ahead))
-            ahead.extend(executor.submit(tokenize, group) for group in next_groups)
-            if not ahead:
-                return
+    make = functools.partial(PieceTokenizer, recipe)
+    with processes.pool(make, workers=workers, setting="data.tokenizer_workers") as submit:
+        ahead: collections.deque[concurrent.futures.Future[DocumentTokens]] = collections.deque()
+        for group in groups:
+            ahead.append(submit(group))
+            if len(ahead) == workers + 2:
+                yield ahead.popleft().result()
+        while ahead:
             yield ahead.popleft().result()
-    except concurrent.futures.BrokenExecutor:
-        raise ValueError(
-            "a process that tokenizes data was killed, perhaps because memory ran out; run again to resume, with "
-            "fewer data.tokenizer_workers if it happens again"
-        ) from None
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _executor(
-    recipe: Recipe, workers: int
-) -> tuple[concurrent.futures.Executor, Callable[[Sequence[corpus_files.Piece]], DocumentTokens]]:
-    if not workers:
-        return concurrent.futures.ThreadPoolExecutor(1), Tokenizing(recipe)
-    # A forked process would share the locks of JAX's threads.
-    context = multiprocessing.get_context("spawn")
-    executor = concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, (recipe,))
-    return executor, _tokenize_in_worker

@@ -23,7 +23,7 @@ _MANIFEST, _LOCK, _JOINED, _TOKENS, _PIECE = "manifest.json", "lock", "joined.js
 
 
 class Counts(NamedTuple):
-    """Counts of what some pieces hold."""
+    """Numbers of pieces, of their tokens and of their documents."""
 
     pieces: int = 0
     tokens: int = 0

@@ -1,8 +1,11 @@
 """The files that prepared tokens are written to."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -14,10 +17,10 @@ import numpy as np
 import tensorstore
 
 from sympow_jax import atomic
-from sympow_jax.data import longcrawl64, tokens
+from sympow_jax.data import longcrawl64, processes, tokens
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.prepare import folder as folder_lib
-from sympow_jax.data.prepare import pieces, workers
+from sympow_jax.data.prepare import pieces
 
 __all__ = ["Options", "Progress", "write_bin", "write_longcrawl64"]
 
@@ -31,7 +34,7 @@ class Options:
         separator: id that ends a document; None takes the tokenizer's.
         text_column: column of parquet and JSON lines files that holds the text; None if every file is a document.
         shortest_document: number of tokens, with the separator, of the shortest document that is not left out.
-        workers: number of processes. One is this process itself.
+        workers: number of processes that tokenize; 1 for a thread of this process.
     """
 
     tokenizer: str = "byte"
@@ -60,10 +63,6 @@ class Progress(NamedTuple):
 Report = Callable[[Progress], None]
 
 
-def _ignore(progress: Progress) -> None:
-    del progress
-
-
 def _new(out: str | pathlib.Path) -> pathlib.Path:
     path = pathlib.Path(out).expanduser()
     if os.path.lexists(path):
@@ -74,7 +73,7 @@ def _new(out: str | pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def _prepared(
-    path: pathlib.Path, paths: Sequence[str], options: Options, report: Report
+    path: pathlib.Path, paths: Sequence[str], options: Options, report: Report | None
 ) -> Iterator[tuple[folder_lib.Folder, dict[str, Any]]]:
     """Tokenizes all documents, and yields the folder with their tokens and a description of them.
 
@@ -130,28 +129,44 @@ def _prepared(
         yield folder, summary
 
 
+class _PieceWriter:
+    """Tokenizes pieces and writes them to a folder."""
+
+    def __init__(self, encoding: pieces.Encoding, folder: pathlib.Path):
+        self._encoder, self._folder = pieces.PieceEncoder(encoding), folder
+
+    def __call__(self, task: tuple[int, pieces.Piece]) -> int:
+        """Returns the index of the piece."""
+        index, piece = task
+        folder_lib.write_piece(self._folder, index, self._encoder.encode(piece))
+        return index
+
+
 def _tokenize(
     folder: folder_lib.Folder,
     all_pieces: Sequence[pieces.Piece],
     encoding: pieces.Encoding,
-    count: int,
-    report: Report,
+    workers: int,
+    report: Report | None,
 ) -> None:
     """Tokenizes and joins the pieces that are not in the folder yet."""
-    tasks = [
-        workers.Task(index, piece) for index, piece in enumerate(all_pieces) if not folder.finished(index)
-    ]
 
-    def tell() -> None:
+    def report_progress() -> None:
         counts = folder.counts
-        report(Progress(counts.pieces, len(all_pieces), counts.documents, counts.tokens))
+        if report is not None:
+            report(Progress(counts.pieces, len(all_pieces), counts.documents, counts.tokens))
 
-    tell()
-    # Closed here, so that the processes have ended when an error or Ctrl-C leaves this function.
-    with contextlib.closing(workers.run(tasks, encoding, folder.path, count=count)) as finished:
-        for index in finished:
-            folder.add(index)
-            tell()
+    report_progress()
+    tasks = iter([(index, piece) for index, piece in enumerate(all_pieces) if not folder.finished(index)])
+    make = functools.partial(_PieceWriter, encoding, folder.path)
+    with processes.pool(make, workers=workers if workers > 1 else 0, setting="--workers") as submit:
+        running = {submit(task) for task in itertools.islice(tasks, workers)}
+        while running:
+            done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
+            for written in done:
+                folder.add(written.result())
+                report_progress()
+            running |= {submit(task) for task in itertools.islice(tasks, len(done))}
 
 
 def _json(summary: dict[str, Any]) -> str:
@@ -159,7 +174,7 @@ def _json(summary: dict[str, Any]) -> str:
 
 
 def write_bin(
-    out: str, paths: Sequence[str], options: Options | None = None, *, report: Report = _ignore
+    out: str, paths: Sequence[str], options: Options | None = None, *, report: Report | None = None
 ) -> dict[str, Any]:
     """Writes a `.bin` and its JSON file, the `.bin` last, and returns the content of the JSON file.
 
@@ -195,7 +210,7 @@ def write_longcrawl64(
     options: Options | None = None,
     *,
     row_tokens: int = longcrawl64.ROW_TOKENS,
-    report: Report = _ignore,
+    report: Report | None = None,
 ) -> dict[str, Any]:
     """Writes a Zarr v2 array with rows of `row_tokens`, and returns the content of its `.zattrs`.
 

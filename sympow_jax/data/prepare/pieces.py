@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Integer, UInt
 
+from sympow_jax.config import data as data_config
 from sympow_jax.data import files, tokens
 from sympow_jax.data import tokenizer as tokenizer_lib
 
@@ -49,7 +50,7 @@ class Sources:
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """The way from documents to tokens, in a form that another process can be given.
+    """The way from documents to tokens, in a form that can be sent to another process.
 
     Attributes:
         tokenizer: name for `tokenizer.load`.
@@ -92,7 +93,9 @@ def _find_texts(paths: Sequence[str]) -> Sources:
     texts = [file for file in found if file.size]
     if not texts:
         raise ValueError(f"every file is empty ({len(found)} found); name files that hold text")
-    if all(file.path.suffix in (".parquet", ".jsonl", ".ndjson") for file in texts):
+    # A `.json` may be one document.
+    rows = data_config.CORPUS_SOURCES
+    if all(file.path.suffix != ".json" and data_config.source_of(file.key) in rows for file in texts):
         raise ValueError(
             f"{texts[0].path} has many documents, one per row or line; name the column that holds their text with "
             f"--text_column"
@@ -118,8 +121,8 @@ def _find_columns(paths: Sequence[str], text_column: str) -> Sources:
     corpus = importlib.import_module("sympow_jax.data.corpus")
     by_format: dict[str, list[str]] = {}
     for path in paths:
-        format = corpus.format_of(path)
-        if format is None:
+        format = data_config.source_of(path)
+        if format not in data_config.CORPUS_SOURCES:
             raise ValueError(
                 f"{path} is neither .parquet nor .jsonl, nor a compressed .jsonl, which --text_column reads; name the "
                 f"files of a folder with a glob, such as {os.path.join(path, '*.parquet')}"
@@ -182,14 +185,7 @@ class PieceEncoder:
             yield str(file.path), text
 
     def _encode(self, name: str, document: bytes) -> Integer[np.ndarray, " tokens"]:
-        try:
-            ids = self._tokenizer.encode(document)
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{name} is not UTF-8 at byte {error.start}; leave it out, convert it, or use --tokenizer=byte"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}; leave it out") from error
+        ids = self._tokenizer.encode_document(document, name=name)
         if np.any(ids == self._encoding.separator):
             raise ValueError(
                 f"{name} holds id {self._encoding.separator}, which separates documents; leave it out or set another "

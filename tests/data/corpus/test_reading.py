@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from sympow_jax import config
 from tests.data import builders
 
 pa = pytest.importorskip("pyarrow")
@@ -32,7 +33,7 @@ def write(path: pathlib.Path, documents) -> corpus.CorpusFile:
 
 
 def find(path: pathlib.Path) -> corpus.CorpusFile:
-    (file,) = corpus.find("data.paths", [str(path)], format=corpus.format_of(path.name))
+    (file,) = corpus.find("data.paths", [str(path)], format=config.source_of(path.name))
     return file
 
 

@@ -58,8 +58,7 @@ def config(request, tmp_path, small_groups):
 
 
 def open_batches(config, batch_size=4, *, vocab_size=50_000, task=None, **shares):
-    dataset = data.train_dataset(config, task=task, vocab_size=vocab_size)
-    return data.iterate(data.batches(dataset, batch_size, **shares), prefetch=2)
+    return data.train_dataset(config, task=task, vocab_size=vocab_size).batches(batch_size, **shares)
 
 
 def read_epoch(config, **arguments):
@@ -112,7 +111,7 @@ def test_rows_are_those_of_the_source_tokens(tmp_path, packing, task):
         shown = np.where(batch["targets"] == -1, batch["inputs"], batch["targets"])
         assert {bytes(row) for row in shown} & plain
         assert ((batch["targets"] != -1).sum(axis=1) >= 1).all()
-    example = data.example_row(data.train_dataset(parquet, task=task, vocab_size=50_000))
+    example = data.train_dataset(parquet, task=task, vocab_size=50_000).example()
     assert {name: (array.shape, array.dtype) for name, array in example.items()} == {
         name: (array.shape[1:], array.dtype) for name, array in batch.items()
     }
@@ -375,7 +374,7 @@ def test_memory_that_runs_out(config, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(tokenizing.Tokenizing, "_documents", fail)
+    monkeypatch.setattr(tokenizing.PieceTokenizer, "_documents", fail)
     with pytest.raises(
         ValueError, match=r"out of memory while reading .*; set fewer data\.tokenizer_workers"
     ):
@@ -388,7 +387,8 @@ def test_a_worker_that_is_killed(config):
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(
-        ValueError, match=r"a process that tokenizes data was killed, .*; run again to resume"
+        ValueError,
+        match=r"^a worker process was killed, .*; repeat .* continues, .* fewer data\.tokenizer_workers$",
     ):
         list(itertools.islice(batches, 10_000))
     batches.close()
@@ -401,7 +401,7 @@ import multiprocessing, sys, time
 from sympow_jax import config, data
 if __name__ == "__main__":
     settings = config.DataConfig(source="jsonl", paths=(sys.argv[1],), context_length=8, batch_tokens=8)
-    batches = data.batches(data.train_dataset(settings, vocab_size=256), 1)
+    batches = data.train_dataset(settings, vocab_size=256).batches(1)
     next(batches)
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
     time.sleep(60)
