@@ -9,7 +9,7 @@ import jax
 
 from sympow_jax import data, extras, models, training
 from sympow_jax.evaluation.lm_eval import requests as requests_lib
-from sympow_jax.training import workdir
+from sympow_jax.training import workdir as workdir_lib
 
 with extras.required("lm_eval", __name__):
     import lm_eval
@@ -75,7 +75,14 @@ class WorkdirModel(HarnessModel):
         device: str | None = None,
     ):
         del batch_size, max_batch_size, device
-        super().__init__(*_restore(pathlib.Path(workdir), tokenizer))
+        folder = pathlib.Path(workdir)
+        settings = workdir_lib.read_config(folder)
+        if settings.task.name != "next_token":
+            raise ValueError(
+                f"{folder} holds a run of task {settings.task.name!r}; lm-eval is for models of the next token"
+            )
+        codec = data.codec_of_run(settings, tokenizer)
+        super().__init__(cast(models.DecoderLM, training.restore_exact(folder)[1]), codec)
 
 
 def evaluate(
@@ -114,17 +121,8 @@ def evaluate(
     return cast(dict[str, Any], results)
 
 
-def _restore(folder: pathlib.Path, tokenizer: str | None) -> tuple[models.DecoderLM, data.Codec]:
-    settings = workdir.read_config(folder)
-    if settings.task.name != "next_token":
-        raise ValueError(
-            f"{folder} holds a run of task {settings.task.name!r}; lm-eval is for models of the next token"
-        )
-    codec = data.codec_of_run(settings, tokenizer)
-    return cast(models.DecoderLM, training.restore_exact(folder)[1]), codec
-
-
 def _generate_request(prompt: str, options: dict[str, Any]) -> requests_lib.GenerateRequest:
+    """Returns a request with the options of the harness; `do_sample=False` overrides a temperature."""
     options = dict(options)
     stops = options.pop("until", None) or ()
     max_tokens = options.pop("max_gen_toks", _MAX_TOKENS)
