@@ -124,7 +124,7 @@ def summarize(
 def _exact_match_by_depth(
     exams: Sequence[prompts.Exam], scores: Sequence[Sequence[answers.Score]]
 ) -> list[float | None]:
-    """Returns the `exact_match` of each quarter of the context; None where no answer is."""
+    """Returns the `exact_match` of each quarter of the context; None if no question has a depth in it."""
     quarters: list[list[bool]] = [[] for _ in range(4)]
     for exam, of_exam in zip(exams, scores):
         # Without depths, no question is counted.

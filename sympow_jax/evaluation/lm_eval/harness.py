@@ -13,7 +13,8 @@ from sympow_jax.training import workdir as workdir_lib
 
 with extras.required("lm_eval", __name__):
     import lm_eval
-    from lm_eval.api import instance, model, registry
+    from lm_eval.api import instance, registry
+    from lm_eval.api import model as model_lib
     from lm_eval.tasks import TaskManager
 
 __all__ = ["HarnessModel", "WorkdirModel", "evaluate"]
@@ -21,7 +22,7 @@ __all__ = ["HarnessModel", "WorkdirModel", "evaluate"]
 _MAX_TOKENS = 256  # the harness's own default
 
 
-class HarnessModel(model.LM):
+class HarnessModel(model_lib.LM):
     """A decoder as a model of the harness.
 
     Args:
@@ -86,7 +87,7 @@ class WorkdirModel(HarnessModel):
 
 
 def evaluate(
-    evaluated: model.LM,
+    model: model_lib.LM,
     tasks: Sequence[str],
     *,
     include_path: str | os.PathLike[str] | None = None,
@@ -96,7 +97,7 @@ def evaluate(
     """Returns the results of `lm_eval.simple_evaluate`, without the samples.
 
     Args:
-        evaluated: the model.
+        model: the model.
         tasks: names of tasks.
         include_path: folder with YAML files of further tasks.
         num_fewshot: number of examples before each question; None means that of the task.
@@ -111,7 +112,7 @@ def evaluate(
             f"there is no task {', '.join(unknown)} in lm-eval; `lm-eval ls tasks` lists its tasks"
         )
     results = lm_eval.simple_evaluate(
-        model=evaluated,
+        model=model,
         tasks=list(tasks),
         task_manager=manager,
         num_fewshot=num_fewshot,
