@@ -143,8 +143,8 @@ def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
     names = list(dict.fromkeys(row.run for row in rows))
     by_run = [[row for row in rows if row.run == name] for name in names]
     one = len(names) == 1
-    columns = ["task", "context length", *(["answers right"] if one else names), "by chance"]
-    columns += ["tokens right", "loss", "by chance"] if one else []
+    columns = ["task", "context length", *(["answers right"] if one else names), "chance"]
+    columns += ["tokens right", "loss", "chance loss"] if one else []
     lines = []
     for same in zip(*by_run, strict=True):
         first = same[0]
