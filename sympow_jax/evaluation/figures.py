@@ -18,6 +18,7 @@ __all__ = [
     "GRAY",
     "INK",
     "MARKERS",
+    "blank",
     "label_lines",
     "make",
     "mark",
@@ -45,11 +46,17 @@ def make(
     sharey: bool = True,
 ) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
     """Returns a figure with `panels` panels per row, and the panels row by row; sizes are in inches."""
+    figure = blank(width=width, height=height)
+    axes = figure.subplots(rows, panels, sharex=sharex, sharey=sharey, squeeze=False)
+    return figure, list(axes.flat)
+
+
+def blank(*, width: float, height: float) -> matplotlib.figure.Figure:
+    """Returns a figure without panels; sizes are in inches."""
     # Not pyplot, which has global state and may need a display.
     figure = matplotlib.figure.Figure(figsize=(width, height), dpi=160, layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, panels, sharex=sharex, sharey=sharey, squeeze=False)
-    return figure, list(axes.flat)
+    return figure
 
 
 def save(figure: matplotlib.figure.Figure, path: pathlib.Path) -> None:

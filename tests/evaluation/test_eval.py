@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from sympow_jax.commands import evaluate as eval_program
@@ -90,7 +91,7 @@ def test_results_are_in_the_first_workdir_by_default(trained, capsys):
     assert (trained / "b" / "context_loss.csv").read_text() == record
 
 
-def test_tasks_of_two_runs_are_written_beside_the_losses(trained, tmp_path, capsys):
+def test_tasks_of_two_runs_are_written_next_to_the_losses(trained, tmp_path, capsys):
     arguments = [f"--workdir={trained}/a,{trained}/b", f"--out={tmp_path}", "--trials=2"]
     assert eval_program.main([*arguments, "--tasks=copy,recall", "--context_lengths=128"]) == 0
     assert "answers that are right" in capsys.readouterr().out
@@ -98,6 +99,12 @@ def test_tasks_of_two_runs_are_written_beside_the_losses(trained, tmp_path, caps
     found = [(record["run"], record["task"], record["questions"]) for record in records]
     assert found == [(run, *row) for run in "ab" for row in (("copy", "2"), ("recall", "8"))]
     assert {record["context_length"] for record in records} == {"128"}
+    for record in records:
+        quarters = [record[f"exact_match_{25 * i}_{25 * i + 25}"] for i in range(4)]
+        if record["task"] == "recall":
+            assert np.mean(list(map(float, quarters))) == float(record["exact_match"])
+        else:
+            assert quarters == [""] * 4
     content = json.loads((tmp_path / "tasks.json").read_text())
     assert [str(row["loss"]) for row in content["rows"]] == [record["loss"] for record in records]
     assert content["tasks"].keys() == {"copy", "recall"}

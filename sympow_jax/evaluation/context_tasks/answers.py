@@ -61,7 +61,7 @@ class Score(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """Inputs of the model, of which the last `len(answer)` predict the tokens of the answer."""
+    """Inputs of the model; its outputs at the last `len(answer)` of them predict the answer."""
 
     inputs: Sequence[int]
     answer: Sequence[int]
@@ -76,7 +76,7 @@ def answer_scores(
 ) -> list[list[Score]]:
     """Returns the scores of the questions of each case.
 
-    A context is either processed once, to a state from which each question continues, or with each question anew.
+    A context is either processed once, to a state from which each question continues, or once per question.
     Shapes are padded to few different ones, so that few programs are compiled. Rows of more than 16,384 tokens are
     processed in segments of that length through the state.
 
@@ -97,20 +97,22 @@ def answer_scores(
     for case in cases:
         _check(case, longest)
     scores: list[list[Score]] = [[] for _ in cases]
-    alone: list[tuple[int, _Row]] = []
-    together: dict[tuple[int, int], list[int]] = {}
+    whole_rows: list[tuple[int, _Row]] = []
+    shared: dict[tuple[int, int], list[int]] = {}  # indices of cases by their padded sizes
     for index, case in enumerate(cases):
-        context, question = _padded_sizes(case)
+        context_size, question_size = _padded_sizes(case)
         rows = [_Row([*case.context, *x.prompt, *x.answer[:-1]], x.answer) for x in case.questions]
-        fewer = context + len(rows) * question < sum(padded_length(len(row.inputs)) for row in rows)
+        shared_tokens = context_size + len(rows) * question_size
+        fewer = shared_tokens < sum(padded_length(len(row.inputs)) for row in rows)
+        # One token of context is the first input of the questions, and leaves none for the state before them.
         if len(case.context) > 1 and (fewer if share is None else share):
-            together.setdefault((context, question), []).append(index)
+            shared.setdefault((context_size, question_size), []).append(index)
         else:
-            alone += [(index, row) for row in rows]
+            whole_rows += [(index, row) for row in rows]
     caller = _Caller(model, on_call)
-    _score_alone(caller, alone, scores)
-    for (context, question), indices in together.items():
-        _score_together(caller, cases, indices, context, question, scores)
+    _score_whole_rows(caller, whole_rows, scores)
+    for (context_size, question_size), indices in shared.items():
+        _score_shared(caller, cases, indices, context_size, question_size, scores)
     return scores
 
 
@@ -141,45 +143,53 @@ def _padded_sizes(case: Case) -> tuple[int, int]:
     return padded_length(len(case.context) - 1), padded_length(question)
 
 
-def _score_alone(caller: "_Caller", rows: Sequence[tuple[int, _Row]], scores: list[list[Score]]) -> None:
-    """Appends the scores of rows, each with the index of its case, in batches of equal padded length."""
-    found: dict[int, Score] = {}
+def _score_whole_rows(caller: "_Caller", rows: Sequence[tuple[int, _Row]], scores: list[list[Score]]) -> None:
+    """Appends the scores of rows of a context with a question, each with the index of its case."""
     by_length: dict[int, list[int]] = {}
     for number, (_, row) in enumerate(rows):
         by_length.setdefault(padded_length(len(row.inputs)), []).append(number)
+    by_number: dict[int, Score] = {}
     for length, numbers in by_length.items():
-        answers = padded_length(max(len(rows[x][1].answer) for x in numbers))
+        answer_size = padded_length(max(len(rows[x][1].answer) for x in numbers))
         in_segments = length > _CALL_TOKENS
         for batch in _batches(numbers, max(1, _CALL_TOKENS // length)):
             state = caller.model.init_state(len(batch), max_length=length) if in_segments else None
-            found.update(zip(batch, caller.score([rows[x][1] for x in batch], length, answers, state)))
+            batch_scores = caller.score([rows[x][1] for x in batch], length, answer_size, state)
+            by_number.update(zip(batch, batch_scores))
+    # Questions of a case may have been in batches of different lengths.
     for number, (case, _) in enumerate(rows):
-        scores[case].append(found[number])
+        scores[case].append(by_number[number])
 
 
-def _score_together(
+def _score_shared(
     caller: "_Caller",
     cases: Sequence[Case],
     indices: Sequence[int],
-    context: int,
-    question: int,
+    context_size: int,
+    question_size: int,
     scores: list[list[Score]],
 ) -> None:
-    """Appends the scores of the cases of one padded size, with one pass over each context."""
-    answers = padded_length(max(len(x.answer) for index in indices for x in cases[index].questions))
-    state_bytes = _state_bytes(caller.model, context + question)
-    rows = max(1, min(_CALL_TOKENS // max(context, question), _STATE_BYTES // state_bytes))
-    for batch in _batches(indices, rows):
-        state = caller.model.init_state(len(batch), max_length=context + question)
-        state = caller.advance([cases[index].context[:-1] for index in batch], context, state)
+    """Appends the scores of the cases of one padded size, with one pass over each context.
+
+    The last token of a context is the first input of each question, as its output predicts what follows.
+    """
+    answer_size = padded_length(max(len(x.answer) for index in indices for x in cases[index].questions))
+    max_length = context_size + question_size
+    call_rows = _CALL_TOKENS // max(context_size, question_size)
+    state_rows = _STATE_BYTES // _state_bytes(caller.model, max_length)
+    for batch in _batches(indices, max(1, min(call_rows, state_rows))):
+        state = caller.model.init_state(len(batch), max_length=max_length)
+        state = caller.advance([cases[index].context[:-1] for index in batch], context_size, state)
         for number in range(max(len(cases[index].questions) for index in batch)):
-            asked = []
+            rows = []
             for index in batch:
                 # A case with fewer questions repeats its last one, whose score is dropped.
                 last, questions = cases[index].context[-1], cases[index].questions
                 prompt, answer = questions[min(number, len(questions) - 1)]
-                asked.append(_Row([last, *prompt, *answer[:-1]], answer))
-            for index, score in dict(zip(batch, caller.score(asked, question, answers, state))).items():
+                rows.append(_Row([last, *prompt, *answer[:-1]], answer))
+            # The dictionary drops the copies that fill a batch.
+            batch_scores = dict(zip(batch, caller.score(rows, question_size, answer_size, state)))
+            for index, score in batch_scores.items():
                 if number < len(cases[index].questions):
                     scores[index].append(score)
 
@@ -230,18 +240,18 @@ class _Caller:
         return state
 
     def score(
-        self, rows: Sequence[_Row], length: int, answers: int, state: models.DecoderState | None
+        self, rows: Sequence[_Row], length: int, answer_size: int, state: models.DecoderState | None
     ) -> list[Score]:
         """Returns the scores of rows that are padded to `length`, after the state, which is not modified.
 
         Args:
             rows: the rows.
             length: padded length of the rows.
-            answers: padded length of the answers.
+            answer_size: padded length of the answers.
             state: state before each row; None for none, if the rows are one segment.
         """
         size = min(length, _CALL_TOKENS)
-        answers = min(answers, size)
+        answer_size = min(answer_size, size)
         losses = np.zeros((len(rows), length), np.float32)
         correct = np.zeros((len(rows), length), bool)
         targets = np.zeros((len(rows), length), np.int32)
@@ -249,16 +259,22 @@ class _Caller:
         for index, (row, start) in enumerate(zip(rows, starts)):
             targets[index, start : start + len(row.answer)] = row.answer
         for number, (tokens, segment_ids) in enumerate(_segments([row.inputs for row in rows], length)):
-            # `answers` consecutive places of this segment, which include all that predict a token of the answer.
-            first = np.clip(starts - number * size, 0, size - answers)
-            places = first[:, None] + np.arange(answers)
-            inside = number * size + places
-            wanted = np.take_along_axis(targets, inside, axis=1)
+            # `answer_size` consecutive positions of this segment, with all that predict a token of the answer.
+            first = np.clip(starts - number * size, 0, size - answer_size)
+            positions = first[:, None] + np.arange(answer_size)
+            columns = number * size + positions
+            segment_targets = np.take_along_axis(targets, columns, axis=1)
             (loss, right), state = _score(
-                *self._parts, state, tokens, segment_ids, places, wanted, return_state=length > size
+                *self._parts,
+                state,
+                tokens,
+                segment_ids,
+                positions,
+                segment_targets,
+                return_state=length > size,
             )
-            np.put_along_axis(losses, inside, np.asarray(loss), axis=1)
-            np.put_along_axis(correct, inside, np.asarray(right), axis=1)
+            np.put_along_axis(losses, columns, np.asarray(loss), axis=1)
+            np.put_along_axis(correct, columns, np.asarray(right), axis=1)
             self._report(tokens)
         spans = [slice(start, start + len(row.answer)) for row, start in zip(rows, starts)]
         return [Score(losses[index, span], correct[index, span]) for index, span in enumerate(spans)]
@@ -287,7 +303,7 @@ def _score(
     state: PyTree | None,
     tokens: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"],
-    places: Int[Array, "B A"],
+    positions: Int[Array, "B A"],
     targets: Int[Array, "B A"],
     *,
     return_state: bool,
@@ -297,7 +313,7 @@ def _score(
         hidden, state = model.hidden(tokens, segment_ids=segment_ids, state=state, return_state=True)
     else:
         hidden, state = model.hidden(tokens, segment_ids=segment_ids, state=state), None
-    hidden = jnp.take_along_axis(hidden, places[..., None], axis=1)
+    hidden = jnp.take_along_axis(hidden, positions[..., None], axis=1)
 
     def score_token(pair):
         hidden_M, target = pair

@@ -17,7 +17,8 @@ from sympow_jax.evaluation.context_tasks import answers
 
 __all__ = ["TASKS", "Encoder", "Exam", "Material", "Task", "TooShortError", "make_exam"]
 
-_PAIRS_ASKED = 8
+# Both are multiples of the four quarters of a context by which results are reported.
+_PAIR_QUESTIONS = 8
 _NEEDLES = 4
 _HOPS = 4  # assignments of a variable to another, as in RULER
 
@@ -39,7 +40,7 @@ class Encoder(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Material:
-    """What prompts are made of.
+    """Text and tokenizer from which prompts are made.
 
     Attributes:
         text: tokens of held-out text, in which needles and variables are hidden. Its distinct tokens are the alphabet
@@ -77,9 +78,9 @@ class Material:
         return tokens if self.encoder.lead is None else tokens[1:]
 
     def excerpt(self, length: int, rng: np.random.Generator) -> list[int]:
-        """Returns `length` consecutive tokens of the text from a random place; after its end it begins again."""
-        places = rng.integers(len(self.text)) + np.arange(length)
-        return self.text[places % len(self.text)].tolist()
+        """Returns `length` consecutive tokens of the text from a random start; its beginning follows its end."""
+        indices = rng.integers(len(self.text)) + np.arange(length)
+        return self.text[indices % len(self.text)].tolist()
 
 
 class Exam(NamedTuple):
@@ -89,21 +90,24 @@ class Exam(NamedTuple):
         case: tokens of the context, the questions and the answers.
         log_candidates: logarithm of the number of answers that the context has to offer. A guess among them is right
             with the probability exp(-log_candidates).
+        depths: for each question, the fraction of the context before the pair or the sentence that answers it, in
+            [0, 1). Empty if the answers depend on the whole context.
     """
 
     case: answers.Case
     log_candidates: float
+    depths: Sequence[float] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task.
+    """Maker of contexts and questions of one kind.
 
     Attributes:
-        title: what it asks for, in a few words.
+        title: its answers, in a few words.
         questions: number of questions about a context.
         make: function of material, number of tokens and source of random numbers. Returns a context that has, with its
-            longest question and answer, at most that number of tokens. Raises TooShortError if it is too small.
+            longest question and answer, at most that number of tokens. Raises TooShortError if the number is too small.
         has_text: whether it needs the tokenizer.
     """
 
@@ -128,7 +132,7 @@ def make_exam(task: str, material: Material, length: int, *, seed: int, index: i
 
 
 def _recall(material: Material, length: int, rng: np.random.Generator) -> Exam:
-    """Lists pairs of a key and a value, as many as fit, and asks for the values of some keys.
+    """Lists pairs of a key and a value until the context is full, and asks for a value in each eighth of the list.
 
     This is the associative recall of "Zoology: Measuring and Improving Recall in Efficient Language Models" (Arora et
     al. 2023), in text and with all questions at the end.
@@ -136,18 +140,22 @@ def _recall(material: Material, length: int, rng: np.random.Generator) -> Exam:
     end = material.encode("\n")
     keys = _distinct_words(rng, string.ascii_lowercase, 4)
     pairs: list[answers.Question] = []
-    context, question = material.start, 0
+    context, question_size = material.start, 0
     while True:
         key, value = material.encode(f"{next(keys)}="), material.encode(_digits(rng, 4))
-        question = max(question, len(key) + len(value))
-        if len(pairs) >= _PAIRS_ASKED and len(context) + len(key) + len(value) + len(end) + question > length:
+        question_size = max(question_size, len(key) + len(value))
+        size = len(context) + len(key) + len(value) + len(end)
+        if len(pairs) >= _PAIR_QUESTIONS and size + question_size > length:
             break
         context += [*key, *value, *end]
         pairs.append(answers.Question(key, value))
-    _require(length, len(context) + question)
-    asked = rng.choice(len(pairs), _PAIRS_ASKED, replace=False)
+    _require_length(length, len(context) + question_size)
+    # Bounds are rounded up, so that a pair of the eighth k has a depth of k / 8 at least.
+    bounds = -(-np.arange(_PAIR_QUESTIONS + 1) * len(pairs) // _PAIR_QUESTIONS)
+    indices = rng.integers(bounds[:-1], bounds[1:])
     candidates = len({tuple(pair.answer) for pair in pairs})
-    return Exam(answers.Case(context, [pairs[index] for index in asked]), math.log(candidates))
+    case = answers.Case(context, [pairs[index] for index in indices])
+    return Exam(case, math.log(candidates), (indices / len(pairs)).tolist())
 
 
 def _needle(material: Material, length: int, rng: np.random.Generator) -> Exam:
@@ -159,15 +167,15 @@ def _needle(material: Material, length: int, rng: np.random.Generator) -> Exam:
     keys, numbers = _distinct_words(rng, string.ascii_lowercase, 4), _distinct_words(rng, string.digits, 5)
     before, after = material.encode("\nThe magic number of "), material.encode(" is #")
     end = material.encode(".\n")
-    asked = [
+    questions = [
         answers.Question([*before, *material.encode(next(keys)), *after], material.encode(next(numbers)))
         for _ in range(_NEEDLES)
     ]
-    needles = [[*x.prompt, *x.answer, *end] for x in asked]
-    question = max(len(x.prompt) + len(x.answer) for x in asked)
-    spread = (np.arange(_NEEDLES) + rng.random(_NEEDLES)) / _NEEDLES
-    context = _hidden(material, needles, spread, length, question, rng)
-    return Exam(answers.Case(context, asked), math.log(_NEEDLES))
+    needles = [[*x.prompt, *x.answer, *end] for x in questions]
+    question_size = max(len(x.prompt) + len(x.answer) for x in questions)
+    depths = (np.arange(_NEEDLES) + rng.random(_NEEDLES)) / _NEEDLES
+    context = _hide(material, needles, depths, length, question_size, rng)
+    return Exam(answers.Case(context, questions), math.log(_NEEDLES), depths.tolist())
 
 
 def _variables(material: Material, length: int, rng: np.random.Generator) -> Exam:
@@ -184,8 +192,8 @@ def _variables(material: Material, length: int, rng: np.random.Generator) -> Exa
     statements = [[*begin, *name, *equals, *source, *end] for name, source in zip(names, sources)]
     prompt = [*material.encode("\nVariables assigned the value"), *value, *material.encode(":")]
     answer = [token for name in names for token in name]
-    spread = np.sort(rng.random(len(statements)))
-    context = _hidden(material, statements, spread, length, len(prompt) + len(answer), rng)
+    depths = np.sort(rng.random(len(statements)))
+    context = _hide(material, statements, depths, length, len(prompt) + len(answer), rng)
     case = answers.Case(context, [answers.Question(prompt, answer)])
     return Exam(case, math.log(math.factorial(len(names))))
 
@@ -196,7 +204,7 @@ def _copy(material: Material, length: int, rng: np.random.Generator) -> Exam:
     As in "Repeat After Me: Transformers are Better than State Space Models at Copying" (Jelassi et al. 2024), tokens
     are drawn uniformly from an alphabet.
     """
-    _require(length, len(material.start) + 4)
+    _require_length(length, len(material.start) + 4)
     size = (length - len(material.start)) // 2
     tokens = rng.choice(material.alphabet, size).tolist()
     case = answers.Case([*material.start, *tokens], [answers.Question(tokens[:1], tokens[1:])])
@@ -204,34 +212,35 @@ def _copy(material: Material, length: int, rng: np.random.Generator) -> Exam:
 
 
 TASKS = {
-    "recall": Task("value of a key among pairs", _PAIRS_ASKED, _recall),
+    "recall": Task("value of a key among pairs", _PAIR_QUESTIONS, _recall),
     "needle": Task("number in a sentence hidden in text", _NEEDLES, _needle),
     "variables": Task("variables of one value, four hops", 1, _variables),
     "copy": Task("random tokens, repeated", 1, _copy, has_text=False),
 }
 
 
-def _hidden(
+def _hide(
     material: Material,
     pieces: Sequence[Sequence[int]],
     depths: Float[np.ndarray, " pieces"],
     length: int,
-    question: int,
+    question_size: int,
     rng: np.random.Generator,
 ) -> list[int]:
-    """Returns a context of `length - question` tokens: an excerpt with pieces inserted at fractions of its length."""
-    fixed = len(material.start) + sum(map(len, pieces)) + question
-    _require(length, fixed + len(pieces))
+    """Returns an excerpt of the text with pieces inserted at increasing depths; with a question, it has the length."""
+    fixed = len(material.start) + sum(map(len, pieces)) + question_size
+    # At least one token of text for each piece.
+    _require_length(length, fixed + len(pieces))
     size = length - fixed
     excerpt = material.excerpt(size, rng)
-    context, done = material.start, 0
-    for place, piece in zip((depths * size).astype(int).tolist(), pieces):
-        context += [*excerpt[done:place], *piece]
-        done = place
-    return [*context, *excerpt[done:]]
+    context, previous = material.start, 0
+    for position, piece in zip((depths * size).astype(int).tolist(), pieces):
+        context += [*excerpt[previous:position], *piece]
+        previous = position
+    return [*context, *excerpt[previous:]]
 
 
-def _require(length: int, needed: int) -> None:
+def _require_length(length: int, needed: int) -> None:
     if length < needed:
         raise TooShortError(f"it must be at least {needed} tokens")
 

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Sequence
 
 import matplotlib.axes
+import matplotlib.figure
 import matplotlib.lines
 import numpy as np
 import rich.console
@@ -15,6 +16,11 @@ from sympow_jax.evaluation import figures, report
 from sympow_jax.evaluation.context_tasks import answers, prompts
 
 __all__ = ["COLUMNS", "Row", "TaskResult", "make_rows", "print_table", "summarize", "write_plot"]
+
+_COLUMNS = 2
+# Inches of a row of panels.
+_PANEL_HEIGHT = 3.9
+_MAP_HEIGHT = 2.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,11 @@ class TaskResult:
         answer_tokens: number of tokens of all answers.
         chance: `exact_match` of a guess among the answers that the context has to offer.
         chance_loss: `loss` of a model that gives each of these answers the same probability, and others none.
+        exact_match_0_25: `exact_match` of the questions whose answer has 0 to 25 % of the context before it. Each of
+            these four is over a quarter of the questions; None if the answers depend on the whole context.
+        exact_match_25_50: the same for 25 to 50 %.
+        exact_match_50_75: the same for 50 to 75 %.
+        exact_match_75_100: the same for 75 to 100 %.
     """
 
     task: str
@@ -46,6 +57,20 @@ class TaskResult:
     answer_tokens: int
     chance: float
     chance_loss: float
+    exact_match_0_25: float | None
+    exact_match_25_50: float | None
+    exact_match_50_75: float | None
+    exact_match_75_100: float | None
+
+    @property
+    def exact_match_by_depth(self) -> tuple[float | None, ...]:
+        """The `exact_match` of each quarter of the context, from its beginning."""
+        return (
+            self.exact_match_0_25,
+            self.exact_match_25_50,
+            self.exact_match_50_75,
+            self.exact_match_75_100,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,25 +95,42 @@ def summarize(
     exams: Sequence[prompts.Exam],
     scores: Sequence[Sequence[answers.Score]],
 ) -> TaskResult:
-    """Returns the result of exams, of which `scores` has the scores of each one's questions."""
-    flat = [score for of_exam in scores for score in of_exam]
+    """Returns the result of exams; `scores` has a list for each exam, with the score of each of its questions."""
+    flat = list(itertools.chain.from_iterable(scores))
     tokens = sum(len(score.correct) for score in flat)
-    exact = float(np.mean([score.correct.all() for score in flat]))
-    candidates = np.array([exam.log_candidates for exam in exams])
-    guessed = sum(len(of_exam) * size for of_exam, size in zip(scores, candidates))
+    exact_match = float(np.mean([score.correct.all() for score in flat]))
+    log_candidates = np.array([exam.log_candidates for exam in exams])
+    chance_nats = float(log_candidates @ [len(of_exam) for of_exam in scores])
+    first, second, third, last = _exact_match_by_depth(exams, scores)
     return TaskResult(
         task=task,
         context_length=context_length,
-        exact_match=exact,
-        standard_error=math.sqrt(exact * (1 - exact) / len(flat)),
+        exact_match=exact_match,
+        standard_error=math.sqrt(exact_match * (1 - exact_match) / len(flat)),
         token_accuracy=float(np.concatenate([score.correct for score in flat]).mean()),
         loss=float(np.concatenate([score.losses for score in flat]).mean(dtype=np.float64)),
         questions=len(flat),
         contexts=len(exams),
         answer_tokens=tokens,
-        chance=float(np.exp(-candidates).mean()),
-        chance_loss=float(guessed / tokens),
+        chance=float(np.exp(-log_candidates).mean()),
+        chance_loss=chance_nats / tokens,
+        exact_match_0_25=first,
+        exact_match_25_50=second,
+        exact_match_50_75=third,
+        exact_match_75_100=last,
     )
+
+
+def _exact_match_by_depth(
+    exams: Sequence[prompts.Exam], scores: Sequence[Sequence[answers.Score]]
+) -> list[float | None]:
+    """Returns the `exact_match` of each quarter of the context; None if no question has a depth in it."""
+    quarters: list[list[bool]] = [[] for _ in range(4)]
+    for exam, of_exam in zip(exams, scores):
+        # Without depths, no question is counted.
+        for depth, score in zip(exam.depths, of_exam):
+            quarters[int(4 * depth)].append(bool(score.correct.all()))
+    return [float(np.mean(right)) if right else None for right in quarters]
 
 
 def make_rows(run: str, results: Sequence[TaskResult], *, train_context: int) -> list[Row]:
@@ -101,8 +143,8 @@ def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
     names = list(dict.fromkeys(row.run for row in rows))
     by_run = [[row for row in rows if row.run == name] for name in names]
     one = len(names) == 1
-    columns = ["task", "context length", *(["answers right"] if one else names), "by chance"]
-    columns += ["tokens right", "loss", "by chance"] if one else []
+    columns = ["task", "context length", *(["answers right"] if one else names), "chance"]
+    columns += ["tokens right", "loss", "chance loss"] if one else []
     lines = []
     for same in zip(*by_run, strict=True):
         first = same[0]
@@ -118,32 +160,47 @@ def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
 
 
 def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Draws accuracy over context length, a panel for each task and a color for each run.
+    """Draws accuracy over context length, and below it, for tasks with depths, over context length and depth.
 
-    Solid lines are `exact_match` with a band of one standard error, dashed ones `token_accuracy`. A gray line is
-    `chance`, a dashed vertical one each training context.
+    The upper part has a panel for each task and a color for each run. Solid lines are `exact_match` with a band of one
+    standard error, dashed ones `token_accuracy`. A gray line is `chance`, a dashed vertical one each training context.
+    The lower part has a panel for each task and run, with the `exact_match` of each quarter of the context.
     """
     tasks = list(dict.fromkeys(row.task for row in rows))
-    names = list(dict.fromkeys(row.run for row in rows))
-    columns = min(len(tasks), 2)
-    figure, panels = figures.make(
-        columns,
-        rows=-(-len(tasks) // columns),
-        width=4.8 * max(columns, 1.6),
-        height=3.9 * -(-len(tasks) // columns),
-    )
-    for axes in panels[len(tasks) :]:
-        axes.remove()
+    runs = list(dict.fromkeys(row.run for row in rows))
+    maps = [
+        [row for row in rows if (row.task, row.run) == (task, run)]
+        for task in dict.fromkeys(row.task for row in rows if None not in row.exact_match_by_depth)
+        for run in runs
+    ]
+    heights = [_PANEL_HEIGHT * -(-len(tasks) // _COLUMNS)]
+    if maps:
+        heights.append(_MAP_HEIGHT * -(-len(maps) // _COLUMNS))
+    one_column = len(tasks) == 1 and len(maps) <= 1
+    figure = figures.blank(width=7.7 if one_column else 9.6, height=sum(heights))
+    parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False).flat
+    _draw_lines(parts[0], tasks, runs, rows)
+    if maps:
+        _draw_maps(parts[1], maps)
+    figures.save(figure, path)
+
+
+def _draw_lines(
+    figure: matplotlib.figure.FigureBase, tasks: Sequence[str], runs: Sequence[str], rows: Sequence[Row]
+) -> None:
+    """Draws accuracy over context length, a panel for each task."""
+    columns = min(len(tasks), _COLUMNS)
+    panels = _panels(figure, columns, len(tasks))
     handles = []
     for number, (axes, task) in enumerate(zip(panels, tasks)):
         of_task = [row for row in rows if row.task == task]
-        for name, color, marker in zip(
-            names, itertools.cycle(figures.COLORS), itertools.cycle(figures.MARKERS)
+        for run, color, marker in zip(
+            runs, itertools.cycle(figures.COLORS), itertools.cycle(figures.MARKERS)
         ):
-            line = _draw_run(axes, [row for row in of_task if row.run == name], name, color, marker)
+            line = _draw_run(axes, [row for row in of_task if row.run == run], run, color, marker)
             handles += [line] if number == 0 else []
-        lengths = sorted({row.context_length for row in of_task})
         chance = {row.context_length: row.chance for row in of_task}
+        lengths = sorted(chance)
         axes.plot(lengths, [chance[x] for x in lengths], color="#999999", linewidth=1.2, zorder=1)
         figures.set_log2_ticks(axes, lengths)
         axes.tick_params(axis="x", labelrotation=45 if len(lengths) > 6 else 0)
@@ -167,7 +224,41 @@ def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(len(handles), 4), frameon=False, fontsize=9
     )
-    figures.save(figure, path)
+
+
+def _draw_maps(figure: matplotlib.figure.FigureBase, maps: Sequence[Sequence[Row]]) -> None:
+    """Draws `exact_match` over context length and depth, a panel for the rows of each task and run."""
+    columns = min(len(maps), _COLUMNS)
+    panels = _panels(figure, columns, len(maps))
+    for number, (axes, rows) in enumerate(zip(panels, maps)):
+        values = np.array([row.exact_match_by_depth for row in rows], np.float64).T
+        image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        for (depth, length), value in np.ndenumerate(values):
+            color = "black" if value > 0.5 else "white"
+            axes.text(length, depth, f"{value:.2f}", ha="center", va="center", fontsize=7.5, color=color)
+        figures.style(
+            axes,
+            x_label="context length (tokens)",
+            y_label="" if number % columns else "depth (% of context)",
+            title=f"{rows[0].task}, {rows[0].run}",
+        )
+        axes.grid(visible=False)
+        lengths, train_context = [row.context_length for row in rows], rows[0].train_context
+        axes.set_xticks(range(len(rows)), [f"{length:,}" for length in lengths])
+        axes.tick_params(axis="x", labelrotation=45 if len(rows) > 4 else 0)
+        axes.set_yticks(np.arange(5) - 0.5, [f"{25 * quarter}" for quarter in range(5)])
+        if lengths[0] <= train_context < lengths[-1]:
+            within = sum(length <= train_context for length in lengths)
+            figures.mark(axes, within - 0.5, f"trained at {train_context:,}")
+    figure.colorbar(image, ax=panels, label="answers right", pad=0.01).outline.set_visible(False)
+
+
+def _panels(figure: matplotlib.figure.FigureBase, columns: int, count: int) -> list[matplotlib.axes.Axes]:
+    """Returns `count` panels row by row, with one y axis for all of a row."""
+    axes = figure.subplots(-(-count // columns), columns, sharey=True, squeeze=False).flat
+    for unused in axes[count:]:
+        unused.remove()
+    return list(axes[:count])
 
 
 def _draw_run(

@@ -20,8 +20,8 @@ from sympow_jax.training import checkpoint, hosts
 __all__ = ["context_task_results", "evaluate_context_tasks"]
 
 _TRIALS = 64
-# Tokens of text that are read, divided by the longest context.
-_TEXT = 4
+# Length of the text that contexts are excerpts of, divided by the longest context.
+_TEXT_CONTEXTS = 4
 
 
 def context_task_results(
@@ -58,14 +58,14 @@ def context_task_results(
         >>> model = models.DecoderLM(settings, rngs=0)
         >>> codec = data.Codec(data.tokenizer.load("byte"), vocab_size=256)
         >>> text = np.frombuffer(b"A text to hide needles in. " * 9, np.uint8)
-        >>> found = evaluation.context_task_results(
+        >>> results = evaluation.context_task_results(
         ...     model, evaluation.Material(text, codec), ["recall", "needle"], [256, 512], trials=8
         ... )
-        >>> [(x.task, x.context_length, x.questions) for x in found]
+        >>> [(x.task, x.context_length, x.questions) for x in results]
         [('recall', 256, 8), ('recall', 512, 8), ('needle', 256, 8), ('needle', 512, 8)]
     """
     _check(tasks, trials)
-    found = []
+    task_results = []
     for task in tasks:
         for length in lengths:
             exams = [
@@ -73,10 +73,10 @@ def context_task_results(
                 for index in range(-(-trials // prompts.TASKS[task].questions))
             ]
             scores = answers.answer_scores(model, [exam.case for exam in exams])
-            found.append(results.summarize(task, length, exams, scores))
+            task_results.append(results.summarize(task, length, exams, scores))
             if on_result is not None:
                 on_result()
-    return found
+    return task_results
 
 
 def _check(tasks: Sequence[str], trials: int) -> None:
@@ -146,10 +146,11 @@ def evaluate_context_tasks(
         codec = data.codec_of_run(first, tokenizer)
     elif tokenizer is not None:
         raise ValueError(f"--tokenizer is for tasks with text; {', '.join(tasks)} has none: leave it out")
-    given = lengths is not None
-    lengths = lengths if lengths is not None else runs.lengths_of(first, heldout)
-    material = prompts.Material(_read(documents, _TEXT * max(lengths, default=0)), codec, documents.lead)
-    lengths = _checked(tasks, lengths, material) if given else _long_enough(tasks, lengths, material)
+    chosen = runs.lengths_of(first, heldout) if lengths is None else lengths
+    text = _read(documents, _TEXT_CONTEXTS * max(chosen, default=0))
+    material = prompts.Material(text, codec, documents.lead)
+    lengths = _drop_short(tasks, chosen, material) if lengths is None else chosen
+    _check_lengths(tasks, lengths, material)
     for path, config in zip(paths, configs):
         runs.require_places(config, lengths, f"the model of {path}")
     folder = workdirs_lib.writable_folder(out)
@@ -161,7 +162,7 @@ def evaluate_context_tasks(
         started = time.perf_counter()
         _, model, step = training.restore_model(path)
         with workdirs_lib.progress(console, name, len(tasks) * len(lengths)) as advance:
-            found = context_task_results(
+            task_results = context_task_results(
                 cast(models.DecoderLM, model),
                 material,
                 tasks,
@@ -175,7 +176,7 @@ def evaluate_context_tasks(
             highlight=False,
             soft_wrap=True,
         )
-        rows += results.make_rows(name, found, train_context=config.data.context_length)
+        rows += results.make_rows(name, task_results, train_context=config.data.context_length)
         records.append(
             {"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)}
         )
@@ -205,19 +206,19 @@ def _read(documents: data.HeldoutDocuments, count: int) -> Int[np.ndarray, " tok
     return np.concatenate(parts)
 
 
-def _checked(tasks: Sequence[str], lengths: Sequence[int], material: prompts.Material) -> Sequence[int]:
-    """Returns the lengths; raises ValueError if they are not increasing or one is too short for a task."""
+def _check_lengths(tasks: Sequence[str], lengths: Sequence[int], material: prompts.Material) -> None:
+    """Raises ValueError if the lengths are not increasing or the first is too short for a task."""
     buckets.check_lengths(lengths, first_position=1)
     for task in tasks:
         prompts.make_exam(task, material, lengths[0], seed=0, index=0)
-    return lengths
 
 
-def _long_enough(tasks: Sequence[str], lengths: Sequence[int], material: prompts.Material) -> Sequence[int]:
-    """Returns the lengths from the first that is long enough for all tasks; raises ValueError if there is none."""
+def _drop_short(tasks: Sequence[str], lengths: Sequence[int], material: prompts.Material) -> Sequence[int]:
+    """Returns the lengths from the first that is long enough for all tasks; only the last one if none is."""
     for index in range(len(lengths)):
         try:
-            return _checked(tasks, lengths[index:], material)
+            _check_lengths(tasks, lengths[index:], material)
         except prompts.TooShortError:
             continue
-    return _checked(tasks, lengths[-1:], material)
+        return lengths[index:]
+    return lengths[-1:]

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
             from sympow_jax.evaluation.lm_eval import harness
         from lm_eval import utils
 
-        found = harness.evaluate(
+        results = harness.evaluate(
             harness.WorkdirModel(flags.workdir, flags.tokenizer),
             flags.tasks.split(","),
             include_path=flags.include_path,
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         out = default if flags.out is None else pathlib.Path(flags.out)
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replace(out) as draft:
-            draft.write_text(json.dumps(found, indent=2, default=str) + "\n")
-        print(utils.make_table(found))
+            draft.write_text(json.dumps(results, indent=2, default=str) + "\n")
+        print(utils.make_table(results))
         print(f"the results are in {out}")
         return 0
 

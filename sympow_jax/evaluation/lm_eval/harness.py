@@ -9,11 +9,12 @@ import jax
 
 from sympow_jax import data, extras, models, training
 from sympow_jax.evaluation.lm_eval import requests as requests_lib
-from sympow_jax.training import workdir
+from sympow_jax.training import workdir as workdir_lib
 
 with extras.required("lm_eval", __name__):
     import lm_eval
-    from lm_eval.api import instance, model, registry
+    from lm_eval.api import instance, registry
+    from lm_eval.api import model as model_lib
     from lm_eval.tasks import TaskManager
 
 __all__ = ["HarnessModel", "WorkdirModel", "evaluate"]
@@ -21,7 +22,7 @@ __all__ = ["HarnessModel", "WorkdirModel", "evaluate"]
 _MAX_TOKENS = 256  # the harness's own default
 
 
-class HarnessModel(model.LM):
+class HarnessModel(model_lib.LM):
     """A decoder as a model of the harness.
 
     Args:
@@ -75,11 +76,18 @@ class WorkdirModel(HarnessModel):
         device: str | None = None,
     ):
         del batch_size, max_batch_size, device
-        super().__init__(*_restore(pathlib.Path(workdir), tokenizer))
+        folder = pathlib.Path(workdir)
+        settings = workdir_lib.read_config(folder)
+        if settings.task.name != "next_token":
+            raise ValueError(
+                f"{folder} holds a run of task {settings.task.name!r}; lm-eval is for models of the next token"
+            )
+        codec = data.codec_of_run(settings, tokenizer)
+        super().__init__(cast(models.DecoderLM, training.restore_exact(folder)[1]), codec)
 
 
 def evaluate(
-    evaluated: model.LM,
+    model: model_lib.LM,
     tasks: Sequence[str],
     *,
     include_path: str | os.PathLike[str] | None = None,
@@ -89,7 +97,7 @@ def evaluate(
     """Returns the results of `lm_eval.simple_evaluate`, without the samples.
 
     Args:
-        evaluated: the model.
+        model: the model.
         tasks: names of tasks.
         include_path: folder with YAML files of further tasks.
         num_fewshot: number of examples before each question; None means that of the task.
@@ -104,7 +112,7 @@ def evaluate(
             f"there is no task {', '.join(unknown)} in lm-eval; `lm-eval ls tasks` lists its tasks"
         )
     results = lm_eval.simple_evaluate(
-        model=evaluated,
+        model=model,
         tasks=list(tasks),
         task_manager=manager,
         num_fewshot=num_fewshot,
@@ -114,17 +122,8 @@ def evaluate(
     return cast(dict[str, Any], results)
 
 
-def _restore(folder: pathlib.Path, tokenizer: str | None) -> tuple[models.DecoderLM, data.Codec]:
-    settings = workdir.read_config(folder)
-    if settings.task.name != "next_token":
-        raise ValueError(
-            f"{folder} holds a run of task {settings.task.name!r}; lm-eval is for models of the next token"
-        )
-    codec = data.codec_of_run(settings, tokenizer)
-    return cast(models.DecoderLM, training.restore_exact(folder)[1]), codec
-
-
 def _generate_request(prompt: str, options: dict[str, Any]) -> requests_lib.GenerateRequest:
+    """Returns a request with the options of the harness; `do_sample=False` overrides a temperature."""
     options = dict(options)
     stops = options.pop("until", None) or ()
     max_tokens = options.pop("max_gen_toks", _MAX_TOKENS)

@@ -69,11 +69,11 @@ class TextModel:
             answers.Case(context, [answers.Question([], rows[index][1]) for index in indices])
             for context, indices in by_context.items()
         ]
-        found: dict[int, tuple[float, bool]] = {}
+        by_pair: dict[int, tuple[float, bool]] = {}
         for indices, scores in zip(by_context.values(), answers.answer_scores(self._model, cases)):
             for index, score in zip(indices, scores):
-                found[index] = (_log_likelihood(score), bool(score.correct.all()))
-        return [found[index] for index in range(len(pairs))]
+                by_pair[index] = (_log_likelihood(score), bool(score.correct.all()))
+        return [by_pair[index] for index in range(len(pairs))]
 
     def text_log_likelihoods(self, texts: Sequence[str]) -> list[float]:
         """Returns the log-likelihood of each whole text in nats, after `prefix`.
@@ -95,7 +95,7 @@ class TextModel:
         prompts = [self._prompt(request) for request in requests]
         groups: dict[tuple, list[int]] = {}
         for index, (prompt, request) in enumerate(zip(prompts, requests)):
-            groups.setdefault((self._padded(prompt, request), *request[1:]), []).append(index)
+            groups.setdefault((self._padded_length(prompt, request), *request[1:]), []).append(index)
         for (length, max_tokens, stops, temperature), indices in groups.items():
             size = min(_ROWS, max(1, _TOKENS // length), 1 << (len(indices) - 1).bit_length())
             for batch in itertools.batched(indices, size):
@@ -122,6 +122,7 @@ class TextModel:
         return [self.prefix, *(tokens if self._codec.lead is None else tokens[1:])]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[tuple[int, ...], list[int]]:
+        """Returns the tokens of a context, cut to the learned positions, and those of its continuation."""
         stripped = context.rstrip(" ")
         before = self._encode(stripped)
         after = self._encode(context + continuation)[len(before) :]
@@ -132,6 +133,7 @@ class TextModel:
         return tuple(before), after
 
     def _windows(self, tokens: Sequence[int]) -> list[answers.Case]:
+        """Returns cases that predict each token of a text once, each within the learned positions."""
         limit = len(tokens) if self._longest is None else min(self._longest, len(tokens))
         windows = [answers.Case([self.prefix], [answers.Question([], tokens[:limit])])]
         for start in range(limit, len(tokens), limit):
@@ -142,6 +144,7 @@ class TextModel:
         return windows
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
+        """Returns the tokens of a prompt, cut to leave room for its continuation within the learned positions."""
         tokens = self._encode(request.prompt)
         tokens = tokens[1:] if request.prompt and self._codec.lead is None else tokens
         if self._longest is None:
@@ -154,7 +157,7 @@ class TextModel:
             )
         return tokens[-room:]
 
-    def _padded(self, prompt: Sequence[int], request: GenerateRequest) -> int:
+    def _padded_length(self, prompt: Sequence[int], request: GenerateRequest) -> int:
         length = answers.padded_length(len(prompt))
         return length if self._longest is None else min(length, self._longest - request.max_tokens)
 

@@ -39,7 +39,8 @@ def text(tokens):
 @pytest.mark.parametrize("task", prompts.TASKS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_an_exam_has_the_length_and_the_number_of_questions(task, length):
-    case, _ = make(task, length)
+    case, _, depths = make(task, length)
+    assert len(depths) in (0, len(case.questions))
     assert len(case.questions) == prompts.TASKS[task].questions
     longest = max(len(x.prompt) + len(x.answer) for x in case.questions)
     # Recall has whole pairs of ten bytes only, a copy two equal parts.
@@ -56,32 +57,37 @@ def test_an_exam_depends_on_its_arguments_only(task):
 @pytest.mark.parametrize("task", prompts.TASKS)
 def test_a_lead_comes_first_and_longer_tokens_are_counted(task):
     material = prompts.Material(TEXT.astype(np.int32), Chunks(), lead=0)
-    case, _ = make(task, 200, material)
+    case, _, _ = make(task, 200, material)
     assert case.context[0] == 0
     assert 0 not in case.context[1:]
     assert len(case.context) + max(len(x.prompt) + len(x.answer) for x in case.questions) <= 200
 
 
 def test_recall_asks_for_the_values_of_different_pairs():
-    case, log_candidates = make("recall")
+    case, log_candidates, depths = make("recall")
     pairs = dict(line.split("=") for line in text(case.context).splitlines())
     assert len(pairs) == (300 - 9) // 10
     asked = {text(x.prompt): text(x.answer) for x in case.questions}
     assert len(asked) == len(case.questions)
     assert all(pairs[key.removesuffix("=")] == value for key, value in asked.items())
     assert log_candidates == pytest.approx(np.log(len(set(pairs.values()))))
+    assert [list(pairs)[round(depth * len(pairs))] for depth in depths] == [
+        text(x.prompt).removesuffix("=") for x in case.questions
+    ]
+    assert [int(8 * depth) for depth in depths] == list(range(8))
 
 
 def test_needles_are_hidden_in_the_quarters_of_a_text():
-    case, log_candidates = make("needle", 1024)
+    case, log_candidates, depths = make("needle", 1024)
     context = text(case.context)
     size = len(context) - sum(len(x.prompt) + len(x.answer) + 2 for x in case.questions)
     before = 0
     for quarter, question in enumerate(case.questions):
         needle = f"{text(question.prompt)}{text(question.answer)}.\n"
         assert context.count(needle) == 1
-        place = context.index(needle) - before
-        assert quarter * size // 4 <= place <= (quarter + 1) * size // 4
+        position = context.index(needle) - before
+        assert quarter * size // 4 <= position <= (quarter + 1) * size // 4
+        assert position == int(depths[quarter] * size)
         before += len(needle)
     for question in case.questions:
         context = context.replace(f"{text(question.prompt)}{text(question.answer)}.\n", "")
@@ -90,7 +96,8 @@ def test_needles_are_hidden_in_the_quarters_of_a_text():
 
 
 def test_variables_follow_from_the_assignments():
-    case, log_candidates = make("variables", 400)
+    case, log_candidates, depths = make("variables", 400)
+    assert not depths
     values, chain = {}, []
     for name, source in re.findall(r"\nVAR (\w+) = (?:VAR )?(\w+)\n", text(case.context)):
         values[name] = values.get(source, source)
@@ -104,7 +111,8 @@ def test_variables_follow_from_the_assignments():
 
 
 def test_a_copy_repeats_random_tokens_of_the_text():
-    case, log_candidates = make("copy", material=prompts.Material(TEXT))
+    case, log_candidates, depths = make("copy", material=prompts.Material(TEXT))
+    assert not depths
     (question,) = case.questions
     assert [*question.prompt, *question.answer] == case.context
     alphabet = set(TEXT.tolist())

@@ -11,10 +11,9 @@ from sympow_jax.evaluation.context_tasks import answers, prompts, results
 from sympow_jax.training import workdir
 
 
-def make_exam(log_candidates):
-    return prompts.Exam(
-        answers.Case([1], [answers.Question([], [1, 2]), answers.Question([], [3])]), log_candidates
-    )
+def make_exam(log_candidates, depths=()):
+    case = answers.Case([1], [answers.Question([], [1, 2]), answers.Question([], [3])])
+    return prompts.Exam(case, log_candidates, depths)
 
 
 def make_score(losses, correct):
@@ -27,8 +26,8 @@ def test_a_result_is_over_all_answers_and_tokens():
         [make_score([1, 2], [True, False]), make_score([3], [True])],
         [make_score([0, 2], [True, True]), make_score([7], [False])],
     ]
-    found = results.summarize("recall", 64, exams, scores)
-    assert dataclasses.asdict(found) == pytest.approx(
+    summary = results.summarize("recall", 64, exams, scores)
+    assert dataclasses.asdict(summary) == pytest.approx(
         {
             "task": "recall",
             "context_length": 64,
@@ -41,8 +40,76 @@ def test_a_result_is_over_all_answers_and_tokens():
             "answer_tokens": 6,
             "chance": (1 / 2 + 1 / 8) / 2,
             "chance_loss": 2 * math.log(16) / 6,
+            "exact_match_0_25": None,
+            "exact_match_25_50": None,
+            "exact_match_50_75": None,
+            "exact_match_75_100": None,
         }
     )
+
+
+def test_answers_are_counted_in_the_quarter_of_their_depth():
+    exams = [make_exam(0.0, (0.0, 0.75)), make_exam(0.0, (0.24, 0.25)), make_exam(0.0, (0.5, 0.99))]
+    right, wrong = make_score([0], [True]), make_score([0], [False])
+    summary = results.summarize("needle", 64, exams, [[wrong, right], [right, right], [wrong, wrong]])
+    assert summary.exact_match_by_depth == (1 / 2, 1, 0, 1 / 2)
+    assert summary.exact_match_50_75 == 0
+
+
+def make_row(run, task, length, by_depth):
+    first, second, third, last = by_depth
+    return results.Row(
+        run=run,
+        train_context=256,
+        task=task,
+        context_length=length,
+        exact_match=0.5,
+        standard_error=0.1,
+        token_accuracy=0.75,
+        loss=1.0,
+        questions=16,
+        contexts=4,
+        answer_tokens=80,
+        chance=0.25,
+        chance_loss=0.3,
+        exact_match_0_25=first,
+        exact_match_25_50=second,
+        exact_match_50_75=third,
+        exact_match_75_100=last,
+    )
+
+
+def test_plot_has_a_map_of_depths_for_each_run_of_a_task_with_depths(monkeypatch, tmp_path):
+    rows = [
+        make_row(run, task, length, (0, 0.25, value, 1) if task == "needle" else (None,) * 4)
+        for run, value in (("a", 0.5), ("b", 0.75))
+        for task in ("copy", "needle")
+        for length in (256, 512)
+    ]
+    figures = []
+    monkeypatch.setattr(results.figures, "save", lambda figure, path: figures.append(figure))
+    results.write_plot(tmp_path / "x.png", rows)
+    # The last of the axes is the bar of colors.
+    *panels, _ = figures[0].axes
+    assert [axes.get_title(loc="left").split(":")[0] for axes in panels] == [
+        "copy",
+        "needle",
+        "needle, a",
+        "needle, b",
+    ]
+    for axes, value in zip(panels[2:], (0.5, 0.75)):
+        (image,) = axes.images
+        np.testing.assert_array_equal(image.get_array(), [[0, 0], [0.25, 0.25], [value, value], [1, 1]])
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["256", "512"]
+        assert axes.get_ylim() == (3.5, -0.5)  # the beginning of the context is at the top
+
+
+def test_plot_of_tasks_without_depths_has_no_map(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(results.figures, "save", lambda figure, path: figures.append(figure))
+    results.write_plot(tmp_path / "x.png", [make_row("a", "copy", 256, (None,) * 4)])
+    assert len(figures[0].axes) == 1
+    assert not figures[0].axes[0].images
 
 
 def test_a_run_of_another_task_is_an_error(tmp_path):
