@@ -116,8 +116,9 @@ _in_worker: Tokenizing
 
 def _start_worker(recipe: Recipe) -> None:
     global _in_worker
-    # Ctrl-C and SIGTERM may reach the whole process group, but the training process needs data until it has saved.
+    # Stop signals may reach the whole process group, but the training process needs data until it has saved.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_soon)
     processes.end_with_parent()
     _in_worker = Tokenizing(recipe)
