@@ -423,6 +423,7 @@ READERS: Mapping[str, Reader] = {
         lambda: {"a.tsv": b"sentence\tlabel\ngood\t1\nbad\t0\n"},
         lambda folder: _read_rows(_data("tsv", folder, text_columns=("sentence",))),
         examples=500,
+        cases=[[Part("a.tsv", (), "x" * 1000)]],
     ),
     "shapes and segment ids of power attention": Reader(
         {name: jax.ShapeDtypeStruct((1, 4, 2, 8), "float32") for name in ("query", "key", "value")},
