@@ -112,7 +112,7 @@ def try_reader(name: str, examples: int, seed: int, last: pathlib.Path) -> Outco
         ValueError: the good input is refused.
     """
     reader, outcome, began = readers.READERS[name], Outcome(), time.monotonic()
-    # This makes the good input, which is not limited by what is made only once.
+    # Before the others, which would be charged with the memory and time of what is made only once.
     if refused := _read(reader, reader.good):
         raise ValueError(f"{name}: a good input is refused: {refused}")
 
@@ -139,10 +139,8 @@ def try_reader(name: str, examples: int, seed: int, last: pathlib.Path) -> Outco
     )
     try:
         configured(hypothesis.seed(seed)(hypothesis.given(reader.bad)(attempt)))()
-    except (
-        _Problem,
-        hypothesis.errors.HypothesisException,
-    ) as error:  # Flaky, of an input that fails only once
+    # Hypothesis has errors of its own, as of an input that fails only once.
+    except (_Problem, hypothesis.errors.HypothesisException) as error:
         outcome.problems.append(f"{error}; the input is {last.read_text()}")
     outcome.seconds = time.monotonic() - began
     return outcome
